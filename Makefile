@@ -1,0 +1,37 @@
+# Two commands set everything up on a fresh machine with Python >= 3.11 and make:
+#   make demo   runs the main job: Redis, a worker, a model, 240 prompts
+#   make test   runs the checks and the tests
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check clean
+
+demo: $(VENV)/.demo-installed
+	$(BIN)/millrace demo
+
+test: check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests
+
+check: $(VENV)/.test-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/test_house_rules.py
+
+clean:
+	rm -rf $(VENV) .demo
+
+# The CPU build of torch lies on some machines beside the registry; pip finds it there by its exact version.
+$(VENV)/.demo-installed: pyproject.toml | $(VENV)/.created
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[engine,demo]"
+	touch $@
+
+$(VENV)/.test-installed: pyproject.toml | $(VENV)/.created
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]"
+	touch $@
+
+$(VENV)/.created:
+	$(PYTHON) -m venv $(VENV)
+	touch $@

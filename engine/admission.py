@@ -1,0 +1,39 @@
+"""What the engine refuses before it queues a request."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+
+from engine.errors import InvalidRequest, PromptTooLong
+from engine.request import RESERVED_PREFIX, Request
+
+
+def check_request(request: Request, *, vocab_size: int, capacity: int, taken: Container[str]) -> None:
+    """Raise InvalidRequest for a request that can never be served: at once, with need and capacity where it is size."""
+    request_id = request.request_id
+    if request_id in taken or request_id.startswith(RESERVED_PREFIX):
+        raise InvalidRequest(
+            f"request_id {request_id!r} is taken; accepted: a new id that does not start with {RESERVED_PREFIX!r}",
+            param="request_id", value=request_id,
+        )  # fmt: skip
+    if not request.prompt_token_ids:
+        raise InvalidRequest(
+            "the prompt is empty", param="prompt", value="", accepted="at least one token", code="empty_prompt"
+        )
+    _check_ids("prompt", request.prompt_token_ids, vocab_size)
+    _check_ids("logit_bias", request.params.logit_bias, vocab_size)
+    _check_ids("stop_token_ids", request.params.stop_token_ids, vocab_size)
+    length = len(request.prompt_token_ids)
+    if length >= capacity:
+        raise PromptTooLong(length + 1, capacity, param="prompt")
+    if request.params.max_tokens is not None and length + request.params.max_tokens > capacity:
+        raise PromptTooLong(length + request.params.max_tokens, capacity)
+
+
+def _check_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"{param} holds token id {token_id}; accepted: 0 to {vocab_size - 1}",
+                param=param, value=token_id, accepted=f"0 to {vocab_size - 1}",
+            )  # fmt: skip

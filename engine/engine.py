@@ -1,0 +1,219 @@
+"""Prompts in, tokens out."""
+
+from __future__ import annotations
+
+import random
+
+from engine.admission import check_request
+from engine.engine_parts import EngineParts
+from engine.engine_stats import EngineStats
+from engine.errors import EngineError, NonFiniteLogits
+from engine.finish_reason import FinishReason
+from engine.forward_item import ForwardItem
+from engine.load_parts import load_parts
+from engine.model_runner import ModelRunner
+from engine.output_processor import OutputProcessor
+from engine.request import Request
+from engine.request_group import RequestGroup
+from engine.request_output import RequestOutput
+from engine.request_state import RequestState
+from engine.sampling.sampler import Sampler
+from engine.sampling.sampling_row import SamplingRow
+from engine.sampling_params import MAX_SEED
+from engine.scheduled_batch import ScheduledBatch
+from engine.scheduled_item import ScheduledItem
+from engine.scheduler import Scheduler
+from engine.scheduler_limits import SchedulerLimits
+from engine.text.tokenizer import Tokenizer
+from settings import EffectiveSettings, Settings
+
+SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: keeps the streams of a request's n sequences apart
+
+
+class Engine:
+    """Runs requests together, step by step. Single-threaded: whoever made it calls it.
+
+    Every added request ends in exactly one RequestOutput, handed out by `step`.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        settings = parts.effective.settings.engine
+        self.effective: EffectiveSettings = parts.effective
+        self.tokenizer: Tokenizer = parts.tokenizer
+        self.runner: ModelRunner = parts.runner
+        self._executor = parts.executor
+        self._blocks = parts.block_manager
+        self._scheduler = Scheduler(
+            SchedulerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.unified_prefill),
+            parts.block_manager,
+        )
+        self._sampler = Sampler(parts.executor.model.ops)
+        self._outputs = OutputProcessor(parts.tokenizer, parts.eos_token_ids)
+        self._groups: dict[str, RequestGroup] = {}
+        self._ready: list[RequestOutput] = []
+        self._entropy = random.SystemRandom() if settings.seed is None else random.Random(settings.seed)
+        self._arrivals = 0
+        self._num_finished = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+
+    @classmethod
+    def load(cls, effective: EffectiveSettings) -> Engine:
+        """Derive what is not set, load the model, warm it up.
+
+        Raises CheckpointError, CapabilityError (a setting this device or build cannot honour), NonFiniteLogits.
+        """
+        return cls(load_parts(effective))
+
+    @property
+    def settings(self) -> Settings:
+        """What the engine holds, derived values included."""
+        return self.effective.settings
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens one request may have, prompt and output together."""
+        return self.runner.kv_capacity()
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the model's embedding: token ids are below it."""
+        return self._executor.model.config.vocab_size
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequest (PromptTooLong, ...) for one that can never be served."""
+        check_request(request, vocab_size=self.vocab_size, capacity=self.max_model_len, taken=self._groups)
+        chain_salt = request.cache_salt
+        seed = request.params.seed
+        base_seed = self._entropy.getrandbits(63) if seed is None else seed
+        room = self.max_model_len - len(request.prompt_token_ids)
+        states = tuple(
+            RequestState(
+                request=request,
+                index=index,
+                arrival=self._arrivals,
+                seed=(base_seed + index * SEED_STRIDE) & MAX_SEED,
+                max_tokens=min(request.params.max_tokens or room, room),
+                chain=self._blocks.new_chain(request.prompt_token_ids, chain_salt),
+                token_ids=list(request.prompt_token_ids),
+            )
+            for index in range(request.params.n)
+        )
+        self._arrivals += 1
+        self._groups[request.request_id] = RequestGroup(request, states)
+        for state in states:
+            self._scheduler.add(state)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now: its blocks are free when this returns, what it generated is in its output.
+
+        False, and no change, for a request that is not unfinished.
+        """
+        group = self._groups.get(request_id)
+        if group is None:
+            return False
+        self._end(group, FinishReason.CANCELLED)
+        return True
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; the outputs of the requests that ended since the last call, aborted ones included."""
+        batch = self._scheduler.schedule()
+        if batch is not None:
+            self._run(batch)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has something to run or to hand out."""
+        return self._scheduler.has_work or bool(self._ready)
+
+    def stats(self) -> EngineStats:
+        """Figures at this moment."""
+        return EngineStats(
+            num_steps=self._executor.num_steps,
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            num_finished_requests=self._num_finished,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            output_tokens=self._output_tokens,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_blocks=self._blocks.num_blocks,
+            num_free_blocks=self._blocks.num_free_blocks,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise EngineFatal if the account of the KV blocks does not add up."""
+        self._blocks.check_integrity()
+
+    def close(self) -> None:
+        """End every unfinished request as cancelled; `step` hands their outputs out."""
+        for group in list(self._groups.values()):
+            self._end(group, FinishReason.CANCELLED)
+        self.runner.reset()
+
+    def _run(self, batch: ScheduledBatch) -> None:
+        logits = self._executor.execute([self._forward_item(item) for item in batch.items])
+        sampling = batch.sampling_items
+        sampled = (
+            self._sampler.sample(logits, [self._sampling_row(item.state) for item in sampling]) if sampling else []
+        )
+        failed = [item for item, result in zip(sampling, sampled, strict=True) if isinstance(result, NonFiniteLogits)]
+        self._scheduler.advance(item for item in batch.items if item not in failed)
+        for item, result in zip(sampling, sampled, strict=True):
+            state = item.state
+            if state.is_finished:  # a sibling of the same request failed in this very step
+                continue
+            if isinstance(result, NonFiniteLogits):
+                self._fail(state, result)
+                continue
+            self._outputs.append(state, result)
+            if state.is_finished:
+                self._scheduler.finish(state)
+                self._hand_out_if_complete(self._groups[state.request.request_id])
+
+    def _forward_item(self, item: ScheduledItem) -> ForwardItem:
+        state = item.state
+        tokens = state.token_ids[item.start : item.start + item.num_scheduled_tokens]
+        return ForwardItem(tokens, item.start, self._blocks.block_table(state.sequence_id), item.samples)
+
+    def _sampling_row(self, state: RequestState) -> SamplingRow:
+        return SamplingRow(
+            params=state.request.params,
+            prompt_token_ids=state.request.prompt_token_ids,
+            output_token_ids=state.output_token_ids,
+            seed=state.seed,
+            banned_token_ids=self._outputs.banned_token_ids(state),
+        )
+
+    def _fail(self, state: RequestState, error: EngineError) -> None:
+        """One sequence failed, so its request did; its KV is withdrawn from later hits."""
+        group = self._groups[state.request.request_id]
+        group.error = error
+        state.finish_reason = FinishReason.ERROR
+        self._scheduler.finish(state, kv_is_good=False)
+        self._end(group, FinishReason.CANCELLED)
+
+    def _end(self, group: RequestGroup, reason: FinishReason) -> None:
+        for state in group.unfinished:
+            state.finish_reason = reason
+            self._scheduler.finish(state)
+        self._hand_out_if_complete(group)
+
+    def _hand_out_if_complete(self, group: RequestGroup) -> None:
+        if group.unfinished:
+            return
+        del self._groups[group.request.request_id]
+        completions = tuple(self._outputs.completion(state) for state in group.states)
+        first = group.states[0]
+        self._num_finished += 1
+        self._prompt_tokens += first.num_prompt_tokens
+        self._cached_tokens += first.num_cached_tokens
+        self._output_tokens += sum(state.num_output_tokens for state in group.states)
+        self._ready.append(
+            RequestOutput(
+                request_id=group.request.request_id,
+                num_prompt_tokens=first.num_prompt_tokens,
+                num_cached_tokens=first.num_cached_tokens,
+                completions=() if group.error is not None else completions,
+                error=group.error,
+            )
+        )

@@ -1,0 +1,21 @@
+"""Figures of a running engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Figures of a running engine; counters since it was loaded."""
+
+    num_steps: int
+    num_running: int  # sequences that hold blocks
+    num_waiting: int  # sequences that hold none
+    num_finished_requests: int
+    prompt_tokens: int  # of admitted sequences
+    cached_tokens: int  # of these, found in the prefix cache at first admission
+    output_tokens: int
+    num_preemptions: int
+    num_blocks: int
+    num_free_blocks: int

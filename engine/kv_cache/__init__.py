@@ -1,0 +1,1 @@
+"""Bookkeeping of the paged KV cache. Torch-free, but for `tensors`."""

@@ -1,0 +1,192 @@
+"""The one class through which sequences get, share and give back KV blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from engine.errors import EngineFatal, InvalidRequest, KVPoolExhausted
+from engine.kv_cache.block_hash_chain import BlockHashChain
+from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.cached_block import CachedBlock
+from engine.kv_cache.prefix_cache_metrics import PrefixCacheMetrics
+from engine.kv_cache.sequence_blocks import SequenceBlocks
+
+
+class BlockManager:
+    """Blocks of all sequences: probe -> pin -> allocate the remainder -> (run) -> commit -> free.
+
+    A hit covers at most `(len - 1) // block_size` blocks, so the last token is always computed and a shared block is
+    never written. Blocks that some sequence is computing are known as such: `waits_for` names it, so that identical
+    prefixes that arrive together are computed once.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool) -> None:
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self._pool = BlockPool(num_blocks)
+        self._sequences: dict[str, SequenceBlocks] = {}
+        self._computing: dict[bytes, str] = {}  # digest of a block not committed yet -> the sequence computing it
+        self._probes = self._hits = self._queried_tokens = self._hit_tokens = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, the null block included."""
+        return self._pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks an allocation could take now."""
+        return self._pool.num_free
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens one sequence could hold if it had the pool for itself."""
+        return (self._pool.num_blocks - 1) * self.block_size
+
+    def new_chain(self, token_ids: Sequence[int], salt: str) -> BlockHashChain:
+        """The digests of a prompt's full blocks; empty where prefix caching is off."""
+        chain = BlockHashChain(self.block_size, salt)
+        if self.prefix_caching:
+            chain.extend(token_ids)
+        return chain
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def waits_for(self, chain: BlockHashChain, token_ids: Sequence[int]) -> str | None:
+        """The sequence that is computing the first block this one could share but does not find yet."""
+        limit = min(len(chain.digests), (len(token_ids) - 1) // self.block_size)
+        for index in range(limit):
+            digest = chain.digests[index]
+            if self._pool.lookup(digest) is None:
+                return self._computing.get(digest)
+        return None
+
+    def open(self, sequence_id: str, chain: BlockHashChain, token_ids: Sequence[int]) -> int:
+        """Give a new sequence blocks for all of `token_ids`; returns how many of these tokens are in KV already.
+
+        Raises KVPoolExhausted, having changed nothing, when the blocks it cannot share are more than are free.
+        """
+        if sequence_id in self._sequences:
+            raise InvalidRequest(
+                f"sequence {sequence_id!r} holds blocks already", param="request_id", value=sequence_id
+            )
+        hits = self._probe(chain, token_ids)
+        for block in hits:  # pinned first: what we are about to share must not be evicted for what we allocate
+            self._pool.acquire(block.block_id)
+        try:
+            fresh = self._pool.allocate(self.blocks_for(len(token_ids)) - len(hits))
+        except KVPoolExhausted:
+            for block in reversed(hits):
+                self._pool.release(block.block_id)
+            raise
+        table = [block.block_id for block in hits] + fresh
+        self._sequences[sequence_id] = SequenceBlocks(chain, len(hits), len(hits), table)
+        for digest in chain.digests[len(hits) :]:
+            self._computing.setdefault(digest, sequence_id)
+        self._probes += 1
+        self._hits += bool(hits)
+        self._queried_tokens += len(token_ids)
+        self._hit_tokens += len(hits) * self.block_size
+        return len(hits) * self.block_size
+
+    def grow(self, sequence_id: str, num_tokens: int) -> None:
+        """Make room for `num_tokens` in all. Raises KVPoolExhausted, having changed nothing, when too few are free."""
+        table = self._sequence(sequence_id).block_table
+        missing = self.blocks_for(num_tokens) - len(table)
+        if missing > 0:
+            table.extend(self._pool.allocate(missing))
+
+    def commit(self, sequence_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """The first `num_computed_tokens` of `token_ids` are in KV and good: offer their full blocks to later hits."""
+        sequence = self._sequence(sequence_id)
+        if not self.prefix_caching:
+            return
+        full = num_computed_tokens // self.block_size
+        if full <= sequence.num_committed_blocks:
+            return
+        chain = sequence.chain
+        chain.extend(token_ids[: full * self.block_size])
+        for index in range(sequence.num_committed_blocks, full):
+            tokens = tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
+            digest = chain.digests[index]
+            self._pool.register(CachedBlock(sequence.block_table[index], digest, chain.parent_of(index), tokens))
+            self._no_longer_computing(digest, sequence_id)
+        sequence.num_committed_blocks = full
+
+    def block_table(self, sequence_id: str) -> Sequence[int]:
+        """The sequence's blocks in order."""
+        return self._sequence(sequence_id).block_table
+
+    def free(self, sequence_id: str) -> None:
+        """Give back a sequence's blocks, tail first. What was committed may still be hit. Unknown ids are a no-op."""
+        sequence = self._sequences.pop(sequence_id, None)
+        if sequence is None:
+            return
+        for digest in sequence.chain.digests[sequence.num_committed_blocks :]:
+            self._no_longer_computing(digest, sequence_id)
+        for block_id in reversed(sequence.block_table):
+            self._pool.release(block_id)
+
+    def discard(self, sequence_id: str) -> None:
+        """Like `free`, for a sequence whose KV cannot be trusted: what it computed is withdrawn from later hits."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            return
+        for block_id in sequence.block_table[sequence.num_hit_blocks :]:
+            self._pool.forget(block_id)
+        self.free(sequence_id)
+
+    def metrics(self, bytes_per_block: int) -> PrefixCacheMetrics:
+        """Counters since the pool was made."""
+        pool = self._pool
+        return PrefixCacheMetrics(
+            enabled=self.prefix_caching,
+            probes=self._probes,
+            hits=self._hits,
+            queried_tokens=self._queried_tokens,
+            saved_prefill_tokens=self._hit_tokens,
+            evictions=pool.num_evictions,
+            registered_blocks=pool.num_registered,
+            used_blocks=pool.num_blocks - 1 - pool.num_free,
+            free_blocks=pool.num_free,
+            block_size=self.block_size,
+            registered_bytes=pool.num_registered * bytes_per_block,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise EngineFatal unless references, tables and the in-flight index agree. O(num_blocks)."""
+        self._pool.check_integrity()
+        held = Counter(block_id for s in self._sequences.values() for block_id in s.block_table)
+        for block_id in range(self._pool.num_blocks):
+            if self._pool.ref_count(block_id) != held[block_id]:
+                raise EngineFatal(
+                    f"block {block_id} has {self._pool.ref_count(block_id)} references, {held[block_id]} holders"
+                )
+        strays = set(self._computing.values()) - self._sequences.keys()
+        if strays:
+            raise EngineFatal(f"blocks wait for sequences that hold none: {sorted(strays)}")
+
+    def _probe(self, chain: BlockHashChain, token_ids: Sequence[int]) -> list[CachedBlock]:
+        """The longest run of leading blocks found, each verified by its tokens and its parent."""
+        size = self.block_size
+        hits: list[CachedBlock] = []
+        for index in range(min(len(chain.digests), (len(token_ids) - 1) // size)):
+            block = self._pool.lookup(chain.digests[index])
+            tokens = tuple(token_ids[index * size : (index + 1) * size])
+            if block is None or block.token_ids != tokens or block.parent != chain.parent_of(index):
+                break
+            hits.append(block)
+        return hits
+
+    def _sequence(self, sequence_id: str) -> SequenceBlocks:
+        try:
+            return self._sequences[sequence_id]
+        except KeyError:
+            raise EngineFatal(f"sequence {sequence_id!r} holds no blocks") from None
+
+    def _no_longer_computing(self, digest: bytes, sequence_id: str) -> None:
+        if self._computing.get(digest) == sequence_id:
+            del self._computing[digest]

@@ -1,0 +1,57 @@
+"""From settings to a loaded, warmed-up model with its KV cache."""
+
+from __future__ import annotations
+
+import torch
+from kernels.dispatch import operations
+
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.generation_config import read_generation_config
+from engine.checkpoint.model_config import ModelConfig
+from engine.derived_settings import derive_settings, kv_cache_spec, max_model_len, model_path
+from engine.dtypes import DTYPES
+from engine.engine_parts import EngineParts
+from engine.errors import EngineFatal
+from engine.kv_cache.block_manager import BlockManager
+from engine.kv_cache.kv_cache_tensors import KVCacheTensors
+from engine.model_runner import ModelRunner
+from engine.models.load_decoder import load_decoder
+from engine.models.model_placement import ModelPlacement
+from engine.step_executor import StepExecutor
+from engine.text.tokenizer import Tokenizer
+from settings import EffectiveSettings
+
+
+def load_parts(effective: EffectiveSettings) -> EngineParts:
+    """Load everything an engine needs: pools, hash table and weights are made here and live as long as the engine."""
+    effective = derive_settings(effective)
+    settings = effective.settings.engine
+    path = model_path(effective)
+    config = ModelConfig.from_directory(path)
+    device = torch.device(settings.device)
+    num_blocks = settings.kv_cache.num_blocks
+    if num_blocks is None or settings.num_threads is None:
+        raise EngineFatal("derive_settings left engine.kv_cache.num_blocks or engine.num_threads unset")
+    torch.set_num_threads(settings.num_threads)
+    placement = ModelPlacement(
+        device=device,
+        dtype=DTYPES[settings.dtype],
+        ops=operations(device),
+        max_positions=max_model_len(effective, config),
+        bucketed_min_tokens=settings.moe.bucketed_min_tokens if settings.moe.bucketed else None,
+    )
+    with Checkpoint.open(path) as checkpoint:
+        model = load_decoder(config, checkpoint, placement)
+    kv_cache = KVCacheTensors.allocate(kv_cache_spec(effective, config), num_blocks, device)
+    executor = StepExecutor(model, kv_cache, settings)
+    block_manager = BlockManager(num_blocks, settings.kv_cache.block_size, prefix_caching=settings.prefix_cache.enabled)
+    runner = ModelRunner(executor, block_manager, settings, max_model_len(effective, config))
+    runner.warm_up()
+    return EngineParts(
+        effective=effective,
+        executor=executor,
+        runner=runner,
+        block_manager=block_manager,
+        tokenizer=Tokenizer.from_directory(path),
+        eos_token_ids=read_generation_config(path).eos_token_ids,
+    )

@@ -1,0 +1,61 @@
+"""How much memory is free, and how many KV blocks fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from engine.errors import CapabilityError
+
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Bytes that an allocation could still get: on CUDA what the driver reports, on a CPU MemAvailable of the machine
+    or what the container's limit leaves, whichever is less. Raises CapabilityError where neither can be read.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    available = meminfo_available_bytes(MEMINFO)
+    headroom = cgroup_headroom_bytes(CGROUP)
+    return available if headroom is None else min(available, headroom)
+
+
+def meminfo_available_bytes(path: Path) -> int:
+    """MemAvailable of a Linux meminfo file."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise CapabilityError(f"{path} cannot be read ({error}): set engine.kv_cache.num_blocks") from error
+    for line in lines:
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    raise CapabilityError(f"{path} has no MemAvailable: set engine.kv_cache.num_blocks")
+
+
+def cgroup_headroom_bytes(root: Path) -> int | None:
+    """What the container's memory limit (cgroup v2) leaves; None where there is no limit."""
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        used = int((root / "memory.current").read_text())
+    except FileNotFoundError:
+        return None
+    return None if limit == "max" else max(0, int(limit) - used)
+
+
+def num_blocks_that_fit(budget_bytes: int, bytes_per_block: int, useful_blocks: int) -> int:
+    """Blocks for a budget, the null block included, and no more than can ever be of use.
+
+    Raises CapabilityError when not even one block besides the null block fits.
+    """
+    fit = budget_bytes // bytes_per_block
+    if fit < 2:
+        raise CapabilityError(
+            f"the memory left for the KV cache is {max(0, budget_bytes)} bytes, two blocks need {2 * bytes_per_block}: "
+            "raise engine.kv_cache.memory_fraction, free memory, or set engine.kv_cache.num_blocks"
+        )
+    return min(fit, useful_blocks + 1)

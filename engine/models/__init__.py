@@ -1,0 +1,1 @@
+"""The decoder that the three families share, and how a checkpoint becomes one."""

@@ -1,0 +1,104 @@
+"""From a checkpoint to a model: the names of Hugging Face's layout, and where the families differ."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.moe_config import MoeConfig
+from engine.checkpoint.rope_table import rope_cos_sin
+from engine.models.attention_layer import AttentionLayer
+from engine.models.decoder_layer import DecoderLayer
+from engine.models.decoder_model import DecoderModel
+from engine.models.dense_mlp import DenseMLP
+from engine.models.model_placement import ModelPlacement
+from engine.models.moe_mlp import MoeMLP
+from engine.models.tensor_source import TensorSource
+
+
+def load_decoder(config: ModelConfig, checkpoint: Checkpoint, placement: ModelPlacement) -> DecoderModel:
+    """Load the weights. Raises CheckpointError naming a missing, extra or misshapen tensor."""
+    source = TensorSource(checkpoint, placement.device, placement.dtype)
+    vocabulary = (config.vocab_size, config.hidden_size)
+    embed_tokens = source.take("model.embed_tokens.weight", vocabulary)
+    cos_sin = rope_cos_sin(config.rope, config.head_dim, placement.max_positions).to(placement.device)
+    layers = tuple(_layer(config, source, placement, index, cos_sin) for index in range(config.num_layers))
+    final_norm = source.take("model.norm.weight", (config.hidden_size,))
+    if config.tie_word_embeddings:
+        lm_head = embed_tokens
+        source.drop_equal("lm_head.weight", embed_tokens)
+    else:
+        lm_head = source.take("lm_head.weight", vocabulary)
+    source.finish()
+    return DecoderModel(config, placement.ops, embed_tokens, layers, final_norm, lm_head)
+
+
+def _layer(
+    config: ModelConfig, source: TensorSource, placement: ModelPlacement, index: int, cos_sin: torch.Tensor
+) -> DecoderLayer:
+    prefix = f"model.layers.{index}"
+    norm = (config.hidden_size,)
+    mlp: DenseMLP | MoeMLP
+    if config.moe is not None and config.is_moe_layer(index):
+        mlp = _moe(config, config.moe, source, placement, prefix)
+    else:
+        mlp = _dense(config, source, placement, prefix)
+    return DecoderLayer(
+        ops=placement.ops,
+        input_norm=source.take(f"{prefix}.input_layernorm.weight", norm),
+        attention=_attention(config, source, placement, prefix, cos_sin),
+        post_attention_norm=source.take(f"{prefix}.post_attention_layernorm.weight", norm),
+        mlp=mlp,
+        eps=config.rms_norm_eps,
+    )
+
+
+def _attention(
+    config: ModelConfig, source: TensorSource, placement: ModelPlacement, prefix: str, cos_sin: torch.Tensor
+) -> AttentionLayer:
+    q_rows = config.num_heads * config.head_dim
+    kv_rows = config.num_kv_heads * config.head_dim
+    qk_norm = None
+    if config.qk_norm:
+        q_weight = source.take(f"{prefix}.self_attn.q_norm.weight", (config.head_dim,))
+        k_weight = source.take(f"{prefix}.self_attn.k_norm.weight", (config.head_dim,))
+        qk_norm = (q_weight, k_weight, config.rms_norm_eps)
+    return AttentionLayer(
+        ops=placement.ops,
+        qkv_proj=source.take_fused(
+            [f"{prefix}.self_attn.{part}_proj.weight" for part in "qkv"],
+            [(rows, config.hidden_size) for rows in (q_rows, kv_rows, kv_rows)],
+        ),
+        o_proj=source.take(f"{prefix}.self_attn.o_proj.weight", (config.hidden_size, q_rows)),
+        qk_norm=qk_norm,
+        cos_sin=cos_sin,
+        head_dim=config.head_dim,
+    )
+
+
+def _dense(config: ModelConfig, source: TensorSource, placement: ModelPlacement, prefix: str) -> DenseMLP:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return DenseMLP(
+        ops=placement.ops,
+        gate_up_proj=source.take_fused(
+            [f"{prefix}.mlp.{part}_proj.weight" for part in ("gate", "up")], [(inner, hidden)] * 2
+        ),
+        down_proj=source.take(f"{prefix}.mlp.down_proj.weight", (hidden, inner)),
+    )
+
+
+def _moe(config: ModelConfig, moe: MoeConfig, source: TensorSource, placement: ModelPlacement, prefix: str) -> MoeMLP:
+    hidden, inner = config.hidden_size, moe.intermediate_size
+    experts = [f"{prefix}.mlp.experts.{expert}" for expert in range(moe.num_experts)]
+    return MoeMLP(
+        ops=placement.ops,
+        router=source.take(f"{prefix}.mlp.gate.weight", (moe.num_experts, hidden)),
+        gate_up_proj=source.take_experts(
+            [[f"{expert}.{part}_proj.weight" for part in ("gate", "up")] for expert in experts], [(inner, hidden)] * 2
+        ),
+        down_proj=source.take_experts([[f"{expert}.down_proj.weight"] for expert in experts], [(hidden, inner)]),
+        top_k=moe.experts_per_token,
+        renormalise=moe.norm_topk_prob,
+        bucketed_min_tokens=placement.bucketed_min_tokens,
+    )

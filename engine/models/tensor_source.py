@@ -1,0 +1,75 @@
+"""Takes tensors out of a checkpoint and keeps the account of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.errors import CheckpointError
+
+
+class TensorSource:
+    """Every tensor a model needs is taken once, in the shape it must have; whatever is left over is an error.
+
+    Tensors are memory-mapped; those that need no conversion and no fusing are used where they lie, the others are
+    copied one at a time, so that at no time a second copy of the weights exists in memory.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+        self._checkpoint = checkpoint
+        self._device = device
+        self._dtype = dtype
+        self._left = set(checkpoint.names())
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """One tensor in the model dtype on the model's device."""
+        return self._read(name, shape).to(device=self._device, dtype=self._dtype)
+
+    def take_fused(self, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Matrices of one width stacked on top of each other."""
+        rows = [shape[0] for shape in shapes]
+        fused = self._empty((sum(rows), shapes[0][1]))
+        self._copy_rows(fused, names, shapes)
+        return fused
+
+    def take_experts(self, names: Sequence[Sequence[str]], shapes: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """For each expert its matrices stacked on top of each other: [num_experts, rows, width]."""
+        rows = sum(shape[0] for shape in shapes)
+        stacked = self._empty((len(names), rows, shapes[0][1]))
+        for expert, expert_names in enumerate(names):
+            self._copy_rows(stacked[expert], expert_names, shapes)
+        return stacked
+
+    def drop_equal(self, name: str, other: torch.Tensor) -> None:
+        """A tensor that a tied checkpoint may hold a second time; it must then be equal."""
+        if name not in self._left:
+            return
+        if not torch.equal(self.take(name, tuple(other.shape)), other):
+            raise CheckpointError(f"tensor {name} differs from the embedding that config.json ties it to")
+
+    def finish(self) -> None:
+        """Raise CheckpointError if the checkpoint holds tensors that nobody took."""
+        if self._left:
+            names = sorted(self._left)
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise CheckpointError(f"the model has no place for tensor {', '.join(names[:3])}{more}")
+
+    def _empty(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def _copy_rows(self, target: torch.Tensor, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> None:
+        row = 0
+        for name, shape in zip(names, shapes, strict=True):
+            target[row : row + shape[0]].copy_(self._read(name, shape))
+            row += shape[0]
+
+    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name not in self._left:
+            raise CheckpointError(f"tensor {name} is missing")
+        found = self._checkpoint.shape(name)
+        if tuple(found) != shape:
+            raise CheckpointError(f"tensor {name} has shape {list(found)}; config.json asks for {list(shape)}")
+        self._left.remove(name)
+        return self._checkpoint.read(name)

@@ -1,0 +1,21 @@
+"""What a caller asks the engine for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.sampling_params import SamplingParams
+
+RESERVED_PREFIX = "__millrace"  # of the engine's own ids
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and how to continue it. Immutable: what happens to it is a `Sequence`'s business."""
+
+    request_id: str  # unique among the unfinished requests of an engine; must not start with RESERVED_PREFIX
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    priority: int = 0  # lower runs first
+    cache_salt: str = ""  # requests share prefix-cache blocks only with the same salt (tenants)

@@ -1,0 +1,19 @@
+"""What a request ends in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.completion import Completion
+from engine.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The one end of one request: its completions, or the error that stopped it."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_cached_tokens: int  # prompt tokens whose KV came from the prefix cache
+    completions: tuple[Completion, ...]  # in index order
+    error: EngineError | None = None

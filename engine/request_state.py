@@ -1,0 +1,68 @@
+"""The life of one sequence of a request inside the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.errors import EngineError
+from engine.finish_reason import FinishReason
+from engine.kv_cache.block_hash_chain import BlockHashChain
+from engine.request import Request
+from engine.token_logprobs import TokenLogprobs
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One of a request's `n` sequences. Written by the scheduler, and by the output processor where it says so."""
+
+    request: Request
+    index: int  # 0 .. n - 1
+    arrival: int  # order of arrival over the engine's life; kept through preemption
+    seed: int  # of the draws: (seed, position) decides, nothing else
+    max_tokens: int  # the request's, or what the context leaves
+    chain: BlockHashChain
+    token_ids: list[int]  # prompt, then output
+    num_computed_tokens: int = 0  # in KV; 0 while waiting
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    was_admitted: bool = False
+    num_preemptions: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    text_parts: list[str] = field(default_factory=list)  # output processor: text released so far
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: EngineError | None = None
+
+    @property
+    def sequence_id(self) -> str:
+        """Key of this sequence's blocks."""
+        return f"{self.request.request_id}/{self.index}"
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Tokens generated so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Number of tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens known but not in KV: 1 in decode, more in prefill."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will be generated."""
+        return self.finish_reason is not None
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Scheduling order: lower first."""
+        return (self.request.priority, self.arrival, self.index)

@@ -1,0 +1,123 @@
+"""Chooses the next token of each row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from engine.errors import NonFiniteLogits
+from engine.sampling.sampled_token import SampledToken
+from engine.sampling.sampling_row import SamplingRow
+from engine.token_logprobs import TokenLogprobs
+from kernels.interface import Operations
+
+
+class Sampler:
+    """Chooses the next token of each row, in transformers' order: bias, penalties, bans, temperature, top-k, top-p,
+    min-p, draw. A row's token depends on that row alone.
+    """
+
+    def __init__(self, ops: Operations) -> None:
+        self._ops = ops
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken | NonFiniteLogits]:
+        """logits [S, V] float32, one row each; they are overwritten. A row that is not finite fails alone."""
+        is_finite = torch.isfinite(logits.amax(dim=-1))  # NaN propagates through amax
+        finite = is_finite.tolist()
+        if not all(finite):
+            logits[~is_finite] = 0.0  # whatever is chosen there is thrown away below
+        logprobs = self._raw_logprob_rows(logits, rows)
+        self._edit(logits, rows)
+        token_ids = self._choose(logits, rows)
+        results: list[SampledToken | NonFiniteLogits] = []
+        for index, row in enumerate(rows):
+            if not finite[index]:
+                results.append(NonFiniteLogits(f"logits at position {row.position} are not finite"))
+                continue
+            raw = logprobs.get(index)
+            token_logprobs = None if raw is None else self._token_logprobs(raw, token_ids[index], row)
+            results.append(SampledToken(token_ids[index], token_logprobs))
+        return results
+
+    def _raw_logprob_rows(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, torch.Tensor]:
+        """Log-softmax [V] of the rows that report it, before anything changes their logits."""
+        wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
+        return {index: torch.log_softmax(logits[index], dim=-1) for index in wanted}
+
+    def _token_logprobs(self, raw: torch.Tensor, token_id: int, row: SamplingRow) -> TokenLogprobs:
+        count = min(row.params.logprobs or 0, raw.shape[0])
+        values, ids = raw.topk(count)
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        return TokenLogprobs(token_id, float(raw[token_id]), top)
+
+    def _edit(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+        for index, row in enumerate(rows):
+            if row.params.logit_bias:
+                ids = torch.tensor(list(row.params.logit_bias), dtype=torch.int64, device=logits.device)
+                bias = torch.tensor(list(row.params.logit_bias.values()), dtype=torch.float32, device=logits.device)
+                logits[index].index_add_(0, ids, bias)
+        self._penalise(logits, [index for index, row in enumerate(rows) if row.params.has_penalties], rows)
+        for index, row in enumerate(rows):
+            if row.banned_token_ids:
+                logits[index, list(row.banned_token_ids)] = -torch.inf
+
+    def _penalise(self, logits: torch.Tensor, indices: Sequence[int], rows: Sequence[SamplingRow]) -> None:
+        if not indices:
+            return
+        selected = logits[list(indices)]
+        params = [rows[index].params for index in indices]
+        self._ops.apply_penalties(
+            selected,
+            self._counts(logits, [rows[index].prompt_token_ids for index in indices]),
+            self._counts(logits, [rows[index].output_token_ids for index in indices]),
+            self._column(logits, [p.repetition_penalty for p in params]),
+            self._column(logits, [p.presence_penalty for p in params]),
+            self._column(logits, [p.frequency_penalty for p in params]),
+        )
+        logits[list(indices)] = selected
+
+    def _counts(self, logits: torch.Tensor, token_ids: Sequence[Sequence[int]]) -> torch.Tensor:
+        counts = torch.zeros((len(token_ids), logits.shape[-1]), dtype=torch.int32, device=logits.device)
+        for row, ids in enumerate(token_ids):
+            seen = Counter(ids)
+            where = torch.tensor(list(seen), dtype=torch.int64, device=logits.device)
+            counts[row, where] = torch.tensor(list(seen.values()), dtype=torch.int32, device=logits.device)
+        return counts
+
+    def _column(self, logits: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=logits.device)
+
+    def _choose(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+        drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
+        if not drawn:
+            return list(self._ops.argmax(logits).tolist())
+        chosen = [0] * len(rows)
+        greedy = [index for index, row in enumerate(rows) if row.params.is_greedy]
+        if greedy:
+            for index, token_id in zip(greedy, self._ops.argmax(logits[greedy]).tolist(), strict=True):
+                chosen[index] = token_id
+        for index, token_id in zip(drawn, self._draw(logits[drawn], [rows[i] for i in drawn]), strict=True):
+            chosen[index] = token_id
+        return chosen
+
+    def _draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+        logits -= logits.amax(dim=-1, keepdim=True)  # the best becomes 0: no temperature, however small, overflows it
+        logits /= self._column(logits, [row.params.temperature for row in rows]).unsqueeze(-1)
+        truncated = [index for index, row in enumerate(rows) if row.params.truncates]
+        if truncated:
+            selected = logits[truncated]
+            params = [rows[index].params for index in truncated]
+            top_k = torch.tensor([p.top_k or logits.shape[-1] for p in params], device=logits.device)
+            self._ops.mask_top_k_top_p_min_p(
+                selected,
+                top_k,
+                self._column(logits, [p.top_p for p in params]),
+                self._column(logits, [p.min_p for p in params]),
+            )
+            logits[truncated] = selected
+        seeds = torch.tensor([row.seed for row in rows], dtype=torch.int64, device=logits.device)
+        positions = torch.tensor([row.position for row in rows], dtype=torch.int64, device=logits.device)
+        return list(self._ops.gumbel_argmax(logits, seeds, positions).tolist())

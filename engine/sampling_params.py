@@ -1,0 +1,84 @@
+"""How a request's tokens are chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from engine.errors import InvalidRequest
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a request's tokens are chosen; the order of operations is transformers'.
+
+    logit_bias, then the repetition, frequency and presence penalties, then min_tokens' ban on ending, then
+    temperature, top_k, top_p, min_p, then one draw. Raises InvalidRequest naming the parameter.
+    """
+
+    max_tokens: int | None = None  # None: what the context leaves
+    min_tokens: int = 0  # end-of-sequence and stop token ids are banned until then
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    seed: int | None = None  # None: drawn from the engine's entropy
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None  # alternatives a position; None: off, 0: the chosen token's only
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            self._check("max_tokens", self.max_tokens >= 1, "a whole number, at least 1")
+        limit = math.inf if self.max_tokens is None else self.max_tokens
+        self._check("min_tokens", 0 <= self.min_tokens <= limit, "0 to max_tokens")
+        self._check("temperature", 0.0 <= self.temperature < math.inf, "a finite number, at least 0")
+        self._check("top_k", self.top_k >= 0, "a whole number, 0 for off")
+        self._check("top_p", 0.0 < self.top_p <= 1.0, "above 0, at most 1")
+        self._check("min_p", 0.0 <= self.min_p <= 1.0, "0 to 1")
+        self._check("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "a finite number above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._check(name, -2.0 <= getattr(self, name) <= 2.0, "-2 to 2")
+        if self.seed is not None:
+            self._check("seed", -MAX_SEED - 1 <= self.seed <= MAX_SEED, "a 64-bit whole number")
+        for token_id, bias in self.logit_bias.items():
+            if not -100.0 <= bias <= 100.0:
+                raise InvalidRequest(
+                    f"logit_bias of token {token_id} is {bias}; accepted: -100 to 100",
+                    param="logit_bias", value=bias, accepted="-100 to 100",
+                )  # fmt: skip
+        if self.logprobs is not None:
+            self._check("logprobs", self.logprobs >= 0, "a whole number, at least 0")
+        self._check("stop", all(self.stop), "strings that are not empty")
+        self._check("n", self.n >= 1, "a whole number, at least 1")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the best token is taken, with no draw."""
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether counts of earlier tokens change the logits."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top_k, top_p or min_p drop tokens."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    def _check(self, name: str, holds: bool, accepted: str) -> None:
+        if not holds:
+            value = getattr(self, name)
+            raise InvalidRequest(
+                f"{name} is {value!r}; accepted: {accepted}", param=name, value=value, accepted=accepted
+            )

@@ -1,0 +1,24 @@
+"""What one step runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.scheduled_item import ScheduledItem
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """What one step runs, on the host and without tensors."""
+
+    items: tuple[ScheduledItem, ...]  # not empty; each sequence at most once
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the step runs."""
+        return sum(item.num_scheduled_tokens for item in self.items)
+
+    @property
+    def sampling_items(self) -> tuple[ScheduledItem, ...]:
+        """Items that get a new token, in the order of `items`."""
+        return tuple(item for item in self.items if item.samples)

@@ -1,0 +1,17 @@
+"""One sequence's share of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.request_state import RequestState
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledItem:
+    """One sequence's share of a step: tokens `start .. start + num_scheduled_tokens` are run."""
+
+    state: RequestState
+    start: int  # = num_computed_tokens before the step
+    num_scheduled_tokens: int  # >= 1
+    samples: bool  # the last known token is among them: its logits give the next one

@@ -1,0 +1,51 @@
+"""The ragged rows one attention call works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from kernels.kv_gather_plan import KvGatherPlan
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRows:
+    """Requests of one step that attend together, with the host-known bounds that keep a launch free of syncs.
+
+    Row i owns queries `cu_seqlens_q[i]:cu_seqlens_q[i+1]`; they are the last queries of its sequence, whose
+    `seq_lens[i]` keys (these queries' own included) are already in the paged cache. A decode row has one query.
+    """
+
+    block_tables: torch.Tensor  # [num_rows, max_blocks], int32; entries past a row's blocks are 0, the null block
+    cu_seqlens_q: torch.Tensor  # [num_rows + 1], int32, starts at 0
+    seq_lens: torch.Tensor  # [num_rows], int32, tokens in KV after this step, >= number of queries of the row
+    query_lens: tuple[int, ...]  # the same as cu_seqlens_q's differences, on the host
+    kv_lens: tuple[int, ...]  # the same as seq_lens, on the host
+
+    @property
+    def num_rows(self) -> int:
+        """Number of requests."""
+        return len(self.kv_lens)
+
+    @property
+    def num_queries(self) -> int:
+        """Number of query tokens over all rows."""
+        return sum(self.query_lens)
+
+    def gather_plan(self, block_size: int, max_tokens: int) -> KvGatherPlan:
+        """How to read the keys of the single-query rows; made by the first layer that asks, shared by the others.
+
+        block_size in tokens; max_tokens bounds one gather.
+        """
+        key = (block_size, max_tokens)
+        if key not in self._gather_plans:
+            self._gather_plans[key] = KvGatherPlan.build(
+                self.block_tables, self.query_lens, self.kv_lens, block_size, max_tokens
+            )
+        return self._gather_plans[key]
+
+    @cached_property
+    def _gather_plans(self) -> dict[tuple[int, int], KvGatherPlan]:
+        return {}

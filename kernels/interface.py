@@ -1,0 +1,155 @@
+"""The one interface of every implementation: `kernels.cpu`, `kernels.reference` and `kernels.triton` are modules
+that satisfy it, and mypy checks that they do.
+
+Notation: T tokens of a step, N rows (requests), H hidden size, Hq query heads, Hkv KV heads, D head_dim, I intermediate
+size, E experts, K experts per token, V vocabulary. "model dtype" is float32, bfloat16 or float16. Every sum is
+accumulated in float32. Nothing is written but what is called an output or "in place".
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from kernels.attention_rows import AttentionRows
+from kernels.attention_state import AttentionState
+from kernels.expert_layout import ExpertLayout
+from kernels.routed_experts import RoutedExperts
+
+Tensor = torch.Tensor
+
+
+class Operations(Protocol):
+    """The operations of a forward pass and of sampling."""
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`x @ weight.T`. x [T, K] model dtype, weight [N, K] model dtype -> [T, N] model dtype."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last dimension (arXiv 1910.07467): x * rsqrt(mean(x^2) + eps) in float32, cast to the
+        model dtype, then times weight. x [..., H], weight [H] -> [..., H]."""
+        ...
+
+    def fused_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`residual += x` in place, then `rms_norm(residual)`. x, residual [T, H], weight [H] -> [T, H]."""
+        ...
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` (SwiGLU, arXiv 2002.05202). gate_up [T, 2I], gate first -> [T, I]."""
+        ...
+
+    def qk_norm_rope_store_kv(
+        self,
+        qkv: Tensor,
+        qk_norm: tuple[Tensor, Tensor, float] | None,
+        cos_sin: Tensor,
+        positions: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """Optional RMSNorm of each query and key head, rotary embedding (arXiv 2104.09864, half-split "neox" form) and
+        the write of keys and values into the paged cache.
+
+        qkv [T, (Hq + 2 Hkv) * D] model dtype, queries first, then keys, then values;
+        qk_norm (query weight [D], key weight [D], eps) or None;
+        cos_sin [max_positions, D] float32: cosines of the D/2 frequencies, then their sines;
+        positions [T] int64; k_cache, v_cache [num_blocks, block_size, Hkv, D] model dtype, written in place;
+        slot_mapping [T] int64: block_id * block_size + offset, a slot < 0 writes nothing.
+        -> queries [T, Hq, D] model dtype, contiguous.
+        """
+        ...
+
+    def paged_decode_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float
+    ) -> AttentionState:
+        """Attention of one query a row over that row's whole sequence. q [N, Hq, D]; caches as above.
+
+        Cache entries past a row's length, whatever they hold (NaN included), have no influence.
+        """
+        ...
+
+    def paged_prefill_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float
+    ) -> AttentionState:
+        """Causal attention of ragged chunks: query j of a row with Q queries and S keys sees keys 0 .. S - Q + j.
+
+        q [sum of query_lens, Hq, D]; caches as above, the same promise about entries past a row's length.
+        """
+        ...
+
+    def merge_attention_states(self, first: AttentionState, second: AttentionState) -> AttentionState:
+        """Attention over the union of two disjoint sets of keys, from the attention over each (log-sum-exp)."""
+        ...
+
+    def route_topk(self, router_logits: Tensor, top_k: int, *, renormalise: bool) -> RoutedExperts:
+        """Softmax over E in float32, the top_k largest (ties to the lower id), divided by their sum when renormalise.
+
+        router_logits [T, E] model dtype. A row with a NaN gets weights of NaN (so that its result shows it) and the
+        experts 0 .. K-1.
+        """
+        ...
+
+    def sort_tokens_by_expert(self, expert_ids: Tensor, num_experts: int) -> ExpertLayout:
+        """Order the (token, choice) pairs by expert, stable. expert_ids [T, K] int64."""
+        ...
+
+    def grouped_gemm(self, x: Tensor, weight: Tensor, layout: ExpertLayout, *, gather: bool) -> Tensor:
+        """Each expert's rows times its weight. weight [E, N, K] model dtype -> [T * top_k, N], in the layout's order.
+
+        gather: x is [T, K] and row r of the result uses token `pair_ids[r] // top_k`; otherwise x is
+        [T * top_k, K] and already in the layout's order.
+        """
+        ...
+
+    def moe_small_batch(self, x: Tensor, gate_up: Tensor, down: Tensor, routed: RoutedExperts) -> Tensor:
+        """The whole expert layer without sorting, a pair at a time: the short cut for a few tokens.
+
+        x [T, H], gate_up [E, 2I, H], down [E, H, I] -> [T, H] model dtype.
+        """
+        ...
+
+    def combine_experts(self, rows: Tensor, layout: ExpertLayout, weights: Tensor) -> Tensor:
+        """Weighted sum of each token's expert outputs, accumulated in float32.
+
+        rows [T * top_k, H] in the layout's order, weights [T, top_k] float32 -> [T, H] model dtype.
+        """
+        ...
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Index of each row's largest value, ties to the lower index. logits [N, V] float32 -> [N] int64."""
+        ...
+
+    def apply_penalties(
+        self,
+        logits: Tensor,
+        prompt_counts: Tensor,
+        output_counts: Tensor,
+        repetition: Tensor,
+        presence: Tensor,
+        frequency: Tensor,
+    ) -> None:
+        """In place: repetition penalty over prompt and output (arXiv 1909.05858: divide positive logits, multiply
+        negative ones), then `- frequency * count - presence * (count > 0)` over the output only (OpenAI).
+
+        logits [N, V] float32; prompt_counts, output_counts [N, V] int32; the three penalties [N] float32.
+        """
+        ...
+
+    def mask_top_k_top_p_min_p(self, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
+        """In place: set to -inf what top-k, then top-p (nucleus, arXiv 1904.09751), then min-p (arXiv 2407.01082) drop.
+
+        logits [N, V] float32, already divided by temperature; top_k [N] int64 (V: off), top_p [N] float32 (1: off),
+        min_p [N] float32 (0: off). Order, ties and rounding as transformers' warpers; at least one token stays.
+        """
+        ...
+
+    def gumbel_argmax(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        """One draw from softmax(logits) per row by Gumbel-max: argmax(logits + g(seed, position, token)).
+
+        The noise is a counter hash, so a draw depends on nothing else: not on the batch, the device or the run.
+        logits [N, V] float32 (-inf: never drawn), seeds [N] int64, positions [N] int64 -> [N] int64.
+        """
+        ...
