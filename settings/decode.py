@@ -1,0 +1,21 @@
+"""How decode steps run."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+
+from settings.group_config import GROUP_CONFIG
+from settings.units import Requests
+
+
+class DecodeSettings(BaseModel):
+    """How decode steps run."""
+
+    model_config = GROUP_CONFIG
+
+    batched: bool = Field(
+        default=True, description="Decode many requests in one forward pass; off: one after the other, to compare."
+    )
+    batch_threshold: Requests = Field(
+        default=2, ge=1, le=65_536, description="Fewest requests that are decoded in one forward pass."
+    )

@@ -1,0 +1,70 @@
+"""How the engine runs a model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from settings.cuda_graphs import CudaGraphSettings
+from settings.decode import DecodeSettings
+from settings.errors import FieldOrderError
+from settings.group_config import GROUP_CONFIG
+from settings.kv_cache import KVCacheSettings
+from settings.moe import MoeSettings
+from settings.prefix_cache import PrefixCacheSettings
+from settings.profile import ProfileSettings
+from settings.units import Requests, Tokens, Unit
+
+
+class EngineSettings(BaseModel):
+    """How the engine runs a model. `auto` and none are filled in by the engine from machine and checkpoint."""
+
+    model_config = GROUP_CONFIG
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where the model runs; auto: cuda where there is a usable GPU, else cpu."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Type of weights and KV cache; auto: the checkpoint's."
+    )
+    max_model_len: Tokens | None = Field(
+        default=None,
+        ge=2,
+        le=16_777_216,
+        description="Most tokens one request may have, prompt and output together; none: the model's context.",
+    )
+    max_num_seqs: Requests = Field(default=64, ge=1, le=65_536, description="Most requests that run at the same time.")
+    max_num_batched_tokens: Tokens = Field(
+        default=2048, ge=1, le=1_048_576, description="Most tokens in one step; longer prompts are prefilled in chunks."
+    )
+    num_threads: Annotated[int, Unit("threads")] | None = Field(
+        default=None, ge=1, le=1024, description="CPU threads for tensor operations; none: one per physical core."
+    )
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        le=2**63 - 1,
+        description="Seed for requests that bring none; none: drawn from the system's entropy.",
+    )
+    greedy_argmax: bool = Field(
+        default=True, description="A step with only greedy requests returns token ids from the device, not logits."
+    )
+    unified_prefill: bool = Field(
+        default=True, description="Prefill and decode share a step; off: each step is only one of the two."
+    )
+    trace_steps: bool = Field(default=False, description="Log each step's requests, lengths and positions.")
+    trace_tokens: bool = Field(default=False, description="Log each step's chosen tokens and their best rivals.")
+    kv_cache: KVCacheSettings = Field(default_factory=KVCacheSettings)
+    prefix_cache: PrefixCacheSettings = Field(default_factory=PrefixCacheSettings)
+    decode: DecodeSettings = Field(default_factory=DecodeSettings)
+    moe: MoeSettings = Field(default_factory=MoeSettings)
+    cuda_graphs: CudaGraphSettings = Field(default_factory=CudaGraphSettings)
+    profile: ProfileSettings = Field(default_factory=ProfileSettings)
+
+    @model_validator(mode="after")
+    def _every_running_request_gets_a_token(self) -> EngineSettings:
+        # A decode step spends one token per running request; with fewer, some would never advance.
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise FieldOrderError("max_num_seqs", "max_num_batched_tokens")
+        return self

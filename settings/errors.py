@@ -1,0 +1,47 @@
+"""What can be wrong with a setting.
+
+ValueError
+  SettingsError      a name or a value that stops the program at start, in one line
+  FieldOrderError    two settings of one group contradict each other; load_settings turns it into a SettingsError
+"""
+
+from __future__ import annotations
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be used. `str()` is one line that names it as the user wrote it.
+
+    `name` is the setting as written (`MILLRACE_ENGINE__SEED`, `.env:3: MILLRACE_ENGINE__SEED`, `--set engine.seed`) or
+    the file at fault. `value` is the value as written, masked where secret; None where there is none. `accepted` says
+    what would be accepted; None where the fault is not the value's.
+    """
+
+    def __init__(self, name: str, value: str | None, problem: str, *, accepted: str | None = None) -> None:
+        self.name = name
+        self.value = value
+        self.problem = problem
+        self.accepted = accepted
+        where = name if value is None else f"{name}={value}"
+        parts = [where, problem] if problem else [where]
+        tail = [] if accepted is None else [f"accepted: {accepted}"]
+        # A question mark already ends the problem's sentence: "did you mean X? accepted: ...".
+        separator = " " if problem.endswith("?") else ": " if not problem else "; "
+        super().__init__(separator.join([": ".join(parts), *tail]))
+
+
+class FieldOrderError(ValueError):
+    """Within one group, `low` times `factor` is greater than `high`."""
+
+    def __init__(self, low: str, high: str, *, factor: int = 1) -> None:
+        self.low = low
+        self.high = high
+        self.factor = factor
+        super().__init__(f"{low} must be {self.at_most(high)}")
+
+    def at_most(self, high: str) -> str:
+        """What is accepted for the low field, given a way to name the high one."""
+        return f"at most {high}" if self.factor == 1 else f"at most 1/{self.factor} of {high}"
+
+    def at_least(self, low: str) -> str:
+        """What is accepted for the high field, given a way to name the low one."""
+        return f"at least {low}" if self.factor == 1 else f"at least {self.factor} times {low}"

@@ -1,0 +1,57 @@
+"""The one way each kind of value is written as text, whether in the environment, `.env`, a profile or an option."""
+
+from __future__ import annotations
+
+import math
+import re
+
+TRUE_WORDS = ("true", "on", "yes", "1")
+FALSE_WORDS = ("false", "off", "no", "0")
+NONE_WORD = "none"
+BOOLEAN_FORMS = f"{', '.join(TRUE_WORDS)} or {', '.join(FALSE_WORDS)}"
+
+# At most 19 digits: more than any setting holds, and far below the 4300 at which int() itself refuses.
+_WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,18})")
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,40})?([eE][+-]?[0-9]{1,3})?")
+
+
+def read_boolean(text: str) -> bool:
+    """One of BOOLEAN_FORMS, in any letter case. Raises ValueError."""
+    word = text.lower()
+    if word in TRUE_WORDS:
+        return True
+    if word in FALSE_WORDS:
+        return False
+    raise ValueError("not a boolean")
+
+
+def read_whole_number(text: str) -> int:
+    """Decimal digits with an optional minus; no plus, underscore, leading zero or space. Raises ValueError."""
+    if _WHOLE_NUMBER.fullmatch(text) is None:
+        raise ValueError("not a whole number")
+    return int(text)
+
+
+def read_number(text: str) -> float:
+    """A whole number with an optional fraction and exponent; finite. Raises ValueError."""
+    if _NUMBER.fullmatch(text) is None or not math.isfinite(float(text)):
+        raise ValueError("not a number")
+    return float(text)
+
+
+def read_choice(text: str, choices: tuple[str, ...]) -> str:
+    """One of `choices`, which are lower case, in any letter case. Raises ValueError."""
+    if text.lower() not in choices:
+        raise ValueError("not one of the choices")
+    return text.lower()
+
+
+def write(value: object) -> str:
+    """A value as the readers above read it back: `true`, `none`, `64`, `0.5`."""
+    if value is None:
+        return NONE_WORD
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
+    return str(value)

@@ -1,0 +1,56 @@
+"""What a producer may ask for."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, Field, model_validator
+
+from settings.errors import FieldOrderError
+from settings.group_config import GROUP_CONFIG
+from settings.units import Bytes, Jobs, Prompts, Unit
+
+
+class LimitSettings(BaseModel):
+    """What a producer may ask for; beyond it a line or a job is refused, never cut."""
+
+    model_config = GROUP_CONFIG
+
+    max_prompts_per_job: Prompts = Field(default=50_000, ge=1, le=10_000_000, description="Most lines in one job.")
+    max_prompt_bytes: Bytes = Field(default=262_144, ge=1, le=1_073_741_824, description="Largest request line.")
+    max_job_bytes: Bytes = Field(
+        default=536_870_912, ge=1, le=1_099_511_627_776, description="Largest job: all of its lines together."
+    )
+    max_json_depth: Annotated[int, Unit("levels")] = Field(
+        default=32, ge=1, le=256, description="Deepest nesting of JSON in a request line."
+    )
+    max_n: Annotated[int, Unit("completions")] = Field(
+        default=8, ge=1, le=1024, description="Most completions of one prompt (n)."
+    )
+    max_stop: Annotated[int, Unit("strings")] = Field(
+        default=16, ge=0, le=1024, description="Most stop strings of one request."
+    )
+    max_logit_bias: Annotated[int, Unit("entries")] = Field(
+        default=1024, ge=0, le=1_048_576, description="Most entries in one request's logit_bias."
+    )
+    max_top_logprobs: Annotated[int, Unit("alternatives")] = Field(
+        default=20, ge=0, le=1024, description="Most alternatives reported for one token."
+    )
+    max_open_prompts: Prompts = Field(
+        default=1_000_000,
+        ge=1,
+        le=1_000_000_000,
+        description="Most unfinished prompts in Redis; then jobs are refused.",
+    )
+    max_open_jobs: Jobs = Field(
+        default=10_000, ge=1, le=10_000_000, description="Most unfinished jobs in Redis; then jobs are refused."
+    )
+
+    @model_validator(mode="after")
+    def _the_largest_part_fits_the_whole(self) -> LimitSettings:
+        # A job that could never be admitted would be refused with a message about load, not about its size.
+        if self.max_prompts_per_job > self.max_open_prompts:
+            raise FieldOrderError("max_prompts_per_job", "max_open_prompts")
+        if self.max_prompt_bytes > self.max_job_bytes:
+            raise FieldOrderError("max_prompt_bytes", "max_job_bytes")
+        return self

@@ -1,0 +1,27 @@
+"""Which model runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, Field
+
+from settings.group_config import GROUP_CONFIG
+from settings.units import Accepted
+
+
+class ModelSettings(BaseModel):
+    """Which model runs, and what it is called in results."""
+
+    model_config = GROUP_CONFIG
+
+    path: Annotated[Path, Accepted("the directory of a checkpoint in Hugging Face layout")] | None = Field(
+        default=None, description="Checkpoint directory: config.json, *.safetensors and tokenizer.json."
+    )
+    name: Annotated[str, Accepted("a name, 1 to 256 characters")] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="Model name accepted in requests and written in results; none: the directory's name.",
+    )

@@ -1,0 +1,33 @@
+"""Which steps are timed, layer by layer."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, Field
+
+from settings.group_config import GROUP_CONFIG
+from settings.units import Requests, Steps, Tokens
+
+
+class ProfileSettings(BaseModel):
+    """Which steps are timed, layer by layer. Timing synchronises the device, so it is off unless asked for."""
+
+    model_config = GROUP_CONFIG
+
+    layers: bool = Field(default=False, description="Log the time of each layer and operation of selected steps.")
+    every_steps: Steps = Field(
+        default=16, ge=1, le=1_000_000_000, description="Select one step in so many, beginning with step 0."
+    )
+    max_tokens: Tokens | None = Field(
+        default=None, ge=1, le=1_048_576, description="Select only steps with at most so many tokens; none: any."
+    )
+    min_seqs: Requests | None = Field(
+        default=None, ge=1, le=65_536, description="Select only steps with at least so many requests; none: any."
+    )
+
+    def selects(self, step: int, num_tokens: int, num_seqs: int) -> bool:
+        """Whether step number `step` (from 0), with `num_tokens` tokens of `num_seqs` requests, is timed."""
+        if not self.layers or step % self.every_steps != 0:
+            return False
+        if self.max_tokens is not None and num_tokens > self.max_tokens:
+            return False
+        return self.min_seqs is None or num_seqs >= self.min_seqs

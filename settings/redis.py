@@ -1,0 +1,70 @@
+"""Where the queue lives."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, Field, SecretStr
+
+from settings.group_config import GROUP_CONFIG
+from settings.units import Accepted, Seconds, WholeSeconds
+
+_URL_FORMS = "redis://[user:password@]host[:port][/db], rediss:// likewise, or unix:///path"
+# No `$`, `{` or space: a host that was meant to be replaced by a shell is a mistake, not a host.
+_HOST = re.compile(r"[A-Za-z0-9._:%-]+")
+
+
+def _check_url(secret: SecretStr) -> SecretStr:
+    # The message never holds the URL: it may hold a password.
+    url = secret.get_secret_value()
+    if not url.isprintable() or " " in url:
+        raise ValueError("not a Redis URL")
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError("not a Redis URL") from error
+    if parts.scheme == "unix":
+        if not parts.path.startswith("/"):
+            raise ValueError("not a Redis URL")
+        return secret
+    well_formed = (
+        parts.scheme in {"redis", "rediss"}
+        and _HOST.fullmatch(host or "") is not None
+        and port != 0
+        and re.fullmatch(r"(/[0-9]*)?", parts.path, re.ASCII) is not None
+        and not parts.fragment
+    )
+    if not well_formed:
+        raise ValueError("not a Redis URL")
+    return secret
+
+
+class RedisSettings(BaseModel):
+    """The Redis that holds queue, registry and results."""
+
+    model_config = GROUP_CONFIG
+
+    url: Annotated[SecretStr, Accepted(_URL_FORMS), AfterValidator(_check_url)] = Field(
+        default=SecretStr("redis://127.0.0.1:6379/0"), description="Redis to connect to. The password is never printed."
+    )
+    socket_timeout_s: Seconds = Field(
+        default=10.0,
+        ge=0.1,
+        le=600,
+        description="Longest wait for one reply of Redis before the connection is dropped.",
+    )
+    connect_timeout_s: Seconds = Field(
+        default=5.0, ge=0.1, le=600, description="Longest wait for a connection to Redis."
+    )
+    health_check_interval_s: WholeSeconds = Field(
+        default=5, ge=1, le=3600, description="A connection idle for longer is pinged before it is used again."
+    )
+    result_ttl_s: WholeSeconds = Field(
+        default=86_400, ge=1, le=31_536_000, description="How long a finished job and its results are kept."
+    )
+    staging_ttl_s: WholeSeconds = Field(
+        default=3_600, ge=1, le=31_536_000, description="How long lines that were staged but never submitted are kept."
+    )

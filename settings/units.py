@@ -1,0 +1,31 @@
+"""Numbers with their unit, and the marks a setting's declaration carries for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What a number counts, in the plural where it has one: `s`, `bytes`, `tokens`, `requests`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The accepted forms in words, where type and bounds do not say them."""
+
+    text: str
+
+
+Seconds = Annotated[float, Unit("s")]
+WholeSeconds = Annotated[int, Unit("s")]
+Bytes = Annotated[int, Unit("bytes")]
+Tokens = Annotated[int, Unit("tokens")]
+Blocks = Annotated[int, Unit("blocks")]
+Steps = Annotated[int, Unit("steps")]
+Requests = Annotated[int, Unit("requests")]
+Prompts = Annotated[int, Unit("prompts")]
+Jobs = Annotated[int, Unit("jobs")]

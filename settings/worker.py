@@ -1,0 +1,51 @@
+"""How a worker takes and keeps its share of the jobs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, Field, model_validator
+
+from settings.errors import FieldOrderError
+from settings.group_config import GROUP_CONFIG
+from settings.units import Prompts, Seconds, Unit
+
+
+class WorkerSettings(BaseModel):
+    """How a worker takes and keeps its share of the jobs."""
+
+    model_config = GROUP_CONFIG
+
+    concurrency: Annotated[int, Unit("shards")] = Field(
+        default=16, ge=1, le=1024, description="Shards in flight in one worker; their prompts share the engine's steps."
+    )
+    shard_size: Prompts = Field(
+        default=256, ge=1, le=100_000, description="Prompts in one shard, the unit a worker claims."
+    )
+    lease_s: Seconds = Field(
+        default=30.0, ge=0.1, le=86_400, description="How long a claimed shard stays its worker's without renewal."
+    )
+    renew_interval_s: Seconds = Field(
+        default=5.0, ge=0.05, le=86_400, description="How often leases are renewed; at most half of lease_s."
+    )
+    reap_interval_s: Seconds = Field(
+        default=2.0, ge=0.05, le=3_600, description="How often a worker looks for shards nobody holds."
+    )
+    reap_grace_s: Seconds = Field(
+        default=30.0, ge=0, le=86_400, description="Wait before a shard nobody took is announced again; it doubles."
+    )
+    drain_timeout_s: Seconds = Field(
+        default=30.0, ge=0, le=86_400, description="On stop, how long running prompts may still finish."
+    )
+    max_attempts: Annotated[int, Unit("attempts")] = Field(
+        default=3, ge=1, le=100, description="Crashed workers a shard survives before its prompts become errors."
+    )
+    result_batch_size: Annotated[int, Unit("results")] = Field(
+        default=200, ge=1, le=100_000, description="Most results written to Redis in one call."
+    )
+
+    @model_validator(mode="after")
+    def _a_lease_outlives_one_missed_renewal(self) -> WorkerSettings:
+        if self.renew_interval_s * 2 > self.lease_s:
+            raise FieldOrderError("renew_interval_s", "lease_s", factor=2)
+        return self
