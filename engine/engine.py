@@ -166,7 +166,7 @@ class Engine:
                 self._fail(state, result)
                 continue
             self._outputs.append(state, result)
-            if state.is_finished:
+            if state.finish_reason is not None:
                 self._scheduler.finish(state)
                 self._hand_out_if_complete(self._groups[state.request.request_id])
 

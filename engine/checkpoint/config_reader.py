@@ -1,0 +1,100 @@
+"""Typed access to the keys of a configuration file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from engine.errors import CheckpointError
+
+
+class ConfigReader:
+    """Reads keys of one JSON object and raises CheckpointError naming file, key, value and what is accepted.
+
+    A key that is null counts as absent, as in transformers. A key without a default must be there.
+    """
+
+    def __init__(self, data: Mapping[str, object], source: str) -> None:
+        self.data = data
+        self.source = source  # what messages call the object: "config.json", "config.json: rope_parameters"
+
+    def integer(self, key: str, *, default: int | None = None, minimum: int = 1) -> int:
+        """A whole number of at least `minimum`."""
+        accepted = f"a whole number, at least {minimum}"
+        value = self._value(key, default, accepted)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise self.refuse(key, value, accepted)
+        return value
+
+    def number(self, key: str, *, default: float | None = None) -> float:
+        """A finite number above 0."""
+        accepted = "a number above 0"
+        value = self._value(key, default, accepted)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self.refuse(key, value, accepted)
+        if not 0.0 < value < math.inf:
+            raise self.refuse(key, value, accepted)
+        return float(value)
+
+    def flag(self, key: str, *, default: bool | None = None) -> bool:
+        """true or false."""
+        value = self._value(key, default, "true or false")
+        if not isinstance(value, bool):
+            raise self.refuse(key, value, "true or false")
+        return value
+
+    def choice(self, key: str, accepted: tuple[str, ...], *, default: str | None = None) -> str:
+        """One of the strings in `accepted`."""
+        value = self._value(key, default, ", ".join(accepted))
+        if not isinstance(value, str) or value not in accepted:
+            raise self.refuse(key, value, ", ".join(accepted))
+        return value
+
+    def integers(self, key: str, *, minimum: int = 0) -> list[int]:
+        """A list of whole numbers, each at least `minimum`; an absent key is an empty list."""
+        value = self.data.get(key)
+        accepted = f"a list of whole numbers, each at least {minimum}"
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            raise self.refuse(key, value, accepted)
+        for item in value:
+            if not isinstance(item, int) or isinstance(item, bool) or item < minimum:
+                raise self.refuse(key, value, accepted)
+        return value
+
+    def table(self, key: str) -> ConfigReader | None:
+        """The object under `key`, or None if absent."""
+        value = self.data.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.refuse(key, value, "an object or null")
+        return ConfigReader(value, f"{self.source}: {key}")
+
+    def has(self, key: str) -> bool:
+        """Whether `key` is there and not null."""
+        return self.data.get(key) is not None
+
+    def first_of(self, new: str, old: str) -> str:
+        """Which of two names of one thing is used; both are accepted only if they agree."""
+        if self.has(new) and self.has(old) and self.data[new] != self.data[old]:
+            raise CheckpointError(
+                f"{self.source}: {new} is {self.data[new]!r} and {old}, its older name, is {self.data[old]!r}"
+            )
+        return new if self.has(new) or not self.has(old) else old
+
+    def refuse(self, key: str, value: object, accepted: str) -> CheckpointError:
+        """The error for a value that cannot be run."""
+        shown = repr(value)
+        if len(shown) > 200:
+            shown = shown[:200] + "..."
+        return CheckpointError(f"{self.source}: {key} is {shown}; accepted: {accepted}")
+
+    def _value(self, key: str, default: object, accepted: str) -> object:
+        value = self.data.get(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise CheckpointError(f"{self.source}: {key} is missing; accepted: {accepted}")
+        return default

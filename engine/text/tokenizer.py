@@ -1,0 +1,102 @@
+"""Text to token ids and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from engine.checkpoint.json_file import check_size
+from engine.errors import CheckpointError
+from engine.text.added_tokens import add_declared_tokens, named_special_tokens, read_tokenizer_config
+from engine.text.byte_level_detokenizer import ByteLevelDetokenizer
+from engine.text.chat_template import ChatTemplate
+from engine.text.chat_template_files import read_chat_templates
+from engine.text.incremental_detokenizer import IncrementalDetokenizer
+from engine.text.surrogates import check_encodable
+from engine.text.token_decoder import TokenDecoder
+from engine.text.window_detokenizer import WindowDetokenizer
+
+MAX_TOKENIZER_BYTES = 128 << 20  # Qwen3's tokenizer.json takes 11 MB, Gemma 3's 33 MB
+
+
+class Tokenizer:
+    """The tokenizer of one model: tokenizer.json, tokenizer_config.json and the chat template.
+
+    Ids are those of transformers' fast tokenizer over the same files. Spaces before punctuation are never removed on
+    decoding (transformers 5 ignores clean_up_tokenization_spaces for BPE; elsewhere a file that asks is refused).
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, chat_template: ChatTemplate | None) -> None:
+        """Takes the library's tokenizer over and changes it: no truncation, no padding."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.chat_template = chat_template
+        decoder = tokenizer.decoder
+        self._decoder = TokenDecoder(None if decoder is None else json.loads(decoder.__getstate__()))
+        self.special_token_ids = frozenset(
+            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        # One more than the highest id; the model's embedding may have further rows, which decode to nothing.
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @classmethod
+    def from_directory(cls, path: Path) -> Tokenizer:
+        """Load the tokenizer of a model directory. Raises CheckpointError naming file and key."""
+        file = path / "tokenizer.json"
+        check_size(file, max_bytes=MAX_TOKENIZER_BYTES)
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise CheckpointError(f"{file}: not a valid tokenizer: {error}") from error
+        config = read_tokenizer_config(path)
+        kind = type(tokenizer.model).__name__
+        if config.get("clean_up_tokenization_spaces") and kind != "BPE":
+            raise CheckpointError(
+                f"tokenizer_config.json: clean_up_tokenization_spaces is true for a {kind} tokenizer; accepted: false"
+            )
+        add_declared_tokens(tokenizer, config)
+        tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
+        templates = read_chat_templates(path, config)
+        chat_template = ChatTemplate(templates, named_special_tokens(config)) if templates else None
+        return cls(tokenizer, chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; special tokens spelled out in it become their ids.
+
+        `add_special_tokens`: whether to add what the tokenizer puts around a text (Llama's beginning-of-text).
+        Raises InvalidRequest (param "prompt") for a lone surrogate.
+        """
+        check_encodable(text, param="prompt")
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids the tokenizer does not know give nothing, bytes that are no UTF-8 give U+FFFD."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """One token as it reads inside a text, leading space included; U+FFFD where it is no whole character."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for inside a text; none for an id the tokenizer does not know."""
+        token = self._tokenizer.id_to_token(token_id)
+        return b"" if token is None else self._decoder.token_bytes(token)
+
+    def new_detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
+        """Decoding of one sequence as its tokens come."""
+        skipped = self.special_token_ids if skip_special_tokens else frozenset()
+        if self._decoder.byte_level:
+            return ByteLevelDetokenizer(lambda token_id: b"" if token_id in skipped else self.token_bytes(token_id))
+        return WindowDetokenizer(
+            lambda token_ids: self.decode(token_ids, skip_special_tokens=skip_special_tokens),
+            is_byte=self._is_byte,
+            is_skipped=lambda token_id: token_id in skipped or self._tokenizer.id_to_token(token_id) is None,
+        )
+
+    def _is_byte(self, token_id: int) -> bool:
+        token = self._tokenizer.id_to_token(token_id)
+        return token is not None and self._decoder.is_byte_token(token)

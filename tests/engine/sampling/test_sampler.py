@@ -1,0 +1,139 @@
+"""From logits to tokens, against transformers' processors in transformers' order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from engine.errors import NonFiniteLogits
+from engine.sampling.sampled_token import SampledToken
+from engine.sampling.sampler import Sampler
+from engine.sampling.sampling_row import SamplingRow
+from engine.sampling_params import SamplingParams
+from kernels.dispatch import operations
+
+VOCAB = 97
+PROMPT = (3, 5, 5, 8)
+OUTPUT = (9, 9, 11)
+
+
+def _row(seed: int = 0, banned: tuple[int, ...] = (), **params: Any) -> SamplingRow:
+    return SamplingRow(SamplingParams(**params), PROMPT, OUTPUT, seed, banned)
+
+
+def _logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def _sample(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
+    results = Sampler(operations(torch.device("cpu"))).sample(logits.clone(), rows)
+    assert all(isinstance(result, SampledToken) for result in results)
+    return [result.token_id for result in results if isinstance(result, SampledToken)]
+
+
+def _frequencies(row: dict[str, Any], draws: int = 4000) -> torch.Tensor:
+    """How often each token is drawn over many seeds."""
+    logits = _logits().expand(draws, VOCAB)
+    tokens = _sample(logits, [_row(seed=seed, **row) for seed in range(draws)])
+    return torch.bincount(torch.tensor(tokens), minlength=VOCAB) / draws
+
+
+CHAINS: list[tuple[dict[str, Any], list[Any]]] = [
+    ({}, []),
+    ({"temperature": 0.6}, [TemperatureLogitsWarper(0.6)]),
+    ({"temperature": 1.3, "top_k": 7}, [TemperatureLogitsWarper(1.3), TopKLogitsWarper(7)]),
+    ({"top_p": 0.7}, [TopPLogitsWarper(0.7)]),
+    ({"min_p": 0.2}, [MinPLogitsWarper(0.2)]),
+    (
+        {"temperature": 1.5, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.4},
+        [
+            RepetitionPenaltyLogitsProcessor(1.4),
+            TemperatureLogitsWarper(1.5),
+            TopKLogitsWarper(20),
+            TopPLogitsWarper(0.8),
+            MinPLogitsWarper(0.05),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("params", "chain"), CHAINS)
+def test_tokens_are_drawn_from_transformers_distribution(params: dict[str, Any], chain: list[Any]) -> None:
+    expected = torch.softmax(LogitsProcessorList(chain)(torch.tensor([[*PROMPT, *OUTPUT]]), _logits()), dim=-1)[0]
+    found = _frequencies(params)
+    assert not found[expected == 0].any(), "a token was drawn that the warpers drop"
+    # The distance of 4000 draws from their own distribution: 0.5 * sum sqrt(2 p (1 - p) / (pi n)) < 0.06 for 97 tokens.
+    assert float((found - expected).abs().sum()) / 2 < 0.06
+
+
+def test_greedy_takes_the_best_after_bias_and_penalties() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 9], logits[0, 20], logits[0, 30] = 5.0, 4.5, 4.4
+    assert _sample(logits, [_row(temperature=0.0)]) == [9]
+    assert _sample(logits, [_row(temperature=0.0, repetition_penalty=1.2)]) == [20]
+    assert _sample(logits, [_row(temperature=0.0, frequency_penalty=0.3)]) == [20]
+    assert _sample(logits, [_row(temperature=0.0, presence_penalty=0.6)]) == [20]
+    assert _sample(logits, [_row(temperature=0.0, presence_penalty=0.6, logit_bias={30: 0.2})]) == [30]
+
+
+def test_presence_and_frequency_count_the_output_only_and_repetition_the_prompt_too() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 5], logits[0, 20] = 5.0, 4.5
+    assert _sample(logits, [_row(temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0)]) == [5]
+    assert _sample(logits, [_row(temperature=0.0, repetition_penalty=1.2)]) == [20]
+
+
+def test_a_banned_token_is_never_chosen_whatever_its_bias() -> None:
+    logits = _logits()
+    assert _sample(logits, [_row(temperature=0.0, banned=(4,), logit_bias={4: 100.0})]) != [4]
+
+
+def test_a_row_depends_on_itself_alone() -> None:
+    logits = _logits(5)
+    rows = [
+        _row(seed=1, temperature=0.0),
+        _row(seed=2, temperature=0.7, top_p=0.9),
+        _row(seed=3, repetition_penalty=1.3),
+        _row(seed=4, top_k=3, logit_bias={1: 2.0}),
+        _row(seed=5, min_p=0.1, temperature=2.0),
+    ]
+    together = _sample(logits, rows)
+    assert [_sample(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)] == together
+    assert _sample(logits.flip(0), rows[::-1]) == together[::-1]
+
+
+def test_a_temperature_near_zero_is_greedy_and_not_nan() -> None:
+    assert _sample(_logits(), [_row(temperature=1e-38)]) == _sample(_logits(), [_row(temperature=0.0)])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_fails_and_the_others_do_not(value: float) -> None:
+    logits = _logits(3)
+    expected = _sample(logits, [_row(seed=i) for i in range(3)])
+    logits[1, 50] = value
+    results = Sampler(operations(torch.device("cpu"))).sample(logits, [_row(seed=i) for i in range(3)])
+    assert isinstance(results[1], NonFiniteLogits)
+    tokens = [result.token_id for result in results if isinstance(result, SampledToken)]
+    assert tokens == [expected[0], expected[2]]
+
+
+def test_logprobs_are_taken_before_anything_changes_the_logits() -> None:
+    logits = _logits()
+    row = _row(temperature=0.3, top_k=1, logprobs=2, logit_bias={60: 50.0}, repetition_penalty=1.5)
+    (result,) = Sampler(operations(torch.device("cpu"))).sample(logits.clone(), [row])
+    assert isinstance(result, SampledToken)
+    assert result.logprobs is not None
+    expected = torch.log_softmax(logits[0], dim=-1)
+    assert result.token_id == 60
+    assert result.logprobs.logprob == pytest.approx(float(expected[60]))
+    assert [token for token, _ in result.logprobs.top] == expected.topk(2).indices.tolist()

@@ -1,0 +1,141 @@
+"""The engine against transformers in float32, for each family and each way a prompt can be run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.engine import Engine
+from engine.item_result import LogitsResult
+from tests.models.conftest import TIES
+from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
+from tests.support.reference_model import ReferenceContinuation, continue_greedily, count_ties_where_it_differs
+from tests.support.tiny_checkpoint import Family, make_checkpoint
+
+NUM_TOKENS = 64
+LOGITS_TOLERANCE = 1e-4  # float32 over two or three layers: observed below 2e-5
+PROMPT_LENGTHS = (5, 16, 33, 50)
+
+VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
+    "qwen3-mha-tied": ("qwen3", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "qwen3-gqa7-untied": ("qwen3", {"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 24}),
+    "llama-gqa4-llama3-rope": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 2}),
+    "llama-tied-sharded": ("llama", {"tie_word_embeddings": True, "max_shard_size": "40KB", "num_hidden_layers": 3}),
+    "moe-top1": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
+    "moe-top5-mixed-layers-sharded": (
+        "qwen3_moe",
+        {"num_experts_per_tok": 5, "mlp_only_layers": [1], "num_hidden_layers": 3, "max_shard_size": "60KB"},
+    ),
+    "moe-every-second-layer-tied": (
+        "qwen3_moe",
+        {"decoder_sparse_step": 2, "num_hidden_layers": 3, "tie_word_embeddings": True, "head_dim": 40},
+    ),
+}
+
+
+class Case:
+    """A checkpoint, 32 prompts of which some share prefixes, and what transformers makes of them."""
+
+    def __init__(self, path: Path, family: Family, options: dict[str, Any], account: dict[str, int]) -> None:
+        self._account = account
+        self.path = make_checkpoint(path, family, **options)
+        rng = random.Random(len(options))
+        shared = [rng.randrange(256) for _ in range(40)]
+        self.prompts: list[list[int]] = []
+        for number in range(32):
+            length = PROMPT_LENGTHS[number % len(PROMPT_LENGTHS)]
+            own = [rng.randrange(256) for _ in range(length)]
+            self.prompts.append([*shared, *own][:length] if number % 3 == 0 else own)
+        model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval()
+        self.expected: list[ReferenceContinuation] = continue_greedily(model, self.prompts, NUM_TOKENS)
+
+    def engine(self, **overrides: object) -> Engine:
+        return load_engine(self.path, {key.replace("__", "."): value for key, value in overrides.items()})
+
+    def run(self, engine: Engine, indices: Sequence[int] = range(32)) -> None:
+        """Run prompts together and compare their continuations."""
+        outputs = run_all(engine, [greedy_request(str(i), self.prompts[i], NUM_TOKENS) for i in indices])
+        ties = sum(count_ties_where_it_differs(self.expected[i], tokens_of(outputs[str(i)])) for i in indices)
+        self._account["continuations"] += len(indices)
+        self._account["ties"] += ties
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    family, options = VARIANTS[request.param]
+    path = tmp_path_factory.mktemp("checkpoint") / request.param
+    return Case(path, family, options, request.config.stash[TIES])
+
+
+def test_logits_of_prefill_and_of_every_decode_are_transformers(case: Case) -> None:
+    runner = case.engine().runner
+    for index in range(len(PROMPT_LENGTHS)):
+        name, prompt, expected = f"p{index}", case.prompts[index], case.expected[index]
+        result = runner.prefill(name, prompt)
+        for step, token_id in enumerate(expected.token_ids):
+            assert isinstance(result, LogitsResult)
+            torch.testing.assert_close(result.logits, expected.logits[step], atol=LOGITS_TOLERANCE, rtol=0)
+            result = runner.decode(name, token_id, len(prompt) + step)
+        runner.release(name)
+
+
+def test_alone(case: Case) -> None:
+    engine = case.engine()
+    for index in (0, 1, 2, 3):
+        case.run(engine, [index])
+
+
+def test_with_31_others(case: Case) -> None:
+    case.run(case.engine())
+
+
+def test_in_chunks_of_seven(case: Case) -> None:
+    case.run(case.engine(engine__max_num_batched_tokens="7", engine__max_num_seqs="7"))
+
+
+def test_prefill_and_decode_apart(case: Case) -> None:
+    case.run(case.engine(engine__unified_prefill="false"))
+
+
+def test_on_prefix_hits(case: Case) -> None:
+    engine = case.engine()
+    case.run(engine)
+    before = engine.stats().cached_tokens
+    case.run(engine)
+    assert engine.stats().cached_tokens - before >= sum(len(p) // 16 * 16 for p in case.prompts) - 16 * 32
+    assert engine.stats().cached_tokens > before
+
+
+def test_without_the_prefix_cache(case: Case) -> None:
+    engine = case.engine(engine__prefix_cache__enabled="false")
+    case.run(engine)
+    assert engine.stats().cached_tokens == 0
+
+
+@pytest.mark.parametrize("prefix_cache", ["true", "false"])
+def test_preempted_and_recomputed(case: Case, prefix_cache: str) -> None:
+    engine = case.engine(engine__kv_cache__num_blocks="40", engine__prefix_cache__enabled=prefix_cache)
+    case.run(engine)
+    assert engine.stats().num_preemptions > 0
+
+
+def test_after_idle(case: Case) -> None:
+    engine = case.engine()
+    case.run(engine, [0, 1])
+    assert engine.step() == []
+    assert not engine.has_unfinished()
+    case.run(engine, [0, 1, 2])
+
+
+def test_one_sequence_at_a_time_and_experts_one_by_one(case: Case) -> None:
+    case.run(case.engine(engine__decode__batched="false", engine__moe__bucketed="false"), range(8))
+
+
+def test_every_expert_layer_bucketed(case: Case) -> None:
+    case.run(case.engine(engine__moe__bucketed_min_tokens="1"), range(8))
