@@ -1,0 +1,105 @@
+"""What the loader refuses, by the name of the tensor, and what memory it takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_config import ModelConfig
+from engine.errors import CheckpointError
+from engine.models.decoder_model import DecoderModel
+from engine.models.load_decoder import load_decoder
+from engine.models.model_placement import ModelPlacement
+from engine.models.weights_bytes import weights_bytes
+from kernels.dispatch import operations
+from tests.support.tiny_checkpoint import Family, make_checkpoint
+
+CPU = torch.device("cpu")
+
+
+def _load(path: Path) -> DecoderModel:
+    placement = ModelPlacement(CPU, torch.float32, operations(CPU), max_positions=64, bucketed_min_tokens=8)
+    with Checkpoint.open(path) as checkpoint:
+        return load_decoder(ModelConfig.from_directory(path), checkpoint, placement)
+
+
+def _edit(path: Path, **tensors: torch.Tensor | None) -> None:
+    """Replace tensors, None to drop one; `__` stands for the dots."""
+    weights = load_file(path / "model.safetensors")
+    for key, tensor in tensors.items():
+        name = key.replace("__", ".")
+        weights.pop(name, None)
+        if tensor is not None:
+            weights[name] = tensor
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
+def test_every_family_loads_whole(tmp_path: Path, family: Family) -> None:
+    model = _load(make_checkpoint(tmp_path, family))
+    assert len(model.layers) == 2
+    stored = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
+    assert weights_bytes(model) == stored
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    _edit(tmp_path, model__layers__1__self_attn__k_norm__weight=None)
+    with pytest.raises(CheckpointError, match=r"tensor model\.layers\.1\.self_attn\.k_norm\.weight is missing"):
+        _load(tmp_path)
+
+
+def test_an_extra_tensor_is_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    _edit(tmp_path, model__layers__0__self_attn__q_proj__bias=torch.zeros(64))
+    with pytest.raises(CheckpointError, match=r"no place for tensor model\.layers\.0\.self_attn\.q_proj\.bias"):
+        _load(tmp_path)
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe")
+    _edit(tmp_path, model__layers__0__mlp__experts__3__down_proj__weight=torch.zeros(64, 31))
+    with pytest.raises(CheckpointError, match=r"experts\.3\.down_proj\.weight has shape \[64, 31\].*\[64, 32\]"):
+        _load(tmp_path)
+
+
+def test_a_layer_that_config_does_not_know_is_an_extra(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    _edit(tmp_path, model__layers__2__mlp__up_proj__weight=torch.zeros(96, 64))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\.mlp\.up_proj\.weight"):
+        _load(tmp_path)
+
+
+def test_a_tied_head_may_be_stored_twice_but_only_if_it_is_the_embedding(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3", tie_word_embeddings=True)
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    _edit(tmp_path, lm_head__weight=embedding.clone())
+    model = _load(tmp_path)
+    assert model.lm_head is model.embed_tokens
+    _edit(tmp_path, lm_head__weight=embedding + 1)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from the embedding"):
+        _load(tmp_path)
+
+
+def test_loading_makes_no_second_copy_of_the_weights(tmp_path: Path) -> None:
+    """Anonymous memory grows by what must be fused, at most the weights; mapped file pages belong to the page cache."""
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 8192}
+    make_checkpoint(tmp_path, "qwen3", **shape)
+    weights_kb = (tmp_path / "model.safetensors").stat().st_size // 1024
+    code = f"""
+import re, sys
+from pathlib import Path
+from tests.engine.models.test_load_decoder import _load
+anonymous_kb = lambda: int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+before = anonymous_kb()
+model = _load(Path({str(tmp_path)!r}))
+print(anonymous_kb() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1.1 * weights_kb
