@@ -142,7 +142,8 @@ class Operations(Protocol):
         """In place: set to -inf what top-k, then top-p (nucleus, arXiv 1904.09751), then min-p (arXiv 2407.01082) drop.
 
         logits [N, V] float32, already divided by temperature; top_k [N] int64 (V: off), top_p [N] float32 (1: off),
-        min_p [N] float32 (0: off). Order, ties and rounding as transformers' warpers; at least one token stays.
+        min_p [N] float32 (0: off). Order and rounding as transformers' warpers; at least one token stays. Of equal
+        logits at the nucleus' edge the lower ids stay (transformers sorts unstably: its choice is arbitrary).
         """
         ...
 

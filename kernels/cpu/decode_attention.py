@@ -1,0 +1,72 @@
+"""Attention of one query a row over the paged cache."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.attention_rows import AttentionRows
+from kernels.attention_state import AttentionState
+from kernels.cpu.flash import flash_attention
+from kernels.cpu.kv_reader import KvReader
+from kernels.cpu.running_attention import RunningAttention
+from kernels.kv_gather import KvGather
+
+
+def paged_decode_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
+) -> AttentionState:
+    """See `Operations.paged_decode_attention`. A row without keys gets output 0 and log-sum-exp -inf.
+
+    Rows of similar length are gathered and attended together; a row of more than 2048 tokens is cut into segments whose
+    results are merged.
+
+    Raises ValueError if there are not as many queries as rows.
+    """
+    if q.shape[0] != rows.num_rows:
+        raise ValueError(f"q has {q.shape[0]} queries for {rows.num_rows} rows; a decode row has exactly one")
+    output = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse = torch.full(q.shape[:2], -torch.inf)
+    attend_single_queries(q, KvReader(k_cache, v_cache), rows, scale, AttentionState(output, lse))
+    return AttentionState(output, lse)
+
+
+def attend_single_queries(
+    q: torch.Tensor, reader: KvReader, rows: AttentionRows, scale: float, result: AttentionState
+) -> None:
+    """Write the attention of the rows with one query to `result`; leave what belongs to other rows alone."""
+    plan = rows.gather_plan(reader.block_size, reader.max_tokens)
+    if plan.num_segments <= 1:
+        for gather in plan.gathers:
+            part, part_lse = _attend(q, reader, gather, scale)
+            result.output.index_copy_(0, gather.query_ids, part.to(q.dtype))
+            result.lse.index_copy_(0, gather.query_ids, part_lse)
+        return
+    running = RunningAttention((q.shape[0], q.shape[1], q.shape[2]), q.device)
+    for gather in plan.gathers:
+        running.add(gather.query_ids, *_attend(q, reader, gather, scale))
+    merged = running.state(q.dtype)
+    for gather in plan.gathers:
+        ids = gather.query_ids
+        result.output.index_copy_(0, ids, merged.output.index_select(0, ids))
+        result.lse.index_copy_(0, ids, merged.lse.index_select(0, ids))
+
+
+def _attend(q: torch.Tensor, reader: KvReader, gather: KvGather, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [num_ranges, Hq, D] and log-sum-exp [num_ranges, Hq] over the keys of one gather."""
+    keys, values = reader.read(gather.block_ids)
+    if gather.mask is not None:
+        # Not only masked but overwritten: -inf + NaN is NaN, and 0 * NaN too.
+        keys.index_fill_(0, gather.padding_ids, 0)
+        values.index_fill_(0, gather.padding_ids, 0)
+    num_heads, head_dim = q.shape[1:]
+    num_ranges, kv_heads = gather.num_ranges, reader.num_kv_heads
+    # Query heads of one KV head become queries of one sequence: they see the same keys and share their reads.
+    packed = q.index_select(0, gather.query_ids).view(num_ranges, kv_heads, num_heads // kv_heads, head_dim)
+    output, lse = flash_attention(
+        packed,
+        keys.view(num_ranges, gather.num_tokens, kv_heads, head_dim).transpose(1, 2),
+        values.view(num_ranges, gather.num_tokens, kv_heads, head_dim).transpose(1, 2),
+        scale,
+        mask=gather.mask,
+    )
+    return output.reshape(num_ranges, num_heads, head_dim), lse.reshape(num_ranges, num_heads)

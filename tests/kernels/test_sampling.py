@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from kernels import cpu, reference
+from kernels.interface import Operations
+from tests.support.assert_close import assert_close
+
+
+def random_logits(rows: int, vocab: int, *, spread: float = 3.0, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def warped(row: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """What transformers leaves of one row."""
+    scores, no_ids = row[None].clone(), torch.empty(1, 0, dtype=torch.int64)
+    if top_k < row.shape[0]:
+        scores = TopKLogitsWarper(top_k)(no_ids, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(no_ids, scores)
+    if min_p > 0:
+        scores = MinPLogitsWarper(min_p)(no_ids, scores)
+    return scores[0]
+
+
+def check_masks(logits: torch.Tensor, options: list[tuple[int, float, float]]) -> None:
+    """Both implementations must leave exactly the logits that transformers leaves, and the same tokens.
+
+    Among equal logits transformers leaves arbitrary ones (its sort is not stable), so tokens are compared with the
+    reference. options: (top_k, top_p, min_p) of each row.
+    """
+    top_k = torch.tensor([k for k, _, _ in options])
+    top_p, min_p = (torch.tensor([option[i] for option in options], dtype=torch.float32) for i in (1, 2))
+    expected = torch.stack(
+        [warped(*row) for row in zip(logits, top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)]
+    )
+    from_cpu, from_reference = logits.clone(), logits.clone()
+    cpu.mask_top_k_top_p_min_p(from_cpu, top_k, top_p, min_p)
+    reference.mask_top_k_top_p_min_p(from_reference, top_k, top_p, min_p)
+    assert_close(from_cpu, from_reference, max_steps=0, rms_steps=0)
+    for row, other in zip(from_cpu, expected, strict=True):
+        assert_close(row.sort().values, other.sort().values, max_steps=0, rms_steps=0)
+        if len(set(logits.flatten().tolist())) == logits.numel():
+            assert_close(row, other, max_steps=0, rms_steps=0)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 1000, 3001])
+def test_masks_equal_those_of_transformers(vocab: int) -> None:
+    options = [
+        (vocab, 1.0, 0.0),
+        (1, 1.0, 0.0),
+        (50, 1.0, 0.0),
+        (vocab, 0.9, 0.0),
+        (vocab, 0.05, 0.0),
+        (vocab, 0.0, 0.0),
+        (vocab, 0.999, 0.0),
+        (vocab, 1.0, 0.1),
+        (vocab, 1.0, 1.0),
+        (50, 0.9, 0.05),
+        (7, 0.5, 0.0),
+        (2000, 0.99, 0.01),
+    ]
+    options = [(min(k, vocab), p, least) for k, p, least in options]
+    check_masks(random_logits(len(options), vocab), options)
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
+def test_masks_equal_those_of_transformers_on_a_large_vocabulary(spread: float) -> None:
+    # spread 0.01: the nucleus is most of the vocabulary; 4.0: some hundred tokens.
+    vocab = 40_001
+    options = [(vocab, 0.95, 0.0), (vocab, 0.5, 0.02), (1024, 0.9, 0.0), (1025, 0.999, 0.0), (5000, 0.9999, 0.0)]
+    check_masks(random_logits(5, vocab, spread=spread), options)
+
+
+def test_ties_leave_as_many_tokens_as_in_transformers() -> None:
+    # Few distinct values: ties at the k-th token and across the edge of the nucleus.
+    logits = random_logits(6, 2500).round()
+    options = [(10, 1.0, 0.0), (2500, 0.6, 0.0), (2500, 0.02, 0.0), (30, 0.5, 0.0), (40, 0.9, 0.3), (2500, 0.97, 0.0)]
+    check_masks(logits, options)
+    check_masks(torch.zeros(3, 2500), [(10, 0.5, 0.5), (2500, 0.5, 0.0), (2500, 0.3, 1.0)])
+
+
+@pytest.mark.parametrize("operations", [cpu, reference])
+def test_of_equal_tokens_at_the_edge_of_the_nucleus_the_lower_ones_stay(operations: Operations) -> None:
+    logits = torch.zeros(2, 20)
+    logits[1, 15] = 1.0
+    operations.mask_top_k_top_p_min_p(logits, torch.tensor([20, 20]), torch.tensor([0.22, 0.3]), torch.zeros(2))
+    kept = [(row > -torch.inf).nonzero().flatten().tolist() for row in logits]
+    assert kept == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 15]]
+
+
+def test_tokens_that_are_already_out_stay_out() -> None:
+    logits = random_logits(4, 2000)
+    logits[:, ::2] = -torch.inf
+    logits[3, 5:] = -torch.inf
+    check_masks(logits, [(40, 0.9, 0.0), (2000, 0.9, 0.0), (2000, 1.0, 0.2), (10, 0.99, 0.0)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    vocab=st.integers(1, 300),
+    seed=st.integers(0, 1000),
+    spread=st.sampled_from([0.0, 0.1, 1.0, 5.0, 40.0]),
+    rounded=st.booleans(),
+    option=st.tuples(st.integers(1, 300), st.floats(0, 1, width=32), st.floats(0, 1, width=32)),
+)
+def test_masks_equal_those_of_transformers_for_any_parameters(
+    vocab: int, seed: int, spread: float, rounded: bool, option: tuple[int, float, float]
+) -> None:
+    logits = random_logits(1, vocab, spread=spread, seed=seed)
+    check_masks(logits.round() if rounded else logits, [(min(option[0], vocab), option[1], option[2])])
+
+
+def test_a_nucleus_edge_within_rounding_is_decided_as_transformers_decides_it() -> None:
+    # 64 equal shares: the threshold of p = j/64 falls exactly on a cumulative mass.
+    logits = torch.zeros(63, 64)
+    logits += torch.linspace(0, 1e-6, 64)
+    check_masks(logits, [(64, j / 64, 0.0) for j in range(1, 64)])
+
+
+@pytest.mark.parametrize("top_k", [50, 3000])
+def test_a_nucleus_edge_at_each_tokens_own_mass_is_decided_as_transformers_decides_it(top_k: int) -> None:
+    logits = random_logits(1, 3000, spread=2.0)
+    mass = TopKLogitsWarper(top_k)(None, logits)[0].sort().values.softmax(-1).cumsum(-1)[-50:-1]
+    options = [(top_k, 1 - float(value), 0.0) for value in mass]
+    check_masks(logits.expand(len(options), -1).contiguous(), options)
+
+
+def test_rows_with_everything_off_are_not_touched() -> None:
+    logits = random_logits(3, 500)
+    logits[1, 3] = torch.nan
+    masked = logits.clone()
+    cpu.mask_top_k_top_p_min_p(masked, torch.tensor([500, 500, 20]), torch.ones(3), torch.zeros(3))
+    assert torch.equal(masked[0], logits[0])
+    assert_close(masked[1], logits[1], max_steps=0, rms_steps=0)
+    assert (masked[2] > -torch.inf).sum() == 20
+
+
+def test_more_rows_than_a_slab_are_all_masked() -> None:
+    options = [(300, 1.0, 0.0) if row % 3 else (1 + row, 0.8, 0.0) for row in range(21)]
+    check_masks(random_logits(21, 300), options)
+
+
+@pytest.mark.parametrize("operations", [cpu, reference])
+def test_the_repetition_penalty_is_that_of_transformers(operations: Operations) -> None:
+    logits = random_logits(3, 77)
+    ids = torch.randint(77, (3, 20), generator=torch.Generator().manual_seed(1))
+    counts = torch.zeros(3, 77, dtype=torch.int32).scatter_add_(1, ids, torch.ones(3, 20, dtype=torch.int32))
+    in_output = counts.clone()
+    in_output[:, 40:] = 0
+    penalties = torch.tensor([1.0, 1.3, 0.7])
+    expected = torch.cat(
+        [RepetitionPenaltyLogitsProcessor(float(penalties[i]))(ids[i : i + 1], logits[i : i + 1]) for i in range(3)]
+    )
+    operations.apply_penalties(logits, counts - in_output, in_output, penalties, torch.zeros(3), torch.zeros(3))
+    assert_close(logits, expected, max_steps=0, rms_steps=0)
+
+
+def test_penalties_agree_with_the_reference() -> None:
+    generator = torch.Generator().manual_seed(2)
+    prompt, output = (torch.randint(-4, 4, (5, 333), generator=generator).clamp(min=0).int() for _ in range(2))
+    repetition = torch.tensor([1.0, 1.2, 0.5, 1.0, 1.1])
+    presence = torch.tensor([0.0, 0.5, -1.0, 2.0, 0.0])
+    frequency = torch.tensor([0.0, 0.25, 0.0, -0.5, 2.0])
+    actual = random_logits(5, 333)
+    actual[:, 5] = -torch.inf
+    expected, before = actual.clone(), actual.clone()
+    cpu.apply_penalties(actual, prompt, output, repetition, presence, frequency)
+    reference.apply_penalties(expected, prompt, output, repetition, presence, frequency)
+    assert_close(actual, expected, max_steps=0, rms_steps=0)
+    assert torch.equal(actual[0], before[0])
+
+
+@pytest.mark.parametrize("operations", [cpu, reference])
+def test_presence_and_frequency_count_the_output_only(operations: Operations) -> None:
+    logits = torch.ones(1, 4)
+    prompt, output = torch.tensor([[5, 0, 5, 0]]).int(), torch.tensor([[0, 1, 3, 0]]).int()
+    operations.apply_penalties(logits, prompt, output, torch.ones(1), torch.tensor([0.5]), torch.tensor([0.25]))
+    assert logits.tolist() == [[1.0, 0.25, -0.25, 1.0]]
+
+
+@pytest.mark.parametrize("operations", [cpu, reference])
+def test_argmax_takes_the_lower_of_equals_and_sees_nan(operations: Operations) -> None:
+    logits = random_logits(5, 1003)
+    logits[0, [700, 41, 900]] = 50.0
+    logits[1] = -torch.inf
+    logits[2] = 0.0
+    logits[3, 17] = torch.nan
+    logits[3, 20] = torch.nan
+    assert operations.argmax(logits).tolist()[:4] == [41, 0, 0, 17]
+    assert_close(operations.argmax(logits), reference.argmax(logits))
