@@ -48,7 +48,7 @@ def test_without_max_tokens_a_request_fills_the_context_to_the_last_token(moe_ch
 
 
 def test_a_seeded_request_gives_the_same_tokens_whatever_else_is_in_the_batch(engine: Engine) -> None:
-    seeded = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
+    seeded: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
     alone = tokens_of(_one(engine, **seeded))
     others = [_request(str(i), (i, *PROMPT[: i % 7]), temperature=1.0, seed=i) for i in range(20)]
     assert tokens_of(run_all(engine, [*others, _request("only", **seeded)])["only"]) == alone

@@ -10,11 +10,13 @@ from pathlib import Path
 from tests.support.records import check_thousand_records, read_records
 from tests.support.thousand_lines import thousand_lines
 
+MILLRACE = Path(sys.executable).parent / "millrace"  # the installed command
+
 
 def test_a_thousand_lines_with_twenty_bad_ones_give_a_thousand_records(tmp_path: Path, tiny_model: Path) -> None:
     requests, results, summary = tmp_path / "requests.jsonl", tmp_path / "results.jsonl", tmp_path / "summary.json"
     requests.write_text("\n".join(thousand_lines()) + "\n")
-    command = [sys.executable, "-m", "worker.cli.main", "run", "-i", str(requests), "-o", str(results)]
+    command = [str(MILLRACE), "run", "-i", str(requests), "-o", str(results)]
     done = subprocess.run(
         [*command, "--model", str(tiny_model), "--summary", str(summary)], capture_output=True, check=False
     )

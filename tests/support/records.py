@@ -20,7 +20,8 @@ def error_body(record: dict[str, Any]) -> dict[str, Any] | None:
     response = record["response"]
     if response is None:
         return dict(record["error"])
-    return response["body"].get("error")
+    failure: dict[str, Any] | None = response["body"].get("error")
+    return failure
 
 
 def essence(record: dict[str, Any]) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 NUM_LINES = 1000
 MAX_TOKENS = 4
@@ -24,12 +25,12 @@ BAD_KINDS: dict[str, tuple[str | None, Callable[[str], str]]] = {
 }
 
 
-def _line(custom_id: str, *, url: str = "/v1/completions", **body: object) -> str:
+def _line(custom_id: str, *, url: str = "/v1/completions", **body: Any) -> str:
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
 
 
 def _good_line(number: int) -> str:
-    options = {"max_tokens": MAX_TOKENS, "temperature": 0}
+    options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "temperature": 0}
     system = SYSTEM_PROMPTS[number % len(SYSTEM_PROMPTS)]
     if number % 2:
         return _line(f"line-{number}", prompt=f"{system}Question {number}?", return_token_ids=True, **options)

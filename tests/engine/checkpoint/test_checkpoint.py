@@ -95,7 +95,7 @@ def test_a_tensor_that_is_not_there_is_named(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     with Checkpoint.open(tmp_path) as checkpoint:
         for method in (checkpoint.read, checkpoint.shape, checkpoint.dtype):
-            with pytest.raises(CheckpointError, match="tensor lm_head.weight is missing"):
+            with pytest.raises(CheckpointError, match=r"tensor lm_head\.weight is missing"):
                 method("lm_head.weight")
 
 

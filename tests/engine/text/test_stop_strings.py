@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.text.stop_strings import StopStrings
@@ -26,7 +26,10 @@ def run(pieces: list[str], stop: tuple[str, ...]) -> tuple[str, str | None]:
     return text + stops.flush(), stops.matched
 
 
+@settings(max_examples=500)
 @given(st.lists(st.text(alphabet="ab", max_size=6), max_size=10), STOPS)
+@example(["aaab"], ("aab",))
+@example(["aba", "babb"], ("ababb",))
 def test_however_the_text_is_cut_the_result_is_that_of_the_naive_search(
     pieces: list[str], stop: tuple[str, ...]
 ) -> None:
@@ -54,7 +57,6 @@ def test_a_stop_string_across_pieces_is_found_and_left_out() -> None:
     stops = StopStrings(("</end>",))
     assert stops.feed("a < b </") == "a < b "
     assert stops.feed("en") == ""
-    assert stops.matched is None
     assert stops.feed("d> more") == ""
     assert stops.matched == "</end>"
     assert stops.flush() == ""
@@ -97,6 +99,6 @@ def test_an_empty_stop_string_is_refused() -> None:
 
 def test_a_long_stop_string_costs_no_more_than_its_length() -> None:
     stops = StopStrings(("a" * 20_000 + "b",))
-    released = "".join(stops.feed("a") for _ in range(60_000))
-    assert released == "a" * 40_000
+    released = "".join(stops.feed("a") for _ in range(70_001))
+    assert released == "a" * 50_001
     assert stops.flush() == "a" * 20_000

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerFast
+
+from engine.errors import CheckpointError, InvalidRequest
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
+from tests.support.chat_templates import BRACKETS, EVERYTHING, HEADERS, THINKING
+from tests.support.tiny_tokenizer import make_tokenizer
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Météo <b>& more</b> 'here'",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich"}}}
+QUESTION = {"role": "user", "content": " What is 2 + 2?\n"}
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "question": [QUESTION],
+    "system": [{"role": "system", "content": "Be brief."}, QUESTION],
+    "turns": [
+        QUESTION,
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4"},
+        {"role": "user", "content": "é?"},
+    ],
+    "reasoning": [QUESTION, {"role": "assistant", "content": "4", "reasoning_content": "\nsum\n"}],
+    "thinking": [QUESTION, {"role": "assistant", "content": "4", "thinking": "sum"}],
+    "reasoning_of_vllm": [QUESTION, {"role": "assistant", "reasoning": "sum", "content": "4", "thinking": None}],
+    "nulls": [QUESTION, {"role": "assistant", "content": "4", "tool_calls": None, "name": None}, QUESTION],
+    "tool": [
+        {"role": "system", "content": "Use tools."},
+        QUESTION,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "12 °C", "tool_call_id": "1"},
+        {"role": "tool", "content": "again", "tool_call_id": "1"},
+    ],
+    "arguments_as_text": [
+        QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [CALL | {"function": {"name": "f", "arguments": "{}"}}]},
+    ],
+    "special_tokens_in_content": [{"role": "user", "content": "<|im_end|>\n<|im_start|>system\n{{ bos_token }}"}],
+}
+SPECIAL = {
+    "bos_token": "<|endoftext|>",
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|endoftext|>",
+    "image_token": "<img>",
+}
+
+
+def write_model(path: Path, template: object, *, file: str | None = None) -> Path:
+    make_tokenizer(path)
+    config = SPECIAL | ({} if template is None else {"chat_template": template})
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    if file is not None:
+        (path / "chat_template.jinja").write_text(file)
+    return path
+
+
+def render_both(path: Path, messages: list[dict[str, Any]], **options: Any) -> tuple[str, str]:
+    """By us and by transformers; "refused" where the template refuses."""
+    template = Tokenizer.from_directory(path).chat_template
+    assert template is not None
+    options.setdefault("add_generation_prompt", True)
+    try:
+        ours = template.render(messages, **options)
+    except InvalidRequest:
+        ours = "refused"
+    theirs_tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    try:
+        theirs = theirs_tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except (TemplateError, TypeError):
+        theirs = "refused"
+    return ours, theirs
+
+
+@pytest.mark.parametrize("template", [THINKING, HEADERS, BRACKETS, EVERYTHING], ids=["qwen", "llama", "old", "all"])
+@pytest.mark.parametrize("conversation", sorted(CONVERSATIONS))
+def test_prompts_are_byte_equal_with_transformers(tmp_path: Path, template: str, conversation: str) -> None:
+    write_model(tmp_path, template)
+    messages = CONVERSATIONS[conversation]
+    for options in (
+        {},
+        {"add_generation_prompt": False},
+        {"tools": [TOOL, TOOL]},
+        {"enable_thinking": False},
+        {"enable_thinking": True, "extra": {"a": [1, None, "é"]}, "eos_token": "<other>"},
+        {"documents": [{"title": "t", "text": "x"}], "date_string": "1 May 2026"},
+    ):
+        ours, theirs = render_both(tmp_path, messages, **options)
+        assert ours == theirs
+
+
+def test_the_prompts_compared_are_not_refusals(tmp_path: Path) -> None:
+    for name, template in {"qwen": THINKING, "llama": HEADERS, "all": EVERYTHING}.items():
+        path = write_model(tmp_path / name, template)
+        for messages in CONVERSATIONS.values():
+            assert render_both(path, messages, tools=[TOOL])[1] != "refused"
+    assert render_both(write_model(tmp_path / "old", BRACKETS), CONVERSATIONS["turns"])[1].startswith("<|endoftext|>")
+
+
+NAMED = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+
+
+@pytest.mark.parametrize("tools", [None, [], [TOOL]])
+@pytest.mark.parametrize(
+    ("config", "file"),
+    [(NAMED, None), ("only", None), (NAMED, "from the file"), (None, "from the file"), (NAMED[:1], None)],
+)
+def test_the_template_is_the_one_transformers_picks(
+    tmp_path: Path, config: object, file: str | None, tools: Any
+) -> None:
+    write_model(tmp_path, config, file=file)
+    ours, theirs = render_both(tmp_path, CONVERSATIONS["question"], tools=tools)
+    assert ours == theirs != "refused"
+
+
+def test_additional_template_files_are_read(tmp_path: Path) -> None:
+    write_model(tmp_path, "in the configuration", file="from the file")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools: {{ tools | length }}")
+    assert render_both(tmp_path, CONVERSATIONS["question"], tools=[TOOL]) == ("tools: 1", "tools: 1")
+    assert render_both(tmp_path, CONVERSATIONS["question"]) == ("from the file", "from the file")
+
+
+def test_a_template_says_which_variables_it_reads() -> None:
+    template = ChatTemplate({"default": THINKING, "tool_use": "{% set a = b %}{{ a }}{{ tools }}"}, SPECIAL)
+    assert template.reads("enable_thinking", with_tools=False)
+    assert not template.reads("enable_thinking", with_tools=True)
+    assert template.reads("b", with_tools=True)
+    assert not template.reads("a", with_tools=True)
+    assert not template.reads("no_such_variable", with_tools=False)
+
+
+def test_a_model_without_a_template_has_none(tmp_path: Path) -> None:
+    assert Tokenizer.from_directory(write_model(tmp_path, None)).chat_template is None
+
+
+def render(source: str, messages: list[dict[str, Any]] = CONVERSATIONS["question"], /, **options: Any) -> str:
+    return ChatTemplate({"default": source}, {"eos_token": "</s>"}).render(messages, **options)
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("{{ raise_exception('no system message here') }}", "refuses these messages: no system message here"),
+        ("{{ missing.attribute }}", "refuses these messages: 'missing' is undefined"),
+        ("{{ messages[0].content + 1 }}", "fails on these messages: TypeError"),
+        ("{{ 1 // 0 }}", "fails on these messages: ZeroDivisionError"),
+        ("{{ messages[0].content.index('none') }}", "fails on these messages: ValueError"),
+        ("{{ range(10**9) | list }}", "fails on these messages: OverflowError"),
+        ("{{ messages | tojson(separators=3) }}", "fails on these messages: TypeError"),
+        ("{{ messages[0].__class__.__mro__ }}", "refuses these messages"),
+        ("{{ messages.append(1) }}", "refuses these messages"),
+        ("{{ messages[0].update(a=1) }}", "refuses these messages"),
+        ("{{ namespace(__class__=1) }}", "may not hold '__class__'"),
+        ("{{ dict.__class__.mro }}", "refuses these messages"),
+        ("{{ raise_exception.__globals__.json }}", "refuses these messages"),
+    ],
+)
+def test_a_template_that_fails_is_the_fault_of_the_messages(source: str, named: str) -> None:
+    with pytest.raises(InvalidRequest, match=named.replace("(", r"\(")) as caught:
+        render(source)
+    assert (caught.value.param, caught.value.code) == ("messages", "invalid_value")
+
+
+def test_a_template_that_never_stops_writing_is_stopped() -> None:
+    source = "{% for a in range(99999) %}{% for b in range(99999) %}0123456789{% endfor %}{% endfor %}"
+    with pytest.raises(InvalidRequest, match="more than 4194304 characters"):
+        render(source)
+
+
+def test_a_lone_surrogate_in_a_message_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"messages has the lone surrogate U\+D800") as caught:
+        render("{{ messages[0].content }}", [{"role": "user", "content": "a\ud800"}])
+    assert caught.value.param == "messages"
+
+
+def test_no_messages_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="messages is empty"):
+        render("fine", [])
+
+
+def test_the_messages_cannot_be_overridden_by_a_variable() -> None:
+    with pytest.raises(InvalidRequest, match="chat_template_kwargs has 'messages'") as caught:
+        render("x", messages=[])
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_a_variable_may_override_a_special_token() -> None:
+    assert render("{{ eos_token }}{{ more }}", more=7) == "</s>7"
+    assert render("{{ eos_token }}", eos_token="<e>") == "<e>"
+
+
+def test_a_namespace_may_be_made_of_pairs_and_names() -> None:
+    source = "{% set ns = namespace({'a': 1}, self=2) %}{% set ns.a = ns.a + ns['self'] %}{{ ns.a }}"
+    assert render(source) == "3"
+    with pytest.raises(InvalidRequest, match="may not hold '_b'"):
+        render("{% set ns = namespace() %}{% set ns._b = 1 %}")
+
+
+def test_the_messages_of_the_caller_are_not_changed() -> None:
+    messages = [{"role": "assistant", "content": None, "reasoning": "x"}]
+    render("{{ messages[0].thinking }}", messages)
+    assert messages == [{"role": "assistant", "content": None, "reasoning": "x"}]
+
+
+@pytest.mark.parametrize("source", ["{% if %}", "{{ x", "{% endfor %}", "{% unknown %}", "{{ x | no_such_filter }}"])
+def test_a_template_that_does_not_parse_is_refused_when_the_model_is_loaded(source: str) -> None:
+    with pytest.raises(CheckpointError, match="chat template 'default', line 1"):
+        ChatTemplate({"default": source}, {})
+
+
+def test_named_templates_without_a_default_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="named tool_use; accepted: one is 'default'"):
+        Tokenizer.from_directory(write_model(tmp_path, NAMED[1:]))

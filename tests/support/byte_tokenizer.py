@@ -1,0 +1,23 @@
+"""A tokeniser whose tokens are bytes: it needs no file and no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ByteTokenizer:
+    """Stands in for engine.text.tokenizer.Tokenizer where only its methods for requests and records are called."""
+
+    chat_template = None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+    def token_text(self, token_id: int) -> str:
+        return bytes([token_id]).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])

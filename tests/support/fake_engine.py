@@ -1,0 +1,101 @@
+"""A StepEngine without a model: deterministic answers, and misbehaviour on request."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from typing import cast
+
+from engine.completion import Completion
+from engine.errors import EngineUnavailable, InvalidRequest
+from engine.finish_reason import FinishReason
+from engine.request import Request
+from engine.request_output import RequestOutput
+from engine.text.tokenizer import Tokenizer
+from tests.support.byte_tokenizer import ByteTokenizer
+
+# Words in a prompt, and what they make the engine do.
+REFUSE = "*refuse*"  # add_request raises InvalidRequest
+FAIL = "*fail*"  # the request ends in an error of its own
+BREAK = "*break*"  # step raises: the engine is broken
+HANG = "*hang*"  # step does not return for a minute
+KILL = "*kill*"  # the process dies as if by kill -9
+
+
+def answer(prompt: str) -> str:
+    """What the engine answers to a prompt, whatever else runs."""
+    return hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest()
+
+
+class FakeEngine:
+    """Advances up to `slots` requests one of `steps_per_request` steps in each step, oldest first."""
+
+    def __init__(self, *, steps_per_request: int = 1, step_s: float = 0.0, slots: int = 8) -> None:
+        self.tokenizer = cast(Tokenizer, ByteTokenizer())
+        self.max_model_len = 4096
+        self.num_aborted = 0
+        self.most_open = 0
+        self.is_closed = False
+        self._steps_per_request = steps_per_request
+        self._step_s = step_s
+        self._slots = slots
+        self._open: dict[str, tuple[Request, int]] = {}  # request id -> request, steps left
+        self._ready: list[RequestOutput] = []
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id in self._open:
+            raise AssertionError(f"{request.request_id} was added twice")
+        if REFUSE in self._prompt(request):
+            raise InvalidRequest("refused by the fake engine", param="prompt", value="...", code="refused")
+        self._open[request.request_id] = (request, self._steps_per_request)
+        self.most_open = max(self.most_open, len(self._open))
+
+    def abort(self, request_id: str) -> bool:
+        entry = self._open.pop(request_id, None)
+        if entry is None:
+            return False
+        self.num_aborted += 1
+        self._ready.append(self._output(entry[0], FinishReason.CANCELLED))
+        return True
+
+    def step(self) -> list[RequestOutput]:
+        time.sleep(self._step_s)
+        for request_id, (request, steps_left) in list(self._open.items())[: self._slots]:
+            self._misbehave(self._prompt(request))
+            if steps_left > 1:
+                self._open[request_id] = (request, steps_left - 1)
+                continue
+            del self._open[request_id]
+            self._ready.append(self._end(request))
+        ready, self._ready = self._ready, []
+        return ready
+
+    def has_unfinished(self) -> bool:
+        return bool(self._open or self._ready)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def _end(self, request: Request) -> RequestOutput:
+        if FAIL in self._prompt(request):
+            return RequestOutput(request.request_id, 1, 0, (), EngineUnavailable("failed by the fake engine"))
+        return self._output(request, FinishReason.STOP)
+
+    def _output(self, request: Request, reason: FinishReason) -> RequestOutput:
+        text = answer(self._prompt(request))
+        completion = Completion(0, text, tuple(text.encode()), reason, None, None)
+        return RequestOutput(request.request_id, len(request.prompt_token_ids), 1, (completion,))
+
+    @staticmethod
+    def _prompt(request: Request) -> str:
+        return bytes(request.prompt_token_ids).decode()
+
+    @staticmethod
+    def _misbehave(prompt: str) -> None:
+        if KILL in prompt:
+            os._exit(9)
+        if BREAK in prompt:
+            raise RuntimeError("broken by the fake engine")
+        if HANG in prompt:
+            time.sleep(60)

@@ -1,0 +1,99 @@
+"""The registry's classes over a test's Redis, and jobs in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import redis
+from pydantic import SecretStr
+
+from settings import LimitSettings, RedisSettings
+from worker.registry.admission_limits import AdmissionLimits
+from worker.registry.claim import Claim
+from worker.registry.claim_refusal import ClaimRefusal
+from worker.registry.connect import connect
+from worker.registry.finished_prompt import FinishedPrompt
+from worker.registry.job_control import JobControl
+from worker.registry.job_intake import JobIntake
+from worker.registry.job_reader import JobReader
+from worker.registry.keys import Keys
+from worker.registry.outcome import Outcome
+from worker.registry.reap_queue import ReapQueue
+from worker.registry.unit_leases import UnitLeases
+from worker.registry.unit_ref import UnitRef
+from worker.schemas import SubmitOptions
+
+
+@dataclass(frozen=True)
+class TestRegistry:
+    """A registry with short times. `redis` is the bare client."""
+
+    __test__ = False
+
+    redis: redis.Redis
+    keys: Keys
+    settings: RedisSettings
+
+    @classmethod
+    def at(cls, url: str) -> TestRegistry:
+        settings = RedisSettings(url=SecretStr(url))
+        return cls(connect(settings), Keys(), settings)
+
+    @property
+    def reader(self) -> JobReader:
+        return JobReader(self.redis, self.keys)
+
+    @property
+    def control(self) -> JobControl:
+        return JobControl(self.redis, self.keys)
+
+    def intake(self, *, limits: LimitSettings | None = None, admission: AdmissionLimits | None = None) -> JobIntake:
+        return JobIntake(
+            self.redis,
+            self.keys,
+            redis_settings=self.settings,
+            limits=limits or LimitSettings(),
+            admission=admission or AdmissionLimits(),
+            grace_s=30.0,
+        )
+
+    def leases(self, *, lease_s: float = 30.0, max_attempts: int = 3, owner: str = "tester") -> UnitLeases:
+        return UnitLeases(
+            self.redis, self.keys, owner=owner, lease_s=lease_s, max_attempts=max_attempts, grace_s=30.0
+        )
+
+    def reap_queue(self, *, grace_s: float = 30.0) -> ReapQueue:
+        return ReapQueue(self.redis, self.keys, grace_s=grace_s)
+
+    def submit(self, lines: Sequence[bytes], options: SubmitOptions | None = None) -> str:
+        """A queued job with these lines."""
+        job_id = self.keys.new_job_id()
+        intake = self.intake()
+        intake.stage(job_id, 0, lines)
+        intake.submit(job_id, len(lines), options or SubmitOptions())
+        return job_id
+
+    def running_job(self, *shards: Sequence[int], options: SubmitOptions | None = None) -> str:
+        """A planned job with one line for each index of `shards`."""
+        job_id = self.submit([b'{"prompt": "a"}'] * sum(map(len, shards)), options)
+        leases = self.leases()
+        assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), shards)
+        return job_id
+
+    def make_due(self) -> None:
+        """Let every open unit be due for a look."""
+        for member in self.redis.zrange(self.keys.open, 0, -1):
+            self.redis.zadd(self.keys.open, {member: 1})
+
+
+def must_claim(leases: UnitLeases, ref: UnitRef) -> Claim:
+    """A claim that must succeed."""
+    claim = leases.claim(ref)
+    assert not isinstance(claim, ClaimRefusal), claim
+    return claim
+
+
+def ok(index: int, record: str = "{}") -> FinishedPrompt:
+    """The record of a prompt that succeeded: 5 tokens in, 2 of them cached, 3 out."""
+    return FinishedPrompt(index, Outcome.OK, record, prompt_tokens=5, cached_tokens=2, output_tokens=3)

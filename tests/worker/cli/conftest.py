@@ -1,0 +1,25 @@
+"""A checkpoint, and an environment that says nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny_checkpoint import make_checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense checkpoint whose directory is called tiny."""
+    return make_checkpoint(tmp_path_factory.mktemp("cli") / "tiny", "qwen3")
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No MILLRACE_ variable and no .env of this machine reaches a test."""
+    for name in list(os.environ):
+        if name.upper().startswith("MILLRACE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)

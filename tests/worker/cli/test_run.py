@@ -1,0 +1,131 @@
+"""`millrace run` as a process, on a small checkpoint."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+from tests.support.millrace import COMMAND, millrace
+from tests.support.request_lines import chat_line, completion_line, raw_line
+
+
+def records_of(data: bytes) -> list[dict[str, object]]:
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def test_a_pipe_in_gives_records_out_and_nothing_else(checkpoint: Path) -> None:
+    lines = [completion_line(max_tokens=2), chat_line(max_tokens=2), b"", b"bad", raw_line({"prompt": [9999]})]
+
+    done = millrace("run", "-i", "-", "-o", "-", "--model", checkpoint, stdin=b"\n".join(lines))
+
+    assert done.returncode == 0, done.stderr
+    records = records_of(done.stdout)
+    codes = {record["custom_id"]: record["response"]["status_code"] for record in records}  # type: ignore[index]  # JSON
+    assert codes == {"1": 200, "2": 200, None: 400, "4": 400}
+
+
+def test_the_summary_has_the_figures_of_the_run(checkpoint: Path, tmp_path: Path) -> None:
+    requests, results, summary = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "summary.json"
+    requests.write_bytes(b"\n".join([completion_line(max_tokens=3, ignore_eos=True), b"bad"]))
+    results.write_text("an older run's results, which are replaced\n")
+
+    done = millrace("run", "-i", requests, "-o", results, "--model", checkpoint, "--summary", summary)
+
+    assert done.returncode == 0, done.stderr
+    assert len(records_of(results.read_bytes())) == 2
+    figures = json.loads(summary.read_text())
+    assert figures.keys() == {
+        "load_s", "elapsed_s", "requests", "failed", "prompt_tokens", "cached_tokens", "output_tokens",
+    }  # fmt: skip
+    assert (figures["requests"], figures["failed"], figures["output_tokens"]) == (2, 1, 3)
+
+
+def test_settings_reach_the_engine(checkpoint: Path) -> None:
+    arguments = (
+        "run",
+        "-i",
+        "-",
+        "-o",
+        "-",
+        "--model",
+        checkpoint,
+        "--set",
+        "engine.max_model_len=16",
+        "--set",
+        "model.name=m",
+    )
+
+    done = millrace(*arguments, stdin=raw_line({"prompt": [1] * 16, "model": "m"}))
+
+    assert done.returncode == 0, done.stderr
+    [record] = records_of(done.stdout)
+    assert record["response"]["body"]["error"]["code"] == "context_length_exceeded"  # type: ignore[index]  # JSON
+
+
+def test_a_model_that_cannot_be_had_is_one_line_and_exit_1(tmp_path: Path) -> None:
+    for arguments in (["--model", str(tmp_path)], []):
+        done = millrace("run", "-i", "-", "-o", "-", *arguments)
+
+        assert done.returncode == 1
+        assert done.stderr.startswith(b"millrace: ")
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_wrong_setting_is_one_line_and_exit_2(checkpoint: Path) -> None:
+    done = millrace("run", "-i", "-", "-o", "-", "--model", checkpoint, "--set", "engine.max_num_seqs=lots")
+
+    assert done.returncode == 2
+    [line] = done.stderr.decode().splitlines()
+    assert "engine.max_num_seqs" in line
+    assert "lots" in line
+
+
+def test_the_input_is_never_overwritten(checkpoint: Path, tmp_path: Path) -> None:
+    requests = tmp_path / "in.jsonl"
+    requests.write_bytes(completion_line())
+
+    done = millrace("run", "-i", requests, "-o", requests, "--model", checkpoint)
+
+    assert done.returncode == 2
+    assert requests.read_bytes() == completion_line()
+
+
+def test_a_missing_input_is_exit_2(checkpoint: Path) -> None:
+    done = millrace("run", "-i", "nowhere.jsonl", "-o", "-", "--model", checkpoint)
+
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert b"nowhere.jsonl" in done.stderr
+
+
+def test_a_record_is_written_while_the_input_is_still_open(checkpoint: Path) -> None:
+    command = [*COMMAND, "run", "-i", "-", "-o", "-", "--model", str(checkpoint)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(completion_line(max_tokens=1) + b"\n")
+        process.stdin.flush()
+
+        record = json.loads(process.stdout.readline())
+
+        assert record["custom_id"] == "1"
+        process.stdin.close()
+        assert process.wait(timeout=60) == 0
+
+
+def test_an_interrupt_keeps_a_valid_file_and_exits_130(checkpoint: Path, tmp_path: Path) -> None:
+    results = tmp_path / "out.jsonl"
+    command = [*COMMAND, "run", "-i", "-", "-o", str(results), "--model", str(checkpoint)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(completion_line(max_tokens=1) + b"\n")
+        process.stdin.flush()
+        while not (results.exists() and results.read_bytes().endswith(b"\n")):
+            assert process.poll() is None
+
+        process.send_signal(signal.SIGINT)
+
+        assert process.wait(timeout=60) == 130
+        process.stdin.close()
+    assert len(records_of(results.read_bytes())) == 1

@@ -1,0 +1,1 @@
+"""Jobs in, results out: Celery app, Redis registry, producer client, command line."""

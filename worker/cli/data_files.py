@@ -1,0 +1,59 @@
+"""The files a command reads and writes, where `-` is stdin or stdout."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from worker.cli.bad_usage import BadUsage
+
+STANDARD = "-"
+
+
+def open_input(path: str) -> BinaryIO:
+    """Open `path` for reading; whoever asks closes it. Raises BadUsage if that cannot be done.
+
+    Standard input gets a reader of its own, which leaves the descriptor open: at exit Python waits for the lock of
+    sys.stdin, and a thread may still be reading.
+    """
+    try:
+        return open(sys.stdin.fileno() if path == STANDARD else path, "rb", closefd=path != STANDARD)
+    except OSError as error:
+        raise BadUsage(f"{path}: {error.strerror}") from error
+
+
+@contextmanager
+def open_output(path: str) -> Iterator[BinaryIO]:
+    """Open `path` for writing; a file that exists is replaced. Raises BadUsage if it cannot be opened."""
+    if path == STANDARD:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    try:
+        file = Path(path).open("wb")  # noqa: SIM115 - closed below; only the opening may raise CommandError
+    except OSError as error:
+        raise BadUsage(f"{path}: {error.strerror}") from error
+    with file:
+        yield file
+
+
+def refuse_same_file(input_path: str, output_path: str) -> None:
+    """Raise BadUsage where writing the output would destroy the input."""
+    if STANDARD in (input_path, output_path):
+        return
+    try:
+        same = os.path.samefile(input_path, output_path)
+    except OSError:  # one of them does not exist, so they differ
+        return
+    if same:
+        raise BadUsage(f"{output_path} is also the input; accepted: another file")
+
+
+def write_line(file: BinaryIO, line: str) -> None:
+    """Write one line and flush it: a reader of the file never waits for a buffer, nor loses one to a kill."""
+    file.write(line.encode("ascii") + b"\n")
+    file.flush()

@@ -1,0 +1,95 @@
+"""What `millrace doctor` asks torch, the kernels and the model. Imported only where torch is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+
+import torch
+
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_config import ModelConfig
+from engine.derived_settings import derive_settings
+from engine.errors import EngineError
+from engine.text.tokenizer import Tokenizer
+from kernels.dispatch import implementation_names
+from kernels.errors import KernelsUnavailable
+from settings import EffectiveSettings, SettingsError
+from worker.cli.finding import Finding
+from worker.cli.level import Level
+
+
+def engine_findings(effective: EffectiveSettings) -> Iterator[Finding]:
+    """torch and triton, the device, its kernels, and whether the model can be read."""
+    yield Finding("torch", Level.OK, torch.__version__)
+    yield _triton()
+    device = _device(effective)
+    yield _device_finding(effective, device)
+    yield from _kernels(device)
+    yield from _model(effective)
+
+
+def _device(effective: EffectiveSettings) -> torch.device:
+    wanted = effective.settings.engine.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def _triton() -> Finding:
+    try:
+        return Finding("triton", Level.OK, importlib.metadata.version("triton"))
+    except importlib.metadata.PackageNotFoundError:
+        level = Level.FAILED if torch.cuda.is_available() else Level.OK
+        fix = "pip install 'millrace[engine]'" if level is Level.FAILED else None
+        return Finding("triton", level, "not installed (it is needed on CUDA only)", fix)
+
+
+def _device_finding(effective: EffectiveSettings, device: torch.device) -> Finding:
+    asked = f"engine.device={effective.settings.engine.device}"
+    if device.type == "cpu":
+        return Finding("device", Level.OK, f"cpu, {torch.get_num_threads()} threads ({asked})")
+    if not torch.cuda.is_available():
+        fix = "install the NVIDIA driver and a CUDA build of torch, or set engine.device=cpu"
+        return Finding("device", Level.FAILED, f"{asked}, but torch sees no CUDA device", fix)
+    free, total = torch.cuda.mem_get_info(device)
+    name = torch.cuda.get_device_name(device)
+    return Finding("device", Level.OK, f"{name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free ({asked})")
+
+
+def _kernels(device: torch.device) -> Iterator[Finding]:
+    try:
+        names = implementation_names(device)
+    except KernelsUnavailable as error:
+        yield Finding("kernels", Level.FAILED, str(error), "set engine.device=cpu")
+        return
+    by_implementation: dict[str, list[str]] = {}
+    for operation, implementation in names.items():
+        by_implementation.setdefault(implementation, []).append(operation)
+    for implementation, operations in by_implementation.items():
+        yield Finding("kernels", Level.OK, f"{implementation}: {', '.join(operations)}")
+
+
+def _model(effective: EffectiveSettings) -> Iterator[Finding]:
+    path = effective.settings.model.path
+    if path is None:
+        fix = "set model.path (MILLRACE_MODEL__PATH, --model DIR) where a worker is to run"
+        yield Finding("model", Level.WARNING, "model.path is not set", fix)
+        return
+    try:
+        config = ModelConfig.from_directory(path)
+        with Checkpoint.open(path) as checkpoint:
+            size_bytes = checkpoint.total_bytes
+        tokenizer = Tokenizer.from_directory(path)
+        derived = derive_settings(effective).settings.engine
+    except (EngineError, SettingsError) as error:
+        yield Finding("model", Level.FAILED, str(error), "give the directory of a supported checkpoint")
+        return
+    yield Finding("model", Level.OK, f"{path}: {config.architecture}, {size_bytes / 2**30:.2f} GiB of weights")
+    blocks, block_size = derived.kv_cache.num_blocks, derived.kv_cache.block_size
+    yield Finding("kv cache", Level.OK, f"{blocks} blocks of {block_size} tokens in {derived.dtype}")
+    if tokenizer.chat_template is None:
+        fix = "add chat_template.jinja to the checkpoint, or send prompts only"
+        yield Finding("chat template", Level.WARNING, "none: lines with messages will be refused", fix)
+    else:
+        yield Finding("chat template", Level.OK, "found")

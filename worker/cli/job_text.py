@@ -1,0 +1,58 @@
+"""A job in words."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from worker.schemas import JobStatus
+
+JOB_COLUMNS = f"{'JOB':40} {'STATUS':12} {'DONE':>15} {'FAILED':>8} {'PRI':>3} {'TENANT':12} CREATED"
+
+
+def job_row(job: JobStatus) -> str:
+    """One line of a table under JOB_COLUMNS."""
+    counts = job.request_counts
+    done = f"{counts.finished}/{counts.total}"
+    return (
+        f"{job.id:40} {job.status.value:12} {done:>15} {counts.failed:>8} {job.priority:>3} {job.tenant:12} "
+        f"{_time(job.created_at)}"
+    )
+
+
+def job_details(job: JobStatus) -> str:
+    """Everything about one job that a person asks for, a line each."""
+    counts, usage = job.request_counts, job.usage
+    lines = [
+        f"job        {job.id}",
+        f"status     {job.status.value}{f': {job.error}' if job.error else ''}",
+        f"requests   {counts.total}: {counts.completed} completed, {counts.failed} failed",
+        f"shards     {job.shards_done}/{job.shards_total}",
+        f"tokens     {usage.input_tokens} in ({usage.cached_tokens} cached), {usage.output_tokens} out",
+        f"priority   {job.priority}",
+        f"tenant     {job.tenant}",
+        *(f"metadata   {key}={value}" for key, value in job.metadata.items()),
+        f"created    {_time(job.created_at)}",
+    ]
+    for label, when in (
+        ("deadline", job.expires_at), ("finished", job.finished_at), ("kept until", job.results_expire_at),
+    ):  # fmt: skip
+        if when is not None:
+            lines.append(f"{label:10} {_time(when)}")
+    return "\n".join(lines)
+
+
+def progress_text(job: JobStatus, rate_per_s: float) -> str:
+    """One line for a job that runs; `rate_per_s` is records a second."""
+    counts, usage = job.request_counts, job.usage
+    hits = usage.cached_tokens / usage.input_tokens if usage.input_tokens else 0.0
+    text = (
+        f"{job.status.value} {counts.finished}/{counts.total} ({job.progress:.0%}), {counts.failed} failed, "
+        f"{rate_per_s:.1f} requests/s, prefix hits {hits:.0%}"
+    )
+    if rate_per_s > 0 and not job.status.is_terminal:
+        text += f", about {(counts.total - counts.finished) / rate_per_s:.0f} s left"
+    return text
+
+
+def _time(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,0 +1,136 @@
+"""`millrace run`: a file through an engine in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import BinaryIO
+
+import click
+
+# This module is imported for `millrace run` alone, so it may import the engine, and torch with it.
+from engine.engine import Engine
+from engine.errors import CapabilityError, EngineError
+from settings import EffectiveSettings, SettingsError
+from worker.cli.bad_usage import BadUsage
+from worker.cli.command_error import CommandError
+from worker.cli.command_settings import load_command_settings, set_option
+from worker.cli.data_files import open_input, open_output, refuse_same_file, write_line
+from worker.cli.exit_code import ExitCode
+from worker.cli.progress_line import ProgressLine
+from worker.line_feed import LineFeed
+from worker.model_name import served_model_name
+from worker.offline_run import OfflineRun
+from worker.records.encode_record import encode_record
+from worker.run_summary import RunSummary
+
+# Requests in the engine at once, as a multiple of those that run at once: the rest wait, sorted by prefix.
+WINDOW_FACTOR = 8
+
+
+@click.command("run")
+@click.option("-i", "--input", "input_path", required=True, metavar="FILE", help="Request lines; - is stdin.")
+@click.option(
+    "-o", "--output", "output_path", required=True, metavar="FILE",
+    help="Result lines, in the order they finish; - is stdout. A file that exists is replaced.",
+)  # fmt: skip
+@click.option("--model", metavar="DIR", help="Checkpoint directory (model.path).")
+@click.option("--summary", "summary_path", metavar="FILE", help="Write the run's figures to FILE as JSON.")
+@set_option
+def command(
+    input_path: str, output_path: str, model: str | None, summary_path: str | None, assignments: tuple[str, ...]
+) -> None:
+    """Run request lines offline: no Redis, the same engine.
+
+    Each record is written the moment it exists. Ctrl-C stops after the current step: the output keeps every
+    finished record, and the exit code is 130.
+    """
+    effective = load_command_settings(assignments, {"model.path": model})
+    refuse_same_file(input_path, output_path)
+    source = open_input(input_path)
+    with open_output(output_path) as target, _stop_signals() as should_stop:
+        started_s = time.monotonic()
+        engine = _load_engine(effective)
+        load_s = time.monotonic() - started_s
+        summary = _run(engine, source, target, load_s, should_stop)
+    if summary_path is not None:
+        with open_output(summary_path) as file:
+            write_line(file, json.dumps(dataclasses.asdict(summary)))
+    if should_stop():
+        sys.exit(ExitCode.INTERRUPTED)
+
+
+def _load_engine(effective: EffectiveSettings) -> Engine:
+    try:
+        return Engine.load(effective)
+    except (SettingsError, CapabilityError) as error:
+        raise BadUsage(str(error)) from error
+    except EngineError as error:
+        raise CommandError(str(error)) from error
+
+
+def _run(
+    engine: Engine, source: BinaryIO, target: BinaryIO, load_s: float, should_stop: Callable[[], bool]
+) -> RunSummary:
+    limits = engine.settings.limits
+    window = WINDOW_FACTOR * engine.settings.engine.max_num_seqs
+
+    def write(record: Mapping[str, object]) -> None:
+        write_line(target, encode_record(record))
+
+    run = OfflineRun(engine, limits, model_name=served_model_name(engine.settings.model), window=window, write=write)
+    progress = ProgressLine(sys.stderr)
+
+    def show_progress() -> None:
+        if progress.is_due:
+            progress.show(_progress_text(run.summary(load_s)))
+
+    feed = LineFeed(source, max_line_bytes=limits.max_prompt_bytes, capacity=window)
+    feed.start()
+    try:
+        run.run(feed, should_stop, show_progress)
+    except EngineError as error:
+        raise CommandError(f"the engine stopped: {error}") from error
+    except OSError as error:
+        raise CommandError(f"input or output failed: {error}") from error
+    finally:
+        engine.close()
+    summary = run.summary(load_s)
+    progress.close(_progress_text(summary))
+    return summary
+
+
+def _progress_text(summary: RunSummary) -> str:
+    rate = summary.output_tokens / summary.elapsed_s if summary.elapsed_s > 0 else 0.0
+    hits = summary.cached_tokens / summary.prompt_tokens if summary.prompt_tokens else 0.0
+    return (
+        f"{summary.requests} done, {summary.failed} failed, {summary.output_tokens} tokens out "
+        f"({rate:.1f}/s), prefix hits {hits:.0%}"
+    )
+
+
+@contextmanager
+def _stop_signals() -> Iterator[Callable[[], bool]]:
+    """The first SIGINT or SIGTERM asks to stop between steps; the second one acts as it would without us."""
+    stop = threading.Event()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in before:
+        signal.signal(number, on_signal)
+    try:
+        yield stop.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,31 @@
+"""`millrace watch`: a job until it ends."""
+
+from __future__ import annotations
+
+import click
+
+from worker.cli.command_settings import load_command_settings, redis_options
+from worker.cli.follow_job import follow_job, require_completed
+from worker.cli.job_client import job_client
+from worker.cli.job_text import job_details
+from worker.schemas import JobStatus
+
+
+@click.command("watch")
+@click.argument("job_id", metavar="JOB")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON line for each change.")
+@redis_options
+def command(job_id: str, as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
+    """Follow a job until it ends. Exit 1 if it failed, expired or was cancelled."""
+    effective = load_command_settings(assignments, {"redis.url": redis_url})
+
+    def print_json(job: JobStatus) -> None:
+        click.echo(job.model_dump_json())
+
+    with job_client(effective) as client:
+        if as_json:
+            job = follow_job(client, job_id, print_json)
+        else:
+            job = follow_job(client, job_id)
+            click.echo(job_details(job))
+    require_completed(job)

@@ -1,0 +1,41 @@
+"""`millrace worker`: a Celery worker with an engine in it."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import redis
+
+# This module is imported for `millrace worker` alone, so it may import the engine, and torch with it.
+from engine.engine import Engine
+from engine.errors import EngineError
+from settings import SettingsError
+from worker.cli.bad_usage import BadUsage
+from worker.cli.command_error import CommandError
+from worker.cli.command_settings import load_command_settings, redis_options
+from worker.cli.job_client import shown_redis_url
+from worker.worker_process import run_worker
+
+
+@click.command("worker")
+@click.option("--model", metavar="DIR", help="Checkpoint directory (model.path).")
+@click.option("--concurrency", metavar="N", help="Shards in flight at once (worker.concurrency).")
+@redis_options
+def command(model: str | None, concurrency: str | None, redis_url: str | None, assignments: tuple[str, ...]) -> None:
+    """Take jobs from Redis, run them on the model, write each result the moment it exists.
+
+    SIGTERM finishes what it can within worker.drain_timeout_s and gives the rest back; SIGINT gives everything back
+    at once. Exit code 70 if the engine broke: start another worker, its prompts are run again.
+    """
+    named = {"model.path": model, "worker.concurrency": concurrency, "redis.url": redis_url}
+    effective = load_command_settings(assignments, named)
+    try:
+        code = run_worker(effective, Engine.load)
+    except SettingsError as error:
+        raise BadUsage(str(error)) from error
+    except EngineError as error:
+        raise CommandError(str(error)) from error
+    except redis.RedisError as error:
+        raise CommandError(f"Redis at {shown_redis_url(effective)}: {error}") from error
+    sys.exit(code)

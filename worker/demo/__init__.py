@@ -1,0 +1,1 @@
+"""`millrace demo`: the main job on one machine, from nothing to results."""

@@ -1,0 +1,106 @@
+"""The main job on one machine: a Redis, a worker, a job, its results."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from worker.client import BatchClient
+from worker.demo.demo_checkpoint import ensure_demo_checkpoint
+from worker.demo.demo_console import DemoConsole
+from worker.demo.demo_requests import demo_lines
+from worker.demo.private_redis import private_redis
+from worker.schemas.job_status import JobStatus
+
+MILLRACE = Path(sys.executable).with_name("millrace")
+WORKER_START_TIMEOUT_S = 120.0
+WORKER_STOP_TIMEOUT_S = 60.0
+POLL_S = 0.2
+SHOWN_RESULTS = 4
+
+
+class DemoFailed(Exception):
+    """The demo could not show what it is there to show."""
+
+
+def run_demo(directory: Path, console: DemoConsole) -> None:
+    """Run it, and stop everything it started. Raises DemoFailed, NoRedisServer."""
+    say = console.say
+    checkpoint = ensure_demo_checkpoint(directory / "model")
+    say(f"model: {checkpoint}, a Qwen3-MoE with random weights: its answers mean nothing, everything else is real")
+    with private_redis(directory / "redis") as url:
+        say("redis: a private server on this machine")
+        with BatchClient(url) as client, _worker(url, checkpoint, directory / "worker.log") as worker:
+            _wait_for_worker(client, worker, directory / "worker.log")
+            say(f"worker: `millrace worker`, process {worker.pid}, log in {directory / 'worker.log'}")
+            started_s = time.monotonic()
+            job_id = client.submit(demo_lines(), metadata={"made-by": "millrace demo"})
+            say(f"job: {job_id}")
+            job = _watch(client, job_id, worker, console)
+            _report(client, job, time.monotonic() - started_s, console)
+
+
+@contextmanager
+def _worker(url: str, checkpoint: Path, log_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker process, asked to stop at the end; it must drain and exit 0."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
+    environment["MILLRACE_REDIS__URL"] = url  # not on the command line, where `ps` would show the password
+    with log_path.open("wb") as log:
+        worker = _start([str(MILLRACE), "worker", "--model", str(checkpoint)], environment, log)
+    try:
+        yield worker
+    finally:
+        worker.terminate()
+        code = worker.wait(timeout=WORKER_STOP_TIMEOUT_S)
+    if code != 0:
+        raise DemoFailed(f"the worker exited with {code}; see {log_path}")
+
+
+def _start(command: list[str], environment: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, env=dict(environment), stdout=log, stderr=subprocess.STDOUT)
+
+
+def _wait_for_worker(client: BatchClient, worker: subprocess.Popen[bytes], log_path: Path) -> None:
+    until_s = time.monotonic() + WORKER_START_TIMEOUT_S
+    while not client.workers():
+        if worker.poll() is not None or time.monotonic() > until_s:
+            raise DemoFailed(f"the worker did not start; see {log_path}")
+        time.sleep(POLL_S)
+
+
+def _watch(client: BatchClient, job_id: str, worker: subprocess.Popen[bytes], console: DemoConsole) -> JobStatus:
+    while True:
+        job = client.status(job_id)
+        counts, usage = job.request_counts, job.usage
+        console.show(f"{job.status:12} {counts.finished:4}/{counts.total} prompts, {usage.output_tokens} tokens out")
+        if job.status.is_terminal:
+            return job
+        if worker.poll() is not None:
+            raise DemoFailed(f"the worker died with {worker.returncode}")
+        time.sleep(POLL_S)
+
+
+def _report(client: BatchClient, job: JobStatus, elapsed_s: float, console: DemoConsole) -> None:
+    say = console.say
+    records = list(client.results(job.id))
+    for record in records[:SHOWN_RESULTS]:
+        say(f"{record['custom_id']}: {json.dumps(_answer(record))}")
+    counts, usage = job.request_counts, job.usage
+    say(f"{counts.completed} results and {counts.failed} errors for {counts.total} prompts in {elapsed_s:.1f} s")
+    say(
+        f"{usage.output_tokens / elapsed_s:.0f} tokens/s out, {usage.total_tokens / elapsed_s:.0f} tokens/s in all; "
+        f"prefix hit rate {usage.cached_tokens / usage.input_tokens:.0%}"
+    )
+    if len(records) != counts.total or counts.failed:
+        raise DemoFailed(f"{len(records)} records, {counts.failed} of them errors, for {counts.total} prompts")
+
+
+def _answer(record: Mapping[str, Any]) -> str:
+    return str(record["response"]["body"]["choices"][0]["message"]["content"])

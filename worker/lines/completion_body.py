@@ -1,0 +1,48 @@
+"""The body of a /v1/completions request."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from worker.lines.sampling_body import SamplingBody
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+def _prompt(value: object) -> str | tuple[int, ...]:
+    if isinstance(value, str):
+        if not value:
+            raise PydanticCustomError("empty_prompt", "a prompt that is not empty")
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("invalid_type", "a string or a list of token ids")
+    if not value:
+        raise PydanticCustomError("empty_prompt", "a prompt that is not empty")
+    for position, token_id in enumerate(value):
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise PydanticCustomError(
+                "invalid_type", "a string or a list of token ids: one prompt a line", {"at": position}
+            )
+        if token_id < 0:
+            raise PydanticCustomError("invalid_value", "token ids of at least 0", {"at": position})
+    return tuple(value)
+
+
+class CompletionBody(SamplingBody):
+    """A prompt, as text or as token ids, and how to continue it."""
+
+    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)]
+    logprobs: Annotated[int, Field(ge=0)] | None = None  # alternatives a position; 0: the chosen token's only
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives a position, None for no logprobs at all."""
+        return self.logprobs
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        """What the line asks for; None: it does not say, and 16 or what the context leaves is meant."""
+        return self.max_tokens

@@ -1,0 +1,128 @@
+"""JSON as its standard has it, with the faults that Python's reader lets pass refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from worker.lines.refusal_error import RefusalError
+from worker.lines.shorten import shorten
+
+# A whole string (also an unfinished one, so that no quote is scanned twice) or one bracket.
+_STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def read_strict_json(raw: bytes, max_depth: int) -> StrictJson:
+    """Parse one UTF-8 JSON text.
+
+    Refused here: invalid UTF-8, anything json.loads refuses, more than `max_depth` nested arrays and objects.
+    Faults that leave a readable value are refused by `StrictJson.check`. Raises RefusalError.
+    """
+    _check_depth(raw, max_depth)
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _invalid(f"line is not valid UTF-8: {error.reason} at byte {error.start + 1}") from error
+    if text.startswith("\ufeff"):
+        raise _invalid("line begins with a byte order mark; save the file as UTF-8 without one")
+    result = StrictJson(may_hold_surrogates=b"\\ud" in raw or b"\\uD" in raw)
+    try:
+        result.decode(text)
+    except json.JSONDecodeError as error:
+        raise _invalid(f"line is not valid JSON: {error.msg} at column {error.colno}") from error
+    except ValueError as error:  # the one other fault: Python limits whole numbers to 4300 digits
+        raise _invalid("line holds a whole number of more than 4300 digits") from error
+    return result
+
+
+class StrictJson:
+    """A parsed text, with the faults json's hooks saw but could not place, since they are told no path."""
+
+    def __init__(self, *, may_hold_surrogates: bool) -> None:
+        self.value: object = None
+        self._suspicious = may_hold_surrogates
+        self._repeated_key: str | None = None
+
+    def decode(self, text: str) -> None:
+        """Fill `value`. Raises ValueError."""
+        decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_float=self._float, parse_constant=self._float)
+        self.value = decoder.decode(text)
+
+    def check(self) -> None:
+        """Refuse a key twice in one object, NaN, Infinity, what overflows to it, and lone surrogates."""
+        if self._repeated_key is not None:
+            key = self._repeated_key
+            raise _invalid(f"key {shorten(key)} stands twice in one object", key)
+        if self._suspicious:
+            _check_values(self.value)
+
+    def _object(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            keys = Counter(key for key, _ in pairs)
+            self._repeated_key = next(key for key, count in keys.items() if count > 1)
+        return found
+
+    def _float(self, text: str) -> float:
+        number = float(text)
+        self._suspicious = self._suspicious or not math.isfinite(number)
+        return number
+
+
+def _check_depth(raw: bytes, max_depth: int) -> None:
+    """Refuse deep nesting before json recurses into it. Linear in the line's length."""
+    if raw.count(b"[") + raw.count(b"{") <= max_depth:
+        return
+    depth = 0
+    for match in _STRING_OR_BRACKET.finditer(raw):
+        token = match.group()
+        if token in (b"[", b"{"):
+            depth += 1
+            if depth > max_depth:
+                raise _invalid(f"line nests arrays and objects deeper than {max_depth} levels")
+        elif token in (b"]", b"}"):
+            depth -= 1
+
+
+def _check_values(value: object) -> None:
+    for path, leaf in _leaves(value, ""):
+        param = path.removeprefix("body.")  # params are paths inside the body
+        if isinstance(leaf, str) and has_surrogate(leaf):
+            raise RefusalError(
+                f"{param or 'line'} holds a lone surrogate; accepted: valid Unicode text",
+                code="invalid_value",
+                param=param or None,
+            )
+        if isinstance(leaf, float) and not math.isfinite(leaf):
+            raise RefusalError(
+                f"{param or 'line'} is {leaf}; accepted: a finite number",
+                code="invalid_value",
+                param=param or None,
+            )
+
+
+def has_surrogate(text: str) -> bool:
+    """Whether `text` holds half of a surrogate pair, which no encoding can write."""
+    return _SURROGATE.search(text) is not None
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+    """Every key and every scalar with its path; the depth is already bounded."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            inner = f"{path}.{key}" if path else str(key)
+            yield inner, key
+            yield from _leaves(item, inner)
+    elif isinstance(value, list):
+        for position, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{position}]")
+    else:
+        yield path, value
+
+
+def _invalid(message: str, param: str | None = None) -> RefusalError:
+    return RefusalError(message, code="invalid_json_line", param=param)

@@ -1,0 +1,58 @@
+"""Parameters of OpenAI's and vLLM's that are known here and not carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from worker.lines.endpoint import Endpoint
+from worker.lines.refusal_error import RefusalError
+from worker.lines.shorten import shorten
+
+# Parameter -> the one value that asks for nothing. That value is accepted; any other is refused by name,
+# since a result that ignored it would not be what the line asked for.
+_NEUTRAL: Mapping[str, object] = {
+    "stream": False,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "parallel_tool_calls": True,
+    "best_of": 1,
+    "echo": False,
+    "suffix": "",
+    "functions": [],
+}
+_REFUSED = frozenset(
+    {
+        "tool_choice", "function_call", "stream_options", "reasoning_effort", "verbosity", "prediction",
+        "audio", "web_search_options", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+        "structured_outputs", "use_beam_search", "length_penalty", "early_stopping", "prompt_logprobs",
+        "truncate_prompt_tokens", "chat_template", "add_generation_prompt", "continue_final_message",
+        "add_special_tokens", "skip_special_tokens", "spaces_between_special_tokens",
+        "include_stop_str_in_output", "bad_words", "allowed_token_ids", "logits_processors",
+        "prompt_embeds", "documents",
+    }
+)  # fmt: skip
+_OF_COMPLETIONS = frozenset({"best_of", "echo", "suffix"})
+
+
+def without_neutral(body: Mapping[str, object], endpoint: Endpoint) -> dict[str, object]:
+    """`body` less the parameters that are present but ask for nothing. Raises RefusalError for others."""
+    kept: dict[str, object] = {}
+    for name, value in body.items():
+        known = name in _REFUSED or name in _NEUTRAL
+        if not known or (name in _OF_COMPLETIONS and endpoint is not Endpoint.COMPLETIONS):
+            kept[name] = value
+        elif value is not None and not _is_neutral(name, value):
+            accepted = f"accepted: {shorten(_NEUTRAL[name])}" if name in _NEUTRAL else "leave it out"
+            raise RefusalError(
+                f"{name} is {shorten(value)}, which is not supported; {accepted}",
+                code="unsupported_parameter",
+                param=name,
+            )
+    return kept
+
+
+def _is_neutral(name: str, value: object) -> bool:
+    if name not in _NEUTRAL:
+        return False
+    neutral = _NEUTRAL[name]
+    return type(value) is type(neutral) and value == neutral  # 0 is not false, 1 is not true

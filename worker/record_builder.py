@@ -1,0 +1,44 @@
+"""What the engine answered, as a result record."""
+
+from __future__ import annotations
+
+from engine.errors import EngineError, EngineUnavailable, InvalidRequest
+from engine.finish_reason import FinishReason
+from engine.request_output import RequestOutput
+from worker.lines.request_line import RequestLine
+from worker.records.error_record import error_record
+from worker.records.failure import Failure
+from worker.records.record_context import RecordContext
+from worker.records.success_record import success_record
+from worker.records.token_spelling import TokenSpelling
+from worker.records.unfinished import Unfinished
+from worker.records.unfinished_record import unfinished_record
+
+
+class RecordBuilder:
+    """Translates the engine's outputs and errors for one job."""
+
+    def __init__(self, spelling: TokenSpelling, context: RecordContext) -> None:
+        self._spelling = spelling
+        self._context = context
+
+    def of_output(self, line: RequestLine, output: RequestOutput) -> dict[str, object]:
+        """The record of `line`, whatever its request ended in."""
+        if output.error is not None:
+            return self.of_error(line, output.error)
+        reasons = {completion.finish_reason for completion in output.completions}
+        if FinishReason.CANCELLED in reasons:
+            return unfinished_record(Unfinished.CANCELLED, line.index, line.custom_id, self._context)
+        return success_record(line, output, self._spelling, self._context)
+
+    def of_error(self, line: RequestLine, error: EngineError) -> dict[str, object]:
+        """The record of `line` when the engine, or the request builder before it, raised `error`."""
+        return error_record(_failure(error), line.index, line.custom_id, self._context)
+
+
+def _failure(error: EngineError) -> Failure:
+    if isinstance(error, InvalidRequest):
+        return Failure.of_request(str(error), code=error.code, param=error.param)
+    if isinstance(error, EngineUnavailable):
+        return Failure.of_server(str(error), code="engine_unavailable", may_pass=True)
+    return Failure.of_server(str(error))

@@ -1,0 +1,33 @@
+"""The record of a request that failed: an OpenAI Batch result line with an `error` body."""
+
+from __future__ import annotations
+
+from worker.lines.line_error import LineError
+from worker.records.failure import Failure
+from worker.records.record_context import RecordContext
+
+
+def error_record(failure: Failure, index: int, custom_id: str | None, context: RecordContext) -> dict[str, object]:
+    """The result line of line `index` (0-based). `error.line` counts from 1, as editors do."""
+    error = {
+        "message": failure.message,
+        "type": failure.type,
+        "param": failure.param,
+        "code": failure.code,
+        "line": index + 1,
+    }
+    return {
+        "id": context.record_id(index),
+        "custom_id": custom_id,
+        "response": {
+            "status_code": failure.status_code,
+            "request_id": context.request_id(index),
+            "body": {"error": error},
+        },
+        "error": None,
+    }
+
+
+def line_error_record(error: LineError, context: RecordContext) -> dict[str, object]:
+    """The result line of a line that could not be read as a request."""
+    return error_record(Failure.of_line(error), error.index, error.custom_id, context)

@@ -1,0 +1,48 @@
+"""What the worker needs of an engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from engine.request import Request
+from engine.request_output import RequestOutput
+
+if TYPE_CHECKING:
+    from engine.text.tokenizer import Tokenizer
+
+
+class StepEngine(Protocol):
+    """The part of `engine.engine.Engine` that is used here; tests put a double in its place.
+
+    Single-threaded: one owner calls it. Every added request ends in exactly one RequestOutput, handed out by `step`.
+    """
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokeniser; may be used from other threads."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens one request may have, prompt and output together."""
+        ...
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequest for one that can never be served."""
+        ...
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now and free its KV; False if it is not unfinished."""
+        ...
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; the outputs of the requests that ended."""
+        ...
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has something to run or to hand out."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
