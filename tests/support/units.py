@@ -1,0 +1,96 @@
+"""A worker's inner parts over a test's Redis, without Celery."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from celery import Celery
+
+from settings import LimitSettings, WorkerSettings
+from tests.support.fake_engine import FakeEngine
+from tests.support.registry import TestRegistry, must_claim
+from worker.announcer import Announcer
+from worker.engine_thread import EngineThread
+from worker.held_unit import HeldUnit
+from worker.held_units import HeldUnits
+from worker.planner import Planner
+from worker.registry.unit_leases import UnitLeases
+from worker.registry.unit_ref import UnitRef
+from worker.request_builder import RequestBuilder
+from worker.result_writer import ResultWriter
+from worker.shard_prompts import ShardPrompts
+from worker.shard_run import ShardRun
+from worker.unit_closer import UnitCloser
+
+
+class RecordingAnnouncer(Announcer):
+    """Remembers what it would have published."""
+
+    def __init__(self) -> None:
+        super().__init__(Celery(set_as_current=False))
+        self.announced: list[tuple[UnitRef, int]] = []
+
+    def announce(self, ref: UnitRef, priority: int) -> None:
+        self.announced.append((ref, priority))
+
+
+@dataclass
+class Units:
+    """Runs units on the test's own thread."""
+
+    registry: TestRegistry
+    engine: FakeEngine
+    engine_thread: EngineThread
+    leases: UnitLeases
+    writer: ResultWriter
+    failures: list[BaseException]
+    announcer: RecordingAnnouncer = field(default_factory=RecordingAnnouncer)
+    held_units: HeldUnits = field(default_factory=HeldUnits)
+
+    @property
+    def closer(self) -> UnitCloser:
+        return UnitCloser(self.leases, LimitSettings())
+
+    def hold(self, ref: UnitRef) -> HeldUnit:
+        held = HeldUnit(must_claim(self.leases, ref), message_id="m")
+        self.held_units.add(held)
+        return held
+
+    def planner(self, *, shard_size: int = 2) -> Planner:
+        settings = WorkerSettings(shard_size=shard_size, result_batch_size=2)
+        return Planner(self.leases, self.announcer, self.closer, settings=settings, limits=LimitSettings())
+
+    def shard_run(self, held: HeldUnit) -> ShardRun:
+        requests = RequestBuilder(self.engine.tokenizer, max_model_len=self.engine.max_model_len, model_name="fake")
+        prompts = ShardPrompts(
+            held.claim, requests, self.engine.tokenizer, model_name="fake", limits=LimitSettings()
+        )
+        return ShardRun(
+            held,
+            prompts,
+            leases=self.leases,
+            engine=self.engine_thread,
+            writer=self.writer,
+            closer=self.closer,
+        )
+
+
+@contextmanager
+def running_units(
+    registry: TestRegistry, engine: FakeEngine | None = None, *, max_open: int = 1000, lease_s: float = 30.0
+) -> Iterator[Units]:
+    """Engine thread and writer, running."""
+    engine = engine or FakeEngine()
+    failures: list[BaseException] = []
+    engine_thread = EngineThread(lambda: engine, max_open_requests=max_open, on_failure=failures.append)
+    leases = registry.leases(lease_s=lease_s)
+    writer = ResultWriter(leases, batch_size=10)
+    engine_thread.start()
+    writer.start()
+    try:
+        yield Units(registry, engine, engine_thread, leases, writer, failures)
+    finally:
+        engine_thread.stop(5)
+        writer.stop(5)
