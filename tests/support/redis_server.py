@@ -22,8 +22,9 @@ def redis_executable() -> str:
 
 @contextmanager
 def private_redis(directory: Path, *, port: int) -> Iterator[str]:
-    """Run a server on `port`, which keeps nothing on disk; yields its URL."""
+    """Run a server on `port`, and `redis.sock` in `directory`; it keeps nothing on disk. Yields its URL."""
     options = {"port": port, "bind": "127.0.0.1", "dir": directory, "save": "", "appendonly": "no"}
+    options["unixsocket"] = directory / "redis.sock"
     arguments = [redis_executable()]
     for name, value in {**options, "maxmemory-policy": "noeviction"}.items():
         arguments += [f"--{name}", str(value)]

@@ -59,9 +59,7 @@ class TestRegistry:
         )
 
     def leases(self, *, lease_s: float = 30.0, max_attempts: int = 3, owner: str = "tester") -> UnitLeases:
-        return UnitLeases(
-            self.redis, self.keys, owner=owner, lease_s=lease_s, max_attempts=max_attempts, grace_s=30.0
-        )
+        return UnitLeases(self.redis, self.keys, owner=owner, lease_s=lease_s, max_attempts=max_attempts, grace_s=30.0)
 
     def reap_queue(self, *, grace_s: float = 30.0) -> ReapQueue:
         return ReapQueue(self.redis, self.keys, grace_s=grace_s)

@@ -52,6 +52,9 @@ def _worker(url: str, checkpoint: Path, log_path: Path) -> Iterator[subprocess.P
     """A worker process, asked to stop at the end; it must drain and exit 0."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
     environment["MILLRACE_REDIS__URL"] = url  # not on the command line, where `ps` would show the password
+    # A model this small gains nothing from a second thread, and threads that wait for each other lose it all (10x)
+    # wherever something else runs on the machine.
+    environment["MILLRACE_ENGINE__NUM_THREADS"] = "1"
     with log_path.open("wb") as log:
         worker = _start([str(MILLRACE), "worker", "--model", str(checkpoint)], environment, log)
     try:

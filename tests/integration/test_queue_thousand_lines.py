@@ -1,0 +1,85 @@
+"""The same file through Redis and Celery: one worker, two workers, a plain Celery producer."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+
+from tests.support.millrace import millrace
+from tests.support.records import check_thousand_records, essences, read_records
+from tests.support.thousand_lines import NUM_LINES, thousand_lines
+from tests.support.wait_until import wait_until
+from tests.support.workers import ONE_THREAD, running_workers
+from worker.client import BatchClient
+
+
+@pytest.fixture(scope="module")
+def requests_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("requests") / "requests.jsonl"
+    path.write_text("\n".join(thousand_lines()) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def offline(requests_file: Path, tiny_model: Path) -> list[tuple[Any, ...]]:
+    """What `millrace run` makes of the file."""
+    output = requests_file.with_name("offline.jsonl")
+    done = millrace("run", "-i", requests_file, "-o", output, "--model", tiny_model, *ONE_THREAD)
+    assert done.returncode == 0, done.stderr.decode()
+    return essences(read_records(output))
+
+
+def test_submit_and_wait_gives_the_records_of_an_offline_run(
+    redis_url: str, requests_file: Path, tiny_model: Path, tmp_path: Path, offline: list[tuple[Any, ...]]
+) -> None:
+    output = tmp_path / "results.jsonl"
+    with running_workers(redis_url, tiny_model, 1):
+        done = millrace("submit", requests_file, "--wait", "-o", output, "--redis-url", redis_url)
+    assert done.returncode == 0, done.stderr.decode()
+    records = read_records(output)
+    check_thousand_records(records)
+    assert essences(records) == offline
+
+
+def test_two_workers_share_one_job_and_give_the_same_records(
+    redis_url: str, requests_file: Path, tiny_model: Path, offline: list[tuple[Any, ...]]
+) -> None:
+    # Shards of 40, two at a time in each worker: neither can take the whole job before the other sees it.
+    options = ("--set", "worker.shard_size=40", "--concurrency", "2", "--set", "engine.max_num_seqs=4")
+    with running_workers(redis_url, tiny_model, 2, *options), BatchClient(redis_url) as client:
+        before = {worker.id: worker.steps for worker in client.workers()}
+        job_id = client.submit(requests_file.read_bytes().splitlines())
+        status = client.wait(job_id, timeout_s=60.0)
+        records = list(client.results(job_id))
+        # Heartbeats come every few seconds: both workers must have run steps for this job.
+        wait_until(lambda: all(worker.steps > before[worker.id] for worker in client.workers()), timeout_s=30.0)
+    check_thousand_records(records)
+    assert essences(records) == offline
+    assert (status.request_counts.completed, status.request_counts.failed) == (980, 20)
+    assert status.shards_total == status.shards_done == 25
+
+
+def test_a_plain_celery_producer_gets_them_too(
+    redis_url: str, requests_file: Path, tiny_model: Path, offline: list[tuple[Any, ...]]
+) -> None:
+    """As the README has it: nothing of ours is imported to produce or to poll."""
+    job_id = f"s0-{uuid.uuid4()}"
+    key = f"millrace:{{s0}}:j:{job_id}"
+    lines = requests_file.read_bytes().splitlines()
+    with running_workers(redis_url, tiny_model, 1), redis.Redis.from_url(redis_url) as client:
+        client.hset(f"{key}:in", mapping={str(index): line for index, line in enumerate(lines)})
+        with Celery(broker=redis_url) as app:
+            app.send_task("millrace.submit", args=[job_id], kwargs={"n": len(lines)}, queue="millrace")
+        wait_until(lambda: client.llen(f"{key}:ord") == NUM_LINES, timeout_s=60.0)
+        order = client.lrange(f"{key}:ord", 0, -1)
+        records = [json.loads(record) for record in client.hmget(f"{key}:res", order)]
+        state = client.hget(f"{key}:job", "st")
+    check_thousand_records(records)
+    assert essences(records) == offline
+    assert state == b"done"

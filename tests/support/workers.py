@@ -1,0 +1,33 @@
+"""Real workers: `millrace worker` processes."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests.support.millrace import COMMAND
+from tests.support.wait_until import wait_until
+from worker.client import BatchClient
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+ONE_THREAD = ("--set", "engine.num_threads=1")
+
+
+@contextmanager
+def running_workers(redis_url: str, model: Path, count: int, *options: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start workers, wait until Redis knows them all, and at the end tell them to stop: each must exit 0."""
+    with ExitStack() as stack, BatchClient(redis_url) as client:
+        logs = [stack.enter_context((model.parent / f"worker-{i}.log").open("wb")) for i in range(count)]
+        command = [*COMMAND, "worker", "--model", str(model), "--redis-url", redis_url, *ONE_THREAD, *options]
+        workers = [subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) for log in logs]
+        try:
+            wait_until(lambda: len(client.workers()) == count, timeout_s=START_TIMEOUT_S)
+            yield workers
+        finally:
+            for worker in workers:
+                worker.terminate()
+            codes = [worker.wait(timeout=STOP_TIMEOUT_S) for worker in workers]
+    assert codes == [0] * count

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import pytest
+
+from settings import LimitSettings
+from tests.support.registry import TestRegistry, must_claim, ok
+from worker.registry.admission_limits import AdmissionLimits
+from worker.registry.errors import EmptyJob, JobIncomplete, JobTooLarge, QueueFull
+from worker.registry.job_intake import JobIntake
+from worker.registry.unit_ref import UnitRef
+from worker.schemas import JobState, SubmitOptions
+
+
+def _submit(intake: JobIntake, registry: TestRegistry, num_lines: int, options: SubmitOptions | None = None) -> str:
+    job_id = registry.keys.new_job_id()
+    intake.stage(job_id, 0, [b"line"] * num_lines)
+    intake.submit(job_id, num_lines, options or SubmitOptions())
+    return job_id
+
+
+def test_a_submitted_job_is_validating_and_keeps_its_lines(registry: TestRegistry) -> None:
+    options = SubmitOptions(priority=2, deadline_s=60, tenant="acme", metadata={"run": "7"})
+    job_id = registry.submit([b"one", b"\xfftwo"], options)
+    job = registry.reader.status(job_id)
+    assert (job.status, job.request_counts.total, job.shards_total) == (JobState.VALIDATING, 2, 0)
+    assert (job.priority, job.tenant, job.metadata) == (2, "acme", {"run": "7"})
+    assert job.expires_at == pytest.approx(job.created_at + 60)
+    assert registry.leases().lines(job_id, [1, 0]) == [b"\xfftwo", b"one"]
+    assert registry.redis.ttl(registry.keys.lines(job_id)) == -1
+    assert [listed.id for listed in registry.reader.jobs(10)] == [job_id]
+
+
+def test_staged_lines_expire_until_they_are_submitted(registry: TestRegistry) -> None:
+    job_id = registry.keys.new_job_id()
+    registry.intake().stage(job_id, 0, [b"line"])
+    assert 3500 < registry.redis.ttl(registry.keys.lines(job_id)) <= 3600
+    registry.intake().discard(job_id)
+    assert not registry.redis.exists(registry.keys.lines(job_id))
+
+
+def test_an_accepted_job_cannot_be_staged_discarded_or_submitted_again(registry: TestRegistry) -> None:
+    intake = registry.intake()
+    job_id = registry.submit([b"first"])
+    assert not intake.stage(job_id, 0, [b"second"])
+    intake.discard(job_id)
+    assert intake.submit(job_id, 1, SubmitOptions()) == (job_id, False)
+    assert registry.leases().lines(job_id, [0]) == [b"first"]
+    assert registry.redis.hget(registry.keys.admission, "jobs") == b"1"
+
+
+def test_a_second_submit_with_the_same_key_is_the_first_job(registry: TestRegistry) -> None:
+    options = SubmitOptions(idempotency_key="nightly")
+    first = registry.submit([b"line"], options)
+    second = registry.keys.new_job_id()
+    registry.intake().stage(second, 0, [b"line"])
+    assert registry.intake().submit(second, 1, options) == (first, False)
+    assert registry.intake().find("default", "nightly") == first
+    assert registry.intake().find("other tenant", "nightly") is None
+
+
+def test_a_job_without_lines_is_refused(registry: TestRegistry) -> None:
+    with pytest.raises(EmptyJob):
+        registry.intake().submit(registry.keys.new_job_id(), 0, SubmitOptions())
+
+
+def test_a_missing_line_is_found_and_named(registry: TestRegistry) -> None:
+    job_id = registry.keys.new_job_id()
+    intake = registry.intake()
+    intake.stage(job_id, 0, [b"a", b"b"])
+    intake.stage(job_id, 3, [b"d", b"e"])
+    with pytest.raises(JobIncomplete) as caught:
+        intake.submit(job_id, 4, SubmitOptions())
+    assert (caught.value.expected, caught.value.staged, caught.value.first_missing) == (4, 3, 2)
+
+
+def test_a_job_that_is_too_large_is_refused_with_the_setting_to_raise(registry: TestRegistry) -> None:
+    with pytest.raises(JobTooLarge, match=r"limits\.max_prompts_per_job"):
+        _submit(registry.intake(limits=LimitSettings(max_prompts_per_job=2)), registry, 3)
+    with pytest.raises(JobTooLarge, match=r"12 bytes.*limits\.max_job_bytes"):
+        _submit(registry.intake(limits=LimitSettings(max_job_bytes=11, max_prompt_bytes=5)), registry, 3)
+
+
+@pytest.mark.parametrize(
+    ("admission", "scope", "resource"),
+    [
+        (AdmissionLimits(max_prompts=5), "all", "prompts"),
+        (AdmissionLimits(max_bytes=20), "all", "bytes"),
+        (AdmissionLimits(max_jobs=1), "all", "jobs"),
+        (AdmissionLimits(max_tenant_prompts=5), "tenant", "prompts"),
+        (AdmissionLimits(max_tenant_bytes=20), "tenant", "bytes"),
+        (AdmissionLimits(max_tenant_jobs=1), "tenant", "jobs"),
+    ],
+)
+def test_a_full_queue_says_what_is_full_and_when_to_come_back(
+    registry: TestRegistry, admission: AdmissionLimits, scope: str, resource: str
+) -> None:
+    intake = registry.intake(admission=admission)
+    _submit(intake, registry, 3)
+    with pytest.raises(QueueFull) as caught:
+        _submit(intake, registry, 3)
+    assert (caught.value.scope, caught.value.resource) == (scope, resource)
+    assert caught.value.retry_after_s > 0
+    if scope == "tenant":
+        _submit(intake, registry, 3, SubmitOptions(tenant="another"))
+
+
+def test_finished_prompts_make_room(registry: TestRegistry) -> None:
+    intake = registry.intake(admission=AdmissionLimits(max_prompts=3, max_jobs=1))
+    job_id = _submit(intake, registry, 3)
+    leases = registry.leases()
+    plan = must_claim(leases, UnitRef.plan(job_id))
+    leases.put(plan, [ok(0), ok(1), ok(2)])
+    _submit(intake, registry, 3)
+
+
+def test_the_waiting_time_follows_the_rate_of_work(registry: TestRegistry) -> None:
+    intake = registry.intake(admission=AdmissionLimits(max_prompts=100))
+    _submit(intake, registry, 100)
+    registry.redis.hset(registry.keys.admission, "rate", "5.0")
+    with pytest.raises(QueueFull) as caught:
+        _submit(intake, registry, 50)
+    assert caught.value.retry_after_s == pytest.approx(10.0)  # 50 of 100 prompts at 5 a second
+
+
+def test_a_refused_job_is_failed_with_its_reason_and_may_be_submitted_again(registry: TestRegistry) -> None:
+    job_id = registry.keys.new_job_id()
+    registry.intake().refuse(job_id, 2, "no room", "default")
+    job = registry.reader.status(job_id)
+    assert (job.status, job.error) == (JobState.FAILED, "no room")
+    assert registry.redis.ttl(registry.keys.job(job_id)) > 0
+    registry.intake().stage(job_id, 0, [b"a", b"b"])
+    assert registry.intake().submit(job_id, 2, SubmitOptions()) == (job_id, True)
+    assert registry.reader.status(job_id).status is JobState.VALIDATING
+    assert registry.redis.ttl(registry.keys.job(job_id)) == -1

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.support.registry import TestRegistry, must_claim, ok
+from worker.registry.claim_refusal import ClaimRefusal
+from worker.registry.errors import JobNotFound
+from worker.registry.finished_prompt import FinishedPrompt
+from worker.registry.outcome import Outcome
+from worker.registry.put_status import PutStatus
+from worker.registry.run_mode import RunMode
+from worker.registry.unit_ref import UnitRef
+from worker.schemas import JobState, SubmitOptions
+
+LAPSED_S = 0.06  # longer than the short leases below
+SHORT_S = 0.05
+
+
+def test_a_second_claim_of_a_live_lease_is_busy(registry: TestRegistry) -> None:
+    shard = UnitRef.shard(registry.running_job([0, 1]), 0)
+    claim = must_claim(registry.leases(), shard)
+    assert (claim.mode, claim.attempts, claim.missing) == (RunMode.RUN, 0, (0, 1))
+    assert registry.leases(owner="other").claim(shard) is ClaimRefusal.BUSY
+
+
+def test_an_unknown_job_is_gone_and_a_planned_plan_is_finished(registry: TestRegistry) -> None:
+    leases = registry.leases()
+    assert leases.claim(UnitRef.plan(registry.keys.new_job_id())) is ClaimRefusal.GONE
+    assert leases.claim(UnitRef.plan(registry.running_job([0]))) is ClaimRefusal.TERMINAL
+
+
+def test_a_shard_keeps_its_order_and_gives_only_what_is_missing(registry: TestRegistry) -> None:
+    leases = registry.leases(lease_s=SHORT_S)
+    shard = UnitRef.shard(registry.running_job([2, 0, 1], [3]), 0)
+    leases.put(must_claim(leases, shard), [ok(0)])
+    time.sleep(LAPSED_S)
+    second = must_claim(leases, shard)
+    assert second.missing == (2, 1)
+    assert second.attempts == 1
+
+
+def test_a_fenced_owner_writes_nothing(registry: TestRegistry) -> None:
+    leases = registry.leases(lease_s=SHORT_S)
+    job_id = registry.running_job([0, 1])
+    first = must_claim(leases, UnitRef.shard(job_id, 0))
+    time.sleep(LAPSED_S)
+    second = must_claim(leases, first.ref)
+    assert int(second.token.split(":")[0]) == int(first.token.split(":")[0]) + 1
+    assert leases.put(first, [ok(0)])[0] is PutStatus.FENCED
+    assert not leases.renew([first])[0][0]
+    assert not leases.release(first, count_attempt=False)
+    assert registry.reader.status(job_id).request_counts.finished == 0
+    assert leases.put(second, [ok(0)])[0] is PutStatus.OPEN
+
+
+def test_a_lapsed_lease_that_nobody_took_may_still_write(registry: TestRegistry) -> None:
+    leases = registry.leases(lease_s=SHORT_S)
+    claim = must_claim(leases, UnitRef.shard(registry.running_job([0, 1]), 0))
+    time.sleep(LAPSED_S)
+    assert leases.put(claim, [ok(0)])[0] is PutStatus.OPEN
+
+
+def test_renewal_keeps_a_lease(registry: TestRegistry) -> None:
+    leases = registry.leases(lease_s=0.2)
+    claim = must_claim(leases, UnitRef.shard(registry.running_job([0]), 0))
+    for _ in range(3):
+        time.sleep(0.1)
+        assert leases.renew([claim]) == [(True, RunMode.RUN, None)]
+    assert leases.claim(claim.ref) is ClaimRefusal.BUSY
+
+
+def test_a_record_is_written_once_and_counted_once(registry: TestRegistry) -> None:
+    leases = registry.leases()
+    job_id = registry.running_job([0, 1])
+    claim = must_claim(leases, UnitRef.shard(job_id, 0))
+    leases.put(claim, [ok(1, '"first"')])
+    leases.put(claim, [ok(1, '"second"'), FinishedPrompt(1, Outcome.ERROR, '"third"')])
+    assert registry.reader.records(job_id, 0, 10) == [b'"first"']
+    job = registry.reader.status(job_id)
+    assert (job.request_counts.completed, job.request_counts.failed) == (1, 0)
+    assert (job.usage.input_tokens, job.usage.cached_tokens, job.usage.output_tokens) == (5, 2, 3)
+
+
+def test_a_job_finishes_with_its_last_record_and_then_everything_expires(registry: TestRegistry) -> None:
+    leases = registry.leases()
+    job_id = registry.running_job([0, 1], [2], options=SubmitOptions(tenant="acme", idempotency_key="k"))
+    first, second = (must_claim(leases, UnitRef.shard(job_id, number)) for number in (0, 1))
+    assert leases.put(second, [ok(2)])[0] is PutStatus.UNIT_DONE
+    assert leases.put(first, [ok(1)])[0] is PutStatus.OPEN
+    assert registry.reader.status(job_id).status is JobState.IN_PROGRESS
+    assert leases.put(first, [ok(0)])[0] is PutStatus.JOB_DONE
+    job = registry.reader.status(job_id)
+    assert (job.status, job.shards_done, job.request_counts.completed) == (JobState.COMPLETED, 2, 3)
+    assert job.results_expire_at == pytest.approx((job.finished_at or 0) + 86_400)
+    keys = registry.keys
+    for key in (keys.job(job_id), keys.records(job_id), keys.order(job_id), keys.idempotency("acme", "k")):
+        assert 0 < registry.redis.ttl(key) <= 86_400
+    assert not registry.redis.exists(keys.lines(job_id), keys.unit(first.ref), keys.tenant_admission("acme"))
+    assert registry.redis.zcard(keys.open) == 0
+    counters = registry.redis.hgetall(keys.admission)
+    assert [counters[name] for name in (b"prompts", b"bytes", b"jobs", b"total")] == [b"0", b"0", b"0", b"3"]
+
+
+def test_a_release_costs_no_attempt_unless_it_says_so(registry: TestRegistry) -> None:
+    leases = registry.leases()
+    shard = UnitRef.shard(registry.running_job([0]), 0)
+    assert leases.release(must_claim(leases, shard), count_attempt=False)
+    assert leases.release(must_claim(leases, shard), count_attempt=True)
+    assert must_claim(leases, shard).attempts == 1
+
+
+def test_a_unit_that_crashed_too_many_workers_is_lost(registry: TestRegistry) -> None:
+    leases = registry.leases(lease_s=SHORT_S, max_attempts=2)
+    shard = UnitRef.shard(registry.running_job([0]), 0)
+    for mode in (RunMode.RUN, RunMode.RUN, RunMode.LOST):
+        assert must_claim(leases, shard).mode is mode
+        time.sleep(LAPSED_S)
+    assert registry.redis.zscore(registry.keys.dead, str(shard)) is not None
+
+
+def test_a_plan_that_crashed_too_many_workers_fails_its_job(registry: TestRegistry) -> None:
+    leases = registry.leases(lease_s=SHORT_S, max_attempts=1)
+    job_id = registry.submit([b"x"])
+    must_claim(leases, UnitRef.plan(job_id))
+    time.sleep(LAPSED_S)
+    lost = must_claim(leases, UnitRef.plan(job_id))
+    assert lost.mode is RunMode.LOST
+    leases.put(lost, [FinishedPrompt(0, Outcome.LOST, "{}")])
+    job = registry.reader.status(job_id)
+    assert job.status is JobState.FAILED
+    assert job.error is not None
+
+
+def test_a_cancelled_job_tells_its_owner_and_ends_cancelled(registry: TestRegistry) -> None:
+    leases = registry.leases()
+    job_id = registry.running_job([0, 1], [2])
+    running = must_claim(leases, UnitRef.shard(job_id, 0))
+    leases.put(running, [ok(0)])
+    units = registry.control.cancel(job_id)
+    assert [unit.unit for unit in units] == ["plan", "0", "1"]
+    assert registry.reader.status(job_id).status is JobState.CANCELLING
+    assert leases.cancelled([job_id, registry.keys.new_job_id()]) == {job_id}
+    assert leases.renew([running])[0][1] is RunMode.CANCELLED
+    queued = must_claim(leases, units[2])
+    assert queued.mode is RunMode.CANCELLED
+    leases.put(queued, [FinishedPrompt(2, Outcome.CANCELLED, "{}")])
+    assert leases.put(running, [FinishedPrompt(1, Outcome.CANCELLED, "{}")])[0] is PutStatus.JOB_DONE
+    job = registry.reader.status(job_id)
+    assert (job.status, job.request_counts.completed, job.request_counts.failed) == (JobState.CANCELLED, 1, 2)
+
+
+def test_cancelling_is_idempotent_and_leaves_finished_jobs_alone(registry: TestRegistry) -> None:
+    leases = registry.leases()
+    job_id = registry.running_job([0])
+    leases.put(must_claim(leases, UnitRef.shard(job_id, 0)), [ok(0)])
+    assert registry.control.cancel(job_id) == []
+    assert registry.reader.status(job_id).status is JobState.COMPLETED
+    with pytest.raises(JobNotFound):
+        registry.control.cancel(registry.keys.new_job_id())
+
+
+def test_a_job_past_its_deadline_expires(registry: TestRegistry) -> None:
+    leases = registry.leases()
+    job_id = registry.running_job([0, 1], [2], options=SubmitOptions(deadline_s=0.1))
+    running = must_claim(leases, UnitRef.shard(job_id, 0))
+    assert running.time_left_s is not None
+    assert running.time_left_s <= 0.1
+    time.sleep(0.11)
+    assert leases.put(running, [ok(0)]) == (PutStatus.OPEN, RunMode.EXPIRED)
+    late = must_claim(leases, UnitRef.shard(job_id, 1))
+    assert late.mode is RunMode.EXPIRED
+    leases.put(late, [FinishedPrompt(2, Outcome.EXPIRED, "{}")])
+    leases.put(running, [FinishedPrompt(1, Outcome.EXPIRED, "{}")])
+    assert registry.reader.status(job_id).status is JobState.EXPIRED
+
+
+def test_a_job_that_finishes_after_its_deadline_with_every_answer_is_completed(registry: TestRegistry) -> None:
+    leases = registry.leases()
+    job_id = registry.running_job([0], options=SubmitOptions(deadline_s=0.05))
+    running = must_claim(leases, UnitRef.shard(job_id, 0))
+    time.sleep(0.06)
+    leases.put(running, [ok(0)])
+    assert registry.reader.status(job_id).status is JobState.COMPLETED
+
+
+def test_scripts_survive_a_script_flush(registry: TestRegistry) -> None:
+    leases = registry.leases()
+    claim = must_claim(leases, UnitRef.shard(registry.running_job([0, 1]), 0))
+    registry.redis.script_flush()
+    assert leases.renew([claim])[0][0]
+    registry.redis.script_flush()
+    assert leases.put(claim, [ok(0)])[0] is PutStatus.OPEN

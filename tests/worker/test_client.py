@@ -1,0 +1,162 @@
+"""The producer's client where no worker runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from pydantic import ValidationError
+
+from settings import LimitSettings
+from tests.support.registry import TestRegistry, must_claim, ok
+from worker.client import BatchClient
+from worker.registry.errors import EmptyJob, InvalidJobId, JobNotFound, JobTooLarge, QueueFull
+from worker.registry.unit_ref import UnitRef
+from worker.schemas import JobState
+
+
+@pytest.fixture
+def client(redis_url: str) -> Iterator[BatchClient]:
+    with BatchClient(redis_url) as client:
+        yield client
+
+
+def test_importing_the_client_brings_no_torch() -> None:
+    code = "import worker.client, sys; assert not {'torch', 'triton', 'engine'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_lines_of_every_kind_are_staged_as_they_are(client: BatchClient, registry: TestRegistry) -> None:
+    lines = [b'{"prompt": "a"}\r\n', '{"prompt": "\ud800"}', {"prompt": "\ud800"}, b"  \n", "", b"\xff{"]
+    job_id = client.submit(lines)
+    assert client.status(job_id).request_counts.total == 4
+    staged = registry.leases().lines(job_id, range(4))
+    assert staged == [b'{"prompt": "a"}', b'{"prompt": "\xed\xa0\x80"}', b'{"prompt": "\\ud800"}', b"\xff{"]
+
+
+def test_a_submitted_job_is_announced_in_its_priority_lane(client: BatchClient, registry: TestRegistry) -> None:
+    job_id = client.submit([b"{}"], priority=9)
+    frames = registry.redis.lrange("millrace\x06\x169", 0, -1)
+    assert len(frames) == 1
+    assert b"millrace.plan" in frames[0]
+    assert client.status(job_id).priority == 9
+
+
+def test_many_lines_are_sent_in_chunks_in_order(client: BatchClient, registry: TestRegistry) -> None:
+    job_id = client.submit(b"%d" % number for number in range(1201))
+    assert registry.leases().lines(job_id, [0, 499, 500, 1200]) == [b"0", b"499", b"500", b"1200"]
+
+
+def test_an_overlong_line_is_cut_one_byte_above_the_limit(redis_url: str, registry: TestRegistry) -> None:
+    with BatchClient(redis_url, limits=LimitSettings(max_prompt_bytes=10)) as client:
+        job_id = client.submit([b"x" * 1000])
+    assert registry.leases().lines(job_id, [0]) == [b"x" * 11]
+
+
+def test_refused_jobs_leave_nothing_behind(redis_url: str, registry: TestRegistry) -> None:
+    limits = LimitSettings(max_prompts_per_job=2, max_open_prompts=3, max_job_bytes=100, max_prompt_bytes=90)
+    with BatchClient(redis_url, limits=limits) as client:
+        with pytest.raises(EmptyJob):
+            client.submit([b"", "\n"])
+        with pytest.raises(JobTooLarge, match="max_prompts_per_job"):
+            client.submit([b"x"] * 3)
+        with pytest.raises(JobTooLarge, match="max_job_bytes"):
+            client.submit([b"x" * 60, b"x" * 60])
+        with pytest.raises(ZeroDivisionError):
+            client.submit(b"%d" % (1 // number) for number in (1, 0))
+        client.submit([b"x"] * 2)
+        with pytest.raises(QueueFull):
+            client.submit([b"x"] * 2)
+        with pytest.raises(ValidationError):
+            client.submit([b"x"], priority=10)
+    assert len(registry.redis.keys("*:in")) == 1
+
+
+def test_submitting_again_returns_the_first_job(client: BatchClient, registry: TestRegistry) -> None:
+    first = client.submit([b"a"], idempotency_key="nightly")
+    assert client.submit([b"b"], idempotency_key="nightly") == first
+    mine = registry.keys.new_job_id()
+    assert client.submit([b"a"], job_id=mine) == mine
+    assert client.submit([b"b"], job_id=mine) == mine
+    assert registry.leases().lines(mine, [0]) == [b"a"]
+    assert len(client.jobs()) == 2
+    assert len(registry.redis.keys("*:in")) == 2
+
+
+def test_cancelling_a_job_nobody_runs_ends_it_with_a_record_for_every_prompt(client: BatchClient) -> None:
+    job_id = client.submit([{"custom_id": "mine", "prompt": "a"}, b"{bad", {"prompt": "b"}])
+    job = client.cancel(job_id)
+    assert job.status is JobState.CANCELLED
+    records = list(client.results(job_id))
+    assert [record["custom_id"] for record in records] == ["mine", None, "3"]
+    assert records[0]["error"]["code"] == "batch_cancelled"
+    assert records[0]["response"] is None
+    assert records[1]["response"]["body"]["error"]["code"] == "invalid_json_line"
+    assert list(client.errors(job_id)) == records
+    assert client.cancel(job_id) == job
+
+
+def test_cancelling_leaves_the_units_of_others_to_them(client: BatchClient, registry: TestRegistry) -> None:
+    job_id = registry.running_job([0, 1], [2])
+    held = must_claim(registry.leases(), UnitRef.shard(job_id, 0))
+    job = client.cancel(job_id)
+    assert (job.status, job.request_counts.failed) == (JobState.CANCELLING, 1)
+    assert registry.leases().renew([held])[0][0]
+
+
+def test_results_can_be_read_on_from_a_cursor(client: BatchClient, registry: TestRegistry) -> None:
+    job_id = registry.running_job([0, 1, 2])
+    leases = registry.leases()
+    shard = must_claim(leases, UnitRef.shard(job_id, 0))
+    leases.put(shard, [ok(2, '{"i": 2}'), ok(0, '{"i": 0}')])
+    assert [record["i"] for record in client.results(job_id)] == [2, 0]
+    following = client.results(job_id, cursor=1, follow=True)
+    assert next(following)["i"] == 0
+    leases.put(shard, [ok(1, '{"i": 1}')])
+    assert [record["i"] for record in following] == [1]
+
+
+def test_waiting_ends_with_the_job_or_the_time(client: BatchClient, registry: TestRegistry) -> None:
+    job_id = registry.running_job([0])
+    with pytest.raises(TimeoutError, match="0 of 1 prompts"):
+        client.wait(job_id, timeout_s=0.05)
+    leases = registry.leases()
+    leases.put(must_claim(leases, UnitRef.shard(job_id, 0)), [ok(0)])
+    assert client.wait(job_id).status is JobState.COMPLETED
+
+
+def test_jobs_are_listed_newest_first_without_the_forgotten(client: BatchClient, registry: TestRegistry) -> None:
+    ids = [client.submit([b"x"]) for _ in range(3)]
+    registry.redis.delete(registry.keys.job(ids[1]))
+    assert sorted(job.id for job in client.jobs()) == sorted([ids[0], ids[2]])
+    assert len(client.jobs(limit=1)) == 1
+
+
+def test_unknown_jobs_are_not_found_and_bad_ids_are_named(client: BatchClient, registry: TestRegistry) -> None:
+    unknown = registry.keys.new_job_id()
+    for call in (client.status, client.cancel, client.wait, lambda job_id: next(client.results(job_id))):
+        with pytest.raises(JobNotFound, match=unknown):
+            call(unknown)
+        with pytest.raises(InvalidJobId):
+            call("nonsense")
+
+
+def test_a_job_is_accepted_although_its_message_cannot_be_sent(
+    client: BatchClient, registry: TestRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry.redis.set("millrace\x06\x163", "not a list: publishing fails")
+    job_id = client.submit([b"x"])
+    assert client.status(job_id).status is JobState.VALIDATING
+    assert "a reaper will" in caplog.text
+
+
+def test_a_unix_socket_serves_registry_and_queue(redis_url: str, redis_directory: Path) -> None:
+    with BatchClient(f"unix://{redis_directory}/redis.sock?db=2") as client:
+        job_id = client.submit([b"x"])
+        assert client.status(job_id).status is JobState.VALIDATING
+    with redis.Redis.from_url(redis_url.removesuffix("/0") + "/2") as database:
+        assert database.llen("millrace\x06\x163") == 1

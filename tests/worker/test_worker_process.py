@@ -1,0 +1,245 @@
+"""Real worker processes: Celery, Redis and all, but the engine."""
+
+from __future__ import annotations
+
+import signal
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+
+from tests.support.fake_engine import BREAK, FAIL, HANG, KILL, answer
+from tests.support.registry import TestRegistry
+from tests.support.wait_until import wait_until
+from tests.support.worker_processes import STOP_TIMEOUT_S, WorkerProcesses, worker_processes
+from worker.client import BatchClient
+from worker.registry.unit_ref import UnitRef
+from worker.schemas import JobState
+
+WAIT_S = 30
+SLOW = {"steps_per_request": 20, "step_s": 0.01, "slots": 4}
+ENDLESS = {"steps_per_request": 1_000_000, "step_s": 0.01}
+
+
+@pytest.fixture
+def client(redis_url: str) -> Iterator[BatchClient]:
+    with BatchClient(redis_url) as client:
+        yield client
+
+
+@pytest.fixture
+def workers(redis_url: str, tmp_path: Path) -> Iterator[WorkerProcesses]:
+    with worker_processes(redis_url, tmp_path) as workers:
+        yield workers
+
+
+def _prompts(count: int) -> list[dict[str, str]]:
+    return [{"prompt": f"prompt {number}"} for number in range(count)]
+
+
+def _texts(records: list[dict[str, Any]]) -> dict[str, str]:
+    return {record["custom_id"]: record["response"]["body"]["choices"][0]["text"] for record in records}
+
+
+def _answers(count: int) -> dict[str, str]:
+    return {str(number + 1): answer(f"prompt {number}") for number in range(count)}
+
+
+def _check_nothing_is_left(registry: TestRegistry) -> None:
+    wait_until(lambda: not registry.redis.exists("unacked", "unacked_index"))
+    assert not registry.redis.keys("millrace*\x06\x16*")
+    assert registry.redis.zcard(registry.keys.open) == 0
+    counters = registry.redis.hgetall(registry.keys.admission)
+    assert [counters[name] for name in (b"prompts", b"bytes", b"jobs")] == [b"0", b"0", b"0"]
+    for key in registry.redis.scan_iter("millrace:{s0}:j:*"):
+        assert registry.redis.ttl(key) > 0, key
+
+
+def test_two_workers_share_a_job_and_sigterm_ends_them_cleanly(
+    client: BatchClient, workers: WorkerProcesses, registry: TestRegistry
+) -> None:
+    processes = [workers.start(engine={"step_s": 0.02, "slots": 5}) for _ in range(2)]
+    workers.wait_up(client)
+    bad = [b"{", b'{"custom_id": "7", "prompt": "twice"}', {"prompt": FAIL}]
+    job_id = client.submit([*_prompts(300), *bad])
+    records = list(client.results(job_id, follow=True))
+    job = client.status(job_id)
+    assert (job.status, job.request_counts.completed, job.request_counts.failed) == (JobState.COMPLETED, 300, 3)
+    assert len({record["id"] for record in records}) == 303
+    answered = [record for record in records if record["response"]["status_code"] == 200]
+    assert _texts(answered) == _answers(300)
+    assert len(list(client.errors(job_id))) == 3
+    assert all(worker.steps > 0 for worker in client.workers())  # both of them worked
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    assert [process.wait(STOP_TIMEOUT_S) for process in processes] == [0, 0]
+    assert client.workers() == []
+    _check_nothing_is_left(registry)
+
+
+def test_a_killed_workers_job_is_finished_by_another(
+    client: BatchClient, workers: WorkerProcesses, registry: TestRegistry
+) -> None:
+    first = workers.start(engine=SLOW)
+    workers.wait_up(client)
+    job_id = client.submit(_prompts(60))
+    wait_until(lambda: client.status(job_id).request_counts.completed >= 8)
+    first.kill()
+    first.wait()
+    before = list(client.results(job_id))
+    assert 8 <= len(before) < 60
+    workers.start()
+    assert client.wait(job_id, WAIT_S).status is JobState.COMPLETED
+    records = list(client.results(job_id))
+    assert records[: len(before)] == before
+    assert _texts(records) == _answers(60)
+    assert len(records) == 60
+    assert registry.redis.zcard(registry.keys.open) == 0
+
+
+def test_cancel_keeps_finished_results_and_stops_the_rest_within_a_second(
+    client: BatchClient, workers: WorkerProcesses, registry: TestRegistry
+) -> None:
+    workers.start(engine=SLOW)
+    job_id = client.submit(_prompts(300))
+    wait_until(lambda: client.status(job_id).request_counts.completed >= 4)
+    client.cancel(job_id)
+    job = client.wait(job_id, timeout_s=1.5)
+    assert job.status is JobState.CANCELLED
+    records = list(client.results(job_id))
+    answered = [record for record in records if record["error"] is None]
+    assert len(records) == 300
+    assert 4 <= len(answered) == job.request_counts.completed < 300
+    assert {record["error"]["code"] for record in records if record["error"]} == {"batch_cancelled"}
+    wait_until(lambda: client.workers()[0].open_requests == 0)
+    _check_nothing_is_left(registry)
+
+
+def test_a_deadline_ends_a_job_that_runs(client: BatchClient, workers: WorkerProcesses) -> None:
+    workers.start(engine=ENDLESS)
+    workers.wait_up(client)
+    job_id = client.submit(_prompts(30), deadline_s=1.0)
+    job = client.wait(job_id, timeout_s=5)
+    assert (job.status, job.request_counts.failed) == (JobState.EXPIRED, 30)
+    assert {record["error"]["code"] for record in client.results(job_id)} == {"batch_expired"}
+
+
+def test_a_plain_celery_producer_gets_its_results(
+    client: BatchClient, workers: WorkerProcesses, redis_url: str, registry: TestRegistry
+) -> None:
+    job_id, refused_id = f"s0-{uuid.uuid4()}", f"s0-{uuid.uuid4()}"
+    producer = Celery(broker=redis_url, set_as_current=False)
+    with redis.Redis.from_url(redis_url) as plain:
+        lines = {str(index): f'{{"prompt": "prompt {index}"}}' for index in range(25)}
+        plain.hset(f"millrace:{{s0}}:j:{job_id}:in", mapping=lines)
+    options = {"n": 25, "metadata": {"from": "celery"}, "tenant": "plain"}
+    producer.send_task("millrace.submit", args=[job_id], kwargs=options, queue="millrace")
+    producer.send_task("millrace.submit", args=[refused_id], kwargs={"n": 1, "priority": 99}, queue="millrace")
+    producer.send_task("millrace.submit", args=["nonsense"], kwargs={"n": 1}, queue="millrace")
+    producer.close()
+    workers.start()
+    wait_until(lambda: registry.redis.exists(registry.keys.job(job_id), registry.keys.job(refused_id)) == 2, timeout_s=20)
+    job = client.wait(job_id, WAIT_S)
+    assert (job.status, job.tenant, job.metadata) == (JobState.COMPLETED, "plain", {"from": "celery"})
+    assert _texts(list(client.results(job_id))) == _answers(25)
+    refused = client.status(refused_id)
+    assert refused.status is JobState.FAILED
+    assert "priority" in (refused.error or "")
+
+
+def test_copies_of_a_live_shards_message_are_acknowledged_without_a_second_run(
+    client: BatchClient, workers: WorkerProcesses, registry: TestRegistry
+) -> None:
+    workers.start(engine=SLOW, worker__concurrency="8")
+    workers.start(engine=SLOW, worker__concurrency="8")
+    workers.wait_up(client)
+    job_id = client.submit(_prompts(20))
+    wait_until(lambda: client.status(job_id).shards_total == 2)
+    shard = registry.keys.unit(UnitRef.shard(job_id, 0))
+    wait_until(lambda: registry.redis.hget(shard, "st") == b"running")
+    for _ in range(6):
+        client._announcer.announce(UnitRef.shard(job_id, 0), 5)
+    wait_until(lambda: registry.redis.llen("millrace\x06\x163") == 0)
+    assert registry.redis.hget(shard, "fence") == b"1"
+    assert client.wait(job_id, WAIT_S).request_counts.completed == 20
+    _check_nothing_is_left(registry)
+
+
+def test_sigterm_gives_back_what_the_drain_does_not_finish(
+    client: BatchClient, workers: WorkerProcesses, registry: TestRegistry
+) -> None:
+    worker = workers.start(engine=ENDLESS, worker__drain_timeout_s="0.3")
+    workers.wait_up(client)
+    job_id = client.submit(_prompts(10))
+    shard = registry.keys.unit(UnitRef.shard(job_id, 0))
+    wait_until(lambda: registry.redis.hget(shard, "st") == b"running")
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(STOP_TIMEOUT_S) == 0
+    assert registry.redis.hmget(shard, "st", "att") == [b"queued", b"0"]
+    assert not registry.redis.exists("unacked")
+    assert registry.redis.llen("millrace\x06\x163") == 1  # the message is back
+    workers.start()
+    assert client.wait(job_id, WAIT_S).request_counts.completed == 10
+
+
+def test_sigquit_gives_everything_back_at_once(
+    client: BatchClient, workers: WorkerProcesses, registry: TestRegistry
+) -> None:
+    worker = workers.start(engine=ENDLESS, worker__drain_timeout_s="60")
+    workers.wait_up(client)
+    job_id = client.submit(_prompts(30))
+    shards = [registry.keys.unit(UnitRef.shard(job_id, number)) for number in range(3)]
+    wait_until(lambda: all(registry.redis.hget(shard, "st") == b"running" for shard in shards))
+    worker.send_signal(signal.SIGQUIT)
+    assert worker.wait(2) == 0
+    for shard in shards:
+        assert registry.redis.hmget(shard, "st", "att") == [b"queued", b"0"]
+    assert not registry.redis.exists("unacked")
+    assert registry.redis.llen("millrace\x06\x163") == 3
+
+
+def test_a_broken_engine_costs_an_attempt_and_ends_the_worker_with_70(
+    client: BatchClient, workers: WorkerProcesses, registry: TestRegistry
+) -> None:
+    job_id = client.submit([{"prompt": BREAK}, {"prompt": "innocent"}])
+    codes = [workers.start(worker__max_attempts="2").wait(STOP_TIMEOUT_S) for _ in range(2)]
+    assert codes == [70, 70]
+    workers.start(worker__max_attempts="2")
+    job = client.wait(job_id, WAIT_S)
+    assert job.status is JobState.COMPLETED
+    codes_of_records = {r["response"]["body"]["error"]["code"] for r in client.errors(job_id)}
+    assert codes_of_records == {"worker_lost"}
+    assert job.request_counts.finished == 2
+
+
+def test_a_prompt_that_kills_its_worker_is_lost_after_max_attempts(
+    client: BatchClient, workers: WorkerProcesses
+) -> None:
+    job_id = client.submit([{"prompt": KILL}])
+    for _ in range(2):
+        assert workers.start(worker__max_attempts="2", worker__lease_s="0.5").wait(STOP_TIMEOUT_S) == 9
+    workers.start(worker__max_attempts="2")
+    assert client.wait(job_id, WAIT_S).request_counts.failed == 1
+
+
+def test_a_worker_that_hangs_loses_its_lease_to_another(
+    client: BatchClient, workers: WorkerProcesses, registry: TestRegistry
+) -> None:
+    workers.start(worker__max_attempts="1", worker__drain_timeout_s="0")
+    workers.wait_up(client)
+    job_id = client.submit([{"prompt": HANG}])
+    shard = registry.keys.unit(UnitRef.shard(job_id, 0))
+    wait_until(lambda: registry.redis.hget(shard, "st") == b"running")
+    workers.start(worker__max_attempts="1")
+    job = client.wait(job_id, WAIT_S)  # by the second worker, whose claim finds no attempt left
+    assert (job.status, job.request_counts.failed) == (JobState.COMPLETED, 1)
+
+
+def test_without_redis_a_worker_does_not_start(workers: WorkerProcesses) -> None:
+    worker = workers.start(redis__url="redis://127.0.0.1:1/0")
+    assert worker.wait(STOP_TIMEOUT_S) == 1
+    assert "ConnectionError" in workers.log()
