@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from kernels.dispatch import operations
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.generation_config import read_generation_config
@@ -19,6 +18,7 @@ from engine.models.load_decoder import load_decoder
 from engine.models.model_placement import ModelPlacement
 from engine.step_executor import StepExecutor
 from engine.text.tokenizer import Tokenizer
+from kernels.dispatch import operations
 from settings import EffectiveSettings
 
 

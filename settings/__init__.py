@@ -37,7 +37,7 @@ numbers silently replaced by the default), and their names here:
     QWEN_UNIFIED_TRACE                   engine.trace_steps
     LOG_TOKENS                           engine.trace_tokens
     UNIFIED_LAYER_PROF, DECODE_OP_PROFILE, MOE_PROFILE, RBD_PROF
-                                         engine.profile.layers (one profile, every layer and operation in it)
+                                         engine.profile.layers (one profile: every layer)
     UNIFIED_LAYER_PROF_EVERY             engine.profile.every_steps
     UNIFIED_LAYER_PROF_MAX_M             engine.profile.max_tokens
     UNIFIED_LAYER_PROF_MIN_SEQS          engine.profile.min_seqs

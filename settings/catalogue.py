@@ -12,11 +12,12 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
+from settings.accepted import Accepted
 from settings.grammar import BOOLEAN_FORMS, NONE_WORD, write
 from settings.group_config import VALUE_CONFIG
 from settings.root import Settings
 from settings.setting_spec import SettingSpec
-from settings.units import Accepted, Unit
+from settings.units import Unit
 
 
 @dataclass(frozen=True, slots=True)

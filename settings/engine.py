@@ -39,7 +39,7 @@ class EngineSettings(BaseModel):
         default=2048, ge=1, le=1_048_576, description="Most tokens in one step; longer prompts are prefilled in chunks."
     )
     num_threads: Annotated[int, Unit("threads")] | None = Field(
-        default=None, ge=1, le=1024, description="CPU threads for tensor operations; none: one per physical core."
+        default=None, ge=1, le=1024, description="CPU threads for tensor operations; none: one per usable core."
     )
     seed: int | None = Field(
         default=None,
@@ -48,13 +48,13 @@ class EngineSettings(BaseModel):
         description="Seed for requests that bring none; none: drawn from the system's entropy.",
     )
     greedy_argmax: bool = Field(
-        default=True, description="A step with only greedy requests returns token ids from the device, not logits."
+        default=True, description="decode_batch and unified_forward answer greedy tokens; off: logits."
     )
     unified_prefill: bool = Field(
         default=True, description="Prefill and decode share a step; off: each step is only one of the two."
     )
     trace_steps: bool = Field(default=False, description="Log each step's requests, lengths and positions.")
-    trace_tokens: bool = Field(default=False, description="Log each step's chosen tokens and their best rivals.")
+    trace_tokens: bool = Field(default=False, description="Log the best candidates of each row of logits.")
     kv_cache: KVCacheSettings = Field(default_factory=KVCacheSettings)
     prefix_cache: PrefixCacheSettings = Field(default_factory=PrefixCacheSettings)
     decode: DecodeSettings = Field(default_factory=DecodeSettings)

@@ -6,8 +6,9 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, Field
 
+from settings.accepted import Accepted
 from settings.group_config import GROUP_CONFIG
-from settings.units import Accepted, Blocks, Tokens
+from settings.units import Blocks, Tokens
 
 
 def _check_power_of_two(value: int) -> int:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
+from settings.accepted import Accepted
 from settings.group_config import GROUP_CONFIG
-from settings.units import Accepted
 
 
 class ModelSettings(BaseModel):

@@ -13,7 +13,7 @@ class ProfileSettings(BaseModel):
 
     model_config = GROUP_CONFIG
 
-    layers: bool = Field(default=False, description="Log the time of each layer and operation of selected steps.")
+    layers: bool = Field(default=False, description="Log the time of each layer of selected steps.")
     every_steps: Steps = Field(
         default=16, ge=1, le=1_000_000_000, description="Select one step in so many, beginning with step 0."
     )

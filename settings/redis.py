@@ -8,8 +8,9 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, Field, SecretStr
 
+from settings.accepted import Accepted
 from settings.group_config import GROUP_CONFIG
-from settings.units import Accepted, Seconds, WholeSeconds
+from settings.units import Seconds, WholeSeconds
 
 _URL_FORMS = "redis://[user:password@]host[:port][/db], rediss:// likewise, or unix:///path"
 # No `$`, `{` or space: a host that was meant to be replaced by a shell is a mistake, not a host.

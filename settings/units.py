@@ -1,4 +1,4 @@
-"""Numbers with their unit, and the marks a setting's declaration carries for people."""
+"""Numbers with their unit."""
 
 from __future__ import annotations
 
@@ -11,13 +11,6 @@ class Unit:
     """What a number counts, in the plural where it has one: `s`, `bytes`, `tokens`, `requests`."""
 
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The accepted forms in words, where type and bounds do not say them."""
-
-    text: str
 
 
 Seconds = Annotated[float, Unit("s")]

@@ -23,17 +23,17 @@ def template_environment() -> ImmutableSandboxedEnvironment:
     A template comes with the model, never with a job, and can reach neither Python's internals nor the caller's data.
     """
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    environment.globals["dict"] = PlainDict()
-    environment.globals["namespace"] = PlainNamespace
+    environment.globals["dict"] = _PlainDict()
+    environment.globals["namespace"] = _PlainNamespace
     return environment
 
 
-class GenerationBlock(Extension):
+class _GenerationBlock(Extension):
     """`{% generation %}...{% endgeneration %}`: marks assistant text for training; here it is only its content."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as an instance variable)
@@ -48,7 +48,7 @@ class GenerationBlock(Extension):
         return caller()
 
 
-class PlainNamespace(Namespace):
+class _PlainNamespace(Namespace):
     """jinja2's `namespace` without names that begin with an underscore."""
 
     def __init__(self, initial: Pairs = (), /, **names: object) -> None:
@@ -62,7 +62,7 @@ class PlainNamespace(Namespace):
         super().__setitem__(name, value)
 
 
-class PlainDict:
+class _PlainDict:
     """`dict(...)` and `dict.fromkeys(...)` without the type itself."""
 
     def __call__(self, initial: Pairs = (), /, **names: object) -> dict[str, object]:

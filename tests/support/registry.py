@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import redis
 from pydantic import SecretStr
@@ -20,6 +21,7 @@ from worker.registry.job_reader import JobReader
 from worker.registry.keys import Keys
 from worker.registry.outcome import Outcome
 from worker.registry.reap_queue import ReapQueue
+from worker.registry.redis_reply import text
 from worker.registry.unit_leases import UnitLeases
 from worker.registry.unit_ref import UnitRef
 from worker.schemas import SubmitOptions
@@ -82,7 +84,7 @@ class TestRegistry:
     def make_due(self) -> None:
         """Let every open unit be due for a look."""
         for member in self.redis.zrange(self.keys.open, 0, -1):
-            self.redis.zadd(self.keys.open, {member: 1})
+            self.redis.zadd(self.keys.open, {str(text(cast(bytes, member))): 1})
 
 
 def must_claim(leases: UnitLeases, ref: UnitRef) -> Claim:

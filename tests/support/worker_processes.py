@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,7 +35,7 @@ class WorkerProcesses:
         self._directory = directory
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, *, engine: dict[str, object] | None = None, **settings: str) -> subprocess.Popen[bytes]:
+    def start(self, *, engine: Mapping[str, object] | None = None, **settings: str) -> subprocess.Popen[bytes]:
         """Start a worker; settings as `worker__lease_s="2"`, over QUICK."""
         values = {**QUICK, **{name.replace("__", "."): value for name, value in settings.items()}}
         arguments = [f"{key}={value}" for key, value in {"redis.url": self._redis_url, **values}.items()]

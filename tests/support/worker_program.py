@@ -1,4 +1,4 @@
-"""A worker process with a fake engine: `python -m tests.support.worker_program '{"steps_per_request": 3}' KEY=VALUE ...`"""
+"""A worker process with a fake engine: `python -m tests.support.worker_program '{"slots": 3}' KEY=VALUE ...`"""
 
 from __future__ import annotations
 

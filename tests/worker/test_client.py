@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -31,7 +32,7 @@ def test_importing_the_client_brings_no_torch() -> None:
 
 
 def test_lines_of_every_kind_are_staged_as_they_are(client: BatchClient, registry: TestRegistry) -> None:
-    lines = [b'{"prompt": "a"}\r\n', '{"prompt": "\ud800"}', {"prompt": "\ud800"}, b"  \n", "", b"\xff{"]
+    lines: list[Any] = [b'{"prompt": "a"}\r\n', '{"prompt": "\ud800"}', {"prompt": "\ud800"}, b"  \n", "", b"\xff{"]
     job_id = client.submit(lines)
     assert client.status(job_id).request_counts.total == 4
     staged = registry.leases().lines(job_id, range(4))

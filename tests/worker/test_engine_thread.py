@@ -47,7 +47,9 @@ def test_every_request_gets_its_own_output() -> None:
         outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
         for number in range(20):
             assert thread.try_submit(_request(str(number), f"prompt {number}"), outputs.put)
-        texts = {output.request_id: output.completions[0].text for output in (outputs.get(timeout=5) for _ in range(20))}
+        texts = {
+            output.request_id: output.completions[0].text for output in (outputs.get(timeout=5) for _ in range(20))
+        }
     assert texts == {str(number): answer(f"prompt {number}") for number in range(20)}
 
 
@@ -125,3 +127,10 @@ def test_it_is_idle_until_there_is_a_request_and_counts_its_steps() -> None:
         assert _run(thread, _request("a")).completions[0].finish_reason is FinishReason.STOP
         assert thread.num_steps == 4
         wait_until(lambda: thread.is_idle)
+        assert thread.stalled_for_s == 0.0
+
+
+def test_a_step_that_does_not_end_is_seen_from_outside() -> None:
+    with _running(FakeEngine(step_s=0.5)) as (thread, _):
+        thread.try_submit(_request("a"), lambda _: None)
+        wait_until(lambda: thread.stalled_for_s > 0.2, timeout_s=1)

@@ -64,7 +64,7 @@ def test_two_workers_share_a_job_and_sigterm_ends_them_cleanly(
 ) -> None:
     processes = [workers.start(engine={"step_s": 0.02, "slots": 5}) for _ in range(2)]
     workers.wait_up(client)
-    bad = [b"{", b'{"custom_id": "7", "prompt": "twice"}', {"prompt": FAIL}]
+    bad: list[Any] = [b"{", b'{"custom_id": "7", "prompt": "twice"}', {"prompt": FAIL}]
     job_id = client.submit([*_prompts(300), *bad])
     records = list(client.results(job_id, follow=True))
     job = client.status(job_id)
@@ -142,7 +142,9 @@ def test_a_plain_celery_producer_gets_its_results(
     producer.send_task("millrace.submit", args=["nonsense"], kwargs={"n": 1}, queue="millrace")
     producer.close()
     workers.start()
-    wait_until(lambda: registry.redis.exists(registry.keys.job(job_id), registry.keys.job(refused_id)) == 2, timeout_s=20)
+    wait_until(
+        lambda: registry.redis.exists(registry.keys.job(job_id), registry.keys.job(refused_id)) == 2, timeout_s=20
+    )
     job = client.wait(job_id, WAIT_S)
     assert (job.status, job.tenant, job.metadata) == (JobState.COMPLETED, "plain", {"from": "celery"})
     assert _texts(list(client.results(job_id))) == _answers(25)

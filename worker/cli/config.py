@@ -37,14 +37,14 @@ def _derive(effective: EffectiveSettings) -> EffectiveSettings:
     # Imported here: deriving asks torch for the device, and a producer has no torch.
     try:
         from engine.derived_settings import derive_settings  # noqa: PLC0415
-        from engine.errors import EngineError  # noqa: PLC0415
+        from engine.errors import CapabilityError, EngineError  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise CommandError(
             f"what follows from model.path needs {error.name}: pip install 'millrace[engine]'"
         ) from error
     try:
         return derive_settings(effective)
-    except SettingsError as error:
+    except (SettingsError, CapabilityError) as error:
         raise BadUsage(str(error)) from error
     except EngineError as error:
         raise CommandError(str(error)) from error

@@ -9,7 +9,7 @@ import redis
 
 # This module is imported for `millrace worker` alone, so it may import the engine, and torch with it.
 from engine.engine import Engine
-from engine.errors import EngineError
+from engine.errors import CapabilityError, EngineError
 from settings import SettingsError
 from worker.cli.bad_usage import BadUsage
 from worker.cli.command_error import CommandError
@@ -25,14 +25,14 @@ from worker.worker_process import run_worker
 def command(model: str | None, concurrency: str | None, redis_url: str | None, assignments: tuple[str, ...]) -> None:
     """Take jobs from Redis, run them on the model, write each result the moment it exists.
 
-    SIGTERM finishes what it can within worker.drain_timeout_s and gives the rest back; SIGINT gives everything back
-    at once. Exit code 70 if the engine broke: start another worker, its prompts are run again.
+    SIGTERM finishes what it can within worker.drain_timeout_s and gives the rest back; SIGQUIT, or a second SIGINT,
+    gives everything back at once. Exit code 70 if the engine broke: start another worker, its prompts are run again.
     """
     named = {"model.path": model, "worker.concurrency": concurrency, "redis.url": redis_url}
     effective = load_command_settings(assignments, named)
     try:
         code = run_worker(effective, Engine.load)
-    except SettingsError as error:
+    except (SettingsError, CapabilityError) as error:
         raise BadUsage(str(error)) from error
     except EngineError as error:
         raise CommandError(str(error)) from error

@@ -19,11 +19,28 @@ def test_new_ids_are_valid_distinct_and_sort_by_time() -> None:
 
 @pytest.mark.parametrize(
     "job_id",
-    ["", "s0", "s1-" + "0" * 36, "s0-" + "0" * 35, "s0-" + "0" * 36 + "\n", "s0-" + "g" * 36, "s0-*" + "0" * 35, None, 7],
+    [
+        "",
+        "s0",
+        "s1-" + "0" * 36,
+        "s0-" + "0" * 35,
+        "s0-" + "0" * 36 + "\n",
+        "s0-" + "g" * 36,
+        "s0-*" + "0" * 35,
+        None,
+        7,
+    ],
 )
 def test_what_is_no_job_id_names_no_key(job_id: object) -> None:
     with pytest.raises(InvalidJobId, match="accepted"):
         Keys().check_job_id(job_id)
+
+
+@pytest.mark.parametrize("unit", ["", "-1", "1:x", "plans", "*", "1" * 10])
+def test_what_is_no_unit_names_no_key(unit: str) -> None:
+    keys = Keys()
+    with pytest.raises(InvalidJobId, match="accepted: plan or a number"):
+        keys.unit(UnitRef(keys.new_job_id(), unit))
 
 
 def test_every_key_of_a_job_lies_in_one_hash_slot() -> None:

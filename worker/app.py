@@ -1,0 +1,100 @@
+"""The Celery app, as producers and workers share it."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from celery import Celery
+from kombu import Exchange, Queue
+
+from settings import RedisSettings, Settings
+from worker.queue_lanes import PRIORITY_STEPS, QUEUE
+from worker.schemas.submit_options import DEFAULT_PRIORITY
+
+_TRANSPORT = "worker.guarded_transport:GuardedTransport"
+_SOCKET_TRANSPORT = "worker.guarded_socket_transport:GuardedSocketTransport"
+VISIBILITY_TIMEOUT_S = 3600  # the same for every client of one Redis: the shortest one wins
+
+
+def create_app(settings: Settings) -> Celery:
+    """A Celery app for this Redis. No task is registered and nothing connects yet.
+
+    A message only says "look at this job": the registry is the truth, so there is no result backend, no retry, no
+    countdown, and a lost or doubled message does no harm.
+    """
+    app = Celery("millrace", set_as_current=False)
+    app.conf.update(
+        **_broker(settings.redis),
+        # JSON only: nothing in a message is ever run.
+        task_serializer="json",
+        accept_content=["json"],
+        result_backend=None,
+        task_ignore_result=True,
+        task_store_errors_even_if_ignored=False,
+        task_track_started=False,
+        # One queue, in lanes by priority; a queue mistyped by a producer is an error there.
+        task_queues=[Queue(QUEUE, Exchange(QUEUE, type="direct"), routing_key=QUEUE)],
+        task_default_queue=QUEUE,
+        task_create_missing_queues=False,
+        task_default_priority=DEFAULT_PRIORITY,
+        # A message is acknowledged when its unit is finished, released or somebody else's.
+        task_acks_late=True,
+        task_acks_on_failure_or_timeout=True,  # a failure is in the registry: the message has done its work
+        task_reject_on_worker_lost=True,
+        # Shards in flight share one engine in this process; nothing is taken that cannot start.
+        worker_pool="threads",
+        worker_concurrency=settings.worker.concurrency,
+        worker_prefetch_multiplier=1,
+        worker_consumer="worker.guarded_consumer:GuardedConsumer",
+        # Threads cannot be cancelled, and a unit's lease outlives a lost connection.
+        worker_cancel_long_running_tasks_on_connection_loss=False,
+        worker_enable_remote_control=False,  # anyone who reaches the broker could stop workers
+        worker_send_task_events=False,
+        task_send_sent_event=False,
+        worker_hijack_root_logger=False,
+        worker_redirect_stdouts=False,
+        task_publish_retry=True,
+        task_publish_retry_policy={"max_retries": 3, "interval_start": 0.1, "interval_step": 0.3, "interval_max": 1},
+    )
+    return app
+
+
+def _broker(redis: RedisSettings) -> dict[str, Any]:
+    url = redis.url.get_secret_value()
+    is_socket = url.startswith("unix:")
+    return {
+        "broker_url": _socket_url(url) if is_socket else url,
+        # A frame that is no message must not stop a worker: see GuardedChannel.
+        "broker_transport": _SOCKET_TRANSPORT if is_socket else _TRANSPORT,
+        # Certificates are checked; the URL may say otherwise (ssl_cert_reqs, ssl_ca_certs).
+        "broker_use_ssl": {"ssl_cert_reqs": ssl.CERT_REQUIRED} if url.startswith("rediss:") else None,
+        "broker_connection_retry": True,
+        "broker_connection_retry_on_startup": True,
+        "broker_connection_max_retries": None,  # for ever: the default gives up after 100
+        "broker_channel_error_retry": True,  # out of memory, read-only, disk full: they pass
+        "broker_connection_timeout": redis.connect_timeout_s,
+        "broker_pool_limit": 10,
+        "broker_transport_options": {
+            "visibility_timeout": VISIBILITY_TIMEOUT_S,
+            "unacked_restore_interval": 10,
+            "unacked_restore_throttle": 1,
+            # Without these a half-open connection is never noticed.
+            "socket_timeout": redis.socket_timeout_s,
+            "socket_connect_timeout": redis.connect_timeout_s,
+            "socket_keepalive": True,
+            "health_check_interval": redis.health_check_interval_s,
+            "priority_steps": list(PRIORITY_STEPS),
+            "queue_order_strategy": "priority",
+            "client_name": "millrace",
+            "global_keyprefix": "",
+        },
+    }
+
+
+def _socket_url(url: str) -> str:
+    """`unix://[user:password@]/path?db=2` as kombu spells it: the database is its "virtual host"."""
+    parts = urlsplit(url)
+    query = urlencode([("virtual_host" if name == "db" else name, value) for name, value in parse_qsl(parts.query)])
+    return f"socket://{parts.netloc}{parts.path}" + (f"?{query}" if query else "")

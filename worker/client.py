@@ -1,0 +1,201 @@
+"""The producer's side: submit jobs, watch them, read their results."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self, TypedDict, Unpack
+
+from pydantic import SecretStr
+from redis import Redis
+
+from settings import LimitSettings, RedisSettings, Settings, WorkerSettings
+from worker.announcer import Announcer
+from worker.app import create_app
+from worker.line_staging import LineStaging
+from worker.records.encode_record import has_failed
+from worker.registry.admission_limits import AdmissionLimits
+from worker.registry.connect import connect
+from worker.registry.job_control import JobControl
+from worker.registry.job_intake import JobIntake
+from worker.registry.job_reader import JobReader
+from worker.registry.keys import Keys
+from worker.registry.unit_leases import UnitLeases
+from worker.registry.unit_ref import UnitRef
+from worker.schemas.job_status import JobStatus
+from worker.schemas.submit_options import SubmitOptions
+from worker.schemas.worker_info import WorkerInfo
+from worker.unit_closer import UnitCloser
+
+PAGE = 500  # records of one read
+FIRST_POLL_S = 0.02
+LONGEST_POLL_S = 0.5
+
+
+class _Options(TypedDict, total=False):
+    """The fields of SubmitOptions."""
+
+    priority: int
+    deadline_s: float | None
+    tenant: str
+    metadata: Mapping[str, str]
+    idempotency_key: str | None
+
+
+class BatchClient:
+    """A producer's connection to the queue; usable from several threads, and as a context manager.
+
+    Needs neither torch nor a model. Every method raises redis.RedisError when Redis cannot be had, InvalidJobId for
+    what is no job id, and JobNotFound for a job that was never submitted or is forgotten.
+    """
+
+    def __init__(self, redis: str | RedisSettings, *, limits: LimitSettings | None = None) -> None:
+        redis_settings = RedisSettings(url=SecretStr(redis)) if isinstance(redis, str) else redis
+        limits = LimitSettings() if limits is None else limits
+        settings = Settings(redis=redis_settings, limits=limits)
+        self._keys = keys = Keys()
+        self._client = connect(redis_settings)
+        self._intake = JobIntake(
+            self._client,
+            keys,
+            redis_settings=redis_settings,
+            limits=limits,
+            admission=AdmissionLimits.from_settings(limits),
+            grace_s=settings.worker.reap_grace_s,
+        )
+        self._limits = limits
+        self._reader = JobReader(self._client, keys)
+        self._control = JobControl(self._client, keys)
+        self._closer = UnitCloser(_closing_leases(self._client, keys, settings.worker), limits)
+        self._app = create_app(settings)
+        self._announcer = Announcer(self._app)
+
+    def submit(
+        self,
+        lines: Iterable[bytes | str | Mapping[str, Any]],
+        *,
+        job_id: str | None = None,
+        **options: Unpack[_Options],
+    ) -> str:
+        """Submit request lines as one job and return its id.
+
+        Each line is raw JSONL, or an object to be written as JSON; blank ones are skipped. They are sent while they
+        are read, so a job larger than memory is fine. Options are the fields of SubmitOptions. A second submit with
+        the same `job_id` or `idempotency_key` returns the first job and leaves it as it is.
+
+        Raises EmptyJob, JobTooLarge, QueueFull (with retry_after_s), and pydantic.ValidationError
+        for options out of range. A bad line is no error here: its record says what is wrong with it.
+        """
+        checked = SubmitOptions.model_validate(options)
+        job_id = self._keys.new_job_id() if job_id is None else self._keys.check_job_id(job_id)
+        if checked.idempotency_key is not None:
+            known = self._intake.find(checked.tenant, checked.idempotency_key)
+            if known is not None:
+                return known
+        num_lines = LineStaging(self._intake, self._limits).stage(job_id, lines)
+        if num_lines is None:
+            return job_id
+        accepted_id, is_new = self._submit_staged(job_id, num_lines, checked)
+        if is_new:
+            self._announcer.announce(UnitRef.plan(job_id), checked.priority)
+        return accepted_id
+
+    def status(self, job_id: str) -> JobStatus:
+        """The job as it stands."""
+        return self._reader.status(job_id)
+
+    def jobs(self, limit: int = 1000) -> list[JobStatus]:
+        """The newest jobs, newest first."""
+        return self._reader.jobs(limit)
+
+    def workers(self) -> list[WorkerInfo]:
+        """The workers that are there."""
+        return self._reader.workers()
+
+    def results(self, job_id: str, cursor: int = 0, follow: bool = False) -> Iterator[dict[str, Any]]:
+        """Records in the order they were written, errors among them; `cursor` skips that many.
+
+        With `follow`, waits for more until the job has ended. The number of records seen so far is the cursor with
+        which another reader goes on.
+        """
+        poll_s = FIRST_POLL_S
+        while True:
+            # Asked first: a record written before the end is then not missed.
+            has_ended = self.status(job_id).status.is_terminal
+            page = self._reader.records(job_id, cursor, PAGE)
+            cursor += len(page)
+            for record in page:
+                yield json.loads(record)
+            if page:
+                poll_s = FIRST_POLL_S
+            elif has_ended or not follow:
+                return
+            else:
+                time.sleep(poll_s)
+                poll_s = min(poll_s * 2, LONGEST_POLL_S)
+
+    def errors(self, job_id: str) -> Iterator[dict[str, Any]]:
+        """The records, so far, of requests without an answer."""
+        return (record for record in self.results(job_id) if has_failed(record))
+
+    def cancel(self, job_id: str) -> JobStatus:
+        """Cancel a job; one that has ended is left as it is. Finished records stay.
+
+        Prompts nobody runs get their batch_cancelled records before this returns, the others within about a second.
+        """
+        for ref in self._control.cancel(job_id):
+            self._closer.close_unclaimed(ref)
+        return self.status(job_id)
+
+    def wait(self, job_id: str, timeout_s: float | None = None) -> JobStatus:
+        """Wait until the job has ended. Raises TimeoutError after `timeout_s` seconds."""
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        poll_s = FIRST_POLL_S
+        while True:
+            job = self.status(job_id)
+            if job.status.is_terminal:
+                return job
+            if until_s is not None and time.monotonic() >= until_s:
+                raise TimeoutError(
+                    f"job {job_id} is {job.status} after {timeout_s} s: "
+                    f"{job.request_counts.finished} of {job.request_counts.total} prompts are done"
+                )
+            time.sleep(poll_s)
+            poll_s = min(poll_s * 2, LONGEST_POLL_S)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._app.close()
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _submit_staged(self, job_id: str, num_lines: int, options: SubmitOptions) -> tuple[str, bool]:
+        accepted_id = None
+        try:
+            accepted_id, is_new = self._intake.submit(job_id, num_lines, options)
+        finally:
+            # Refused, or known under another id by its idempotency key: these lines are nobody's.
+            if accepted_id != job_id:
+                self._intake.discard(job_id)
+        return accepted_id, is_new
+
+
+def _closing_leases(client: Redis, keys: Keys, worker: WorkerSettings) -> UnitLeases:
+    return UnitLeases(
+        client,
+        keys,
+        owner=f"producer-{uuid.uuid4().hex[:12]}",
+        lease_s=worker.lease_s,
+        max_attempts=worker.max_attempts,
+        grace_s=worker.reap_grace_s,
+    )

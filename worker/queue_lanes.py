@@ -1,0 +1,18 @@
+"""The queue, and the lists it is made of."""
+
+from __future__ import annotations
+
+QUEUE = "millrace"
+
+# A message of priority p waits in the lane of the greatest step that is not above p; 0 is taken first.
+PRIORITY_STEPS = (0, 3, 6, 9)
+_SEPARATOR = "\x06\x16"  # kombu's, between the queue's name and the step
+
+
+def lanes_by_priority() -> list[str]:
+    """For priorities 0 .. 9, the Redis list in which their messages wait."""
+    lanes = []
+    for priority in range(10):
+        step = max(step for step in PRIORITY_STEPS if step <= priority)
+        lanes.append(f"{QUEUE}{_SEPARATOR}{step}" if step else QUEUE)
+    return lanes

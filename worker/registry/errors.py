@@ -1,0 +1,82 @@
+"""What the registry refuses, by type.
+
+RegistryError
+|-- InvalidJobId       not a job id of this registry
+|-- JobNotFound        never submitted, or forgotten after its time
+|-- InvalidSubmission  the options or lines of a job that can never be accepted
+|   |-- EmptyJob       no lines
+|   |-- JobTooLarge    more prompts or bytes than one job may have
+|   `-- JobIncomplete  lines are missing from the staged input
+`-- QueueFull          there is no room now: try again after retry_after_s
+"""
+
+from __future__ import annotations
+
+
+class RegistryError(Exception):
+    """Base of all refusals of the registry. An unreachable Redis raises redis.RedisError instead."""
+
+
+class InvalidJobId(RegistryError):
+    """Not a job id of this registry."""
+
+
+class JobNotFound(RegistryError):
+    """There is no such job."""
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"no job {job_id}: it was never submitted, or its results have expired (redis.result_ttl_s)")
+        self.job_id = job_id
+
+
+class InvalidSubmission(RegistryError):
+    """A job that can never be accepted as it stands."""
+
+
+class EmptyJob(InvalidSubmission):
+    """A job without lines."""
+
+    def __init__(self) -> None:
+        super().__init__("the job has no lines; accepted: at least 1")
+
+
+class JobTooLarge(InvalidSubmission):
+    """One job may not have that many prompts or bytes."""
+
+    def __init__(self, resource: str, value: int, limit: int) -> None:
+        super().__init__(f"the job has {value} {_NOUN[resource]}; accepted: at most {limit} ({_SETTING[resource]})")
+        self.resource = resource  # prompts or job_bytes
+        self.value = value
+        self.limit = limit
+
+
+class JobIncomplete(InvalidSubmission):
+    """Lines are missing from the staged input."""
+
+    def __init__(self, expected: int, staged: int, first_missing: int) -> None:
+        super().__init__(
+            f"the job should have {expected} lines, {staged} are staged; line with index {first_missing} is missing"
+        )
+        self.expected = expected
+        self.staged = staged
+        self.first_missing = first_missing
+
+
+class QueueFull(RegistryError):
+    """There is no room for the job now."""
+
+    def __init__(self, *, scope: str, resource: str, used: int, asked: int, limit: int, retry_after_s: float) -> None:
+        super().__init__(
+            f"no room for {asked} more {resource} ({scope}): {used} of {limit} are open; "
+            f"try again in {retry_after_s:.0f} s"
+        )
+        self.scope = scope  # "all" or "tenant"
+        self.resource = resource  # prompts, bytes or jobs
+        self.used = used
+        self.asked = asked
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+
+
+_NOUN = {"prompts": "prompts", "job_bytes": "bytes"}
+_SETTING = {"prompts": "limits.max_prompts_per_job", "job_bytes": "limits.max_job_bytes"}

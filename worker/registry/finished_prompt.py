@@ -1,0 +1,19 @@
+"""A record on its way to Redis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from worker.registry.outcome import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedPrompt:
+    """A prompt's record with what the job's counters need of it."""
+
+    index: int
+    outcome: Outcome
+    record: str  # JSON, ASCII
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0

@@ -1,0 +1,1 @@
+"""The registry's Lua scripts, one file each, and what loads them."""

@@ -1,0 +1,43 @@
+-- Take a unit for a lease. ARGV job id, unit, worker, nonce, lease ms, max attempts.
+local job_id, unit, worker, nonce = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local lease, max_attempts = tonumber(ARGV[5]), tonumber(ARGV[6])
+local member = job_id .. '/' .. unit
+local now = now_ms()
+local job = redis.call('HMGET', JOB, 'st', 'cancel', 'deadline', 'n', 'pri', 'tenant', 'created')
+if not job[1] then
+  redis.call('ZREM', OPEN, member)
+  return {'gone'}
+end
+local held = redis.call('HMGET', UNIT, 'st', 'lease', 'att', 'idx')
+if not is_open(job[1]) or not held[1] then
+  redis.call('ZREM', OPEN, member)
+  return {'terminal'}
+end
+if held[1] == 'running' and tonumber(held[2]) > now then return {'busy'} end
+
+local attempts = tonumber(held[3])
+-- A lease that ran out is a worker that died or hung over this unit.
+if held[1] == 'running' then attempts = redis.call('HINCRBY', UNIT, 'att', 1) end
+local mode = verdict(job[2], job[3], now)
+if mode == 'run' and attempts >= max_attempts then
+  mode = 'lost'
+  if unit == 'plan' then redis.call('HSET', JOB, 'lost_plan', 1) end
+  redis.call('ZADD', DEAD, now, member)
+  redis.call('ZREMRANGEBYRANK', DEAD, 0, -10001)
+  redis.call('EXPIRE', DEAD, 604800)
+end
+-- The uuid tells apart two tokens of one number, should a failover take Redis back in time.
+local token = redis.call('HINCRBY', UNIT, 'fence', 1) .. ':' .. nonce
+redis.call('HSET', UNIT, 'st', 'running', 'own', worker, 'tok', token, 'lease', now + lease)
+redis.call('ZADD', OPEN, now + lease, member)
+
+local done = {}
+if unit == 'plan' then
+  done = redis.call('HKEYS', RES)
+else
+  for index in string.gmatch(held[4], '%d+') do
+    if redis.call('HEXISTS', RES, index) == 1 then done[#done + 1] = index end
+  end
+end
+return {'ok', token, mode, time_left(job[3], now), attempts, tonumber(job[4]), tonumber(job[5]), job[6],
+  tonumber(job[7]), held[4], done}

@@ -1,0 +1,19 @@
+-- Replace a job's plan by its shards. ARGV job id, token, grace ms, then the indices of each shard, comma separated.
+local job_id, token, grace = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local held = redis.call('HMGET', PLAN, 'tok', 'st')
+if held[1] ~= token or held[2] ~= 'running' then return 0 end
+local now = now_ms()
+local job = redis.call('HMGET', JOB, 'cancel', 'deadline')
+local look = next_look(now, grace, job[2])
+if job[1] ~= '0' then look = now end
+for i = 4, #ARGV do
+  local _, commas = string.gsub(ARGV[i], ',', ',')
+  local number = i - 4
+  redis.call('HSET', shard_key(number), 'st', 'queued', 'idx', ARGV[i], 'n', commas + 1, 'done', 0, 'own', '',
+    'tok', '', 'lease', 0, 'fence', 0, 'att', 0, 'rp', 0, 'since', now)
+  redis.call('ZADD', OPEN, look, job_id .. '/' .. number)
+end
+redis.call('HSET', JOB, 'st', 'running', 'started', now, 'ns', #ARGV - 3)
+redis.call('UNLINK', PLAN)
+redis.call('ZREM', OPEN, job_id .. '/plan')
+return 1

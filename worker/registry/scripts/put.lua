@@ -1,0 +1,53 @@
+-- Write records of a unit, each once, with their counters; finish unit and job with their last one.
+-- ARGV job id, unit, token, then six a record: index, outcome (ok|error|cancelled|expired|lost), JSON,
+-- prompt tokens, cached tokens, output tokens.
+local job_id, unit, token = ARGV[1], ARGV[2], ARGV[3]
+local held = redis.call('HMGET', UNIT, 'tok', 'st', 'n')
+-- A lease that ran out but that nobody took may still write.
+if held[1] ~= token or held[2] ~= 'running' then return {'fenced', ''} end
+local job = redis.call('HMGET', JOB, 'st', 'cancel', 'deadline', 'n', 'tenant')
+if not is_open(job[1]) then return {'fenced', ''} end
+
+local now = now_ms()
+local added, sums = 0, {ok = 0, err = 0, exp = 0, tokp = 0, tokc = 0, toko = 0}
+for i = 4, #ARGV, 6 do
+  if redis.call('HSETNX', RES, ARGV[i], ARGV[i + 2]) == 1 then
+    redis.call('RPUSH', ORD, ARGV[i])
+    added = added + 1
+    local outcome = ARGV[i + 1]
+    if outcome == 'ok' then sums.ok = sums.ok + 1 else sums.err = sums.err + 1 end
+    if outcome == 'expired' then sums.exp = sums.exp + 1 end
+    sums.tokp = sums.tokp + ARGV[i + 3]
+    sums.tokc = sums.tokc + ARGV[i + 4]
+    sums.toko = sums.toko + ARGV[i + 5]
+  end
+end
+if added > 0 then
+  for field, sum in pairs(sums) do
+    if sum > 0 then redis.call('HINCRBY', JOB, field, sum) end
+  end
+  give_back(ADM, added, 0, 0)
+  give_back(ADM .. ':t:' .. job[5], added, 0, 0)
+  -- Prompts a second over the last ten seconds or more: what a refused producer's waiting time is guessed from.
+  local total = redis.call('HINCRBY', ADM, 'total', added)
+  local from = redis.call('HMGET', ADM, 'rate_at', 'rate_total')
+  if not from[1] then
+    redis.call('HSET', ADM, 'rate_at', now, 'rate_total', total)
+  elseif now - from[1] >= 10000 then
+    local rate = string.format('%.3f', (total - from[2]) * 1000 / (now - from[1]))
+    redis.call('HSET', ADM, 'rate', rate, 'rate_at', now, 'rate_total', total)
+  end
+end
+
+if redis.call('HINCRBY', UNIT, 'done', added) >= tonumber(held[3]) then
+  redis.call('UNLINK', UNIT)
+  redis.call('ZREM', OPEN, job_id .. '/' .. unit)
+  if unit ~= 'plan' then redis.call('HINCRBY', JOB, 'sd', 1) end
+  held[1] = false
+end
+if redis.call('HLEN', RES) >= tonumber(job[4]) then
+  finish(job_id, now)
+  return {'job_done', ''}
+end
+if not held[1] then return {'unit_done', ''} end
+return {'open', verdict(job[2], job[3], now)}

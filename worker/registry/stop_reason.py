@@ -1,0 +1,15 @@
+"""Why the holder of a unit stops running it."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class StopReason(IntEnum):
+    """Why the holder of a unit stops running it; a greater one replaces a smaller one."""
+
+    CANCELLED = 1  # its job was cancelled: prompts without a record get one that says so
+    EXPIRED = 2  # its job's deadline passed: likewise
+    RELEASED = 3  # this worker stops: the unit goes back, for another worker
+    ENGINE_FAILED = 4  # the engine broke over it: it goes back, and that counts as an attempt
+    FENCED = 5  # another worker has the unit, or the job is over: nothing more may be written

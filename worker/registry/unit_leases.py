@@ -1,0 +1,110 @@
+"""Leases on units, and writing under them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Sequence
+
+import redis
+
+from worker.registry.claim import Claim
+from worker.registry.claim_refusal import ClaimRefusal
+from worker.registry.finished_prompt import FinishedPrompt
+from worker.registry.keys import Keys
+from worker.registry.put_status import PutStatus
+from worker.registry.redis_reply import RedisReply, raw_values, text
+from worker.registry.run_mode import RunMode
+from worker.registry.script_set import Argument, ScriptSet
+from worker.registry.unit_ref import UnitRef
+
+
+class UnitLeases:
+    """Claims, renews, writes and gives back units. Methods raise redis.RedisError when Redis cannot be had."""
+
+    def __init__(
+        self, client: redis.Redis, keys: Keys, *, owner: str, lease_s: float, max_attempts: int, grace_s: float
+    ) -> None:
+        self._client = client
+        self._keys = keys
+        self._scripts = ScriptSet(client)
+        self._owner = owner
+        self._lease_ms = round(lease_s * 1000)
+        self._max_attempts = max_attempts
+        self._grace_ms = round(grace_s * 1000)
+
+    def claim(self, ref: UnitRef) -> Claim | ClaimRefusal:
+        """Take a unit for one lease, if it is not finished and nobody has it."""
+        arguments: list[Argument] = [ref.job_id, ref.unit, self._owner, uuid.uuid4().hex]
+        arguments += [self._lease_ms, self._max_attempts]
+        reply = self._scripts.run("claim", self._keys.of_unit_scripts(ref), arguments)
+        status = text(reply[0])
+        return _claim(ref, reply) if status == "ok" else ClaimRefusal(status)
+
+    def put(self, claim: Claim, records: Sequence[FinishedPrompt]) -> tuple[PutStatus, RunMode]:
+        """Write records, each index once and for all; where the unit stands, and what to do with the rest of it."""
+        arguments: list[Argument] = [claim.ref.job_id, claim.ref.unit, claim.token]
+        for item in records:
+            arguments += [item.index, item.outcome.value, item.record]
+            arguments += [item.prompt_tokens, item.cached_tokens, item.output_tokens]
+        reply = self._scripts.run("put", self._keys.of_unit_scripts(claim.ref), arguments)
+        return PutStatus(text(reply[0])), RunMode(text(reply[1]) or RunMode.RUN)
+
+    def renew(self, claims: Sequence[Claim]) -> list[tuple[bool, RunMode, float | None]]:
+        """Keep units for another lease: for each, whether it is still ours, its mode, seconds to its deadline."""
+        calls: list[tuple[list[str], list[Argument]]] = [
+            (
+                self._keys.of_unit_scripts(claim.ref),
+                [claim.ref.job_id, claim.ref.unit, claim.token, self._lease_ms],
+            )
+            for claim in claims
+        ]
+        return [
+            (text(reply[0]) == "open", RunMode(text(reply[1]) or RunMode.RUN), _time_left_s(reply[2]))
+            for reply in self._scripts.run_many("renew", calls)
+        ]
+
+    def cancelled(self, job_ids: Collection[str]) -> set[str]:
+        """Which of these jobs were cancelled: cheap enough to ask twice a second."""
+        ordered = list(job_ids)
+        with self._client.pipeline(transaction=False) as pipeline:
+            for job_id in ordered:
+                pipeline.hget(self._keys.job(job_id), "cancel")
+            flags = pipeline.execute()
+        return {job_id for job_id, flag in zip(ordered, flags, strict=True) if flag not in (None, b"0")}
+
+    def release(self, claim: Claim, *, count_attempt: bool) -> bool:
+        """Give a unit back unfinished. False if it was not ours any more."""
+        arguments: list[Argument] = [claim.ref.job_id, claim.ref.unit, claim.token, self._grace_ms, int(count_attempt)]
+        return bool(self._scripts.run("release", self._keys.of_unit_scripts(claim.ref), arguments))
+
+    def planned(self, claim: Claim, shards: Sequence[Sequence[int]]) -> bool:
+        """Replace a job's plan by its shards, given as indices. False if the plan was not ours any more."""
+        arguments: list[Argument] = [claim.ref.job_id, claim.token, self._grace_ms]
+        arguments += [",".join(map(str, shard)) for shard in shards]
+        return bool(self._scripts.run("planned", self._keys.of_unit_scripts(claim.ref), arguments))
+
+    def lines(self, job_id: str, indices: Sequence[int]) -> list[bytes | None]:
+        """Request lines by index; None for one that is not there."""
+        return raw_values(self._client.hmget(self._keys.lines(job_id), [str(index) for index in indices]))
+
+
+def _claim(ref: UnitRef, reply: RedisReply) -> Claim:
+    _, token, mode, time_left_ms, attempts, num_lines, priority, tenant, created_ms, indices, done = reply
+    wanted = range(num_lines) if ref.is_plan else [int(index) for index in text(indices).split(",")]
+    recorded = {int(index) for index in done}
+    return Claim(
+        ref=ref,
+        token=text(token),
+        mode=RunMode(text(mode)),
+        time_left_s=_time_left_s(time_left_ms),
+        attempts=attempts,
+        priority=priority,
+        tenant=text(tenant),
+        created_s=created_ms // 1000,
+        num_lines=num_lines,
+        missing=tuple(index for index in wanted if index not in recorded),
+    )
+
+
+def _time_left_s(milliseconds: int) -> float | None:
+    return None if milliseconds < 0 else milliseconds / 1000

@@ -1,0 +1,40 @@
+"""A worker's side of the registry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import redis
+
+from settings import Settings
+from worker.registry.connect import connect
+from worker.registry.heartbeats import Heartbeats
+from worker.registry.keys import Keys
+from worker.registry.reap_queue import ReapQueue
+from worker.registry.unit_leases import UnitLeases
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryParts:
+    """The registry's classes that a worker needs, over one connection pool."""
+
+    client: redis.Redis
+    keys: Keys
+    leases: UnitLeases
+    reap_queue: ReapQueue
+    heartbeats: Heartbeats
+
+    @classmethod
+    def connect(cls, settings: Settings, owner: str) -> Self:
+        """For a worker called `owner`. Nothing connects before it is used."""
+        client, keys, worker = connect(settings.redis), Keys(), settings.worker
+        leases = UnitLeases(
+            client,
+            keys,
+            owner=owner,
+            lease_s=worker.lease_s,
+            max_attempts=worker.max_attempts,
+            grace_s=worker.reap_grace_s,
+        )
+        return cls(client, keys, leases, ReapQueue(client, keys, grace_s=worker.reap_grace_s), Heartbeats(client, keys))

@@ -1,0 +1,41 @@
+"""A job as its producer sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from worker.schemas.job_state import JobState
+from worker.schemas.job_usage import JobUsage
+from worker.schemas.request_counts import RequestCounts
+
+
+class JobStatus(BaseModel):
+    """A snapshot of one job, in the words of OpenAI's batch object. Times are Unix seconds by Redis' clock."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    object: Literal["batch"] = "batch"
+    status: JobState
+    created_at: float
+    in_progress_at: float | None = None  # its shards were cut
+    expires_at: float | None = None  # its deadline
+    cancelling_at: float | None = None
+    finished_at: float | None = None  # when it reached a terminal state, whichever
+    results_expire_at: float | None = None  # when a finished job and its results are forgotten
+    request_counts: RequestCounts
+    usage: JobUsage
+    shards_total: int  # 0 until it is planned
+    shards_done: int
+    priority: int
+    tenant: str
+    metadata: Mapping[str, str]
+    error: str | None = None  # why it failed as a whole
+
+    @property
+    def progress(self) -> float:
+        """Share of the prompts that have their record, 0 to 1."""
+        return self.request_counts.finished / self.request_counts.total if self.request_counts.total else 1.0

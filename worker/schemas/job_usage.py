@@ -1,0 +1,16 @@
+"""What a job cost."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class JobUsage(BaseModel):
+    """Tokens of the prompts that have their record."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    input_tokens: int
+    cached_tokens: int  # of input_tokens: their KV came from the prefix cache
+    output_tokens: int
+    total_tokens: int

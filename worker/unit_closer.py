@@ -1,0 +1,80 @@
+"""Error records for the prompts of a unit that will not be run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from settings import LimitSettings
+from worker.lines.line_error import LineError
+from worker.lines.parse_request_line import parse_request_line
+from worker.records.encode_record import encode_record
+from worker.records.error_record import error_record, line_error_record
+from worker.records.failure import Failure
+from worker.records.record_context import RecordContext
+from worker.records.unfinished import Unfinished
+from worker.records.unfinished_record import unfinished_record
+from worker.registry.claim import Claim
+from worker.registry.claim_refusal import ClaimRefusal
+from worker.registry.finished_prompt import FinishedPrompt
+from worker.registry.outcome import Outcome
+from worker.registry.put_status import PutStatus
+from worker.registry.run_mode import RunMode
+from worker.registry.unit_leases import UnitLeases
+from worker.registry.unit_ref import UnitRef
+
+CHUNK = 100  # prompts of one write; between writes the lease is renewed
+
+_LOST = Failure.of_server("The request was not executed: it stopped one worker after another.", code="worker_lost")
+
+
+class UnitCloser:
+    """Ends units of cancelled and expired jobs, and those that crashed too many workers.
+
+    Producers use it too, so that cancelling needs no worker.
+    """
+
+    def __init__(self, leases: UnitLeases, limits: LimitSettings) -> None:
+        self._leases = leases
+        self._limits = limits
+
+    def close_unclaimed(self, ref: UnitRef) -> None:
+        """Close a unit of a job that is to end, unless somebody holds it: its holder closes it then."""
+        claim = self._leases.claim(ref)
+        if isinstance(claim, ClaimRefusal):
+            return
+        if claim.mode is RunMode.RUN:  # not to be closed after all
+            self._leases.release(claim, count_attempt=False)
+            return
+        self.close(claim, claim.missing, claim.mode)
+
+    def close(self, claim: Claim, indices: Sequence[int], mode: RunMode) -> None:
+        """Write the error record of each prompt, until they are all written or the unit is somebody else's.
+
+        Raises redis.RedisError when Redis cannot be had.
+        """
+        for start in range(0, len(indices), CHUNK):
+            chunk = indices[start : start + CHUNK]
+            lines = self._leases.lines(claim.ref.job_id, chunk)
+            records = [self._record(claim, index, line, mode) for index, line in zip(chunk, lines, strict=True)]
+            status, _ = self._leases.put(claim, records)
+            if status is not PutStatus.OPEN:
+                return
+            self._leases.renew([claim])
+
+    def _record(self, claim: Claim, index: int, raw: bytes | None, mode: RunMode) -> FinishedPrompt:
+        context = RecordContext(claim.ref.job_id, "", claim.created_s)
+        custom_id: str | None = None
+        # A plan that crashes workers may do so by what its lines hold: they are not read once more.
+        if raw is not None and not (claim.ref.is_plan and mode is RunMode.LOST):
+            try:
+                custom_id = parse_request_line(raw, index, self._limits).custom_id
+            except LineError as error:
+                return FinishedPrompt(index, Outcome.ERROR, encode_record(line_error_record(error, context)))
+        if mode is RunMode.LOST:
+            record = error_record(_LOST, index, custom_id, context)
+            return FinishedPrompt(index, Outcome.LOST, encode_record(record))
+        if mode is RunMode.EXPIRED:
+            record = unfinished_record(Unfinished.EXPIRED, index, custom_id, context)
+            return FinishedPrompt(index, Outcome.EXPIRED, encode_record(record))
+        record = unfinished_record(Unfinished.CANCELLED, index, custom_id, context)
+        return FinishedPrompt(index, Outcome.CANCELLED, encode_record(record))
