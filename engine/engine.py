@@ -5,25 +5,25 @@ from __future__ import annotations
 import random
 
 from engine.admission import check_request
-from engine.engine_parts import EngineParts
 from engine.engine_stats import EngineStats
 from engine.errors import EngineError, NonFiniteLogits
+from engine.execution.forward_item import ForwardItem
 from engine.finish_reason import FinishReason
-from engine.forward_item import ForwardItem
-from engine.load_parts import load_parts
-from engine.model_runner import ModelRunner
+from engine.loading.engine_parts import EngineParts
+from engine.loading.load_parts import load_parts
 from engine.output_processor import OutputProcessor
 from engine.request import Request
-from engine.request_group import RequestGroup
 from engine.request_output import RequestOutput
-from engine.request_state import RequestState
+from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.sampling.sampling_row import SamplingRow
 from engine.sampling_params import MAX_SEED
-from engine.scheduled_batch import ScheduledBatch
-from engine.scheduled_item import ScheduledItem
-from engine.scheduler import Scheduler
-from engine.scheduler_limits import SchedulerLimits
+from engine.scheduling.request_group import RequestGroup
+from engine.scheduling.request_state import RequestState
+from engine.scheduling.scheduled_batch import ScheduledBatch
+from engine.scheduling.scheduled_item import ScheduledItem
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.text.tokenizer import Tokenizer
 from settings import EffectiveSettings, Settings
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from engine.completion import Completion
 from engine.errors import EngineFatal
 from engine.finish_reason import FinishReason
-from engine.request_state import RequestState
 from engine.sampling.sampled_token import SampledToken
+from engine.scheduling.request_state import RequestState
 from engine.text.incremental_detokenizer import IncrementalDetokenizer
 from engine.text.stop_strings import StopStrings
 from engine.text.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.forward_batch import ForwardBatch
+from engine.execution.forward_batch import ForwardBatch
 from kernels.interface import Operations
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.forward_batch import ForwardBatch
+from engine.execution.forward_batch import ForwardBatch
 from engine.models.attention_layer import AttentionLayer
 from engine.models.dense_mlp import DenseMLP
 from engine.models.moe_mlp import MoeMLP

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.checkpoint.model_config import ModelConfig
-from engine.forward_batch import ForwardBatch
+from engine.execution.forward_batch import ForwardBatch
 from engine.kv_cache.kv_cache_tensors import KVCacheTensors
 from engine.models.decoder_layer import DecoderLayer
 from engine.models.layer_observer import LayerObserver

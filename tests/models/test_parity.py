@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.engine import Engine
-from engine.item_result import LogitsResult
+from engine.runner.item_result import LogitsResult
 from tests.models.conftest import TIES
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
 from tests.support.reference_model import ReferenceContinuation, continue_greedily, count_ties_where_it_differs

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from engine.kv_cache.block_manager import BlockManager
 from engine.request import Request
-from engine.request_state import RequestState
 from engine.sampling_params import SamplingParams
+from engine.scheduling.request_state import RequestState
 
 
 def make_request(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from engine.item_result import ErrorResult, ItemResult, LogitsResult
-from engine.model_runner import ModelRunner
+from engine.runner.item_result import ErrorResult, ItemResult, LogitsResult
+from engine.runner.model_runner import ModelRunner
 from tests.support.engines import load_engine
 
 PROMPT = list(range(40))

@@ -36,8 +36,8 @@ def command(model: str | None, as_json: bool, assignments: tuple[str, ...]) -> N
 def _derive(effective: EffectiveSettings) -> EffectiveSettings:
     # Imported here: deriving asks torch for the device, and a producer has no torch.
     try:
-        from engine.derived_settings import derive_settings  # noqa: PLC0415
         from engine.errors import CapabilityError, EngineError  # noqa: PLC0415
+        from engine.loading.derived_settings import derive_settings  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise CommandError(
             f"what follows from model.path needs {error.name}: pip install 'millrace[engine]'"

@@ -9,8 +9,8 @@ import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
-from engine.derived_settings import derive_settings
 from engine.errors import EngineError
+from engine.loading.derived_settings import derive_settings
 from engine.text.tokenizer import Tokenizer
 from kernels.dispatch import implementation_names
 from kernels.errors import KernelsUnavailable

@@ -6,20 +6,20 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.cache_entry import CacheEntry
-from engine.decode_item import DecodeItem
 from engine.errors import EngineError, InvalidRequest, KVPoolExhausted, NonFiniteLogits, PromptTooLong
-from engine.forward_item import ForwardItem
-from engine.item_result import ErrorResult, ItemResult, LogitsResult, TokenResult
+from engine.execution.forward_item import ForwardItem
+from engine.execution.step_executor import StepExecutor
 from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.prefix_cache_metrics import PrefixCacheMetrics
-from engine.model_capabilities import ModelCapabilities
-from engine.model_report import ModelReport
-from engine.model_status import ModelStatus
 from engine.request import RESERVED_PREFIX
-from engine.step_executor import StepExecutor
-from engine.unified_item import UnifiedItem
-from engine.unified_refusal import UnifiedRefusal, UnifiedRefused
+from engine.runner.cache_entry import CacheEntry
+from engine.runner.decode_item import DecodeItem
+from engine.runner.item_result import ErrorResult, ItemResult, LogitsResult, TokenResult
+from engine.runner.model_capabilities import ModelCapabilities
+from engine.runner.model_report import ModelReport
+from engine.runner.model_status import ModelStatus
+from engine.runner.unified_item import UnifiedItem
+from engine.runner.unified_refusal import UnifiedRefusal, UnifiedRefused
 from settings import EngineSettings
 
 WARM_UP_ID = f"{RESERVED_PREFIX}_warm_up__"

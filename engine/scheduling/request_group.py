@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.errors import EngineError
 from engine.request import Request
-from engine.request_state import RequestState
+from engine.scheduling.request_state import RequestState
 
 
 @dataclass(slots=True, eq=False)

@@ -9,10 +9,10 @@ import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
-from engine.dtypes import DTYPES, supported_dtypes
 from engine.errors import CapabilityError, CheckpointError
 from engine.kv_cache.kv_cache_spec import KVCacheSpec
-from engine.memory import free_memory_bytes, num_blocks_that_fit
+from engine.loading.dtypes import DTYPES, supported_dtypes
+from engine.loading.memory import free_memory_bytes, num_blocks_that_fit
 from settings import EffectiveSettings
 
 

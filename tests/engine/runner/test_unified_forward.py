@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.item_result import TokenResult
-from engine.unified_item import UnifiedItem
-from engine.unified_refusal import UnifiedRefusal, UnifiedRefused
+from engine.runner.item_result import TokenResult
+from engine.runner.unified_item import UnifiedItem
+from engine.runner.unified_refusal import UnifiedRefusal, UnifiedRefused
 from tests.support.runners import PROMPT, error_of, logits_of, make_runner
 
 

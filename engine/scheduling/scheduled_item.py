@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.request_state import RequestState
+from engine.scheduling.request_state import RequestState
 
 
 @dataclass(frozen=True, slots=True)

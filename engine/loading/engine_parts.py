@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.execution.step_executor import StepExecutor
 from engine.kv_cache.block_manager import BlockManager
-from engine.model_runner import ModelRunner
-from engine.step_executor import StepExecutor
+from engine.runner.model_runner import ModelRunner
 from engine.text.tokenizer import Tokenizer
 from settings import EffectiveSettings
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import structlog
 import torch
 
-from engine.build_forward_batch import build_forward_batch
-from engine.forward_item import ForwardItem
+from engine.execution.build_forward_batch import build_forward_batch
+from engine.execution.forward_item import ForwardItem
+from engine.execution.layer_timer import LayerTimer
 from engine.kv_cache.kv_cache_tensors import KVCacheTensors
-from engine.layer_timer import LayerTimer
 from engine.models.decoder_model import DecoderModel
 from settings import EngineSettings
 

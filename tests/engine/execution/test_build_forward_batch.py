@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.build_forward_batch import build_forward_batch
-from engine.forward_item import ForwardItem
+from engine.execution.build_forward_batch import build_forward_batch
+from engine.execution.forward_item import ForwardItem
 from kernels.attention_rows import AttentionRows
 
 CPU = torch.device("cpu")

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from engine.errors import EngineFatal, KVPoolExhausted
 from engine.kv_cache.block_manager import BlockManager
-from engine.request_state import RequestState
-from engine.scheduled_batch import ScheduledBatch
-from engine.scheduled_item import ScheduledItem
-from engine.scheduler_limits import SchedulerLimits
-from engine.waiting_queue import WaitingQueue
+from engine.scheduling.request_state import RequestState
+from engine.scheduling.scheduled_batch import ScheduledBatch
+from engine.scheduling.scheduled_item import ScheduledItem
+from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.waiting_queue import WaitingQueue
 
 
 class Scheduler:

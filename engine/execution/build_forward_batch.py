@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.forward_batch import ForwardBatch
-from engine.forward_item import ForwardItem
+from engine.execution.forward_batch import ForwardBatch
+from engine.execution.forward_item import ForwardItem
 from kernels.attention_rows import AttentionRows
 
 Int64 = npt.NDArray[np.int64]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from engine.dtypes import DTYPE_NAMES, supported_dtypes
+from engine.execution.step_executor import StepExecutor
 from engine.kv_cache.block_manager import BlockManager
-from engine.model_capabilities import ModelCapabilities
-from engine.model_status import ModelStatus
+from engine.loading.dtypes import DTYPE_NAMES, supported_dtypes
 from engine.models.weights_bytes import weights_bytes
-from engine.step_executor import StepExecutor
+from engine.runner.model_capabilities import ModelCapabilities
+from engine.runner.model_status import ModelStatus
 from settings import EngineSettings
 
 

@@ -11,10 +11,10 @@ import pytest
 from engine.errors import EngineFatal
 from engine.finish_reason import FinishReason
 from engine.kv_cache.block_manager import BlockManager
-from engine.request_state import RequestState
-from engine.scheduled_batch import ScheduledBatch
-from engine.scheduler import Scheduler
-from engine.scheduler_limits import SchedulerLimits
+from engine.scheduling.request_state import RequestState
+from engine.scheduling.scheduled_batch import ScheduledBatch
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler_limits import SchedulerLimits
 from tests.support.factories import make_request, make_state
 
 BLOCK = 4
@@ -230,7 +230,7 @@ def test_every_request_finishes_and_the_pool_ends_as_it_began_under_pressure(see
 
 def test_the_bookkeeping_needs_no_torch() -> None:
     code = (
-        "import engine.scheduler, engine.kv_cache.block_manager, engine.sampling_params, sys; "
+        "import engine.scheduling.scheduler, engine.kv_cache.block_manager, engine.sampling_params, sys; "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

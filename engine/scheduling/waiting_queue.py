@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 
-from engine.request_state import RequestState
+from engine.scheduling.request_state import RequestState
 
 
 def _rank(state: RequestState) -> tuple[int, int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.scheduled_item import ScheduledItem
+from engine.scheduling.scheduled_item import ScheduledItem
 
 
 @dataclass(frozen=True, slots=True)

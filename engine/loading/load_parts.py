@@ -7,16 +7,16 @@ import torch
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.generation_config import read_generation_config
 from engine.checkpoint.model_config import ModelConfig
-from engine.derived_settings import derive_settings, kv_cache_spec, max_model_len, model_path
-from engine.dtypes import DTYPES
-from engine.engine_parts import EngineParts
 from engine.errors import EngineFatal
+from engine.execution.step_executor import StepExecutor
 from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.kv_cache_tensors import KVCacheTensors
-from engine.model_runner import ModelRunner
+from engine.loading.derived_settings import derive_settings, kv_cache_spec, max_model_len, model_path
+from engine.loading.dtypes import DTYPES
+from engine.loading.engine_parts import EngineParts
 from engine.models.load_decoder import load_decoder
 from engine.models.model_placement import ModelPlacement
-from engine.step_executor import StepExecutor
+from engine.runner.model_runner import ModelRunner
 from engine.text.tokenizer import Tokenizer
 from kernels.dispatch import operations
 from settings import EffectiveSettings

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import CapabilityError
-from engine.memory import cgroup_headroom_bytes, meminfo_available_bytes, num_blocks_that_fit
+from engine.loading.memory import cgroup_headroom_bytes, meminfo_available_bytes, num_blocks_that_fit
 
 
 def test_the_pool_fills_its_budget() -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.decode_item import DecodeItem
 from engine.engine import Engine
 from engine.errors import InvalidRequest, KVPoolExhausted, NonFiniteLogits, PromptTooLong
-from engine.item_result import ErrorResult, LogitsResult, TokenResult
-from engine.model_runner import ModelRunner
-from engine.unified_item import UnifiedItem
+from engine.runner.decode_item import DecodeItem
+from engine.runner.item_result import ErrorResult, LogitsResult, TokenResult
+from engine.runner.model_runner import ModelRunner
+from engine.runner.unified_item import UnifiedItem
 from tests.support.engines import load_engine
 from tests.support.runners import PROMPT, error_of, logits_of, make_runner
 

@@ -1,0 +1,1 @@
+"""From a plan on the host to tensors, and through the model."""

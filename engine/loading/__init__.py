@@ -1,0 +1,1 @@
+"""From settings and a checkpoint to the parts of an engine."""

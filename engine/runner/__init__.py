@@ -1,0 +1,1 @@
+"""The model interface: the seeds' verbs over the engine's own KV store."""
