@@ -26,6 +26,8 @@ def check_request(request: Request, *, vocab_size: int, capacity: int, taken: Co
     length = len(request.prompt_token_ids)
     if length >= capacity:
         raise PromptTooLong(length + 1, capacity, param="prompt")
+    if length + request.params.min_tokens > capacity:
+        raise PromptTooLong(length + request.params.min_tokens, capacity, param="min_tokens")
     if request.params.max_tokens is not None and length + request.params.max_tokens > capacity:
         raise PromptTooLong(length + request.params.max_tokens, capacity)
 

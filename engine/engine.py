@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+
+import torch
 
 from engine.admission import check_request
 from engine.engine_stats import EngineStats
-from engine.errors import EngineError, NonFiniteLogits
+from engine.errors import EngineError, EngineFatal, NonFiniteLogits
 from engine.execution.forward_item import ForwardItem
 from engine.finish_reason import FinishReason
 from engine.loading.engine_parts import EngineParts
@@ -15,9 +18,10 @@ from engine.output_processor import OutputProcessor
 from engine.request import Request
 from engine.request_output import RequestOutput
 from engine.runner.model_runner import ModelRunner
+from engine.sampling.sampled_token import SampledToken
 from engine.sampling.sampler import Sampler
 from engine.sampling.sampling_row import SamplingRow
-from engine.sampling_params import MAX_SEED
+from engine.sampling.token_counts import TokenCounts
 from engine.scheduling.request_group import RequestGroup
 from engine.scheduling.request_state import RequestState
 from engine.scheduling.scheduled_batch import ScheduledBatch
@@ -41,19 +45,22 @@ class Engine:
         self.effective: EffectiveSettings = parts.effective
         self.tokenizer: Tokenizer = parts.tokenizer
         self.runner: ModelRunner = parts.runner
+        self.eos_token_ids: frozenset[int] = parts.eos_token_ids
+        self.vocab_size: int = parts.executor.model.config.vocab_size  # token ids are below it
         self._executor = parts.executor
         self._blocks = parts.block_manager
         self._scheduler = Scheduler(
             SchedulerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.unified_prefill),
             parts.block_manager,
         )
-        self._sampler = Sampler(parts.executor.model.ops)
+        unknown_ids = torch.tensor(parts.tokenizer.unknown_ids(self.vocab_size), dtype=torch.int64)
+        self._sampler = Sampler(parts.executor.model.ops, unknown_ids.to(parts.executor.model.device))
         self._outputs = OutputProcessor(parts.tokenizer, parts.eos_token_ids)
         self._groups: dict[str, RequestGroup] = {}
         self._ready: list[RequestOutput] = []
         self._entropy = random.SystemRandom() if settings.seed is None else random.Random(settings.seed)
         self._arrivals = 0
-        self._num_finished = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+        self._num_steps = self._num_finished = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
 
     @classmethod
     def load(cls, effective: EffectiveSettings) -> Engine:
@@ -73,15 +80,9 @@ class Engine:
         """Tokens one request may have, prompt and output together."""
         return self.runner.kv_capacity()
 
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the model's embedding: token ids are below it."""
-        return self._executor.model.config.vocab_size
-
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest (PromptTooLong, ...) for one that can never be served."""
         check_request(request, vocab_size=self.vocab_size, capacity=self.max_model_len, taken=self._groups)
-        chain_salt = request.cache_salt
         seed = request.params.seed
         base_seed = self._entropy.getrandbits(63) if seed is None else seed
         room = self.max_model_len - len(request.prompt_token_ids)
@@ -90,10 +91,11 @@ class Engine:
                 request=request,
                 index=index,
                 arrival=self._arrivals,
-                seed=(base_seed + index * SEED_STRIDE) & MAX_SEED,
+                seed=_signed_64(base_seed + index * SEED_STRIDE),
                 max_tokens=min(request.params.max_tokens or room, room),
-                chain=self._blocks.new_chain(request.prompt_token_ids, chain_salt),
+                chain=self._blocks.new_chain(request.prompt_token_ids, request.cache_salt),
                 token_ids=list(request.prompt_token_ids),
+                counts=TokenCounts(request.prompt_token_ids) if request.params.has_penalties else None,
             )
             for index in range(request.params.n)
         )
@@ -114,7 +116,10 @@ class Engine:
         return True
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; the outputs of the requests that ended since the last call, aborted ones included."""
+        """Run one step; the outputs of the requests that ended since the last call, aborted ones included.
+
+        Raises EngineFatal when the step itself failed (out of memory, a fault of the device): stop the engine then.
+        """
         batch = self._scheduler.schedule()
         if batch is not None:
             self._run(batch)
@@ -128,7 +133,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Figures at this moment."""
         return EngineStats(
-            num_steps=self._executor.num_steps,
+            num_steps=self._num_steps,
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
             num_finished_requests=self._num_finished,
@@ -151,11 +156,9 @@ class Engine:
         self.runner.reset()
 
     def _run(self, batch: ScheduledBatch) -> None:
-        logits = self._executor.execute([self._forward_item(item) for item in batch.items])
+        self._num_steps += 1
         sampling = batch.sampling_items
-        sampled = (
-            self._sampler.sample(logits, [self._sampling_row(item.state) for item in sampling]) if sampling else []
-        )
+        sampled = self._forward_and_sample(batch, sampling)
         failed = [item for item, result in zip(sampling, sampled, strict=True) if isinstance(result, NonFiniteLogits)]
         self._scheduler.advance(item for item in batch.items if item not in failed)
         for item, result in zip(sampling, sampled, strict=True):
@@ -170,6 +173,18 @@ class Engine:
                 self._scheduler.finish(state)
                 self._hand_out_if_complete(self._groups[state.request.request_id])
 
+    def _forward_and_sample(
+        self, batch: ScheduledBatch, sampling: Sequence[ScheduledItem]
+    ) -> list[SampledToken | NonFiniteLogits]:
+        """What the model and the sampler answer. Whatever else goes wrong there leaves KV nobody can vouch for."""
+        try:
+            logits = self._executor.execute([self._forward_item(item) for item in batch.items])
+            rows = [self._sampling_row(item.state) for item in sampling]
+            return self._sampler.sample(logits, rows) if rows else []
+        except Exception as error:
+            self.runner.mark_failed(f"{type(error).__name__}: {error}")
+            raise EngineFatal(f"a step failed: {type(error).__name__}: {error}") from error
+
     def _forward_item(self, item: ScheduledItem) -> ForwardItem:
         state = item.state
         tokens = state.token_ids[item.start : item.start + item.num_scheduled_tokens]
@@ -178,9 +193,9 @@ class Engine:
     def _sampling_row(self, state: RequestState) -> SamplingRow:
         return SamplingRow(
             params=state.request.params,
-            prompt_token_ids=state.request.prompt_token_ids,
-            output_token_ids=state.output_token_ids,
+            position=len(state.token_ids),
             seed=state.seed,
+            counts=state.counts,
             banned_token_ids=self._outputs.banned_token_ids(state),
         )
 
@@ -194,6 +209,7 @@ class Engine:
 
     def _end(self, group: RequestGroup, reason: FinishReason) -> None:
         for state in group.unfinished:
+            self._outputs.flush(state)
             state.finish_reason = reason
             self._scheduler.finish(state)
         self._hand_out_if_complete(group)
@@ -217,3 +233,8 @@ class Engine:
                 error=group.error,
             )
         )
+
+
+def _signed_64(value: int) -> int:
+    """The low 64 bits as a signed number: what an int64 tensor holds."""
+    return (value + 2**63) % 2**64 - 2**63

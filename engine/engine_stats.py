@@ -9,11 +9,11 @@ from dataclasses import dataclass
 class EngineStats:
     """Figures of a running engine; counters since it was loaded."""
 
-    num_steps: int
+    num_steps: int  # a step with engine.decode.batched off takes several forward passes
     num_running: int  # sequences that hold blocks
     num_waiting: int  # sequences that hold none
     num_finished_requests: int
-    prompt_tokens: int  # of admitted sequences
+    prompt_tokens: int  # of requests that have ended
     cached_tokens: int  # of these, found in the prefix cache at first admission
     output_tokens: int
     num_preemptions: int

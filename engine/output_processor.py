@@ -32,6 +32,8 @@ class OutputProcessor:
         """Add a token to the sequence; sets its finish_reason if that ends it."""
         token_id = sampled.token_id
         state.token_ids.append(token_id)
+        if state.counts is not None:
+            state.counts.add(token_id)
         if sampled.logprobs is not None:
             state.logprobs.append(sampled.logprobs)
         params = state.request.params
@@ -44,7 +46,7 @@ class OutputProcessor:
         if state.finish_reason is None and state.num_output_tokens >= state.max_tokens:
             state.finish_reason = FinishReason.LENGTH
         if state.is_finished:
-            self._flush(state)
+            self.flush(state)
 
     def completion(self, state: RequestState) -> Completion:
         """The finished sequence as its caller sees it; forgets its text state."""
@@ -84,8 +86,8 @@ class OutputProcessor:
         if stops.matched is not None:
             state.finish_reason, state.stop_reason = FinishReason.STOP, stops.matched
 
-    def _flush(self, state: RequestState) -> None:
-        """Release what the detokeniser and the stop strings held back, unless a stop string was found."""
+    def flush(self, state: RequestState) -> None:
+        """The sequence ends here: release the text that was held back, unless a stop string was found."""
         detokenizer, stops = self._text(state)
         if stops.matched is None:
             self._feed(state, stops, detokenizer.flush())

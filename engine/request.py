@@ -12,7 +12,7 @@ RESERVED_PREFIX = "__millrace"  # of the engine's own ids
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and how to continue it. Immutable: what happens to it is a `Sequence`'s business."""
+    """One prompt and how to continue it. Immutable: what happens to it is in a `RequestState`."""
 
     request_id: str  # unique among the unfinished requests of an engine; must not start with RESERVED_PREFIX
     prompt_token_ids: Sequence[int]

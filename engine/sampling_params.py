@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 from engine.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1
+MAX_TOP_K = 2**31 - 1
+# Within these, scaling logits in float32 neither overflows nor vanishes.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e4
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-2, 1e2
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +45,13 @@ class SamplingParams:
             self._check("max_tokens", self.max_tokens >= 1, "a whole number, at least 1")
         limit = math.inf if self.max_tokens is None else self.max_tokens
         self._check("min_tokens", 0 <= self.min_tokens <= limit, "0 to max_tokens")
-        self._check("temperature", 0.0 <= self.temperature < math.inf, "a finite number, at least 0")
-        self._check("top_k", self.top_k >= 0, "a whole number, 0 for off")
+        is_drawn = MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
+        self._check("temperature", self.temperature == 0.0 or is_drawn, f"0, or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}")
+        self._check("top_k", 0 <= self.top_k <= MAX_TOP_K, f"a whole number, 0 (off) to {MAX_TOP_K}")
         self._check("top_p", 0.0 < self.top_p <= 1.0, "above 0, at most 1")
         self._check("min_p", 0.0 <= self.min_p <= 1.0, "0 to 1")
-        self._check("repetition_penalty", 0.0 < self.repetition_penalty < math.inf, "a finite number above 0")
+        is_usable = MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY
+        self._check("repetition_penalty", is_usable, f"{MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}")
         for name in ("presence_penalty", "frequency_penalty"):
             self._check(name, -2.0 <= getattr(self, name) <= 2.0, "-2 to 2")
         if self.seed is not None:

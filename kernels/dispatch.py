@@ -23,6 +23,15 @@ def operations(device: torch.device) -> Operations:
     raise KernelsUnavailable(str(device), "millrace runs on CPUs and NVIDIA GPUs; accepted: cpu")
 
 
+def has_operations(device: torch.device) -> bool:
+    """Whether this build has an implementation for the device."""
+    try:
+        operations(device)
+    except KernelsUnavailable:
+        return False
+    return True
+
+
 def operation_names() -> tuple[str, ...]:
     """Names of all operations, in the order of the interface."""
     return tuple(name for name, member in vars(Operations).items() if callable(member) and name[0] != "_")

@@ -125,7 +125,8 @@ class Operations(Protocol):
     def apply_penalties(
         self,
         logits: Tensor,
-        prompt_counts: Tensor,
+        rows: Tensor,
+        token_ids: Tensor,
         output_counts: Tensor,
         repetition: Tensor,
         presence: Tensor,
@@ -134,7 +135,9 @@ class Operations(Protocol):
         """In place: repetition penalty over prompt and output (arXiv 1909.05858: divide positive logits, multiply
         negative ones), then `- frequency * count - presence * (count > 0)` over the output only (OpenAI).
 
-        logits [N, V] float32; prompt_counts, output_counts [N, V] int32; the three penalties [N] float32.
+        Sparse, since a row holds thousands of tokens and a vocabulary 150,000. logits [N, V] float32; M pairs of a row
+        and a token that occurs in it, each once: rows, token_ids [M] int64; output_counts [M] int32, 0 where it
+        occurs in the prompt alone; the three penalties [N] float32.
         """
         ...
 

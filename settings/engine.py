@@ -26,7 +26,8 @@ class EngineSettings(BaseModel):
         default="auto", description="Where the model runs; auto: cuda where there is a usable GPU, else cpu."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Type of weights and KV cache; auto: the checkpoint's."
+        default="auto",
+        description="Type of weights and KV cache; auto: the checkpoint's, or float32 where the CPU is slow in it.",
     )
     max_model_len: Tokens | None = Field(
         default=None,

@@ -15,7 +15,7 @@ class ProfileSettings(BaseModel):
 
     layers: bool = Field(default=False, description="Log the time of each layer of selected steps.")
     every_steps: Steps = Field(
-        default=16, ge=1, le=1_000_000_000, description="Select one step in so many, beginning with step 0."
+        default=16, ge=1, le=1_000_000_000, description="Select one step in so many, beginning with the warm-up."
     )
     max_tokens: Tokens | None = Field(
         default=None, ge=1, le=1_048_576, description="Select only steps with at most so many tokens; none: any."

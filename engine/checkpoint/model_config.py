@@ -27,6 +27,21 @@ MUST_BE_ABSENT = {
     "quantization_config": "null: quantised weights are not supported",
     "compression_config": "null: compressed weights are not supported",
     "auto_map": "null: code from a checkpoint is never run",
+    # What other families' attention or residual stream does, found in files that call themselves by these names.
+    **dict.fromkeys(
+        (
+            "attention_chunk_size",
+            "attention_multiplier",
+            "attn_logit_softcapping",
+            "embedding_multiplier",
+            "final_logit_softcapping",
+            "logits_scaling",
+            "no_rope_layers",
+            "qk_layernorm",
+            "residual_multiplier",
+        ),
+        "null: not part of this architecture here",
+    ),
 }
 QWEN3_HEAD_DIM = 128  # Qwen3's value where config.json names none; the other families divide
 MAX_CONFIG_BYTES = 1 << 20  # published ones are below 10 KB
@@ -90,10 +105,6 @@ class ModelConfig:
         """Whether a layer has experts rather than a dense MLP."""
         return self.moe is not None and layer in self.moe.sparse_layers
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of keys and values one token takes in all layers; `itemsize` is the cache dtype's, in bytes."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
-
 
 def _architecture(config: ConfigReader) -> Architecture:
     model_type = config.choice("model_type", tuple(MODEL_CLASSES))
@@ -111,6 +122,8 @@ def _refuse_what_is_not_supported(config: ConfigReader) -> None:
     for key in MUST_BE_FALSE:
         if config.flag(key, default=False):
             raise config.refuse(key, True, "false")
+    if config.has("sliding_window") and config.data["model_type"] == "llama":
+        raise config.refuse("sliding_window", config.data["sliding_window"], "null")  # Qwen3 has a switch beside it
     config.choice("hidden_act", ("silu",), default="silu")
 
 

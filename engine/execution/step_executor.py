@@ -25,7 +25,7 @@ class StepExecutor:
         self.model = model
         self.kv_cache = kv_cache
         self._settings = settings
-        self.num_steps = 0
+        self.num_forward_passes = 0
 
     def execute(self, items: Sequence[ForwardItem]) -> torch.Tensor:
         """Run the items. Returns the logits [S, V] float32 of those that want them, in order.
@@ -46,26 +46,26 @@ class StepExecutor:
         if self._settings.trace_steps:
             self._trace(items)
         timer = None
-        if self._settings.profile.selects(self.num_steps, batch.num_tokens, len(items)):
+        if self._settings.profile.selects(self.num_forward_passes, batch.num_tokens, len(items)):
             timer = LayerTimer(self.model.device)
         logits = self.model.forward(batch, self.kv_cache, timer)
         if timer is not None:
             _log.info(
                 "layer_profile",
-                step=self.num_steps,
+                forward_pass=self.num_forward_passes,
                 num_tokens=batch.num_tokens,
                 num_seqs=len(items),
                 stages_ms={str(stage): round(ms, 3) for stage, ms in timer.stages_ms.items()},
             )
         if self._settings.trace_tokens:
             self._trace_candidates(logits)
-        self.num_steps += 1
+        self.num_forward_passes += 1
         return logits
 
     def _trace(self, items: Sequence[ForwardItem]) -> None:
         _log.info(
             "step",
-            step=self.num_steps,
+            forward_pass=self.num_forward_passes,
             num_seqs=len(items),
             lens=[len(item.token_ids) for item in items],
             positions=[item.start for item in items],
@@ -76,4 +76,6 @@ class StepExecutor:
         """The best candidates of each row. NaN counts as worst, a small vocabulary is fine (seeds E7)."""
         safe = torch.nan_to_num(logits, nan=-torch.inf)
         values, token_ids = safe.topk(min(TRACED_CANDIDATES, safe.shape[-1]))
-        _log.info("candidates", step=self.num_steps, token_ids=token_ids.tolist(), logits=values.tolist())
+        _log.info(
+            "candidates", forward_pass=self.num_forward_passes, token_ids=token_ids.tolist(), logits=values.tolist()
+        )

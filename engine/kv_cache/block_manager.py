@@ -40,6 +40,11 @@ class BlockManager:
         return self._pool.num_free
 
     @property
+    def num_sequences(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self._sequences)
+
+    @property
     def capacity_tokens(self) -> int:
         """Tokens one sequence could hold if it had the pool for itself."""
         return (self._pool.num_blocks - 1) * self.block_size
@@ -64,6 +69,12 @@ class BlockManager:
                 return self._computing.get(digest)
         return None
 
+    def blocks_needed(self, chain: BlockHashChain, token_ids: Sequence[int]) -> int:
+        """Free blocks that `open` would take now: those it cannot share, and shared ones nobody holds at the moment."""
+        hits = self._probe(chain, token_ids)
+        resurrected = sum(self._pool.ref_count(block.block_id) == 0 for block in hits)
+        return self.blocks_for(len(token_ids)) - len(hits) + resurrected
+
     def open(self, sequence_id: str, chain: BlockHashChain, token_ids: Sequence[int]) -> int:
         """Give a new sequence blocks for all of `token_ids`; returns how many of these tokens are in KV already.
 
@@ -83,7 +94,7 @@ class BlockManager:
                 self._pool.release(block.block_id)
             raise
         table = [block.block_id for block in hits] + fresh
-        self._sequences[sequence_id] = SequenceBlocks(chain, len(hits), len(hits), table)
+        self._sequences[sequence_id] = SequenceBlocks(chain, len(hits), table)
         for digest in chain.digests[len(hits) :]:
             self._computing.setdefault(digest, sequence_id)
         self._probes += 1
@@ -108,11 +119,13 @@ class BlockManager:
         if full <= sequence.num_committed_blocks:
             return
         chain = sequence.chain
-        chain.extend(token_ids[: full * self.block_size])
+        chain.extend(token_ids)
         for index in range(sequence.num_committed_blocks, full):
             tokens = tuple(token_ids[index * self.block_size : (index + 1) * self.block_size])
             digest = chain.digests[index]
-            self._pool.register(CachedBlock(sequence.block_table[index], digest, chain.parent_of(index), tokens))
+            block = CachedBlock(sequence.block_table[index], digest, chain.parent_of(index), tokens)
+            if not self._pool.register(block):
+                self._share_twin(sequence.block_table, index, block)
             self._no_longer_computing(digest, sequence_id)
         sequence.num_committed_blocks = full
 
@@ -131,11 +144,14 @@ class BlockManager:
             self._pool.release(block_id)
 
     def discard(self, sequence_id: str) -> None:
-        """Like `free`, for a sequence whose KV cannot be trusted: what it computed is withdrawn from later hits."""
+        """Like `free`, for a sequence whose KV cannot be trusted: all its blocks are withdrawn from later hits.
+
+        Those it shared as well: the fault may have come with them, and would come again with every hit.
+        """
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             return
-        for block_id in sequence.block_table[sequence.num_hit_blocks :]:
+        for block_id in sequence.block_table:
             self._pool.forget(block_id)
         self.free(sequence_id)
 
@@ -180,6 +196,15 @@ class BlockManager:
                 break
             hits.append(block)
         return hits
+
+    def _share_twin(self, table: list[int], index: int, block: CachedBlock) -> None:
+        """Two sequences computed one block: hold the registered one, so that parents and children stay together."""
+        twin = self._pool.lookup(block.digest)
+        if twin is None or twin.token_ids != block.token_ids or twin.parent != block.parent:
+            return  # a collision of digests: keep our own, unregistered
+        self._pool.acquire(twin.block_id)
+        self._pool.release(block.block_id)
+        table[index] = twin.block_id
 
     def _sequence(self, sequence_id: str) -> SequenceBlocks:
         try:

@@ -15,8 +15,8 @@ class BlockPool:
 
     Block 0 is the null block: padding points at it, it is never handed out. A freed block that is registered keeps
     its content and may be resurrected by a hit; it is taken for something else only when no blank block is left,
-    oldest first. Whoever frees a sequence gives its blocks tail first, so a child is always evicted before its
-    parent: whoever holds a child holds the parent, hence the parent is freed no earlier.
+    oldest first. Whoever frees a sequence gives its blocks tail first, so a child is evicted before its parent:
+    whoever holds a registered child holds the registered parent, hence the parent is freed no earlier.
 
     A list of free ids with the content beside it, as the seed had, cannot say which free block is worth keeping and
     recycles the most recently freed (seeds 2.1); a scan for it is O(n).

@@ -10,7 +10,7 @@ class PrefixCacheMetrics:
     """Counters since the pool was made; they survive idleness and the end of every sequence."""
 
     enabled: bool
-    probes: int  # sequences admitted
+    probes: int  # admissions; a preempted sequence counts again
     hits: int  # of those, how many found at least one block
     queried_tokens: int
     saved_prefill_tokens: int  # tokens whose KV was found

@@ -12,6 +12,5 @@ class SequenceBlocks:
     """The blocks one sequence holds. Written by BlockManager alone."""
 
     chain: BlockHashChain
-    num_hit_blocks: int = 0  # leading blocks that came from the prefix cache: shared, never written
     num_committed_blocks: int = 0  # leading blocks known to hold good KV; registered where their digest was new
     block_table: list[int] = field(default_factory=list)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -11,8 +10,11 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import CapabilityError, CheckpointError
 from engine.kv_cache.kv_cache_spec import KVCacheSpec
+from engine.loading.cpu_threads import usable_cores
 from engine.loading.dtypes import DTYPES, supported_dtypes
 from engine.loading.memory import free_memory_bytes, num_blocks_that_fit
+from kernels.dispatch import has_operations, operations
+from kernels.errors import KernelsUnavailable
 from settings import EffectiveSettings
 
 
@@ -26,17 +28,17 @@ def derive_settings(effective: EffectiveSettings) -> EffectiveSettings:
     effective = effective.with_derived(
         {
             "model.name": path.resolve().name,
-            "engine.device": "cuda" if torch.cuda.is_available() else "cpu",
-            "engine.num_threads": len(os.sched_getaffinity(0)),
-            "engine.max_model_len": config.max_position_embeddings,
+            "engine.device": _default_device(),
+            "engine.num_threads": usable_cores(),
         }
     )
     device = torch.device(effective.settings.engine.device)
     effective = effective.with_derived({"engine.dtype": _default_dtype(config.dtype, device)})
-    _check_capabilities(effective, device)
-    if effective.settings.engine.kv_cache.num_blocks is not None:
-        return effective
-    return effective.with_derived({"engine.kv_cache.num_blocks": _num_blocks(effective, config, device)})
+    _check_capabilities(effective, config, device)
+    if effective.settings.engine.kv_cache.num_blocks is None:
+        num_blocks = _num_blocks(effective, config, device)
+        effective = effective.with_derived({"engine.kv_cache.num_blocks": num_blocks})
+    return _with_max_model_len(effective, config)
 
 
 def model_path(effective: EffectiveSettings) -> Path:
@@ -59,10 +61,9 @@ def kv_cache_spec(effective: EffectiveSettings, config: ModelConfig) -> KVCacheS
     )
 
 
-def max_model_len(effective: EffectiveSettings, config: ModelConfig) -> int:
-    """Tokens of one request: engine.max_model_len, which never exceeds what the model was made for."""
-    asked = effective.settings.engine.max_model_len
-    return config.max_position_embeddings if asked is None else min(asked, config.max_position_embeddings)
+def _default_device() -> str:
+    """CUDA where there is a GPU and this build has kernels for it."""
+    return "cuda" if torch.cuda.is_available() and has_operations(torch.device("cuda")) else "cpu"
 
 
 def _default_dtype(checkpoint_dtype: str, device: torch.device) -> str:
@@ -73,10 +74,20 @@ def _default_dtype(checkpoint_dtype: str, device: torch.device) -> str:
     return "bfloat16" if checkpoint_dtype == "bfloat16" and has_bf16 else "float32"
 
 
-def _check_capabilities(effective: EffectiveSettings, device: torch.device) -> None:
+def _check_capabilities(effective: EffectiveSettings, config: ModelConfig, device: torch.device) -> None:
     settings = effective.settings.engine
+    try:
+        operations(device)
+    except KernelsUnavailable as error:
+        raise CapabilityError(f"engine.device={device.type}: {error}") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise CapabilityError("engine.device=cuda: no CUDA device can be used here; accepted: cpu, auto")
+    context = config.max_position_embeddings
+    if settings.max_model_len is not None and settings.max_model_len > context:
+        raise CapabilityError(
+            f"engine.max_model_len={settings.max_model_len}: the model was made for {context} tokens; "
+            f"accepted: 2 to {context}, none"
+        )
     dtypes = supported_dtypes(device)
     if settings.dtype not in dtypes:
         raise CapabilityError(
@@ -94,5 +105,19 @@ def _num_blocks(effective: EffectiveSettings, config: ModelConfig, device: torch
     with Checkpoint.open(model_path(effective)) as checkpoint:
         weights = checkpoint.total_bytes * spec.dtype.itemsize // DTYPES[config.dtype].itemsize
     budget = int((free_memory_bytes(device) - weights) * settings.kv_cache.memory_fraction)
-    blocks_per_sequence = -(-max_model_len(effective, config) // spec.block_size)
+    longest = settings.max_model_len or config.max_position_embeddings
+    blocks_per_sequence = -(-longest // spec.block_size)
     return num_blocks_that_fit(budget, spec.bytes_per_block, settings.max_num_seqs * blocks_per_sequence)
+
+
+def _with_max_model_len(effective: EffectiveSettings, config: ModelConfig) -> EffectiveSettings:
+    """What one request may hold: the model's context, or the whole pool where that is less."""
+    settings = effective.settings.engine
+    blocks = settings.kv_cache.num_blocks or 0
+    pool = (blocks - 1) * settings.kv_cache.block_size
+    if settings.max_model_len is not None and settings.max_model_len > pool:
+        raise CapabilityError(
+            f"engine.max_model_len={settings.max_model_len}: the KV pool of {blocks} blocks holds {pool} tokens; "
+            f"lower it, or raise engine.kv_cache.num_blocks or engine.kv_cache.memory_fraction"
+        )
+    return effective.with_derived({"engine.max_model_len": min(config.max_position_embeddings, pool)})

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.generation_config import read_generation_config
 from engine.checkpoint.model_config import ModelConfig
-from engine.errors import EngineFatal
+from engine.errors import CheckpointError, EngineFatal
 from engine.execution.step_executor import StepExecutor
 from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.kv_cache_tensors import KVCacheTensors
-from engine.loading.derived_settings import derive_settings, kv_cache_spec, max_model_len, model_path
+from engine.loading.derived_settings import derive_settings, kv_cache_spec, model_path
 from engine.loading.dtypes import DTYPES
 from engine.loading.engine_parts import EngineParts
 from engine.models.load_decoder import load_decoder
@@ -29,15 +31,15 @@ def load_parts(effective: EffectiveSettings) -> EngineParts:
     path = model_path(effective)
     config = ModelConfig.from_directory(path)
     device = torch.device(settings.device)
-    num_blocks = settings.kv_cache.num_blocks
-    if num_blocks is None or settings.num_threads is None:
-        raise EngineFatal("derive_settings left engine.kv_cache.num_blocks or engine.num_threads unset")
+    num_blocks, max_model_len = settings.kv_cache.num_blocks, settings.max_model_len
+    if num_blocks is None or max_model_len is None or settings.num_threads is None:
+        raise EngineFatal("derive_settings left engine.num_threads, max_model_len or kv_cache.num_blocks unset")
     torch.set_num_threads(settings.num_threads)
     placement = ModelPlacement(
         device=device,
         dtype=DTYPES[settings.dtype],
         ops=operations(device),
-        max_positions=max_model_len(effective, config),
+        max_positions=max_model_len,
         bucketed_min_tokens=settings.moe.bucketed_min_tokens if settings.moe.bucketed else None,
     )
     with Checkpoint.open(path) as checkpoint:
@@ -45,7 +47,7 @@ def load_parts(effective: EffectiveSettings) -> EngineParts:
     kv_cache = KVCacheTensors.allocate(kv_cache_spec(effective, config), num_blocks, device)
     executor = StepExecutor(model, kv_cache, settings)
     block_manager = BlockManager(num_blocks, settings.kv_cache.block_size, prefix_caching=settings.prefix_cache.enabled)
-    runner = ModelRunner(executor, block_manager, settings, max_model_len(effective, config))
+    runner = ModelRunner(executor, block_manager, settings, max_model_len)
     runner.warm_up()
     return EngineParts(
         effective=effective,
@@ -53,5 +55,15 @@ def load_parts(effective: EffectiveSettings) -> EngineParts:
         runner=runner,
         block_manager=block_manager,
         tokenizer=Tokenizer.from_directory(path),
-        eos_token_ids=read_generation_config(path).eos_token_ids,
+        eos_token_ids=_eos_token_ids(path, config),
     )
+
+
+def _eos_token_ids(path: Path, config: ModelConfig) -> frozenset[int]:
+    ids = read_generation_config(path).eos_token_ids
+    beyond = sorted(token_id for token_id in ids if not 0 <= token_id < config.vocab_size)
+    if beyond:
+        raise CheckpointError(
+            f"eos_token_id {beyond[0]} is outside the vocabulary; accepted: 0 to {config.vocab_size - 1}"
+        )
+    return ids

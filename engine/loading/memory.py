@@ -38,13 +38,18 @@ def meminfo_available_bytes(path: Path) -> int:
 
 
 def cgroup_headroom_bytes(root: Path) -> int | None:
-    """What the container's memory limit (cgroup v2) leaves; None where there is no limit."""
+    """What the container's memory limit (cgroup v2) leaves; None where there is no limit.
+
+    Pages of files count as free: the mapped weights lie there, and the kernel drops them before it refuses memory.
+    """
     try:
         limit = (root / "memory.max").read_text().strip()
         used = int((root / "memory.current").read_text())
+        statistics = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
     except FileNotFoundError:
         return None
-    return None if limit == "max" else max(0, int(limit) - used)
+    reclaimable = int(statistics.get("active_file", 0)) + int(statistics.get("inactive_file", 0))
+    return None if limit == "max" else max(0, int(limit) - used + reclaimable)
 
 
 def num_blocks_that_fit(budget_bytes: int, bytes_per_block: int, useful_blocks: int) -> int:

@@ -42,15 +42,15 @@ class ModelReport:
             cuda_graphs=self._settings.cuda_graphs.enabled,
         )
 
-    def status(self, *, num_sequences: int, failure: str | None) -> ModelStatus:
+    def status(self, *, failure: str | None) -> ModelStatus:
         """How the model is doing now."""
         kv_cache = self._executor.kv_cache
         return ModelStatus(
             state="ready" if failure is None else "failed",
             reason=failure,
             implementation=self._executor.model.device.type,
-            num_steps=self._executor.num_steps,
-            num_sequences=num_sequences,
+            num_forward_passes=self._executor.num_forward_passes,
+            num_sequences=self._blocks.num_sequences,
             num_blocks=self._blocks.num_blocks,
             free_blocks=self._blocks.num_free_blocks,
             kv_bytes=kv_cache.spec.bytes_per_block * kv_cache.num_blocks,

@@ -47,6 +47,10 @@ class ModelRunner:
         """Tokens one sequence may hold: the bound that admission and allocation both use (seeds A4)."""
         return min(self._max_model_len, self._blocks.capacity_tokens)
 
+    def mark_failed(self, reason: str) -> None:
+        """Note why the model can no longer be trusted: `status` says so from now on."""
+        self._failure = reason
+
     def warm_up(self) -> None:
         """Run one token under a reserved id and give its block back. Raises NonFiniteLogits if that answers NaN."""
         try:
@@ -54,7 +58,7 @@ class ModelRunner:
         finally:
             self._drop(WARM_UP_ID, trusted=False)
         if isinstance(result, ErrorResult):
-            self._failure = str(result.error)
+            self.mark_failed(str(result.error))
             raise result.error
 
     def prepare(self, cache_id: str, max_tokens: int) -> None:
@@ -132,10 +136,10 @@ class ModelRunner:
     def status(self) -> ModelStatus:
         """How the model is doing."""
         report = ModelReport(self._executor, self._blocks, self._settings)
-        return report.status(num_sequences=len(self._entries), failure=self._failure)
+        return report.status(failure=self._failure)
 
     def _refusal(self, items: Sequence[UnifiedItem], num_tokens: int) -> UnifiedRefusal | None:
-        if all(len(item.token_ids) == 1 and item.is_final for item in items):
+        if all(self._is_decode(item) for item in items):
             return UnifiedRefusal.PURE_DECODE
         if len(items) == 1 and len(items[0].token_ids) > 1:
             return UnifiedRefusal.SINGLE_PREFILL
@@ -143,7 +147,13 @@ class ModelRunner:
             return UnifiedRefusal.SWITCHED_OFF
         if num_tokens > self._settings.max_num_batched_tokens:
             return UnifiedRefusal.TOO_MANY_TOKENS
+        if len(items) > self._settings.max_num_seqs:
+            return UnifiedRefusal.TOO_MANY_SEQUENCES
         return None
+
+    def _is_decode(self, item: UnifiedItem) -> bool:
+        entry = self._entries.get(item.cache_id)
+        return entry is not None and entry.is_open and len(item.token_ids) == 1 and item.is_final
 
     def _guarded(self, cache_id: str, run: Callable[[], ItemResult]) -> ItemResult:
         """An item's own failure becomes its result; anything else leaves no half-run sequence behind."""
@@ -210,14 +220,14 @@ class ModelRunner:
         start = len(entry.token_ids)
         known = [*entry.token_ids, *item.token_ids]
         if entry.is_open:
-            self._blocks.grow(item.cache_id, len(known))
+            self._blocks.grow(_sequence_id(item.cache_id), len(known))
         else:
             entry.chain = self._blocks.new_chain(known, salt="")
-            start = self._blocks.open(item.cache_id, entry.chain, known)
+            start = self._blocks.open(_sequence_id(item.cache_id), entry.chain, known)
             entry.is_open = True
         entry.token_ids = known
         self._entries[item.cache_id] = entry
-        return ForwardItem(known[start:], start, self._blocks.block_table(item.cache_id), item.is_final)
+        return ForwardItem(known[start:], start, self._blocks.block_table(_sequence_id(item.cache_id)), item.is_final)
 
     def _check_tokens(self, item: UnifiedItem, entry: CacheEntry) -> None:
         if not item.token_ids:
@@ -249,7 +259,7 @@ class ModelRunner:
 
     def _commit(self, cache_id: str) -> None:
         entry = self._entries[cache_id]
-        self._blocks.commit(cache_id, entry.token_ids, len(entry.token_ids))
+        self._blocks.commit(_sequence_id(cache_id), entry.token_ids, len(entry.token_ids))
 
     def _check_new_id(self, cache_id: str) -> None:
         if cache_id in self._entries or cache_id.startswith(RESERVED_PREFIX):
@@ -263,6 +273,11 @@ class ModelRunner:
         if entry is None or not entry.is_open:
             return
         if trusted:
-            self._blocks.free(cache_id)
+            self._blocks.free(_sequence_id(cache_id))
         else:
-            self._blocks.discard(cache_id)
+            self._blocks.discard(_sequence_id(cache_id))
+
+
+def _sequence_id(cache_id: str) -> str:
+    """Key of its blocks: apart from those of the engine's requests, which may not begin like this."""
+    return f"{RESERVED_PREFIX}/{cache_id}"

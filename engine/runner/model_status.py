@@ -13,8 +13,8 @@ class ModelStatus:
     state: Literal["ready", "failed"]
     reason: str | None  # why it failed
     implementation: str  # which kernels run, e.g. "cpu"
-    num_steps: int
-    num_sequences: int  # held through the model interface
+    num_forward_passes: int  # the warm-up included
+    num_sequences: int  # that hold blocks, through this interface or the engine
     num_blocks: int
     free_blocks: int
     kv_bytes: int  # of the whole pool

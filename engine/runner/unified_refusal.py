@@ -14,6 +14,7 @@ class UnifiedRefusal(Enum):
     SINGLE_PREFILL = "one item with several tokens: prefill is faster"
     SWITCHED_OFF = "engine.unified_prefill is off"
     TOO_MANY_TOKENS = "more tokens than engine.max_num_batched_tokens"
+    TOO_MANY_SEQUENCES = "more sequences than engine.max_num_seqs"
 
 
 class UnifiedRefused(EngineError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -19,8 +18,10 @@ class Sampler:
     min-p, draw. A row's token depends on that row alone.
     """
 
-    def __init__(self, ops: Operations) -> None:
+    def __init__(self, ops: Operations, unknown_ids: torch.Tensor | None = None) -> None:
+        """`unknown_ids` [U] int64: rows of the embedding that no token of the vocabulary stands for; never chosen."""
         self._ops = ops
+        self._unknown_ids = unknown_ids
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken | NonFiniteLogits]:
@@ -59,33 +60,35 @@ class Sampler:
                 ids = torch.tensor(list(row.params.logit_bias), dtype=torch.int64, device=logits.device)
                 bias = torch.tensor(list(row.params.logit_bias.values()), dtype=torch.float32, device=logits.device)
                 logits[index].index_add_(0, ids, bias)
-        self._penalise(logits, [index for index, row in enumerate(rows) if row.params.has_penalties], rows)
+        self._penalise(logits, rows)
         for index, row in enumerate(rows):
             if row.banned_token_ids:
                 logits[index, list(row.banned_token_ids)] = -torch.inf
+        if self._unknown_ids is not None:
+            logits.index_fill_(1, self._unknown_ids, -torch.inf)
 
-    def _penalise(self, logits: torch.Tensor, indices: Sequence[int], rows: Sequence[SamplingRow]) -> None:
-        if not indices:
+    def _penalise(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+        row_ids: list[int] = []
+        token_ids: list[int] = []
+        counts: list[int] = []
+        for index, row in enumerate(rows):
+            if row.params.has_penalties and row.counts is not None:
+                generated = row.counts.generated
+                row_ids += [index] * len(generated)
+                token_ids += generated.keys()
+                counts += generated.values()
+        if not row_ids:
             return
-        selected = logits[list(indices)]
-        params = [rows[index].params for index in indices]
+        params = [row.params for row in rows]
         self._ops.apply_penalties(
-            selected,
-            self._counts(logits, [rows[index].prompt_token_ids for index in indices]),
-            self._counts(logits, [rows[index].output_token_ids for index in indices]),
+            logits,
+            torch.tensor(row_ids, dtype=torch.int64, device=logits.device),
+            torch.tensor(token_ids, dtype=torch.int64, device=logits.device),
+            torch.tensor(counts, dtype=torch.int32, device=logits.device),
             self._column(logits, [p.repetition_penalty for p in params]),
             self._column(logits, [p.presence_penalty for p in params]),
             self._column(logits, [p.frequency_penalty for p in params]),
         )
-        logits[list(indices)] = selected
-
-    def _counts(self, logits: torch.Tensor, token_ids: Sequence[Sequence[int]]) -> torch.Tensor:
-        counts = torch.zeros((len(token_ids), logits.shape[-1]), dtype=torch.int32, device=logits.device)
-        for row, ids in enumerate(token_ids):
-            seen = Counter(ids)
-            where = torch.tensor(list(seen), dtype=torch.int64, device=logits.device)
-            counts[row, where] = torch.tensor(list(seen.values()), dtype=torch.int32, device=logits.device)
-        return counts
 
     def _column(self, logits: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=logits.device)
@@ -110,7 +113,8 @@ class Sampler:
         if truncated:
             selected = logits[truncated]
             params = [rows[index].params for index in truncated]
-            top_k = torch.tensor([p.top_k or logits.shape[-1] for p in params], device=logits.device)
+            size = logits.shape[-1]
+            top_k = torch.tensor([min(p.top_k or size, size) for p in params], device=logits.device)
             self._ops.mask_top_k_top_p_min_p(
                 selected,
                 top_k,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.sampling.token_counts import TokenCounts
 from engine.sampling_params import SamplingParams
 
 
@@ -13,17 +14,7 @@ class SamplingRow:
     """What the sampler must know of one row of logits."""
 
     params: SamplingParams
-    prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
+    position: int  # of the token to be drawn: with the seed it decides the draw
     seed: int
+    counts: TokenCounts | None = None  # wanted where the parameters have penalties
     banned_token_ids: Sequence[int] = ()  # may not be drawn at this position (min_tokens)
-
-    @property
-    def position(self) -> int:
-        """Position of the token to be drawn: with the seed it decides the draw."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
-
-    @property
-    def edits_logits(self) -> bool:
-        """Whether anything changes the logits before the choice."""
-        return bool(self.params.logit_bias) or self.params.has_penalties or bool(self.banned_token_ids)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.errors import EngineError
 from engine.finish_reason import FinishReason
 from engine.kv_cache.block_hash_chain import BlockHashChain
 from engine.request import Request
+from engine.sampling.token_counts import TokenCounts
 from engine.token_logprobs import TokenLogprobs
 
 
@@ -26,11 +26,11 @@ class RequestState:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     was_admitted: bool = False
     num_preemptions: int = 0
+    counts: TokenCounts | None = None  # output processor; None without penalties
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     text_parts: list[str] = field(default_factory=list)  # output processor: text released so far
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    error: EngineError | None = None
 
     @property
     def sequence_id(self) -> str:

@@ -138,7 +138,7 @@ class Scheduler:
 
     def _has_headroom(self, state: RequestState) -> bool:
         """A preempted sequence comes back only where every running one can still take a block: no ping-pong."""
-        need = self._blocks.blocks_for(len(state.token_ids)) + len(self._running)
+        need = self._blocks.blocks_needed(state.chain, state.token_ids) + len(self._running)
         return not self._running or need <= self._blocks.num_free_blocks
 
     def _chunk(self, state: RequestState, budget: int) -> ScheduledItem:

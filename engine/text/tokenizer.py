@@ -43,6 +43,11 @@ class Tokenizer:
         # One more than the highest id; the model's embedding may have further rows, which decode to nothing.
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    def unknown_ids(self, vocab_size: int) -> tuple[int, ...]:
+        """Ids below `vocab_size` that mean nothing: rows an embedding was padded with, holes in the vocabulary."""
+        known = set(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        return tuple(token_id for token_id in range(vocab_size) if token_id not in known)
+
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer:
         """Load the tokenizer of a model directory. Raises CheckpointError naming file and key."""

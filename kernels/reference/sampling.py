@@ -20,20 +20,19 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
 
 def apply_penalties(
     logits: torch.Tensor,
-    prompt_counts: torch.Tensor,
+    rows: torch.Tensor,
+    token_ids: torch.Tensor,
     output_counts: torch.Tensor,
     repetition: torch.Tensor,
     presence: torch.Tensor,
     frequency: torch.Tensor,
 ) -> None:
     """See `Operations.apply_penalties`. One token at a time."""
-    for row in range(logits.shape[0]):
-        for token in range(logits.shape[1]):
-            value, count = logits[row, token].clone(), output_counts[row, token]
-            if prompt_counts[row, token] > 0 or count > 0:
-                value = value * repetition[row] if value < 0 else value / repetition[row]
-            value = value - frequency[row] * count
-            logits[row, token] = value - presence[row] if count > 0 else value
+    for row, token, count in zip(rows.tolist(), token_ids.tolist(), output_counts.tolist(), strict=True):
+        value = logits[row, token].clone()
+        value = value * repetition[row] if value < 0 else value / repetition[row]
+        value = value - frequency[row] * count
+        logits[row, token] = value - presence[row] if count > 0 else value
 
 
 def mask_top_k_top_p_min_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> None:

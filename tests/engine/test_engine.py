@@ -78,7 +78,7 @@ def test_n_completions_share_the_prompt_and_differ_in_their_draws(engine: Engine
 
 
 def test_an_end_of_sequence_id_ends_the_text_and_is_not_in_it(engine: Engine) -> None:
-    eos = next(iter(engine._outputs._eos_token_ids))
+    eos = next(iter(engine.eos_token_ids))
     output = _one(engine, temperature=0.0, ignore_eos=False, logit_bias={eos: 100.0})
     (completion,) = output.completions
     assert (completion.token_ids, completion.text) == ((eos,), "")
@@ -86,12 +86,12 @@ def test_an_end_of_sequence_id_ends_the_text_and_is_not_in_it(engine: Engine) ->
 
 
 def test_min_tokens_bans_every_way_to_end(engine: Engine) -> None:
-    eos = next(iter(engine._outputs._eos_token_ids))
+    eos = next(iter(engine.eos_token_ids))
     output = _one(engine, temperature=0.0, ignore_eos=False, logit_bias={eos: 100.0}, min_tokens=5)
     (completion,) = output.completions
     assert len(completion.token_ids) == 6
     assert completion.token_ids[-1] == eos
-    assert not set(completion.token_ids[:-1]) & engine._outputs._eos_token_ids
+    assert not set(completion.token_ids[:-1]) & engine.eos_token_ids
 
 
 def test_a_stop_token_ends_and_is_named(engine: Engine) -> None:
@@ -277,6 +277,8 @@ def test_what_nobody_set_is_derived_and_shown_as_derived(moe_checkpoint: Path) -
         ({"device": "cuda"}, r"engine\.device=cuda.*accepted: cpu"),
         ({"dtype": "float16"}, r"engine\.dtype=float16.*accepted: auto, float32, bfloat16"),
         ({"cuda_graphs__enabled": "true"}, r"engine\.cuda_graphs\.enabled=true"),
+        ({"max_model_len": "4096"}, r"engine\.max_model_len=4096: the model was made for 1024 tokens"),
+        ({"max_model_len": "65", "kv_cache__num_blocks": "5"}, r"the KV pool of 5 blocks holds 64 tokens"),
     ],
 )
 def test_a_setting_this_machine_cannot_honour_stops_the_start(

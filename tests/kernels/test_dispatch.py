@@ -33,7 +33,7 @@ def test_a_device_without_kernels_is_refused(device: str, reason: str) -> None:
 def test_every_operation_of_the_interface_is_named_with_its_implementation() -> None:
     names = implementation_names(torch.device("cpu"))
     assert set(names) == set(operation_names()) == set(reference.__all__)
-    assert set(cpu.__all__) == {*operation_names(), "pack_linear_weight"}
+    assert set(cpu.__all__) == set(operation_names())
     assert all(name.startswith("cpu (PyTorch") for name in names.values())
 
 

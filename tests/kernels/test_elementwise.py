@@ -60,15 +60,6 @@ def test_linear_agrees_with_the_reference(m: int, n: int, k: int, dtype: torch.d
     assert_close(cpu.linear(x, weight), reference.linear(x, weight))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("m", [1, 5, 70])
-def test_a_packed_weight_gives_the_same_product(m: int, dtype: torch.dtype) -> None:
-    x, weight = random(m, 160, dtype=dtype), random(96, 160, dtype=dtype, seed=1)
-    packed = cpu.pack_linear_weight(weight)
-    assert packed.is_mkldnn == (dtype is torch.bfloat16)
-    assert_close(cpu.linear(x, packed), reference.linear(x, weight))
-
-
 def test_a_float16_weight_is_converted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.cpu.projection.FLOAT16_CHUNK_ELEMENTS", 1000)
     x, weight = random(3, 300, dtype=torch.float16), random(31, 300, dtype=torch.float16, seed=1)

@@ -154,28 +154,28 @@ def test_more_rows_than_a_slab_are_all_masked() -> None:
 def test_the_repetition_penalty_is_that_of_transformers(operations: Operations) -> None:
     logits = random_logits(3, 77)
     ids = torch.randint(77, (3, 20), generator=torch.Generator().manual_seed(1))
-    counts = torch.zeros(3, 77, dtype=torch.int32).scatter_add_(1, ids, torch.ones(3, 20, dtype=torch.int32))
-    in_output = counts.clone()
-    in_output[:, 40:] = 0
+    rows, tokens = torch.zeros(3, 77).scatter_(1, ids, 1.0).nonzero(as_tuple=True)
+    in_output = (tokens < 40).int()
     penalties = torch.tensor([1.0, 1.3, 0.7])
     expected = torch.cat(
         [RepetitionPenaltyLogitsProcessor(float(penalties[i]))(ids[i : i + 1], logits[i : i + 1]) for i in range(3)]
     )
-    operations.apply_penalties(logits, counts - in_output, in_output, penalties, torch.zeros(3), torch.zeros(3))
+    operations.apply_penalties(logits, rows, tokens, in_output, penalties, torch.zeros(3), torch.zeros(3))
     assert_close(logits, expected, max_steps=0, rms_steps=0)
 
 
 def test_penalties_agree_with_the_reference() -> None:
     generator = torch.Generator().manual_seed(2)
-    prompt, output = (torch.randint(-4, 4, (5, 333), generator=generator).clamp(min=0).int() for _ in range(2))
+    rows, tokens = (torch.rand(5, 333, generator=generator) < 0.4).nonzero(as_tuple=True)
+    counts = torch.randint(-4, 4, rows.shape, generator=generator).clamp(min=0).int()
     repetition = torch.tensor([1.0, 1.2, 0.5, 1.0, 1.1])
     presence = torch.tensor([0.0, 0.5, -1.0, 2.0, 0.0])
     frequency = torch.tensor([0.0, 0.25, 0.0, -0.5, 2.0])
     actual = random_logits(5, 333)
     actual[:, 5] = -torch.inf
     expected, before = actual.clone(), actual.clone()
-    cpu.apply_penalties(actual, prompt, output, repetition, presence, frequency)
-    reference.apply_penalties(expected, prompt, output, repetition, presence, frequency)
+    cpu.apply_penalties(actual, rows, tokens, counts, repetition, presence, frequency)
+    reference.apply_penalties(expected, rows, tokens, counts, repetition, presence, frequency)
     assert_close(actual, expected, max_steps=0, rms_steps=0)
     assert torch.equal(actual[0], before[0])
 
@@ -183,8 +183,9 @@ def test_penalties_agree_with_the_reference() -> None:
 @pytest.mark.parametrize("operations", [cpu, reference])
 def test_presence_and_frequency_count_the_output_only(operations: Operations) -> None:
     logits = torch.ones(1, 4)
-    prompt, output = torch.tensor([[5, 0, 5, 0]]).int(), torch.tensor([[0, 1, 3, 0]]).int()
-    operations.apply_penalties(logits, prompt, output, torch.ones(1), torch.tensor([0.5]), torch.tensor([0.25]))
+    rows, tokens, counts = torch.tensor([0, 0, 0]), torch.tensor([2, 0, 1]), torch.tensor([3, 0, 1]).int()
+    penalties = (torch.ones(1), torch.tensor([0.5]), torch.tensor([0.25]))
+    operations.apply_penalties(logits, rows, tokens, counts, *penalties)
     assert logits.tolist() == [[1.0, 0.25, -0.25, 1.0]]
 
 

@@ -17,12 +17,14 @@ class ReferenceContinuation:
     """What transformers generates greedily after a prompt."""
 
     token_ids: list[int]
-    margins: list[float]  # best minus second best logit at each step
+    margins: list[float]  # best minus second best logit at each step, of the tokens that may be chosen
     logits: torch.Tensor  # [num_tokens, V], float32
 
 
-def continue_greedily(model: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[ReferenceContinuation]:
-    """Continue each prompt; prompts of one length share a batch, so that nothing is padded."""
+def continue_greedily(
+    model: Any, prompts: Sequence[Sequence[int]], num_tokens: int, suppressed: Sequence[int]
+) -> list[ReferenceContinuation]:
+    """Continue each prompt without the `suppressed` ids; prompts of one length share a batch: nothing is padded."""
     by_length: dict[int, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):
         by_length[len(prompt)].append(index)
@@ -37,11 +39,13 @@ def continue_greedily(model: Any, prompts: Sequence[Sequence[int]], num_tokens: 
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
+            suppress_tokens=list(suppressed),
             output_logits=True,
+            output_scores=True,
             return_dict_in_generate=True,
         )
         logits = torch.stack(out.logits, dim=1).float()  # [batch, num_tokens, V]
-        best = logits.topk(2, dim=-1).values
+        best = torch.stack(out.scores, dim=1).topk(2, dim=-1).values
         for row, index in enumerate(indices):
             results[index] = ReferenceContinuation(
                 token_ids=out.sequences[row, ids.shape[1] :].tolist(),

@@ -65,7 +65,7 @@ def test_a_profile_times_every_layer_of_the_selected_steps(
 
 def test_a_profile_runs_every_so_many_steps(moe_checkpoint: Path) -> None:
     events = _events(moe_checkpoint, profile__layers="true", profile__every_steps="4")
-    assert [event["step"] % 4 for event in events] == [0, 0]
+    assert [event["forward_pass"] % 4 for event in events] == [0, 0]
 
 
 def test_decode_runs_together_from_the_threshold_on(moe_checkpoint: Path) -> None:
@@ -75,7 +75,7 @@ def test_decode_runs_together_from_the_threshold_on(moe_checkpoint: Path) -> Non
         names = [f"{count}-{i}" for i in range(count)]
         for name in names:
             runner.prefill(name, [1, 2, 3])
-        before = runner.status().num_steps
+        before = runner.status().num_forward_passes
         runner.decode_batch([DecodeItem(name, 5, 3) for name in names])
-        passes.append(runner.status().num_steps - before)
+        passes.append(runner.status().num_forward_passes - before)
     assert passes == [2, 1]

@@ -45,9 +45,24 @@ def test_only_full_blocks_are_found() -> None:
 
 def test_the_last_token_is_always_computed_so_a_shared_block_is_never_written() -> None:
     manager = _manager()
-    _run(manager, "a", list(range(8)))
-    assert _run(manager, "b", list(range(8))) == 4
+    tokens = list(range(8))
+    _run(manager, "a", tokens)
+    assert manager.open("b", manager.new_chain(tokens, ""), tokens) == 4
     assert list(manager.block_table("b")) == [1, 3]
+
+
+def test_a_block_computed_twice_is_held_once_from_then_on() -> None:
+    manager = _manager()
+    _run(manager, "a", list(range(8)))
+    _run(manager, "b", list(range(8)))
+    assert list(manager.block_table("b")) == [1, 2]
+    assert manager.num_free_blocks == 6
+    manager.free("a")
+    _run(manager, "c", [*range(8), 80, 81, 82, 83])
+    for name in "bc":
+        manager.free(name)
+    _run(manager, "d", list(range(100, 132)))
+    assert manager.metrics(1).evictions == 3
 
 
 def test_the_prefix_survives_the_end_of_its_sequence_and_idleness() -> None:
@@ -154,13 +169,28 @@ def test_who_computes_a_prefix_is_known_until_it_is_committed_or_given_up() -> N
     assert manager.waits_for(manager.new_chain(other, ""), other) is None
 
 
-def test_discarded_blocks_are_never_found_but_those_it_shared_are() -> None:
+def test_discarded_blocks_are_never_found_again_nor_are_those_it_shared() -> None:
     manager = _manager(20)
-    _run(manager, "good", list(range(5)))
+    _run(manager, "first", list(range(5)))
     tokens = [*range(4), *range(40, 50)]
-    _run(manager, "bad", tokens)
+    assert _run(manager, "bad", tokens) == 4
     manager.discard("bad")
-    assert _run(manager, "again", tokens) == 4
+    assert _run(manager, "again", tokens) == 0
+    manager.check_integrity()
+
+
+def test_the_blocks_an_opening_takes_are_known_beforehand() -> None:
+    manager = _manager(20)
+    _run(manager, "a", list(range(12)))
+    tokens = [*range(8), 80, 81, 82, 83, 84]
+    for held in (True, False):
+        chain = manager.new_chain(tokens, "")
+        need, free = manager.blocks_needed(chain, tokens), manager.num_free_blocks
+        assert need == (2 if held else 4)
+        manager.open("b", chain, tokens)
+        assert free - manager.num_free_blocks == need
+        manager.free("b")
+        manager.free("a")
 
 
 def test_freeing_twice_or_an_unknown_sequence_does_nothing() -> None:

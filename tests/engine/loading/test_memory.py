@@ -39,10 +39,11 @@ def test_unreadable_memory_figures_name_the_setting_that_does_without(tmp_path: 
         meminfo_available_bytes(meminfo)
 
 
-@pytest.mark.parametrize(("limit", "expected"), [("max", None), ("1000", 600), ("300", 0)])
+@pytest.mark.parametrize(("limit", "expected"), [("max", None), ("1000", 750), ("200", 0)])
 def test_a_container_counts_what_its_limit_leaves(tmp_path: Path, limit: str, expected: int | None) -> None:
     (tmp_path / "memory.max").write_text(limit + "\n")
     (tmp_path / "memory.current").write_text("400\n")
+    (tmp_path / "memory.stat").write_text("anon 250\nactive_file 100\ninactive_file 50\nslab 3\n")
     assert cgroup_headroom_bytes(tmp_path) == expected
 
 

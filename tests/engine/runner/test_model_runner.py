@@ -13,7 +13,7 @@ from engine.runner.decode_item import DecodeItem
 from engine.runner.item_result import ErrorResult, LogitsResult, TokenResult
 from engine.runner.model_runner import ModelRunner
 from engine.runner.unified_item import UnifiedItem
-from tests.support.engines import load_engine
+from tests.support.engines import greedy_request, load_engine
 from tests.support.runners import PROMPT, error_of, logits_of, make_runner
 
 
@@ -63,7 +63,6 @@ def test_a_model_that_answers_nan_fails_its_warm_up_and_says_so(moe_checkpoint: 
 
 def test_the_capacity_is_one_figure_and_not_a_silent_512(moe_checkpoint: Path) -> None:
     assert make_runner(moe_checkpoint).kv_capacity() == 1024
-    assert make_runner(moe_checkpoint, max_model_len="4096").kv_capacity() == 1024
     assert make_runner(moe_checkpoint, max_model_len="100").kv_capacity() == 100
     assert make_runner(moe_checkpoint, kv_cache__num_blocks="5").kv_capacity() == 64
 
@@ -129,9 +128,9 @@ def test_an_exhausted_pool_is_an_error_result_with_need_and_free(moe_checkpoint:
 def test_a_prompt_longer_than_a_step_is_run_in_chunks(moe_checkpoint: Path) -> None:
     whole = logits_of(make_runner(moe_checkpoint).prefill("a", PROMPT))
     runner = make_runner(moe_checkpoint, max_num_batched_tokens="7", max_num_seqs="7")
-    steps = runner.status().num_steps
+    steps = runner.status().num_forward_passes
     torch.testing.assert_close(logits_of(runner.prefill("a", PROMPT)), whole, atol=1e-5, rtol=0)
-    assert runner.status().num_steps - steps == 6
+    assert runner.status().num_forward_passes - steps == 6
 
 
 def test_a_second_prefill_continues_the_sequence(moe_checkpoint: Path) -> None:
@@ -153,9 +152,9 @@ def test_the_shape_of_decode_results_does_not_depend_on_the_path(
 ) -> None:
     runner = make_runner(moe_checkpoint, decode__batched=batched, decode__batch_threshold=threshold)
     items = _prefilled(runner, 5)
-    before = runner.status().num_steps
+    before = runner.status().num_forward_passes
     results = runner.decode_batch(items)
-    passes = runner.status().num_steps - before
+    passes = runner.status().num_forward_passes - before
     assert passes == (1 if batched == "true" and int(threshold) <= 5 else 5)
     reference = make_runner(moe_checkpoint)
     _prefilled(reference, 5)
@@ -201,14 +200,26 @@ def test_one_bad_item_never_fails_its_batch_mates(moe_checkpoint: Path) -> None:
 def test_an_item_with_nan_fails_alone_and_its_blocks_are_never_hit(moe_checkpoint: Path) -> None:
     engine = load_engine(moe_checkpoint)
     runner = engine.runner
-    items = _prefilled(runner, 3)
-    block = engine._blocks.block_table("s1")[0]
+    runner.prefill("first", PROMPT)
+    block = engine._blocks.block_table("__millrace/first")[0]
     engine._executor.kv_cache.values[0][block] = torch.nan
-    results = runner.decode_batch(items)
-    assert isinstance(error_of(results[1]), NonFiniteLogits)
-    assert [isinstance(result, TokenResult) for result in results] == [True, False, True]
-    assert runner.status().num_sequences == 2
-    assert isinstance(runner.prefill("s1", [1, *PROMPT[:4]]), LogitsResult)
+    assert isinstance(runner.prefill("other", PROMPT[::-1]), LogitsResult)
+    assert isinstance(error_of(runner.prefill("second", PROMPT)), NonFiniteLogits)
+    results = runner.decode_batch([DecodeItem("first", 7, 40), DecodeItem("other", 7, 40)])
+    assert isinstance(error_of(results[0]), NonFiniteLogits)
+    assert isinstance(results[1], TokenResult)
+    assert runner.status().num_sequences == 1
+    saved = runner.cache_metrics_snapshot().saved_prefill_tokens
+    assert isinstance(runner.prefill("first", PROMPT), LogitsResult)
+    assert runner.cache_metrics_snapshot().saved_prefill_tokens == saved
+
+
+def test_the_interface_and_the_engine_may_use_the_same_names(moe_checkpoint: Path) -> None:
+    engine = load_engine(moe_checkpoint)
+    engine.runner.prefill("a/0", PROMPT)
+    engine.add_request(greedy_request("a", PROMPT, 3))
+    engine.step()
+    assert engine.runner.status().num_sequences == 2
 
 
 def test_reset_names_everyone_it_drops_and_keeps_the_pool(moe_checkpoint: Path) -> None:

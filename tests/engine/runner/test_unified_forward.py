@@ -16,11 +16,11 @@ from tests.support.runners import PROMPT, error_of, logits_of, make_runner
 def test_unified_forward_runs_chunks_and_decodes_in_one_pass(moe_checkpoint: Path) -> None:
     runner = make_runner(moe_checkpoint)
     runner.prefill("old", PROMPT[:10])
-    before = runner.status().num_steps
+    before = runner.status().num_forward_passes
     results = runner.unified_forward(
         [UnifiedItem("new", PROMPT, 0, False), UnifiedItem("old", [5], 10, True)], full_logits=True
     )
-    assert runner.status().num_steps - before == 1
+    assert runner.status().num_forward_passes - before == 1
     assert results[0] is None
     alone = make_runner(moe_checkpoint)
     expected = logits_of(alone.prefill("old", [*PROMPT[:10], 5]))
@@ -38,17 +38,23 @@ def test_unified_forward_probes_and_registers_prefixes_as_every_path_does(moe_ch
     ("items", "reason"),
     [
         ([("a", 1, True), ("b", 1, True)], UnifiedRefusal.PURE_DECODE),
-        ([("a", 5, True)], UnifiedRefusal.SINGLE_PREFILL),
-        ([("a", 60, True), ("b", 5, False)], UnifiedRefusal.TOO_MANY_TOKENS),
+        ([("c", 5, True)], UnifiedRefusal.SINGLE_PREFILL),
+        ([("c", 60, True), ("d", 5, False)], UnifiedRefusal.TOO_MANY_TOKENS),
+        ([("c", 2, True), ("d", 2, True), ("e", 2, True), ("f", 2, True)], UnifiedRefusal.TOO_MANY_SEQUENCES),
     ],
 )
 def test_unified_forward_refuses_by_an_enum_and_runs_nothing(
     moe_checkpoint: Path, items: list[tuple[str, int, bool]], reason: UnifiedRefusal
 ) -> None:
-    runner = make_runner(moe_checkpoint, max_num_batched_tokens="64")
+    runner = make_runner(moe_checkpoint, max_num_batched_tokens="64", max_num_seqs="3")
+    known = {name: len(PROMPT) for name in "ab"}
+    for name in known:
+        runner.prefill(name, PROMPT)
     before = runner.status()
     with pytest.raises(UnifiedRefused) as caught:
-        runner.unified_forward([UnifiedItem(name, PROMPT[:1] * count, 0, final) for name, count, final in items])
+        runner.unified_forward(
+            [UnifiedItem(name, PROMPT[:1] * count, known.get(name, 0), final) for name, count, final in items]
+        )
     assert caught.value.reason is reason
     assert runner.status() == before
 
@@ -66,3 +72,9 @@ def test_unified_forward_answers_each_item_and_rejects_an_empty_one(moe_checkpoi
     results = runner.unified_forward([UnifiedItem("a", PROMPT, 0, True), UnifiedItem("b", [], 0, True)])
     assert isinstance(results[0], TokenResult)
     assert "no tokens" in str(error_of(results[1]))
+
+
+def test_new_sequences_of_one_token_are_no_decode(moe_checkpoint: Path) -> None:
+    runner = make_runner(moe_checkpoint)
+    results = runner.unified_forward([UnifiedItem("a", [1], 0, True), UnifiedItem("b", [2], 0, True)])
+    assert all(isinstance(result, TokenResult) for result in results)

