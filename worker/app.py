@@ -10,11 +10,11 @@ from celery import Celery
 from kombu import Exchange, Queue
 
 from settings import RedisSettings, Settings
-from worker.queue_lanes import PRIORITY_STEPS, QUEUE
+from worker.broker.queue_lanes import PRIORITY_STEPS, QUEUE
 from worker.schemas.submit_options import DEFAULT_PRIORITY
 
-_TRANSPORT = "worker.guarded_transport:GuardedTransport"
-_SOCKET_TRANSPORT = "worker.guarded_socket_transport:GuardedSocketTransport"
+_TRANSPORT = "worker.broker.guarded_transport:GuardedTransport"
+_SOCKET_TRANSPORT = "worker.broker.guarded_socket_transport:GuardedSocketTransport"
 VISIBILITY_TIMEOUT_S = 3600  # the same for every client of one Redis: the shortest one wins
 
 
@@ -47,7 +47,7 @@ def create_app(settings: Settings) -> Celery:
         worker_pool="threads",
         worker_concurrency=settings.worker.concurrency,
         worker_prefetch_multiplier=1,
-        worker_consumer="worker.guarded_consumer:GuardedConsumer",
+        worker_consumer="worker.broker.guarded_consumer:GuardedConsumer",
         # Threads cannot be cancelled, and a unit's lease outlives a lost connection.
         worker_cancel_long_running_tasks_on_connection_loss=False,
         worker_enable_remote_control=False,  # anyone who reaches the broker could stop workers

@@ -13,9 +13,9 @@ from pydantic import SecretStr
 from redis import Redis
 
 from settings import LimitSettings, RedisSettings, Settings, WorkerSettings
-from worker.announcer import Announcer
 from worker.app import create_app
-from worker.line_staging import LineStaging
+from worker.broker.announcer import Announcer
+from worker.intake.line_staging import LineStaging
 from worker.records.encode_record import has_failed
 from worker.registry.admission_limits import AdmissionLimits
 from worker.registry.connect import connect
@@ -28,7 +28,7 @@ from worker.registry.unit_ref import UnitRef
 from worker.schemas.job_status import JobStatus
 from worker.schemas.submit_options import SubmitOptions
 from worker.schemas.worker_info import WorkerInfo
-from worker.unit_closer import UnitCloser
+from worker.units.unit_closer import UnitCloser
 
 PAGE = 500  # records of one read
 FIRST_POLL_S = 0.02

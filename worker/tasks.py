@@ -5,10 +5,10 @@ from __future__ import annotations
 from celery import Celery, Task
 from celery.exceptions import Reject
 
-from worker.announcer import PLAN_TASK, RUN_SHARD_TASK
-from worker.message_end import MessageEnd
-from worker.untyped import Untyped
-from worker.worker_runtime import WorkerRuntime
+from worker.broker.announcer import PLAN_TASK, RUN_SHARD_TASK
+from worker.broker.message_end import MessageEnd
+from worker.broker.untyped import Untyped
+from worker.process.worker_runtime import WorkerRuntime
 
 SUBMIT_TASK = "millrace.submit"
 
@@ -16,7 +16,9 @@ SUBMIT_TASK = "millrace.submit"
 def register_tasks(app: Celery, runtime: WorkerRuntime) -> None:
     """Give `app` the worker's tasks, bound to `runtime`."""
     base = type(
-        "RuntimeTask", (Task,), {"abstract": True, "Request": "worker.engine_request:EngineRequest", "runtime": runtime}
+        "RuntimeTask",
+        (Task,),
+        {"abstract": True, "Request": "worker.broker.interruptible_request:InterruptibleRequest", "runtime": runtime},
     )
 
     @app.task(name=SUBMIT_TASK, base=base)  # type: ignore[untyped-decorator]  # celery has no types

@@ -11,18 +11,18 @@ from celery import Celery
 from settings import LimitSettings, WorkerSettings
 from tests.support.fake_engine import FakeEngine
 from tests.support.registry import TestRegistry, must_claim
-from worker.announcer import Announcer
-from worker.engine_thread import EngineThread
-from worker.held_unit import HeldUnit
-from worker.held_units import HeldUnits
-from worker.planner import Planner
+from worker.broker.announcer import Announcer
+from worker.process.engine_thread import EngineThread
+from worker.process.held_unit import HeldUnit
+from worker.process.held_units import HeldUnits
+from worker.process.result_writer import ResultWriter
 from worker.registry.unit_leases import UnitLeases
 from worker.registry.unit_ref import UnitRef
-from worker.request_builder import RequestBuilder
-from worker.result_writer import ResultWriter
-from worker.shard_prompts import ShardPrompts
-from worker.shard_run import ShardRun
-from worker.unit_closer import UnitCloser
+from worker.requests.request_builder import RequestBuilder
+from worker.units.planner import Planner
+from worker.units.shard_prompts import ShardPrompts
+from worker.units.shard_run import ShardRun
+from worker.units.unit_closer import UnitCloser
 
 
 class RecordingAnnouncer(Announcer):

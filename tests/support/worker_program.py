@@ -8,7 +8,7 @@ import sys
 
 from settings import load_settings, parse_assignments
 from tests.support.fake_engine import FakeEngine
-from worker.worker_process import run_worker
+from worker.process.worker_process import run_worker
 
 
 def main() -> int:

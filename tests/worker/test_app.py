@@ -7,7 +7,7 @@ from pydantic import SecretStr
 
 from settings import RedisSettings, Settings, WorkerSettings
 from worker.app import create_app
-from worker.queue_lanes import PRIORITY_STEPS, QUEUE
+from worker.broker.queue_lanes import PRIORITY_STEPS, QUEUE
 
 
 def _settings(url: str) -> Settings:
@@ -44,7 +44,7 @@ def test_a_broker_connection_never_waits_for_ever() -> None:
 )
 def test_the_broker_is_the_redis_of_the_settings(url: str, expected: tuple[object, ...]) -> None:
     connection = create_app(_settings(url)).connection_for_read()
-    assert connection.transport_cls == "worker.guarded_transport:GuardedTransport"
+    assert connection.transport_cls == "worker.broker.guarded_transport:GuardedTransport"
     port = connection.port or 6379
     found = (connection.hostname, port, connection.virtual_host, connection.userid, connection.password)
     assert (*found, connection.ssl) == expected

@@ -9,7 +9,7 @@ import click
 
 from settings import EffectiveSettings, SettingsError, load_settings, parse_assignments
 from worker.cli.bad_usage import BadUsage
-from worker.logging import configure_logging
+from worker.process.log_setup import configure_logging
 
 Command = TypeVar("Command", bound=Callable[..., object])
 

@@ -25,11 +25,11 @@ from worker.cli.command_settings import load_command_settings, set_option
 from worker.cli.data_files import open_input, open_output, refuse_same_file, write_line
 from worker.cli.exit_code import ExitCode
 from worker.cli.progress_line import ProgressLine
-from worker.line_feed import LineFeed
-from worker.model_name import served_model_name
-from worker.offline_run import OfflineRun
+from worker.offline.line_feed import LineFeed
+from worker.offline.offline_run import OfflineRun
+from worker.offline.run_summary import RunSummary
 from worker.records.encode_record import encode_record
-from worker.run_summary import RunSummary
+from worker.requests.model_name import served_model_name
 
 # Requests in the engine at once, as a multiple of those that run at once: the rest wait, sorted by prefix.
 WINDOW_FACTOR = 8

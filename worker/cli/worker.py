@@ -15,7 +15,7 @@ from worker.cli.bad_usage import BadUsage
 from worker.cli.command_error import CommandError
 from worker.cli.command_settings import load_command_settings, redis_options
 from worker.cli.job_client import shown_redis_url
-from worker.worker_process import run_worker
+from worker.process.worker_process import run_worker
 
 
 @click.command("worker")

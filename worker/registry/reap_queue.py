@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import redis
 
-from worker.queue_lanes import lanes_by_priority
+from worker.broker.queue_lanes import lanes_by_priority
 from worker.registry.due_unit import DueUnit
 from worker.registry.keys import Keys
 from worker.registry.redis_reply import text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from worker.untyped import Untyped
+from worker.broker.untyped import Untyped
 
 # A script's reply is whatever the script returns; only its reader here knows the shape.
 RedisReply = Untyped

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from worker.queue_lanes import lanes_by_priority
+from worker.broker.queue_lanes import lanes_by_priority
 from worker.registry.errors import InvalidJobId
 from worker.registry.keys import Keys
 from worker.registry.unit_ref import UnitRef

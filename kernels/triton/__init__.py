@@ -1,0 +1,1 @@
+"""The operations in Triton, for CUDA tensors. Satisfies `kernels.interface.Operations`."""

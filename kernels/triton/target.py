@@ -1,0 +1,24 @@
+"""For which GPU a launch is meant."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.runtime import driver
+
+INTERPRETED_CAPABILITY = 90  # the interpreter has no GPU to ask: launches take Hopper's parameters
+DEFAULT_MULTIPROCESSORS = 132  # of an H200: where no GPU can be asked (interpreter, compilation ahead of time)
+
+
+def compute_capability() -> int:
+    """Compute capability of the current target, such as 90; the interpreter counts as Hopper."""
+    if triton.knobs.runtime.interpret:
+        return INTERPRETED_CAPABILITY
+    return int(driver.active.get_current_target().arch)
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of the device."""
+    if device.type != "cuda":
+        return DEFAULT_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

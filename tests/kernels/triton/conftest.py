@@ -1,0 +1,30 @@
+"""These tests run twice: in Triton's interpreter on any machine, and as they are on a GPU.
+
+The interpreter is chosen when a kernel is decorated, so it needs a pytest run of its own:
+`TRITON_INTERPRET=1 python -m pytest tests/kernels/triton`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore_glob = [] if IS_INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where tensors are made: the interpreter works on CPU tensors."""
+    return torch.device("cpu" if IS_INTERPRETED else "cuda")
+
+
+@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=["float32", "float16", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Model dtypes; the interpreter computes bfloat16 wrongly and silently (triton #11584), so only a GPU runs it."""
+    if request.param is torch.bfloat16 and IS_INTERPRETED:
+        pytest.skip("Triton's interpreter computes bfloat16 wrongly")
+    found: torch.dtype = request.param
+    return found

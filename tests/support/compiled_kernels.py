@@ -1,0 +1,123 @@
+"""Ahead-of-time compilation: the operations' own launches, compiled for a GPU that is not there.
+
+Runs on a machine without GPU: pip's triton brings ptxas and cuobjdump. Launches go through a driver that names the
+target and launches nothing, so each kernel is specialised exactly as a real call with these tensors would do it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SHARED_MEMORY_LIMIT_BYTES = {80: 166_912, 90: 232_448}
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """One compiled specialisation and what it takes."""
+
+    name: str
+    capability: int
+    num_warps: int
+    num_stages: int
+    constants: dict[str, Any]
+    registers: int
+    spill_bytes: int  # STACK of cuobjdump: LOCAL stays 0 on spills
+    shared_bytes: int
+    ptx: str
+
+    @property
+    def num_async_copies(self) -> int:
+        """cp.async of 16 bytes."""
+        return len(re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", self.ptx))
+
+    @property
+    def uses_wgmma(self) -> bool:
+        """Whether it uses Hopper's warpgroup matrix instructions."""
+        return "wgmma.mma_async" in self.ptx
+
+
+class _Driver(DriverBase):  # type: ignore[misc]  # triton is untyped
+    """A driver that names a target and launches nothing."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return self._capability  # the key of triton's cache: one device an architecture
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Any:
+        return lambda fn, quantiles=None, **_: [0.0, 0.0, 0.0]
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+
+@contextmanager
+def compiling_for(capability: int) -> Iterator[list[CompiledKernel]]:
+    """Launches inside are compiled for sm_<capability> and not run; yields the list they are added to, each once."""
+    compiled: list[CompiledKernel] = []
+    seen: set[str] = set()
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}  # positional ones come first
+            constants = {name: value for name, value in named.items() if name.isupper()}
+            compiled.append(_inspect(kernel, self.fn.__name__, capability, constants))
+        return kernel
+
+    target = mock.patch.object(driver, "_active", _Driver(capability))  # `driver.active` would look for a GPU
+    with target, mock.patch.object(JITFunction, "run", compile_only):
+        yield compiled
+
+
+def _inspect(kernel: Any, name: str, capability: int, constants: dict[str, Any]) -> CompiledKernel:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [str(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()  # type: ignore[union-attr]  # its format
+    return CompiledKernel(
+        name=name,
+        capability=capability,
+        num_warps=kernel.metadata.num_warps,
+        num_stages=kernel.metadata.num_stages,
+        constants=constants,
+        registers=int(registers),
+        spill_bytes=int(stack),
+        shared_bytes=kernel.metadata.shared,
+        ptx=kernel.asm["ptx"],
+    )

@@ -1,0 +1,193 @@
+"""OfflineRun over a scripted engine: who gets which record, and when."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+from engine.engine_stats import EngineStats
+from engine.errors import EngineFatal, EngineUnavailable, InvalidRequest
+from engine.request import Request
+from engine.request_output import RequestOutput
+from engine.text.tokenizer import Tokenizer
+from settings import LimitSettings, Settings
+from tests.support.outputs import completion, request_output
+from tests.support.request_lines import completion_line, raw_line
+from tests.support.tiny_tokenizer import make_tokenizer
+from worker.offline.line_feed import LineFeed
+from worker.offline.offline_run import OfflineRun
+
+Record = Mapping[str, object]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path: Path = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(path)
+    return Tokenizer.from_directory(path)
+
+
+class ScriptedEngine:
+    """Ends one request a step, the youngest first; a seed says how a request misbehaves."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.settings = Settings()
+        self.tokenizer = tokenizer
+        self.max_model_len = 100
+        self.waiting: list[Request] = []
+        self.most_waiting = 0
+
+    def add_request(self, request: Request) -> None:
+        if request.params.seed == 400:
+            raise InvalidRequest("too odd", param="prompt", code="too_odd")
+        self.waiting.append(request)
+        self.most_waiting = max(self.most_waiting, len(self.waiting))
+
+    def abort(self, request_id: str) -> bool:
+        raise AssertionError(f"nobody cancels {request_id}")
+
+    def step(self) -> list[RequestOutput]:
+        request = self.waiting.pop()
+        if request.params.seed == 666:
+            self.waiting.append(request)
+            raise EngineFatal("the pool is broken")
+        if request.params.seed == 503:
+            return [request_output(request.request_id, error=EngineUnavailable("no room"))]
+        return [request_output(request.request_id, completion(f"answer {request.request_id}"))]
+
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting)
+
+    def stats(self) -> EngineStats:
+        raise AssertionError("not asked for")
+
+    def close(self) -> None:
+        self.waiting.clear()
+
+
+class Harness:
+    """One run and what it wrote."""
+
+    def __init__(self, tokenizer: Tokenizer, window: int = 4) -> None:
+        self.engine = ScriptedEngine(tokenizer)
+        self.records: list[Record] = []
+        self.offline = OfflineRun(
+            self.engine, LimitSettings(), model_name="tiny", window=window, write=self.records.append
+        )
+
+    def run(self, lines: Iterable[bytes], should_stop: Callable[[], bool] = lambda: False) -> None:
+        feed = LineFeed(io.BytesIO(b"\n".join(lines)), max_line_bytes=10_000, capacity=8)
+        feed.start()
+        self.offline.run(feed, should_stop, lambda: None)
+
+    def status_codes(self) -> dict[str, int]:
+        return {str(record["custom_id"]): record["response"]["status_code"] for record in self.records}  # type: ignore[index]  # JSON
+
+
+def test_every_line_ends_in_exactly_one_record(tokenizer: Tokenizer) -> None:
+    harness = Harness(tokenizer)
+
+    harness.run([completion_line() for _ in range(20)])
+
+    assert sorted(harness.status_codes()) == sorted(str(number) for number in range(1, 21))
+    assert len(harness.records) == 20
+    assert set(harness.status_codes().values()) == {200}
+
+
+def test_bad_lines_become_errors_and_their_neighbours_run(tokenizer: Tokenizer) -> None:
+    harness = Harness(tokenizer)
+
+    harness.run(
+        [
+            completion_line(custom_id="good"),
+            completion_line(custom_id="typo", temprature=1),
+            completion_line(custom_id="refused by the engine", seed=400),
+            completion_line(custom_id="other model", model="gpt-4o"),
+            completion_line(custom_id="no room", seed=503),
+            completion_line(custom_id="good", seed=1),
+            b"\xff",
+        ]
+    )
+
+    codes = harness.status_codes()
+    assert codes["typo"] == codes["refused by the engine"] == codes["other model"] == codes["None"] == 400
+    assert codes["no room"] == 503
+    assert sorted(r["response"]["status_code"] for r in harness.records if r["custom_id"] == "good") == [200, 400]  # type: ignore[index]  # JSON
+    errors = [r["response"]["body"]["error"] for r in harness.records if r["response"]["status_code"] != 200]  # type: ignore[index]  # JSON
+    assert {error["line"] for error in errors} == {2, 3, 4, 5, 6, 7}
+
+
+def test_never_more_than_the_window_is_in_the_engine(tokenizer: Tokenizer) -> None:
+    harness = Harness(tokenizer, window=3)
+
+    harness.run([completion_line() for _ in range(30)])
+
+    assert harness.engine.most_waiting <= 3
+    assert len(harness.records) == 30
+
+
+def test_a_stop_between_steps_keeps_what_was_finished(tokenizer: Tokenizer) -> None:
+    harness = Harness(tokenizer)
+
+    harness.run([completion_line() for _ in range(30)], should_stop=lambda: len(harness.records) >= 5)
+
+    assert len(harness.records) == 5
+    for record in harness.records:
+        json.dumps(record)
+
+
+def test_a_broken_engine_ends_its_requests_with_a_server_error(tokenizer: Tokenizer) -> None:
+    harness = Harness(tokenizer, window=2)
+
+    with pytest.raises(EngineFatal):
+        harness.run([completion_line(custom_id="a"), completion_line(custom_id="b", seed=666)])
+
+    assert harness.status_codes()["b"] == 500
+    assert len(harness.records) == 2
+
+
+def test_the_summary_counts_records_and_tokens(tokenizer: Tokenizer) -> None:
+    harness = Harness(tokenizer)
+
+    harness.run([completion_line(), completion_line(n=0), completion_line()])
+
+    summary = harness.offline.summary(load_s=1.5)
+    assert (summary.requests, summary.failed) == (3, 1)
+    assert (summary.prompt_tokens, summary.cached_tokens, summary.output_tokens) == (10, 8, 4)
+    assert summary.load_s == 1.5
+    assert summary.elapsed_s > 0
+
+
+def test_an_empty_input_is_a_run_of_nothing(tokenizer: Tokenizer) -> None:
+    harness = Harness(tokenizer)
+
+    harness.run([])
+
+    assert harness.records == []
+
+
+def test_a_failing_read_is_reported(tokenizer: Tokenizer) -> None:
+    class Broken(io.BytesIO):
+        def readline(self, size: int | None = -1, /) -> bytes:
+            raise OSError("disk on fire")
+
+    harness = Harness(tokenizer)
+    feed = LineFeed(Broken(), max_line_bytes=100, capacity=8)
+    feed.start()
+
+    with pytest.raises(OSError, match="disk on fire"):
+        harness.offline.run(feed, lambda: False, lambda: None)
+
+
+def test_token_ids_of_a_line_reach_the_engine(tokenizer: Tokenizer) -> None:
+    harness = Harness(tokenizer)
+    seen: list[Request] = []
+    harness.engine.add_request = seen.append  # type: ignore[assignment, method-assign]  # only looked at
+
+    harness.run([raw_line({"prompt": [5, 6]})], should_stop=lambda: bool(seen))
+
+    assert list(seen[0].prompt_token_ids) == [5, 6]

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from engine.errors import CheckpointError, EngineUnavailable, InvalidRequest
+from engine.finish_reason import FinishReason
+from engine.request import Request
+from engine.request_output import RequestOutput
+from engine.sampling_params import SamplingParams
+from tests.support.fake_engine import BREAK, FAIL, REFUSE, FakeEngine, answer
+from tests.support.wait_until import wait_until
+from worker.process.engine_thread import EngineThread
+from worker.requests.step_engine import StepEngine
+
+WAIT_S = 5
+
+
+@contextmanager
+def _running(engine: FakeEngine, *, max_open: int = 100) -> Iterator[tuple[EngineThread, list[BaseException]]]:
+    failures: list[BaseException] = []
+    thread = EngineThread(lambda: engine, max_open_requests=max_open, on_failure=failures.append)
+    thread.start()
+    try:
+        yield thread, failures
+    finally:
+        assert thread.stop(WAIT_S)
+    assert engine.is_closed
+
+
+def _request(request_id: str, prompt: str = "p") -> Request:
+    return Request(request_id, list(prompt.encode()), SamplingParams())
+
+
+def _run(thread: EngineThread, request: Request) -> RequestOutput:
+    outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+    assert thread.try_submit(request, outputs.put)
+    return outputs.get(timeout=WAIT_S)
+
+
+def test_every_request_gets_its_own_output() -> None:
+    with _running(FakeEngine(steps_per_request=3)) as (thread, _):
+        outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+        for number in range(20):
+            assert thread.try_submit(_request(str(number), f"prompt {number}"), outputs.put)
+        texts = {
+            output.request_id: output.completions[0].text for output in (outputs.get(timeout=5) for _ in range(20))
+        }
+    assert texts == {str(number): answer(f"prompt {number}") for number in range(20)}
+
+
+def test_the_engine_is_loaded_and_used_on_one_thread_only() -> None:
+    threads: set[int] = set()
+
+    class Watched(FakeEngine):
+        def step(self) -> list[RequestOutput]:
+            threads.add(threading.get_ident())
+            return super().step()
+
+    def load() -> StepEngine:
+        threads.add(threading.get_ident())
+        return Watched()
+
+    thread = EngineThread(load, max_open_requests=1, on_failure=lambda _: None)
+    thread.start()
+    _run(thread, _request("a"))
+    thread.stop(WAIT_S)
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+
+
+def test_what_loading_raises_is_raised_where_it_was_started() -> None:
+    def load() -> StepEngine:
+        raise CheckpointError("no config.json")
+
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        EngineThread(load, max_open_requests=1, on_failure=lambda _: None).start()
+
+
+def test_a_refused_or_failed_request_ends_in_an_output_with_its_error() -> None:
+    with _running(FakeEngine()) as (thread, failures):
+        assert isinstance(_run(thread, _request("a", REFUSE)).error, InvalidRequest)
+        assert isinstance(_run(thread, _request("b", FAIL)).error, EngineUnavailable)
+        assert _run(thread, _request("c")).error is None
+    assert failures == []
+
+
+def test_there_is_no_room_beyond_the_bound_until_a_request_ends() -> None:
+    engine = FakeEngine(steps_per_request=1_000_000, step_s=0.001)
+    with _running(engine, max_open=2) as (thread, _):
+        outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+        assert thread.try_submit(_request("a"), outputs.put)
+        assert thread.try_submit(_request("b"), outputs.put)
+        assert not thread.try_submit(_request("c"), outputs.put)
+        thread.abort(["a"])
+        wait_until(lambda: thread.try_submit(_request("c"), outputs.put))
+        assert engine.most_open == 2
+
+
+def test_an_aborted_request_leaves_the_engine_and_calls_nobody_back() -> None:
+    engine = FakeEngine(steps_per_request=1_000_000, step_s=0.001)
+    with _running(engine) as (thread, _):
+        outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
+        thread.try_submit(_request("a"), outputs.put)
+        wait_until(lambda: thread.num_steps > 0)
+        thread.abort(["a", "never there"])
+        wait_until(lambda: thread.is_idle)
+        assert (engine.num_aborted, thread.num_open_requests) == (1, 0)
+        assert outputs.empty()
+
+
+def test_a_broken_engine_is_reported_once_and_takes_nothing_more() -> None:
+    with _running(FakeEngine()) as (thread, failures):
+        thread.try_submit(_request("a", BREAK), lambda _: None)
+        wait_until(lambda: failures)
+        assert not thread.try_submit(_request("b"), lambda _: None)
+        assert [str(failure) for failure in failures] == ["broken by the fake engine"]
+
+
+def test_it_is_idle_until_there_is_a_request_and_counts_its_steps() -> None:
+    with _running(FakeEngine(steps_per_request=4)) as (thread, _):
+        assert thread.is_idle
+        assert _run(thread, _request("a")).completions[0].finish_reason is FinishReason.STOP
+        assert thread.num_steps == 4
+        wait_until(lambda: thread.is_idle)
+        assert thread.stalled_for_s == 0.0
+
+
+def test_a_step_that_does_not_end_is_seen_from_outside() -> None:
+    with _running(FakeEngine(step_s=0.5)) as (thread, _):
+        thread.try_submit(_request("a"), lambda _: None)
+        wait_until(lambda: thread.stalled_for_s > 0.2, timeout_s=1)

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.errors import InvalidRequest, PromptTooLong
+from engine.text.tokenizer import Tokenizer
+from tests.support.request_lines import chat_line, completion_line, parse, raw_line
+from tests.support.tiny_tokenizer import make_tokenizer
+from worker.requests.request_builder import RequestBuilder
+
+TEMPLATE_WITH_TOOLS = (
+    "{% if tools %}[{{ tools | tojson }}]{% endif %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if thinking %}think{% endif %}"
+    "{% if messages[0].role == 'tool' %}{{ raise_exception('begins with a tool') }}{% endif %}"
+)
+
+
+def tokenizer_at(path: Path, template: str | None) -> Tokenizer:
+    make_tokenizer(path)
+    config_path = path / "tokenizer_config.json"
+    config = json.loads(config_path.read_text())
+    if template is None:
+        del config["chat_template"]
+    else:
+        config["chat_template"] = template
+    config_path.write_text(json.dumps(config))
+    return Tokenizer.from_directory(path)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    return tokenizer_at(tmp_path, TEMPLATE_WITH_TOOLS)
+
+
+@pytest.fixture
+def builder(tokenizer: Tokenizer) -> RequestBuilder:
+    return RequestBuilder(tokenizer, max_model_len=64, model_name="tiny")
+
+
+def test_a_text_prompt_is_tokenised(builder: RequestBuilder, tokenizer: Tokenizer) -> None:
+    request = builder.build(parse(completion_line()), "r1", priority=3, cache_salt="t")
+
+    assert list(request.prompt_token_ids) == tokenizer.encode("hello")
+    assert (request.request_id, request.priority, request.cache_salt) == ("r1", 3, "t")
+
+
+def test_token_ids_are_taken_as_they_are(builder: RequestBuilder) -> None:
+    assert list(builder.build(parse(raw_line({"prompt": [3, 1]})), "r").prompt_token_ids) == [3, 1]
+
+
+def test_a_conversation_goes_through_the_template(builder: RequestBuilder, tokenizer: Tokenizer) -> None:
+    request = builder.build(parse(chat_line(chat_template_kwargs={"thinking": True})), "r")
+
+    assert tokenizer.decode(list(request.prompt_token_ids)) == "<user>hellothink"
+
+
+def test_tools_go_through_the_template(builder: RequestBuilder, tokenizer: Tokenizer) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+
+    request = builder.build(parse(chat_line(tools=[tool])), "r")
+
+    assert tokenizer.decode(list(request.prompt_token_ids)) == f"[[{json.dumps(tool)}]]<user>hello"
+
+
+def test_a_completion_gets_16_tokens_unless_told(builder: RequestBuilder) -> None:
+    assert builder.build(parse(completion_line()), "r").params.max_tokens == 16
+    assert builder.build(parse(completion_line(max_tokens=3)), "r").params.max_tokens == 3
+
+
+def test_a_completion_near_the_end_of_the_context_gets_what_is_left(builder: RequestBuilder) -> None:
+    assert builder.build(parse(raw_line({"prompt": [1] * 60})), "r").params.max_tokens == 4
+
+
+def test_a_chat_gets_what_the_context_leaves(builder: RequestBuilder) -> None:
+    assert builder.build(parse(chat_line()), "r").params.max_tokens is None
+    assert builder.build(parse(chat_line(max_completion_tokens=9)), "r").params.max_tokens == 9
+
+
+def test_every_parameter_reaches_the_engine(builder: RequestBuilder) -> None:
+    line = parse(
+        completion_line(
+            min_tokens=2, temperature=0.5, top_p=0.5, top_k=4, min_p=0.1, seed=7, n=2, stop="x", stop_token_ids=[9],
+            ignore_eos=True, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.3,
+            logit_bias={"5": -1}, logprobs=2,
+        )
+    )  # fmt: skip
+    params = builder.build(line, "r").params
+
+    assert (params.min_tokens, params.temperature, params.top_p, params.top_k) == (2, 0.5, 0.5, 4)
+    assert (params.min_p, params.seed, params.n, params.stop) == (0.1, 7, 2, ("x",))
+    assert (params.stop_token_ids, params.ignore_eos, params.logprobs) == ((9,), True, 2)
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.1, 0.2, 0.3)
+    assert params.logit_bias == {5: -1.0}
+
+
+def test_top_k_minus_one_is_off(builder: RequestBuilder) -> None:
+    assert builder.build(parse(completion_line(top_k=-1)), "r").params.top_k == 0
+
+
+@pytest.mark.parametrize("name", ["tiny", "org/tiny", None])
+def test_the_models_name_is_accepted(builder: RequestBuilder, name: str | None) -> None:
+    assert builder.build(parse(completion_line(model=name)), "r").request_id == "r"
+
+
+def test_another_models_name_is_refused(builder: RequestBuilder) -> None:
+    with pytest.raises(InvalidRequest, match="model is 'gpt-4o'; accepted: 'tiny'") as raised:
+        builder.build(parse(completion_line(model="gpt-4o")), "r")
+
+    assert (raised.value.param, raised.value.code) == ("model", "model_not_found")
+
+
+def test_a_conversation_longer_than_the_context_names_need_and_capacity(builder: RequestBuilder) -> None:
+    line = parse(raw_line({"messages": [{"role": "user", "content": "x" * 100}]}))
+
+    with pytest.raises(PromptTooLong) as raised:
+        builder.build(line, "r")
+
+    assert (raised.value.param, raised.value.capacity) == ("messages", 64)
+    assert raised.value.need > 100
+
+
+def test_min_tokens_above_max_tokens_is_refused(builder: RequestBuilder) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        builder.build(parse(completion_line(min_tokens=5, max_tokens=4)), "r")
+
+    assert raised.value.param == "min_tokens"
+
+
+def test_a_model_without_a_template_takes_prompts_only(tmp_path: Path) -> None:
+    builder = RequestBuilder(tokenizer_at(tmp_path / "plain", None), max_model_len=64, model_name="tiny")
+
+    with pytest.raises(InvalidRequest, match="chat template") as raised:
+        builder.build(parse(chat_line()), "r")
+
+    assert raised.value.param == "messages"
+    assert builder.build(parse(completion_line()), "r").request_id == "r"
+
+
+def test_what_the_template_refuses_is_the_requests_fault(builder: RequestBuilder) -> None:
+    line = parse(raw_line({"messages": [{"role": "tool", "content": "1", "tool_call_id": "c"}]}))
+
+    with pytest.raises(InvalidRequest, match="begins with a tool") as raised:
+        builder.build(line, "r")
+
+    assert raised.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs.thinking"),
+    ],
+)
+def test_what_the_template_does_not_read_is_refused(tmp_path: Path, parameters: dict[str, object], param: str) -> None:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    builder = RequestBuilder(tokenizer_at(tmp_path / "bare", template), max_model_len=64, model_name="tiny")
+
+    with pytest.raises(InvalidRequest) as raised:
+        builder.build(parse(chat_line(**parameters)), "r")
+
+    assert raised.value.param == param
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+def test_template_arguments_of_our_own_cannot_be_replaced(builder: RequestBuilder, name: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        builder.build(parse(chat_line(chat_template_kwargs={name: "x"})), "r")
+
+    assert raised.value.param == f"chat_template_kwargs.{name}"

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from tests.support.fake_engine import FAIL, REFUSE, FakeEngine, answer
+from tests.support.registry import TestRegistry, must_claim, ok
+from tests.support.units import Units, running_units
+from tests.support.wait_until import wait_until
+from worker.process.held_unit import HeldUnit
+from worker.registry.stop_reason import StopReason
+from worker.registry.unit_ref import UnitRef
+from worker.schemas import JobState, SubmitOptions
+
+ENDLESS = 1_000_000  # steps
+
+
+def _hold_job(units: Units, prompts: list[str], options: SubmitOptions | None = None) -> HeldUnit:
+    """A job whose one shard is held."""
+    lines = [json.dumps({"prompt": prompt}).encode() for prompt in prompts]
+    job_id = units.registry.submit(lines, options)
+    plan = must_claim(units.leases, UnitRef.plan(job_id))
+    assert units.leases.planned(plan, [range(len(prompts))])
+    return units.hold(UnitRef.shard(job_id, 0))
+
+
+def _records(units: Units, held: HeldUnit) -> dict[int, dict[str, Any]]:
+    records = [json.loads(record) for record in units.registry.reader.records(held.claim.ref.job_id, 0, 1000)]
+    return {int(record["custom_id"]) - 1: record for record in records}
+
+
+def _start(units: Units, held: HeldUnit) -> threading.Thread:
+    thread = threading.Thread(target=units.shard_run(held).run)
+    thread.start()
+    return thread
+
+
+def test_a_shard_runs_to_its_last_record(registry: TestRegistry) -> None:
+    prompts = [f"prompt {number}" for number in range(100)]
+    with running_units(registry, max_open=7) as units:
+        held = _hold_job(units, prompts)
+        units.shard_run(held).run()
+        records = _records(units, held)
+        assert units.engine.most_open <= 7
+    texts = [records[index]["response"]["body"]["choices"][0]["text"] for index in range(100)]
+    assert texts == [answer(prompt) for prompt in prompts]
+    job = registry.reader.status(held.claim.ref.job_id)
+    assert (job.status, job.request_counts.completed, job.usage.output_tokens) == (JobState.COMPLETED, 100, 1600)
+
+
+def test_only_what_has_no_record_runs(registry: TestRegistry) -> None:
+    with running_units(registry) as units:
+        earlier = _hold_job(units, ["a", "b", "c"])
+        units.leases.put(earlier.claim, [ok(1, '{"custom_id": "2", "kept": true}')])
+        units.leases.release(earlier.claim, count_attempt=False)
+        held = units.hold(earlier.claim.ref)
+        units.shard_run(held).run()
+        assert _records(units, held)[1] == {"custom_id": "2", "kept": True}
+        assert units.engine.most_open <= 2
+
+
+def test_a_prompt_that_fails_costs_only_itself(registry: TestRegistry) -> None:
+    with running_units(registry) as units:
+        held = _hold_job(units, ["a", REFUSE, FAIL, "x" * 5000, "b"])
+        units.shard_run(held).run()
+        records = _records(units, held)
+    codes = [records[index]["response"]["status_code"] for index in range(5)]
+    assert codes == [200, 400, 503, codes[3], 200]
+    assert records[1]["response"]["body"]["error"]["code"] == "refused"
+
+
+def test_a_defect_of_ours_over_one_prompt_is_its_error_record(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_units(registry) as units:
+        held = _hold_job(units, ["a", "b"])
+        encode = units.engine.tokenizer.encode
+
+        def failing(text: str, *, add_special_tokens: bool = True) -> list[int]:
+            if text == "b":
+                raise ZeroDivisionError
+            return encode(text, add_special_tokens=add_special_tokens)
+
+        monkeypatch.setattr(units.engine.tokenizer, "encode", failing)
+        units.shard_run(held).run()
+        records = _records(units, held)
+    assert [records[index]["response"]["status_code"] for index in (0, 1)] == [200, 500]
+
+
+@pytest.mark.parametrize("reason", [StopReason.CANCELLED, StopReason.EXPIRED])
+def test_a_shard_whose_job_ends_keeps_what_is_finished_and_says_so_of_the_rest(
+    registry: TestRegistry, reason: StopReason
+) -> None:
+    with running_units(registry, FakeEngine(steps_per_request=3, step_s=0.01, slots=2)) as units:
+        held = _hold_job(units, [f"p{number}" for number in range(50)])
+        thread = _start(units, held)
+        wait_until(lambda: registry.reader.records(held.claim.ref.job_id, 0, 3))
+        if reason is StopReason.CANCELLED:
+            registry.control.cancel(held.claim.ref.job_id)
+        held.stop(reason)
+        thread.join(5)
+        records = _records(units, held)
+        wait_until(lambda: units.engine_thread.is_idle)
+        assert units.engine.num_aborted > 0
+    assert sorted(records) == list(range(50))
+    codes = [record["error"]["code"] if record["error"] else "ok" for record in records.values()]
+    expected = {StopReason.CANCELLED: "batch_cancelled", StopReason.EXPIRED: "batch_expired"}[reason]
+    assert set(codes) == {"ok", expected}
+    state = registry.reader.status(held.claim.ref.job_id).status
+    assert state.value == expected.removeprefix("batch_")
+
+
+def test_cancelling_frees_the_engine_within_a_step(registry: TestRegistry) -> None:
+    with running_units(registry, FakeEngine(steps_per_request=ENDLESS, step_s=0.2)) as units:
+        held = _hold_job(units, ["a", "b"])
+        thread = _start(units, held)
+        wait_until(lambda: units.engine_thread.num_steps > 0)
+        steps = units.engine_thread.num_steps
+        held.stop(StopReason.CANCELLED)
+        wait_until(lambda: units.engine.num_aborted == 2)
+        assert units.engine_thread.num_steps <= steps + 1
+        thread.join(5)
+
+
+@pytest.mark.parametrize("reason", [StopReason.RELEASED, StopReason.ENGINE_FAILED, StopReason.FENCED])
+def test_a_shard_that_is_given_up_writes_nothing_more(registry: TestRegistry, reason: StopReason) -> None:
+    with running_units(registry, FakeEngine(steps_per_request=ENDLESS, step_s=0.001)) as units:
+        held = _hold_job(units, ["a", "b"])
+        thread = _start(units, held)
+        wait_until(lambda: units.engine_thread.num_steps > 0)
+        held.stop(reason)
+        thread.join(5)
+        assert not thread.is_alive()
+        wait_until(lambda: units.engine_thread.is_idle)
+        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
+    assert _records(units, held) == {}
+
+
+def test_a_worker_that_lost_its_lease_stops_as_soon_as_it_writes(registry: TestRegistry) -> None:
+    with running_units(registry, FakeEngine(steps_per_request=5, step_s=0.01, slots=1), lease_s=0.1) as units:
+        held = _hold_job(units, ["a", "b", "c", "d"])
+        time.sleep(0.11)
+        taken = must_claim(registry.leases(owner="other"), held.claim.ref)
+        units.shard_run(held).run()
+        assert held.stop_reason is StopReason.FENCED
+        assert registry.leases().renew([taken])[0][0]
+    assert _records(units, held) == {}
+
+
+def test_prompts_of_tenants_get_their_salt_and_priority(registry: TestRegistry) -> None:
+    seen: list[tuple[int, str]] = []
+
+    class Watched(FakeEngine):
+        def add_request(self, request: Any) -> None:
+            seen.append((request.priority, request.cache_salt))
+            super().add_request(request)
+
+    with running_units(registry, Watched()) as units:
+        held = _hold_job(units, ["a"], SubmitOptions(priority=2, tenant="acme"))
+        units.shard_run(held).run()
+    assert seen == [(2, "acme")]

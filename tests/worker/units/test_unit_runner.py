@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pytest
+import redis
+
+from tests.support.registry import TestRegistry, must_claim, ok
+from tests.support.units import Units, running_units
+from worker.broker.message_end import MessageEnd
+from worker.process.held_unit import HeldUnit
+from worker.registry.stop_reason import StopReason
+from worker.registry.unit_ref import UnitRef
+from worker.schemas import JobState
+from worker.units.unit_runner import UnitRunner
+
+
+def _runner(units: Units, *, is_well: bool = True) -> UnitRunner:
+    return UnitRunner(units.leases, units.closer, units.held_units, give_back_for_s=0.1, is_well=lambda: is_well)
+
+
+def _no_work(_held: HeldUnit) -> None:
+    raise AssertionError("there was nothing to run")
+
+
+def test_a_finished_unit_acknowledges_its_message(registry: TestRegistry) -> None:
+    job_id = registry.running_job([0])
+    with running_units(registry) as units:
+
+        def work(held: HeldUnit) -> None:
+            assert held.claim.ref in units.held_units
+            units.leases.put(held.claim, [ok(0)])
+            held.set_written()
+
+        assert _runner(units).run(UnitRef.shard(job_id, 0), "m", work) is MessageEnd.DONE
+        assert len(units.held_units) == 0
+    assert registry.reader.status(job_id).status is JobState.COMPLETED
+
+
+def test_messages_of_units_that_are_held_or_finished_are_acknowledged(registry: TestRegistry) -> None:
+    job_id = registry.running_job([0], [1])
+    with running_units(registry) as units:
+        runner = _runner(units)
+        units.hold(UnitRef.shard(job_id, 0))  # by this worker
+        must_claim(registry.leases(owner="other"), UnitRef.shard(job_id, 1))
+        for unit in (UnitRef.shard(job_id, 0), UnitRef.shard(job_id, 1), UnitRef.plan(job_id)):
+            assert runner.run(unit, "m", _no_work) is MessageEnd.DONE
+
+
+def test_a_draining_worker_claims_nothing(registry: TestRegistry) -> None:
+    shard = UnitRef.shard(registry.running_job([0]), 0)
+    with running_units(registry) as units:
+        runner = _runner(units)
+        runner.drain()
+        assert runner.run(shard, "m", _no_work) is MessageEnd.REQUEUE
+        must_claim(units.leases, shard)
+
+
+def test_a_worker_that_hangs_claims_nothing(registry: TestRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.units.unit_runner.UNWELL_PAUSE_S", 0.01)
+    shard = UnitRef.shard(registry.running_job([0]), 0)
+    with running_units(registry) as units:
+        assert _runner(units, is_well=False).run(shard, "m", _no_work) is MessageEnd.REQUEUE
+        must_claim(units.leases, shard)
+
+
+@pytest.mark.parametrize(
+    ("reason", "end", "attempts"),
+    [
+        (StopReason.RELEASED, MessageEnd.REQUEUE, 0),
+        (StopReason.ENGINE_FAILED, MessageEnd.REQUEUE, 1),
+    ],
+)
+def test_an_unfinished_unit_goes_back(
+    registry: TestRegistry, reason: StopReason, end: MessageEnd, attempts: int
+) -> None:
+    shard = UnitRef.shard(registry.running_job([0]), 0)
+    with running_units(registry) as units:
+        assert _runner(units).run(shard, "m", lambda held: held.stop(reason)) is end
+        assert must_claim(units.leases, shard).attempts == attempts
+
+
+@pytest.mark.parametrize(("error", "attempts"), [(redis.ConnectionError("gone"), 0), (ZeroDivisionError(), 1)])
+def test_a_defect_counts_as_an_attempt_and_a_lost_redis_does_not(
+    registry: TestRegistry, error: Exception, attempts: int
+) -> None:
+    shard = UnitRef.shard(registry.running_job([0]), 0)
+
+    def work(_held: HeldUnit) -> None:
+        raise error
+
+    with running_units(registry) as units:
+        with pytest.raises(type(error)):
+            _runner(units).run(shard, "m", work)
+        assert len(units.held_units) == 0
+        assert must_claim(units.leases, shard).attempts == attempts
+
+
+def test_units_of_a_cancelled_job_are_closed_instead_of_run(registry: TestRegistry) -> None:
+    job_id = registry.running_job([0, 1])
+    registry.control.cancel(job_id)
+    with running_units(registry) as units:
+        assert _runner(units).run(UnitRef.shard(job_id, 0), "m", _no_work) is MessageEnd.DONE
+    job = registry.reader.status(job_id)
+    assert (job.status, job.request_counts.failed) == (JobState.CANCELLED, 2)

@@ -1,0 +1,1 @@
+"""Lines on their way into the registry."""

@@ -1,0 +1,1 @@
+"""A file through an engine in this process."""

@@ -1,0 +1,120 @@
+"""The thread that keeps leases."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import redis
+
+from settings import WorkerSettings
+from worker.process.engine_thread import EngineThread
+from worker.process.held_unit import HeldUnit
+from worker.process.held_units import HeldUnits
+from worker.registry.heartbeats import Heartbeats
+from worker.registry.run_mode import RunMode
+from worker.registry.stop_reason import StopReason
+from worker.registry.unit_leases import UnitLeases
+from worker.schemas.worker_info import WorkerInfo
+
+WATCH_INTERVAL_S = 0.4  # how soon a cancelled or expired job is seen
+
+logger = logging.getLogger(__name__)
+
+
+class LeaseKeeper:
+    """Renews the leases of all held units, watches for cancelled jobs and deadlines, and sends the heartbeat.
+
+    Leases are renewed only while the engine advances or is idle: a worker that hangs loses its units.
+    """
+
+    def __init__(
+        self,
+        leases: UnitLeases,
+        heartbeats: Heartbeats,
+        held_units: HeldUnits,
+        engine: EngineThread,
+        *,
+        settings: WorkerSettings,
+        describe: Callable[[], WorkerInfo],
+    ) -> None:
+        self._leases = leases
+        self._heartbeats = heartbeats
+        self._held_units = held_units
+        self._engine = engine
+        self._renew_interval_s = settings.renew_interval_s
+        self._describe = describe
+        self._steps_seen = -1
+        self._renew_at = 0.0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Stop, and take the heartbeat back; False if that takes longer."""
+        self._stopping.set()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(min(WATCH_INTERVAL_S, self._renew_interval_s / 2)):
+            try:
+                self._watch()
+                if time.monotonic() >= self._renew_at:
+                    self._renew()
+                    self._heartbeats.beat(self._describe())
+                    # Only after it worked: after a failure the next look tries again.
+                    self._renew_at = time.monotonic() + self._renew_interval_s
+            except redis.RedisError as error:
+                logger.warning("leases could not be renewed: %s", error)
+        try:
+            self._heartbeats.forget(self._describe().id)
+        except redis.RedisError as error:
+            logger.warning("the heartbeat could not be taken back, it runs out by itself: %s", error)
+
+    def _watch(self) -> None:
+        held = self._held_units.all()
+        for unit in held:
+            if unit.is_past_deadline:
+                unit.stop(StopReason.EXPIRED)
+        if not held:
+            return
+        cancelled = self._leases.cancelled({unit.claim.ref.job_id for unit in held})
+        for unit in held:
+            if unit.claim.ref.job_id in cancelled:
+                unit.stop(StopReason.CANCELLED)
+
+    def _renew(self) -> None:
+        if not self._engine_is_well():
+            logger.warning("the engine has not finished a step since the last renewal: leases are not renewed")
+            return
+        held = self._held_units.all()
+        if not held:
+            return
+        answers = self._leases.renew([unit.claim for unit in held])
+        for unit, (is_ours, mode, time_left_s) in zip(held, answers, strict=True):
+            _apply(unit, is_ours, mode, time_left_s)
+
+    def _engine_is_well(self) -> bool:
+        steps = self._engine.num_steps
+        is_well = self._engine.is_idle or steps != self._steps_seen
+        self._steps_seen = steps
+        return is_well
+
+
+def _apply(unit: HeldUnit, is_ours: bool, mode: RunMode, time_left_s: float | None) -> None:
+    if not is_ours:
+        # Also the answer for a unit that was finished meanwhile: its owner is on its way out then.
+        if not unit.is_written:
+            unit.stop(StopReason.FENCED)
+        return
+    unit.set_time_left(time_left_s)
+    if mode is RunMode.CANCELLED:
+        unit.stop(StopReason.CANCELLED)
+    elif mode is RunMode.EXPIRED:
+        unit.stop(StopReason.EXPIRED)

@@ -1,0 +1,33 @@
+"""When the worker's threads start and stop, relative to Celery's."""
+
+from __future__ import annotations
+
+from celery import bootsteps
+
+from worker.broker.untyped import Untyped
+from worker.process.worker_runtime import WorkerRuntime
+
+
+def worker_step(runtime: WorkerRuntime) -> type[bootsteps.StartStopStep]:
+    """The step to add to `app.steps["worker"]`.
+
+    Start: the engine is loaded before there is a Celery worker; then Celery's Pool, then this step (writer, lease
+    keeper, reaper), then Celery's Consumer: no message is taken before everything that serves it runs.
+    Stop, in reverse: the Consumer takes no more; this step lets running shards finish for `worker.drain_timeout_s`,
+    gives the rest back, and stops its threads and the engine; then the Pool, whose threads are all free by then.
+    """
+
+    class RuntimeStep(bootsteps.StartStopStep):  # type: ignore[misc]  # celery has no types
+        requires = ("celery.worker.components:Pool",)
+
+        def start(self, parent: Untyped) -> None:
+            runtime.start()
+
+        def stop(self, parent: Untyped) -> None:
+            runtime.stop(runtime.drain_timeout_s)
+
+        def terminate(self, parent: Untyped) -> None:
+            # SIGQUIT: everything goes back at once.
+            runtime.stop(0.0)
+
+    return RuntimeStep

@@ -1,0 +1,70 @@
+"""What `millrace worker` runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from celery import signals
+from celery.worker import state
+
+from settings import EffectiveSettings
+from worker.app import create_app
+from worker.broker.untyped import Untyped
+from worker.process.lifecycle import worker_step
+from worker.process.worker_runtime import WorkerRuntime
+from worker.requests.step_engine import StepEngine
+from worker.tasks import register_tasks
+
+logger = logging.getLogger(__name__)
+
+
+def run_worker(effective: EffectiveSettings, load_engine: Callable[[EffectiveSettings], StepEngine]) -> int:
+    """Run a worker on the main thread of this process until a signal or a broken engine ends it; the exit code.
+
+    0 after SIGTERM, once running prompts finished or were given back, and after SIGQUIT, which gives them back at
+    once; 1 after SIGINT, otherwise as SIGTERM; 70 (EX_SOFTWARE) if the engine broke, for a supervisor to start
+    another.
+    Raises redis.RedisError if Redis cannot be had, and what `load_engine` raises: both before any work is taken.
+    """
+    settings = effective.settings
+    app = create_app(settings)
+    runtime = WorkerRuntime(app, settings, lambda: load_engine(effective), on_engine_failure=_ask_celery_to_stop)
+    runtime.load()
+    register_tasks(app, runtime)
+    app.steps["worker"].add(worker_step(runtime))
+    with _our_own_logging():
+        worker = app.Worker(
+            hostname=f"millrace@{runtime.worker_id}",
+            pool="threads",
+            concurrency=settings.worker.concurrency,
+            loglevel=settings.log.level.upper(),
+            # Workers need to know nothing of each other: Redis has it all.
+            without_gossip=True,
+            without_mingle=True,
+            without_heartbeat=True,
+            quiet=True,  # no banner: stdout is for data
+        )
+        worker.start()
+    return os.EX_SOFTWARE if runtime.has_failed else int(worker.exitcode or 0)
+
+
+def _ask_celery_to_stop() -> None:
+    # As a signal handler of Celery's would: its loop looks at this on every turn.
+    state.should_stop = os.EX_SOFTWARE
+
+
+@contextmanager
+def _our_own_logging() -> Iterator[None]:
+    """Celery sets logging up unless somebody listens to this signal."""
+
+    def leave_it_alone(**_: Untyped) -> None:
+        return
+
+    signals.setup_logging.connect(leave_it_alone, weak=False)
+    try:
+        yield
+    finally:
+        signals.setup_logging.disconnect(leave_it_alone)

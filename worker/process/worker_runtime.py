@@ -1,0 +1,189 @@
+"""Everything a worker process has beside Celery."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Callable, Mapping
+from importlib import metadata
+
+from celery import Celery
+
+from settings import Settings
+from worker.broker.announcer import Announcer
+from worker.broker.message_end import MessageEnd
+from worker.intake.staged_jobs import StagedJobs
+from worker.process.engine_thread import EngineThread
+from worker.process.held_unit import HeldUnit
+from worker.process.held_units import HeldUnits
+from worker.process.lease_keeper import LeaseKeeper
+from worker.process.reaper import Reaper
+from worker.process.registry_parts import RegistryParts
+from worker.process.result_writer import ResultWriter
+from worker.registry.stop_reason import StopReason
+from worker.registry.unit_ref import UnitRef
+from worker.requests.model_name import served_model_name
+from worker.requests.request_builder import RequestBuilder
+from worker.requests.step_engine import StepEngine
+from worker.schemas.worker_info import WorkerInfo
+from worker.units.planner import Planner
+from worker.units.shard_prompts import ShardPrompts
+from worker.units.shard_run import ShardRun
+from worker.units.unit_closer import UnitCloser
+from worker.units.unit_runner import UnitRunner
+
+# Requests in the engine at once, as a multiple of those that run at once: the rest wait, sorted by prefix.
+WINDOW_FACTOR = 8
+RELEASE_TIMEOUT_S = 5.0  # for units to be given back once they were told to stop
+THREAD_TIMEOUT_S = 5.0  # for each thread to end
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerRuntime:
+    """The engine's thread, the threads around it, and what the tasks call. One to a process."""
+
+    def __init__(
+        self,
+        app: Celery,
+        settings: Settings,
+        load_engine: Callable[[], StepEngine],
+        *,
+        on_engine_failure: Callable[[], None],
+    ) -> None:
+        self.worker_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self._settings = settings
+        self._model_name = served_model_name(settings.model)
+        self._on_engine_failure = on_engine_failure
+        self._has_failed = False
+        self._has_started = False
+        self._loaded: tuple[StepEngine, RequestBuilder] | None = None
+        self._held_units = held_units = HeldUnits()
+        self._registry = registry = RegistryParts.connect(settings, self.worker_id)
+        self._engine = EngineThread(
+            load_engine,
+            max_open_requests=WINDOW_FACTOR * settings.engine.max_num_seqs,
+            on_failure=self._engine_failed,
+        )
+        worker, leases, announcer = settings.worker, registry.leases, Announcer(app)
+        self._closer = closer = UnitCloser(leases, settings.limits)
+        self._runner = UnitRunner(leases, closer, held_units, give_back_for_s=worker.lease_s, is_well=self._is_well)
+        self._planner = Planner(leases, announcer, closer, settings=worker, limits=settings.limits)
+        self._staged_jobs = StagedJobs(registry.client, registry.keys, announcer, settings=settings)
+        self._writer = ResultWriter(leases, batch_size=worker.result_batch_size)
+        self._keeper = LeaseKeeper(
+            leases, registry.heartbeats, held_units, self._engine, settings=worker, describe=self._describe
+        )
+        self._reaper = Reaper(
+            registry.reap_queue, announcer, closer, interval_s=worker.reap_interval_s, is_well=self._is_well
+        )
+
+    @property
+    def drain_timeout_s(self) -> float:
+        """How long running prompts may still finish on stop."""
+        return self._settings.worker.drain_timeout_s
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the engine broke."""
+        return self._has_failed
+
+    def load(self) -> None:
+        """Check that Redis answers, then load the engine. Raises redis.RedisError, EngineError."""
+        self._registry.client.ping()
+        engine = self._engine.start()
+        requests = RequestBuilder(engine.tokenizer, max_model_len=engine.max_model_len, model_name=self._model_name)
+        self._loaded = engine, requests
+
+    def start(self) -> None:
+        """Start the threads around the engine."""
+        self._writer.start()
+        self._keeper.start()
+        self._reaper.start()
+        self._has_started = True
+        logger.info("worker %s is up", self.worker_id)
+
+    def submit(self, job_id: str, num_lines: int, options: Mapping[str, object]) -> None:
+        """Accept, or remember as refused, a job that a plain Celery producer staged."""
+        self._staged_jobs.submit(job_id, num_lines, options)
+
+    def plan(self, message_id: str, job_id: str) -> MessageEnd:
+        """Plan a job."""
+        return self._runner.run(UnitRef.plan(job_id), message_id, self._planner.plan)
+
+    def run_shard(self, message_id: str, job_id: str, number: int) -> MessageEnd:
+        """Run a shard."""
+        return self._runner.run(UnitRef.shard(job_id, number), message_id, self._run_claimed_shard)
+
+    def interrupt(self, message_id: str) -> None:
+        """Give back, at once, the unit that a message brought."""
+        self._held_units.stop_message(message_id, StopReason.RELEASED)
+
+    def stop(self, drain_timeout_s: float) -> None:
+        """Claim no more, wait for what runs, give back what is left after `drain_timeout_s`, stop every thread.
+
+        Waits at most that long and half a minute, even if the engine hangs. Once more does nothing.
+        """
+        if not self._has_started:
+            return
+        self._has_started = False
+        self._runner.drain()
+        if not self._held_units.wait_empty(drain_timeout_s):
+            self._held_units.stop_all(StopReason.RELEASED)
+            if not self._held_units.wait_empty(RELEASE_TIMEOUT_S):
+                logger.warning("%d units could not be given back: their leases run out", len(self._held_units))
+        self._reaper.stop(THREAD_TIMEOUT_S)
+        self._writer.stop(THREAD_TIMEOUT_S)
+        self._keeper.stop(THREAD_TIMEOUT_S)
+        if not self._engine.stop(THREAD_TIMEOUT_S):
+            logger.warning("the engine hangs in a step and is left behind")
+        self._registry.client.close()
+
+    def _run_claimed_shard(self, held: HeldUnit) -> None:
+        engine, requests = self._engine_in_service()
+        prompts = ShardPrompts(
+            held.claim, requests, engine.tokenizer, model_name=self._model_name, limits=self._settings.limits
+        )
+        ShardRun(
+            held,
+            prompts,
+            leases=self._registry.leases,
+            engine=self._engine,
+            writer=self._writer,
+            closer=self._closer,
+        ).run()
+
+    def _engine_in_service(self) -> tuple[StepEngine, RequestBuilder]:
+        if self._loaded is None:
+            raise RuntimeError("a shard was taken before the engine was loaded")
+        return self._loaded
+
+    def _engine_failed(self, _error: BaseException) -> None:
+        """On the engine's thread: its prompts go to other workers, and this process ends."""
+        self._has_failed = True
+        self._runner.drain()
+        self._held_units.stop_all(StopReason.ENGINE_FAILED)
+        self._on_engine_failure()
+
+    def _is_well(self) -> bool:
+        # Half a lease: a step may be slow, but one that lasts a whole lease loses its units.
+        return self._engine.stalled_for_s < self._settings.worker.lease_s / 2
+
+    def _describe(self) -> WorkerInfo:
+        return WorkerInfo(
+            id=self.worker_id,
+            version=_version(),
+            model=self._model_name,
+            steps=self._engine.num_steps,
+            open_requests=self._engine.num_open_requests,
+            held=len(self._held_units),
+        )
+
+
+def _version() -> str:
+    try:
+        return metadata.version("millrace")
+    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return "source"

@@ -1,0 +1,1 @@
+"""From request lines to the engine, and from its outputs to records."""

@@ -1,0 +1,1 @@
+"""Plans and shards: what is claimed, run and closed."""

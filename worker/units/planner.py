@@ -1,0 +1,128 @@
+"""A job's lines to its shards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from settings import LimitSettings, WorkerSettings
+from worker.broker.announcer import Announcer
+from worker.lines.custom_ids import CustomIds
+from worker.lines.line_error import LineError
+from worker.lines.parse_request_line import parse_request_line
+from worker.process.held_unit import HeldUnit
+from worker.records.encode_record import encode_record
+from worker.records.error_record import line_error_record
+from worker.records.record_context import RecordContext
+from worker.registry.finished_prompt import FinishedPrompt
+from worker.registry.outcome import Outcome
+from worker.registry.put_status import PutStatus
+from worker.registry.run_mode import RunMode
+from worker.registry.stop_reason import StopReason
+from worker.registry.unit_leases import UnitLeases
+from worker.registry.unit_ref import UnitRef
+from worker.units.prefix_order import PrefixKey, prefix_sort_key
+from worker.units.unit_closer import UnitCloser
+
+CHUNK = 64  # lines of one read: at most 16 MiB with the default limits
+
+_CLOSING_MODES = {StopReason.CANCELLED: RunMode.CANCELLED, StopReason.EXPIRED: RunMode.EXPIRED}
+
+logger = logging.getLogger(__name__)
+
+
+class Planner:
+    """Reads every line of a job, records the bad ones, and cuts the good ones into shards in prefix order.
+
+    A plan that is interrupted starts again from the first line; records that were written stay.
+    """
+
+    def __init__(
+        self,
+        leases: UnitLeases,
+        announcer: Announcer,
+        closer: UnitCloser,
+        *,
+        settings: WorkerSettings,
+        limits: LimitSettings,
+    ) -> None:
+        self._leases = leases
+        self._announcer = announcer
+        self._closer = closer
+        self._shard_size = settings.shard_size
+        self._batch_size = settings.result_batch_size
+        self._limits = limits
+
+    def plan(self, held: HeldUnit) -> None:
+        """Plan the claimed job, or stop early with `held.stop_reason`. Raises redis.RedisError."""
+        good: list[tuple[PrefixKey, int]] = []
+        bad: list[FinishedPrompt] = []
+        for finding in self._findings(held):
+            if isinstance(finding, FinishedPrompt):
+                bad.append(finding)
+                if len(bad) >= self._batch_size and not self._put(held, bad):
+                    return
+            else:
+                good.append(finding)
+            if held.stop_reason is not None:
+                break
+        if bad and not self._put(held, bad):
+            return
+        mode = _CLOSING_MODES.get(held.stop_reason) if held.stop_reason else None
+        if mode is not None:
+            # Bad lines that were recorded keep their record: an index is written once.
+            self._closer.close(held.claim, held.claim.missing, mode)
+        elif held.stop_reason is None:
+            self._cut(held, good)
+
+    def _findings(self, held: HeldUnit) -> Iterator[tuple[PrefixKey, int] | FinishedPrompt]:
+        """For each line without a record: where it sorts and its index, or the record of its error."""
+        job_id, wanted = held.claim.ref.job_id, set(held.claim.missing)
+        context = RecordContext(job_id, "", held.claim.created_s)
+        custom_ids = CustomIds()
+        num_lines = held.claim.num_lines
+        for start in range(0, num_lines, CHUNK):
+            indices = range(start, min(start + CHUNK, num_lines))
+            for index, raw in zip(indices, self._leases.lines(job_id, indices), strict=True):
+                try:
+                    key = self._key(index, raw, custom_ids)
+                except LineError as error:
+                    finding: tuple[PrefixKey, int] | FinishedPrompt = FinishedPrompt(
+                        index, Outcome.ERROR, encode_record(line_error_record(error, context))
+                    )
+                else:
+                    finding = key, index
+                if index in wanted:  # the others were recorded by an earlier try
+                    yield finding
+
+    def _key(self, index: int, raw: bytes | None, custom_ids: CustomIds) -> PrefixKey:
+        if raw is None:
+            raise LineError("the line is missing from the job's input", code="missing_line", index=index)
+        line = parse_request_line(raw, index, self._limits)
+        custom_ids.add(line)
+        return prefix_sort_key(line.prompt_key())
+
+    def _put(self, held: HeldUnit, records: list[FinishedPrompt]) -> bool:
+        """Write records and forget them; False if there is nothing more to plan."""
+        status, mode = self._leases.put(held.claim, records)
+        records.clear()
+        if status is PutStatus.FENCED:
+            held.stop(StopReason.FENCED)
+        elif status is not PutStatus.OPEN:
+            held.set_written()
+        elif mode is not RunMode.RUN:
+            held.stop(StopReason.CANCELLED if mode is RunMode.CANCELLED else StopReason.EXPIRED)
+        return status is PutStatus.OPEN
+
+    def _cut(self, held: HeldUnit, good: list[tuple[PrefixKey, int]]) -> None:
+        good.sort()
+        order = [index for _, index in good]
+        shards = [order[start : start + self._shard_size] for start in range(0, len(order), self._shard_size)]
+        if not self._leases.planned(held.claim, shards):
+            held.stop(StopReason.FENCED)
+            return
+        held.set_written()
+        job_id = held.claim.ref.job_id
+        logger.info("job %s: %d prompts in %d shards", job_id, len(order), len(shards))
+        for number in range(len(shards)):
+            self._announcer.announce(UnitRef.shard(job_id, number), held.claim.priority)

@@ -1,0 +1,113 @@
+"""From a message about a unit to the unit's end in this worker."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import redis
+
+from worker.broker.message_end import MessageEnd
+from worker.process.held_unit import HeldUnit
+from worker.process.held_units import HeldUnits
+from worker.registry.claim_refusal import ClaimRefusal
+from worker.registry.errors import InvalidJobId
+from worker.registry.run_mode import RunMode
+from worker.registry.stop_reason import StopReason
+from worker.registry.unit_leases import UnitLeases
+from worker.registry.unit_ref import UnitRef
+from worker.units.unit_closer import UnitCloser
+
+FLUSH_TIMEOUT_S = 3.0  # for records on their way to Redis when a unit is given back
+RETRY_S = 0.5
+UNWELL_PAUSE_S = 1.0  # keeps the message from going round without rest
+
+logger = logging.getLogger(__name__)
+
+
+class UnitRunner:
+    """Claims the unit of a message, has it worked on, and gives it back if it was not finished."""
+
+    def __init__(
+        self,
+        leases: UnitLeases,
+        closer: UnitCloser,
+        held_units: HeldUnits,
+        *,
+        give_back_for_s: float,
+        is_well: Callable[[], bool],
+    ) -> None:
+        self._is_well = is_well
+        self._leases = leases
+        self._closer = closer
+        self._held_units = held_units
+        self._give_back_for_s = give_back_for_s  # a Redis that is away longer lets the lease run out anyway
+        self._draining = threading.Event()
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether units are still claimed."""
+        return self._draining.is_set()
+
+    def drain(self) -> None:
+        """Claim no more; messages go back to the queue."""
+        self._draining.set()
+
+    def run(self, ref: UnitRef, message_id: str, work: Callable[[HeldUnit], None]) -> MessageEnd:
+        """Run a unit on this thread. Raises what `work` raised, after the unit was given back."""
+        if self._draining.is_set():
+            return MessageEnd.REQUEUE
+        if not self._is_well():
+            # What is claimed now would hang as well; another worker may be quicker to take the message.
+            self._draining.wait(UNWELL_PAUSE_S)
+            return MessageEnd.REQUEUE
+        if ref in self._held_units:
+            return MessageEnd.DONE  # a second copy of a message
+        try:
+            claim = self._leases.claim(ref)
+        except InvalidJobId as error:
+            logger.warning("a message names no unit: %s", error)
+            return MessageEnd.DONE
+        if isinstance(claim, ClaimRefusal):
+            logger.debug("%s: %s", ref, claim)
+            return MessageEnd.DONE
+        held = HeldUnit(claim, message_id=message_id)
+        self._held_units.add(held)
+        try:
+            if self._draining.is_set():  # since we looked
+                held.stop(StopReason.RELEASED)
+            if claim.mode is RunMode.RUN:
+                work(held)
+            else:
+                self._closer.close(claim, claim.missing, claim.mode)
+            return self._conclude(held)
+        except redis.RedisError:
+            self._give_back(held, count_attempt=False)
+            raise
+        except Exception:  # a seam: a defect over this unit must count, or it would come round for ever
+            self._give_back(held, count_attempt=True)
+            raise
+        finally:
+            self._held_units.remove(held)
+
+    def _conclude(self, held: HeldUnit) -> MessageEnd:
+        if held.is_written or held.stop_reason not in (StopReason.RELEASED, StopReason.ENGINE_FAILED):
+            return MessageEnd.DONE
+        held.wait_flushed(until=StopReason.FENCED, timeout_s=FLUSH_TIMEOUT_S)
+        self._give_back(held, count_attempt=held.stop_reason is StopReason.ENGINE_FAILED)
+        return MessageEnd.REQUEUE
+
+    def _give_back(self, held: HeldUnit, *, count_attempt: bool) -> None:
+        until_s = time.monotonic() + self._give_back_for_s
+        while True:
+            try:
+                self._leases.release(held.claim, count_attempt=count_attempt)
+            except redis.RedisError as error:
+                logger.warning("could not give %s back: %s", held.claim.ref, error)
+                if self._draining.is_set() or time.monotonic() >= until_s:
+                    return  # its lease runs out
+                time.sleep(RETRY_S)
+            else:
+                return
