@@ -45,6 +45,21 @@ class LimitSettings(BaseModel):
     max_open_jobs: Jobs = Field(
         default=10_000, ge=1, le=10_000_000, description="Most unfinished jobs in Redis; then jobs are refused."
     )
+    max_open_bytes: Bytes = Field(
+        default=8_589_934_592,
+        ge=1,
+        le=1_099_511_627_776,
+        description="Most bytes of unfinished jobs' lines in Redis; then jobs are refused.",
+    )
+    max_tenant_prompts: Prompts | None = Field(
+        default=None, ge=1, le=1_000_000_000, description="The same for one tenant's prompts; none: no limit."
+    )
+    max_tenant_bytes: Bytes | None = Field(
+        default=None, ge=1, le=1_099_511_627_776, description="The same for one tenant's bytes; none: no limit."
+    )
+    max_tenant_jobs: Jobs | None = Field(
+        default=None, ge=1, le=10_000_000, description="The same for one tenant's jobs; none: no limit."
+    )
 
     @model_validator(mode="after")
     def _the_largest_part_fits_the_whole(self) -> LimitSettings:
@@ -53,4 +68,6 @@ class LimitSettings(BaseModel):
             raise FieldOrderError("max_prompts_per_job", "max_open_prompts")
         if self.max_prompt_bytes > self.max_job_bytes:
             raise FieldOrderError("max_prompt_bytes", "max_job_bytes")
+        if self.max_job_bytes > self.max_open_bytes:
+            raise FieldOrderError("max_job_bytes", "max_open_bytes")
         return self

@@ -23,7 +23,14 @@ class AdmissionLimits:
     @classmethod
     def from_settings(cls, limits: LimitSettings) -> Self:
         """What the settings say."""
-        return cls(max_prompts=limits.max_open_prompts, max_jobs=limits.max_open_jobs)
+        return cls(
+            max_prompts=limits.max_open_prompts,
+            max_bytes=limits.max_open_bytes,
+            max_jobs=limits.max_open_jobs,
+            max_tenant_prompts=limits.max_tenant_prompts,
+            max_tenant_bytes=limits.max_tenant_bytes,
+            max_tenant_jobs=limits.max_tenant_jobs,
+        )
 
     def for_script(self) -> Iterator[dict[str, str | int]]:
         """The limits that are set, as submit.lua reads them."""
