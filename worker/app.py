@@ -15,6 +15,8 @@ from worker.schemas.submit_options import DEFAULT_PRIORITY
 
 _TRANSPORT = "worker.broker.guarded_transport:GuardedTransport"
 _SOCKET_TRANSPORT = "worker.broker.guarded_socket_transport:GuardedSocketTransport"
+# Beside those that hold shards: shards that fill every slot would hide new jobs, whose submit and plan need a thread.
+SPARE_THREADS = 2
 VISIBILITY_TIMEOUT_S = 3600  # the same for every client of one Redis: the shortest one wins
 
 
@@ -43,9 +45,9 @@ def create_app(settings: Settings) -> Celery:
         task_acks_late=True,
         task_acks_on_failure_or_timeout=True,  # a failure is in the registry: the message has done its work
         task_reject_on_worker_lost=True,
-        # Shards in flight share one engine in this process; nothing is taken that cannot start.
+        # Shards in flight share one engine in this process; no message is taken that finds no thread.
         worker_pool="threads",
-        worker_concurrency=settings.worker.concurrency,
+        worker_concurrency=settings.worker.concurrency + SPARE_THREADS,
         worker_prefetch_multiplier=1,
         worker_consumer="worker.broker.guarded_consumer:GuardedConsumer",
         # Threads cannot be cancelled, and a unit's lease outlives a lost connection.

@@ -98,8 +98,8 @@ class BatchClient:
         num_lines = LineStaging(self._intake, self._limits).stage(job_id, lines)
         if num_lines is None:
             return job_id
-        accepted_id, is_new = self._submit_staged(job_id, num_lines, checked)
-        if is_new:
+        accepted_id, should_announce = self._submit_staged(job_id, num_lines, checked)
+        if should_announce:
             self._announcer.announce(UnitRef.plan(job_id), checked.priority)
         return accepted_id
 
@@ -182,12 +182,12 @@ class BatchClient:
     def _submit_staged(self, job_id: str, num_lines: int, options: SubmitOptions) -> tuple[str, bool]:
         accepted_id = None
         try:
-            accepted_id, is_new = self._intake.submit(job_id, num_lines, options)
+            accepted_id, should_announce = self._intake.submit(job_id, num_lines, options)
         finally:
             # Refused, or known under another id by its idempotency key: these lines are nobody's.
             if accepted_id != job_id:
                 self._intake.discard(job_id)
-        return accepted_id, is_new
+        return accepted_id, should_announce
 
 
 def _closing_leases(client: Redis, keys: Keys, worker: WorkerSettings) -> UnitLeases:

@@ -21,17 +21,18 @@ def register_tasks(app: Celery, runtime: WorkerRuntime) -> None:
         {"abstract": True, "Request": "worker.broker.interruptible_request:InterruptibleRequest", "runtime": runtime},
     )
 
-    @app.task(name=SUBMIT_TASK, base=base)  # type: ignore[untyped-decorator]  # celery has no types
+    # Not shared: Celery would give them to every other app of the process too.
+    @app.task(name=SUBMIT_TASK, base=base, shared=False)  # type: ignore[untyped-decorator]  # celery has no types
     def submit(job_id: str, n: int, **options: Untyped) -> None:
         """Accept a job whose lines a plain Celery producer has staged."""
-        runtime.submit(job_id, n, options)
+        _conclude(runtime.submit(job_id, n, options))
 
-    @app.task(name=PLAN_TASK, base=base, bind=True)  # type: ignore[untyped-decorator]
+    @app.task(name=PLAN_TASK, base=base, shared=False, bind=True)  # type: ignore[untyped-decorator]
     def plan(task: Task, job_id: str) -> None:
         """Cut a job into shards."""
         _conclude(runtime.plan(task.request.id, job_id))
 
-    @app.task(name=RUN_SHARD_TASK, base=base, bind=True)  # type: ignore[untyped-decorator]
+    @app.task(name=RUN_SHARD_TASK, base=base, shared=False, bind=True)  # type: ignore[untyped-decorator]
     def run_shard(task: Task, job_id: str, shard: int) -> None:
         """Run one shard of a job."""
         _conclude(runtime.run_shard(task.request.id, job_id, shard))

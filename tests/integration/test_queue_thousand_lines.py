@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import uuid
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
-from celery import Celery
 
 from tests.support.millrace import millrace
+from tests.support.readme import python_block, replace_line
 from tests.support.records import check_thousand_records, essences, read_records
 from tests.support.thousand_lines import NUM_LINES, thousand_lines
 from tests.support.wait_until import wait_until
@@ -65,21 +66,23 @@ def test_two_workers_share_one_job_and_give_the_same_records(
     assert status.shards_total == status.shards_done == 25
 
 
-def test_a_plain_celery_producer_gets_them_too(
+def test_the_readmes_plain_celery_producer_gets_them_too(
     redis_url: str, requests_file: Path, tiny_model: Path, offline: list[tuple[Any, ...]]
 ) -> None:
-    """As the README has it: nothing of ours is imported to produce or to poll."""
-    job_id = f"s0-{uuid.uuid4()}"
-    key = f"millrace:{{s0}}:j:{job_id}"
-    lines = requests_file.read_bytes().splitlines()
-    with running_workers(redis_url, tiny_model, 1), redis.Redis.from_url(redis_url) as client:
-        client.hset(f"{key}:in", mapping={str(index): line for index, line in enumerate(lines)})
-        with Celery(broker=redis_url) as app:
-            app.send_task("millrace.submit", args=[job_id], kwargs={"n": len(lines)}, queue="millrace")
-        wait_until(lambda: client.llen(f"{key}:ord") == NUM_LINES, timeout_s=60.0)
-        order = client.lrange(f"{key}:ord", 0, -1)
-        records = [json.loads(record) for record in client.hmget(f"{key}:res", order)]
-        state = client.hget(f"{key}:job", "st")
+    """The README's own code, with another Redis and other lines. Nothing of ours is imported to produce or to poll."""
+    code = python_block(after="From a plain Celery producer")
+    code = replace_line(code, "url = ", f"url = {redis_url!r}")
+    code = replace_line(code, "lines = ", f"lines = open({str(requests_file)!r}).read().splitlines()")
+    shown = "import json as _json; print(); print(_json.dumps([job_id, state, records]))"
+    with running_workers(redis_url, tiny_model, 1):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", f"{code}\n{shown}"], capture_output=True, check=False, timeout=100
+        )
+    assert done.returncode == 0, done.stderr.decode()
+    assert not re.search(r"^(import|from) (worker|engine|settings|kernels)", code, re.MULTILINE)
+    job_id, state, records = json.loads(done.stdout.splitlines()[-1])
+    assert state == "done"
     check_thousand_records(records)
     assert essences(records) == offline
-    assert state == b"done"
+    with BatchClient(redis_url) as client:
+        assert client.status(job_id).request_counts.total == NUM_LINES

@@ -14,12 +14,12 @@ from worker.registry.admission_limits import AdmissionLimits
 from worker.registry.claim import Claim
 from worker.registry.claim_refusal import ClaimRefusal
 from worker.registry.connect import connect
-from worker.registry.finished_prompt import FinishedPrompt
 from worker.registry.job_control import JobControl
 from worker.registry.job_intake import JobIntake
 from worker.registry.job_reader import JobReader
 from worker.registry.keys import Keys
 from worker.registry.outcome import Outcome
+from worker.registry.prompt_record import PromptRecord
 from worker.registry.reap_queue import ReapQueue
 from worker.registry.redis_reply import text
 from worker.registry.unit_leases import UnitLeases
@@ -94,6 +94,6 @@ def must_claim(leases: UnitLeases, ref: UnitRef) -> Claim:
     return claim
 
 
-def ok(index: int, record: str = "{}") -> FinishedPrompt:
+def ok(index: int, record: str = "{}") -> PromptRecord:
     """The record of a prompt that succeeded: 5 tokens in, 2 of them cached, 3 out."""
-    return FinishedPrompt(index, Outcome.OK, record, prompt_tokens=5, cached_tokens=2, output_tokens=3)
+    return PromptRecord(index, Outcome.OK, record, prompt_tokens=5, cached_tokens=2, output_tokens=3)

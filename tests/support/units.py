@@ -11,6 +11,7 @@ from celery import Celery
 from settings import LimitSettings, WorkerSettings
 from tests.support.fake_engine import FakeEngine
 from tests.support.registry import TestRegistry, must_claim
+from tests.support.running_thread import running_thread
 from worker.broker.announcer import Announcer
 from worker.process.engine_thread import EngineThread
 from worker.process.held_unit import HeldUnit
@@ -20,6 +21,7 @@ from worker.registry.unit_leases import UnitLeases
 from worker.registry.unit_ref import UnitRef
 from worker.requests.request_builder import RequestBuilder
 from worker.units.planner import Planner
+from worker.units.refused_record import refused_record
 from worker.units.shard_prompts import ShardPrompts
 from worker.units.shard_run import ShardRun
 from worker.units.unit_closer import UnitCloser
@@ -84,11 +86,10 @@ def running_units(
     failures: list[BaseException] = []
     engine_thread = EngineThread(lambda: engine, max_open_requests=max_open, on_failure=failures.append)
     leases = registry.leases(lease_s=lease_s)
-    writer = ResultWriter(leases, batch_size=10)
+    writer = ResultWriter(leases, batch_size=10, replace_refused=refused_record)
     engine_thread.start()
-    writer.start()
     try:
-        yield Units(registry, engine, engine_thread, leases, writer, failures)
+        with running_thread(writer.run):
+            yield Units(registry, engine, engine_thread, leases, writer, failures)
     finally:
         engine_thread.stop(5)
-        writer.stop(5)

@@ -6,7 +6,7 @@ import pytest
 from pydantic import SecretStr
 
 from settings import RedisSettings, Settings, WorkerSettings
-from worker.app import create_app
+from worker.app import SPARE_THREADS, create_app
 from worker.broker.queue_lanes import PRIORITY_STEPS, QUEUE
 
 
@@ -17,7 +17,7 @@ def _settings(url: str) -> Settings:
 def test_making_an_app_connects_to_nothing_and_is_nobodys_current_app() -> None:
     app = create_app(_settings("redis://127.0.0.1:1/0"))
     assert "millrace.plan" not in app.tasks
-    assert app.conf.worker_concurrency == 3
+    assert app.conf.worker_concurrency == 3 + SPARE_THREADS
     assert (app.conf.worker_pool, app.conf.task_acks_late, app.conf.worker_prefetch_multiplier) == ("threads", True, 1)
     assert app.conf.result_backend is None
     assert list(app.conf.accept_content) == ["json"]

@@ -8,7 +8,7 @@ import redis
 from celery import Celery
 from kombu.exceptions import OperationalError
 
-from worker.broker.queue_lanes import QUEUE
+from worker.broker.queue_lanes import PLAN_PRIORITY, QUEUE
 from worker.registry.unit_ref import UnitRef
 
 PLAN_TASK = "millrace.plan"
@@ -24,8 +24,9 @@ class Announcer:
         self._app = app
 
     def announce(self, ref: UnitRef, priority: int) -> None:
-        """Tell some worker to look at a unit."""
+        """Tell some worker to look at a unit of a job of this priority."""
         task, arguments = (PLAN_TASK, [ref.job_id]) if ref.is_plan else (RUN_SHARD_TASK, [ref.job_id, int(ref.unit)])
+        priority = PLAN_PRIORITY if ref.is_plan else priority
         try:
             self._app.send_task(task, args=arguments, queue=QUEUE, priority=priority)
         except (OperationalError, redis.RedisError, OSError) as error:

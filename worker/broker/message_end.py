@@ -9,4 +9,4 @@ class MessageEnd(Enum):
     """What becomes of a Celery message when its task is over."""
 
     DONE = "done"  # acknowledge it: its unit is finished, or somebody else's
-    REQUEUE = "requeue"  # put it back: its unit was given back and waits for a worker
+    REQUEUE = "requeue"  # put it back: its unit, or the job it submits, waits for a worker

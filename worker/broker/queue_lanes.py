@@ -6,6 +6,9 @@ QUEUE = "millrace"
 
 # A message of priority p waits in the lane of the greatest step that is not above p; 0 is taken first.
 PRIORITY_STEPS = (0, 3, 6, 9)
+# Plans go first, whatever their job's priority: a plan is short, and behind messages of shards that wait for busy slots
+# it would be hidden for as long as those run.
+PLAN_PRIORITY = 0
 _SEPARATOR = "\x06\x16"  # kombu's, between the queue's name and the step
 
 

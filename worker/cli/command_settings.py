@@ -7,11 +7,14 @@ from typing import TypeVar
 
 import click
 
-from settings import EffectiveSettings, SettingsError, load_settings, parse_assignments
+from settings import EffectiveSettings, Settings, SettingsError, load_settings, parse_assignments
 from worker.cli.bad_usage import BadUsage
 from worker.process.log_setup import configure_logging
 
 Command = TypeVar("Command", bound=Callable[..., object])
+
+# The settings that a producer reads; the others are its workers'.
+PRODUCER_SECTIONS = ("redis", "limits", "log")
 
 
 def set_option(command: Command) -> Command:
@@ -26,8 +29,36 @@ def set_option(command: Command) -> Command:
 
 
 def redis_options(command: Command) -> Command:
-    """`--set` and `--redis-url`, which every command that talks to Redis has."""
-    return click.option("--redis-url", metavar="URL", help="Redis to use (redis.url).")(set_option(command))
+    """`--set` and `--redis-url`, for commands that talk to Redis; the function gets `redis_url` too."""
+    return _redis_url_option(set_option(command))
+
+
+def producer_options(command: Command) -> Command:
+    """`redis_options` for commands that only talk to Redis: fewer settings mean something to them."""
+    option = click.option(
+        "--set",
+        "assignments",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help=f"Set {_words(PRODUCER_SECTIONS)} by its dotted path, such as redis.socket_timeout_s=30. Repeatable.",
+    )
+    return _redis_url_option(option(command))
+
+
+def load_producer_settings(assignments: Sequence[str], redis_url: str | None) -> EffectiveSettings:
+    """`load_command_settings` of a command with `producer_options`.
+
+    Raises BadUsage also for a setting that such a command would not read: a worker has settings of its own.
+    """
+    try:
+        keys = list(parse_assignments(assignments))
+    except SettingsError as error:
+        raise BadUsage(str(error)) from error
+    for key in keys:
+        section, dot, _ = key.partition(".")
+        if dot and section not in PRODUCER_SECTIONS and section in Settings.model_fields:
+            raise BadUsage(f"--set {key}: this command does not read it; accepted: {_words(PRODUCER_SECTIONS)}")
+    return load_command_settings(assignments, {"redis.url": redis_url})
 
 
 def load_command_settings(assignments: Sequence[str], named: Mapping[str, str | None]) -> EffectiveSettings:
@@ -43,3 +74,12 @@ def load_command_settings(assignments: Sequence[str], named: Mapping[str, str | 
         raise BadUsage(str(error)) from error
     configure_logging(effective.settings.log)
     return effective
+
+
+def _redis_url_option(command: Command) -> Command:
+    help_text = "Redis to use (redis.url). One with a password belongs into MILLRACE_REDIS__URL: `ps` shows options."
+    return click.option("--redis-url", metavar="URL", help=help_text)(command)
+
+
+def _words(sections: Sequence[str]) -> str:
+    return " or ".join((", ".join(f"{section}.*" for section in sections[:-1]), f"{sections[-1]}.*"))

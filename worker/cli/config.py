@@ -10,6 +10,7 @@ from settings import EffectiveSettings, SettingsError
 from worker.cli.bad_usage import BadUsage
 from worker.cli.command_error import CommandError
 from worker.cli.command_settings import load_command_settings, set_option
+from worker.cli.install_hint import INSTALL_ENGINE
 
 
 @click.command("config")
@@ -39,9 +40,7 @@ def _derive(effective: EffectiveSettings) -> EffectiveSettings:
         from engine.errors import CapabilityError, EngineError  # noqa: PLC0415
         from engine.loading.derived_settings import derive_settings  # noqa: PLC0415
     except ModuleNotFoundError as error:
-        raise CommandError(
-            f"what follows from model.path needs {error.name}: pip install 'millrace[engine]'"
-        ) from error
+        raise CommandError(f"what follows from model.path needs {error.name}: {INSTALL_ENGINE}") from error
     try:
         return derive_settings(effective)
     except (SettingsError, CapabilityError) as error:

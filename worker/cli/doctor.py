@@ -14,6 +14,7 @@ from settings import EffectiveSettings
 from worker.cli.command_settings import load_command_settings, redis_options
 from worker.cli.exit_code import ExitCode
 from worker.cli.finding import Finding
+from worker.cli.install_hint import INSTALL_ENGINE
 from worker.cli.level import Level
 from worker.cli.redis_checks import redis_findings
 
@@ -46,7 +47,7 @@ def _findings(effective: EffectiveSettings) -> Iterator[Finding]:
             "torch",
             Level.WARNING,
             "not installed: this machine can submit jobs, not run them",
-            "pip install 'millrace[engine]' where a worker is to run",
+            f"{INSTALL_ENGINE}, where a worker is to run",
         )
         return
     # Imported here: a producer has no torch, and doctor must tell it so.

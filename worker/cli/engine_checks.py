@@ -16,6 +16,7 @@ from kernels.dispatch import implementation_names
 from kernels.errors import KernelsUnavailable
 from settings import EffectiveSettings, SettingsError
 from worker.cli.finding import Finding
+from worker.cli.install_hint import INSTALL_ENGINE
 from worker.cli.level import Level
 
 
@@ -41,7 +42,7 @@ def _triton() -> Finding:
         return Finding("triton", Level.OK, importlib.metadata.version("triton"))
     except importlib.metadata.PackageNotFoundError:
         level = Level.FAILED if torch.cuda.is_available() else Level.OK
-        fix = "pip install 'millrace[engine]'" if level is Level.FAILED else None
+        fix = INSTALL_ENGINE if level is Level.FAILED else None
         return Finding("triton", level, "not installed (it is needed on CUDA only)", fix)
 
 

@@ -8,39 +8,46 @@ from collections.abc import Mapping
 import click
 
 from worker.cli.command_error import CommandError
+from worker.cli.install_hint import INSTALL_ENGINE
+from worker.cli.lazy_command import LazyCommand
 
 
 class LazyGroup(click.Group):
     """Commands by name, each in a module of its own.
 
     `millrace submit` runs in a producer that has no torch, and `millrace run` must not pay for celery: so no command
-    is imported before it is asked for.
+    is imported before it is asked for, not even for the list that `millrace --help` prints.
     """
 
-    def __init__(self, *, modules: Mapping[str, str], name: str, help: str) -> None:
+    def __init__(self, *, lazy_commands: Mapping[str, LazyCommand], name: str, help: str) -> None:
         super().__init__(name=name, help=help)
-        self._modules = modules
+        self._lazy_commands = lazy_commands
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names in the order in which they are listed."""
-        return list(self._modules)
+        return list(self._lazy_commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing them: some need packages that a producer does not have."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.summary) for name, command in self._lazy_commands.items()])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the command. Raises CommandError where its module is not installed."""
-        path = self._modules.get(cmd_name)
-        if path is None:
+        lazy = self._lazy_commands.get(cmd_name)
+        if lazy is None:
             return None
         try:
-            module = importlib.import_module(path)
+            module = importlib.import_module(lazy.module)
         except ModuleNotFoundError as error:
-            raise CommandError(_missing(cmd_name, path, error)) from error
+            raise CommandError(_missing(cmd_name, lazy.module, error)) from error
         command = module.command
         if not isinstance(command, click.Command):
-            raise TypeError(f"{path}.command is {command!r}, not a click command")
+            raise TypeError(f"{lazy.module}.command is {command!r}, not a click command")
         return command
 
 
 def _missing(command: str, path: str, error: ModuleNotFoundError) -> str:
     if error.name == path:
         return f"{command} is not part of this installation"
-    return f"{command} needs {error.name}, which is not installed: pip install 'millrace[engine]'"
+    return f"{command} needs {error.name}, which is not installed: {INSTALL_ENGINE}"

@@ -8,24 +8,25 @@ import sys
 import click
 
 from worker.cli.exit_code import ExitCode
+from worker.cli.lazy_command import LazyCommand
 from worker.cli.lazy_group import LazyGroup
 
 cli = LazyGroup(
     name="millrace",
-    help="LLM batch jobs on machines you own. Settings: `millrace config`; any of them with --set KEY=VALUE.",
-    modules={
-        "run": "worker.cli.run",
-        "worker": "worker.cli.worker",
-        "submit": "worker.cli.submit",
-        "status": "worker.cli.status",
-        "watch": "worker.cli.watch",
-        "results": "worker.cli.results",
-        "errors": "worker.cli.errors",
-        "cancel": "worker.cli.cancel",
-        "jobs": "worker.cli.jobs",
-        "config": "worker.cli.config",
-        "doctor": "worker.cli.doctor",
-        "demo": "worker.cli.demo",
+    help="LLM batch jobs on machines you own. `millrace config` shows every setting; --set KEY=VALUE sets one.",
+    lazy_commands={
+        "run": LazyCommand("worker.cli.run", "Run request lines offline: no Redis, the same engine."),
+        "worker": LazyCommand("worker.cli.worker", "Take jobs from Redis and run them on the model."),
+        "submit": LazyCommand("worker.cli.submit", "Submit the request lines of a file as one job."),
+        "status": LazyCommand("worker.cli.status", "Show a job's state, counts and tokens."),
+        "watch": LazyCommand("worker.cli.watch", "Follow a job until it ends."),
+        "results": LazyCommand("worker.cli.results", "Print a job's records, in the order they were written."),
+        "errors": LazyCommand("worker.cli.errors", "Print the records of requests without an answer."),
+        "cancel": LazyCommand("worker.cli.cancel", "Cancel a job; finished records stay."),
+        "jobs": LazyCommand("worker.cli.jobs", "List jobs, newest first."),
+        "config": LazyCommand("worker.cli.config", "Show every setting: value, source, what is accepted."),
+        "doctor": LazyCommand("worker.cli.doctor", "Check Redis, torch, the device, the kernels and the model."),
+        "demo": LazyCommand("worker.cli.demo", "Redis, a worker and 240 prompts on this machine, from nothing."),
     },
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from worker.cli.command_settings import load_command_settings, redis_options
+from worker.cli.command_settings import load_producer_settings, producer_options
 from worker.cli.data_files import STANDARD, open_output
 from worker.cli.follow_job import require_completed
 from worker.cli.job_client import job_client
@@ -16,10 +16,10 @@ from worker.cli.record_output import write_records
 @click.option("-o", "--output", "output_path", default=STANDARD, metavar="FILE", help="Where to; default stdout.")
 @click.option("--follow", is_flag=True, help="Go on until the job has ended; exit 1 unless it completed.")
 @click.option("--json", "as_json", is_flag=True, expose_value=False, help="Records are JSON lines with or without it.")
-@redis_options
+@producer_options
 def command(job_id: str, output_path: str, follow: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
     """Print the records written so far, failed ones included, in the order they were written."""
-    effective = load_command_settings(assignments, {"redis.url": redis_url})
+    effective = load_producer_settings(assignments, redis_url)
     with job_client(effective) as client:
         client.status(job_id)  # a job that is not there must not empty the output file
         with open_output(output_path) as target:

@@ -30,9 +30,7 @@ from worker.offline.offline_run import OfflineRun
 from worker.offline.run_summary import RunSummary
 from worker.records.encode_record import encode_record
 from worker.requests.model_name import served_model_name
-
-# Requests in the engine at once, as a multiple of those that run at once: the rest wait, sorted by prefix.
-WINDOW_FACTOR = 8
+from worker.requests.request_window import request_window
 
 
 @click.command("run")
@@ -50,7 +48,8 @@ def command(
     """Run request lines offline: no Redis, the same engine.
 
     Each record is written the moment it exists. Ctrl-C stops after the current step: the output keeps every
-    finished record, and the exit code is 130.
+    finished record, and the exit code is 130. If the engine breaks, its requests end in error records and the exit
+    code is 1.
     """
     effective = load_command_settings(assignments, {"model.path": model})
     refuse_same_file(input_path, output_path)
@@ -59,10 +58,12 @@ def command(
         started_s = time.monotonic()
         engine = _load_engine(effective)
         load_s = time.monotonic() - started_s
-        summary = _run(engine, source, target, load_s, should_stop)
+        summary, failure = _run(engine, source, target, load_s, should_stop)
     if summary_path is not None:
         with open_output(summary_path) as file:
             write_line(file, json.dumps(dataclasses.asdict(summary)))
+    if failure is not None:
+        raise failure
     if should_stop():
         sys.exit(ExitCode.INTERRUPTED)
 
@@ -78,9 +79,10 @@ def _load_engine(effective: EffectiveSettings) -> Engine:
 
 def _run(
     engine: Engine, source: BinaryIO, target: BinaryIO, load_s: float, should_stop: Callable[[], bool]
-) -> RunSummary:
+) -> tuple[RunSummary, CommandError | None]:
+    """The figures, and what ended the run before its end: they tell how far it came."""
     limits = engine.settings.limits
-    window = WINDOW_FACTOR * engine.settings.engine.max_num_seqs
+    window = request_window(engine.settings.engine.max_num_seqs)
 
     def write(record: Mapping[str, object]) -> None:
         write_line(target, encode_record(record))
@@ -94,17 +96,18 @@ def _run(
 
     feed = LineFeed(source, max_line_bytes=limits.max_prompt_bytes, capacity=window)
     feed.start()
+    failure = None
     try:
         run.run(feed, should_stop, show_progress)
     except EngineError as error:
-        raise CommandError(f"the engine stopped: {error}") from error
+        failure = CommandError(f"the engine stopped: {error}")
     except OSError as error:
-        raise CommandError(f"input or output failed: {error}") from error
+        failure = CommandError(f"input or output failed: {error}")
     finally:
         engine.close()
     summary = run.summary(load_s)
     progress.close(_progress_text(summary))
-    return summary
+    return summary, failure
 
 
 def _progress_text(summary: RunSummary) -> str:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
+
 import click
 
-from worker.cli.command_settings import load_command_settings, redis_options
+from worker.cli.command_settings import load_producer_settings, producer_options
 from worker.cli.follow_job import require_completed
 from worker.cli.job_client import job_client
 from worker.cli.job_text import job_details
+from worker.schemas import batch_object
 
 
 @click.command("status")
 @click.argument("job_id", metavar="JOB")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: OpenAI's batch object, as far as it applies.")
-@redis_options
+@producer_options
 def command(job_id: str, as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
     """Show a job's state, counts and tokens. Exit 1 if it failed, expired or was cancelled."""
-    effective = load_command_settings(assignments, {"redis.url": redis_url})
+    effective = load_producer_settings(assignments, redis_url)
     with job_client(effective) as client:
         job = client.status(job_id)
-    click.echo(job.model_dump_json() if as_json else job_details(job))
+    click.echo(json.dumps(batch_object(job)) if as_json else job_details(job))
     require_completed(job)

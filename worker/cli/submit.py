@@ -6,7 +6,7 @@ from typing import TypedDict, Unpack
 
 import click
 
-from worker.cli.command_settings import load_command_settings, redis_options
+from worker.cli.command_settings import load_producer_settings, producer_options
 from worker.cli.data_files import STANDARD, open_input, open_output, refuse_same_file
 from worker.cli.duration import Duration
 from worker.cli.follow_job import follow_job, require_completed
@@ -44,14 +44,14 @@ class Arguments(TypedDict):
 @click.option("--tenant", default="default", show_default=True, help="Whose job it is.")
 @click.option("--metadata", "metadata", multiple=True, metavar="KEY=VALUE", help="A note on the job. Repeatable.")
 @click.option("--idempotency-key", metavar="KEY", help="Submitting again with the same key is the first job.")
-@redis_options
+@producer_options
 def command(**arguments: Unpack[Arguments]) -> None:
     """Submit the request lines of FILE (- is stdin) as one job and print its id.
 
     The id goes to stdout; with -o -, where stdout is the results', to stderr. Ctrl-C while waiting leaves the job
     running.
     """
-    effective = load_command_settings(arguments["assignments"], {"redis.url": arguments["redis_url"]})
+    effective = load_producer_settings(arguments["assignments"], arguments["redis_url"])
     output_path = arguments["output_path"]
     max_line_bytes = effective.settings.limits.max_prompt_bytes
     if output_path is None:

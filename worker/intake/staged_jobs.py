@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 
 import redis
@@ -10,12 +11,16 @@ from pydantic import ValidationError
 
 from settings import Settings
 from worker.broker.announcer import Announcer
+from worker.broker.message_end import MessageEnd
 from worker.registry.admission_limits import AdmissionLimits
 from worker.registry.errors import InvalidJobId, RegistryError
 from worker.registry.job_intake import JobIntake
 from worker.registry.keys import Keys
+from worker.registry.redis_faults import is_refusal
 from worker.registry.unit_ref import UnitRef
 from worker.schemas.submit_options import SubmitOptions
+
+RETRY_WAIT_S = 1.0  # before the message goes back: keeps it from going round without rest
 
 logger = logging.getLogger(__name__)
 
@@ -35,34 +40,54 @@ class StagedJobs:
             grace_s=settings.worker.reap_grace_s,
         )
 
-    def submit(self, job_id: object, num_lines: object, options: Mapping[str, object]) -> None:
-        """Accept the job, or remember why not: its status says so then. Raises redis.RedisError."""
+    def submit(self, job_id: object, num_lines: object, options: Mapping[str, object]) -> MessageEnd:
+        """Accept the job, or remember why not: its status says so then.
+
+        Until then this message is all there is of the job, and no reaper knows of it: while Redis cannot be had it
+        goes back, after a short wait.
+        """
         try:
             checked_id = self._keys.check_job_id(job_id)
         except InvalidJobId as error:
             logger.warning("a job was not submitted: %s", error)
-            return
-        reason = self._try_to_submit(checked_id, num_lines, options)
+            return MessageEnd.DONE
+        try:
+            self._submit_or_refuse(checked_id, num_lines, options)
+        except redis.RedisError as error:
+            if is_refusal(error):  # its keys are broken: it can be neither accepted nor refused
+                logger.error("job %s was not submitted: %s", checked_id, error)
+                return MessageEnd.DONE
+            logger.warning("job %s could not be submitted, its message goes back: %s", checked_id, error)
+            time.sleep(RETRY_WAIT_S)
+            return MessageEnd.REQUEUE
+        return MessageEnd.DONE
+
+    def _submit_or_refuse(self, job_id: str, num_lines: object, options: Mapping[str, object]) -> None:
+        reason = self._try_to_submit(job_id, num_lines, options)
         if reason is not None:
-            logger.warning("job %s was refused: %s", checked_id, reason)
+            logger.warning("job %s was refused: %s", job_id, reason)
             known = num_lines if type(num_lines) is int and num_lines > 0 else 0
-            self._intake.refuse(checked_id, known, reason, "default")
+            self._intake.refuse(job_id, known, reason, "default")
 
     def _try_to_submit(self, job_id: str, num_lines: object, options: Mapping[str, object]) -> str | None:
-        """None, or why the job is refused."""
+        """None, or why the job is refused. Raises redis.RedisError when Redis cannot be had."""
         if type(num_lines) is not int:  # a bool is no number
             return f"n is {str(num_lines)[:40]!r}; accepted: the number of lines"
         try:
             checked = SubmitOptions.model_validate(options)
-            accepted_id, is_new = self._intake.submit(job_id, num_lines, checked)
+            accepted_id, should_announce = self._intake.submit(job_id, num_lines, checked)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         except RegistryError as error:
             return str(error)
+        except redis.RedisError as error:
+            if not is_refusal(error):
+                raise
+            return f"Redis cannot take it as it is staged ({error}); accepted: a hash of index and line"
         if accepted_id != job_id:
             self._intake.discard(job_id)
             return f"its idempotency_key belongs to job {accepted_id}"
-        if is_new:
+        if should_announce:
             self._announcer.announce(UnitRef.plan(job_id), checked.priority)
         return None

@@ -8,19 +8,18 @@ from typing import Annotated, Self
 from pydantic import Field, Strict, model_validator
 from pydantic_core import PydanticCustomError
 
+from worker.lines.bounds import AT_LEAST_NONE, AT_LEAST_ONE
 from worker.lines.chat_message import ChatMessage
 from worker.lines.sampling_body import SamplingBody
-from worker.lines.tool import Tool
 
 
 class ChatBody(SamplingBody):
     """A conversation and how to answer it."""
 
     messages: Annotated[tuple[ChatMessage, ...], Strict(False), Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, AT_LEAST_ONE] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    tools: Annotated[tuple[Tool, ...], Strict(False)] = ()
+    top_logprobs: Annotated[int, AT_LEAST_NONE] | None = None
     chat_template_kwargs: Mapping[str, object] = Field(default_factory=dict)
 
     @model_validator(mode="after")

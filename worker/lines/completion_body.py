@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
+from worker.lines.bounds import AT_LEAST_NONE, MAX_TOKEN_ID
 from worker.lines.sampling_body import SamplingBody
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -26,8 +27,8 @@ def _prompt(value: object) -> str | tuple[int, ...]:
             raise PydanticCustomError(
                 "invalid_type", "a string or a list of token ids: one prompt a line", {"at": position}
             )
-        if token_id < 0:
-            raise PydanticCustomError("invalid_value", "token ids of at least 0", {"at": position})
+        if not 0 <= token_id <= MAX_TOKEN_ID:
+            raise PydanticCustomError("invalid_value", f"token ids of 0 to {MAX_TOKEN_ID}", {"at": position})
     return tuple(value)
 
 
@@ -35,7 +36,7 @@ class CompletionBody(SamplingBody):
     """A prompt, as text or as token ids, and how to continue it."""
 
     prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)]
-    logprobs: Annotated[int, Field(ge=0)] | None = None  # alternatives a position; 0: the chosen token's only
+    logprobs: Annotated[int, AT_LEAST_NONE] | None = None  # alternatives a position; 0: the chosen token's only
 
     @property
     def num_logprobs(self) -> int | None:

@@ -17,6 +17,6 @@ class LineError(Exception):
         super().__init__(message)
         self.message = message
         self.code = code
-        self.index = index  # 0-based; the line number shown to people is index + 1
+        self.index = index  # 0-based, blank lines not counted; `line` in records is index + 1
         self.param = param  # path inside the body, `messages[0].content`, or a field of the line
         self.custom_id = custom_id  # None when the line is too broken to have one

@@ -25,10 +25,10 @@ _PROMPT_KEYS = {"messages": Endpoint.CHAT_COMPLETIONS, "prompt": Endpoint.COMPLE
 
 
 def parse_request_line(raw: bytes, index: int, limits: LimitSettings) -> RequestLine:
-    """Parse line `index` (0-based) of a job: an OpenAI Batch line, or a body alone.
+    """Parse line `index` (0-based) of a job, blank lines not counted: an OpenAI Batch line, or a body alone.
 
-    A body alone may carry a custom_id beside its parameters; without one its custom_id is its line number,
-    counted from 1. Raises LineError, whatever the bytes are.
+    A body alone may carry a custom_id beside its parameters; without one it is line-<n>, n counting from 1. Raises
+    LineError, whatever the bytes are.
     """
     custom_id: str | None = None
     try:
@@ -59,7 +59,7 @@ def _ascii(text: str) -> str:
 
 def _custom_id(value: Mapping[str, object], index: int) -> str:
     if not _is_envelope(value) and "custom_id" not in value:
-        return str(index + 1)
+        return f"line-{index + 1}"  # not the bare number, which is what a producer may number its own lines with
     custom_id = value.get("custom_id")
     if custom_id is None:
         raise RefusalError("custom_id is missing", code="missing_parameter", param="custom_id")

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field, Strict
 from pydantic_core import PydanticCustomError
 
 from worker.lines.body_model import BodyModel
+from worker.lines.bounds import (
+    AT_LEAST_NONE,
+    AT_LEAST_ONE,
+    COUNT_PENALTY,
+    MAX_TOKEN_ID,
+    MIN_P,
+    REPETITION_PENALTY,
+    SEED,
+    TEMPERATURE,
+    TOKEN_ID,
+    TOP_K,
+    TOP_P,
+)
 from worker.lines.shorten import shorten
-
-MAX_SEED = 2**63 - 1
 
 
 def _stop_tuple(value: object) -> object:
@@ -32,6 +43,8 @@ def _bias_by_token(value: object) -> dict[int, float]:
         at = {"at": key, "value": shorten(bias)}
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise PydanticCustomError("invalid_value", "decimal token ids as keys", at)
+        if int(key) > MAX_TOKEN_ID:
+            raise PydanticCustomError("invalid_value", f"token ids of 0 to {MAX_TOKEN_ID} as keys", at)
         if isinstance(bias, bool) or not isinstance(bias, int | float):
             raise PydanticCustomError("invalid_type", "a number from -100 to 100", at)
         if not -100 <= bias <= 100:
@@ -45,25 +58,25 @@ def _bias_by_token(value: object) -> dict[int, float]:
 class SamplingBody(BodyModel):
     """How tokens are chosen and what comes back, plus the service fields that change neither.
 
-    Service fields, accepted as OpenAI accepts them and of no effect on the answer: user, safety_identifier,
-    prompt_cache_key, metadata, store, service_tier.
+    Service fields, of no effect on a batch's answer and so accepted: user, safety_identifier, prompt_cache_key,
+    metadata. Those that would ask something of this service are refused by name, see `unsupported`.
     """
 
     model: Annotated[str, Field(min_length=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] = 0
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = 0  # 0 and -1: off
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
-    n: Annotated[int, Field(ge=1)] = 1
+    max_tokens: Annotated[int, AT_LEAST_ONE] | None = None
+    min_tokens: Annotated[int, AT_LEAST_NONE] = 0
+    temperature: Annotated[float, TEMPERATURE] = 1.0
+    top_p: Annotated[float, TOP_P] = 1.0
+    top_k: Annotated[int, TOP_K] = 0  # 0 and -1: off
+    min_p: Annotated[float, MIN_P] = 0.0
+    seed: Annotated[int, SEED] | None = None
+    n: Annotated[int, AT_LEAST_ONE] = 1
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_stop_tuple)] = ()
-    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False)] = ()
+    stop_token_ids: Annotated[tuple[Annotated[int, TOKEN_ID], ...], Strict(False)] = ()
     ignore_eos: bool = False
-    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, REPETITION_PENALTY] = 1.0
+    presence_penalty: Annotated[float, COUNT_PENALTY] = 0.0
+    frequency_penalty: Annotated[float, COUNT_PENALTY] = 0.0
     logit_bias: Annotated[Mapping[int, float], BeforeValidator(_bias_by_token)] = Field(default_factory=dict)
     return_token_ids: bool = False
 
@@ -71,5 +84,3 @@ class SamplingBody(BodyModel):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     metadata: Mapping[str, str] | None = None
-    store: bool | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None

@@ -8,21 +8,28 @@ from worker.lines.endpoint import Endpoint
 from worker.lines.refusal_error import RefusalError
 from worker.lines.shorten import shorten
 
-# Parameter -> the one value that asks for nothing. That value is accepted; any other is refused by name,
-# since a result that ignored it would not be what the line asked for.
-_NEUTRAL: Mapping[str, object] = {
-    "stream": False,
-    "response_format": {"type": "text"},
-    "modalities": ["text"],
-    "parallel_tool_calls": True,
-    "best_of": 1,
-    "echo": False,
-    "suffix": "",
-    "functions": [],
+# Parameter -> the values that ask for nothing. Those are accepted; any other is refused by name, since a result that
+# ignored it would not be what the line asked for.
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "stream": (False,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    # Calls are not read out of the answer, so no tool may be offered.
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none",),
+    "function_call": ("none",),
+    "parallel_tool_calls": (True,),
+    # There is nothing to store answers in, and one tier.
+    "store": (False,),
+    "service_tier": ("auto", "default"),
 }
 _REFUSED = frozenset(
     {
-        "tool_choice", "function_call", "stream_options", "reasoning_effort", "verbosity", "prediction",
+        "stream_options", "reasoning_effort", "verbosity", "prediction",
         "audio", "web_search_options", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
         "structured_outputs", "use_beam_search", "length_penalty", "early_stopping", "prompt_logprobs",
         "truncate_prompt_tokens", "chat_template", "add_generation_prompt", "continue_final_message",
@@ -42,9 +49,9 @@ def without_neutral(body: Mapping[str, object], endpoint: Endpoint) -> dict[str,
         if not known or (name in _OF_COMPLETIONS and endpoint is not Endpoint.COMPLETIONS):
             kept[name] = value
         elif value is not None and not _is_neutral(name, value):
-            accepted = f"accepted: {shorten(_NEUTRAL[name])}" if name in _NEUTRAL else "leave it out"
+            accepted = " or ".join(map(shorten, _NEUTRAL[name])) if name in _NEUTRAL else "a line without it"
             raise RefusalError(
-                f"{name} is {shorten(value)}, which is not supported; {accepted}",
+                f"{name} is {shorten(value)}, which is not supported; accepted: {accepted}",
                 code="unsupported_parameter",
                 param=name,
             )
@@ -52,7 +59,5 @@ def without_neutral(body: Mapping[str, object], endpoint: Endpoint) -> dict[str,
 
 
 def _is_neutral(name: str, value: object) -> bool:
-    if name not in _NEUTRAL:
-        return False
-    neutral = _NEUTRAL[name]
-    return type(value) is type(neutral) and value == neutral  # 0 is not false, 1 is not true
+    # 0 is not false, 1 is not true
+    return any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL.get(name, ()))

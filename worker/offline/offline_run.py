@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 
 from engine.errors import EngineError, EngineFatal, InvalidRequest
+from engine.request import Request
 from engine.request_output import RequestOutput
 from settings import LimitSettings
 from worker.lines.custom_ids import CustomIds
@@ -25,6 +27,8 @@ JOB_ID = "run"  # stands in the record ids where a job's id would
 # While requests run, a line that is not there yet is waited for no longer than this before the next step.
 BUSY_WAIT_S = 0.001
 IDLE_WAIT_S = 0.1  # how soon a request to stop is seen while the input is silent
+
+logger = logging.getLogger(__name__)
 
 
 class OfflineRun:
@@ -56,16 +60,21 @@ class OfflineRun:
     def run(self, feed: LineFeed, should_stop: Callable[[], bool], on_progress: Callable[[], None]) -> None:
         """Run every line of `feed`, or until `should_stop`; what is unfinished then gets no record.
 
-        If the engine breaks, its requests get an error record each and EngineError is raised. Raises OSError if
-        the input cannot be read.
+        If the engine breaks, the requests in it get an error record each, the lines after them none, and EngineError
+        is raised. Raises OSError if the input cannot be read.
         """
-        while not should_stop():
-            self._admit(feed)
-            if self._engine.has_unfinished():
-                self._step()
-            elif feed.ended:
-                return
-            on_progress()
+        try:
+            while not should_stop():
+                self._admit(feed)
+                if self._engine.has_unfinished():
+                    for output in self._engine.step():
+                        self._finish(output)
+                elif feed.ended:
+                    return
+                on_progress()
+        except EngineError as error:
+            self._fail_running(error)
+            raise
 
     def summary(self, load_s: float) -> RunSummary:
         """The figures so far."""
@@ -95,22 +104,26 @@ class OfflineRun:
         except LineError as error:
             self._record(line_error_record(error, self._context))
             return
-        request_id = str(index)
-        try:
-            self._engine.add_request(self._requests.build(line, request_id))
-        except InvalidRequest as error:
-            self._record(self._records.of_error(line, error))
+        request = self._build(line)
+        if request is None:
             return
-        self._running[request_id] = line
-
-    def _step(self) -> None:
+        self._running[request.request_id] = line
         try:
-            outputs = self._engine.step()
+            self._engine.add_request(request)
+        except InvalidRequest as error:
+            del self._running[request.request_id]
+            self._record(self._records.of_error(line, error))
+
+    def _build(self, line: RequestLine) -> Request | None:
+        """The engine's request for `line`, or None once its error record is written."""
+        try:
+            return self._requests.build(line, str(line.index))
         except EngineError as error:
-            self._fail_running(error)
-            raise
-        for output in outputs:
-            self._finish(output)
+            self._record(self._records.of_error(line, error))
+        except Exception as error:  # a seam: what a template or tokeniser may raise over one prompt stays with it
+            logger.exception("line %d could not be prepared", line.index + 1)
+            self._record(self._records.of_unexpected(line, error))
+        return None
 
     def _finish(self, output: RequestOutput) -> None:
         line = self._running.pop(output.request_id, None)

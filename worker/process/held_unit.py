@@ -21,6 +21,7 @@ class HeldUnit:
         self._is_written = False
         self._num_unwritten = 0
         self._deadline_at: float | None = None
+        self._released_at: float | None = None
         self._on_change: Callable[[], None] = lambda: None
         self.set_time_left(claim.time_left_s)
 
@@ -39,6 +40,11 @@ class HeldUnit:
         """Whether the job's deadline has passed, by the time Redis last told."""
         return self._deadline_at is not None and time.monotonic() >= self._deadline_at
 
+    @property
+    def released_for_s(self) -> float:
+        """How long ago it was first to be given back; 0 if it is not."""
+        return 0.0 if self._released_at is None else time.monotonic() - self._released_at
+
     def set_time_left(self, time_left_s: float | None) -> None:
         """What Redis says is left until the job's deadline; None: it has none."""
         self._deadline_at = None if time_left_s is None else time.monotonic() + time_left_s
@@ -52,6 +58,8 @@ class HeldUnit:
         with self._changed:
             if self._stop_reason is None or reason > self._stop_reason:
                 self._stop_reason = reason
+            if reason >= StopReason.RELEASED and self._released_at is None:
+                self._released_at = time.monotonic()
             self._changed.notify_all()
         self._on_change()
 

@@ -1,4 +1,4 @@
-"""The thread that keeps leases."""
+"""Keeping leases."""
 
 from __future__ import annotations
 
@@ -48,21 +48,10 @@ class LeaseKeeper:
         self._describe = describe
         self._steps_seen = -1
         self._renew_at = 0.0
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
 
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def stop(self, timeout_s: float) -> bool:
-        """Stop, and take the heartbeat back; False if that takes longer."""
-        self._stopping.set()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while not self._stopping.wait(min(WATCH_INTERVAL_S, self._renew_interval_s / 2)):
+    def run(self, stopping: threading.Event) -> None:
+        """Keep leases until told to stop, then take the heartbeat back."""
+        while not stopping.wait(min(WATCH_INTERVAL_S, self._renew_interval_s / 2)):
             try:
                 self._watch()
                 if time.monotonic() >= self._renew_at:

@@ -1,4 +1,4 @@
-"""The thread that finds work nobody does."""
+"""Finding work nobody does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 class Reaper:
     """Announces units again whose message was lost or whose worker died, and closes those whose job is to end.
 
-    Every worker has one; the registry gives each due unit to one of them.
+    Every worker runs one on its own thread; the registry gives each due unit to one of them.
     """
 
     def __init__(
@@ -36,32 +36,21 @@ class Reaper:
         self._closer = closer
         self._is_well = is_well  # a worker that hangs must not put units off that others could take
         self._interval_s = interval_s
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="reaper", daemon=True)
 
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def stop(self, timeout_s: float) -> bool:
-        """Stop; False if that takes longer."""
-        self._stopping.set()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
+    def run(self, stopping: threading.Event) -> None:
+        """Look again and again, until told to stop."""
         # Jitter, so that workers started together do not look together for ever.
-        while not self._stopping.wait(self._interval_s * random.uniform(0.75, 1.25)):
+        while not stopping.wait(self._interval_s * random.uniform(0.75, 1.25)):
             if not self._is_well():
                 continue
             try:
-                self._look()
+                self._look(stopping)
             except redis.RedisError as error:
                 logger.warning("could not look for work nobody does: %s", error)
 
-    def _look(self) -> None:
+    def _look(self, stopping: threading.Event) -> None:
         for due in self._due_units.due():
-            if self._stopping.is_set():
+            if stopping.is_set():
                 return  # what was put off here is due again after its grace
             if due.should_close:
                 self._closer.close_unclaimed(due.ref)

@@ -25,21 +25,19 @@ def run_worker(effective: EffectiveSettings, load_engine: Callable[[EffectiveSet
     """Run a worker on the main thread of this process until a signal or a broken engine ends it; the exit code.
 
     0 after SIGTERM, once running prompts finished or were given back, and after SIGQUIT, which gives them back at
-    once; 1 after SIGINT, otherwise as SIGTERM; 70 (EX_SOFTWARE) if the engine broke, for a supervisor to start
-    another.
+    once; 1 after SIGINT, otherwise as SIGTERM; 70 (EX_SOFTWARE) if the engine or a thread around it broke, for a
+    supervisor to start another.
     Raises redis.RedisError if Redis cannot be had, and what `load_engine` raises: both before any work is taken.
     """
     settings = effective.settings
     app = create_app(settings)
-    runtime = WorkerRuntime(app, settings, lambda: load_engine(effective), on_engine_failure=_ask_celery_to_stop)
+    runtime = WorkerRuntime(app, settings, lambda: load_engine(effective), on_failure=_ask_celery_to_stop)
     runtime.load()
     register_tasks(app, runtime)
     app.steps["worker"].add(worker_step(runtime))
     with _our_own_logging():
         worker = app.Worker(
             hostname=f"millrace@{runtime.worker_id}",
-            pool="threads",
-            concurrency=settings.worker.concurrency,
             loglevel=settings.log.level.upper(),
             # Workers need to know nothing of each other: Redis has it all.
             without_gossip=True,

@@ -22,20 +22,21 @@ from worker.process.lease_keeper import LeaseKeeper
 from worker.process.reaper import Reaper
 from worker.process.registry_parts import RegistryParts
 from worker.process.result_writer import ResultWriter
+from worker.process.supervised_thread import SupervisedThread
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_ref import UnitRef
 from worker.requests.model_name import served_model_name
 from worker.requests.request_builder import RequestBuilder
+from worker.requests.request_window import request_window
 from worker.requests.step_engine import StepEngine
 from worker.schemas.worker_info import WorkerInfo
 from worker.units.planner import Planner
+from worker.units.refused_record import refused_record
 from worker.units.shard_prompts import ShardPrompts
 from worker.units.shard_run import ShardRun
 from worker.units.unit_closer import UnitCloser
 from worker.units.unit_runner import UnitRunner
 
-# Requests in the engine at once, as a multiple of those that run at once: the rest wait, sorted by prefix.
-WINDOW_FACTOR = 8
 RELEASE_TIMEOUT_S = 5.0  # for units to be given back once they were told to stop
 THREAD_TIMEOUT_S = 5.0  # for each thread to end
 
@@ -51,12 +52,12 @@ class WorkerRuntime:
         settings: Settings,
         load_engine: Callable[[], StepEngine],
         *,
-        on_engine_failure: Callable[[], None],
+        on_failure: Callable[[], None],
     ) -> None:
         self.worker_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self._settings = settings
         self._model_name = served_model_name(settings.model)
-        self._on_engine_failure = on_engine_failure
+        self._on_failure = on_failure  # the engine, or a thread around it, broke: this process is to end
         self._has_failed = False
         self._has_started = False
         self._loaded: tuple[StepEngine, RequestBuilder] | None = None
@@ -64,21 +65,23 @@ class WorkerRuntime:
         self._registry = registry = RegistryParts.connect(settings, self.worker_id)
         self._engine = EngineThread(
             load_engine,
-            max_open_requests=WINDOW_FACTOR * settings.engine.max_num_seqs,
+            max_open_requests=request_window(settings.engine.max_num_seqs),
             on_failure=self._engine_failed,
         )
         worker, leases, announcer = settings.worker, registry.leases, Announcer(app)
         self._closer = closer = UnitCloser(leases, settings.limits)
-        self._runner = UnitRunner(leases, closer, held_units, give_back_for_s=worker.lease_s, is_well=self._is_well)
+        self._runner = UnitRunner(
+            leases,
+            closer,
+            held_units,
+            give_back_for_s=worker.lease_s,
+            max_shards=worker.concurrency,
+            is_well=self._is_well,
+        )
         self._planner = Planner(leases, announcer, closer, settings=worker, limits=settings.limits)
         self._staged_jobs = StagedJobs(registry.client, registry.keys, announcer, settings=settings)
-        self._writer = ResultWriter(leases, batch_size=worker.result_batch_size)
-        self._keeper = LeaseKeeper(
-            leases, registry.heartbeats, held_units, self._engine, settings=worker, describe=self._describe
-        )
-        self._reaper = Reaper(
-            registry.reap_queue, announcer, closer, interval_s=worker.reap_interval_s, is_well=self._is_well
-        )
+        self._writer = ResultWriter(leases, batch_size=worker.result_batch_size, replace_refused=refused_record)
+        self._threads = self._make_threads(announcer)
 
     @property
     def drain_timeout_s(self) -> float:
@@ -87,7 +90,7 @@ class WorkerRuntime:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the engine broke."""
+        """Whether the engine, or a thread around it, broke."""
         return self._has_failed
 
     def load(self) -> None:
@@ -99,15 +102,14 @@ class WorkerRuntime:
 
     def start(self) -> None:
         """Start the threads around the engine."""
-        self._writer.start()
-        self._keeper.start()
-        self._reaper.start()
+        for thread in self._threads:
+            thread.start()
         self._has_started = True
         logger.info("worker %s is up", self.worker_id)
 
-    def submit(self, job_id: str, num_lines: int, options: Mapping[str, object]) -> None:
+    def submit(self, job_id: str, num_lines: int, options: Mapping[str, object]) -> MessageEnd:
         """Accept, or remember as refused, a job that a plain Celery producer staged."""
-        self._staged_jobs.submit(job_id, num_lines, options)
+        return self._staged_jobs.submit(job_id, num_lines, options)
 
     def plan(self, message_id: str, job_id: str) -> MessageEnd:
         """Plan a job."""
@@ -134,9 +136,8 @@ class WorkerRuntime:
             self._held_units.stop_all(StopReason.RELEASED)
             if not self._held_units.wait_empty(RELEASE_TIMEOUT_S):
                 logger.warning("%d units could not be given back: their leases run out", len(self._held_units))
-        self._reaper.stop(THREAD_TIMEOUT_S)
-        self._writer.stop(THREAD_TIMEOUT_S)
-        self._keeper.stop(THREAD_TIMEOUT_S)
+        for thread in reversed(self._threads):
+            thread.stop(THREAD_TIMEOUT_S)
         if not self._engine.stop(THREAD_TIMEOUT_S):
             logger.warning("the engine hangs in a step and is left behind")
         self._registry.client.close()
@@ -160,12 +161,43 @@ class WorkerRuntime:
             raise RuntimeError("a shard was taken before the engine was loaded")
         return self._loaded
 
+    def _make_threads(self, announcer: Announcer) -> list[SupervisedThread]:
+        """The threads around the engine, in the order of their start; the last of them stops first."""
+        registry, worker = self._registry, self._settings.worker
+        keeper = LeaseKeeper(
+            registry.leases,
+            registry.heartbeats,
+            self._held_units,
+            self._engine,
+            settings=worker,
+            describe=self._describe,
+        )
+        reaper = Reaper(
+            registry.reap_queue, announcer, self._closer, interval_s=worker.reap_interval_s, is_well=self._is_well
+        )
+        return [
+            SupervisedThread("lease-keeper", keeper.run, on_failure=self._thread_failed),
+            SupervisedThread("result-writer", self._writer.run, on_failure=self._writer_failed),
+            SupervisedThread("reaper", reaper.run, on_failure=self._thread_failed),
+        ]
+
     def _engine_failed(self, _error: BaseException) -> None:
-        """On the engine's thread: its prompts go to other workers, and this process ends."""
+        self._fail(StopReason.ENGINE_FAILED)
+
+    def _writer_failed(self, _error: BaseException) -> None:
+        # Perhaps over a record of ours: as with the engine, the units must not come round for ever.
+        self._fail(StopReason.ENGINE_FAILED)
+
+    def _thread_failed(self, _error: BaseException) -> None:
+        # Nothing to do with the units held here: an attempt of theirs must not be lost over it.
+        self._fail(StopReason.RELEASED)
+
+    def _fail(self, reason: StopReason) -> None:
+        """On the thread that broke: the held units go to other workers, and this process ends."""
         self._has_failed = True
         self._runner.drain()
-        self._held_units.stop_all(StopReason.ENGINE_FAILED)
-        self._on_engine_failure()
+        self._held_units.stop_all(reason)
+        self._on_failure()
 
     def _is_well(self) -> bool:
         # Half a lease: a step may be slow, but one that lasts a whole lease loses its units.

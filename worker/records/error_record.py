@@ -8,7 +8,11 @@ from worker.records.record_context import RecordContext
 
 
 def error_record(failure: Failure, index: int, custom_id: str | None, context: RecordContext) -> dict[str, object]:
-    """The result line of line `index` (0-based). `error.line` counts from 1, as editors do."""
+    """The result line of line `index` (0-based).
+
+    `error.line` is the number of the request in its job: from 1, blank lines not counted. Blank lines are never sent
+    to Redis, so that a queued job could not count them.
+    """
     error = {
         "message": failure.message,
         "type": failure.type,

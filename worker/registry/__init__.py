@@ -4,7 +4,7 @@ Keys of one hash slot, `millrace:{s0}:` (see `keys`):
 
     j:<job>:job     HASH  v, st, n, ok, err, exp, bytes, tenant, pri, spec, created, started, deadline, cancel, fin,
                           reason, ns, sd (shards, shards done), tokp, tokc, toko (prompt, cached, output tokens),
-                          retain, idem
+                          retain, idem, plan_tok (the token under which it was planned), lost_plan
     j:<job>:in      HASH  index -> request line as it was given
     j:<job>:res     HASH  index -> record, JSON; written once (HSETNX)
     j:<job>:ord     LIST  indices in the order their records were written

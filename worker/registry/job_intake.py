@@ -48,7 +48,7 @@ class JobIntake:
 
     def stage(self, job_id: str, first_index: int, lines: Sequence[bytes]) -> bool:
         """Add lines `first_index`, ... of a job to be. False, and nothing stored, if the job is accepted already."""
-        arguments: list[str | bytes | int] = [round(self._redis_settings.staging_ttl_s * 1000)]
+        arguments: list[str | bytes | int] = [self._staging_ms]
         for index, line in enumerate(lines, first_index):
             arguments += [index, line]
         keys = [self._keys.job(job_id), self._keys.lines(job_id)]
@@ -59,9 +59,11 @@ class JobIntake:
         self._scripts.run("discard", [self._keys.job(job_id), self._keys.lines(job_id)], [])
 
     def submit(self, job_id: str, num_lines: int, options: SubmitOptions) -> tuple[str, bool]:
-        """Accept the job whose lines 0 .. num_lines - 1 are staged: (its id, whether it is new).
+        """Accept the job whose lines 0 .. num_lines - 1 are staged: (its id, whether its plan is to be announced).
 
-        A job that was accepted before, under this id or the options' idempotency key, is returned as it is.
+        A job that was accepted before, under this id or the options' idempotency key, is returned as it is. One of
+        this id that nobody has planned is to be announced again: the first answer may have been lost on its way, and
+        the second message does no harm. Staged lines that are refused are forgotten after redis.staging_ttl_s.
         Raises EmptyJob, JobTooLarge, JobIncomplete, QueueFull.
         """
         if num_lines < 1:
@@ -76,14 +78,18 @@ class JobIntake:
         if status == "accepted":
             return job_id, True
         if status == "known":
-            return text(reply[1]), False
+            return text(reply[1]), text(reply[2]) == "queued"
         raise _refusal(status, reply, num_lines)
 
     def refuse(self, job_id: str, num_lines: int, reason: str, tenant: str) -> None:
-        """Remember as failed a job whose producer does not wait for the answer."""
+        """Remember as failed a job whose producer does not wait for the answer; its lines are forgotten in time."""
         ttl_ms = round(self._redis_settings.result_ttl_s * 1000)
-        keys = [self._keys.job(job_id), self._keys.jobs]
-        self._scripts.run("refuse", keys, [job_id, num_lines, reason, tenant, ttl_ms])
+        keys = [self._keys.job(job_id), self._keys.jobs, self._keys.lines(job_id)]
+        self._scripts.run("refuse", keys, [job_id, num_lines, reason, tenant, ttl_ms, self._staging_ms])
+
+    @property
+    def _staging_ms(self) -> int:
+        return round(self._redis_settings.staging_ttl_s * 1000)
 
     def _arguments(self, job_id: str, num_lines: int, options: SubmitOptions) -> dict[str, object]:
         return {
@@ -94,6 +100,7 @@ class JobIntake:
             "priority": options.priority,
             "deadline_ms": round(options.deadline_s * 1000) if options.deadline_s else 0,
             "grace_ms": round(self._grace_s * 1000),
+            "staging_ms": self._staging_ms,
             "retain_ms": round(self._redis_settings.result_ttl_s * 1000),
             "max_prompts": self._limits.max_prompts_per_job,
             "max_bytes": self._limits.max_job_bytes,

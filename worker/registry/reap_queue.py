@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import redis
 
-from worker.broker.queue_lanes import lanes_by_priority
+from worker.broker.queue_lanes import PLAN_PRIORITY, lanes_by_priority
 from worker.registry.due_unit import DueUnit
 from worker.registry.keys import Keys
 from worker.registry.redis_reply import text
@@ -28,7 +28,7 @@ class ReapQueue:
     def due(self) -> list[DueUnit]:
         """Units that are due now. Each is put off by its grace, so that one caller alone gets it."""
         arguments: list[Argument] = [self._keys.prefix, MAX_UNITS, self._grace_ms]
-        arguments += [round(LONGEST_GRACE_S * 1000), round(STALE_S * 1000), *self._waiting_messages()]
+        arguments += [round(LONGEST_GRACE_S * 1000), round(STALE_S * 1000), PLAN_PRIORITY, *self._waiting_messages()]
         reply = self._scripts.run("reap", [self._keys.open], arguments)
         words = [text(word) for word in reply]
         return [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from worker.registry.run_mode import RunMode
+
 
 class StopReason(IntEnum):
     """Why the holder of a unit stops running it; a greater one replaces a smaller one."""
@@ -11,5 +13,14 @@ class StopReason(IntEnum):
     CANCELLED = 1  # its job was cancelled: prompts without a record get one that says so
     EXPIRED = 2  # its job's deadline passed: likewise
     RELEASED = 3  # this worker stops: the unit goes back, for another worker
-    ENGINE_FAILED = 4  # the engine broke over it: it goes back, and that counts as an attempt
-    FENCED = 5  # another worker has the unit, or the job is over: nothing more may be written
+    ENGINE_FAILED = 4  # engine or writer broke over it: it goes back, and that counts as an attempt
+    FENCED = (
+        5  # another worker has the unit, or the job is over, or Redis takes no record of it: nothing more is written
+    )
+
+    @property
+    def closing_mode(self) -> RunMode | None:
+        """What the records of the prompts that were not run say; None: they are for another worker to run."""
+        if self is StopReason.CANCELLED:
+            return RunMode.CANCELLED
+        return RunMode.EXPIRED if self is StopReason.EXPIRED else None

@@ -9,8 +9,8 @@ import redis
 
 from worker.registry.claim import Claim
 from worker.registry.claim_refusal import ClaimRefusal
-from worker.registry.finished_prompt import FinishedPrompt
 from worker.registry.keys import Keys
+from worker.registry.prompt_record import PromptRecord
 from worker.registry.put_status import PutStatus
 from worker.registry.redis_reply import RedisReply, raw_values, text
 from worker.registry.run_mode import RunMode
@@ -40,7 +40,7 @@ class UnitLeases:
         status = text(reply[0])
         return _claim(ref, reply) if status == "ok" else ClaimRefusal(status)
 
-    def put(self, claim: Claim, records: Sequence[FinishedPrompt]) -> tuple[PutStatus, RunMode]:
+    def put(self, claim: Claim, records: Sequence[PromptRecord]) -> tuple[PutStatus, RunMode]:
         """Write records, each index once and for all; where the unit stands, and what to do with the rest of it."""
         arguments: list[Argument] = [claim.ref.job_id, claim.ref.unit, claim.token]
         for item in records:
@@ -82,6 +82,13 @@ class UnitLeases:
         arguments: list[Argument] = [claim.ref.job_id, claim.token, self._grace_ms]
         arguments += [",".join(map(str, shard)) for shard in shards]
         return bool(self._scripts.run("planned", self._keys.of_unit_scripts(claim.ref), arguments))
+
+    def can_be_had(self) -> bool:
+        """Whether Redis answers at this moment."""
+        try:
+            return bool(self._client.ping())
+        except redis.RedisError:
+            return False
 
     def lines(self, job_id: str, indices: Sequence[int]) -> list[bytes | None]:
         """Request lines by index; None for one that is not there."""

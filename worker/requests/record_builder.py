@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.errors import EngineError, EngineUnavailable, InvalidRequest
+from engine.errors import EngineError, EngineFatal, EngineUnavailable, InvalidRequest
 from engine.finish_reason import FinishReason
 from engine.request_output import RequestOutput
 from worker.lines.request_line import RequestLine
@@ -34,6 +34,10 @@ class RecordBuilder:
     def of_error(self, line: RequestLine, error: EngineError) -> dict[str, object]:
         """The record of `line` when the engine, or the request builder before it, raised `error`."""
         return error_record(_failure(error), line.index, line.custom_id, self._context)
+
+    def of_unexpected(self, line: RequestLine, error: Exception) -> dict[str, object]:
+        """The record of `line` when our own code failed over it before it was a request; the details are in the log."""
+        return self.of_error(line, EngineFatal(f"preparing the request failed ({type(error).__name__})"))
 
 
 def _failure(error: EngineError) -> Failure:

@@ -33,7 +33,7 @@ class RequestBuilder:
             max_tokens = body.max_output_tokens
         else:
             prompt_token_ids = self._prompt_token_ids(body)
-            room = max(self._max_model_len - len(prompt_token_ids), 1)
+            room = self._max_model_len - len(prompt_token_ids)
             asked = body.max_output_tokens
             max_tokens = min(DEFAULT_MAX_TOKENS, room) if asked is None else asked
         return Request(request_id, prompt_token_ids, _sampling_params(body, max_tokens), priority, cache_salt)
@@ -51,8 +51,8 @@ class RequestBuilder:
 
     def _prompt_token_ids(self, body: CompletionBody) -> list[int]:
         if isinstance(body.prompt, str):
-            return self._tokenizer.encode(body.prompt, add_special_tokens=True)
-        return list(body.prompt)
+            return self._fitting(self._tokenizer.encode(body.prompt, add_special_tokens=True), "prompt")
+        return self._fitting(list(body.prompt), "prompt")
 
     def _chat_token_ids(self, body: ChatBody) -> list[int]:
         template = self._tokenizer.chat_template
@@ -65,27 +65,26 @@ class RequestBuilder:
         _check_template_reads(template, body)
         text = template.render(
             [message.for_template() for message in body.messages],
-            tools=[tool.as_given() for tool in body.tools] or None,
+            tools=None,
             add_generation_prompt=True,
             **body.chat_template_kwargs,
         )
         # The template writes the special tokens itself.
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return self._fitting(self._tokenizer.encode(text, add_special_tokens=False), "messages")
+
+    def _fitting(self, token_ids: list[int], param: str) -> list[int]:
+        """`token_ids`, if one token fits behind them: what can never run must not wait at full size until it is its
+        turn. Raises PromptTooLong naming `param`.
+        """
         if len(token_ids) >= self._max_model_len:
-            raise PromptTooLong(len(token_ids) + 1, self._max_model_len, param="messages")
+            raise PromptTooLong(len(token_ids) + 1, self._max_model_len, param=param)
         return token_ids
 
 
 def _check_template_reads(template: ChatTemplate, body: ChatBody) -> None:
-    """Raise InvalidRequest for tools and template arguments that the template would ignore."""
-    if body.tools and not template.reads("tools", with_tools=True):
-        raise InvalidRequest(
-            "tools are given, but this model's chat template does not read them; accepted: no tools",
-            param="tools",
-            accepted="no tools",
-        )
+    """Raise InvalidRequest for template arguments that the template would ignore."""
     for name, value in body.chat_template_kwargs.items():
-        if name in RESERVED or not template.reads(name, with_tools=bool(body.tools)):
+        if name in RESERVED or not template.reads(name, with_tools=False):
             why = "the request itself sets" if name in RESERVED else "this model's chat template does not read"
             raise InvalidRequest(
                 f"chat_template_kwargs has {name!r}, which {why}; accepted: other names",

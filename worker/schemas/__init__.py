@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from worker.schemas.batch_object import batch_object
 from worker.schemas.job_state import JobState
 from worker.schemas.job_status import JobStatus
 from worker.schemas.job_usage import JobUsage
@@ -11,6 +12,7 @@ from worker.schemas.worker_info import WorkerInfo
 
 __all__ = [
     "JobStatus",
+    "batch_object",
     "JobState",
     "RequestCounts",
     "JobUsage",

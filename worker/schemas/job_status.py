@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -13,12 +12,14 @@ from worker.schemas.request_counts import RequestCounts
 
 
 class JobStatus(BaseModel):
-    """A snapshot of one job, in the words of OpenAI's batch object. Times are Unix seconds by Redis' clock."""
+    """A snapshot of one job. Times are Unix seconds by Redis' clock, with their fractions.
+
+    `batch_object` turns it into OpenAI's batch object, which is what the command line prints as JSON.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str
-    object: Literal["batch"] = "batch"
     status: JobState
     created_at: float
     in_progress_at: float | None = None  # its shards were cut

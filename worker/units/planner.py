@@ -14,8 +14,8 @@ from worker.process.held_unit import HeldUnit
 from worker.records.encode_record import encode_record
 from worker.records.error_record import line_error_record
 from worker.records.record_context import RecordContext
-from worker.registry.finished_prompt import FinishedPrompt
 from worker.registry.outcome import Outcome
+from worker.registry.prompt_record import PromptRecord
 from worker.registry.put_status import PutStatus
 from worker.registry.run_mode import RunMode
 from worker.registry.stop_reason import StopReason
@@ -25,8 +25,6 @@ from worker.units.prefix_order import PrefixKey, prefix_sort_key
 from worker.units.unit_closer import UnitCloser
 
 CHUNK = 64  # lines of one read: at most 16 MiB with the default limits
-
-_CLOSING_MODES = {StopReason.CANCELLED: RunMode.CANCELLED, StopReason.EXPIRED: RunMode.EXPIRED}
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +54,9 @@ class Planner:
     def plan(self, held: HeldUnit) -> None:
         """Plan the claimed job, or stop early with `held.stop_reason`. Raises redis.RedisError."""
         good: list[tuple[PrefixKey, int]] = []
-        bad: list[FinishedPrompt] = []
+        bad: list[PromptRecord] = []
         for finding in self._findings(held):
-            if isinstance(finding, FinishedPrompt):
+            if isinstance(finding, PromptRecord):
                 bad.append(finding)
                 if len(bad) >= self._batch_size and not self._put(held, bad):
                     return
@@ -68,14 +66,14 @@ class Planner:
                 break
         if bad and not self._put(held, bad):
             return
-        mode = _CLOSING_MODES.get(held.stop_reason) if held.stop_reason else None
+        mode = held.stop_reason.closing_mode if held.stop_reason else None
         if mode is not None:
             # Bad lines that were recorded keep their record: an index is written once.
             self._closer.close(held.claim, held.claim.missing, mode)
         elif held.stop_reason is None:
             self._cut(held, good)
 
-    def _findings(self, held: HeldUnit) -> Iterator[tuple[PrefixKey, int] | FinishedPrompt]:
+    def _findings(self, held: HeldUnit) -> Iterator[tuple[PrefixKey, int] | PromptRecord]:
         """For each line without a record: where it sorts and its index, or the record of its error."""
         job_id, wanted = held.claim.ref.job_id, set(held.claim.missing)
         context = RecordContext(job_id, "", held.claim.created_s)
@@ -87,7 +85,7 @@ class Planner:
                 try:
                     key = self._key(index, raw, custom_ids)
                 except LineError as error:
-                    finding: tuple[PrefixKey, int] | FinishedPrompt = FinishedPrompt(
+                    finding: tuple[PrefixKey, int] | PromptRecord = PromptRecord(
                         index, Outcome.ERROR, encode_record(line_error_record(error, context))
                     )
                 else:
@@ -102,7 +100,7 @@ class Planner:
         custom_ids.add(line)
         return prefix_sort_key(line.prompt_key())
 
-    def _put(self, held: HeldUnit, records: list[FinishedPrompt]) -> bool:
+    def _put(self, held: HeldUnit, records: list[PromptRecord]) -> bool:
         """Write records and forget them; False if there is nothing more to plan."""
         status, mode = self._leases.put(held.claim, records)
         records.clear()

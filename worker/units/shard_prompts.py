@@ -14,8 +14,8 @@ from worker.records.error_record import line_error_record
 from worker.records.record_context import RecordContext
 from worker.records.token_spelling import TokenSpelling
 from worker.registry.claim import Claim
-from worker.registry.finished_prompt import FinishedPrompt
 from worker.registry.outcome import Outcome
+from worker.registry.prompt_record import PromptRecord
 from worker.requests.record_builder import RecordBuilder
 from worker.requests.request_builder import RequestBuilder
 
@@ -47,19 +47,20 @@ class ShardPrompts:
     def request(self, line: RequestLine) -> Request:
         """The engine's request for `line`. Raises InvalidRequest."""
         claim = self._claim
-        # With the fence in it: this process may run a prompt again while the engine still ends the earlier try.
-        fence = claim.token.partition(":")[0]
+        # With the claim's own uuid in it: this process may run a prompt again while the engine still ends the earlier
+        # try. The number before it would not do: it begins again when the job is submitted again after a FLUSHALL.
+        claim_id = claim.token.rpartition(":")[2]
         return self._requests.build(
             line,
-            f"{claim.ref.job_id}/{line.index}/{claim.ref.unit}.{fence}",
+            f"{claim.ref.job_id}/{line.index}/{claim.ref.unit}.{claim_id}",
             priority=claim.priority,
             cache_salt=claim.tenant,
         )
 
-    def of_output(self, line: RequestLine, output: RequestOutput) -> FinishedPrompt:
+    def of_output(self, line: RequestLine, output: RequestOutput) -> PromptRecord:
         """The record of a request that ended."""
         record = self._records.of_output(line, output)
-        return FinishedPrompt(
+        return PromptRecord(
             line.index,
             Outcome.ERROR if has_failed(record) else Outcome.OK,
             encode_record(record),
@@ -68,14 +69,14 @@ class ShardPrompts:
             output_tokens=sum(len(completion.token_ids) for completion in output.completions),
         )
 
-    def of_line_error(self, error: LineError) -> FinishedPrompt:
+    def of_line_error(self, error: LineError) -> PromptRecord:
         """The record of a line that is no request."""
-        return FinishedPrompt(error.index, Outcome.ERROR, encode_record(line_error_record(error, self._context)))
+        return PromptRecord(error.index, Outcome.ERROR, encode_record(line_error_record(error, self._context)))
 
-    def of_engine_error(self, line: RequestLine, error: EngineError) -> FinishedPrompt:
+    def of_engine_error(self, line: RequestLine, error: EngineError) -> PromptRecord:
         """The record of a request that could not be made."""
-        return FinishedPrompt(line.index, Outcome.ERROR, encode_record(self._records.of_error(line, error)))
+        return PromptRecord(line.index, Outcome.ERROR, encode_record(self._records.of_error(line, error)))
 
-    def of_unexpected(self, line: RequestLine, error: Exception) -> FinishedPrompt:
+    def of_unexpected(self, line: RequestLine, error: Exception) -> PromptRecord:
         """The record of a request over which our own code failed; the details are in the log."""
         return self.of_engine_error(line, EngineFatal(f"preparing the request failed ({type(error).__name__})"))

@@ -17,8 +17,7 @@ from worker.lines.request_line import RequestLine
 from worker.process.engine_thread import EngineThread
 from worker.process.held_unit import HeldUnit
 from worker.process.result_writer import ResultWriter
-from worker.registry.finished_prompt import FinishedPrompt
-from worker.registry.run_mode import RunMode
+from worker.registry.prompt_record import PromptRecord
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_leases import UnitLeases
 from worker.units.shard_prompts import ShardPrompts
@@ -26,8 +25,6 @@ from worker.units.unit_closer import UnitCloser
 
 READ_AHEAD = 32  # lines of one read: at most 8 MiB with the default limits
 FULL_ENGINE_WAIT_S = 0.05  # how soon room that another shard left in the engine is seen
-
-_CLOSING_MODES = {StopReason.CANCELLED: RunMode.CANCELLED, StopReason.EXPIRED: RunMode.EXPIRED}
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +58,9 @@ class ShardRun:
     def run(self) -> None:
         """Run until every prompt has its record, or there is a reason to stop (`held.stop_reason`).
 
-        Prompts of a job that was cancelled or expired have got their error records when this returns. Raises
-        redis.RedisError when Redis cannot be had.
+        What had finished by then is handed to the writer, unless the unit is somebody else's. Prompts of a job that
+        was cancelled or expired have got their error records when this returns. Raises redis.RedisError when Redis
+        cannot be had.
         """
         self._held.on_change(lambda: self._events.put(None))
         try:
@@ -72,7 +70,7 @@ class ShardRun:
         finally:
             self._engine.abort(list(self._running))
         self._take_what_finished()
-        mode = _CLOSING_MODES.get(self._held.stop_reason) if self._held.stop_reason else None
+        mode = self._held.stop_reason.closing_mode if self._held.stop_reason else None
         if mode is not None and self._held.wait_flushed(until=StopReason.RELEASED):
             self._closer.close(self._claim, list(self._unrecorded), mode)
 
@@ -122,28 +120,29 @@ class ShardRun:
         try:
             output = self._events.get(timeout=None if is_all_in else FULL_ENGINE_WAIT_S)
             while True:
-                if output is not None:
-                    self._finish(output)
+                if output is not None and not self._finish(output):
+                    return
                 output = self._events.get_nowait()
         except queue.Empty:
             return
 
     def _take_what_finished(self) -> None:
-        """Outputs that came while there was already a reason to stop are kept, if they may still be written."""
-        while self._held.stop_reason in _CLOSING_MODES:
+        """Hand on outputs that came while there was already a reason to stop: nobody need run them again."""
+        while self._held.stop_reason is not StopReason.FENCED:
             try:
                 output = self._events.get_nowait()
             except queue.Empty:
                 return
-            if output is not None:
-                self._finish(output)
+            if output is not None and not self._finish(output):
+                return
 
-    def _finish(self, output: RequestOutput) -> None:
+    def _finish(self, output: RequestOutput) -> bool:
+        """False if the writer takes nothing more."""
         line = self._running.pop(output.request_id, None)
         if line is None or any(c.finish_reason is FinishReason.CANCELLED for c in output.completions):
-            return  # aborted by us: whoever asked for that decides on the record
-        self._record(self._prompts.of_output(line, output))
+            return True  # aborted by us: whoever asked for that decides on the record
+        return self._record(self._prompts.of_output(line, output))
 
-    def _record(self, record: FinishedPrompt) -> None:
+    def _record(self, record: PromptRecord) -> bool:
         del self._unrecorded[record.index]
-        self._writer.put(self._held, record)
+        return self._writer.put(self._held, record)

@@ -15,8 +15,8 @@ from worker.records.unfinished import Unfinished
 from worker.records.unfinished_record import unfinished_record
 from worker.registry.claim import Claim
 from worker.registry.claim_refusal import ClaimRefusal
-from worker.registry.finished_prompt import FinishedPrompt
 from worker.registry.outcome import Outcome
+from worker.registry.prompt_record import PromptRecord
 from worker.registry.put_status import PutStatus
 from worker.registry.run_mode import RunMode
 from worker.registry.unit_leases import UnitLeases
@@ -61,7 +61,7 @@ class UnitCloser:
                 return
             self._leases.renew([claim])
 
-    def _record(self, claim: Claim, index: int, raw: bytes | None, mode: RunMode) -> FinishedPrompt:
+    def _record(self, claim: Claim, index: int, raw: bytes | None, mode: RunMode) -> PromptRecord:
         context = RecordContext(claim.ref.job_id, "", claim.created_s)
         custom_id: str | None = None
         # A plan that crashes workers may do so by what its lines hold: they are not read once more.
@@ -69,12 +69,12 @@ class UnitCloser:
             try:
                 custom_id = parse_request_line(raw, index, self._limits).custom_id
             except LineError as error:
-                return FinishedPrompt(index, Outcome.ERROR, encode_record(line_error_record(error, context)))
+                return PromptRecord(index, Outcome.ERROR, encode_record(line_error_record(error, context)))
         if mode is RunMode.LOST:
             record = error_record(_LOST, index, custom_id, context)
-            return FinishedPrompt(index, Outcome.LOST, encode_record(record))
+            return PromptRecord(index, Outcome.LOST, encode_record(record))
         if mode is RunMode.EXPIRED:
             record = unfinished_record(Unfinished.EXPIRED, index, custom_id, context)
-            return FinishedPrompt(index, Outcome.EXPIRED, encode_record(record))
+            return PromptRecord(index, Outcome.EXPIRED, encode_record(record))
         record = unfinished_record(Unfinished.CANCELLED, index, custom_id, context)
-        return FinishedPrompt(index, Outcome.CANCELLED, encode_record(record))
+        return PromptRecord(index, Outcome.CANCELLED, encode_record(record))

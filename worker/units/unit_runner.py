@@ -23,6 +23,7 @@ from worker.units.unit_closer import UnitCloser
 FLUSH_TIMEOUT_S = 3.0  # for records on their way to Redis when a unit is given back
 RETRY_S = 0.5
 UNWELL_PAUSE_S = 1.0  # keeps the message from going round without rest
+SLOT_WAIT_S = 0.5  # likewise: each spare thread of a full worker turns over two messages a second at most
 
 logger = logging.getLogger(__name__)
 
@@ -37,19 +38,16 @@ class UnitRunner:
         held_units: HeldUnits,
         *,
         give_back_for_s: float,
+        max_shards: int,
         is_well: Callable[[], bool],
     ) -> None:
         self._is_well = is_well
+        self._slots = threading.BoundedSemaphore(max_shards)  # fewer than threads: a plan always finds one
         self._leases = leases
         self._closer = closer
         self._held_units = held_units
         self._give_back_for_s = give_back_for_s  # a Redis that is away longer lets the lease run out anyway
         self._draining = threading.Event()
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether units are still claimed."""
-        return self._draining.is_set()
 
     def drain(self) -> None:
         """Claim no more; messages go back to the queue."""
@@ -65,6 +63,18 @@ class UnitRunner:
             return MessageEnd.REQUEUE
         if ref in self._held_units:
             return MessageEnd.DONE  # a second copy of a message
+        if ref.is_plan:
+            return self._claim_and_run(ref, message_id, work)
+        if not self._slots.acquire(timeout=SLOT_WAIT_S):
+            return MessageEnd.REQUEUE  # not claimed: whoever has a slot first takes it
+        try:
+            return self._claim_and_run(ref, message_id, work)
+        finally:
+            self._slots.release()
+
+    def _claim_and_run(self, ref: UnitRef, message_id: str, work: Callable[[HeldUnit], None]) -> MessageEnd:
+        if self._draining.is_set():
+            return MessageEnd.REQUEUE
         try:
             claim = self._leases.claim(ref)
         except InvalidJobId as error:
@@ -93,9 +103,11 @@ class UnitRunner:
             self._held_units.remove(held)
 
     def _conclude(self, held: HeldUnit) -> MessageEnd:
-        if held.is_written or held.stop_reason not in (StopReason.RELEASED, StopReason.ENGINE_FAILED):
+        if _is_to_go_back(held):
+            # What had finished is not to be run again: it is written before the lease is gone.
+            held.wait_flushed(until=StopReason.FENCED, timeout_s=FLUSH_TIMEOUT_S)
+        if not _is_to_go_back(held):
             return MessageEnd.DONE
-        held.wait_flushed(until=StopReason.FENCED, timeout_s=FLUSH_TIMEOUT_S)
         self._give_back(held, count_attempt=held.stop_reason is StopReason.ENGINE_FAILED)
         return MessageEnd.REQUEUE
 
@@ -111,3 +123,7 @@ class UnitRunner:
                 time.sleep(RETRY_S)
             else:
                 return
+
+
+def _is_to_go_back(held: HeldUnit) -> bool:
+    return not held.is_written and held.stop_reason in (StopReason.RELEASED, StopReason.ENGINE_FAILED)

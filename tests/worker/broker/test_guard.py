@@ -19,7 +19,7 @@ from worker.broker.dead_frames import MAX_FRAME_BYTES, MAX_FRAMES, bury
 from worker.client import BatchClient
 from worker.schemas import JobState
 
-LANE = "millrace\x06\x163"
+LANE = "millrace"  # the lane of plans
 Frame = dict[str, Any]
 
 RAW_FRAMES = [b"not JSON", b"", b"null", b"[]", b"7", b'"text"', b"{}", b"\xff\xfe", b"[" * 100_000, b"x" * 100_000]

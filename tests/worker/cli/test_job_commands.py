@@ -129,6 +129,9 @@ def test_status_tells_the_same_in_words_and_as_json(shell: Shell, requests: Path
     assert "requests   3: 0 completed, 0 failed" in words.stdout
     status = json.loads(as_json.stdout)
     assert (status["id"], status["status"], status["request_counts"]["total"]) == (job_id, "validating", 3)
+    assert status["object"] == "batch"
+    assert type(status["created_at"]) is int
+    assert status["usage"]["input_tokens_details"] == {"cached_tokens": 0}
 
 
 def test_a_cancelled_job_keeps_one_record_a_line(shell: Shell, requests: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -7,7 +8,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from tests.support.free_port import free_port
 from tests.support.millrace import COMMAND, ROOT, millrace
+from worker.cli.lazy_command import LazyCommand
 from worker.cli.lazy_group import LazyGroup
 from worker.cli.main import cli
 
@@ -28,7 +31,7 @@ def test_a_producers_command_loads_no_torch(module: str) -> None:
 @pytest.mark.parametrize(
     "name", ["run", "worker", "submit", "status", "watch", "results", "errors", "cancel", "jobs", "config", "doctor"]
 )
-def test_every_command_has_help_and_takes_any_setting(name: str) -> None:
+def test_every_command_has_help_and_takes_settings(name: str) -> None:
     result = CliRunner().invoke(cli, [name, "--help"])
 
     assert result.exit_code == 0
@@ -70,7 +73,7 @@ def test_a_full_disk_is_one_line_and_exit_1() -> None:
 
 
 def group_with(path: str) -> click.Command:
-    return LazyGroup(name="g", help="", modules={"thing": path})
+    return LazyGroup(name="g", help="", lazy_commands={"thing": LazyCommand(path, "Does a thing.")})
 
 
 def test_a_command_that_is_not_installed_says_so() -> None:
@@ -80,11 +83,68 @@ def test_a_command_that_is_not_installed_says_so() -> None:
     assert "thing is not part of this installation" in result.output
 
 
-def test_a_command_without_its_packages_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_without_its_packages_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "worker.cli.engine_checks", raising=False)
 
     result = CliRunner().invoke(group_with("worker.cli.engine_checks"), ["thing"])
 
     assert result.exit_code == 1
-    assert "thing needs torch, which is not installed: pip install 'millrace[engine]'" in result.output
+    assert 'thing needs torch, which is not installed: pip install -e ".[engine]" in the checkout' in result.output
+
+
+# What a producer's installation does not have.
+BARE = """
+import sys
+for name in ("torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2"):
+    sys.modules[name] = None
+from worker.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), ([], 2)])
+def test_the_list_of_commands_needs_no_engine(arguments: list[str], code: int) -> None:
+    done = subprocess.run([sys.executable, "-c", BARE, *arguments], capture_output=True, check=False, cwd=ROOT)
+
+    listed = (done.stdout + done.stderr).decode()
+    assert done.returncode == code, listed
+    for name in ("run", "worker", "submit", "demo"):
+        assert f"\n  {name} " in listed
+    assert "Run request lines offline" in listed
+
+
+def test_a_command_that_needs_the_engine_says_so_without_it() -> None:
+    done = subprocess.run([sys.executable, "-c", BARE, "run", "--help"], capture_output=True, check=False, cwd=ROOT)
+
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert b'pip install -e ".[engine]"' in done.stderr
+
+
+def test_no_text_sends_anybody_to_the_package_index() -> None:
+    """A stranger's project has our name there."""
+    wrong = re.compile(r"pip install \S?millrace(?!\S* @ )")
+    for path in [ROOT / "README.md", *ROOT.glob("worker/**/*.py"), *ROOT.glob("settings/**/*.py")]:
+        assert not wrong.search(path.read_text()), path
+
+
+@pytest.mark.parametrize("name", ["status", "watch", "results", "errors", "cancel", "submit", "jobs"])
+def test_a_producers_command_refuses_a_setting_it_does_not_read(name: str) -> None:
+    arguments = [] if name == "jobs" else ["x"]
+
+    result = CliRunner().invoke(cli, [name, *arguments, "--set", "worker.shard_size=7"])
+
+    assert result.exit_code == 2
+    [line] = result.stderr.splitlines()
+    assert "worker.shard_size" in line
+    assert line.endswith("accepted: redis.*, limits.* or log.*")
+
+
+def test_a_producers_command_takes_the_settings_it_reads() -> None:
+    url = f"redis.url=redis://127.0.0.1:{free_port()}/0"
+
+    result = CliRunner().invoke(cli, ["jobs", "--set", url, "--set", "limits.max_n=4", "--set", "log.level=error"])
+
+    assert result.exit_code == 1  # and not 2: only that Redis is missing
+    assert "Redis at " in result.stderr

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+import torch
+from click.testing import CliRunner
+
+from engine.execution.forward_item import ForwardItem
+from engine.execution.step_executor import StepExecutor
 from tests.support.millrace import COMMAND, millrace
 from tests.support.request_lines import chat_line, completion_line, raw_line
+from worker.cli.run import command
 
 
 def records_of(data: bytes) -> list[dict[str, object]]:
@@ -23,7 +32,7 @@ def test_a_pipe_in_gives_records_out_and_nothing_else(checkpoint: Path) -> None:
     assert done.returncode == 0, done.stderr
     records = records_of(done.stdout)
     codes = {record["custom_id"]: record["response"]["status_code"] for record in records}  # type: ignore[index]  # JSON
-    assert codes == {"1": 200, "2": 200, None: 400, "4": 400}
+    assert codes == {"line-1": 200, "line-2": 200, None: 400, "line-4": 400}
 
 
 def test_the_summary_has_the_figures_of_the_run(checkpoint: Path, tmp_path: Path) -> None:
@@ -109,7 +118,7 @@ def test_a_record_is_written_while_the_input_is_still_open(checkpoint: Path) -> 
 
         record = json.loads(process.stdout.readline())
 
-        assert record["custom_id"] == "1"
+        assert record["custom_id"] == "line-1"
         process.stdin.close()
         assert process.wait(timeout=60) == 0
 
@@ -129,3 +138,28 @@ def test_an_interrupt_keeps_a_valid_file_and_exits_130(checkpoint: Path, tmp_pat
         assert process.wait(timeout=60) == 130
         process.stdin.close()
     assert len(records_of(results.read_bytes())) == 1
+
+
+def test_a_broken_engine_leaves_a_record_for_what_ran_a_summary_and_exit_1(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, results, summary = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "summary.json"
+    requests.write_bytes(b"\n".join([completion_line(max_tokens=1), completion_line(max_tokens=9, ignore_eos=True)]))
+    execute, calls = StepExecutor.execute, itertools.count()
+
+    def break_down(self: StepExecutor, items: Sequence[ForwardItem]) -> torch.Tensor:
+        if any(item.start > 0 for item in items) and next(calls) > 0:
+            raise MemoryError("the device is full")
+        return execute(self, items)
+
+    monkeypatch.setattr(StepExecutor, "execute", break_down)
+    arguments = ["-i", str(requests), "-o", str(results), "--summary", str(summary), "--model", str(checkpoint)]
+
+    done = CliRunner().invoke(command, arguments)
+
+    assert done.exit_code == 1, done.output
+    assert "the device is full" in done.stderr
+    codes = {str(r["custom_id"]): r["response"]["status_code"] for r in records_of(results.read_bytes())}  # type: ignore[index]  # JSON
+    assert codes == {"line-1": 200, "line-2": 500}
+    figures = json.loads(summary.read_text())
+    assert (figures["requests"], figures["failed"]) == (2, 1)

@@ -16,18 +16,24 @@ def test_a_worker_runs_a_submitted_job_and_stops_on_sigterm(redis_url: str, chec
     requests, results = tmp_path / "requests.jsonl", tmp_path / "results.jsonl"
     requests.write_bytes(b"\n".join([completion_line(max_tokens=2), chat_line(max_tokens=2), completion_line(n=0)]))
     command = [*COMMAND, "worker", "--model", str(checkpoint), "--redis-url", redis_url]
-    with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as worker:
+    output = tmp_path / "stdout"
+    with (
+        (tmp_path / "log").open("wb") as log,
+        output.open("wb") as stdout,
+        subprocess.Popen(command, stdout=stdout, stderr=log) as worker,
+    ):
         submitted = millrace("submit", requests, "--wait", "-o", results, "--redis-url", redis_url)
         worker.send_signal(signal.SIGTERM)
         code = worker.wait(timeout=60)
 
     assert submitted.returncode == 0, submitted.stderr
     assert code == 0, (tmp_path / "log").read_text()
+    assert output.read_bytes() == b""  # stdout is for data, whatever Celery would like to say there
     records = [json.loads(line) for line in results.read_bytes().splitlines()]
     assert {record["custom_id"]: record["response"]["status_code"] for record in records} == {
-        "1": 200,
-        "2": 200,
-        "3": 400,
+        "line-1": 200,
+        "line-2": 200,
+        "line-3": 400,
     }
     job_id = submitted.stdout.decode().strip()
     status = json.loads(millrace("status", job_id, "--json", "--redis-url", redis_url).stdout)

@@ -20,7 +20,7 @@ def test_a_custom_id_may_stand_once() -> None:
 
 def test_a_line_number_collides_with_an_explicit_custom_id() -> None:
     seen = CustomIds()
-    seen.add(parse(completion_line(custom_id="3"), 0))
+    seen.add(parse(completion_line(custom_id="line-3"), 0))
 
     with pytest.raises(LineError):
         seen.add(parse(completion_line(), 2))

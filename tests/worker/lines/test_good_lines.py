@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.request_lines import CHAT, batch_line, chat_line, completion_line, parse, raw_line
-from worker.lines import ChatBody, CompletionBody, Endpoint
+from worker.lines import ChatBody, CompletionBody, CustomIds, Endpoint
 
 
 def test_an_openai_batch_line_keeps_its_custom_id() -> None:
@@ -17,8 +17,14 @@ def test_an_openai_batch_line_keeps_its_custom_id() -> None:
 
 
 def test_a_body_alone_is_numbered_from_one() -> None:
-    assert parse(completion_line(), index=0).custom_id == "1"
-    assert parse(chat_line(), index=41).custom_id == "42"
+    assert parse(completion_line(), index=0).custom_id == "line-1"
+    assert parse(chat_line(), index=41).custom_id == "line-42"
+
+
+def test_a_producers_own_number_is_not_taken_by_a_line_without_one() -> None:
+    custom_ids = CustomIds()
+    for index, raw in enumerate([completion_line(custom_id="2"), completion_line(), completion_line(custom_id="3")]):
+        custom_ids.add(parse(raw, index))
 
 
 def test_a_body_alone_may_carry_its_custom_id() -> None:
@@ -73,8 +79,10 @@ def test_null_means_the_default() -> None:
     [
         {"stream": False, "best_of": 1, "echo": False, "suffix": ""},
         {"response_format": {"type": "text"}},
-        {"user": "u", "safety_identifier": "s", "prompt_cache_key": "k", "metadata": {"a": "b"}, "store": True},
-        {"service_tier": "flex"},
+        {"user": "u", "safety_identifier": "s", "prompt_cache_key": "k", "metadata": {"a": "b"}, "store": False},
+        {"service_tier": "auto"},
+        {"service_tier": "default"},
+        {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none", "parallel_tool_calls": True},
     ],
 )
 def test_service_fields_and_values_that_ask_for_nothing_are_accepted(parameters: dict[str, object]) -> None:
@@ -120,16 +128,6 @@ def test_tool_arguments_reach_the_template_as_an_object() -> None:
     ]
     assert rendered["content"] is None
     assert body.messages[1].for_template() == answer
-
-
-def test_a_tool_keeps_the_key_order_it_was_given_in() -> None:
-    tool = {"function": {"parameters": {"z": 1, "a": 2}, "name": "f"}, "type": "function"}
-
-    body = parse(chat_line(tools=[tool])).body
-
-    assert isinstance(body, ChatBody)
-    assert list(body.tools[0].as_given()) == ["function", "type"]
-    assert body.tools[0].as_given() == tool
 
 
 def test_an_escaped_pair_of_surrogates_is_one_character() -> None:

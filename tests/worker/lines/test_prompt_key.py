@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tests.support.request_lines import chat_line, completion_line, parse, raw_line
+from tests.support.request_lines import completion_line, parse, raw_line
 
 
 def key(raw: bytes) -> str:
@@ -38,12 +38,6 @@ def test_roles_and_message_bounds_are_part_of_the_key() -> None:
     other_role = key(raw_line({"messages": [{"role": "assistant", "content": "ab"}]}))
 
     assert len({one, two, other_role}) == 3
-
-
-def test_tools_are_part_of_the_key() -> None:
-    tool = {"type": "function", "function": {"name": "f"}}
-
-    assert key(chat_line()) != key(chat_line(tools=[tool]))
 
 
 def test_sampling_parameters_are_not_part_of_the_key() -> None:

@@ -93,7 +93,7 @@ def test_every_line_ends_in_exactly_one_record(tokenizer: Tokenizer) -> None:
 
     harness.run([completion_line() for _ in range(20)])
 
-    assert sorted(harness.status_codes()) == sorted(str(number) for number in range(1, 21))
+    assert sorted(harness.status_codes()) == sorted(f"line-{number}" for number in range(1, 21))
     assert len(harness.records) == 20
     assert set(harness.status_codes().values()) == {200}
 
@@ -148,6 +148,25 @@ def test_a_broken_engine_ends_its_requests_with_a_server_error(tokenizer: Tokeni
 
     assert harness.status_codes()["b"] == 500
     assert len(harness.records) == 2
+
+
+def test_a_line_over_which_the_tokeniser_fails_fails_alone(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    encode = tokenizer.encode
+
+    def fail_on_poison(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if text == "poison":
+            raise RuntimeError("a panic inside the tokeniser")
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode", fail_on_poison)
+    harness = Harness(tokenizer)
+
+    harness.run([completion_line(custom_id="a"), raw_line({"prompt": "poison", "custom_id": "b"}), completion_line()])
+
+    assert harness.status_codes() == {"a": 200, "b": 500, "line-3": 200}
+    assert "a panic inside the tokeniser" in caplog.text
 
 
 def test_the_summary_counts_records_and_tokens(tokenizer: Tokenizer) -> None:

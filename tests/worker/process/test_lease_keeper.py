@@ -9,6 +9,7 @@ from engine.sampling_params import SamplingParams
 from settings import WorkerSettings
 from tests.support.fake_engine import FakeEngine
 from tests.support.registry import TestRegistry
+from tests.support.running_thread import running_thread
 from tests.support.units import Units, running_units
 from tests.support.wait_until import wait_until
 from worker.process.lease_keeper import LeaseKeeper
@@ -23,7 +24,7 @@ LEASE_S = 0.4
 
 
 @contextmanager
-def _keeping(units: Units) -> Iterator[LeaseKeeper]:
+def _keeping(units: Units) -> Iterator[None]:
     keeper = LeaseKeeper(
         units.leases,
         Heartbeats(units.registry.redis, units.registry.keys),
@@ -32,11 +33,8 @@ def _keeping(units: Units) -> Iterator[LeaseKeeper]:
         settings=WorkerSettings(lease_s=LEASE_S, renew_interval_s=0.1),
         describe=lambda: INFO,
     )
-    keeper.start()
-    try:
-        yield keeper
-    finally:
-        assert keeper.stop(5)
+    with running_thread(keeper.run):
+        yield
 
 
 def test_leases_are_kept_while_the_engine_is_idle(registry: TestRegistry) -> None:

@@ -8,6 +8,7 @@ import pytest
 import redis
 
 from tests.support.registry import TestRegistry
+from tests.support.running_thread import running_thread
 from tests.support.units import Units, running_units
 from tests.support.wait_until import wait_until
 from worker.process.reaper import Reaper
@@ -25,11 +26,8 @@ def _reaper(units: Units, due_units: ReapQueue | None = None, is_well: Callable[
 def test_a_worker_that_hangs_puts_no_unit_off(registry: TestRegistry) -> None:
     job_id = registry.running_job([0])
     registry.make_due()
-    with running_units(registry) as units:
-        reaper = _reaper(units, is_well=lambda: False)
-        reaper.start()
+    with running_units(registry) as units, running_thread(_reaper(units, is_well=lambda: False).run):
         time.sleep(0.3)
-        assert reaper.stop(5)
     assert [due.ref for due in registry.reap_queue().due()] == [UnitRef.shard(job_id, 0)]
 
 
@@ -38,10 +36,8 @@ def test_lost_messages_are_sent_again(registry: TestRegistry) -> None:
     with running_units(registry) as units:
         units.hold(UnitRef.shard(job_id, 0))
         registry.make_due()
-        reaper = _reaper(units)
-        reaper.start()
-        wait_until(lambda: units.announcer.announced)
-        assert reaper.stop(5)
+        with running_thread(_reaper(units).run):
+            wait_until(lambda: units.announcer.announced)
         assert set(units.announcer.announced) == {(UnitRef.shard(job_id, 1), 8)}
 
 
@@ -49,10 +45,8 @@ def test_units_of_jobs_that_are_to_end_are_closed_without_a_message(registry: Te
     job_id = registry.running_job([0], [1])
     registry.control.cancel(job_id)
     with running_units(registry) as units:
-        reaper = _reaper(units)
-        reaper.start()
-        wait_until(lambda: registry.reader.status(job_id).status is JobState.CANCELLED)
-        assert reaper.stop(5)
+        with running_thread(_reaper(units).run):
+            wait_until(lambda: registry.reader.status(job_id).status is JobState.CANCELLED)
         assert units.announcer.announced == []
 
 
@@ -70,10 +64,11 @@ def test_a_reaper_outlives_a_redis_that_is_away(
 
     queue = registry.reap_queue()
     monkeypatch.setattr(queue, "due", scripted)
-    with caplog.at_level(logging.WARNING), running_units(registry) as units:
-        reaper = _reaper(units, queue)
-        reaper.start()
+    with (
+        caplog.at_level(logging.WARNING),
+        running_units(registry) as units,
+        running_thread(_reaper(units, queue).run),
+    ):
         wait_until(lambda: units.announcer.announced)
-        assert reaper.stop(5)
     assert "away" in caplog.text
     assert units.announcer.announced[0] == (due.ref, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import redis
 from celery import Celery
 
 from tests.support.fake_engine import BREAK, FAIL, HANG, KILL, answer
-from tests.support.registry import TestRegistry
+from tests.support.registry import TestRegistry, must_claim
 from tests.support.wait_until import wait_until
 from tests.support.worker_processes import STOP_TIMEOUT_S, WorkerProcesses, worker_processes
 from worker.client import BatchClient
@@ -46,7 +47,7 @@ def _texts(records: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _answers(count: int) -> dict[str, str]:
-    return {str(number + 1): answer(f"prompt {number}") for number in range(count)}
+    return {f"line-{number + 1}": answer(f"prompt {number}") for number in range(count)}
 
 
 def _check_nothing_is_left(registry: TestRegistry) -> None:
@@ -64,7 +65,7 @@ def test_two_workers_share_a_job_and_sigterm_ends_them_cleanly(
 ) -> None:
     processes = [workers.start(engine={"step_s": 0.02, "slots": 5}) for _ in range(2)]
     workers.wait_up(client)
-    bad: list[Any] = [b"{", b'{"custom_id": "7", "prompt": "twice"}', {"prompt": FAIL}]
+    bad: list[Any] = [b"{", b'{"custom_id": "line-7", "prompt": "twice"}', {"prompt": FAIL}]
     job_id = client.submit([*_prompts(300), *bad])
     records = list(client.results(job_id, follow=True))
     job = client.status(job_id)
@@ -245,3 +246,34 @@ def test_without_redis_a_worker_does_not_start(workers: WorkerProcesses) -> None
     worker = workers.start(redis__url="redis://127.0.0.1:1/0")
     assert worker.wait(STOP_TIMEOUT_S) == 1
     assert "ConnectionError" in workers.log()
+
+
+def test_a_thread_that_breaks_ends_the_worker_with_70(workers: WorkerProcesses, registry: TestRegistry) -> None:
+    shard = UnitRef.shard(registry.running_job([0]), 0)
+    must_claim(registry.leases(lease_s=0.01), shard)
+    registry.redis.hset(registry.keys.job(shard.job_id), "pri", "no number")  # the reaper stumbles over it
+    registry.make_due()
+    worker = workers.start()
+    assert worker.wait(STOP_TIMEOUT_S) == 70
+    assert "the thread reaper broke" in workers.log()
+
+
+def test_shards_that_fill_every_slot_do_not_hide_a_new_job(
+    client: BatchClient, workers: WorkerProcesses, registry: TestRegistry
+) -> None:
+    workers.start(engine=ENDLESS, worker__concurrency="2", worker__drain_timeout_s="0")
+    workers.wait_up(client)
+    busy = client.submit(_prompts(80))  # two shards run, six wait
+    shards = [registry.keys.unit(UnitRef.shard(busy, number)) for number in range(8)]
+
+    def num_running() -> int:
+        return [registry.redis.hget(shard, "st") for shard in shards].count(b"running")
+
+    wait_until(lambda: num_running() == 2)
+    job_id = client.submit(_prompts(1))
+    wait_until(lambda: client.status(job_id).shards_total == 1, timeout_s=2)
+    before = registry.redis.info("commandstats")["cmdstat_lpush"]["calls"]
+    time.sleep(1)
+    pushed = registry.redis.info("commandstats")["cmdstat_lpush"]["calls"] - before
+    assert 0 < pushed <= 8  # messages go round, but not without rest
+    assert num_running() == 2

@@ -30,7 +30,7 @@ def test_a_bad_line_has_openais_error_body_and_its_line_number() -> None:
             "request_id": "req_s0-1_11",
             "body": {
                 "error": {
-                    "message": "top_p is 2; accepted: less than or equal to 1",
+                    "message": "top_p is 2; accepted: above 0, at most 1",
                     "type": "invalid_request_error",
                     "param": "top_p",
                     "code": "invalid_value",

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from settings import LimitSettings
+from tests.support.lost_replies import lose_next_script_reply
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.registry.admission_limits import AdmissionLimits
 from worker.registry.errors import EmptyJob, JobIncomplete, JobTooLarge, QueueFull
@@ -43,7 +44,7 @@ def test_an_accepted_job_cannot_be_staged_discarded_or_submitted_again(registry:
     job_id = registry.submit([b"first"])
     assert not intake.stage(job_id, 0, [b"second"])
     intake.discard(job_id)
-    assert intake.submit(job_id, 1, SubmitOptions()) == (job_id, False)
+    assert intake.submit(job_id, 1, SubmitOptions()) == (job_id, True)  # nobody has planned it yet
     assert registry.leases().lines(job_id, [0]) == [b"first"]
     assert registry.redis.hget(registry.keys.admission, "jobs") == b"1"
 
@@ -132,3 +133,44 @@ def test_a_refused_job_is_failed_with_its_reason_and_may_be_submitted_again(regi
     assert registry.intake().submit(job_id, 2, SubmitOptions()) == (job_id, True)
     assert registry.reader.status(job_id).status is JobState.VALIDATING
     assert registry.redis.ttl(registry.keys.job(job_id)) == -1
+
+
+def test_a_submission_whose_reply_is_lost_is_still_to_be_announced(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intake, job_id = registry.intake(), registry.keys.new_job_id()
+    intake.stage(job_id, 0, [b"x"])
+    registry.submit([b"so that Redis knows the scripts"])
+    lost = lose_next_script_reply(registry.redis, monkeypatch)
+    assert intake.submit(job_id, 1, SubmitOptions()) == (job_id, True)
+    assert lost
+    assert registry.redis.hget(registry.keys.admission, "jobs") == b"2"
+    leases = registry.leases()
+    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), [[0]])
+    assert intake.submit(job_id, 1, SubmitOptions()) == (job_id, False)
+
+
+def test_lines_staged_without_an_end_are_forgotten_unless_a_job_owns_them(registry: TestRegistry) -> None:
+    intake, keys, leases = registry.intake(), registry.keys, registry.leases()
+    finished, open_id = registry.running_job([0]), registry.submit([b"x"], SubmitOptions(idempotency_key="k"))
+    leases.put(must_claim(leases, UnitRef.shard(finished, 0)), [ok(0)])
+    registry.submit([b"x"], SubmitOptions(idempotency_key="other"))
+    registry.redis.hset(keys.lines(finished), "0", b"staged once more")
+    assert intake.submit(finished, 1, SubmitOptions()) == (finished, False)
+    assert 0 < registry.redis.ttl(keys.lines(finished)) <= 3600
+    intake.submit(open_id, 1, SubmitOptions(idempotency_key="other"))
+    assert registry.redis.ttl(keys.lines(open_id)) == -1
+
+
+def test_the_rate_of_work_does_not_count_idle_minutes(registry: TestRegistry) -> None:
+    leases = registry.leases()
+    claim = must_claim(leases, UnitRef.shard(registry.running_job([0, 1, 2]), 0))
+
+    def rate_after(seconds: int, index: int) -> float:
+        registry.redis.hincrby(registry.keys.admission, "rate_at", -seconds * 1000)
+        leases.put(claim, [ok(index)])
+        return float(registry.redis.hget(registry.keys.admission, "rate") or 0)
+
+    leases.put(claim, [ok(0)])
+    assert rate_after(100, 1) == 0  # the window begins again
+    assert rate_after(20, 2) == pytest.approx(0.05, rel=0.1)

@@ -37,7 +37,7 @@ def test_the_grace_doubles_with_every_announcement(registry: TestRegistry) -> No
 
 
 def test_a_queued_unit_is_not_announced_while_its_lane_holds_messages(registry: TestRegistry) -> None:
-    registry.submit([b"x"], SubmitOptions(priority=7))
+    registry.running_job([0], options=SubmitOptions(priority=7))
     registry.redis.lpush("millrace\x06\x166", "a message")
     registry.make_due()
     assert registry.reap_queue().due() == []
@@ -47,9 +47,20 @@ def test_a_queued_unit_is_not_announced_while_its_lane_holds_messages(registry: 
     assert len(registry.reap_queue().due()) == 1
 
 
+def test_a_plan_waits_in_the_first_lane_whatever_its_priority(registry: TestRegistry) -> None:
+    registry.submit([b"x"], SubmitOptions(priority=7))
+    registry.redis.lpush("millrace", "a message")
+    registry.make_due()
+    assert registry.reap_queue().due() == []
+    registry.redis.delete("millrace")
+    registry.redis.lpush("millrace\x06\x166", "another lane's message")
+    registry.make_due()
+    assert len(registry.reap_queue().due()) == 1
+
+
 def test_a_unit_that_waited_ten_minutes_is_announced_even_so(registry: TestRegistry) -> None:
     plan = UnitRef.plan(registry.submit([b"x"]))
-    registry.redis.lpush("millrace\x06\x163", "a message")
+    registry.redis.lpush("millrace", "a message")
     registry.redis.hincrby(registry.keys.unit(plan), "since", -600_001)
     registry.make_due()
     assert [unit.ref for unit in registry.reap_queue().due()] == [plan]

@@ -4,11 +4,12 @@ import time
 
 import pytest
 
+from tests.support.lost_replies import lose_next_script_reply
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.registry.claim_refusal import ClaimRefusal
 from worker.registry.errors import JobNotFound
-from worker.registry.finished_prompt import FinishedPrompt
 from worker.registry.outcome import Outcome
+from worker.registry.prompt_record import PromptRecord
 from worker.registry.put_status import PutStatus
 from worker.registry.run_mode import RunMode
 from worker.registry.unit_ref import UnitRef
@@ -76,7 +77,7 @@ def test_a_record_is_written_once_and_counted_once(registry: TestRegistry) -> No
     job_id = registry.running_job([0, 1])
     claim = must_claim(leases, UnitRef.shard(job_id, 0))
     leases.put(claim, [ok(1, '"first"')])
-    leases.put(claim, [ok(1, '"second"'), FinishedPrompt(1, Outcome.ERROR, '"third"')])
+    leases.put(claim, [ok(1, '"second"'), PromptRecord(1, Outcome.ERROR, '"third"')])
     assert registry.reader.records(job_id, 0, 10) == [b'"first"']
     job = registry.reader.status(job_id)
     assert (job.request_counts.completed, job.request_counts.failed) == (1, 0)
@@ -127,7 +128,7 @@ def test_a_plan_that_crashed_too_many_workers_fails_its_job(registry: TestRegist
     time.sleep(LAPSED_S)
     lost = must_claim(leases, UnitRef.plan(job_id))
     assert lost.mode is RunMode.LOST
-    leases.put(lost, [FinishedPrompt(0, Outcome.LOST, "{}")])
+    leases.put(lost, [PromptRecord(0, Outcome.LOST, "{}")])
     job = registry.reader.status(job_id)
     assert job.status is JobState.FAILED
     assert job.error is not None
@@ -145,8 +146,8 @@ def test_a_cancelled_job_tells_its_owner_and_ends_cancelled(registry: TestRegist
     assert leases.renew([running])[0][1] is RunMode.CANCELLED
     queued = must_claim(leases, units[2])
     assert queued.mode is RunMode.CANCELLED
-    leases.put(queued, [FinishedPrompt(2, Outcome.CANCELLED, "{}")])
-    assert leases.put(running, [FinishedPrompt(1, Outcome.CANCELLED, "{}")])[0] is PutStatus.JOB_DONE
+    leases.put(queued, [PromptRecord(2, Outcome.CANCELLED, "{}")])
+    assert leases.put(running, [PromptRecord(1, Outcome.CANCELLED, "{}")])[0] is PutStatus.JOB_DONE
     job = registry.reader.status(job_id)
     assert (job.status, job.request_counts.completed, job.request_counts.failed) == (JobState.CANCELLED, 1, 2)
 
@@ -171,8 +172,8 @@ def test_a_job_past_its_deadline_expires(registry: TestRegistry) -> None:
     assert leases.put(running, [ok(0)]) == (PutStatus.OPEN, RunMode.EXPIRED)
     late = must_claim(leases, UnitRef.shard(job_id, 1))
     assert late.mode is RunMode.EXPIRED
-    leases.put(late, [FinishedPrompt(2, Outcome.EXPIRED, "{}")])
-    leases.put(running, [FinishedPrompt(1, Outcome.EXPIRED, "{}")])
+    leases.put(late, [PromptRecord(2, Outcome.EXPIRED, "{}")])
+    leases.put(running, [PromptRecord(1, Outcome.EXPIRED, "{}")])
     assert registry.reader.status(job_id).status is JobState.EXPIRED
 
 
@@ -192,3 +193,30 @@ def test_scripts_survive_a_script_flush(registry: TestRegistry) -> None:
     assert leases.renew([claim])[0][0]
     registry.redis.script_flush()
     assert leases.put(claim, [ok(0)])[0] is PutStatus.OPEN
+
+
+@pytest.mark.parametrize("lease_s", [30.0, 0.001])
+def test_a_claim_whose_reply_is_lost_is_the_same_claim(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch, lease_s: float
+) -> None:
+    leases = registry.leases(lease_s=lease_s)
+    shard = UnitRef.shard(registry.running_job([1, 0], [2]), 0)
+    must_claim(leases, UnitRef.shard(shard.job_id, 1))  # Redis knows the script now
+    lost = lose_next_script_reply(registry.redis, monkeypatch)
+    claim = must_claim(leases, shard)
+    assert lost
+    assert (claim.token.split(":")[0], claim.attempts, claim.missing) == ("1", 0, (1, 0))
+    assert leases.renew([claim])[0][0]
+
+
+def test_a_plan_whose_reply_is_lost_is_planned(registry: TestRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    leases = registry.leases()
+    registry.running_job([0])  # Redis knows the script now
+    plan = must_claim(leases, UnitRef.plan(registry.submit([b"x"])))
+    lost = lose_next_script_reply(registry.redis, monkeypatch)
+    assert leases.planned(plan, [[0]])
+    assert lost
+    assert must_claim(leases, UnitRef.shard(plan.ref.job_id, 0)).missing == (0,)
+    other = must_claim(leases, UnitRef.plan(registry.submit([b"x"])))
+    leases.release(other, count_attempt=False)
+    assert not leases.planned(other, [[0]])

@@ -11,8 +11,7 @@ from tests.support.request_lines import chat_line, completion_line, parse, raw_l
 from tests.support.tiny_tokenizer import make_tokenizer
 from worker.requests.request_builder import RequestBuilder
 
-TEMPLATE_WITH_TOOLS = (
-    "{% if tools %}[{{ tools | tojson }}]{% endif %}"
+TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
     "{% if thinking %}think{% endif %}"
     "{% if messages[0].role == 'tool' %}{{ raise_exception('begins with a tool') }}{% endif %}"
@@ -33,7 +32,7 @@ def tokenizer_at(path: Path, template: str | None) -> Tokenizer:
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Tokenizer:
-    return tokenizer_at(tmp_path, TEMPLATE_WITH_TOOLS)
+    return tokenizer_at(tmp_path, TEMPLATE)
 
 
 @pytest.fixture
@@ -56,14 +55,6 @@ def test_a_conversation_goes_through_the_template(builder: RequestBuilder, token
     request = builder.build(parse(chat_line(chat_template_kwargs={"thinking": True})), "r")
 
     assert tokenizer.decode(list(request.prompt_token_ids)) == "<user>hellothink"
-
-
-def test_tools_go_through_the_template(builder: RequestBuilder, tokenizer: Tokenizer) -> None:
-    tool = {"type": "function", "function": {"name": "f"}}
-
-    request = builder.build(parse(chat_line(tools=[tool])), "r")
-
-    assert tokenizer.decode(list(request.prompt_token_ids)) == f"[[{json.dumps(tool)}]]<user>hello"
 
 
 def test_a_completion_gets_16_tokens_unless_told(builder: RequestBuilder) -> None:
@@ -123,6 +114,27 @@ def test_a_conversation_longer_than_the_context_names_need_and_capacity(builder:
     assert raised.value.need > 100
 
 
+@pytest.mark.parametrize("prompt", ["x " * 100, [1] * 64])
+def test_a_prompt_longer_than_the_context_names_need_and_capacity(builder: RequestBuilder, prompt: object) -> None:
+    with pytest.raises(PromptTooLong) as raised:
+        builder.build(parse(raw_line({"prompt": prompt})), "r")
+
+    assert (raised.value.param, raised.value.capacity) == ("prompt", 64)
+    assert raised.value.need > 64
+
+
+def test_a_prompt_that_leaves_room_for_one_token_is_built(builder: RequestBuilder) -> None:
+    assert builder.build(parse(raw_line({"prompt": [1] * 63})), "r").params.max_tokens == 1
+
+
+def test_a_tools_answer_in_the_history_goes_through_the_template(builder: RequestBuilder, tokenizer: Tokenizer) -> None:
+    history = [{"role": "user", "content": "2+2?"}, {"role": "tool", "tool_call_id": "c", "content": "4"}]
+
+    request = builder.build(parse(raw_line({"messages": history})), "r")
+
+    assert tokenizer.decode(list(request.prompt_token_ids)) == "<user>2+2?<tool>4"
+
+
 def test_min_tokens_above_max_tokens_is_refused(builder: RequestBuilder) -> None:
     with pytest.raises(InvalidRequest) as raised:
         builder.build(parse(completion_line(min_tokens=5, max_tokens=4)), "r")
@@ -149,21 +161,14 @@ def test_what_the_template_refuses_is_the_requests_fault(builder: RequestBuilder
     assert raised.value.param == "messages"
 
 
-@pytest.mark.parametrize(
-    ("parameters", "param"),
-    [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs.thinking"),
-    ],
-)
-def test_what_the_template_does_not_read_is_refused(tmp_path: Path, parameters: dict[str, object], param: str) -> None:
+def test_a_template_argument_that_the_template_does_not_read_is_refused(tmp_path: Path) -> None:
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     builder = RequestBuilder(tokenizer_at(tmp_path / "bare", template), max_model_len=64, model_name="tiny")
 
     with pytest.raises(InvalidRequest) as raised:
-        builder.build(parse(chat_line(**parameters)), "r")
+        builder.build(parse(chat_line(chat_template_kwargs={"thinking": True})), "r")
 
-    assert raised.value.param == param
+    assert raised.value.param == "chat_template_kwargs.thinking"
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])

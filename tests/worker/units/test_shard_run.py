@@ -30,7 +30,7 @@ def _hold_job(units: Units, prompts: list[str], options: SubmitOptions | None = 
 
 def _records(units: Units, held: HeldUnit) -> dict[int, dict[str, Any]]:
     records = [json.loads(record) for record in units.registry.reader.records(held.claim.ref.job_id, 0, 1000)]
-    return {int(record["custom_id"]) - 1: record for record in records}
+    return {int(record["custom_id"].removeprefix("line-")) - 1: record for record in records}
 
 
 def _start(units: Units, held: HeldUnit) -> threading.Thread:
@@ -55,11 +55,11 @@ def test_a_shard_runs_to_its_last_record(registry: TestRegistry) -> None:
 def test_only_what_has_no_record_runs(registry: TestRegistry) -> None:
     with running_units(registry) as units:
         earlier = _hold_job(units, ["a", "b", "c"])
-        units.leases.put(earlier.claim, [ok(1, '{"custom_id": "2", "kept": true}')])
+        units.leases.put(earlier.claim, [ok(1, '{"custom_id": "line-2", "kept": true}')])
         units.leases.release(earlier.claim, count_attempt=False)
         held = units.hold(earlier.claim.ref)
         units.shard_run(held).run()
-        assert _records(units, held)[1] == {"custom_id": "2", "kept": True}
+        assert _records(units, held)[1] == {"custom_id": "line-2", "kept": True}
         assert units.engine.most_open <= 2
 
 
@@ -163,3 +163,22 @@ def test_prompts_of_tenants_get_their_salt_and_priority(registry: TestRegistry) 
         held = _hold_job(units, ["a"], SubmitOptions(priority=2, tenant="acme"))
         units.shard_run(held).run()
     assert seen == [(2, "acme")]
+
+
+@pytest.mark.parametrize("reason", [StopReason.RELEASED, StopReason.ENGINE_FAILED])
+def test_what_had_finished_when_a_shard_is_given_back_is_written(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch, reason: StopReason
+) -> None:
+    with running_units(registry, FakeEngine(slots=3)) as units:
+        held = _hold_job(units, ["a", "b", "c", "d"])
+        put = units.writer.put
+
+        def put_late(held: HeldUnit, record: Any) -> Any:
+            wait_until(lambda: units.engine_thread.num_open_requests == 0)  # the other outputs wait behind this one
+            held.stop(reason)
+            return put(held, record)
+
+        monkeypatch.setattr(units.writer, "put", put_late)
+        units.shard_run(held).run()
+        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
+        assert sorted(_records(units, held)) == [0, 1, 2, 3]

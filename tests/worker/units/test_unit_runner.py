@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 import redis
 
 from tests.support.registry import TestRegistry, must_claim, ok
 from tests.support.units import Units, running_units
+from tests.support.wait_until import wait_until
 from worker.broker.message_end import MessageEnd
 from worker.process.held_unit import HeldUnit
 from worker.registry.stop_reason import StopReason
@@ -13,8 +16,15 @@ from worker.schemas import JobState
 from worker.units.unit_runner import UnitRunner
 
 
-def _runner(units: Units, *, is_well: bool = True) -> UnitRunner:
-    return UnitRunner(units.leases, units.closer, units.held_units, give_back_for_s=0.1, is_well=lambda: is_well)
+def _runner(units: Units, *, is_well: bool = True, max_shards: int = 4) -> UnitRunner:
+    return UnitRunner(
+        units.leases,
+        units.closer,
+        units.held_units,
+        give_back_for_s=0.1,
+        max_shards=max_shards,
+        is_well=lambda: is_well,
+    )
 
 
 def _no_work(_held: HeldUnit) -> None:
@@ -101,3 +111,60 @@ def test_units_of_a_cancelled_job_are_closed_instead_of_run(registry: TestRegist
         assert _runner(units).run(UnitRef.shard(job_id, 0), "m", _no_work) is MessageEnd.DONE
     job = registry.reader.status(job_id)
     assert (job.status, job.request_counts.failed) == (JobState.CANCELLED, 2)
+
+
+def test_a_full_worker_gives_shards_back_unclaimed_and_still_plans(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.units.unit_runner.SLOT_WAIT_S", 0.05)
+    job_id, queued = registry.running_job([0], [1]), registry.submit([b"x"])
+    running, finish = threading.Event(), threading.Event()
+
+    def work(_held: HeldUnit) -> None:
+        running.set()
+        finish.wait(10)
+
+    with running_units(registry) as units:
+        runner = _runner(units, max_shards=1)
+        busy = threading.Thread(target=runner.run, args=(UnitRef.shard(job_id, 0), "m", work))
+        busy.start()
+        assert running.wait(5)
+        assert runner.run(UnitRef.shard(job_id, 1), "n", _no_work) is MessageEnd.REQUEUE
+        assert registry.redis.hget(registry.keys.unit(UnitRef.shard(job_id, 1)), "st") == b"queued"
+        planned: list[HeldUnit] = []
+        assert runner.run(UnitRef.plan(queued), "p", planned.append) is MessageEnd.DONE
+        assert len(planned) == 1
+        finish.set()
+        busy.join(5)
+        assert runner.run(UnitRef.shard(job_id, 1), "n", lambda held: held.set_written()) is MessageEnd.DONE
+
+
+def test_a_unit_goes_back_only_after_what_finished_is_written(registry: TestRegistry) -> None:
+    shard = UnitRef.shard(registry.running_job([0, 1]), 0)
+    with running_units(registry) as units:
+
+        def work(held: HeldUnit) -> None:
+            held.add_unwritten(1)
+            held.stop(StopReason.RELEASED)
+
+        runner = threading.Thread(target=_runner(units).run, args=(shard, "m", work))
+        runner.start()
+        wait_until(lambda: shard in units.held_units)
+        runner.join(0.2)
+        assert registry.redis.hget(registry.keys.unit(shard), "st") == b"running"
+        [held] = units.held_units.all()
+        held.add_unwritten(-1)
+        runner.join(5)
+        assert registry.redis.hget(registry.keys.unit(shard), "st") == b"queued"
+
+
+def test_a_unit_whose_last_record_is_written_on_the_way_out_is_done(registry: TestRegistry) -> None:
+    shard = UnitRef.shard(registry.running_job([0]), 0)
+    with running_units(registry) as units:
+
+        def work(held: HeldUnit) -> None:
+            held.stop(StopReason.RELEASED)
+            assert units.writer.put(held, ok(0))
+
+        assert _runner(units).run(shard, "m", work) is MessageEnd.DONE
+    assert registry.reader.status(shard.job_id).status is JobState.COMPLETED

@@ -1,4 +1,5 @@
 -- Take a unit for a lease. ARGV job id, unit, worker, nonce, lease ms, max attempts.
+-- A client that lost the reply sends the same call again: its nonce shows that the lease is already its own.
 local job_id, unit, worker, nonce = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local lease, max_attempts = tonumber(ARGV[5]), tonumber(ARGV[6])
 local member = job_id .. '/' .. unit
@@ -8,16 +9,17 @@ if not job[1] then
   redis.call('ZREM', OPEN, member)
   return {'gone'}
 end
-local held = redis.call('HMGET', UNIT, 'st', 'lease', 'att', 'idx')
+local held = redis.call('HMGET', UNIT, 'st', 'lease', 'att', 'idx', 'tok')
 if not is_open(job[1]) or not held[1] then
   redis.call('ZREM', OPEN, member)
   return {'terminal'}
 end
-if held[1] == 'running' and tonumber(held[2]) > now then return {'busy'} end
+local is_ours = held[1] == 'running' and string.sub(held[5], -#nonce - 1) == ':' .. nonce
+if held[1] == 'running' and not is_ours and tonumber(held[2]) > now then return {'busy'} end
 
 local attempts = tonumber(held[3])
 -- A lease that ran out is a worker that died or hung over this unit.
-if held[1] == 'running' then attempts = redis.call('HINCRBY', UNIT, 'att', 1) end
+if held[1] == 'running' and not is_ours then attempts = redis.call('HINCRBY', UNIT, 'att', 1) end
 local mode = verdict(job[2], job[3], now)
 if mode == 'run' and attempts >= max_attempts then
   mode = 'lost'
@@ -27,7 +29,8 @@ if mode == 'run' and attempts >= max_attempts then
   redis.call('EXPIRE', DEAD, 604800)
 end
 -- The uuid tells apart two tokens of one number, should a failover take Redis back in time.
-local token = redis.call('HINCRBY', UNIT, 'fence', 1) .. ':' .. nonce
+local token = held[5]
+if not is_ours then token = redis.call('HINCRBY', UNIT, 'fence', 1) .. ':' .. nonce end
 redis.call('HSET', UNIT, 'st', 'running', 'own', worker, 'tok', token, 'lease', now + lease)
 redis.call('ZADD', OPEN, now + lease, member)
 

@@ -1,6 +1,8 @@
 -- Replace a job's plan by its shards. ARGV job id, token, grace ms, then the indices of each shard, comma separated.
 local job_id, token, grace = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local held = redis.call('HMGET', PLAN, 'tok', 'st')
+-- A client that lost the reply sends the same call again.
+if not held[1] and redis.call('HGET', JOB, 'plan_tok') == token then return 1 end
 if held[1] ~= token or held[2] ~= 'running' then return 0 end
 local now = now_ms()
 local job = redis.call('HMGET', JOB, 'cancel', 'deadline')
@@ -13,7 +15,7 @@ for i = 4, #ARGV do
     'tok', '', 'lease', 0, 'fence', 0, 'att', 0, 'rp', 0, 'since', now)
   redis.call('ZADD', OPEN, look, job_id .. '/' .. number)
 end
-redis.call('HSET', JOB, 'st', 'running', 'started', now, 'ns', #ARGV - 3)
+redis.call('HSET', JOB, 'st', 'running', 'started', now, 'ns', #ARGV - 3, 'plan_tok', token)
 redis.call('UNLINK', PLAN)
 redis.call('ZREM', OPEN, job_id .. '/plan')
 return 1

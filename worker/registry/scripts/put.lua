@@ -28,10 +28,11 @@ if added > 0 then
   end
   give_back(ADM, added, 0, 0)
   give_back(ADM .. ':t:' .. job[5], added, 0, 0)
-  -- Prompts a second over the last ten seconds or more: what a refused producer's waiting time is guessed from.
+  -- Prompts a second over ten seconds to a minute: what a refused producer's waiting time is guessed from. A window
+  -- that was open for longer has idle time in it and begins again.
   local total = redis.call('HINCRBY', ADM, 'total', added)
   local from = redis.call('HMGET', ADM, 'rate_at', 'rate_total')
-  if not from[1] then
+  if not from[1] or now - from[1] > 60000 then
     redis.call('HSET', ADM, 'rate_at', now, 'rate_total', total)
   elseif now - from[1] >= 10000 then
     local rate = string.format('%.3f', (total - from[2]) * 1000 / (now - from[1]))

@@ -1,6 +1,6 @@
 -- Units that are due for a look. Each is put off in the same breath, so that one worker alone acts on it.
 -- KEYS open. ARGV key prefix, limit, grace ms, longest grace ms, ms after which a waiting unit is announced anyway,
--- then the number of waiting messages for each priority 0..9.
+-- the priority of a plan's message, then the number of waiting messages for each priority 0..9.
 -- Returns triples: member, what to do (announce|close), priority. Keys of jobs and units are derived from the members.
 local OPEN, prefix = KEYS[1], ARGV[1]
 local limit, grace, longest, stale = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
@@ -35,7 +35,7 @@ for _, member in ipairs(redis.call('ZRANGEBYSCORE', OPEN, '-inf', now, 'LIMIT', 
     act(member, 'close', job[4])
   elseif held[1] == 'running' then
     announce(member, unit_key, tonumber(held[3]), job[4])
-  elseif tonumber(ARGV[6 + job[4]]) == 0 or now - held[4] > stale then
+  elseif tonumber(ARGV[7 + (unit == 'plan' and ARGV[6] or job[4])]) == 0 or now - held[4] > stale then
     -- Queued, and nothing waits in its lane, or it waits suspiciously long: its message may be lost.
     announce(member, unit_key, tonumber(held[3]), job[4])
   else

@@ -6,12 +6,14 @@ local a = cjson.decode(ARGV[1])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
+local state = redis.call('HGET', JOB, 'st')
+-- Lines that no unfinished job owns go by themselves, whatever the answer below; an accepted job's are kept for ever.
+if state ~= 'queued' and state ~= 'running' then redis.call('PEXPIRE', IN, a.staging_ms) end
 if IDEM then
   local known = redis.call('GET', IDEM)
-  if known and known ~= a.job_id then return {'known', known} end
+  if known and known ~= a.job_id then return {'known', known, ''} end
 end
-local state = redis.call('HGET', JOB, 'st')
-if state and state ~= 'refused' then return {'known', a.job_id} end
+if state and state ~= 'refused' then return {'known', a.job_id, state} end
 if a.n > a.max_prompts then return {'too_large', 'prompts', a.n, a.max_prompts} end
 
 local bytes, missing, first_missing = 0, 0, -1

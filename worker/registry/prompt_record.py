@@ -8,7 +8,7 @@ from worker.registry.outcome import Outcome
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedPrompt:
+class PromptRecord:
     """A prompt's record with what the job's counters need of it."""
 
     index: int

@@ -1,0 +1,6 @@
+"""How to get what a producer's installation leaves out."""
+
+from __future__ import annotations
+
+# Not by name from the package index: what is called millrace there is not this project.
+INSTALL_ENGINE = 'pip install -e ".[engine]" in the checkout'
