@@ -12,6 +12,8 @@ demo: $(VENV)/.demo-installed
 
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests
+	# Triton chooses its interpreter when a kernel is decorated: a run of its own.
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/triton
 
 check: $(VENV)/.test-installed
 	$(BIN)/ruff check .

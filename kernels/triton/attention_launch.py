@@ -1,0 +1,91 @@
+"""Launch parameters of the attention kernels: plain functions of shapes and compute capability.
+
+The numbers come from research/kernels.md 1.1 and from compiling each candidate for sm_80 and sm_90
+(tests/kernels/aot/test_attention.py holds the chosen ones to no spills); no GPU has measured them yet. GPUs of other
+generations take sm_80's, which fit in the 99 KiB of shared memory of sm_86, sm_89 and sm_120.
+
+The rule for `engine.deterministic`: a token gets the same bits as a decode row and in any chunk, whatever else is in
+the step. So nothing may be split by lengths or by the number of rows, and all rows, decode rows included, go through
+`paged_prefill_attention`: it reduces a query's keys in rising order, in tiles that start at the absolute positions 0,
+tile, 2 * tile and so on, and `prefill_launch` looks at nothing that changes from step to step. Which of the tiles are
+masked makes no difference: a masked key adds an exact 0 to the sums and leaves the maximum alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MIN_DOT_SIZE = 16  # tl.dot takes no smaller dimension
+# Two tiles: below that a program only starts up. With 8 query heads a KV head and 128 dims, the result of such a split
+# (4 KiB in float32, written and read again) is an eighth of the keys and values it read; of longer splits, less.
+_MIN_SPLIT_TOKENS = 128
+# One program reads some 30 GB/s (32 KiB in flight, 1 us of latency): 8192 tokens of 128 dims take it 0.14 ms. Longer
+# rows are split even where there are enough rows, so that the longest does not run on when the others are done.
+_MAX_SPLIT_TOKENS = 8192
+_SPLIT_MULTIPLE = 64  # of every tile: only the last tile of a row is partly filled
+COMBINE_SPLITS_AT_ONCE = 16  # splits read at a time: 8 KiB at 128 dims, 16 numbers a thread
+COMBINE_NUM_WARPS = 4
+MERGE_NUM_WARPS = 4
+_MERGE_ELEMENTS = 2048  # of a program: two loads of 16 bytes a thread from each input
+
+
+@dataclass(frozen=True)
+class AttentionLaunch:
+    """Shape of an attention program."""
+
+    block_m: int  # (query, head of the group) pairs of a program: the M of its matrix products
+    tile: int  # keys of one step of its loop
+    num_warps: int
+    num_stages: int  # steps in flight; reading the block table ahead of the keys takes one
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """head_dim rounded up to a power of two that a matrix product takes."""
+    return max(1 << (head_dim - 1).bit_length(), _MIN_DOT_SIZE)
+
+
+def decode_launch(element_bytes: int) -> AttentionLaunch:
+    """Launch of the decode kernel, for any head_dim up to 256 and both generations.
+
+    16 packed heads, the smallest M there is, since decode waits for memory and not for products. Two stages take 38 KiB
+    and at 128 dims 96 registers on sm_90, up to 117 on sm_80: five and four programs share a multiprocessor and hide
+    one another's latency. A third stage costs 28 registers for block ids alone, 128 keys a tile 68 and two programs.
+    """
+    if element_bytes == 4:  # exact products without tensor cores: larger ones spill
+        return AttentionLaunch(block_m=16, tile=16, num_warps=8, num_stages=1)
+    return AttentionLaunch(block_m=16, tile=64, num_warps=4, num_stages=2)
+
+
+def decode_split_tokens(num_programs: int, max_kv_len: int, num_multiprocessors: int) -> int:
+    """Keys of one split of a decode row; a multiple of every tile.
+
+    num_programs: programs of an unsplit launch; max_kv_len: tokens of the longest row, or a bound.
+    Unsplit where that gives each multiprocessor two programs, else enough splits for four of the five that fit on one
+    (the rule of TensorRT-LLM's Triton backend, kernels.md 1.1).
+    """
+    num_splits = 1 if num_programs >= 2 * num_multiprocessors else -(-4 * num_multiprocessors // num_programs)
+    split_tokens = min(max(-(-max_kv_len // num_splits), _MIN_SPLIT_TOKENS), _MAX_SPLIT_TOKENS)
+    return -(-split_tokens // _SPLIT_MULTIPLE) * _SPLIT_MULTIPLE
+
+
+def prefill_launch(head_dim: int, element_bytes: int, capability: int) -> AttentionLaunch:
+    """Launch of the prefill kernel, for head_dim up to 256.
+
+    capability: compute capability such as 90.
+    At 128 dims sm_90 takes up to 247 registers of 255 and 97 KiB (wgmma needs 64 rows to 4 warps; 128 rows at 4 warps
+    spill 256 bytes), sm_80 207 and 48 KiB, where 64 keys a tile spill 104 bytes at 128 rows and 8 warps and 88 at 64
+    rows and 4 warps. A fourth stage changes nothing; a fifth fetches keys two tiles ahead (129 KiB on sm_90) and waits
+    for a measurement.
+    """
+    is_wide, is_hopper = padded_head_dim(head_dim) > 128, capability == 90
+    if element_bytes == 4:  # exact products without tensor cores: larger ones spill
+        return AttentionLaunch(block_m=16 if is_wide else 32, tile=16, num_warps=8, num_stages=1)
+    if is_wide:  # the sums alone take 128 registers a thread at 128 rows
+        return AttentionLaunch(block_m=128 if is_hopper else 64, tile=32, num_warps=8, num_stages=3 if is_hopper else 2)
+    tile = 64 if is_hopper or padded_head_dim(head_dim) <= 64 else 32
+    return AttentionLaunch(block_m=128, tile=tile, num_warps=8, num_stages=3)
+
+
+def merge_block_rows(head_dim: int) -> int:
+    """(query, head) pairs that one program of the merge kernel takes."""
+    return max(_MERGE_ELEMENTS // padded_head_dim(head_dim), 1)

@@ -1,0 +1,246 @@
+"""Attention of one query a row over the paged cache, a row's keys split over programs ("flash decoding")."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention_rows import AttentionRows
+from kernels.attention_state import AttentionState
+from kernels.triton.attention_launch import (
+    COMBINE_NUM_WARPS,
+    COMBINE_SPLITS_AT_ONCE,
+    AttentionLaunch,
+    decode_launch,
+    decode_split_tokens,
+    padded_head_dim,
+)
+from kernels.triton.target import num_multiprocessors
+
+LOG2E = math.log2(math.e)
+LN2 = tl.constexpr(math.log(2.0))
+# The running maximum starts here and not at -inf: -inf - -inf would be NaN where a row has no key. Below every score.
+LOWEST_SCORE = tl.constexpr(-1e30)
+
+
+def paged_decode_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
+) -> AttentionState:
+    """See `Operations.paged_decode_attention`. A row without keys gets output 0 and log-sum-exp -inf.
+
+    What is read depends on the lengths on the device alone; those on the host size the grid, so they may be bounds.
+    scale must be above 0.
+
+    Raises ValueError if there are not as many queries as rows, or if the caches differ in layout.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    if num_rows != rows.num_rows:
+        raise ValueError(f"q has {num_rows} queries for {rows.num_rows} rows; a decode row has exactly one")
+    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
+        raise ValueError(f"cache strides {k_cache.stride()} and {v_cache.stride()}; accepted: the same, the last 1")
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if num_rows == 0:
+        return AttentionState(output, lse)
+    launch = decode_launch(q.element_size())
+    num_kv_heads = k_cache.shape[2]
+    programs_per_row = num_kv_heads * triton.cdiv(num_heads // num_kv_heads, launch.block_m)
+    max_kv_len = max(rows.kv_lens)
+    split_tokens = decode_split_tokens(num_rows * programs_per_row, max_kv_len, num_multiprocessors(q.device))
+    num_splits = max(triton.cdiv(max_kv_len, split_tokens), 1)
+    if num_splits == 1:
+        _attend(output, lse, q, k_cache, v_cache, rows, scale, launch, split_tokens, num_splits)
+        return AttentionState(output, lse)
+    parts = torch.empty((*q.shape[:2], num_splits, head_dim), dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
+    _attend(parts, part_lse, q, k_cache, v_cache, rows, scale, launch, split_tokens, num_splits)
+    _combine_kernel[num_rows, num_heads](
+        *(output, lse, parts, part_lse, rows.seq_lens, split_tokens, num_splits),
+        HEAD_DIM=head_dim,
+        BLOCK_D=padded_head_dim(head_dim),
+        SPLITS_AT_ONCE=COMBINE_SPLITS_AT_ONCE,
+        num_warps=COMBINE_NUM_WARPS,
+    )
+    return AttentionState(output, lse)
+
+
+def _attend(
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: AttentionRows,
+    scale: float,
+    launch: AttentionLaunch,
+    split_tokens: int,
+    num_splits: int,
+) -> None:
+    """Launch the decode kernel over splits of split_tokens; see there for output and lse."""
+    num_rows, num_heads, head_dim = q.shape
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    group_size = num_heads // num_kv_heads
+    q = q if q.stride(2) == 1 else q.contiguous()
+    _decode_kernel[num_rows, num_kv_heads * triton.cdiv(group_size, launch.block_m), num_splits](
+        *(output, lse, q, k_cache, v_cache, rows.block_tables, rows.seq_lens),
+        *(scale * LOG2E, split_tokens, num_heads, num_splits),
+        *(*q.stride()[:2], *k_cache.stride()[:3], rows.block_tables.stride(0)),
+        GROUP_SIZE=group_size,
+        HEAD_DIM=head_dim,
+        BLOCK_D=padded_head_dim(head_dim),
+        BLOCK_SIZE=block_size,
+        BLOCK_M=launch.block_m,
+        TILE=launch.tile,
+        IS_PART=num_splits > 1,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+
+
+# Counts, and where a side tensor starts, vary from step to step: a kernel specialised on whether 16 divides them would
+# be compiled anew in the middle of a job. Queries and caches, copied 16 bytes at a time, are specialised on.
+@triton.jit(
+    do_not_specialize=["split_tokens", "num_splits", "stride_block_tables_row"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr"],
+)
+def _decode_kernel(
+    output_ptr,  # [num_rows, num_heads, num_splits, HEAD_DIM], dtype of q, or float32 where IS_PART
+    lse_ptr,  # [num_rows, num_heads, num_splits], float32; natural, or base 2 where IS_PART
+    q_ptr,  # [num_rows, num_heads, HEAD_DIM], model dtype
+    k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], model dtype
+    v_cache_ptr,  # as k_cache
+    block_tables_ptr,  # [num_rows, max_blocks], int32
+    seq_lens_ptr,  # [num_rows], int32
+    scale_log2e,
+    split_tokens,
+    num_heads,
+    num_splits,
+    stride_q_row,
+    stride_q_head,
+    stride_cache_block,
+    stride_cache_slot,
+    stride_cache_head,
+    stride_block_tables_row,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_PART: tl.constexpr,
+):
+    """Attention of the query heads of one KV head over one split: split_tokens keys of a row, or those that are left.
+
+    Splits past the end of a row write nothing. Rows run fastest, so that rows with the same blocks meet in the L2.
+
+    Grid: (num_rows, num_kv_heads * cdiv(GROUP_SIZE, BLOCK_M), num_splits).
+    """
+    HEAD_BLOCKS: tl.constexpr = (GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1) // HEAD_BLOCKS
+    start, end = 0, tl.load(seq_lens_ptr + row)
+    if IS_PART:
+        start = tl.program_id(2) * split_tokens
+        if (start >= end) & (start > 0):
+            return
+        end = tl.minimum(start + split_tokens, end)
+    group = tl.program_id(1) % HEAD_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
+    heads, is_head = kv_head * GROUP_SIZE + group, group < GROUP_SIZE
+    dims, tile = tl.arange(0, BLOCK_D), tl.arange(0, TILE)
+    is_dim = dims < HEAD_DIM
+    row64 = row.to(tl.int64)
+    q_offsets = row64 * stride_q_row + heads[:, None] * stride_q_head + dims[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=is_head[:, None] & is_dim[None, :], other=0.0)
+    k_head_ptr, v_head_ptr = k_cache_ptr + kv_head * stride_cache_head, v_cache_ptr + kv_head * stride_cache_head
+    block_table_ptr = block_tables_ptr + row64 * stride_block_tables_row
+    top = tl.full([BLOCK_M], LOWEST_SCORE, tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    num_full = (end - start) // TILE
+    for index in tl.range(0, num_full):
+        positions = start + index * TILE + tile
+        blocks = tl.load(block_table_ptr + positions // BLOCK_SIZE).to(tl.int64)
+        offsets = blocks * stride_cache_block + positions % BLOCK_SIZE * stride_cache_slot
+        if BLOCK_D == HEAD_DIM:
+            k = tl.load(k_head_ptr + offsets[None, :] + dims[:, None])
+            v = tl.load(v_head_ptr + offsets[:, None] + dims[None, :])
+        else:
+            k = tl.load(k_head_ptr + offsets[None, :] + dims[:, None], mask=is_dim[:, None], other=0.0)
+            v = tl.load(v_head_ptr + offsets[:, None] + dims[None, :], mask=is_dim[None, :], other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee") * scale_log2e
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        p = tl.exp2(scores - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        mass = mass * decay + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        top = new_top
+    for index in tl.range(num_full, tl.cdiv(end - start, TILE)):  # at most one: the row's last, partly filled tile
+        positions = start + index * TILE + tile
+        is_key = positions < end
+        blocks = tl.load(block_table_ptr + positions // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+        offsets = blocks * stride_cache_block + positions % BLOCK_SIZE * stride_cache_slot
+        k = tl.load(k_head_ptr + offsets[None, :] + dims[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0)
+        v = tl.load(v_head_ptr + offsets[:, None] + dims[None, :], mask=is_key[:, None] & is_dim[None, :], other=0.0)
+        scores = tl.where(is_key[None, :], tl.dot(q, k, input_precision="ieee") * scale_log2e, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        p = tl.exp2(scores - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        mass = mass * decay + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        top = new_top
+    is_empty = mass == 0.0  # no key
+    mass = tl.where(is_empty, 1.0, mass)
+    lse = tl.where(is_empty, -float("inf"), top + tl.log2(mass))
+    places = row64 * num_heads + heads
+    if IS_PART:
+        places = places * num_splits + tl.program_id(2)
+    tl.store(lse_ptr + places, lse if IS_PART else lse * LN2, mask=is_head)
+    acc = acc / mass[:, None]
+    output_offsets = places[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(output_ptr + output_offsets, acc.to(output_ptr.dtype.element_ty), mask=is_head[:, None] & is_dim[None, :])
+
+
+@triton.jit(do_not_specialize=["split_tokens", "num_splits"], do_not_specialize_on_alignment=["seq_lens_ptr"])
+def _combine_kernel(
+    output_ptr,  # [num_rows, num_heads, HEAD_DIM], model dtype
+    lse_ptr,  # [num_rows, num_heads], float32, natural
+    part_ptr,  # [num_rows, num_heads, num_splits, HEAD_DIM], float32
+    part_lse_ptr,  # [num_rows, num_heads, num_splits], float32, base 2
+    seq_lens_ptr,  # [num_rows], int32
+    split_tokens,
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr,
+):
+    """The splits of one row and head merged by log-sum-exp, SPLITS_AT_ONCE at a time and in rising order.
+
+    Grid: (num_rows, num_heads).
+    """
+    row = tl.program_id(0)
+    num_filled = tl.maximum(tl.cdiv(tl.load(seq_lens_ptr + row), split_tokens), 1)
+    place = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    dims = tl.arange(0, BLOCK_D)
+    is_dim = dims < HEAD_DIM
+    top = LOWEST_SCORE + 0.0
+    mass = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for first in tl.range(0, num_filled, SPLITS_AT_ONCE):
+        splits = first + tl.arange(0, SPLITS_AT_ONCE)
+        is_filled = splits < num_filled
+        part_lse = tl.load(part_lse_ptr + place * num_splits + splits, mask=is_filled, other=-float("inf"))
+        offsets = (place * num_splits + splits)[:, None] * HEAD_DIM + dims[None, :]
+        part = tl.load(part_ptr + offsets, mask=is_filled[:, None] & is_dim[None, :], other=0.0)
+        new_top = tl.maximum(top, tl.max(part_lse, 0))
+        shares = tl.exp2(part_lse - new_top)
+        decay = tl.exp2(top - new_top)
+        mass = mass * decay + tl.sum(shares, 0)
+        acc = acc * decay + tl.sum(part * shares[:, None], 0)
+        top = new_top
+    is_empty = mass == 0.0  # no key
+    mass = tl.where(is_empty, 1.0, mass)
+    tl.store(lse_ptr + place, tl.where(is_empty, -float("inf"), (top + tl.log2(mass)) * LN2))
+    tl.store(output_ptr + place * HEAD_DIM + dims, (acc / mass).to(output_ptr.dtype.element_ty), mask=is_dim)

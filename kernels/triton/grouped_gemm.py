@@ -1,0 +1,146 @@
+"""Each expert's rows times its weight."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.expert_layout import ExpertLayout
+from kernels.triton.grouped_gemm_launch import grouped_gemm_launch
+from kernels.triton.moe_launch import power_of_two_from
+from kernels.triton.target import compute_capability
+
+
+@triton.jit
+def _grouped_gemm_kernel(
+    x_ptr,  # [T, K] if GATHER else [T * TOP_K, K], model dtype
+    weight_ptr,  # [E, N, K], model dtype
+    out_ptr,  # [T * TOP_K, N], model dtype
+    pair_ids_ptr,  # [T * TOP_K], int64
+    expert_offsets_ptr,  # [E + 1], int64
+    num_experts,
+    num_columns,
+    depth,
+    stride_x_row,
+    stride_x_depth,
+    stride_weight_expert,
+    stride_weight_column,
+    stride_weight_depth,
+    TOP_K: tl.constexpr,
+    GATHER: tl.constexpr,
+    SWAP_AB: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """One tile of BLOCK_M rows of one expert and BLOCK_N columns. The host does not know the experts' counts: it
+    launches as many programs as any counts could need, and those past the last tile return.
+
+    Grid: (upper bound of the row tiles * cdiv(N, BLOCK_N),)
+    """
+    pid = tl.program_id(0)
+    experts = tl.arange(0, BLOCK_E)
+    is_expert = experts < num_experts
+    starts = tl.load(expert_offsets_ptr + experts, mask=is_expert, other=0)
+    ends = tl.load(expert_offsets_ptr + experts + 1, mask=is_expert, other=0)
+    tiles = tl.cdiv((ends - starts).to(tl.int32), BLOCK_M)
+    tiles_through = tl.cumsum(tiles, 0)
+    num_tiles_m = tl.sum(tiles, 0)
+    num_tiles_n = tl.cdiv(num_columns, BLOCK_N)
+    if pid >= num_tiles_m * num_tiles_n:
+        return
+    first_m = pid // (GROUP_M * num_tiles_n) * GROUP_M
+    group_m = min(num_tiles_m - first_m, GROUP_M)
+    tile_m = first_m + pid % (GROUP_M * num_tiles_n) % group_m
+    tile_n = pid % (GROUP_M * num_tiles_n) // group_m
+    expert = tl.sum((tiles_through <= tile_m).to(tl.int32), 0)
+    tile_of_expert = tile_m - tl.sum(tl.where(tiles_through <= tile_m, tiles, 0), 0)
+    end = tl.load(expert_offsets_ptr + expert + 1)
+    rows = tl.load(expert_offsets_ptr + expert) + tile_of_expert * BLOCK_M + tl.arange(0, BLOCK_M)  # int64
+    columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+
+    # Past the end the last row or column is computed again and not stored, so the loop needs no mask.
+    sources = tl.minimum(rows, end - 1)
+    if GATHER:
+        sources = tl.load(pair_ids_ptr + sources) // TOP_K
+    weight_rows = tl.minimum(columns, num_columns - 1)
+    ks = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + sources[:, None] * stride_x_row + ks[None, :] * stride_x_depth
+    weight_ptrs = weight_ptr + expert.to(tl.int64) * stride_weight_expert
+    weight_ptrs += weight_rows[:, None] * stride_weight_column + ks[None, :] * stride_weight_depth
+    # "ieee" only concerns float32, which tensor cores would round to 10 bits of mantissa.
+    if SWAP_AB:
+        total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    else:
+        total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for _ in range(depth // BLOCK_K):
+        x = tl.load(x_ptrs)
+        weight = tl.load(weight_ptrs)
+        if SWAP_AB:
+            total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+        else:
+            total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
+        x_ptrs += BLOCK_K * stride_x_depth
+        weight_ptrs += BLOCK_K * stride_weight_depth
+    if HAS_TAIL:
+        is_tail = ks[None, :] < depth % BLOCK_K
+        x = tl.load(x_ptrs, mask=is_tail, other=0.0)
+        weight = tl.load(weight_ptrs, mask=is_tail, other=0.0)
+        if SWAP_AB:
+            total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+        else:
+            total = tl.dot(x, tl.trans(weight), total, input_precision="ieee")
+    out = total.to(out_ptr.dtype.element_ty)
+    if SWAP_AB:
+        out = tl.trans(out)
+    out_ptrs = out_ptr + rows[:, None] * num_columns + columns[None, :]
+    tl.store(out_ptrs, out, mask=(rows < end)[:, None] & (columns < num_columns)[None, :])
+
+
+def grouped_gemm(x: torch.Tensor, weight: torch.Tensor, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
+    """See `Operations.grouped_gemm`."""
+    num_pairs = layout.pair_ids.shape[0]
+    num_experts, num_columns, depth = weight.shape
+    out = torch.empty(num_pairs, num_columns, dtype=x.dtype, device=x.device)
+    if num_pairs == 0:
+        return out
+    launch = grouped_gemm_launch(
+        num_pairs, layout.top_k, num_experts, itemsize=x.itemsize, capability=compute_capability()
+    )
+    max_tiles_m = max_row_tiles(num_pairs, num_experts, launch.block_m)
+    _grouped_gemm_kernel[(max_tiles_m * triton.cdiv(num_columns, launch.block_n),)](
+        x,
+        weight,
+        out,
+        layout.pair_ids,
+        layout.expert_offsets,
+        num_experts,
+        num_columns,
+        depth,
+        *x.stride(),
+        *weight.stride(),
+        TOP_K=layout.top_k,
+        GATHER=gather,
+        SWAP_AB=launch.swap_ab,
+        HAS_TAIL=depth % launch.block_k > 0,
+        BLOCK_E=power_of_two_from(num_experts),
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
+        BLOCK_K=launch.block_k,
+        GROUP_M=launch.group_m,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    return out
+
+
+def max_row_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
+    """The most tiles of block_m rows that num_pairs rows can need, however the experts share them.
+
+    An expert with c > 0 rows needs cdiv(c, block_m) <= (c + block_m - 1) / block_m; at most num_pairs experts have any.
+    """
+    return (num_pairs + min(num_pairs, num_experts) * (block_m - 1)) // block_m

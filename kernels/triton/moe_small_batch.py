@@ -1,0 +1,152 @@
+"""The expert layer for a few tokens: vector times matrix, a (token, choice) pair at a time, nothing sorted."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.routed_experts import RoutedExperts
+from kernels.triton.moe_launch import down_launch, gate_up_launch, power_of_two_from
+
+
+@triton.jit
+def _gate_up_silu_kernel(
+    x_ptr,  # [T, H], model dtype
+    gate_up_ptr,  # [E, 2I, H], model dtype, gates first
+    hidden_ptr,  # [T * TOP_K, I], model dtype
+    expert_ids_ptr,  # [T * TOP_K], int64
+    intermediate_size,
+    hidden_size,
+    stride_x_token,
+    stride_x_depth,
+    stride_gate_up_expert,
+    stride_gate_up_row,
+    stride_gate_up_depth,
+    TOP_K: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """silu(gate) * up of one pair for BLOCK_ROWS gates and their ups, each rounded as a linear's output is.
+
+    Grid: (T * TOP_K, cdiv(I, BLOCK_ROWS))
+    """
+    pair = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    weight_rows = tl.minimum(rows, intermediate_size - 1)  # past the end: computed again, not stored
+    ks = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + pair // TOP_K * stride_x_token + ks * stride_x_depth
+    gate_ptrs = gate_up_ptr + tl.load(expert_ids_ptr + pair) * stride_gate_up_expert
+    gate_ptrs += weight_rows[:, None] * stride_gate_up_row + ks[None, :] * stride_gate_up_depth
+    up_ptrs = gate_ptrs + intermediate_size * stride_gate_up_row
+    gates = tl.zeros([BLOCK_ROWS, BLOCK_K], dtype=tl.float32)
+    ups = tl.zeros([BLOCK_ROWS, BLOCK_K], dtype=tl.float32)
+    for _ in tl.range(0, hidden_size // BLOCK_K, num_stages=3):  # without a dot Triton overlaps reads only if told to
+        x = tl.load(x_ptrs).to(tl.float32)[None, :]
+        gates += tl.load(gate_ptrs).to(tl.float32) * x
+        ups += tl.load(up_ptrs).to(tl.float32) * x
+        x_ptrs += BLOCK_K * stride_x_depth
+        gate_ptrs += BLOCK_K * stride_gate_up_depth
+        up_ptrs += BLOCK_K * stride_gate_up_depth
+    if HAS_TAIL:
+        is_tail = ks < hidden_size % BLOCK_K
+        x = tl.load(x_ptrs, mask=is_tail, other=0.0).to(tl.float32)[None, :]
+        gates += tl.load(gate_ptrs, mask=is_tail[None, :], other=0.0).to(tl.float32) * x
+        ups += tl.load(up_ptrs, mask=is_tail[None, :], other=0.0).to(tl.float32) * x
+    gate = tl.sum(gates, 1).to(x_ptr.dtype.element_ty).to(tl.float32)
+    up = tl.sum(ups, 1).to(x_ptr.dtype.element_ty).to(tl.float32)
+    hidden = gate / (1.0 + tl.exp(-gate)) * up
+    hidden_ptrs = hidden_ptr + pair * intermediate_size + rows
+    tl.store(hidden_ptrs, hidden.to(hidden_ptr.dtype.element_ty), mask=rows < intermediate_size)
+
+
+@triton.jit
+def _down_combine_kernel(
+    hidden_ptr,  # [T * TOP_K, I], model dtype
+    down_ptr,  # [E, H, I], model dtype
+    out_ptr,  # [T, H], model dtype
+    weights_ptr,  # [T, TOP_K], float32
+    expert_ids_ptr,  # [T * TOP_K], int64
+    intermediate_size,
+    hidden_size,
+    stride_down_expert,
+    stride_down_row,
+    stride_down_depth,
+    TOP_K: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    BLOCK_CHOICES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """BLOCK_ROWS outputs of one token: all its choices in one program, so that the sum needs no atomics and is always
+    the same. All choices are read side by side: one after the other would wait for memory TOP_K times.
+
+    Grid: (T, cdiv(H, BLOCK_ROWS))
+    """
+    token = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    weight_rows = tl.minimum(rows, hidden_size - 1)  # past the end: computed again, not stored
+    choices = tl.arange(0, BLOCK_CHOICES)
+    pairs = token * TOP_K + tl.minimum(choices, TOP_K - 1)  # choices past the last: again the last, not summed
+    experts = tl.load(expert_ids_ptr + pairs)
+    ks = tl.arange(0, BLOCK_K)
+    hidden_ptrs = hidden_ptr + pairs[:, None, None] * intermediate_size + ks[None, None, :]
+    down_ptrs = down_ptr + experts[:, None, None] * stride_down_expert
+    down_ptrs += weight_rows[None, :, None] * stride_down_row + ks[None, None, :] * stride_down_depth
+    totals = tl.zeros([BLOCK_CHOICES, BLOCK_ROWS, BLOCK_K], dtype=tl.float32)
+    for _ in tl.range(0, intermediate_size // BLOCK_K, num_stages=3):
+        totals += tl.load(down_ptrs).to(tl.float32) * tl.load(hidden_ptrs).to(tl.float32)
+        hidden_ptrs += BLOCK_K
+        down_ptrs += BLOCK_K * stride_down_depth
+    if HAS_TAIL:
+        is_tail = (ks < intermediate_size % BLOCK_K)[None, None, :]
+        down = tl.load(down_ptrs, mask=is_tail, other=0.0).to(tl.float32)
+        totals += down * tl.load(hidden_ptrs, mask=is_tail, other=0.0).to(tl.float32)
+    outputs = tl.sum(totals, 2).to(out_ptr.dtype.element_ty).to(tl.float32)
+    weighted = outputs * tl.load(weights_ptr + pairs)[:, None]
+    out = tl.sum(tl.where(choices[:, None] < TOP_K, weighted, 0.0), 0)
+    tl.store(out_ptr + token * hidden_size + rows, out.to(out_ptr.dtype.element_ty), mask=rows < hidden_size)
+
+
+def moe_small_batch(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routed: RoutedExperts) -> torch.Tensor:
+    """See `Operations.moe_small_batch`."""
+    num_tokens, top_k = routed.expert_ids.shape
+    sizes = intermediate_size, hidden_size = down.shape[2], down.shape[1]
+    hidden = torch.empty(num_tokens * top_k, intermediate_size, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_tokens, hidden_size, dtype=x.dtype, device=x.device)
+    if num_tokens == 0:
+        return out
+    weights, expert_ids = routed.weights.contiguous(), routed.expert_ids.contiguous()
+    launch = gate_up_launch(hidden_size, x.itemsize)
+    _gate_up_silu_kernel[(num_tokens * top_k, triton.cdiv(intermediate_size, launch.rows))](
+        x,
+        gate_up,
+        hidden,
+        expert_ids,
+        *sizes,
+        *x.stride(),
+        *gate_up.stride(),
+        TOP_K=top_k,
+        HAS_TAIL=hidden_size % launch.columns > 0,
+        BLOCK_ROWS=launch.rows,
+        BLOCK_K=launch.columns,
+        num_warps=launch.num_warps,
+    )
+    launch = down_launch(intermediate_size, top_k, x.itemsize)
+    _down_combine_kernel[(num_tokens, triton.cdiv(hidden_size, launch.rows))](
+        hidden,
+        down,
+        out,
+        weights,
+        expert_ids,
+        *sizes,
+        *down.stride(),
+        TOP_K=top_k,
+        HAS_TAIL=intermediate_size % launch.columns > 0,
+        BLOCK_CHOICES=power_of_two_from(top_k),
+        BLOCK_ROWS=launch.rows,
+        BLOCK_K=launch.columns,
+        num_warps=launch.num_warps,
+    )
+    return out

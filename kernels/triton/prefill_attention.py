@@ -1,0 +1,164 @@
+"""Causal attention of ragged chunks of queries over the paged cache."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention_rows import AttentionRows
+from kernels.attention_state import AttentionState
+from kernels.triton.attention_launch import padded_head_dim, prefill_launch
+from kernels.triton.target import compute_capability
+
+LOG2E = math.log2(math.e)
+LN2 = tl.constexpr(math.log(2.0))
+# The running maximum starts here and not at -inf: -inf - -inf would be NaN where a query has seen no key yet.
+LOWEST_SCORE = tl.constexpr(-1e30)
+ROWS_AT_ONCE = 256  # read by one step of a program's search for its row
+
+
+def paged_prefill_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
+) -> AttentionState:
+    """See `Operations.paged_prefill_attention`. A query without keys gets output 0 and log-sum-exp -inf.
+
+    The grid follows from the numbers of queries and rows alone: nothing is read back and nothing made on the host.
+    scale must be above 0.
+
+    Raises ValueError if the caches differ in layout.
+    """
+    num_queries, num_heads, head_dim = q.shape
+    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
+        raise ValueError(f"cache strides {k_cache.stride()} and {v_cache.stride()}; accepted: the same, the last 1")
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if num_queries == 0:
+        return AttentionState(output, lse)
+    num_kv_heads = k_cache.shape[2]
+    group_size = num_heads // num_kv_heads
+    launch = prefill_launch(head_dim, q.element_size(), compute_capability())
+    num_blocks = num_queries * group_size // launch.block_m + rows.num_rows  # see the kernel's docstring
+    q = q if q.stride(2) == 1 else q.contiguous()
+    _prefill_kernel[num_blocks, num_kv_heads](
+        *(output, lse, q, k_cache, v_cache, rows.block_tables, rows.cu_seqlens_q, rows.seq_lens),
+        *(scale * LOG2E, rows.num_rows),
+        *(*q.stride()[:2], *k_cache.stride()[:3], rows.block_tables.stride(0)),
+        GROUP_SIZE=group_size,
+        HEAD_DIM=head_dim,
+        BLOCK_D=padded_head_dim(head_dim),
+        BLOCK_SIZE=k_cache.shape[1],
+        BLOCK_M=launch.block_m,
+        TILE=launch.tile,
+        ROWS_AT_ONCE=ROWS_AT_ONCE,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    return AttentionState(output, lse)
+
+
+# As for decode: what varies from step to step is not specialised on; what is copied 16 bytes at a time is.
+@triton.jit(
+    do_not_specialize=["num_rows", "stride_block_tables_row"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr"],
+)
+def _prefill_kernel(
+    output_ptr,  # [num_queries, num_heads, HEAD_DIM], model dtype
+    lse_ptr,  # [num_queries, num_heads], float32, natural
+    q_ptr,  # [num_queries, num_heads, HEAD_DIM], model dtype
+    k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], model dtype
+    v_cache_ptr,  # as k_cache
+    block_tables_ptr,  # [num_rows, max_blocks], int32
+    cu_seqlens_q_ptr,  # [num_rows + 1], int32
+    seq_lens_ptr,  # [num_rows], int32
+    scale_log2e,
+    num_rows,
+    stride_q_token,
+    stride_q_head,
+    stride_cache_block,
+    stride_cache_slot,
+    stride_cache_head,
+    stride_block_tables_row,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS_AT_ONCE: tl.constexpr,
+):
+    """Attention of BLOCK_M consecutive (query, head of the group) pairs of one row and one KV head.
+
+    Row i's blocks are numbered from cu_seqlens_q[i] * GROUP_SIZE // BLOCK_M + i, which leaves every row room for its
+    blocks and takes no sum over rows; numbers past a row's last block do nothing. The highest number starts first: of
+    each row that is the block that sees the most keys.
+
+    Grid: (num_queries * GROUP_SIZE // BLOCK_M + num_rows, num_kv_heads).
+    """
+    number, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    row = tl.full((), -1, tl.int32)
+    for first in tl.range(0, num_rows, ROWS_AT_ONCE):
+        ids = first + tl.arange(0, ROWS_AT_ONCE)
+        starts = tl.load(cu_seqlens_q_ptr + ids, mask=ids < num_rows, other=0) * GROUP_SIZE // BLOCK_M + ids
+        row += tl.sum(((starts <= number) & (ids < num_rows)).to(tl.int32), 0)
+    query_start = tl.load(cu_seqlens_q_ptr + row)
+    query_len = tl.load(cu_seqlens_q_ptr + row + 1) - query_start
+    first_pair = (number - query_start * GROUP_SIZE // BLOCK_M - row) * BLOCK_M
+    if first_pair >= query_len * GROUP_SIZE:
+        return
+    prefix_len = tl.load(seq_lens_ptr + row) - query_len
+    pairs = first_pair + tl.arange(0, BLOCK_M)
+    queries, heads = pairs // GROUP_SIZE, kv_head * GROUP_SIZE + pairs % GROUP_SIZE
+    is_pair, num_seen = queries < query_len, prefix_len + queries + 1
+    dims, tile = tl.arange(0, BLOCK_D), tl.arange(0, TILE)
+    is_dim = dims < HEAD_DIM
+    q_offsets = (query_start + queries).to(tl.int64) * stride_q_token + heads * stride_q_head
+    q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=is_pair[:, None] & is_dim[None, :], other=0.0)
+    k_head_ptr, v_head_ptr = k_cache_ptr + kv_head * stride_cache_head, v_cache_ptr + kv_head * stride_cache_head
+    block_table_ptr = block_tables_ptr + row.to(tl.int64) * stride_block_tables_row
+    top = tl.full([BLOCK_M], LOWEST_SCORE, tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    end = prefix_len + tl.minimum((first_pair + BLOCK_M - 1) // GROUP_SIZE, query_len - 1) + 1  # any query's keys
+    num_full = tl.maximum(prefix_len + first_pair // GROUP_SIZE + 1, 0) // TILE
+    for index in tl.range(0, num_full):
+        positions = index * TILE + tile
+        blocks = tl.load(block_table_ptr + positions // BLOCK_SIZE).to(tl.int64)
+        offsets = blocks * stride_cache_block + positions % BLOCK_SIZE * stride_cache_slot
+        if BLOCK_D == HEAD_DIM:
+            k = tl.load(k_head_ptr + offsets[None, :] + dims[:, None])
+            v = tl.load(v_head_ptr + offsets[:, None] + dims[None, :])
+        else:
+            k = tl.load(k_head_ptr + offsets[None, :] + dims[:, None], mask=is_dim[:, None], other=0.0)
+            v = tl.load(v_head_ptr + offsets[:, None] + dims[None, :], mask=is_dim[None, :], other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee")
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2e)
+        p = tl.exp2(scores * scale_log2e - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        mass = mass * decay + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        top = new_top
+    for index in tl.range(num_full, tl.cdiv(end, TILE)):
+        positions = index * TILE + tile
+        is_key = positions < end
+        blocks = tl.load(block_table_ptr + positions // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+        offsets = blocks * stride_cache_block + positions % BLOCK_SIZE * stride_cache_slot
+        k = tl.load(k_head_ptr + offsets[None, :] + dims[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0)
+        v = tl.load(v_head_ptr + offsets[:, None] + dims[None, :], mask=is_key[:, None] & is_dim[None, :], other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee")
+        scores = tl.where(positions[None, :] < num_seen[:, None], scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2e)
+        p = tl.exp2(scores * scale_log2e - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        mass = mass * decay + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        top = new_top
+    is_empty = mass == 0.0  # no key
+    mass = tl.where(is_empty, 1.0, mass)
+    places = (query_start + queries).to(tl.int64) * (tl.num_programs(1) * GROUP_SIZE) + heads
+    tl.store(lse_ptr + places, tl.where(is_empty, -float("inf"), (top + tl.log2(mass)) * LN2), mask=is_pair)
+    acc = acc / mass[:, None]
+    output_offsets = places[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(output_ptr + output_offsets, acc.to(output_ptr.dtype.element_ty), mask=is_pair[:, None] & is_dim[None, :])

@@ -1,0 +1,162 @@
+"""Query and key norm, rotary embedding and the write into the paged cache, in one pass over the projection."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.row_launch import rope_launch
+
+
+@triton.jit
+def _norm_and_rotate(
+    first,  # [BLOCK_HEADS, BLOCK_WIDTH], model dtype: elements 0 .. D/2 - 1 of each head
+    second,  # [BLOCK_HEADS, BLOCK_WIDTH], model dtype: elements D/2 .. D - 1
+    weight_ptr,  # [HEAD_DIM], model dtype; not touched unless HAS_NORM
+    rotation_ptr,  # [HEAD_DIM], float32: a token's cosines, then its sines
+    eps,
+    HAS_NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """Both halves of some heads of one token, rotated: float32 inside, rounded where the reference rounds."""
+    dtype = first.dtype
+    columns = tl.arange(0, BLOCK_WIDTH)[None, :]
+    in_half = columns < HEAD_DIM // 2
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    if HAS_NORM:
+        squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
+        inverse_rms = tl.rsqrt(squares / HEAD_DIM + eps)
+        first_weight = tl.load(weight_ptr + columns, mask=in_half, other=0.0).to(tl.float32)
+        second_weight = tl.load(weight_ptr + HEAD_DIM // 2 + columns, mask=in_half, other=0.0).to(tl.float32)
+        first = ((first * inverse_rms).to(dtype).to(tl.float32) * first_weight).to(dtype).to(tl.float32)
+        second = ((second * inverse_rms).to(dtype).to(tl.float32) * second_weight).to(dtype).to(tl.float32)
+    cos = tl.load(rotation_ptr + columns, mask=in_half, other=0.0)
+    sin = tl.load(rotation_ptr + HEAD_DIM // 2 + columns, mask=in_half, other=0.0)
+    return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
+
+
+@triton.jit
+def qk_norm_rope_store_kv_kernel(
+    qkv_ptr,  # [T, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM], model dtype
+    query_weight_ptr,  # [HEAD_DIM], model dtype; this and the next not touched unless HAS_NORM
+    key_weight_ptr,  # [HEAD_DIM], model dtype
+    cos_sin_ptr,  # [max_positions, HEAD_DIM], float32
+    positions_ptr,  # [T], int64
+    slot_mapping_ptr,  # [T], int64
+    queries_ptr,  # [T, NUM_HEADS, HEAD_DIM], model dtype, contiguous, written
+    k_cache_ptr,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM], model dtype, written
+    v_cache_ptr,  # the same
+    stride_qkv_token,
+    stride_cos_sin_position,
+    stride_k_block,
+    stride_k_offset,
+    stride_k_head,
+    stride_v_block,
+    stride_v_offset,
+    stride_v_head,
+    eps,
+    HAS_NORM: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """Some query heads, key heads or value heads of one token a program. The halves are loaded separately: no shuffle.
+
+    Grid: (T * (cdiv(NUM_HEADS, BLOCK_HEADS) + 2 * cdiv(NUM_KV_HEADS, BLOCK_HEADS)),), a token's groups side by side
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    QUERY_GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    group = tl.program_id(0) % (QUERY_GROUPS + 2 * KV_GROUPS)
+    token = (tl.program_id(0) // (QUERY_GROUPS + 2 * KV_GROUPS)).to(tl.int64)
+    heads = tl.arange(0, BLOCK_HEADS)[:, None]
+    columns = tl.arange(0, BLOCK_WIDTH)[None, :]
+    in_half = columns < HALF
+    rotation_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * stride_cos_sin_position
+    token_ptr = qkv_ptr + token * stride_qkv_token
+    if group < QUERY_GROUPS:
+        heads += group * BLOCK_HEADS
+        mask = (heads < NUM_HEADS) & in_half
+        source = token_ptr + heads * HEAD_DIM + columns
+        first, second = tl.load(source, mask=mask, other=0.0), tl.load(source + HALF, mask=mask, other=0.0)
+        first, second = _norm_and_rotate(
+            first, second, query_weight_ptr, rotation_ptr, eps, HAS_NORM, HEAD_DIM, BLOCK_WIDTH
+        )
+        target = queries_ptr + token * (NUM_HEADS * HEAD_DIM) + heads * HEAD_DIM + columns
+        tl.store(target, first, mask=mask)
+        tl.store(target + HALF, second, mask=mask)
+    else:
+        slot = tl.load(slot_mapping_ptr + token)  # int64, so that a block's offset may pass 2^31 elements
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        heads += (group - QUERY_GROUPS) % KV_GROUPS * BLOCK_HEADS
+        mask = (heads < NUM_KV_HEADS) & in_half & (slot >= 0)
+        if group < QUERY_GROUPS + KV_GROUPS:
+            source = token_ptr + (NUM_HEADS + heads) * HEAD_DIM + columns
+            first, second = tl.load(source, mask=mask, other=0.0), tl.load(source + HALF, mask=mask, other=0.0)
+            first, second = _norm_and_rotate(
+                first, second, key_weight_ptr, rotation_ptr, eps, HAS_NORM, HEAD_DIM, BLOCK_WIDTH
+            )
+            target = k_cache_ptr + block * stride_k_block + offset * stride_k_offset + heads * stride_k_head + columns
+        else:
+            source = token_ptr + (NUM_HEADS + NUM_KV_HEADS + heads) * HEAD_DIM + columns
+            first, second = tl.load(source, mask=mask, other=0.0), tl.load(source + HALF, mask=mask, other=0.0)
+            target = v_cache_ptr + block * stride_v_block + offset * stride_v_offset + heads * stride_v_head + columns
+        tl.store(target, first, mask=mask)
+        tl.store(target + HALF, second, mask=mask)
+
+
+def qk_norm_rope_store_kv(
+    qkv: torch.Tensor,
+    qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """See `Operations.qk_norm_rope_store_kv`.
+
+    Raises ValueError where the elements of a head do not lie side by side.
+    """
+    _check_layout(qkv=qkv, cos_sin=cos_sin, k_cache=k_cache, v_cache=v_cache)
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    queries = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if queries.shape[0] == 0:
+        return queries
+    *norm_weights, eps = (qkv, qkv, 0.0) if qk_norm is None else qk_norm
+    strides = (qkv.stride(0), cos_sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3])
+    launch = rope_launch(num_heads, head_dim)
+    num_groups = triton.cdiv(num_heads, launch.block_rows) + 2 * triton.cdiv(num_kv_heads, launch.block_rows)
+    qk_norm_rope_store_kv_kernel[(queries.shape[0] * num_groups,)](
+        qkv,
+        *norm_weights,
+        cos_sin,
+        positions,
+        slot_mapping,
+        queries,
+        k_cache,
+        v_cache,
+        *strides,
+        eps,
+        HAS_NORM=qk_norm is not None,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        BLOCK_HEADS=launch.block_rows,
+        BLOCK_WIDTH=launch.block_width,
+        num_warps=launch.num_warps,
+    )
+    return queries
+
+
+def _check_layout(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}; accepted: 1 in the last dimension")

@@ -1,0 +1,67 @@
+"""What the figures were measured on, and what it can do at best."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import triton
+
+ROOT = Path(__file__).resolve().parents[2]
+COPY_BYTES = 2**30
+MATMUL_SIZE = 8192
+
+
+class _Timer(Protocol):
+    def median_us(self, run: Callable[[], object]) -> float: ...
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU, the software on it, and its measured limits."""
+
+    gpu: str
+    driver: str
+    cuda: str
+    torch: str
+    triton: str
+    commit: str  # "unknown" outside a git checkout
+    dirty: bool | None  # whether tracked files differ from the commit
+    copy_bytes_per_s: float  # read and written, together
+    matmul_flop_per_s: float  # bfloat16
+    event_floor_us: float  # what a run of nothing takes: part of every time below
+
+
+def measure_machine(timer: _Timer, device: torch.device) -> Machine:
+    """Read the versions and measure the limits."""
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy_us = timer.median_us(lambda: target.copy_(source))
+    left, right = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device).bfloat16() for _ in range(2))
+    matmul_us = timer.median_us(lambda: left @ right)
+    changed = _output(["git", "status", "--porcelain", "--untracked-files=no"])
+    return Machine(
+        gpu=torch.cuda.get_device_name(device),
+        driver=_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) or "unknown",
+        cuda=torch.version.cuda or "unknown",
+        torch=torch.__version__,
+        triton=triton.__version__,
+        commit=_output(["git", "rev-parse", "HEAD"]) or "unknown",
+        dirty=None if changed is None else bool(changed),
+        copy_bytes_per_s=2 * COPY_BYTES / (copy_us / 1e6),
+        matmul_flop_per_s=2 * MATMUL_SIZE**3 / (matmul_us / 1e6),
+        event_floor_us=timer.median_us(lambda: None),
+    )
+
+
+def _output(command: Sequence[str]) -> str | None:
+    """What the command prints, None where it fails or is not there."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.aot.attention_cases import run_cases, run_float32_cases, run_two_steps
+from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
+
+KERNELS = {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_merge_kernel"}
+READS_BACK = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+OTHER_SHARED_MEMORY_LIMIT_BYTES = 101_376  # sm_86, sm_89 and sm_120 take sm_80's launches
+
+
+@pytest.fixture(scope="module", params=[80, 90])
+def compiled(request: pytest.FixtureRequest) -> list[CompiledKernel]:
+    with compiling_for(request.param) as kernels:
+        run_cases()
+    return kernels
+
+
+def named(compiled: list[CompiledKernel], name: str) -> list[CompiledKernel]:
+    found = [kernel for kernel in compiled if kernel.name == name]
+    assert found
+    return found
+
+
+def test_every_kernel_compiles_without_spills_and_within_its_memory(compiled: list[CompiledKernel]) -> None:
+    assert {kernel.name for kernel in compiled} == KERNELS
+    for kernel in compiled:
+        limit = OTHER_SHARED_MEMORY_LIMIT_BYTES if kernel.capability == 80 else SHARED_MEMORY_LIMIT_BYTES[90]
+        assert kernel.spill_bytes == 0, kernel
+        assert kernel.shared_bytes <= limit, kernel
+
+
+@pytest.mark.parametrize("name", ["_decode_kernel", "_prefill_kernel"])
+def test_keys_and_values_come_in_16_byte_copies_in_both_loops(compiled: list[CompiledKernel], name: str) -> None:
+    for kernel in named(compiled, name):
+        elements = kernel.constants["TILE"] * kernel.constants["BLOCK_D"]
+        copies = 2 * 2 * elements // (16 * 32 * kernel.num_warps)  # of a thread: 2 bytes, keys and values
+        # The loop over full tiles and the one over masked tiles: each starts a tile before its body and one in it.
+        assert kernel.num_async_copies >= 4 * copies, kernel
+
+
+def test_prefill_uses_the_warpgroup_products_of_sm_90(compiled: list[CompiledKernel]) -> None:
+    for kernel in named(compiled, "_prefill_kernel"):
+        assert kernel.uses_wgmma == (kernel.capability == 90), kernel
+
+
+def test_four_decode_programs_share_a_multiprocessor(compiled: list[CompiledKernel]) -> None:
+    for kernel in named(compiled, "_decode_kernel"):
+        if kernel.constants["BLOCK_D"] == 128:
+            assert kernel.registers * 32 * kernel.num_warps * 4 <= 65_536, kernel
+            assert kernel.shared_bytes * 4 <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
+
+
+def test_split_and_unsplit_decode_are_both_compiled(compiled: list[CompiledKernel]) -> None:
+    assert {kernel.constants["IS_PART"] for kernel in named(compiled, "_decode_kernel")} == {False, True}
+
+
+def test_steps_of_other_sizes_use_the_same_kernels() -> None:
+    with compiling_for(90) as kernels:
+        run_two_steps()
+    assert sorted(kernel.name for kernel in kernels) == ["_decode_kernel", "_merge_kernel", "_prefill_kernel"]
+
+
+def test_nothing_is_read_back_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a wrapper looked at the values of a tensor")
+
+    for name in READS_BACK:
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    with compiling_for(90):
+        run_cases()
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_float32_fits_too(capability: int) -> None:
+    with compiling_for(capability) as kernels:
+        run_float32_cases()
+    for kernel in kernels:
+        assert kernel.spill_bytes == 0, kernel
+        assert kernel.shared_bytes <= OTHER_SHARED_MEMORY_LIMIT_BYTES, kernel

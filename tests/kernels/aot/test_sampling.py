@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.kernels.aot.sampling_cases import run_cases
+from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
+
+KERNELS = {
+    "_argmax_kernel",
+    "_best_of_blocks_kernel",
+    "_gumbel_argmax_kernel",
+    "_apply_penalties_kernel",
+    "_collect_candidates_kernel",
+    "_find_thresholds_kernel",
+    "_mask_kernel",
+}
+LOOPS_OVER_A_ROW = {"_collect_candidates_kernel": 2, "_find_thresholds_kernel": 7}
+FUSED_MULTIPLY_ADD = re.compile(r"\bfma\.")
+LOAD_OF_16_BYTES = re.compile(r"ld\.global[\w.:]*\.v4\.b32")
+
+
+@pytest.fixture(scope="module", params=[80, 90])
+def compiled(request: pytest.FixtureRequest) -> list[CompiledKernel]:
+    with compiling_for(request.param) as kernels:
+        run_cases()
+    return kernels
+
+
+def test_every_kernel_compiles_without_spills_and_within_its_memory(compiled: list[CompiledKernel]) -> None:
+    assert {kernel.name for kernel in compiled} == KERNELS
+    for kernel in compiled:
+        assert kernel.spill_bytes == 0, kernel
+        assert kernel.shared_bytes <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
+
+
+def test_a_multiprocessor_holds_at_least_one_program_of_each_kernel(compiled: list[CompiledKernel]) -> None:
+    for kernel in compiled:
+        assert kernel.registers * kernel.num_warps * 32 <= 65_536, kernel
+
+
+def test_what_is_specified_to_the_bit_is_compiled_without_fused_multiply_add(compiled: list[CompiledKernel]) -> None:
+    exact = [k for k in compiled if k.name in ("_gumbel_argmax_kernel", "_apply_penalties_kernel")]
+    assert len(exact) >= 2
+    for kernel in exact:
+        assert not FUSED_MULTIPLY_ADD.search(kernel.ptx), kernel
+
+
+def test_loops_over_a_row_copy_16_bytes_a_thread_ahead(compiled: list[CompiledKernel]) -> None:
+    loops = [k for k in compiled if k.name in LOOPS_OVER_A_ROW]
+    assert len(loops) >= 2
+    for kernel in loops:
+        copies_of_a_block = kernel.constants["BLOCK"] // (32 * kernel.num_warps) // 4
+        num_loops = LOOPS_OVER_A_ROW[kernel.name]
+        # As many blocks as there are stages: all but one before a loop, the rest inside.
+        assert kernel.num_async_copies == copies_of_a_block * num_loops * kernel.constants["NUM_STAGES"], kernel
+
+
+def test_single_passes_over_a_row_load_16_bytes_a_thread(compiled: list[CompiledKernel]) -> None:
+    passes = [k for k in compiled if k.name in ("_argmax_kernel", "_gumbel_argmax_kernel", "_mask_kernel")]
+    assert len(passes) >= 4
+    for kernel in passes:
+        tokens_per_thread = kernel.constants["BLOCK"] // (32 * kernel.num_warps)
+        assert len(LOAD_OF_16_BYTES.findall(kernel.ptx)) == tokens_per_thread // 4, kernel

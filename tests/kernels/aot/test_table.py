@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import kernels.triton
+from tests.kernels.aot.table import HEADINGS, compile_all, markdown, table_rows
+from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel
+
+SOURCES = sorted(Path(kernels.triton.__file__).parent.glob("*.py"))
+# Compiles what the other tests here did not: minutes with an empty cache of triton, seconds with a full one.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def kernel_names(path: Path) -> list[str]:
+    """Names of a file's jit functions that are launched: those that no jit function of any file calls."""
+    return [function.name for function in jit_functions(path) if function.name not in DEVICE_FUNCTIONS]
+
+
+def jit_functions(path: Path) -> list[ast.FunctionDef]:
+    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    return [f for f in functions if any("triton.jit" in ast.unparse(decorator) for decorator in f.decorator_list)]
+
+
+def called_names(function: ast.FunctionDef) -> set[str]:
+    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return {call.id for call in calls if isinstance(call, ast.Name)}
+
+
+DEVICE_FUNCTIONS = {name for path in SOURCES for function in jit_functions(path) for name in called_names(function)}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[CompiledKernel]:
+    return [kernel for capability in SHARED_MEMORY_LIMIT_BYTES for kernel in compile_all(capability)]
+
+
+def test_every_kernel_is_compiled_for_every_architecture(compiled: list[CompiledKernel]) -> None:
+    expected = {name for path in SOURCES for name in kernel_names(path)}
+    assert len(expected) >= 7
+    for capability in SHARED_MEMORY_LIMIT_BYTES:
+        assert {kernel.name for kernel in compiled if kernel.capability == capability} == expected
+
+
+def test_kernels_have_names_of_their_own_so_that_a_profile_tells_them_apart() -> None:
+    counts = Counter(name for path in SOURCES for name in kernel_names(path))
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+def test_no_kernel_spills_or_takes_more_memory_than_there_is(compiled: list[CompiledKernel]) -> None:
+    for kernel in compiled:
+        assert kernel.spill_bytes == 0, kernel
+        assert kernel.shared_bytes <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
+
+
+def test_the_table_has_a_row_for_every_kernel_launch_and_architecture(compiled: list[CompiledKernel]) -> None:
+    rows = table_rows(compiled)
+    assert {(row[0], row[4]) for row in rows} == {(kernel.name, str(kernel.capability)) for kernel in compiled}
+    assert len({row[:5] for row in rows}) == len(rows)
+    lines = markdown(rows).splitlines()
+    assert len(lines) == len(rows) + 2
+    assert {line.count("|") for line in lines} == {len(HEADINGS) + 1}
+
+
+def test_kernels_that_differ_in_shape_constants_share_a_row() -> None:
+    first, second, other = (
+        kernel_of(HEAD_DIM=64, BLOCK=16),
+        kernel_of(100, HEAD_DIM=128, BLOCK=16),
+        kernel_of(BLOCK=32),
+    )
+    assert table_rows([first, second, other]) == [
+        ("k", "BLOCK=16 HEAD_DIM=64/128", "4", "2", "90", "40 to 100", "0", "1024", "0", "no"),
+        ("k", "BLOCK=32", "4", "2", "90", "40", "0", "1024", "0", "no"),
+    ]
+
+
+def kernel_of(registers: int = 40, **constants: int) -> CompiledKernel:
+    return CompiledKernel("k", 90, 4, 2, constants, registers, spill_bytes=0, shared_bytes=1024, ptx="")

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+
+from kernels.triton.attention_launch import (
+    AttentionLaunch,
+    decode_launch,
+    decode_split_tokens,
+    merge_block_rows,
+    padded_head_dim,
+    prefill_launch,
+)
+
+H200 = 132
+
+
+def test_a_head_dim_is_padded_to_a_power_of_two_a_product_takes() -> None:
+    assert [padded_head_dim(head_dim) for head_dim in (8, 64, 80, 96, 128, 256)] == [16, 64, 128, 128, 128, 256]
+
+
+def test_decode_packs_16_heads() -> None:
+    assert decode_launch(2) == AttentionLaunch(block_m=16, tile=64, num_warps=4, num_stages=2)
+    assert decode_launch(4).tile == 16
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "element_bytes", "capability", "expected"),
+    [
+        (128, 2, 90, AttentionLaunch(128, 64, 8, 3)),
+        (80, 2, 90, AttentionLaunch(128, 64, 8, 3)),
+        (128, 2, 80, AttentionLaunch(128, 32, 8, 3)),
+        (128, 2, 89, AttentionLaunch(128, 32, 8, 3)),
+        (64, 2, 80, AttentionLaunch(128, 64, 8, 3)),
+        (256, 2, 90, AttentionLaunch(128, 32, 8, 3)),
+        (256, 2, 80, AttentionLaunch(64, 32, 8, 2)),
+        (128, 4, 90, AttentionLaunch(32, 16, 8, 1)),
+        (256, 4, 80, AttentionLaunch(16, 16, 8, 1)),
+    ],
+)
+def test_prefill_launches_fit_the_head_dim_and_the_gpu(
+    head_dim: int, element_bytes: int, capability: int, expected: AttentionLaunch
+) -> None:
+    assert prefill_launch(head_dim, element_bytes, capability) == expected
+
+
+def num_splits(num_rows: int, num_kv_heads: int, max_kv_len: int) -> int:
+    return -(-max_kv_len // decode_split_tokens(num_rows * num_kv_heads, max_kv_len, H200))
+
+
+@pytest.mark.parametrize(("num_rows", "max_kv_len"), [(33, 4096), (64, 4096), (256, 1024), (1, 128), (33, 8192)])
+def test_rows_that_fill_the_gpu_and_short_rows_are_not_split(num_rows: int, max_kv_len: int) -> None:
+    assert num_splits(num_rows, 8, max_kv_len) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_kv_heads", "max_kv_len", "expected"),
+    [(1, 8, 4096, 32), (1, 8, 32_768, 64), (1, 4, 1024, 8), (16, 8, 4096, 5), (32, 8, 4096, 3), (64, 8, 32_768, 4)],
+)
+def test_few_or_very_long_rows_are_split(num_rows: int, num_kv_heads: int, max_kv_len: int, expected: int) -> None:
+    assert num_splits(num_rows, num_kv_heads, max_kv_len) == expected
+
+
+def test_splits_hold_whole_tiles_and_at_least_two_of_them() -> None:
+    for num_rows in (1, 3, 17, 40, 500):
+        for max_kv_len in (0, 1, 63, 129, 1000, 4097, 131_072):
+            split_tokens = decode_split_tokens(num_rows * 8, max_kv_len, H200)
+            assert split_tokens % decode_launch(2).tile == 0
+            assert split_tokens % decode_launch(4).tile == 0
+            assert 128 <= split_tokens <= 8192
+
+
+def test_a_merge_program_takes_2048_elements() -> None:
+    assert [merge_block_rows(head_dim) for head_dim in (64, 80, 128, 256, 4096)] == [32, 16, 16, 8, 1]

@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from kernels import cpu, reference
+from kernels.attention_rows import AttentionRows
+from kernels.attention_state import AttentionState
+from kernels.triton import decode_attention, prefill_attention
+from kernels.triton.attention_merge import merge_attention_states
+from kernels.triton.decode_attention import paged_decode_attention
+from kernels.triton.prefill_attention import paged_prefill_attention
+from tests.support.assert_close import assert_close
+from tests.support.guarded_memory import GuardedMemory
+from tests.support.paged_cache import PagedCache, make_paged_cache
+from tests.support.sparse_storage import past_int32_storage
+
+Operation = Callable[..., AttentionState]
+Array = npt.NDArray[Any]
+RAGGED = [(1, 133), (5, 18), (37, 37), (1, 1), (3, 70)]
+DECODE = [(1, kv_len) for kv_len in (133, 1, 17, 0, 64)]
+HEADS = [(2, 2), (8, 2), (7, 1), (16, 1)]
+HEAD_DIMS = [64, 80, 96, 128, 256]
+UNSPLIT = 8192
+FAR = 715_827_888  # a stride three of which no int32 holds
+
+
+@pytest.fixture(autouse=True)
+def hostile_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    memory = GuardedMemory()
+    memory.install(monkeypatch)
+    yield
+    memory.check()
+
+
+def split_every(monkeypatch: pytest.MonkeyPatch, split_tokens: int) -> None:
+    monkeypatch.setattr(decode_attention, "decode_split_tokens", lambda *_: split_tokens)
+
+
+def to_device(case: PagedCache, device: torch.device) -> PagedCache:
+    rows = case.rows
+    return PagedCache(
+        q=case.q.to(device),
+        k_cache=case.k_cache.to(device),
+        v_cache=case.v_cache.to(device),
+        rows=AttentionRows(
+            block_tables=rows.block_tables.to(device),
+            cu_seqlens_q=rows.cu_seqlens_q.to(device),
+            seq_lens=rows.seq_lens.to(device),
+            query_lens=rows.query_lens,
+            kv_lens=rows.kv_lens,
+        ),
+    )
+
+
+def run(
+    operation: Callable[..., AttentionState], case: PagedCache, scale: float, device: torch.device
+) -> AttentionState:
+    case = to_device(case, device)
+    output, lse = operation(case.q, case.k_cache, case.v_cache, case.rows, scale)
+    return AttentionState(output.cpu(), lse.cpu())
+
+
+def check_state(actual: AttentionState, expected: AttentionState) -> None:
+    assert_close(actual.output, expected.output)
+    assert_close(actual.lse, expected.lse)  # float32 whatever the dtype: scores are never rounded to it
+
+
+def check(
+    operation: Callable[..., AttentionState], case: PagedCache, device: torch.device, scale: float = 0.125
+) -> None:
+    expected = reference.paged_prefill_attention(case.q, case.k_cache, case.v_cache, case.rows, scale)
+    check_state(run(operation, case, scale, device), expected)
+
+
+@pytest.mark.parametrize("split_tokens", [64, UNSPLIT])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
+def test_ragged_decode_agrees_with_the_reference(
+    num_heads: int,
+    num_kv_heads: int,
+    split_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    split_every(monkeypatch, split_tokens)
+    case = make_paged_cache(DECODE, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=64, dtype=dtype)
+    check(paged_decode_attention, case, device)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
+def test_ragged_prefill_agrees_with_the_reference(
+    num_heads: int, num_kv_heads: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    case = make_paged_cache(RAGGED, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=64, dtype=dtype)
+    check(paged_prefill_attention, case, device)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_head_dim_agrees_with_the_reference(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def case(lens: list[tuple[int, int]]) -> PagedCache:
+        return make_paged_cache(lens, num_heads=4, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
+
+    check(paged_prefill_attention, case([(1, 33), (5, 70), (9, 9)]), device, head_dim**-0.5)
+    check(paged_decode_attention, case([(1, 130), (1, 67), (1, 9)]), device, head_dim**-0.5)  # two splits
+    check(paged_decode_attention, case([(1, 67), (1, 9)]), device, head_dim**-0.5)  # and one
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 64, 256])
+def test_every_block_size_agrees_with_the_reference(block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    options: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "block_size": block_size}
+    lens = [(1, 41), (7, 130), (1, 300)]
+    check(paged_prefill_attention, make_paged_cache(lens, dtype=dtype, **options), device)
+    check(paged_decode_attention, make_paged_cache([(1, kv) for _, kv in lens], dtype=dtype, **options), device)
+
+
+def test_more_query_heads_than_a_decode_program_takes(dtype: torch.dtype, device: torch.device) -> None:
+    lens = [(1, 70), (1, 9)]
+    case = make_paged_cache(lens, num_heads=38, num_kv_heads=2, head_dim=16, dtype=dtype)
+    check(paged_decode_attention, case, device, 0.25)
+
+
+def test_a_chunk_of_several_blocks_after_a_long_prefix(dtype: torch.dtype, device: torch.device) -> None:
+    # 3 heads a KV head: a block of 128 pairs ends within a query's heads. 90 queries are 270 pairs, three blocks.
+    case = make_paged_cache([(90, 137), (40, 40), (1, 137)], num_heads=6, num_kv_heads=2, head_dim=32, dtype=dtype)
+    check(paged_prefill_attention, case, device, 0.2)
+
+
+def test_the_search_for_a_row_goes_past_the_first_rows(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_attention, "ROWS_AT_ONCE", 4)
+    lens = [(1 + i % 3, 5 + i) for i in range(9)] + [(40, 40)]
+    case = make_paged_cache(lens, num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    check(paged_prefill_attention, case, device, 0.25)
+
+
+def test_many_splits_are_combined_in_several_steps(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_attention, "COMBINE_SPLITS_AT_ONCE", 2)
+    split_every(monkeypatch, 16)
+    case = make_paged_cache(DECODE, num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    check(paged_decode_attention, case, device, 0.25)
+
+
+def test_rows_without_queries_and_without_keys(dtype: torch.dtype, device: torch.device) -> None:
+    case = make_paged_cache([(0, 5), (3, 9), (0, 0), (1, 4)], num_heads=2, num_kv_heads=1, head_dim=16, dtype=dtype)
+    check(paged_prefill_attention, case, device, 0.25)
+    case = make_paged_cache([(1, 0), (1, 0)], num_heads=2, num_kv_heads=1, head_dim=16, dtype=dtype)
+    state = run(paged_decode_attention, case, 0.25, device)
+    assert (state.output == 0).all()
+    assert (state.lse == -torch.inf).all()
+
+
+def test_no_rows_give_no_queries(device: torch.device) -> None:
+    case = make_paged_cache([], num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    assert run(paged_decode_attention, case, 1.0, device).output.shape == (0, 2, 16)
+    assert run(paged_prefill_attention, case, 1.0, device).lse.shape == (0, 2)
+
+
+def test_large_scores_do_not_overflow(device: torch.device) -> None:
+    case = make_paged_cache([(1, 70), (1, 3)], num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    for operation in (paged_decode_attention, paged_prefill_attention):
+        check(operation, replace(case, q=case.q * 1e3), device, 1.0)
+        check(operation, replace(case, q=case.q * 0 - 1e4, k_cache=case.k_cache.abs()), device, 1.0)
+
+
+def test_a_nan_in_a_rows_own_keys_shows_in_that_row_only(device: torch.device) -> None:
+    case = make_paged_cache([(1, 20), (1, 20)], num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    case.k_cache[int(case.rows.block_tables[0, 0]), 3] = torch.nan
+    for operation in (paged_decode_attention, paged_prefill_attention):
+        state = run(operation, case, 0.25, device)
+        assert state.output[0].isnan().all()
+        assert state.lse[0].isnan().all()
+        assert state.output[1].isfinite().all()
+
+
+def test_queries_and_caches_may_be_views_and_are_left_alone(dtype: torch.dtype, device: torch.device) -> None:
+    case = make_paged_cache(DECODE, num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype)
+    expected = reference.paged_decode_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.2)
+    both = torch.stack((case.k_cache, case.v_cache), dim=1).to(device)  # [num_blocks, 2, block_size, Hkv, D]
+    heads = torch.cat((torch.full_like(case.q, torch.nan), case.q), dim=1).to(device)  # as queries lie in a qkv
+    dims = case.q.transpose(1, 2).contiguous().transpose(1, 2).to(device)
+    before = [tensor.clone() for tensor in (both, heads, dims)]
+    rows = to_device(case, device).rows
+    for operation in (paged_decode_attention, paged_prefill_attention):
+        for q in (heads[:, 4:], dims):
+            output, lse = operation(q, both[:, 0], both[:, 1], rows, 0.2)
+            check_state(AttentionState(output.cpu(), lse.cpu()), expected)
+    for tensor, copy in zip((both, heads, dims), before, strict=True):
+        assert_close(tensor, copy, max_steps=0, rms_steps=0)
+
+
+def test_offsets_past_2_to_the_31_are_reached(device: torch.device, tmp_path: Path) -> None:
+    lens = [(1, 64), (1, 3), (1, 5), (1, 64)]  # a full tile and a partly filled one
+    case = make_paged_cache(lens, num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float16, block_size=64)
+    near = int(case.rows.block_tables[0, 0])  # every row reads this block
+    case.rows.block_tables[:] = near
+    expected = reference.paged_decode_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.25)
+    storage = past_int32_storage(tmp_path, device)
+    k_cache, v_cache = (storage.as_strided((4, 64, 1, 16), (FAR, 16, 16, 1), offset) for offset in (0, 1024))
+    k_cache[3], v_cache[3] = case.k_cache[near].to(device), case.v_cache[near].to(device)
+    q = storage.as_strided((4, 2, 16), (FAR, 16, 1), 2048)
+    q.copy_(case.q)
+    rows = to_device(case, device).rows
+    rows.block_tables[:] = 3
+    for operation in (paged_decode_attention, paged_prefill_attention):
+        output, lse = operation(q, k_cache, v_cache, rows, 0.25)
+        check_state(AttentionState(output.cpu(), lse.cpu()), expected)
+
+
+def test_caches_of_different_layout_are_refused(device: torch.device) -> None:
+    case = make_paged_cache([(1, 20)], num_heads=2, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    other = case.v_cache.transpose(1, 2).contiguous().transpose(1, 2)
+    for operation in (paged_decode_attention, paged_prefill_attention):
+        with pytest.raises(ValueError, match="cache strides"):
+            run(operation, replace(case, v_cache=other), 1.0, device)
+
+
+def test_decode_refuses_rows_with_several_queries(device: torch.device) -> None:
+    case = make_paged_cache([(3, 9)], num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    with pytest.raises(ValueError, match="3 queries for 1 rows"):
+        run(paged_decode_attention, case, 1.0, device)
+
+
+def test_host_lengths_may_be_bounds(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    split_every(monkeypatch, 64)
+    case = make_paged_cache(DECODE, num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    expected = run(paged_decode_attention, case, 0.25, device)
+    bounds = replace(case, rows=replace(case.rows, kv_lens=(1000,) * case.rows.num_rows))
+    check_state(run(paged_decode_attention, bounds, 0.25, device), expected)
+
+
+def test_chunking_and_batch_mates_do_not_change_a_bit_of_prefill(
+    dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def matmul(a: Array, b: Array, dtype: Any) -> Array:
+        product: Array = np.einsum("ik,kj->ij", a.astype(dtype), b.astype(dtype), optimize=False)
+        return product
+
+    # A GPU sums each row of a product alike; the BLAS below the interpreter does not.
+    monkeypatch.setattr(np, "matmul", matmul)
+    whole = make_paged_cache([(90, 90)], num_heads=2, num_kv_heads=1, head_dim=32, dtype=dtype)
+    expected = run(paged_prefill_attention, whole, 0.2, device)
+    mate = 3  # queries of a row before it, whose results are not looked at
+    for start, end in ((0, 31), (31, 89), (89, 90)):
+        rows = AttentionRows(
+            block_tables=whole.rows.block_tables.repeat(2, 1),
+            cu_seqlens_q=torch.tensor([0, mate, mate + end - start], dtype=torch.int32),
+            seq_lens=torch.tensor([40, end], dtype=torch.int32),
+            query_lens=(mate, end - start),
+            kv_lens=(40, end),
+        )
+        chunk = replace(whole, q=torch.cat((whole.q[:mate], whole.q[start:end])), rows=rows)
+        part = run(paged_prefill_attention, chunk, 0.2, device)
+        assert_close(part.output[mate:], expected.output[start:end], max_steps=0, rms_steps=0)
+        assert_close(part.lse[mate:], expected.lse[start:end], max_steps=0, rms_steps=0)
+
+
+def test_attention_to_a_prefix_and_to_the_rest_merges_to_the_whole(dtype: torch.dtype, device: torch.device) -> None:
+    whole = make_paged_cache([(1, 100)], num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype)
+    table = whole.rows.block_tables
+
+    def part(tables: torch.Tensor, kv_len: int) -> AttentionState:
+        lens = torch.tensor([kv_len], dtype=torch.int32)
+        rows = AttentionRows(tables, whole.rows.cu_seqlens_q, lens, (1,), (kv_len,))
+        state = run(paged_decode_attention, replace(whole, rows=rows), 0.2, device)
+        return AttentionState(state.output.to(device), state.lse.to(device))
+
+    merged = merge_attention_states(part(table, 48), part(table[:, 3:].contiguous(), 52))
+    expected = reference.paged_decode_attention(whole.q, whole.k_cache, whole.v_cache, whole.rows, 0.2)
+    check_state(AttentionState(merged.output.cpu(), merged.lse.cpu()), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(16, 8), (32, 8), (32, 4)])
+def test_real_shapes_agree_with_the_cpu_implementation(num_heads: int, num_kv_heads: int, device: torch.device) -> None:
+    options: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": 128}
+    for operation, expected, lens in (
+        (paged_decode_attention, cpu.paged_decode_attention, [(1, 4096), (1, 333), (1, 9000), (1, 1)]),
+        (paged_prefill_attention, cpu.paged_prefill_attention, [(512, 2048), (1, 700), (1000, 1000)]),
+    ):
+        case = make_paged_cache(lens, dtype=torch.bfloat16, **options)
+        state = run(operation, case, 128**-0.5, device)
+        output, lse = expected(case.q.float(), case.k_cache.float(), case.v_cache.float(), case.rows, 128**-0.5)
+        check_state(state, AttentionState(output.bfloat16(), lse))

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import reference
+from kernels.expert_layout import ExpertLayout
+from kernels.routed_experts import RoutedExperts
+from kernels.triton.expert_combine import combine_experts
+from kernels.triton.expert_routing import route_topk
+from kernels.triton.expert_sort import sort_tokens_by_expert
+from kernels.triton.grouped_gemm import grouped_gemm
+from kernels.triton.moe_small_batch import moe_small_batch
+from tests.support.assert_close import assert_close
+from tests.support.expert_layers import SHAPES, expert_weights, framed, layout_of, on_cpu, randn, routing
+from tests.support.guarded_memory import GuardedMemory
+from tests.support.sparse_storage import past_int32_storage
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What an operation forgets to write, or writes outside of its tensors, shows."""
+    guarded = GuardedMemory()
+    guarded.install(monkeypatch)
+    yield
+    guarded.check()
+
+
+def assert_gemm_agrees(x: torch.Tensor, weight: torch.Tensor, layout: ExpertLayout, *, gather: bool) -> None:
+    actual = grouped_gemm(x, weight, layout, gather=gather)
+    assert_close(actual.cpu(), reference.grouped_gemm(x.cpu(), weight.cpu(), on_cpu(layout), gather=gather))
+
+
+# grouped_gemm
+
+
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), SHAPES)
+def test_grouped_gemm_agrees_with_the_reference(
+    num_tokens: int, num_experts: int, top_k: int, gather: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    layout = layout_of(routing(num_tokens, num_experts, top_k, device).expert_ids, num_experts)
+    x = framed(randn(num_tokens if gather else num_tokens * top_k, 72, seed=5, device=device, dtype=dtype))
+    assert_gemm_agrees(x, expert_weights(num_experts, 80, 72, device, dtype), layout, gather=gather)
+
+
+@pytest.mark.parametrize("depth", [256, 296])  # 2 or 4 whole steps, then none or a tail
+def test_grouped_gemm_over_several_steps_of_depth(depth: int, device: torch.device, dtype: torch.dtype) -> None:
+    layout = layout_of(routing(9, 3, 2, device).expert_ids, 3)
+    x = framed(randn(9, depth, seed=5, device=device, dtype=dtype))
+    assert_gemm_agrees(x, expert_weights(3, 33, depth, device, dtype), layout, gather=True)
+
+
+# Pairs an expert gets -> rows of a tile: 16, 32 (both swapped in half precision), 64 and 128 (not swapped).
+@pytest.mark.parametrize("num_tokens", [12, 25, 64, 150])
+@pytest.mark.parametrize("gather", [False, True])
+def test_grouped_gemm_with_every_height_of_tile(
+    num_tokens: int, gather: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    layout = layout_of(routing(num_tokens, 4, 2, device).expert_ids, 4)
+    x = framed(randn(num_tokens if gather else num_tokens * 2, 40, seed=5, device=device, dtype=dtype))
+    assert_gemm_agrees(x, expert_weights(4, 70, 40, device, dtype), layout, gather=gather)
+
+
+@pytest.mark.parametrize("expert", [0, 2, 5])
+@pytest.mark.parametrize("gather", [False, True])
+def test_grouped_gemm_when_one_expert_takes_every_token(
+    expert: int, gather: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    layout = layout_of(torch.full((37, 1), expert, device=device), 6)
+    x = framed(randn(37, 72, seed=5, device=device, dtype=dtype))
+    assert_gemm_agrees(x, expert_weights(6, 40, 72, device, dtype), layout, gather=gather)
+
+
+def test_grouped_gemm_in_groups_of_row_tiles(device: torch.device, dtype: torch.dtype) -> None:
+    """33 tokens of 128 experts, 8 each: a tuned line with groups of 16 row tiles, and a last group of fewer."""
+    ids = routing(33, 20, 8, device).expert_ids * 5  # 20 experts with some 13 rows, the others with none
+    x = framed(randn(33, 24, seed=5, device=device, dtype=dtype))
+    assert_gemm_agrees(x, expert_weights(128, 70, 24, device, dtype), layout_of(ids, 128), gather=True)
+
+
+@pytest.fixture
+def wide_buffer(tmp_path: Path, device: torch.device) -> torch.Tensor:
+    return past_int32_storage(tmp_path, device)
+
+
+def far_apart(buffer: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, of three experts or rows, with the third 2^31 elements after the first."""
+    return buffer.as_strided(tuple(tensor.shape), (1 << 30, *tensor.contiguous().stride()[1:])).copy_(tensor)
+
+
+def test_an_expert_may_lie_further_than_32_bits_reach(wide_buffer: torch.Tensor, device: torch.device) -> None:
+    routed = RoutedExperts(torch.ones(3, 1, device=device), torch.tensor([[2], [0], [2]], device=device))
+    x = randn(3, 24, seed=5, device=device, dtype=torch.float16)
+    gate_up = expert_weights(3, 16, 24, device, torch.float16)
+    down = expert_weights(3, 24, 8, device, torch.float16, seed=9)
+    expected = moe_small_batch(x, gate_up, down, routed)
+    layout = layout_of(routed.expert_ids, 3)
+    assert_gemm_agrees(x, far_apart(wide_buffer, gate_up), layout, gather=True)
+    assert_close(moe_small_batch(x, far_apart(wide_buffer, gate_up), down, routed), expected)
+    assert_close(moe_small_batch(x, gate_up, far_apart(wide_buffer, down), routed), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or IS_INTERPRETED, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 256, 512, 1024, 1536])
+def test_grouped_gemm_of_qwen3_30b_a3b_agrees_with_the_reference(num_tokens: int, device: torch.device) -> None:
+    """Every line of the launch table at its real shape; the reference is float32 expert by expert."""
+    layout = layout_of(routing(num_tokens, 128, 8, device).expert_ids, 128)
+    x = randn(num_tokens, 2048, seed=5, device=device, dtype=torch.bfloat16)
+    weight = randn(128, 1536, 2048, seed=4, device=device).div(2048**0.5).to(torch.bfloat16)
+    sources = layout.pair_ids // 8
+    expected = torch.zeros(num_tokens * 8, 1536, dtype=torch.bfloat16, device=device)
+    for expert, (start, end) in enumerate(zip(layout.expert_offsets, layout.expert_offsets[1:], strict=False)):
+        expected[start:end] = reference.linear(x[sources[start:end]], weight[expert])
+    assert_close(grouped_gemm(x, weight, layout, gather=True), expected)
+
+
+# moe_small_batch
+
+
+# Depths of less than a step, of whole steps, and of steps and a tail (steps are 256 and 128 deep in float32, 512 and
+# 256 in float16), once for the first product and once for the second.
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "hidden_size", "intermediate_size"),
+    [
+        (1, 8, 2, 72, 40),
+        (3, 5, 3, 72, 40),
+        (2, 4, 1, 512, 256),
+        (2, 5, 3, 1060, 5),
+        (2, 5, 3, 21, 530),
+        (1, 12, 8, 130, 70),
+    ],
+)
+def test_the_short_cut_agrees_with_the_reference(
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    hidden_size: int,
+    intermediate_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    routed = routing(num_tokens, num_experts, top_k, device)
+    x = framed(randn(num_tokens, hidden_size, seed=5, device=device, dtype=dtype))
+    gate_up = expert_weights(num_experts, 2 * intermediate_size, hidden_size, device, dtype)
+    down = expert_weights(num_experts, hidden_size, intermediate_size, device, dtype, seed=9)
+    actual = moe_small_batch(x, gate_up, down, routed)
+    expected = reference.moe_small_batch(
+        x.cpu(), gate_up.cpu(), down.cpu(), RoutedExperts(routed.weights.cpu(), routed.expert_ids.cpu())
+    )
+    assert_close(actual.cpu(), expected)
+
+
+def test_the_short_cut_shows_a_poisoned_token_and_no_other(device: torch.device, dtype: torch.dtype) -> None:
+    routed = routing(3, 8, 3, device)
+    routed.weights[1] = torch.nan
+    out = moe_small_batch(
+        randn(3, 72, seed=5, device=device, dtype=dtype),
+        expert_weights(8, 80, 72, device, dtype),
+        expert_weights(8, 72, 40, device, dtype),
+        routed,
+    )
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+def test_the_short_cut_rounds_each_expert_as_the_sorted_way_does(device: torch.device) -> None:
+    """1 + 2^-12 and -1: the first is 1 in float16, so the sum is 0. All numbers and sums are exact in float32."""
+    x = torch.ones(1, 1, dtype=torch.float16, device=device)
+    gate_up = torch.tensor([32.0, 32.0, 1 / 32, 1 / 32], dtype=torch.float16, device=device).expand(2, 4)[..., None]
+    down = torch.tensor([[[1.0, 2.0**-12]], [[-1.0, 0.0]]], dtype=torch.float16, device=device)
+    routed = RoutedExperts(torch.ones(1, 2, device=device), torch.tensor([[0, 1]], device=device))
+    assert moe_small_batch(x, gate_up, down, routed).item() == 0.0
+
+
+# combine_experts
+
+
+@pytest.mark.parametrize("hidden_size", [72, 520])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), SHAPES)
+def test_combining_agrees_with_the_reference(
+    num_tokens: int, num_experts: int, top_k: int, hidden_size: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    routed = routing(num_tokens, num_experts, top_k, device)
+    layout = layout_of(routed.expert_ids, num_experts)
+    rows = framed(randn(num_tokens * top_k, hidden_size, seed=5, device=device, dtype=dtype))
+    actual = combine_experts(rows, layout, routed.weights)
+    assert_close(actual.cpu(), reference.combine_experts(rows.cpu(), on_cpu(layout), routed.weights.cpu()))
+
+
+def test_a_row_may_lie_further_than_32_bits_reach(wide_buffer: torch.Tensor, device: torch.device) -> None:
+    layout = layout_of(torch.tensor([[2, 0, 1]], device=device), 3)
+    rows = far_apart(wide_buffer, randn(3, 24, seed=5, device=device))
+    weights = torch.tensor([[0.25, 0.5, 0.75]], device=device)
+    expected = reference.combine_experts(rows.cpu(), on_cpu(layout), weights.cpu())
+    assert_close(combine_experts(rows, layout, weights).cpu(), expected)
+
+
+def test_combining_many_tokens_agrees_with_the_reference(device: torch.device) -> None:
+    ids = torch.randint(3, (259, 1), generator=torch.Generator().manual_seed(6)).to(device)
+    layout, weights = layout_of(ids, 3), randn(259, 1, seed=7, device=device)
+    rows = framed(randn(259, 24, seed=5, device=device))
+    expected = reference.combine_experts(rows.cpu(), on_cpu(layout), weights.cpu())
+    assert_close(combine_experts(rows, layout, weights).cpu(), expected)
+
+
+def test_a_poisoned_token_poisons_no_other(device: torch.device, dtype: torch.dtype) -> None:
+    routed = routing(5, 6, 2, device)
+    layout = layout_of(routed.expert_ids, 6)
+    rows = randn(10, 40, seed=5, device=device, dtype=dtype)
+    rows[layout.pair_ids // 2 == 3] = torch.nan
+    out = combine_experts(rows, layout, routed.weights)
+    assert out[3].isnan().all()
+    assert out[[0, 1, 2, 4]].isfinite().all()
+
+
+# the layer
+
+
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 8, 2), (5, 12, 3)])
+def test_no_tokens_give_no_rows_and_some_the_same_both_ways(
+    num_tokens: int, num_experts: int, top_k: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    gate_up = expert_weights(num_experts, 80, 72, device, dtype)
+    down = expert_weights(num_experts, 72, 40, device, dtype, seed=9)
+    for tokens in (0, num_tokens):
+        x = randn(tokens, 72, seed=5, device=device, dtype=dtype)
+        routed = route_topk(randn(tokens, num_experts, seed=3, device=device, dtype=dtype), top_k, renormalise=True)
+        layout = sort_tokens_by_expert(routed.expert_ids, num_experts)
+        hidden = reference.silu_and_mul(grouped_gemm(x, gate_up, layout, gather=True))
+        out = combine_experts(grouped_gemm(hidden, down, layout, gather=False), layout, routed.weights)
+        assert out.shape == (tokens, 72)
+        assert_close(moe_small_batch(x, gate_up, down, routed), out)

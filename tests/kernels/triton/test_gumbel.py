@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kernels import cpu, reference
+from kernels.reference import gumbel as reference_gumbel
+from kernels.triton.gumbel import gumbel_argmax, token_noise
+from tests.support.assert_close import assert_close
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+SEEDS = [0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63), 123456789012345, -987654321]
+POSITIONS = [0, 1, 4095, 2**31, 2**35]
+
+
+@triton.jit
+def noise_kernel(
+    seeds_ptr,  # [n], int64
+    positions_ptr,  # [n], int64
+    tokens_ptr,  # [n], int32
+    noise_ptr,  # [n], float32, output
+    n,
+    BLOCK: tl.constexpr,
+):
+    """Grid: (blocks of triples,)."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < n
+    seeds = tl.load(seeds_ptr + places, mask=inside, other=0)
+    positions = tl.load(positions_ptr + places, mask=inside, other=0)
+    tokens = tl.load(tokens_ptr + places, mask=inside, other=0)
+    tl.store(noise_ptr + places, token_noise(seeds, positions, tokens), mask=inside)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.empty gives NaN, or a large integer that ranks above every token: what is not written shows."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out = empty(*args, **kwargs)
+        return out.fill_(torch.nan if out.is_floating_point() else torch.iinfo(out.dtype).max)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def framed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same values as a view into rows that go on with NaN."""
+    buffer = tensor.new_full((tensor.shape[0], tensor.shape[1] + 9), torch.nan).to(device)
+    return buffer[:, : tensor.shape[1]].copy_(tensor)
+
+
+def draw(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, device: torch.device) -> list[int]:
+    drawn = gumbel_argmax(framed(logits, device), seeds.to(device), positions.to(device))
+    assert drawn.dtype == torch.int64
+    return list(drawn.tolist())
+
+
+def noise_of(triples: list[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
+    seeds, positions = (torch.tensor([triple[i] for triple in triples]).to(device) for i in (0, 1))
+    tokens = torch.tensor([token for _, _, token in triples], dtype=torch.int32).to(device)
+    noise = torch.full((len(triples),), torch.nan, device=device)
+    noise_kernel[(triton.cdiv(len(triples), 1024),)](
+        seeds, positions, tokens, noise, len(triples), BLOCK=1024, enable_fp_fusion=False
+    )
+    return noise.cpu()
+
+
+def test_the_noise_is_that_of_the_specification_to_the_bit(device: torch.device) -> None:
+    tokens = [*range(200), 128_255, 151_935, 2**31 - 1]
+    triples = [(seed, position, token) for seed in SEEDS for position in POSITIONS for token in tokens]
+    assert len(triples) > 9000
+    expected = torch.tensor([reference_gumbel.gumbel_noise(*triple) for triple in triples])
+    assert_close(noise_of(triples, device), expected, max_steps=0, rms_steps=0)
+
+
+def test_the_noise_of_random_triples_is_that_of_the_specification_to_the_bit(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(8)
+    seeds, positions = (torch.randint(-(2**63), 2**63 - 1, (4000,), generator=generator) for _ in range(2))
+    tokens = torch.randint(2**31 - 1, (4000,), generator=generator)
+    triples = list(zip(seeds.tolist(), positions.tolist(), tokens.tolist(), strict=True))
+    expected = torch.tensor([reference_gumbel.gumbel_noise(*triple) for triple in triples])
+    assert_close(noise_of(triples, device), expected, max_steps=0, rms_steps=0)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 8.0, 300.0])
+@pytest.mark.parametrize("vocab", [1, 37, 700])
+def test_draws_are_those_of_the_reference(vocab: int, spread: float, device: torch.device) -> None:
+    logits = randn(len(SEEDS), vocab, seed=vocab) * spread
+    seeds, positions = torch.tensor(SEEDS), torch.arange(len(SEEDS)) * 3
+    expected = reference.gumbel_argmax(logits, seeds, positions).tolist()
+    assert draw(logits, seeds, positions, device) == expected
+
+
+def test_draws_over_several_blocks_are_those_of_the_reference(device: torch.device) -> None:
+    # 6101 tokens are three blocks, the last one short: the winners of 12 rows lie in each of them.
+    logits = randn(12, 6101, seed=5)
+    seeds, positions = torch.arange(12) - 6, torch.arange(12) + 2**33
+    drawn = draw(logits, seeds, positions, device)
+    assert drawn == reference.gumbel_argmax(logits, seeds, positions).tolist()
+    assert len({token // 2048 for token in drawn}) == 3
+
+
+def test_a_draw_does_not_depend_on_the_rest_of_the_batch(device: torch.device) -> None:
+    logits, seeds, positions = randn(7, 300, seed=1), torch.arange(7) * 17, torch.arange(7) + 100
+    together = draw(logits, seeds, positions, device)
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(2))
+    assert draw(logits[order], seeds[order], positions[order], device) == [together[i] for i in order.tolist()]
+    assert draw(logits[3:4], seeds[3:4], positions[3:4], device) == together[3:4]
+
+
+def test_a_masked_token_is_never_drawn(device: torch.device) -> None:
+    logits = torch.zeros(40, 50)
+    logits[:, torch.arange(50) % 5 != 2] = -torch.inf
+    drawn = draw(logits, torch.full((40,), 9), torch.arange(40), device)
+    assert set(drawn) <= set(range(2, 50, 5))
+    assert len(set(drawn)) > 5
+
+
+def test_rows_that_are_not_finite_are_decided_as_in_the_reference(device: torch.device) -> None:
+    logits = randn(6, 40, seed=4)
+    logits[0] = -torch.inf
+    logits[1, [30, 12]] = torch.inf
+    logits[2, [9, 3]] = torch.nan
+    logits[3, 1:] = -torch.inf
+    logits[4, :39] = -torch.inf
+    seeds = torch.full((6,), 1)
+    drawn = draw(logits, seeds, torch.arange(6), device)
+    assert drawn == reference.gumbel_argmax(logits, seeds, torch.arange(6)).tolist()
+    assert drawn[:5] == [0, 12, 3, 0, 39]
+
+
+def test_strided_parameters_and_columns_are_read_as_they_are(device: torch.device) -> None:
+    logits = randn(90, 6, seed=3)
+    seeds, positions = torch.arange(12) - 4, torch.arange(12) * 5
+    expected = reference.gumbel_argmax(logits.T, seeds[::2], positions[::2]).tolist()
+    drawn = gumbel_argmax(logits.to(device).T, seeds.to(device)[::2], positions.to(device)[::2])
+    assert drawn.tolist() == expected
+
+
+def test_no_rows_draw_nothing(device: torch.device) -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    assert draw(torch.zeros(0, 7), none, none, device) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a vocabulary of 64 rows is for a GPU")
+def test_draws_over_a_real_vocabulary_are_those_of_the_cpu(device: torch.device) -> None:
+    logits = randn(64, 151_936, seed=6) * 3
+    seeds, positions = torch.arange(64) - 32, torch.arange(64) * 1001
+    assert draw(logits, seeds, positions, device) == cpu.gumbel_argmax(logits, seeds, positions).tolist()

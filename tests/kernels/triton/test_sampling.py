@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import cpu, reference
+from kernels.triton import truncation
+from kernels.triton.penalties import apply_penalties
+from kernels.triton.selection import argmax
+from kernels.triton.truncation import MAX_VOCAB_SIZE, mask_top_k_top_p_min_p
+from kernels.triton.vocab_launch import VocabLaunch
+from tests.support.assert_close import assert_close
+
+Option = tuple[int, float, float]  # top_k, top_p, min_p
+# The interpreter computes in NumPy, which warns of inf - inf where a GPU does not.
+allows_nan = pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.empty gives NaN, or a large integer that ranks above every token: what is not written shows."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out = empty(*args, **kwargs)
+        return out.fill_(torch.nan if out.is_floating_point() else torch.iinfo(out.dtype).max)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture
+def narrow_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a few hundred tokens take several blocks, more tokens than groups, and more candidates than places."""
+    monkeypatch.setattr(truncation, "collect_launch", lambda _: VocabLaunch(64, num_warps=4, num_stages=3))
+    monkeypatch.setattr(truncation, "search_launch", lambda _: VocabLaunch(256, num_warps=4, num_stages=3))
+    monkeypatch.setattr(truncation, "mask_launch", lambda: VocabLaunch(256, num_warps=4))
+
+
+def random_logits(rows: int, vocab: int, *, spread: float = 3.0, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def framed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same values as a view into rows that go on with NaN."""
+    buffer = tensor.new_full((tensor.shape[0], tensor.shape[1] + 9), torch.nan).to(device)
+    return buffer[:, : tensor.shape[1]].copy_(tensor)
+
+
+def columns_of(options: list[Option]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    top_k = torch.tensor([k for k, _, _ in options])
+    top_p, min_p = (torch.tensor([option[i] for option in options], dtype=torch.float32) for i in (1, 2))
+    return top_k, top_p, min_p
+
+
+def check_masks(logits: torch.Tensor, options: list[Option], device: torch.device) -> torch.Tensor:
+    """The kernels must leave exactly the tokens that the reference leaves; -> what they leave."""
+    parameters = columns_of(options)
+    expected, actual = logits.clone(), framed(logits, device)
+    reference.mask_top_k_top_p_min_p(expected, *parameters)
+    mask_top_k_top_p_min_p(actual, *(parameter.to(device) for parameter in parameters))
+    assert_close(actual.cpu(), expected, max_steps=0, rms_steps=0)
+    return actual.cpu()
+
+
+def mixed_options(vocab: int) -> list[Option]:
+    return [
+        (vocab, 1.0, 0.0),
+        (1, 1.0, 0.0),
+        (min(50, vocab), 1.0, 0.0),
+        (vocab, 0.9, 0.0),
+        (vocab, 0.0, 0.0),
+        (vocab, 0.999, 0.0),
+        (vocab, 1.0, 0.1),
+        (vocab, 1.0, 1.0),
+        (min(7, vocab), 0.5, 0.0),
+        (min(400, vocab), 0.99, 0.01),
+    ]
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 137, 700])
+def test_masks_are_those_of_the_reference(vocab: int, device: torch.device) -> None:
+    check_masks(random_logits(10, vocab), mixed_options(vocab), device)
+
+
+@pytest.mark.usefixtures("narrow_blocks")
+@pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
+def test_masks_over_several_blocks_are_those_of_the_reference(spread: float, device: torch.device) -> None:
+    # spread 0.01: the nucleus is most of the row, so it is searched whole; 6: the nucleus lies within the candidates.
+    check_masks(random_logits(10, 461, spread=spread), mixed_options(461), device)
+
+
+@pytest.mark.usefixtures("narrow_blocks")
+def test_top_k_at_and_beyond_the_number_of_groups_is_that_of_the_reference(device: torch.device) -> None:
+    options = [(k, p, 0.0) for k in (63, 64, 65, 299) for p in (1.0, 0.8)]
+    kept = check_masks(random_logits(len(options), 300), options, device)
+    assert (kept[::2] > -torch.inf).sum(1).tolist() == [63, 64, 65, 299]
+
+
+@pytest.mark.usefixtures("narrow_blocks")
+def test_ties_are_cut_as_in_the_reference(device: torch.device) -> None:
+    # Few distinct values: ties at the k-th token and across the edge of the nucleus.
+    logits = random_logits(6, 300).round()
+    options = [(10, 1.0, 0.0), (300, 0.6, 0.0), (300, 0.02, 0.0), (30, 0.5, 0.0), (40, 0.9, 0.3), (300, 0.97, 0.0)]
+    check_masks(logits, options, device)
+    check_masks(torch.zeros(3, 300), [(10, 0.5, 0.5), (300, 0.5, 0.0), (300, 0.3, 1.0)], device)
+
+
+@pytest.mark.usefixtures("narrow_blocks")
+def test_of_equal_tokens_at_the_edge_of_the_nucleus_the_lower_ones_stay(device: torch.device) -> None:
+    logits = torch.zeros(2, 200)
+    logits[1] = -torch.inf
+    logits[1, 5::10] = 0.0
+    logits[1, 155] = 1.0
+    kept = check_masks(logits, [(200, 0.022, 0.0), (200, 0.3, 0.0)], device)
+    assert [(row > -torch.inf).nonzero().flatten().tolist() for row in kept] == [[0, 1, 2, 3, 4], [5, 15, 25, 35, 155]]
+
+
+def test_zeros_of_both_signs_are_equal(device: torch.device) -> None:
+    logits = torch.tensor([[-1.0, 0.0, -0.0, 0.0, -2.0, -0.0]] * 3)
+    check_masks(logits, [(1, 1.0, 0.0), (2, 1.0, 0.0), (6, 0.3, 0.0)], device)
+
+
+@allows_nan
+@pytest.mark.usefixtures("narrow_blocks")
+def test_tokens_that_are_already_out_stay_out(device: torch.device) -> None:
+    logits = random_logits(6, 200)
+    logits[:, ::2] = -torch.inf
+    logits[3:, 5:] = -torch.inf
+    logits[5] = -torch.inf
+    options = [(40, 0.9, 0.0), (200, 0.9, 0.0), (200, 1.0, 0.2), (10, 0.99, 0.0), (2, 1.0, 0.0), (10, 0.5, 0.5)]
+    check_masks(logits, options, device)
+
+
+@allows_nan
+@pytest.mark.usefixtures("narrow_blocks")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_rows_that_are_not_finite_are_cut_as_in_the_reference(value: float, device: torch.device) -> None:
+    logits = random_logits(6, 150)
+    logits[:5, [3, 149]] = value
+    options = [(1, 1.0, 0.0), (20, 0.5, 0.5), (150, 0.5, 0.0), (150, 1.0, 0.5), (2, 0.5, 0.0), (20, 0.5, 0.0)]
+    check_masks(logits, options, device)
+
+
+def test_rows_with_everything_off_are_not_touched(device: torch.device) -> None:
+    logits = random_logits(3, 300)
+    logits[1, 3] = torch.nan
+    kept = check_masks(logits, [(300, 1.0, 0.0), (300, 1.0, 0.0), (20, 1.0, 0.0)], device)
+    assert_close(kept[:2], logits[:2], max_steps=0, rms_steps=0)
+    assert (kept[2] > -torch.inf).sum() == 20
+
+
+def test_a_nucleus_edge_on_an_exact_share_is_decided_as_in_the_reference(device: torch.device) -> None:
+    # 16 equal shares: 1 - top_p falls exactly on a cumulative mass, which is then dropped.
+    kept = check_masks(torch.zeros(15, 16), [(16, j / 16, 0.0) for j in range(1, 16)], device)
+    assert (kept > -torch.inf).sum(1).tolist() == list(range(1, 16))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_masks_of_random_parameters_are_those_of_the_reference(seed: int, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    vocab = 30 + 97 * seed
+    top_k = torch.randint(1, vocab + 1, (8,), generator=generator).tolist()
+    shares = torch.rand(8, 2, generator=generator).tolist()
+    logits = random_logits(8, vocab, seed=seed, spread=[0.3, 1.0, 3.0, 20.0][seed])
+    check_masks(logits, [(k, p, least**3) for k, (p, least) in zip(top_k, shares, strict=True)], device)
+
+
+@pytest.mark.parametrize(("vocab", "spread"), [(50_021, 1.5), (151_936, 4.0)])
+def test_masks_over_a_real_vocabulary_are_those_of_the_cpu(vocab: int, spread: float, device: torch.device) -> None:
+    # spread 1.5: the nucleus of 0.8 has thousands of tokens, more than are collected.
+    parameters = columns_of([(50, 0.95, 0.02), (vocab, 0.8, 0.0)])
+    expected = random_logits(2, vocab, spread=spread)
+    actual = expected.clone().to(device)
+    cpu.mask_top_k_top_p_min_p(expected, *parameters)
+    mask_top_k_top_p_min_p(actual, *(parameter.to(device) for parameter in parameters))
+    kept, expected_kept = actual.cpu() > -torch.inf, expected > -torch.inf
+    assert kept[0].tolist() == expected_kept[0].tolist()
+    # The float32 sum of 150,000 shares has errors of 1e-6, as much as some tokens of the flat row weigh.
+    assert int((kept[1] != expected_kept[1]).sum()) <= 2
+    assert int(kept[1].sum()) > (5000 if spread == 1.5 else 100)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a vocabulary of 64 rows is for a GPU")
+def test_masks_of_64_rows_over_a_real_vocabulary_are_those_of_the_cpu(device: torch.device) -> None:
+    vocab = 151_936
+    options = [(vocab, 1.0, 0.0), (50, 1.0, 0.0), (1, 0.5, 0.0), (20_000, 1.0, 0.0), (50, 0.9, 0.1), (vocab, 0.5, 0.0)]
+    parameters = columns_of((options * 11)[:64])
+    expected = random_logits(64, vocab, spread=4.0)
+    actual = expected.clone().to(device)
+    cpu.mask_top_k_top_p_min_p(expected, *parameters)
+    mask_top_k_top_p_min_p(actual, *(parameter.to(device) for parameter in parameters))
+    differing = ((actual.cpu() > -torch.inf) != (expected > -torch.inf)).sum(1)
+    assert int(differing.max()) <= 1
+
+
+def test_what_cannot_be_masked_is_refused(device: torch.device) -> None:
+    parameters = [parameter.to(device) for parameter in columns_of([(5, 1.0, 0.0)])]
+    with pytest.raises(ValueError, match="strides"):
+        mask_top_k_top_p_min_p(torch.zeros(9, 2, device=device).T[:1], *parameters)
+    with pytest.raises(ValueError, match="up to 1048575"):
+        mask_top_k_top_p_min_p(torch.zeros(1, MAX_VOCAB_SIZE + 1, device=device), *parameters)
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 700, 5003])
+def test_argmax_is_that_of_the_reference(vocab: int, device: torch.device) -> None:
+    logits = random_logits(4, vocab, seed=vocab)
+    actual = argmax(framed(logits, device))
+    assert_close(actual.cpu(), reference.argmax(logits))
+
+
+def test_argmax_takes_the_lower_of_equals_and_sees_nan(device: torch.device) -> None:
+    logits = random_logits(8, 5003)
+    logits[0, [4700, 41, 900]] = 50.0
+    logits[1] = -torch.inf
+    logits[2] = 0.0
+    logits[3, [4017, 2500]] = torch.nan
+    logits[4, [4100, 2050]] = torch.inf
+    logits[5, :5002] = -torch.inf
+    logits[6] = torch.where(torch.arange(5003) < 3, -0.0, 0.0)
+    logits[7] = -5.0
+    logits[7, 0] = -torch.nan
+    actual = argmax(framed(logits, device)).tolist()
+    assert actual == [41, 0, 0, 2500, 2050, 5002, 0, 0]
+    assert actual == reference.argmax(logits).tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a vocabulary of 64 rows is for a GPU")
+def test_argmax_of_64_rows_over_a_real_vocabulary_is_that_of_the_cpu(device: torch.device) -> None:
+    logits = random_logits(64, 151_936).bfloat16().float()  # with ties
+    assert_close(argmax(logits.to(device)).cpu(), cpu.argmax(logits))
+
+
+def penalised(logits: torch.Tensor, pairs: tuple[torch.Tensor, ...], device: torch.device) -> torch.Tensor:
+    actual = framed(logits, device)
+    apply_penalties(actual, *(tensor.to(device) for tensor in pairs))
+    return actual.cpu()
+
+
+@pytest.mark.parametrize(("rows", "vocab", "share"), [(1, 1, 1.0), (5, 333, 0.4), (3, 7, 0.3)])
+def test_penalties_are_those_of_the_reference_to_the_bit(
+    rows: int, vocab: int, share: float, device: torch.device
+) -> None:
+    # 5 x 333 x 0.4: 666 pairs, three blocks, the last one short.
+    generator = torch.Generator().manual_seed(2)
+    places = (torch.rand(rows, vocab, generator=generator) <= share).nonzero(as_tuple=True)
+    counts = torch.randint(-4, 9, places[0].shape, generator=generator).clamp(min=0).int()
+    repetition = torch.tensor([1.3, 1.0, 0.5, 1.7, 1.1])[:rows]
+    presence = torch.tensor([0.1, 0.5, -1.0, 2.0, 0.0])[:rows]
+    frequency = torch.tensor([0.7, 0.25, 0.0, -0.3, 2.0])[:rows]
+    logits = random_logits(rows, vocab)
+    logits[:, 5:6] = -torch.inf
+    pairs = (*places, counts, repetition, presence, frequency)
+    expected = logits.clone()
+    reference.apply_penalties(expected, *pairs)
+    assert_close(penalised(logits, pairs, device), expected, max_steps=0, rms_steps=0)
+
+
+def test_no_pairs_and_no_rows_change_nothing(device: torch.device) -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    logits = random_logits(2, 5)
+    ones = torch.ones(2)
+    assert torch.equal(penalised(logits, (none, none, none.int(), ones, ones, ones), device), logits)
+    empty = torch.zeros(0, 5, device=device)
+    mask_top_k_top_p_min_p(empty, none.to(device), torch.zeros(0, device=device), torch.zeros(0, device=device))
+    assert argmax(empty).shape == (0,)
