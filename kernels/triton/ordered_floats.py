@@ -7,6 +7,7 @@ import triton.language as tl
 
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
 INFINITY_KEY = tl.constexpr(0x7F800000)
+MINUS_ZERO_KEY = tl.constexpr(-1)
 MINUS_INFINITY_KEY = tl.constexpr(-0x7F800001)
 LOWEST_KEY = tl.constexpr(-0x80000000)  # below the key of every float
 
@@ -14,9 +15,10 @@ LOWEST_KEY = tl.constexpr(-0x80000000)  # below the key of every float
 @triton.jit
 def ordered(values):
     """float32 -> int32 keys in the same order: -0 equals 0, and every NaN is one value above +inf."""
-    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
+    bits = values.to(tl.int32, bitcast=True)
     keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return tl.where(values != values, NAN_KEY, keys)
+    keys = tl.where(keys == MINUS_ZERO_KEY, 0, keys)
+    return tl.where((bits & 0x7FFFFFFF) > INFINITY_KEY, NAN_KEY, keys)
 
 
 @triton.jit

@@ -54,7 +54,6 @@ def threshold(
     values_ptr,
     num_values,
     top,
-    lowest_key,
     target,
     BY_MASS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -62,7 +61,7 @@ def threshold(
 ):
     """-> the largest key such that the values from it on number `target`, or weigh it; LOWEST_KEY if there is none.
 
-    By mass, values below lowest_key do not count. Two bits of the key a round: three sums over the values.
+    Two bits of the key a round: three sums over the values.
     """
     lanes = tl.arange(0, BLOCK)
     found = tl.full((), LOWEST_KEY, tl.int32)
@@ -77,10 +76,7 @@ def threshold(
             inside = start + lanes < num_values
             values = tl.load(values_ptr + start + lanes, mask=inside, other=-float("inf"))
             keys = ordered(values)
-            if BY_MASS:
-                weights = tl.where(keys >= lowest_key, mass_of(values, top), 0)
-            else:
-                weights = inside.to(tl.int64)
+            weights = mass_of(values, top) if BY_MASS else inside.to(tl.int64)
             from_first += tl.where(keys >= first, weights, 0)
             from_second += tl.where(keys >= second, weights, 0)
             from_third += tl.where(keys >= third, weights, 0)

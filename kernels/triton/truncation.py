@@ -4,8 +4,8 @@ What stays begins at a key (see `ordered_floats`): the largest u for which the t
 have the nucleus' mass. Its 32 bits are found two at a time, by counting. Three kernels:
 
 1. `_collect_candidates_kernel`: the maxima of as many groups of tokens as there are lanes. The k-th largest of them is
-   a floor that at least k tokens reach and few more (k of 151,936 tokens mostly lie in different ones of 8192), so
-   only those are copied out. Without top-k the floor is the maximum of rank BLOCK / 4.
+   a floor that at least k tokens reach and few more (k of 151,936 tokens mostly lie in different ones of 8192 groups),
+   so only those are copied out. Without top-k the floor is the maximum of rank BLOCK / 4.
 2. `_find_thresholds_kernel`: the search, among those candidates. If they are too many for their place, or without top-k
    have less than the nucleus' mass, it takes the whole row instead.
 3. `_mask_kernel`: writes -inf.
@@ -152,7 +152,7 @@ def _find_thresholds_kernel(
             values_ptr = logits_ptr
             num_values = vocab_size
         if top_k < vocab_size:
-            lowest_key = threshold(values_ptr, num_values, top, lowest_key, top_k, False, BLOCK, NUM_STAGES)
+            lowest_key = threshold(values_ptr, num_values, top, top_k, False, BLOCK, NUM_STAGES)
             # Nothing compares below a k-th largest that is NaN.
             lowest_key = tl.where(lowest_key == NAN_KEY, LOWEST_KEY, lowest_key)
         # The softmax of a row with a NaN or +inf is NaN, and drops nothing; a row of -inf has nothing to drop.
@@ -167,7 +167,8 @@ def _find_thresholds_kernel(
                     values_ptr = logits_ptr
                     num_values = vocab_size
             mass = nucleus_mass(total, top_p)
-            lowest_key = threshold(values_ptr, num_values, top, lowest_key, mass, True, BLOCK, NUM_STAGES)
+            # Not below the k-th: the tokens from there on alone have all of `total`.
+            lowest_key = threshold(values_ptr, num_values, top, mass, True, BLOCK, NUM_STAGES)
             above, num_equals = tail_sums(values_ptr, num_values, top, lowest_key, BLOCK, NUM_STAGES)
             num_kept = tl.cdiv(mass - above, mass_of(value_of(lowest_key), top))
             if num_kept < num_equals:

@@ -21,7 +21,7 @@ class VocabLaunch:
 
     block: int  # tokens a program reads at once, a power of two
     num_warps: int
-    num_stages: int = 1  # blocks on their way from memory in a loop, each `4 * block` bytes of shared memory
+    num_stages: int = 1  # of a loop: all but one are blocks on their way, `4 * block` bytes of shared memory each
 
 
 def argmax_launch(num_rows: int, vocab_size: int) -> VocabLaunch:
@@ -42,12 +42,12 @@ def best_of_blocks_launch(num_blocks: int) -> VocabLaunch:
 
 
 def penalties_launch() -> VocabLaunch:
-    """One pair a thread: its 4 bytes of logits lie anywhere."""
+    """Two pairs a thread, whose 4 bytes of logits lie anywhere."""
     return VocabLaunch(block=256, num_warps=4)
 
 
 def collect_launch(vocab_size: int) -> VocabLaunch:
-    """One program a row, so 64 rows use half of the GPU: 512 threads and three blocks in flight, 96 KiB, feed each.
+    """One program a row, so 64 rows use half of the GPU: 512 threads and two blocks on their way, 64 KiB, feed each.
 
     The block is also the number of groups whose maxima bound the k-th largest logit, and the room for candidates.
     """
@@ -57,7 +57,7 @@ def collect_launch(vocab_size: int) -> VocabLaunch:
 def search_launch(vocab_size: int) -> VocabLaunch:
     """The candidates of most rows (little more than top_k, or 2048) are one block, and three more are on their way.
 
-    8 tokens a thread, each with three sums of int64, take 121 of the 128 registers that 16 warps leave.
+    8 tokens a thread, each with three sums of int64, take nearly all of the 128 registers that 16 warps leave.
     """
     return VocabLaunch(min(4096, max(triton.next_power_of_2(vocab_size), 128)), num_warps=16, num_stages=4)
 

@@ -14,7 +14,7 @@ KERNELS = {
     "_gate_up_silu_kernel",
     "_down_combine_kernel",
     "_invert_kernel",
-    "_combine_kernel",
+    "_combine_experts_kernel",
 }
 
 

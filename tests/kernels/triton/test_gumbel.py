@@ -18,15 +18,20 @@ SEEDS = [0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63), 123456789012345, -98765432
 POSITIONS = [0, 1, 4095, 2**31, 2**35]
 
 
+# (seed, position, token) whose 31 bits are 0, 1, 2**31 - 200, and 2**31 - 64 and 2**31 - 1, where v is clamped. Found
+# by inverting the hash: no sample of triples would hit them.
+EXTREMES = [(-1, 7, 59670404), (-2, 7, 667547669), (-2, 7, 1622680869), (-1, 7, 1473388014), (-3, 7, 270944677)]
+BLOCK = tl.constexpr(1024)
+
+
 @triton.jit
 def noise_kernel(
-    seeds_ptr,  # [n], int64
-    positions_ptr,  # [n], int64
-    tokens_ptr,  # [n], int32
-    noise_ptr,  # [n], float32, output
-    n,
-    BLOCK: tl.constexpr,
-):
+    seeds_ptr: Any,  # [n], int64
+    positions_ptr: Any,  # [n], int64
+    tokens_ptr: Any,  # [n], int32
+    noise_ptr: Any,  # [n], float32, output
+    n: int,
+) -> None:
     """Grid: (blocks of triples,)."""
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = places < n
@@ -68,8 +73,8 @@ def noise_of(triples: list[tuple[int, int, int]], device: torch.device) -> torch
     seeds, positions = (torch.tensor([triple[i] for triple in triples]).to(device) for i in (0, 1))
     tokens = torch.tensor([token for _, _, token in triples], dtype=torch.int32).to(device)
     noise = torch.full((len(triples),), torch.nan, device=device)
-    noise_kernel[(triton.cdiv(len(triples), 1024),)](
-        seeds, positions, tokens, noise, len(triples), BLOCK=1024, enable_fp_fusion=False
+    noise_kernel[(triton.cdiv(len(triples), BLOCK.value),)](
+        seeds, positions, tokens, noise, len(triples), enable_fp_fusion=False
     )
     return noise.cpu()
 
@@ -89,6 +94,14 @@ def test_the_noise_of_random_triples_is_that_of_the_specification_to_the_bit(dev
     triples = list(zip(seeds.tolist(), positions.tolist(), tokens.tolist(), strict=True))
     expected = torch.tensor([reference_gumbel.gumbel_noise(*triple) for triple in triples])
     assert_close(noise_of(triples, device), expected, max_steps=0, rms_steps=0)
+
+
+def test_the_largest_and_the_smallest_noise_are_those_of_the_specification_to_the_bit(device: torch.device) -> None:
+    noise = noise_of(EXTREMES, device)
+    expected = torch.tensor([reference_gumbel.gumbel_noise(*triple) for triple in EXTREMES])
+    assert_close(noise, expected, max_steps=0, rms_steps=0)
+    assert noise[0] > 22.18
+    assert noise[3] == noise[4] < -2.8
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 8.0, 300.0])
