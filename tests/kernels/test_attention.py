@@ -61,8 +61,8 @@ def test_ragged_decode_agrees_with_the_reference(num_heads: int, num_kv_heads: i
 def test_every_head_dim_agrees_with_the_reference(head_dim: int, dtype: torch.dtype) -> None:
     scale = head_dim**-0.5
     options = {"num_heads": 8, "num_kv_heads": 2, "head_dim": head_dim, "dtype": dtype}
-    check_prefill(make_paged_cache([(1, 33), (5, 18), (9, 9)], **options), scale)  # type: ignore[arg-type]
-    check_decode(make_paged_cache([(1, 33), (1, 18), (1, 9)], **options), scale)  # type: ignore[arg-type]
+    check_prefill(make_paged_cache([(1, 33), (5, 18), (9, 9)], **options), scale)  # type: ignore[arg-type]  # mixed options
+    check_decode(make_paged_cache([(1, 33), (1, 18), (1, 9)], **options), scale)  # type: ignore[arg-type]  # mixed options
 
 
 @pytest.mark.parametrize("block_size", [8, 32, 256])

@@ -28,7 +28,7 @@ class Case:
     def run(self, operations: object, *, normed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         k_cache, v_cache = (torch.full(self.cache_shape, 7.0, dtype=self.qkv.dtype) for _ in range(2))
         qk_norm = (self.norm[0], self.norm[1], EPS) if normed else None
-        store = operations.qk_norm_rope_store_kv  # type: ignore[attr-defined]
+        store = operations.qk_norm_rope_store_kv  # type: ignore[attr-defined]  # a Protocol
         q = store(self.qkv, qk_norm, self.cos_sin, self.positions, k_cache, v_cache, self.slots)
         return q, k_cache, v_cache
 
