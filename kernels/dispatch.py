@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 
@@ -10,17 +13,27 @@ from kernels import cpu
 from kernels.errors import KernelsUnavailable
 from kernels.interface import Operations
 
+OLDEST_CAPABILITY = (8, 0)  # Ampere: asynchronous copies and bfloat16; the kernels are compiled for 8.0 and 9.0
+LIBRARY_CALLS = {"linear": "cuBLASLt through PyTorch: a dense product, nothing to fuse or to gather"}
+
 
 def operations(device: torch.device) -> Operations:
-    """The implementation for tensors of `device`.
+    """The implementation for tensors of `device`: `kernels.cpu` on a CPU, `kernels.triton` on an NVIDIA GPU.
 
     Raises KernelsUnavailable for a device without one.
     """
     if device.type == "cpu":
         return cpu
-    if device.type == "cuda":
-        raise KernelsUnavailable(str(device), "the Triton implementations are not in this build; accepted: cpu")
-    raise KernelsUnavailable(str(device), "millrace runs on CPUs and NVIDIA GPUs; accepted: cpu")
+    if device.type != "cuda":
+        raise KernelsUnavailable(str(device), "millrace runs on CPUs and NVIDIA GPUs; accepted: cpu, cuda")
+    _check_gpu(device)
+    try:
+        # Imported here: triton is neither needed nor, outside Linux, installable where there is no GPU.
+        return cast("Operations", importlib.import_module("kernels.triton"))
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise KernelsUnavailable(str(device), "triton is not installed") from error
 
 
 def has_operations(device: torch.device) -> bool:
@@ -43,4 +56,20 @@ def implementation_names(device: torch.device) -> Mapping[str, str]:
     Raises KernelsUnavailable for a device without one.
     """
     operations(device)
-    return dict.fromkeys(operation_names(), f"cpu (PyTorch {torch.__version__}): the tensors are on a CPU")
+    if device.type == "cpu":
+        return dict.fromkeys(operation_names(), f"cpu (PyTorch {torch.__version__}): the tensors are on a CPU")
+    major, minor = torch.cuda.get_device_capability(device)
+    version = importlib.metadata.version("triton")
+    ours = f"triton ({version}): the tensors are on an NVIDIA GPU of compute capability {major}.{minor}"
+    return {name: LIBRARY_CALLS.get(name, ours) for name in operation_names()}
+
+
+def _check_gpu(device: torch.device) -> None:
+    if not torch.cuda.is_available():
+        raise KernelsUnavailable(str(device), "torch sees no CUDA device; accepted: cpu")
+    if torch.version.hip is not None:
+        raise KernelsUnavailable(str(device), "the kernels are tuned for NVIDIA GPUs, not AMD's; accepted: cpu")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        found = ".".join(str(part) for part in capability)
+        raise KernelsUnavailable(str(device), f"compute capability {found}; accepted: 8.0 and later, or cpu")

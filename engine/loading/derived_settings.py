@@ -28,7 +28,7 @@ def derive_settings(effective: EffectiveSettings) -> EffectiveSettings:
     effective = effective.with_derived(
         {
             "model.name": path.resolve().name,
-            "engine.device": _default_device(),
+            "engine.device": default_device(),
             "engine.num_threads": usable_cores(),
         }
     )
@@ -49,6 +49,11 @@ def model_path(effective: EffectiveSettings) -> Path:
     return path
 
 
+def default_device() -> str:
+    """CUDA where there is a GPU that the kernels run on."""
+    return "cuda" if has_operations(torch.device("cuda")) else "cpu"
+
+
 def kv_cache_spec(effective: EffectiveSettings, config: ModelConfig) -> KVCacheSpec:
     """Shape of the KV cache under fully derived settings."""
     settings = effective.settings.engine
@@ -59,11 +64,6 @@ def kv_cache_spec(effective: EffectiveSettings, config: ModelConfig) -> KVCacheS
         head_dim=config.head_dim,
         dtype=DTYPES[settings.dtype],
     )
-
-
-def _default_device() -> str:
-    """CUDA where there is a GPU and this build has kernels for it."""
-    return "cuda" if torch.cuda.is_available() and has_operations(torch.device("cuda")) else "cpu"
 
 
 def _default_dtype(checkpoint_dtype: str, device: torch.device) -> str:
@@ -80,8 +80,6 @@ def _check_capabilities(effective: EffectiveSettings, config: ModelConfig, devic
         operations(device)
     except KernelsUnavailable as error:
         raise CapabilityError(f"engine.device={device.type}: {error}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise CapabilityError("engine.device=cuda: no CUDA device can be used here; accepted: cpu, auto")
     context = config.max_position_embeddings
     if settings.max_model_len is not None and settings.max_model_len > context:
         raise CapabilityError(

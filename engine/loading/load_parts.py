@@ -16,6 +16,7 @@ from engine.kv_cache.kv_cache_tensors import KVCacheTensors
 from engine.loading.derived_settings import derive_settings, kv_cache_spec, model_path
 from engine.loading.dtypes import DTYPES
 from engine.loading.engine_parts import EngineParts
+from engine.loading.matmul_precision import require_float32_sums
 from engine.models.load_decoder import load_decoder
 from engine.models.model_placement import ModelPlacement
 from engine.runner.model_runner import ModelRunner
@@ -35,6 +36,7 @@ def load_parts(effective: EffectiveSettings) -> EngineParts:
     if num_blocks is None or max_model_len is None or settings.num_threads is None:
         raise EngineFatal("derive_settings left engine.num_threads, max_model_len or kv_cache.num_blocks unset")
     torch.set_num_threads(settings.num_threads)
+    require_float32_sums()
     placement = ModelPlacement(
         device=device,
         dtype=DTYPES[settings.dtype],

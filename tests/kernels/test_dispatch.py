@@ -1,42 +1,105 @@
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 
 import pytest
 import torch
 
+import kernels.triton
 from kernels import cpu, reference
-from kernels.dispatch import implementation_names, operation_names, operations
+from kernels.dispatch import LIBRARY_CALLS, has_operations, implementation_names, operation_names, operations
 from kernels.errors import KernelsUnavailable
 from kernels.interface import Operations
 
-# mypy checks these two: a module with a missing or differently typed operation does not pass.
+# mypy checks these: a module with a missing or differently typed operation does not pass.
 CPU: Operations = cpu
 REFERENCE: Operations = reference
+TRITON: Operations = kernels.triton
+
+CUDA = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A GPU of compute capability 9.0, as far as torch says."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return monkeypatch
 
 
 def test_the_cpu_gets_the_pytorch_implementation() -> None:
     assert operations(torch.device("cpu")) is cpu
 
 
-@pytest.mark.parametrize(
-    ("device", "reason"), [("cuda:1", "Triton implementations are not in this build"), ("mps", "")]
-)
-def test_a_device_without_kernels_is_refused(device: str, reason: str) -> None:
-    with pytest.raises(KernelsUnavailable, match=f"{device}.*{reason}.*accepted: cpu"):
-        operations(torch.device(device))
+def test_an_nvidia_gpu_gets_the_triton_kernels(gpu: pytest.MonkeyPatch) -> None:
+    assert operations(CUDA) is kernels.triton
+    assert has_operations(CUDA)
+
+
+def test_a_device_that_is_neither_is_refused() -> None:
+    with pytest.raises(KernelsUnavailable, match=r"mps.*accepted: cpu, cuda"):
+        operations(torch.device("mps"))
     with pytest.raises(KernelsUnavailable):
-        implementation_names(torch.device(device))
+        implementation_names(torch.device("mps"))
 
 
-def test_every_operation_of_the_interface_is_named_with_its_implementation() -> None:
-    names = implementation_names(torch.device("cpu"))
-    assert set(names) == set(operation_names()) == set(reference.__all__)
-    assert set(cpu.__all__) == set(operation_names())
-    assert all(name.startswith("cpu (PyTorch") for name in names.values())
+def test_cuda_is_refused_where_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(KernelsUnavailable, match=r"cuda:1.*torch sees no CUDA device; accepted: cpu"):
+        operations(CUDA)
+    assert not has_operations(CUDA)
+
+
+def test_a_gpu_older_than_the_kernels_is_refused(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(KernelsUnavailable, match=r"compute capability 7\.5; accepted: 8\.0 and later"):
+        operations(CUDA)
+
+
+def test_an_amd_gpu_is_refused(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(KernelsUnavailable, match="not AMD's"):
+        operations(CUDA)
+
+
+def test_a_gpu_without_triton_is_refused(gpu: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("kernels.triton")]:
+        gpu.delitem(sys.modules, name)
+    gpu.setitem(sys.modules, "triton", None)  # importing it raises ModuleNotFoundError
+    with pytest.raises(KernelsUnavailable, match="triton is not installed"):
+        operations(CUDA)
+
+
+def test_other_import_errors_are_not_hidden(gpu: pytest.MonkeyPatch) -> None:
+    gpu.delitem(sys.modules, "kernels.triton")
+    gpu.setitem(sys.modules, "kernels.triton.activation", None)
+    with pytest.raises(ModuleNotFoundError):
+        operations(CUDA)
+
+
+def test_every_operation_of_the_interface_is_named_with_its_implementation(gpu: pytest.MonkeyPatch) -> None:
+    for module in (cpu, reference, kernels.triton):
+        assert set(module.__all__) == set(operation_names())
+    on_cpu, on_gpu = implementation_names(torch.device("cpu")), implementation_names(CUDA)
+    assert set(on_cpu) == set(on_gpu) == set(operation_names())
+    assert all(name.startswith("cpu (PyTorch") for name in on_cpu.values())
+    assert set(LIBRARY_CALLS) == {"linear"}
+    assert on_gpu["linear"].startswith("cuBLASLt")
+    version = importlib.metadata.version("triton")
+    expected = f"triton ({version}): the tensors are on an NVIDIA GPU of compute capability 9.0"
+    assert {on_gpu[name] for name in on_gpu if name != "linear"} == {expected}
 
 
 def test_the_package_imports_nothing() -> None:
     code = "import sys, kernels; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_dispatch_does_not_import_triton_for_a_cpu() -> None:
+    code = (
+        "import sys, torch, kernels.dispatch; kernels.dispatch.operations(torch.device('cpu'));"
+        "sys.exit('kernels.triton' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

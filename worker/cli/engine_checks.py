@@ -10,7 +10,7 @@ import torch
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import EngineError
-from engine.loading.derived_settings import derive_settings
+from engine.loading.derived_settings import default_device, derive_settings
 from engine.text.tokenizer import Tokenizer
 from kernels.dispatch import implementation_names
 from kernels.errors import KernelsUnavailable
@@ -27,14 +27,14 @@ def engine_findings(effective: EffectiveSettings) -> Iterator[Finding]:
     device = _device(effective)
     yield _device_finding(effective, device)
     yield from _kernels(device)
+    if device.type == "cpu" and torch.cuda.is_available():
+        yield _unused_gpu(effective)
     yield from _model(effective)
 
 
 def _device(effective: EffectiveSettings) -> torch.device:
     wanted = effective.settings.engine.device
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(wanted)
+    return torch.device(default_device() if wanted == "auto" else wanted)
 
 
 def _triton() -> Finding:
@@ -56,6 +56,15 @@ def _device_finding(effective: EffectiveSettings, device: torch.device) -> Findi
     free, total = torch.cuda.mem_get_info(device)
     name = torch.cuda.get_device_name(device)
     return Finding("device", Level.OK, f"{name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free ({asked})")
+
+
+def _unused_gpu(effective: EffectiveSettings) -> Finding:
+    try:
+        implementation_names(torch.device("cuda"))
+    except KernelsUnavailable as error:
+        return Finding("gpu", Level.WARNING, f"not used: {error}", "run on a GPU the kernels support")
+    fix = "set engine.device=auto to use it"
+    return Finding("gpu", Level.WARNING, f"not used: engine.device={effective.settings.engine.device}", fix)
 
 
 def _kernels(device: torch.device) -> Iterator[Finding]:

@@ -65,6 +65,11 @@ def test_the_table_has_a_row_for_every_kernel_launch_and_architecture(compiled: 
     assert {line.count("|") for line in lines} == {len(HEADINGS) + 1}
 
 
+def test_the_table_kept_in_the_design_document_is_the_one_printed(compiled: list[CompiledKernel]) -> None:
+    design = (Path(kernels.triton.__file__).parents[1] / "DESIGN.md").read_text()
+    assert markdown(table_rows(compiled)) in design, "paste the output of python -m tests.kernels.aot.table"
+
+
 def test_kernels_that_differ_in_shape_constants_share_a_row() -> None:
     first, second, other = (
         kernel_of(HEAD_DIM=64, BLOCK=16),

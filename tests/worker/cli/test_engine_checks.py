@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from settings import load_settings
+from worker.cli.engine_checks import engine_findings
+from worker.cli.finding import Finding
+from worker.cli.level import Level
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A GPU of compute capability 9.0, as far as torch says."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**36, 2**37))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    return monkeypatch
+
+
+def findings(device: str) -> dict[str, list[Finding]]:
+    effective = load_settings({"engine.device": device}, environ={}, dotenv_path=None)
+    found: dict[str, list[Finding]] = {}
+    for finding in engine_findings(effective):
+        found.setdefault(finding.check, []).append(finding)
+    return found
+
+
+def test_each_operation_is_listed_once_with_its_implementation_on_a_gpu(gpu: pytest.MonkeyPatch) -> None:
+    found = findings("auto")
+    triton, library = sorted((finding.detail for finding in found["kernels"]), reverse=True)
+    assert triton.startswith("triton (")
+    assert "compute capability 9.0: rms_norm, " in triton
+    assert library.startswith("cuBLASLt")
+    assert library.endswith(": linear")
+    assert "gpu" not in found
+
+
+def test_a_gpu_that_is_too_old_is_left_alone_with_the_reason(gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    found = findings("auto")
+    assert found["device"][0].detail.startswith("cpu")
+    assert found["gpu"][0].level is Level.WARNING
+    assert "compute capability 7.0; accepted: 8.0 and later" in found["gpu"][0].detail
+
+
+def test_a_gpu_that_the_settings_leave_alone_is_a_warning(gpu: pytest.MonkeyPatch) -> None:
+    (finding,) = findings("cpu")["gpu"]
+    assert (finding.level, finding.detail) == (Level.WARNING, "not used: engine.device=cpu")
+
+
+def test_cuda_without_a_gpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = findings("cuda")
+    assert found["device"][0].level is found["kernels"][0].level is Level.FAILED
