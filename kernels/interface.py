@@ -21,7 +21,10 @@ Tensor = torch.Tensor
 
 
 class Operations(Protocol):
-    """The operations of a forward pass and of sampling."""
+    """The operations of a forward pass and of sampling.
+
+    Weights, tables, lengths, positions, slots and other indices are contiguous; what may be a view says its strides.
+    """
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """`x @ weight.T`. x [T, K] model dtype, weight [N, K] model dtype -> [T, N] model dtype."""

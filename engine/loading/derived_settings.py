@@ -17,6 +17,9 @@ from kernels.dispatch import has_operations, operations
 from kernels.errors import KernelsUnavailable
 from settings import EffectiveSettings
 
+# Of 512 the prefill kernel would need 262,400 bytes of shared memory; an H100 has 232,448.
+MAX_CUDA_HEAD_DIM = 256
+
 
 def derive_settings(effective: EffectiveSettings) -> EffectiveSettings:
     """Fill in what follows from the model and the machine: the one function behind `millrace config` and the engine.
@@ -80,6 +83,11 @@ def _check_capabilities(effective: EffectiveSettings, config: ModelConfig, devic
         operations(device)
     except KernelsUnavailable as error:
         raise CapabilityError(f"engine.device={device.type}: {error}") from error
+    if device.type == "cuda" and config.head_dim > MAX_CUDA_HEAD_DIM:
+        raise CapabilityError(
+            f"engine.device=cuda: head_dim is {config.head_dim}; accepted: up to {MAX_CUDA_HEAD_DIM}, "
+            f"or engine.device=cpu"
+        )
     context = config.max_position_embeddings
     if settings.max_model_len is not None and settings.max_model_len > context:
         raise CapabilityError(

@@ -8,7 +8,8 @@ The rule for `engine.deterministic`: a token gets the same bits as a decode row 
 the step. So nothing may be split by lengths or by the number of rows, and all rows, decode rows included, go through
 `paged_prefill_attention`: it reduces a query's keys in rising order, in tiles that start at the absolute positions 0,
 tile, 2 * tile and so on, and `prefill_launch` looks at nothing that changes from step to step. Which of the tiles are
-masked makes no difference: a masked key adds an exact 0 to the sums and leaves the maximum alone.
+masked makes no difference: a masked key adds an exact 0 to the sums and leaves the maximum alone. (A value that is not
+finite makes NaN of its whole tile's queries; whoever runs the step gives all of that request's chunk up.)
 """
 
 from __future__ import annotations

@@ -65,12 +65,14 @@ def _merge_kernel(
     second_output = tl.load(second_output_ptr + offsets, mask=is_element, other=0.0).to(tl.float32)
 
     top = tl.maximum(first_lse, second_lse)
-    is_empty = top == -float("inf")  # no key on either side; -inf - -inf would be NaN
+    # No key on either side; -inf - -inf would be NaN. Not asked of `top`: a GPU's maximum passes over a NaN.
+    is_empty = (first_lse == -float("inf")) & (second_lse == -float("inf"))
     top = tl.where(is_empty, 0.0, top)
     first_mass = tl.exp2((first_lse - top) * LOG2E)
     second_mass = tl.exp2((second_lse - top) * LOG2E)
     mass = tl.where(is_empty, 1.0, first_mass + second_mass)
     output = (first_output * first_mass[:, None] + second_output * second_mass[:, None]) / mass[:, None]
+    output = tl.where(is_empty[:, None], 0.0, output)
     lse = tl.where(is_empty, -float("inf"), top + tl.log2(mass) * LN2)
     tl.store(lse_ptr + rows, lse, mask=is_row)
     tl.store(output_ptr + offsets, output.to(output_ptr.dtype.element_ty), mask=is_element)

@@ -23,7 +23,7 @@ from kernels.triton.target import num_multiprocessors
 LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2.0))
 # The running maximum starts here and not at -inf: -inf - -inf would be NaN where a row has no key. Below every score.
-LOWEST_SCORE = tl.constexpr(-1e30)
+LOWEST_SCORE = tl.constexpr(-3.38e38)
 
 
 def paged_decode_attention(
@@ -154,7 +154,8 @@ def _decode_kernel(
     row64 = row.to(tl.int64)
     q_offsets = row64 * stride_q_row + heads[:, None] * stride_q_head + dims[None, :]
     q = tl.load(q_ptr + q_offsets, mask=is_head[:, None] & is_dim[None, :], other=0.0)
-    k_head_ptr, v_head_ptr = k_cache_ptr + kv_head * stride_cache_head, v_cache_ptr + kv_head * stride_cache_head
+    head_offset = kv_head.to(tl.int64) * stride_cache_head
+    k_head_ptr, v_head_ptr = k_cache_ptr + head_offset, v_cache_ptr + head_offset
     block_table_ptr = block_tables_ptr + row64 * stride_block_tables_row
     top = tl.full([BLOCK_M], LOWEST_SCORE, tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)

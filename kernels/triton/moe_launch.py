@@ -54,8 +54,9 @@ def down_launch(intermediate_size: int, top_k: int, itemsize: int) -> BlockLaunc
 
     One token of Qwen3-30B-A3B makes 512 programs. A depth of 256 divides its 768.
     """
-    columns = min(power_of_two_from(intermediate_size), 512 // itemsize)
-    return BlockLaunch(max(ELEMENTS_OF_A_STEP // 256 // power_of_two_from(top_k), 1), columns, 4)
+    choices = power_of_two_from(top_k)
+    columns = min(power_of_two_from(intermediate_size), 512 // itemsize, max(ELEMENTS_OF_A_STEP // choices, 1))
+    return BlockLaunch(max(ELEMENTS_OF_A_STEP // 256 // choices, 1), columns, 4)
 
 
 def combine_launch(num_tokens: int, hidden_size: int) -> BlockLaunch:

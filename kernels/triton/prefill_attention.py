@@ -16,7 +16,7 @@ from kernels.triton.target import compute_capability
 LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2.0))
 # The running maximum starts here and not at -inf: -inf - -inf would be NaN where a query has seen no key yet.
-LOWEST_SCORE = tl.constexpr(-1e30)
+LOWEST_SCORE = tl.constexpr(-3.38e38)
 ROWS_AT_ONCE = 256  # read by one step of a program's search for its row
 
 
@@ -113,10 +113,10 @@ def _prefill_kernel(
     queries, heads = pairs // GROUP_SIZE, kv_head * GROUP_SIZE + pairs % GROUP_SIZE
     is_pair, num_seen = queries < query_len, prefix_len + queries + 1
     dims, tile = tl.arange(0, BLOCK_D), tl.arange(0, TILE)
-    is_dim = dims < HEAD_DIM
+    head_offset, is_dim = kv_head.to(tl.int64) * stride_cache_head, dims < HEAD_DIM
     q_offsets = (query_start + queries).to(tl.int64) * stride_q_token + heads * stride_q_head
     q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=is_pair[:, None] & is_dim[None, :], other=0.0)
-    k_head_ptr, v_head_ptr = k_cache_ptr + kv_head * stride_cache_head, v_cache_ptr + kv_head * stride_cache_head
+    k_head_ptr, v_head_ptr = k_cache_ptr + head_offset, v_cache_ptr + head_offset
     block_table_ptr = block_tables_ptr + row.to(tl.int64) * stride_block_tables_row
     top = tl.full([BLOCK_M], LOWEST_SCORE, tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)

@@ -74,7 +74,7 @@ def qk_norm_rope_store_kv_kernel(
     KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     group = tl.program_id(0) % (QUERY_GROUPS + 2 * KV_GROUPS)
     token = (tl.program_id(0) // (QUERY_GROUPS + 2 * KV_GROUPS)).to(tl.int64)
-    heads = tl.arange(0, BLOCK_HEADS)[:, None]
+    heads = tl.arange(0, BLOCK_HEADS)[:, None].to(tl.int64)
     columns = tl.arange(0, BLOCK_WIDTH)[None, :]
     in_half = columns < HALF
     rotation_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * stride_cos_sin_position

@@ -18,13 +18,14 @@ CPU: Operations = cpu
 REFERENCE: Operations = reference
 TRITON: Operations = kernels.triton
 
-CUDA = torch.device("cuda", 1)
+CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A GPU of compute capability 9.0, as far as torch says."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return monkeypatch
 
@@ -47,7 +48,7 @@ def test_a_device_that_is_neither_is_refused() -> None:
 
 def test_cuda_is_refused_where_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(KernelsUnavailable, match=r"cuda:1.*torch sees no CUDA device; accepted: cpu"):
+    with pytest.raises(KernelsUnavailable, match=r"cuda:0.*torch sees no CUDA device; accepted: cpu"):
         operations(CUDA)
     assert not has_operations(CUDA)
 
@@ -56,6 +57,11 @@ def test_a_gpu_older_than_the_kernels_is_refused(gpu: pytest.MonkeyPatch) -> Non
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(KernelsUnavailable, match=r"compute capability 7\.5; accepted: 8\.0 and later"):
         operations(CUDA)
+
+
+def test_a_gpu_that_launches_would_not_go_to_is_refused(gpu: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KernelsUnavailable, match=r"cuda:1.*accepted: cuda:0"):
+        operations(torch.device("cuda", 1))
 
 
 def test_an_amd_gpu_is_refused(gpu: pytest.MonkeyPatch) -> None:

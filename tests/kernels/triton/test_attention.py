@@ -179,6 +179,13 @@ def test_a_nan_in_a_rows_own_keys_shows_in_that_row_only(device: torch.device) -
         assert state.output[1].isfinite().all()
 
 
+def test_scores_near_the_lowest_float_are_scores(device: torch.device) -> None:
+    case = make_paged_cache([(1, 20)], num_heads=1, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    case = replace(case, q=torch.full_like(case.q, 1e15), k_cache=torch.full_like(case.k_cache, -1e15))
+    for operation in (paged_decode_attention, paged_prefill_attention):
+        check(operation, case, device, 0.25)
+
+
 def test_queries_and_caches_may_be_views_and_are_left_alone(dtype: torch.dtype, device: torch.device) -> None:
     case = make_paged_cache(DECODE, num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype)
     expected = reference.paged_decode_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.2)

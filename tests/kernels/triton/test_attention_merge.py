@@ -49,6 +49,17 @@ def test_merge_agrees_with_the_reference(head_dim: int, dtype: torch.dtype, devi
     check_state(merge_on(device, views, second), reference.merge_attention_states(first, second))
 
 
+def test_what_saw_no_key_counts_for_nothing(device: torch.device) -> None:
+    first, second = random_state(torch.float32, 1, 80), random_state(torch.float32, 2, 80)
+    first.lse[0], second.lse[0] = -torch.inf, -torch.inf
+    first.output[0] = torch.nan
+    first.lse[1], second.lse[1] = torch.nan, -torch.inf
+    merged = merge_on(device, first, second)
+    assert (merged.output[0] == 0).all()
+    assert (merged.lse[0] == -torch.inf).all()
+    assert merged.lse[1].isnan().all()
+
+
 def test_merge_of_nothing_is_nothing(device: torch.device) -> None:
     empty = AttentionState(torch.zeros(0, 2, 16), torch.zeros(0, 2))
     assert merge_on(device, empty, empty).output.shape == (0, 2, 16)
