@@ -69,10 +69,10 @@ def _check_gpu(device: torch.device) -> None:
         raise KernelsUnavailable(str(device), "torch sees no CUDA device; accepted: cpu")
     if torch.version.hip is not None:
         raise KernelsUnavailable(str(device), "the kernels are tuned for NVIDIA GPUs, not AMD's; accepted: cpu")
-    if device.index is not None and device.index != torch.cuda.current_device():
-        current = torch.cuda.current_device()
-        raise KernelsUnavailable(str(device), f"kernels launch on the current device; accepted: cuda:{current}")
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         found = ".".join(str(part) for part in capability)
         raise KernelsUnavailable(str(device), f"compute capability {found}; accepted: 8.0 and later, or cpu")
+    current = torch.cuda.current_device()
+    if device.index not in (None, current):
+        raise KernelsUnavailable(str(device), f"kernels launch on the current device; accepted: cuda:{current}")

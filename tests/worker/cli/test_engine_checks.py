@@ -13,6 +13,7 @@ from worker.cli.level import Level
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A GPU of compute capability 9.0, as far as torch says."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**36, 2**37))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
