@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar, cast
 
 import torch
 
 from kernels.kv_gather_plan import KvGatherPlan
+
+Plan = TypeVar("Plan")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,13 +43,17 @@ class AttentionRows:
 
         block_size in tokens; max_tokens bounds one gather.
         """
-        key = (block_size, max_tokens)
-        if key not in self._gather_plans:
-            self._gather_plans[key] = KvGatherPlan.build(
-                self.block_tables, self.query_lens, self.kv_lens, block_size, max_tokens
-            )
-        return self._gather_plans[key]
+        return self.once(
+            ("gather_plan", block_size, max_tokens),
+            lambda: KvGatherPlan.build(self.block_tables, self.query_lens, self.kv_lens, block_size, max_tokens),
+        )
+
+    def once(self, key: tuple[str | int, ...], make: Callable[[], Plan]) -> Plan:
+        """What `make` returned to the first layer that asked for `key`, for all layers of the step."""
+        if key not in self._plans:
+            self._plans[key] = make()
+        return cast("Plan", self._plans[key])
 
     @cached_property
-    def _gather_plans(self) -> dict[tuple[int, int], KvGatherPlan]:
+    def _plans(self) -> dict[tuple[str | int, ...], object]:
         return {}

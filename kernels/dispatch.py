@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from kernels import cpu
+from kernels import cpu, deterministic
 from kernels.errors import KernelsUnavailable
 from kernels.interface import Operations
 
@@ -34,6 +34,16 @@ def operations(device: torch.device) -> Operations:
         if error.name != "triton":
             raise
         raise KernelsUnavailable(str(device), "triton is not installed") from error
+
+
+def deterministic_operations(device: torch.device) -> Operations:
+    """The implementation whose results depend, bit for bit, on a row's own values alone.
+
+    Raises KernelsUnavailable for a device without one.
+    """
+    if device.type != "cpu":
+        raise KernelsUnavailable(str(device), "there are deterministic kernels for CPUs alone; accepted: cpu")
+    return deterministic
 
 
 def has_operations(device: torch.device) -> bool:

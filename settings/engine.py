@@ -48,6 +48,17 @@ class EngineSettings(BaseModel):
         le=2**63 - 1,
         description="Seed for requests that bring none; none: drawn from the system's entropy.",
     )
+    checkpoint_tokens: Tokens | None = Field(
+        default=256,
+        ge=1,
+        le=1_048_576,
+        description="Tokens a sequence generates between checkpoints of its request in Redis; none: no checkpoints.",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="A request's tokens do not depend, bit for bit, on what runs beside it, on chunks, prefix hits or "
+        "preemption, at the same num_threads on the same machine; slower, CPU only.",
+    )
     greedy_argmax: bool = Field(
         default=True, description="decode_batch and unified_forward answer greedy tokens; off: logits."
     )

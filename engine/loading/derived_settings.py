@@ -8,7 +8,8 @@ import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
-from engine.errors import CapabilityError, CheckpointError
+from engine.checkpoint.model_directory import check_files_are_under_root, model_directory
+from engine.errors import CapabilityError
 from engine.kv_cache.kv_cache_spec import KVCacheSpec
 from engine.loading.cpu_threads import usable_cores
 from engine.loading.dtypes import DTYPES, supported_dtypes
@@ -45,11 +46,13 @@ def derive_settings(effective: EffectiveSettings) -> EffectiveSettings:
 
 
 def model_path(effective: EffectiveSettings) -> Path:
-    """The checkpoint's directory. Raises CheckpointError where none is set."""
-    path = effective.settings.model.path
-    if path is None:
-        raise CheckpointError("no model: set model.path (--model DIR)")
-    return path
+    """The checkpoint's directory. Raises CheckpointError where none is set, or a link leads out of model.root;
+    SettingsError where model.path does.
+    """
+    model = effective.settings.model
+    directory = model_directory(model)
+    check_files_are_under_root(directory, model)
+    return directory
 
 
 def default_device() -> str:
@@ -87,6 +90,10 @@ def _check_capabilities(effective: EffectiveSettings, config: ModelConfig, devic
         raise CapabilityError(
             f"engine.device=cuda: head_dim is {config.head_dim}; accepted: up to {MAX_CUDA_HEAD_DIM}, "
             f"or engine.device=cpu"
+        )
+    if settings.deterministic and device.type != "cpu":
+        raise CapabilityError(
+            f"engine.deterministic=true: not available on {device.type} in this build; accepted: false"
         )
     context = config.max_position_embeddings
     if settings.max_model_len is not None and settings.max_model_len > context:

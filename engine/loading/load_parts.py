@@ -21,7 +21,7 @@ from engine.models.load_decoder import load_decoder
 from engine.models.model_placement import ModelPlacement
 from engine.runner.model_runner import ModelRunner
 from engine.text.tokenizer import Tokenizer
-from kernels.dispatch import operations
+from kernels.dispatch import deterministic_operations, operations
 from settings import EffectiveSettings
 
 
@@ -40,7 +40,7 @@ def load_parts(effective: EffectiveSettings) -> EngineParts:
     placement = ModelPlacement(
         device=device,
         dtype=DTYPES[settings.dtype],
-        ops=operations(device),
+        ops=deterministic_operations(device) if settings.deterministic else operations(device),
         max_positions=max_model_len,
         bucketed_min_tokens=settings.moe.bucketed_min_tokens if settings.moe.bucketed else None,
     )

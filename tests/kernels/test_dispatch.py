@@ -8,14 +8,22 @@ import pytest
 import torch
 
 import kernels.triton
-from kernels import cpu, reference
-from kernels.dispatch import LIBRARY_CALLS, has_operations, implementation_names, operation_names, operations
+from kernels import cpu, deterministic, reference
+from kernels.dispatch import (
+    LIBRARY_CALLS,
+    deterministic_operations,
+    has_operations,
+    implementation_names,
+    operation_names,
+    operations,
+)
 from kernels.errors import KernelsUnavailable
 from kernels.interface import Operations
 
 # mypy checks these: a module with a missing or differently typed operation does not pass.
 CPU: Operations = cpu
 REFERENCE: Operations = reference
+DETERMINISTIC: Operations = deterministic
 TRITON: Operations = kernels.triton
 
 CUDA = torch.device("cuda", 0)
@@ -32,6 +40,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_the_cpu_gets_the_pytorch_implementation() -> None:
     assert operations(torch.device("cpu")) is cpu
+
+
+def test_deterministic_operations_are_for_cpus_alone() -> None:
+    assert deterministic_operations(torch.device("cpu")) is deterministic
+    with pytest.raises(KernelsUnavailable, match=r"cuda.*deterministic kernels for CPUs alone; accepted: cpu"):
+        deterministic_operations(CUDA)
 
 
 def test_an_nvidia_gpu_gets_the_triton_kernels(gpu: pytest.MonkeyPatch) -> None:
@@ -86,7 +100,7 @@ def test_other_import_errors_are_not_hidden(gpu: pytest.MonkeyPatch) -> None:
 
 
 def test_every_operation_of_the_interface_is_named_with_its_implementation(gpu: pytest.MonkeyPatch) -> None:
-    for module in (cpu, reference, kernels.triton):
+    for module in (cpu, deterministic, reference, kernels.triton):
         assert set(module.__all__) == set(operation_names())
     on_cpu, on_gpu = implementation_names(torch.device("cpu")), implementation_names(CUDA)
     assert set(on_cpu) == set(on_gpu) == set(operation_names())

@@ -1,0 +1,47 @@
+"""The operations on a CPU with a result that depends, bit for bit, on a row's own values alone.
+
+The module itself satisfies `kernels.interface.Operations`. What is one row's in `kernels.cpu` already is taken from
+there; the products, attention and the activation are not, since libraries choose code paths, and PyTorch its cuts
+between threads, by the number of rows. Bits may differ between numbers of threads, processors and versions of PyTorch.
+"""
+
+from __future__ import annotations
+
+from kernels.cpu import (
+    apply_penalties,
+    argmax,
+    combine_experts,
+    fused_add_rms_norm,
+    gumbel_argmax,
+    mask_top_k_top_p_min_p,
+    qk_norm_rope_store_kv,
+    rms_norm,
+    sort_tokens_by_expert,
+)
+from kernels.deterministic.activation import silu_and_mul
+from kernels.deterministic.attention_merge import merge_attention_states
+from kernels.deterministic.decode_attention import paged_decode_attention
+from kernels.deterministic.experts import grouped_gemm, moe_small_batch
+from kernels.deterministic.prefill_attention import paged_prefill_attention
+from kernels.deterministic.projection import linear
+from kernels.deterministic.routing import route_topk
+
+__all__ = [
+    "linear",
+    "rms_norm",
+    "fused_add_rms_norm",
+    "silu_and_mul",
+    "qk_norm_rope_store_kv",
+    "paged_decode_attention",
+    "paged_prefill_attention",
+    "merge_attention_states",
+    "route_topk",
+    "sort_tokens_by_expert",
+    "grouped_gemm",
+    "moe_small_batch",
+    "combine_experts",
+    "argmax",
+    "apply_penalties",
+    "mask_top_k_top_p_min_p",
+    "gumbel_argmax",
+]

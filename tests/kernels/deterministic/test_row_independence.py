@@ -1,0 +1,106 @@
+"""What `kernels.deterministic` takes from `kernels.cpu`, and what it cuts itself, is one row's alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kernels import deterministic, reference
+from kernels.routed_experts import RoutedExperts
+from tests.support.assert_close import assert_close
+
+DTYPES = [torch.float32, torch.bfloat16]
+NUM_ROWS = 999  # with 333 columns above what PyTorch leaves to one thread, and neither a multiple of a vector
+
+pytestmark = pytest.mark.usefixtures("num_threads")
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check_rows(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
+    """The result of all rows together is that of each alone and of a few together, bit for bit."""
+    together = run(x.clone())
+    for size in (1, 37):
+        parts = torch.cat([run(rows.clone()) for rows in torch.split(x, size)])
+        assert torch.equal(together, parts), f"{int((together != parts).sum())} values differ"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 333])
+def test_norms(width: int, dtype: torch.dtype) -> None:
+    weight = random(width, dtype=dtype, seed=1)
+    check_rows(lambda x: deterministic.rms_norm(x, weight, 1e-6), random(NUM_ROWS, width, dtype=dtype))
+    check_rows(
+        lambda x: deterministic.fused_add_rms_norm(x, x.clone(), weight, 1e-6), random(NUM_ROWS, width, dtype=dtype)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 333, 20_001])
+def test_silu_and_mul(width: int, dtype: torch.dtype) -> None:
+    num_rows = NUM_ROWS if width < 1000 else 5
+    gate_up = random(num_rows, 2 * width, dtype=dtype)
+    check_rows(deterministic.silu_and_mul, gate_up)
+    assert_close(deterministic.silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_embedding_and_the_stored_keys(dtype: torch.dtype) -> None:
+    heads, kv_heads, head_dim = 6, 2, 20
+    qkv = random(NUM_ROWS, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    norm = (random(head_dim, dtype=dtype, seed=1), random(head_dim, dtype=dtype, seed=2), 1e-6)
+    cos_sin, positions = random(64, head_dim, seed=3), torch.arange(NUM_ROWS) % 64
+
+    def run(indices: torch.Tensor) -> torch.Tensor:
+        k_cache, v_cache = (torch.zeros(len(indices), 1, kv_heads, head_dim, dtype=dtype) for _ in range(2))
+        slots = torch.arange(len(indices))
+        rows = indices.long()
+        q = deterministic.qk_norm_rope_store_kv(qkv[rows], norm, cos_sin, positions[rows], k_cache, v_cache, slots)
+        return torch.cat([q, k_cache[:, 0], v_cache[:, 0]], dim=1)
+
+    check_rows(run, torch.arange(NUM_ROWS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (60, 5), (128, 8), (40, 33)])
+def test_routing(num_experts: int, top_k: int, dtype: torch.dtype) -> None:
+    logits = random(NUM_ROWS, num_experts, dtype=dtype)
+    for renormalise in (False, True):
+        check_rows(lambda x: deterministic.route_topk(x, top_k, renormalise=renormalise).weights, logits)  # noqa: B023
+        actual = deterministic.route_topk(logits[:20], top_k, renormalise=renormalise)
+        expected = reference.route_topk(logits[:20], top_k, renormalise=renormalise)
+        assert_close(actual.weights, expected.weights)
+        assert_close(actual.expert_ids, expected.expert_ids)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_combining_experts(dtype: torch.dtype) -> None:
+    weights = torch.rand(NUM_ROWS, 3, generator=torch.Generator().manual_seed(1))
+    expert_ids = torch.randint(0, 7, (NUM_ROWS, 3), generator=torch.Generator().manual_seed(2))
+    outputs = random(NUM_ROWS, 3, 333, dtype=dtype)
+
+    def run(indices: torch.Tensor) -> torch.Tensor:
+        routed = RoutedExperts(weights[indices], expert_ids[indices])
+        layout = deterministic.sort_tokens_by_expert(routed.expert_ids, 7)
+        rows = outputs[indices].flatten(0, 1)[layout.pair_ids]
+        return deterministic.combine_experts(rows, layout, routed.weights)
+
+    check_rows(run, torch.arange(NUM_ROWS))
+
+
+def test_sampling() -> None:
+    logits = random(60, 3001) * 3
+    rows = torch.arange(60)
+    top_k, top_p, min_p = 20 + rows, 0.5 + rows / 200, torch.full((60,), 0.01)
+
+    def run(indices: torch.Tensor) -> torch.Tensor:
+        masked = logits[indices]
+        deterministic.mask_top_k_top_p_min_p(masked, top_k[indices], top_p[indices], min_p[indices])
+        drawn = deterministic.gumbel_argmax(masked, 7 * indices, 3 * indices)
+        return torch.cat([masked, drawn[:, None], torch.log_softmax(logits[indices], -1)], dim=1)
+
+    check_rows(run, rows)
