@@ -15,7 +15,8 @@ class EngineStats:
     num_finished_requests: int
     prompt_tokens: int  # of requests that have ended
     cached_tokens: int  # of these, found in the prefix cache at first admission
-    output_tokens: int
+    output_tokens: int  # of requests that have ended, those taken over from a checkpoint included
+    generated_tokens: int  # sampled by this engine, whatever became of their requests
     num_preemptions: int
     num_blocks: int
     num_free_blocks: int

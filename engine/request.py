@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.sampling_params import SamplingParams
+from engine.token_checkpoint import TokenCheckpoint
 
 RESERVED_PREFIX = "__millrace"  # of the engine's own ids
 
@@ -19,3 +20,4 @@ class Request:
     params: SamplingParams
     priority: int = 0  # lower runs first
     cache_salt: str = ""  # requests share prefix-cache blocks only with the same salt (tenants)
+    resume: TokenCheckpoint | None = None  # go on from here; one that is not of this request is dropped

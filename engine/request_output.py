@@ -17,3 +17,4 @@ class RequestOutput:
     num_cached_tokens: int  # prompt tokens whose KV came from the prefix cache
     completions: tuple[Completion, ...]  # in index order
     error: EngineError | None = None
+    num_resumed_tokens: int = 0  # of the completions: taken over from a checkpoint, not generated here

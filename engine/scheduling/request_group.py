@@ -15,7 +15,9 @@ class RequestGroup:
 
     request: Request
     states: tuple[RequestState, ...]
+    base_seed: int  # of the draws: the request's, or drawn for it
     error: EngineError | None = None
+    num_resumed_tokens: int = 0  # generated before, in all sequences
 
     @property
     def unfinished(self) -> tuple[RequestState, ...]:

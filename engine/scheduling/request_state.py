@@ -26,6 +26,7 @@ class RequestState:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     was_admitted: bool = False
     num_preemptions: int = 0
+    num_checkpointed_tokens: int = 0  # of the output, in the last checkpoint taken
     counts: TokenCounts | None = None  # output processor; None without penalties
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     text_parts: list[str] = field(default_factory=list)  # output processor: text released so far

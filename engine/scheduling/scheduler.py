@@ -167,7 +167,8 @@ class Scheduler:
             state.num_computed_tokens = cached
             if not state.was_admitted:
                 state.was_admitted = True
-                state.num_cached_tokens = cached
+                # A resumed sequence may find tokens of its output as well.
+                state.num_cached_tokens = min(cached, state.num_prompt_tokens)
             admitted.append(state)
             items.append(self._chunk(state, budget))
             budget -= items[-1].num_scheduled_tokens

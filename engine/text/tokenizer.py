@@ -78,6 +78,16 @@ class Tokenizer:
         check_encodable(text, param="prompt")
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """`encode` of each text, cheaper: on all cores, without offsets, and other threads of Python run meanwhile.
+
+        Raises InvalidRequest if any of them has a lone surrogate.
+        """
+        for text in texts:
+            check_encodable(text, param="prompt")
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids the tokenizer does not know give nothing, bytes that are no UTF-8 give U+FFFD."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -13,7 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from engine.engine import Engine
-from engine.errors import CapabilityError, CheckpointError, EngineFatal, PromptTooLong
+from engine.errors import CapabilityError, CheckpointError, EngineFatal, NonFiniteLogits, PromptTooLong
 from engine.loading.derived_settings import derive_settings
 from engine.request import Request
 from engine.sampling_params import MAX_SEED, MAX_TOP_K, SamplingParams
@@ -113,6 +113,18 @@ def test_a_prefix_with_nan_is_given_up_even_if_its_request_was_cancelled_midway(
     failed = run_all(engine, [greedy_request("second", prompt, 4)])["second"]
     assert failed.error is not None
     assert len(tokens_of(run_all(engine, [greedy_request("third", prompt, 4)])["third"])) == 4
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_token_that_overflows_in_a_chunk_takes_no_request_with_it_that_shares_the_tokens_before(
+    moe_checkpoint: Path, bad: float
+) -> None:
+    engine = load_engine(moe_checkpoint, {"engine.max_num_batched_tokens": "32", "engine.max_num_seqs": "8"})
+    clean = list(range(20))
+    engine._executor.model.embed_tokens[250] = bad  # attention to its own values is not finite in any layer
+    engine.add_request(greedy_request("bad", [*clean, 250, *range(100, 180)], 4))
+    assert [type(output.error) for output in engine.step()] == [NonFiniteLogits]  # before its prompt is through
+    assert len(tokens_of(run_all(engine, [greedy_request("good", [*clean, 3], 4)])["good"])) == 4
 
 
 def test_a_step_that_fails_is_fatal_and_shown(moe_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from engine.errors import CheckpointError, InvalidRequest
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer
 from tests.support.sentencepiece_tokenizer import build_sentencepiece_tokenizer
 from tests.support.tiny_tokenizer import SPECIAL_TOKENS, build_tokenizer, make_tokenizer, tokenizer_config
 
@@ -216,3 +216,23 @@ def test_removing_spaces_is_refused_where_transformers_would_do_it(tmp_path: Pat
     write(tmp_path, tokenizer, {"clean_up_tokenization_spaces": True})
     with pytest.raises(CheckpointError, match="clean_up_tokenization_spaces is true for a WordLevel tokenizer"):
         Tokenizer.from_directory(tmp_path)
+
+
+def test_a_tokenizer_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(MAX_TOKENIZER_BYTES + 1)  # sparse: takes no room
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: 134217729 bytes; accepted: at most 134217728"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_a_batch_is_encoded_as_its_texts_are() -> None:
+    texts = ["", "the you are", "a<|im_end|>b", "é😀 " * 50]
+    for special in (True, False):
+        ids = BYTE_LEVEL.encode_batch(texts, add_special_tokens=special)
+        assert ids == [BYTE_LEVEL.encode(text, add_special_tokens=special) for text in texts]
+    assert BYTE_LEVEL.encode_batch([]) == []
+
+
+def test_a_batch_with_a_lone_surrogate_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"U\+D83D"):
+        BYTE_LEVEL.encode_batch(["a", "\ud83d"])

@@ -1,0 +1,136 @@
+"""Checkpoints of unfinished requests, taken and put back."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from engine.model_fingerprint import model_fingerprint
+from engine.models.decoder_model import DecoderModel
+from engine.output_processor import OutputProcessor
+from engine.request import Request
+from engine.sampling.sampled_token import SampledToken
+from engine.scheduling.request_group import RequestGroup
+from engine.scheduling.request_state import RequestState
+from engine.sequence_checkpoint import SequenceCheckpoint
+from engine.token_checkpoint import TokenCheckpoint
+
+logger = logging.getLogger(__name__)
+
+
+class RequestCheckpoints:
+    """Knows which requests are due for a checkpoint, makes checkpoints, and puts new sequences where one ends.
+
+    Costs a comparison a token until a checkpoint is taken; what is due is one entry a request, however often.
+    """
+
+    def __init__(self, outputs: OutputProcessor, model: DecoderModel, *, interval_tokens: int | None) -> None:
+        self._outputs = outputs
+        self._model = model
+        self._are_on = interval_tokens is not None
+        self._interval_tokens = sys.maxsize if interval_tokens is None else interval_tokens  # off: never due
+        self._due: dict[str, None] = {}  # request ids in the order they came due
+
+    def note_token(self, state: RequestState) -> None:
+        """A sequence got a token."""
+        if state.num_output_tokens - state.num_checkpointed_tokens >= self._interval_tokens:
+            self._due[state.request.request_id] = None
+
+    def forget(self, request_id: str) -> None:
+        """A request ended."""
+        self._due.pop(request_id, None)
+
+    def take_due(self, groups: Mapping[str, RequestGroup]) -> dict[str, TokenCheckpoint]:
+        """Checkpoints of the requests that came due since the last call, by request id."""
+        due, self._due = self._due, {}
+        return {request_id: self._take(groups[request_id]) for request_id in due}
+
+    def take_now(self, group: RequestGroup) -> TokenCheckpoint | None:
+        """A request as it stands, due or not; None if it has generated nothing, or checkpoints are off."""
+        has_output = any(state.num_output_tokens for state in group.states)
+        return self._take(group) if self._are_on and has_output else None
+
+    def _take(self, group: RequestGroup) -> TokenCheckpoint:
+        """All sequences of a request are written down, so none of them is due for a while."""
+        for state in group.states:
+            state.num_checkpointed_tokens = state.num_output_tokens
+        has_logprobs = group.request.params.logprobs is not None
+        sequences = tuple(
+            SequenceCheckpoint(tuple(state.output_token_ids), tuple(state.logprobs) if has_logprobs else None)
+            for state in group.states
+        )
+        return TokenCheckpoint(self._identity(group.request), group.base_seed, sequences)
+
+    def usable(self, request: Request) -> TokenCheckpoint | None:
+        """The checkpoint a request brings, if it is one of this request; else None, and a warning says why."""
+        checkpoint = request.resume
+        if checkpoint is None:
+            return None
+        fault = self._fault(request, checkpoint)
+        if fault is None:
+            return checkpoint
+        _warn_dropped(request, fault)
+        return None
+
+    def restore(self, checkpoint: TokenCheckpoint, states: Sequence[RequestState]) -> bool:
+        """Replay a checkpoint over the new sequences of its request.
+
+        False if its tokens cannot have come from this request: `states` are of no more use then.
+        """
+        for state, sequence in zip(states, checkpoint.sequences, strict=True):
+            if not self._replay(state, sequence):
+                _warn_dropped(state.request, f"sequence {state.index} goes on after its end")
+                for replayed in states:
+                    self._outputs.forget(replayed)
+                return False
+        return True
+
+    def _replay(self, state: RequestState, sequence: SequenceCheckpoint) -> bool:
+        for position, token_id in enumerate(sequence.token_ids):
+            if state.is_finished:
+                return False
+            logprobs = None if sequence.logprobs is None else sequence.logprobs[position]
+            self._outputs.append(state, SampledToken(token_id, logprobs))
+        state.num_checkpointed_tokens = state.num_output_tokens
+        return True
+
+    def _fault(self, request: Request, checkpoint: TokenCheckpoint) -> str | None:
+        params, sequences = request.params, checkpoint.sequences
+        if checkpoint.identity != self._identity(request):
+            return "it is of another model, prompt or parameters"
+        if len(sequences) != params.n:
+            return f"it has {len(sequences)} sequences, the request {params.n}"
+        if params.seed is not None and checkpoint.base_seed != params.seed:
+            return "its seed is not the request's"
+        vocab_size = self._model.config.vocab_size
+        for sequence in sequences:
+            if not all(0 <= token_id < vocab_size for token_id in sequence.token_ids):
+                return f"a token id is outside the vocabulary of {vocab_size}"
+            if not _has_its_logprobs(sequence, is_asked=params.logprobs is not None):
+                return "its logprobs do not go with its tokens"
+        return None
+
+    def _identity(self, request: Request) -> str:
+        digest = hashlib.blake2b(self._fingerprint.encode(), digest_size=16)
+        digest.update(array("q", request.prompt_token_ids).tobytes())
+        digest.update(repr(request.params).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return model_fingerprint(self._model)
+
+
+def _has_its_logprobs(sequence: SequenceCheckpoint, *, is_asked: bool) -> bool:
+    if sequence.logprobs is None:
+        return not is_asked
+    chosen = tuple(logprobs.token_id for logprobs in sequence.logprobs)
+    return is_asked and chosen == sequence.token_ids
+
+
+def _warn_dropped(request: Request, fault: str) -> None:
+    logger.warning("the checkpoint of request %s is dropped, it starts over: %s", request.request_id, fault)

@@ -1,0 +1,274 @@
+"""A request that goes on from a checkpoint ends exactly as one that nothing happened to."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.completion import Completion
+from engine.engine import Engine
+from engine.finish_reason import FinishReason
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from engine.sequence_checkpoint import SequenceCheckpoint
+from engine.token_checkpoint import TokenCheckpoint
+from tests.support.engines import load_engine, run_all
+from tests.support.tiny_checkpoint import make_checkpoint
+
+PROMPT = tuple(range(30))
+MAX_TOKENS = 48
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+DRAWN: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights wide enough apart that no choice hangs on the rounding of another batch."""
+    return make_checkpoint(tmp_path_factory.mktemp("resume") / "tiny", "qwen3", initializer_range=0.6)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Engine:
+    return load_engine(model)
+
+
+@pytest.fixture(scope="module")
+def other(model: Path) -> Engine:
+    """The engine of another worker."""
+    return load_engine(model)
+
+
+def _request(**params: Any) -> Request:
+    options: Mapping[str, Any] = {"max_tokens": MAX_TOKENS, "ignore_eos": True} | params
+    return Request("r", PROMPT, SamplingParams(**options))
+
+
+def _interrupted(engine: Engine, request: Request, num_tokens: int) -> TokenCheckpoint:
+    """The request's checkpoint once its sequences have `num_tokens` tokens each, or have ended with fewer."""
+    engine.add_request(request)
+    for _ in range(num_tokens):  # the prompt fits one step: a token a step
+        assert engine.step() == []
+    checkpoint = engine.checkpoint("r")
+    assert checkpoint is not None
+    assert engine.abort("r")
+    engine.step()
+    return checkpoint
+
+
+def _assert_same(
+    found: Sequence[Completion], expected: Sequence[Completion], checkpoint: TokenCheckpoint | None = None
+) -> None:
+    """Equal to the byte; but logprobs behind the checkpoint by rounding, for another batch computed them."""
+    assert [replace(completion, logprobs=None) for completion in found] == [
+        replace(completion, logprobs=None) for completion in expected
+    ]
+    for index, (one, two) in enumerate(zip(found, expected, strict=True)):
+        assert (one.logprobs is None) == (two.logprobs is None)
+        kept = checkpoint.sequences[index].logprobs or () if checkpoint else ()
+        assert (one.logprobs or ())[: len(kept)] == kept
+        for mine, theirs in zip(one.logprobs or (), two.logprobs or (), strict=True):
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+
+
+def _generated(engine: Engine) -> int:
+    return engine.stats().generated_tokens
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "seeded": DRAWN,
+    "logprobs": GREEDY | {"logprobs": 3},
+    "penalties": DRAWN | {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.7},
+    "logit bias": GREEDY | {"logit_bias": {42: 5.0, 43: 4.0}, "frequency_penalty": 1.0},
+    "three completions": DRAWN | {"n": 3, "logprobs": 0},
+    "min tokens": {"temperature": 0.0, "min_tokens": 30, "stop_token_ids": (65, 66, 67, 68)},
+}
+
+
+@pytest.mark.parametrize("at", [1, 2, 17, 18, 19, MAX_TOKENS - 1])  # 30 + 18 tokens fill three blocks of 16
+@pytest.mark.parametrize("case", CASES)
+def test_a_resumed_request_ends_as_an_undisturbed_one(engine: Engine, other: Engine, case: str, at: int) -> None:
+    request = _request(**CASES[case])
+    expected = run_all(engine, [request])["r"].completions
+    checkpoint = _interrupted(engine, request, min(at, *(len(completion.token_ids) - 1 for completion in expected)))
+    before = _generated(other)
+    found = run_all(other, [replace(request, resume=checkpoint)])["r"]
+    _assert_same(found.completions, expected, checkpoint)
+    total = sum(len(completion.token_ids) for completion in expected)
+    assert _generated(other) - before == total - checkpoint.num_tokens
+    assert found.num_resumed_tokens == checkpoint.num_tokens
+    assert found.num_prompt_tokens == len(PROMPT)
+    assert found.num_cached_tokens <= len(PROMPT)
+
+
+def test_every_split_of_a_text_with_stop_strings_and_wide_characters_ends_the_same(
+    engine: Engine, other: Engine
+) -> None:
+    # Drawn from four bytes: "é" is two tokens, the stop string four, so that some split lies inside of each.
+    bias = dict.fromkeys(engine.tokenizer.encode("aéb", add_special_tokens=False), 100.0)
+    params: dict[str, Any] = DRAWN | {"top_p": 1.0, "temperature": 12.0, "logit_bias": bias}
+    plain = (run_all(engine, [_request(**params | {"seed": seed})])["r"].completions[0].text for seed in range(50))
+    seed, found = next((seed, match) for seed, text in enumerate(plain) if (match := re.search(".{5}(.é.)", text)))
+    request = _request(**params | {"seed": seed, "stop": (found[1], "never")})
+    (expected,) = run_all(engine, [request])["r"].completions
+    assert expected.stop_reason == found[1]
+    for at in range(1, len(expected.token_ids)):
+        checkpoint = _interrupted(engine, request, at)
+        assert run_all(other, [replace(request, resume=checkpoint)])["r"].completions == (expected,)
+
+
+def test_an_unseeded_request_goes_on_with_the_draws_it_began_with(engine: Engine, other: Engine) -> None:
+    request = _request(temperature=1.0)
+    checkpoint = _interrupted(engine, request, 10)
+    resumed = replace(request, resume=checkpoint)
+    first, second = (run_all(target, [resumed])["r"].completions[0].token_ids for target in (engine, other))
+    assert first == second
+    assert first[:10] == checkpoint.sequences[0].token_ids
+    fresh = run_all(other, [replace(request, params=replace(request.params, seed=checkpoint.base_seed))])["r"]
+    assert fresh.completions[0].token_ids == first
+
+
+def test_a_completion_that_had_ended_is_not_generated_again(engine: Engine, other: Engine) -> None:
+    plain = run_all(engine, [_request(**DRAWN | {"n": 3})])["r"].completions
+    stop = plain[1].token_ids[4]
+    request = _request(**DRAWN | {"n": 3, "stop_token_ids": (stop,)})
+    expected = run_all(engine, [request])["r"].completions
+    ended = [len(completion.token_ids) for completion in expected if completion.finish_reason is FinishReason.STOP]
+    at = max(length for length in ended if length < MAX_TOKENS - 1) + 1
+    assert any(len(completion.token_ids) > at for completion in expected)
+    checkpoint = _interrupted(engine, request, at)
+    before = _generated(other)
+    assert run_all(other, [replace(request, resume=checkpoint)])["r"].completions == expected
+    total = sum(len(completion.token_ids) for completion in expected)
+    assert _generated(other) - before == total - checkpoint.num_tokens
+
+
+def test_a_checkpoint_with_nothing_left_to_generate_is_handed_out_at_once(engine: Engine, other: Engine) -> None:
+    request = _request(**GREEDY)
+    (expected,) = run_all(engine, [request])["r"].completions
+    checkpoint = _interrupted(engine, request, 5)
+    whole = replace(checkpoint, sequences=(SequenceCheckpoint(expected.token_ids, None),))
+    assert run_all(other, [replace(request, resume=whole)])["r"].completions == (expected,)
+
+
+def test_resumed_requests_are_preempted_and_resumed_once_more(model: Path, engine: Engine) -> None:
+    requests = [
+        Request(str(i), (i, *PROMPT), SamplingParams(max_tokens=60, ignore_eos=True, **DRAWN)) for i in range(8)
+    ]
+    expected = {name: output.completions for name, output in run_all(engine, requests).items()}
+    for request in requests:
+        engine.add_request(request)
+    for _ in range(20):
+        engine.step()
+    checkpoints = {request.request_id: engine.checkpoint(request.request_id) for request in requests}
+    for request in requests:
+        engine.abort(request.request_id)
+    engine.step()
+    tight = load_engine(model, {"engine.kv_cache.num_blocks": "20"})
+    for request in requests:
+        tight.add_request(replace(request, resume=checkpoints[request.request_id]))
+    for _ in range(15):
+        assert tight.step() == []
+    again = [replace(request, resume=tight.checkpoint(request.request_id)) for request in requests]
+    tight.close()
+    tight.step()
+    found = run_all(tight, again)
+    assert {name: output.completions for name, output in found.items()} == expected
+    assert tight.stats().num_preemptions > 0
+
+
+def test_a_checkpoint_is_due_every_so_many_tokens_of_a_sequence(model: Path) -> None:
+    engine = load_engine(model, {"engine.checkpoint_tokens": "8"})
+    engine.add_request(_request(**DRAWN | {"n": 2}))
+    seen = []
+    while engine.has_unfinished():
+        engine.step()
+        seen += [checkpoint.num_tokens for checkpoint in engine.due_checkpoints().values()]
+    # Both sequences are written whenever the first has 8 more tokens; the second began a step later. The request ends
+    # with the second's last token, and nothing is due for what has ended.
+    assert seen == [15, 31, 47, 63, 79, 95]
+    assert engine.due_checkpoints() == {}
+
+
+def test_a_checkpoint_can_be_taken_when_it_is_not_due(engine: Engine) -> None:
+    engine.add_request(_request(**GREEDY))
+    assert engine.checkpoint("r") is None  # nothing generated yet
+    assert engine.checkpoint("nobody") is None
+    engine.step()
+    checkpoint = engine.checkpoint("r")
+    assert checkpoint is not None
+    assert checkpoint.num_tokens == 1
+    run_all(engine, [])
+
+
+def test_without_the_setting_there_are_no_checkpoints_and_others_are_still_resumed(model: Path, engine: Engine) -> None:
+    off = load_engine(model, {"engine.checkpoint_tokens": "none"})
+    request = _request(**GREEDY)
+    expected = run_all(engine, [request])["r"].completions
+    off.add_request(replace(request, resume=_interrupted(engine, request, 40)))
+    while off.has_unfinished():
+        outputs = off.step()
+        assert (off.due_checkpoints(), off.checkpoint("r")) == ({}, None)
+    assert outputs[0].completions == expected
+    assert _generated(off) == MAX_TOKENS - 40
+
+
+def _damaged(checkpoint: TokenCheckpoint) -> dict[str, TokenCheckpoint]:
+    (sequence,) = checkpoint.sequences
+    long = SequenceCheckpoint((65,) * (MAX_TOKENS + 1), None)
+    return {
+        "another model": replace(checkpoint, identity="0" * 32),
+        "sequences": replace(checkpoint, sequences=(sequence, sequence)),
+        "vocabulary": replace(checkpoint, sequences=(SequenceCheckpoint((65, 320), None),)),
+        "negative": replace(checkpoint, sequences=(SequenceCheckpoint((-1,), None),)),
+        "goes on after its end": replace(checkpoint, sequences=(long,)),
+        "logprobs": replace(checkpoint, sequences=(replace(sequence, logprobs=()),)),
+        "its seed": replace(checkpoint, base_seed=8),
+    }
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["another model", "sequences", "vocabulary", "negative", "goes on after its end", "logprobs", "its seed"],
+)
+def test_a_checkpoint_that_is_not_of_the_request_is_dropped_with_a_warning(
+    engine: Engine, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    request = _request(**DRAWN)
+    expected = run_all(engine, [request])["r"].completions
+    checkpoint = _damaged(_interrupted(engine, request, 10))[damage]
+    before = _generated(engine)
+    with caplog.at_level(logging.WARNING, logger="engine.request_checkpoints"):
+        output = run_all(engine, [replace(request, resume=checkpoint)])["r"]
+    assert output.completions == expected
+    assert output.num_resumed_tokens == 0
+    assert _generated(engine) - before == MAX_TOKENS
+    assert "request r is dropped" in caplog.text
+
+
+@pytest.mark.parametrize("changed", [{"seed": 8}, {"max_tokens": 47}, {"stop": ("x",)}, {"logprobs": 1}])
+def test_other_parameters_are_another_request(
+    engine: Engine, caplog: pytest.LogCaptureFixture, changed: dict[str, Any]
+) -> None:
+    checkpoint = _interrupted(engine, _request(**DRAWN), 10)
+    request = _request(**DRAWN | changed)
+    expected = run_all(engine, [request])["r"].completions
+    assert run_all(engine, [replace(request, resume=checkpoint)])["r"].completions == expected
+    assert "another model, prompt or parameters" in caplog.text
+
+
+def test_another_model_of_the_same_shape_takes_no_checkpoint(
+    engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = _request(**GREEDY)
+    checkpoint = _interrupted(engine, request, 10)
+    tuned = load_engine(make_checkpoint(tmp_path / "tiny", "qwen3", seed=1, initializer_range=0.6))
+    run_all(tuned, [replace(request, resume=checkpoint)])
+    assert "another model" in caplog.text
+    assert _generated(tuned) == MAX_TOKENS
