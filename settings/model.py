@@ -19,6 +19,10 @@ class ModelSettings(BaseModel):
     path: Annotated[Path, Accepted("the directory of a checkpoint in Hugging Face layout")] | None = Field(
         default=None, description="Checkpoint directory: config.json, *.safetensors and tokenizer.json."
     )
+    root: Annotated[Path, Accepted("the directory that holds all checkpoints")] | None = Field(
+        default=None,
+        description="Where checkpoints may be: model.path is taken under it, and no link may lead out of it.",
+    )
     name: Annotated[str, Accepted("a name, 1 to 256 characters")] | None = Field(
         default=None,
         min_length=1,

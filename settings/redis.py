@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -50,6 +51,15 @@ class RedisSettings(BaseModel):
 
     url: Annotated[SecretStr, Accepted(_URL_FORMS), AfterValidator(_check_url)] = Field(
         default=SecretStr("redis://127.0.0.1:6379/0"), description="Redis to connect to. The password is never printed."
+    )
+    password_file: Annotated[Path, Accepted("the path of a file that holds the password")] | None = Field(
+        default=None, description="File with the password of redis.url, which then holds a user name and no password."
+    )
+    ca_file: Annotated[Path, Accepted("the path of a PEM file of certificates")] | None = Field(
+        default=None, description="Who must have signed the server's certificate; none: whom this machine trusts."
+    )
+    allow_unauthenticated: bool = Field(
+        default=False, description="Whether a Redis on another machine may be used without a password."
     )
     socket_timeout_s: Seconds = Field(
         default=10.0,

@@ -34,11 +34,17 @@ class WorkerSettings(BaseModel):
     reap_grace_s: Seconds = Field(
         default=30.0, ge=0, le=86_400, description="Wait before a shard nobody took is announced again; it doubles."
     )
+    ageing_s: Seconds = Field(
+        default=60.0, ge=0.1, le=86_400, description="Waiting that is worth one step of priority, so that none starves."
+    )
     drain_timeout_s: Seconds = Field(
         default=30.0, ge=0, le=86_400, description="On stop, how long running prompts may still finish."
     )
+    hang_timeout_s: Seconds = Field(
+        default=300.0, ge=0.5, le=86_400, description="A step of the engine that takes longer ends the worker with 70."
+    )
     max_attempts: Annotated[int, Unit("attempts")] = Field(
-        default=3, ge=1, le=100, description="Crashed workers a shard survives before its prompts become errors."
+        default=3, ge=1, le=100, description="Crashed workers after which a prompt that ran alone becomes an error."
     )
     result_batch_size: Annotated[int, Unit("results")] = Field(
         default=200, ge=1, le=100_000, description="Most results written to Redis in one call."

@@ -41,7 +41,8 @@ def command(model: str | None, as_json: bool, redis_url: str | None, assignments
 
 def _findings(effective: EffectiveSettings) -> Iterator[Finding]:
     shown_url = next(row.value_text for row in effective.rows() if row.key == "redis.url")
-    yield from redis_findings(effective.settings.redis, shown_url)
+    is_worker = effective.settings.model.path is not None
+    yield from redis_findings(effective.settings.redis, shown_url, for_worker=is_worker)
     if importlib.util.find_spec("torch") is None:
         yield Finding(
             "torch",

@@ -10,7 +10,7 @@ import torch
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import EngineError
-from engine.loading.derived_settings import default_device, derive_settings
+from engine.loading.derived_settings import default_device, derive_settings, model_path
 from engine.text.tokenizer import Tokenizer
 from kernels.dispatch import implementation_names
 from kernels.errors import KernelsUnavailable
@@ -81,12 +81,12 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
 
 
 def _model(effective: EffectiveSettings) -> Iterator[Finding]:
-    path = effective.settings.model.path
-    if path is None:
+    if effective.settings.model.path is None:
         fix = "set model.path (MILLRACE_MODEL__PATH, --model DIR) where a worker is to run"
         yield Finding("model", Level.WARNING, "model.path is not set", fix)
         return
     try:
+        path = model_path(effective)
         config = ModelConfig.from_directory(path)
         with Checkpoint.open(path) as checkpoint:
             size_bytes = checkpoint.total_bytes

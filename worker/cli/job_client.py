@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import redis
 from pydantic import ValidationError
 
-from settings import EffectiveSettings
+from settings import EffectiveSettings, SettingsError
 from worker.cli.bad_usage import BadUsage
 from worker.cli.command_error import CommandError
 from worker.client import BatchClient
@@ -21,7 +21,7 @@ def job_client(effective: EffectiveSettings) -> Iterator[BatchClient]:
     try:
         with BatchClient(effective.settings.redis, limits=effective.settings.limits) as client:
             yield client
-    except (InvalidJobId, InvalidSubmission) as error:
+    except (InvalidJobId, InvalidSubmission, SettingsError) as error:
         raise BadUsage(str(error)) from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

@@ -27,7 +27,8 @@ def job_details(job: JobStatus) -> str:
         f"status     {job.status.value}{f': {job.error}' if job.error else ''}",
         f"requests   {counts.total}: {counts.completed} completed, {counts.failed} failed",
         f"shards     {job.shards_done}/{job.shards_total}",
-        f"tokens     {usage.input_tokens} in ({usage.cached_tokens} cached), {usage.output_tokens} out",
+        f"tokens     {usage.input_tokens} in ({usage.cached_tokens} cached), {usage.output_tokens} out"
+        + (f" ({usage.resumed_tokens} resumed)" if usage.resumed_tokens else ""),
         f"priority   {job.priority}",
         f"tenant     {job.tenant}",
         *(f"metadata   {key}={value}" for key, value in job.metadata.items()),

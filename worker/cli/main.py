@@ -26,6 +26,7 @@ cli = LazyGroup(
         "jobs": LazyCommand("worker.cli.jobs", "List jobs, newest first."),
         "config": LazyCommand("worker.cli.config", "Show every setting: value, source, what is accepted."),
         "doctor": LazyCommand("worker.cli.doctor", "Check Redis, torch, the device, the kernels and the model."),
+        "acl": LazyCommand("worker.cli.acl", "Print the Redis users that producers and workers need."),
         "demo": LazyCommand("worker.cli.demo", "Redis, a worker and 240 prompts on this machine, from nothing."),
     },
 )

@@ -1,0 +1,1 @@
+"""Redis users, each with the commands and the keys it needs and no others."""
