@@ -1,11 +1,12 @@
 # Two commands set everything up on a fresh machine with Python >= 3.11 and make:
 #   make demo   runs the main job: Redis, a worker, a model, 240 prompts
 #   make test   runs the checks and the tests
+#   make chaos  runs all of the fault injection, also what takes too long for `make test`
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check clean
+.PHONY: demo test chaos check clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/millrace demo
@@ -14,6 +15,9 @@ test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests
 	# Triton chooses its interpreter when a kernel is decorated: a run of its own.
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/triton
+
+chaos: $(VENV)/.test-installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos -m "chaos or not chaos"
 
 check: $(VENV)/.test-installed
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ from kombu import Exchange, Queue
 
 from settings import RedisSettings, Settings
 from worker.broker.queue_lanes import PRIORITY_STEPS, QUEUE
+from worker.registry.redis_address import RedisAddress
 from worker.schemas.submit_options import DEFAULT_PRIORITY
 
 _TRANSPORT = "worker.broker.guarded_transport:GuardedTransport"
@@ -24,7 +25,7 @@ def create_app(settings: Settings) -> Celery:
     """A Celery app for this Redis. No task is registered and nothing connects yet.
 
     A message only says "look at this job": the registry is the truth, so there is no result backend, no retry, no
-    countdown, and a lost or doubled message does no harm.
+    countdown, and a lost or doubled message does no harm. Raises SettingsError for what RedisAddress refuses.
     """
     app = Celery("millrace", set_as_current=False)
     app.conf.update(
@@ -46,7 +47,7 @@ def create_app(settings: Settings) -> Celery:
         task_acks_on_failure_or_timeout=True,  # a failure is in the registry: the message has done its work
         task_reject_on_worker_lost=True,
         # Shards in flight share one engine in this process; no message is taken that finds no thread.
-        worker_pool="threads",
+        worker_pool="worker.broker.guarded_pool:GuardedPool",
         worker_concurrency=settings.worker.concurrency + SPARE_THREADS,
         worker_prefetch_multiplier=1,
         worker_consumer="worker.broker.guarded_consumer:GuardedConsumer",
@@ -64,14 +65,13 @@ def create_app(settings: Settings) -> Celery:
 
 
 def _broker(redis: RedisSettings) -> dict[str, Any]:
-    url = redis.url.get_secret_value()
-    is_socket = url.startswith("unix:")
+    address = RedisAddress.of(redis)
     return {
-        "broker_url": _socket_url(url) if is_socket else url,
+        "broker_url": _socket_url(address.url) if address.is_socket else address.url,
         # A frame that is no message must not stop a worker: see GuardedChannel.
-        "broker_transport": _SOCKET_TRANSPORT if is_socket else _TRANSPORT,
+        "broker_transport": _SOCKET_TRANSPORT if address.is_socket else _TRANSPORT,
         # Certificates are checked; the URL may say otherwise (ssl_cert_reqs, ssl_ca_certs).
-        "broker_use_ssl": {"ssl_cert_reqs": ssl.CERT_REQUIRED} if url.startswith("rediss:") else None,
+        "broker_use_ssl": _certificate_checks(address) if address.is_tls else None,
         "broker_connection_retry": True,
         "broker_connection_retry_on_startup": True,
         "broker_connection_max_retries": None,  # for ever: the default gives up after 100
@@ -82,6 +82,8 @@ def _broker(redis: RedisSettings) -> dict[str, Any]:
             "visibility_timeout": VISIBILITY_TIMEOUT_S,
             "unacked_restore_interval": 10,
             "unacked_restore_throttle": 1,
+            # A worker that dies while it looks for others' messages keeps them all from looking: 300 s by default.
+            "unacked_mutex_expire": 30,
             # Without these a half-open connection is never noticed.
             "socket_timeout": redis.socket_timeout_s,
             "socket_connect_timeout": redis.connect_timeout_s,
@@ -93,6 +95,11 @@ def _broker(redis: RedisSettings) -> dict[str, Any]:
             "global_keyprefix": "",
         },
     }
+
+
+def _certificate_checks(address: RedisAddress) -> dict[str, Any]:
+    checks: dict[str, Any] = {"ssl_cert_reqs": ssl.CERT_REQUIRED}
+    return checks if address.ca_file is None else {**checks, "ssl_ca_certs": str(address.ca_file)}
 
 
 def _socket_url(url: str) -> str:

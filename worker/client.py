@@ -49,7 +49,8 @@ class BatchClient:
     """A producer's connection to the queue; usable from several threads, and as a context manager.
 
     Needs neither torch nor a model. Every method raises redis.RedisError when Redis cannot be had, InvalidJobId for
-    what is no job id, and JobNotFound for a job that was never submitted or is forgotten.
+    what is no job id, and JobNotFound for a job that was never submitted or is forgotten. Making one raises
+    SettingsError for a Redis on another machine without a password, unless its settings allow it.
     """
 
     def __init__(self, redis: str | RedisSettings, *, limits: LimitSettings | None = None) -> None:

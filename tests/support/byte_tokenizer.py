@@ -13,6 +13,9 @@ class ByteTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode("utf-8", "replace")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import time
 from typing import cast
 
@@ -13,6 +14,7 @@ from engine.finish_reason import FinishReason
 from engine.request import Request
 from engine.request_output import RequestOutput
 from engine.text.tokenizer import Tokenizer
+from engine.token_checkpoint import TokenCheckpoint
 from tests.support.byte_tokenizer import ByteTokenizer
 
 # Words in a prompt, and what they make the engine do.
@@ -20,7 +22,7 @@ REFUSE = "*refuse*"  # add_request raises InvalidRequest
 FAIL = "*fail*"  # the request ends in an error of its own
 BREAK = "*break*"  # step raises: the engine is broken
 HANG = "*hang*"  # step does not return for a minute
-KILL = "*kill*"  # the process dies as if by kill -9
+KILL = "*kill*"  # the process dies by kill -9
 
 
 def answer(prompt: str) -> str:
@@ -31,9 +33,11 @@ def answer(prompt: str) -> str:
 class FakeEngine:
     """Advances up to `slots` requests one of `steps_per_request` steps in each step, oldest first."""
 
-    def __init__(self, *, steps_per_request: int = 1, step_s: float = 0.0, slots: int = 8) -> None:
+    def __init__(
+        self, *, steps_per_request: int = 1, step_s: float = 0.0, slots: int = 8, max_model_len: int = 4096
+    ) -> None:
         self.tokenizer = cast(Tokenizer, ByteTokenizer())
-        self.max_model_len = 4096
+        self.max_model_len = max_model_len
         self.num_aborted = 0
         self.most_open = 0
         self.is_closed = False
@@ -58,6 +62,12 @@ class FakeEngine:
         self.num_aborted += 1
         self._ready.append(self._output(entry[0], FinishReason.CANCELLED))
         return True
+
+    def checkpoint(self, request_id: str) -> TokenCheckpoint | None:
+        return None  # its answers come whole
+
+    def due_checkpoints(self) -> dict[str, TokenCheckpoint]:
+        return {}
 
     def step(self) -> list[RequestOutput]:
         time.sleep(self._step_s)
@@ -94,7 +104,7 @@ class FakeEngine:
     @staticmethod
     def _misbehave(prompt: str) -> None:
         if KILL in prompt:
-            os._exit(9)
+            os.kill(os.getpid(), signal.SIGKILL)
         if BREAK in prompt:
             raise RuntimeError("broken by the fake engine")
         if HANG in prompt:

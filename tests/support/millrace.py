@@ -11,6 +11,9 @@ _CODE = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import worker.cli.main 
 COMMAND = [sys.executable, "-c", _CODE]
 
 
-def millrace(*arguments: str | Path, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+def millrace(
+    *arguments: str | Path, stdin: bytes = b"", timeout_s: float = 100.0
+) -> subprocess.CompletedProcess[bytes]:
     """Run `millrace ARGUMENTS` to its end."""
-    return subprocess.run([*COMMAND, *map(str, arguments)], input=stdin, capture_output=True, check=False, timeout=100)
+    command = [*COMMAND, *map(str, arguments)]
+    return subprocess.run(command, input=stdin, capture_output=True, check=False, timeout=timeout_s)

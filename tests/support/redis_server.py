@@ -31,14 +31,15 @@ def private_redis(directory: Path, *, port: int) -> Iterator[str]:
     with (directory / "redis.log").open("wb") as log:
         process = subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT)
     try:
-        _wait_until_it_answers(port, process)
+        wait_until_it_answers(port, process)
         yield f"redis://127.0.0.1:{port}/0"
     finally:
         process.terminate()
         process.wait(timeout=START_TIMEOUT_S)
 
 
-def _wait_until_it_answers(port: int, process: subprocess.Popen[bytes]) -> None:
+def wait_until_it_answers(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until the server on `port` has loaded its data; raises redis.RedisError if it ends or takes too long."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     with redis.Redis(port=port) as client:
         while True:

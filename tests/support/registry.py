@@ -63,8 +63,8 @@ class TestRegistry:
     def leases(self, *, lease_s: float = 30.0, max_attempts: int = 3, owner: str = "tester") -> UnitLeases:
         return UnitLeases(self.redis, self.keys, owner=owner, lease_s=lease_s, max_attempts=max_attempts, grace_s=30.0)
 
-    def reap_queue(self, *, grace_s: float = 30.0) -> ReapQueue:
-        return ReapQueue(self.redis, self.keys, grace_s=grace_s)
+    def reap_queue(self, *, grace_s: float = 30.0, ageing_s: float = 60.0) -> ReapQueue:
+        return ReapQueue(self.redis, self.keys, grace_s=grace_s, ageing_s=ageing_s)
 
     def submit(self, lines: Sequence[bytes], options: SubmitOptions | None = None) -> str:
         """A queued job with these lines."""
@@ -87,9 +87,9 @@ class TestRegistry:
             self.redis.zadd(self.keys.open, {str(text(cast(bytes, member))): 1})
 
 
-def must_claim(leases: UnitLeases, ref: UnitRef) -> Claim:
+def must_claim(leases: UnitLeases, ref: UnitRef, *, alone: bool = False) -> Claim:
     """A claim that must succeed."""
-    claim = leases.claim(ref)
+    claim = leases.claim(ref, alone=alone)
     assert not isinstance(claim, ClaimRefusal), claim
     return claim
 

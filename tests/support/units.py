@@ -66,7 +66,9 @@ class Units:
 
     def shard_run(self, held: HeldUnit) -> ShardRun:
         requests = RequestBuilder(self.engine.tokenizer, max_model_len=self.engine.max_model_len, model_name="fake")
-        prompts = ShardPrompts(held.claim, requests, self.engine.tokenizer, model_name="fake", limits=LimitSettings())
+        prompts = ShardPrompts(
+            held.claim, requests, self.engine.tokenizer, model_name="fake", limits=LimitSettings(), ageing_s=60.0
+        )
         return ShardRun(
             held,
             prompts,

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import pickle
 import ssl
+from pathlib import Path
 
 import pytest
+import trustme
+from kombu.exceptions import ContentDisallowed
+from kombu.serialization import loads, prepare_accept_content
 from pydantic import SecretStr
 
-from settings import RedisSettings, Settings, WorkerSettings
+from settings import RedisSettings, Settings, SettingsError, WorkerSettings
 from worker.app import SPARE_THREADS, create_app
 from worker.broker.queue_lanes import PRIORITY_STEPS, QUEUE
 
@@ -18,9 +23,36 @@ def test_making_an_app_connects_to_nothing_and_is_nobodys_current_app() -> None:
     app = create_app(_settings("redis://127.0.0.1:1/0"))
     assert "millrace.plan" not in app.tasks
     assert app.conf.worker_concurrency == 3 + SPARE_THREADS
-    assert (app.conf.worker_pool, app.conf.task_acks_late, app.conf.worker_prefetch_multiplier) == ("threads", True, 1)
+    assert app.conf.worker_pool == "worker.broker.guarded_pool:GuardedPool"  # of threads
+    assert (app.conf.task_acks_late, app.conf.worker_prefetch_multiplier) == (True, 1)
     assert app.conf.result_backend is None
-    assert list(app.conf.accept_content) == ["json"]
+
+
+def test_nothing_in_a_message_is_run_and_nobody_stops_a_worker_through_the_broker() -> None:
+    conf = create_app(_settings("redis://127.0.0.1:1/0")).conf
+    assert (list(conf.accept_content), conf.task_serializer) == (["json"], "json")
+    assert (conf.result_backend, conf.task_ignore_result) == (None, True)
+    assert (conf.worker_enable_remote_control, conf.worker_send_task_events) == (False, False)
+
+
+@pytest.mark.parametrize("content_type", ["pickle", "yaml", "application/x-python-serialize"])
+def test_a_pickled_message_is_not_even_decoded(content_type: str) -> None:
+    app = create_app(_settings("redis://127.0.0.1:1/0"))
+    with pytest.raises(ContentDisallowed):
+        loads(pickle.dumps([]), content_type, "binary", accept=prepare_accept_content(app.conf.accept_content))
+
+
+def test_certificates_are_checked_against_the_ca_of_the_settings(tmp_path: Path) -> None:
+    file = tmp_path / "ca.pem"
+    trustme.CA().cert_pem.write_to_path(str(file))
+    redis = RedisSettings(url=SecretStr("rediss://:pw@host/1"), ca_file=file)
+    connection = create_app(Settings(redis=redis)).connection_for_read()
+    assert connection.ssl == {"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_ca_certs": str(file)}
+
+
+def test_another_machines_redis_without_a_password_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"^redis\.url=redis://host/0: on another machine and without a password"):
+        create_app(_settings("redis://host/0"))
 
 
 def test_lanes_and_queue_are_those_the_reaper_looks_at() -> None:
@@ -39,7 +71,7 @@ def test_a_broker_connection_never_waits_for_ever() -> None:
     [
         ("redis://user:pw@host:1234/3", ("host", 1234, "3", "user", "pw", None)),
         ("rediss://:pw@host/1", ("host", 6379, "1", None, "pw", {"ssl_cert_reqs": ssl.CERT_REQUIRED})),
-        ("rediss://host/0?ssl_cert_reqs=none", ("host", 6379, "0", None, None, {"ssl_cert_reqs": ssl.CERT_NONE})),
+        ("rediss://:pw@host/0?ssl_cert_reqs=none", ("host", 6379, "0", None, "pw", {"ssl_cert_reqs": ssl.CERT_NONE})),
     ],
 )
 def test_the_broker_is_the_redis_of_the_settings(url: str, expected: tuple[object, ...]) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 
 from kombu.transport.redis import Channel
+from redis.exceptions import DataError
 
 from worker.broker.dead_frames import bury
 from worker.broker.untyped import Untyped
 
 logger = logging.getLogger(__name__)
 
-# What decoding and delivering a malformed frame raises; errors of the connection are none of these.
-_FRAME_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
+# What decoding and delivering a malformed frame raises; errors of the connection are none of these. DataError: redis-py
+# refuses to send what the frame calls its delivery tag.
+_FRAME_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RecursionError, DataError)
 
 
 class GuardedChannel(Channel):  # type: ignore[misc]  # kombu has no types

@@ -32,6 +32,10 @@ class GuardedConsumer(Consumer):  # type: ignore[misc]  # celery has no types
 
         def handle_or_bury(message: Untyped) -> None:
             try:
+                if message.headers.get("eta") is not None:
+                    # Celery would keep it in memory, unacknowledged, until then. No message of ours has one.
+                    self._bury(message, "it has an ETA")
+                    return
                 handle(message)
             except connection_errors:
                 raise

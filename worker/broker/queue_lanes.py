@@ -12,10 +12,11 @@ PLAN_PRIORITY = 0
 _SEPARATOR = "\x06\x16"  # kombu's, between the queue's name and the step
 
 
+def steps_by_priority() -> list[int]:
+    """For priorities 0 .. 9, the step of the lane in which their messages wait."""
+    return [max(step for step in PRIORITY_STEPS if step <= priority) for priority in range(10)]
+
+
 def lanes_by_priority() -> list[str]:
     """For priorities 0 .. 9, the Redis list in which their messages wait."""
-    lanes = []
-    for priority in range(10):
-        step = max(step for step in PRIORITY_STEPS if step <= priority)
-        lanes.append(f"{QUEUE}{_SEPARATOR}{step}" if step else QUEUE)
-    return lanes
+    return [f"{QUEUE}{_SEPARATOR}{step}" if step else QUEUE for step in steps_by_priority()]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class BodyModel(BaseModel):
@@ -18,18 +17,15 @@ class BodyModel(BaseModel):
 
     nullable: ClassVar[frozenset[str]] = frozenset()  # keys whose null is a value of its own
 
-    _given: Mapping[str, object] = PrivateAttr(default_factory=dict)
-
-    @model_validator(mode="wrap")
+    @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, value: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        if not isinstance(value, dict):
-            return handler(value)
-        optional = cls.model_fields.keys() - cls.nullable
-        model = handler({key: item for key, item in value.items() if item is not None or key not in optional})
-        model._given = value
-        return model
+    def _without_nulls(cls, value: object) -> object:
+        return cls.less_nulls(value)
 
-    def as_given(self) -> dict[str, object]:
-        """The object as the line had it, key order included: a template's `tojson` shows that order."""
-        return dict(self._given)
+    @classmethod
+    def less_nulls(cls, value: object) -> object:
+        """`value`, if it is an object, less the optional keys that are null."""
+        if not isinstance(value, dict) or None not in value.values():
+            return value
+        optional = cls.model_fields.keys() - cls.nullable
+        return {key: item for key, item in value.items() if item is not None or key not in optional}

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from worker.lines.body_model import BodyModel
+from worker.lines.given_model import GivenModel
 
 
 def _arguments(value: object) -> Mapping[str, object]:
@@ -24,7 +24,7 @@ def _arguments(value: object) -> Mapping[str, object]:
     return value
 
 
-class CalledFunction(BodyModel):
+class CalledFunction(GivenModel):
     """Name and arguments of one call that the assistant made."""
 
     name: Annotated[str, Field(min_length=1)]

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Discriminator, Strict, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from worker.lines.body_model import BodyModel
+from worker.lines.given_model import GivenModel
 from worker.lines.text_part import TextPart
 from worker.lines.tool_call import ToolCall
 
@@ -21,7 +21,7 @@ def _content_kind(value: object) -> str | None:
     return "<parts>" if isinstance(value, list | tuple) else None
 
 
-class ChatMessage(BodyModel):
+class ChatMessage(GivenModel):
     """A message: text or text parts, and what an assistant called or a tool answered.
 
     `refusal`, `audio`, `function_call` and `annotations` stand in every message that OpenAI returns; only
@@ -53,8 +53,9 @@ class ChatMessage(BodyModel):
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Self:
+        given = self.model_fields_set
         for field, role in _ROLE_OF_FIELD.items():
-            if field in self.model_fields_set and self.role != role:
+            if field in given and self.role != role:
                 raise PydanticCustomError("invalid_value", f"only in a message of role {role}", {"at": field})
         may_be_silent = self.role == "assistant" and bool(self.tool_calls or self.reasoning_content)
         if self.content is None and not may_be_silent:

@@ -11,14 +11,13 @@ from worker.lines.request_line import RequestBody
 def check_limits(body: RequestBody, limits: LimitSettings) -> None:
     """Refuse what costs memory or time out of proportion to the line's size. Raises RefusalError."""
     logprobs = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
-    for param, number, setting in (
-        ("n", body.n, "max_n"),
-        ("stop", len(body.stop), "max_stop"),
-        ("stop_token_ids", len(body.stop_token_ids), "max_logit_bias"),
-        ("logit_bias", len(body.logit_bias), "max_logit_bias"),
-        (logprobs, body.num_logprobs or 0, "max_top_logprobs"),
+    for param, number, maximum, setting in (
+        ("n", body.n, limits.max_n, "max_n"),
+        ("stop", len(body.stop), limits.max_stop, "max_stop"),
+        ("stop_token_ids", len(body.stop_token_ids), limits.max_logit_bias, "max_logit_bias"),
+        ("logit_bias", len(body.logit_bias), limits.max_logit_bias, "max_logit_bias"),
+        (logprobs, body.num_logprobs or 0, limits.max_top_logprobs, "max_top_logprobs"),
     ):
-        maximum: int = getattr(limits, setting)
         if number > maximum:
             verb, unit = ("is", "") if param in ("n", logprobs) else ("has", " entries")
             raise RefusalError(

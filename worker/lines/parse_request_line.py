@@ -21,6 +21,8 @@ from worker.lines.unsupported import without_neutral
 
 MAX_CUSTOM_ID_CHARS = 512
 _ENVELOPE_KEYS = ("custom_id", "method", "url", "body")
+_ENVELOPE_MARKS = frozenset({"method", "url", "body"})
+_ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
 _PROMPT_KEYS = {"messages": Endpoint.CHAT_COMPLETIONS, "prompt": Endpoint.COMPLETIONS}
 
 
@@ -85,7 +87,7 @@ def _custom_id(value: Mapping[str, object], index: int) -> str:
 
 
 def _is_envelope(value: Mapping[str, object]) -> bool:
-    return any(key in value for key in ("method", "url", "body"))
+    return not _ENVELOPE_MARKS.isdisjoint(value)
 
 
 def _endpoint_and_body(value: Mapping[str, object]) -> tuple[Endpoint, Mapping[str, object]]:
@@ -130,9 +132,9 @@ def _open_envelope(value: Mapping[str, object]) -> tuple[Endpoint, Mapping[str, 
 
 
 def _endpoint(url: object) -> Endpoint:
-    for endpoint in Endpoint:
-        if url == endpoint.value:
-            return endpoint
+    endpoint = _ENDPOINTS.get(url) if isinstance(url, str) else None
+    if endpoint is not None:
+        return endpoint
     raise RefusalError(f"url is {shorten(url)}; accepted: {' or '.join(Endpoint)}", code="unknown_url", param="url")
 
 

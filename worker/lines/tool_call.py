@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from worker.lines.body_model import BodyModel
 from worker.lines.called_function import CalledFunction
+from worker.lines.given_model import GivenModel
 
 
-class ToolCall(BodyModel):
+class ToolCall(GivenModel):
     """One call that the assistant made in an earlier turn."""
 
     id: str | None = None

@@ -38,15 +38,17 @@ _REFUSED = frozenset(
         "prompt_embeds", "documents",
     }
 )  # fmt: skip
+_KNOWN = _REFUSED | _NEUTRAL.keys()
 _OF_COMPLETIONS = frozenset({"best_of", "echo", "suffix"})
 
 
-def without_neutral(body: Mapping[str, object], endpoint: Endpoint) -> dict[str, object]:
+def without_neutral(body: Mapping[str, object], endpoint: Endpoint) -> Mapping[str, object]:
     """`body` less the parameters that are present but ask for nothing. Raises RefusalError for others."""
+    if _KNOWN.isdisjoint(body):  # nearly every line
+        return body
     kept: dict[str, object] = {}
     for name, value in body.items():
-        known = name in _REFUSED or name in _NEUTRAL
-        if not known or (name in _OF_COMPLETIONS and endpoint is not Endpoint.COMPLETIONS):
+        if name not in _KNOWN or (name in _OF_COMPLETIONS and endpoint is not Endpoint.COMPLETIONS):
             kept[name] = value
         elif value is not None and not _is_neutral(name, value):
             accepted = " or ".join(map(shorten, _NEUTRAL[name])) if name in _NEUTRAL else "a line without it"

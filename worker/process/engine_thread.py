@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from engine.errors import EngineFatal, InvalidRequest
 from engine.request import Request
 from engine.request_output import RequestOutput
+from engine.token_checkpoint import TokenCheckpoint
 from worker.requests.step_engine import StepEngine
 
-OnOutput = Callable[[RequestOutput], None]
+OnOutputs = Callable[[list[RequestOutput]], None]
+OnCheckpoint = Callable[[str, TokenCheckpoint], None]  # request id, how far it has come
+OnSuspended = Callable[[Mapping[str, TokenCheckpoint]], None]
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +24,8 @@ logger = logging.getLogger(__name__)
 class EngineThread:
     """Loads the engine, steps it, and is the only one to touch it. Other threads leave requests and aborts here.
 
-    Outputs are handed to each request's own callback on this thread, so a callback may only put them somewhere.
+    Outputs and checkpoints are handed to each request's own callbacks on this thread, so a callback may only put them
+    somewhere.
     """
 
     def __init__(
@@ -32,7 +37,8 @@ class EngineThread:
         self._changed = threading.Condition()
         self._additions: list[Request] = []
         self._aborts: list[str] = []
-        self._callbacks: dict[str, OnOutput] = {}
+        self._suspensions: list[tuple[Sequence[str], OnSuspended]] = []
+        self._callbacks: dict[str, tuple[OnOutputs, OnCheckpoint]] = {}
         self._engine: StepEngine | None = None
         self._load_error: BaseException | None = None
         self._has_failed = False
@@ -72,24 +78,45 @@ class EngineThread:
         """Requests without their output."""
         return len(self._callbacks)
 
-    def try_submit(self, request: Request, on_output: OnOutput) -> bool:
-        """Queue a request; `on_output` gets its one output. False, and nothing queued, if there is no room now."""
+    def try_submit(
+        self, requests: Sequence[Request], on_outputs: OnOutputs, on_checkpoint: OnCheckpoint = lambda _, __: None
+    ) -> int:
+        """Queue the first of `requests`, as many as there is room for now, and return their number.
+
+        `on_outputs` gets the one output of each, those of one step together; `on_checkpoint` how far one is, every
+        now and then before.
+        """
         with self._changed:
-            if self._has_failed or self._stopping or len(self._callbacks) >= self._max_open_requests:
-                return False
-            self._callbacks[request.request_id] = on_output
-            self._additions.append(request)
+            if self._has_failed or self._stopping:
+                return 0
+            taken = requests[: max(self._max_open_requests - len(self._callbacks), 0)]
+            self._callbacks.update(dict.fromkeys((r.request_id for r in taken), (on_outputs, on_checkpoint)))
+            self._additions += taken
             self._changed.notify_all()
-            return True
+            return len(taken)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests before the next step; their callbacks are forgotten."""
         with self._changed:
-            for request_id in request_ids:
-                if self._callbacks.get(request_id) is not None:
-                    self._callbacks[request_id] = _ignore
-                    self._aborts.append(request_id)
+            self._aborts += self._forget_callbacks(request_ids)
             self._changed.notify_all()
+
+    def suspend(self, request_ids: Sequence[str], timeout_s: float) -> Mapping[str, TokenCheckpoint]:
+        """End requests before the next step; how far those had come that had generated anything.
+
+        Outputs of the step that runs still reach their callbacks before this returns. If it does not end within
+        `timeout_s` the answer is empty, and the requests end whenever it does.
+        """
+        answer: queue.SimpleQueue[Mapping[str, TokenCheckpoint]] = queue.SimpleQueue()
+        with self._changed:
+            if self._has_failed or self._stopping:
+                return {}
+            self._suspensions.append((request_ids, answer.put))
+            self._changed.notify_all()
+        try:
+            return answer.get(timeout=timeout_s)
+        except queue.Empty:
+            return {}
 
     def stop(self, timeout_s: float) -> bool:
         """Stop after the current step and close the engine; False if it hangs."""
@@ -121,40 +148,66 @@ class EngineThread:
 
     def _wait_for_work(self, engine: StepEngine) -> bool:
         with self._changed:
-            while not self._stopping and not (self._additions or self._aborts or engine.has_unfinished()):
+            while not self._stopping and not (self._is_called() or engine.has_unfinished()):
                 self._is_idle = True
                 self._changed.wait()
             self._step_began_at = time.monotonic()  # before _is_idle, which other threads read first
             self._is_idle = False
             return not self._stopping
 
+    def _is_called(self) -> bool:
+        return bool(self._additions or self._aborts or self._suspensions)
+
     def _take_requests(self, engine: StepEngine) -> None:
         with self._changed:
             additions, self._additions = self._additions, []
             aborts, self._aborts = self._aborts, []
+            suspensions, self._suspensions = self._suspensions, []
         for request in additions:
             try:
                 engine.add_request(request)
             except InvalidRequest as error:
-                self._deliver(RequestOutput(request.request_id, len(request.prompt_token_ids), 0, (), error))
+                self._deliver([RequestOutput(request.request_id, len(request.prompt_token_ids), 0, (), error)])
+        for request_ids, on_suspended in suspensions:
+            taken = {request_id: engine.checkpoint(request_id) for request_id in request_ids}
+            on_suspended({request_id: checkpoint for request_id, checkpoint in taken.items() if checkpoint is not None})
+            with self._changed:
+                aborts += self._forget_callbacks(request_ids)
         for request_id in aborts:
             engine.abort(request_id)
+
+    def _forget_callbacks(self, request_ids: Sequence[str]) -> list[str]:
+        """Under the lock: nobody waits for these any more; those of them that are open."""
+        open_ids = [request_id for request_id in request_ids if request_id in self._callbacks]
+        for request_id in open_ids:
+            self._callbacks[request_id] = (_ignore, _ignore_checkpoint)
+        return open_ids
 
     def _step(self, engine: StepEngine) -> None:
         if not engine.has_unfinished():
             return
         outputs = engine.step()
         self._num_steps += 1
-        for output in outputs:
-            self._deliver(output)
+        self._deliver(outputs)
+        for request_id, checkpoint in engine.due_checkpoints().items():
+            self._callbacks[request_id][1](request_id, checkpoint)
 
-    def _deliver(self, output: RequestOutput) -> None:
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """Hand outputs on, those of one callback together: a lock and a wake-up for each would cost more than it."""
+        by_callback: dict[OnOutputs, list[RequestOutput]] = {}
         with self._changed:
-            callback = self._callbacks.pop(output.request_id, None)
-        if callback is None:
-            raise EngineFatal(f"the engine returned {output.request_id!r}, which is not open")
-        callback(output)
+            for output in outputs:
+                callbacks = self._callbacks.pop(output.request_id, None)
+                if callbacks is None:
+                    raise EngineFatal(f"the engine returned {output.request_id!r}, which is not open")
+                by_callback.setdefault(callbacks[0], []).append(output)
+        for on_outputs, ended in by_callback.items():
+            on_outputs(ended)
 
 
-def _ignore(_output: RequestOutput) -> None:
-    """For the output of a request nobody waits for any more."""
+def _ignore(_outputs: list[RequestOutput]) -> None:
+    """For the outputs of requests nobody waits for any more."""
+
+
+def _ignore_checkpoint(_request_id: str, _checkpoint: TokenCheckpoint) -> None:
+    """Likewise for its checkpoints."""

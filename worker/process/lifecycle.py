@@ -7,6 +7,8 @@ from celery import bootsteps
 from worker.broker.untyped import Untyped
 from worker.process.worker_runtime import WorkerRuntime
 
+TICK_INTERVAL_S = 1.0  # of the sign of life that the watchdog waits for
+
 
 def worker_step(runtime: WorkerRuntime) -> type[bootsteps.StartStopStep]:
     """The step to add to `app.steps["worker"]`.
@@ -22,6 +24,9 @@ def worker_step(runtime: WorkerRuntime) -> type[bootsteps.StartStopStep]:
 
         def start(self, parent: Untyped) -> None:
             runtime.start()
+            if parent.hub is not None:  # Celery has none on Windows
+                # Before the Consumer's own timers, so that it does not go with them when a connection is lost.
+                parent.hub.call_repeatedly(TICK_INTERVAL_S, runtime.tick)
 
         def stop(self, parent: Untyped) -> None:
             runtime.stop(runtime.drain_timeout_s)

@@ -37,4 +37,5 @@ class RegistryParts:
             max_attempts=worker.max_attempts,
             grace_s=worker.reap_grace_s,
         )
-        return cls(client, keys, leases, ReapQueue(client, keys, grace_s=worker.reap_grace_s), Heartbeats(client, keys))
+        reap_queue = ReapQueue(client, keys, grace_s=worker.reap_grace_s, ageing_s=worker.ageing_s)
+        return cls(client, keys, leases, reap_queue, Heartbeats(client, keys))

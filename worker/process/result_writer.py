@@ -1,4 +1,4 @@
-"""Writing records."""
+"""Writing records and checkpoints."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import redis
 
 from worker.process.held_unit import HeldUnit
+from worker.process.item_queue import ItemQueue
 from worker.registry.claim import Claim
+from worker.registry.prompt_checkpoint import PromptCheckpoint
 from worker.registry.prompt_record import PromptRecord
 from worker.registry.put_status import PutStatus
 from worker.registry.redis_faults import is_refusal
@@ -29,11 +32,16 @@ MAX_BATCH_BYTES = 4 * 1024 * 1024
 # ends this many writes so, each with the client's own six retries, while Redis is well, is taken to be one.
 OVERSIZE_TRIES = 3
 
+Item = TypeVar("Item", PromptRecord, PromptCheckpoint)
+
 logger = logging.getLogger(__name__)
 
 
 class ResultWriter:
     """Writes records to Redis, each unit's together, as fast as Redis takes them; never waits to fill a batch.
+
+    Checkpoints of unfinished prompts take the same way, behind the records of their batch. They are not tried twice:
+    what Redis does not take at once is dropped, and a later one, or the prompt begun again, makes up for it.
 
     While Redis cannot be had it keeps trying, and its full queue holds the shards back. A record that Redis refuses
     is replaced by `replace_refused(claim, record)`, a small error record, so that the others go on.
@@ -49,44 +57,58 @@ class ResultWriter:
         self._leases = leases
         self._batch_size = batch_size
         self._replace_refused = replace_refused
-        self._records: queue.Queue[tuple[HeldUnit, PromptRecord]] = queue.Queue(maxsize=10 * batch_size)
+        self._items = ItemQueue(10 * batch_size)
 
-    def put(self, held: HeldUnit, record: PromptRecord) -> bool:
-        """Queue a record; waits while the queue is full. False if the record was dropped because its unit is lost,
-        or is to be given back and there was no room for a while.
-        """
+    def offer(self, held: HeldUnit, checkpoint: PromptCheckpoint) -> bool:
+        """Queue a checkpoint; False, and it is dropped, if the queue is full now."""
         held.add_unwritten(1)
+        try:
+            self._items.put_nowait((held, [checkpoint]))
+        except queue.Full:
+            held.add_unwritten(-1)
+            return False
+        return True
+
+    def put(self, held: HeldUnit, *items: PromptRecord | PromptCheckpoint) -> bool:
+        """Queue records, or last checkpoints, of a unit; waits while the queue is full. False if they were dropped
+        because the unit is lost, or is to be given back and there was no room for a while.
+        """
+        held.add_unwritten(len(items))
         while held.stop_reason is not StopReason.FENCED:
             try:
-                self._records.put((held, record), timeout=PUT_WAIT_S)
+                self._items.put((held, items), timeout=PUT_WAIT_S)
             except queue.Full:
                 if held.released_for_s < FULL_WAIT_S:
                     continue
                 break
             return True
-        held.add_unwritten(-1)
+        held.add_unwritten(-len(items))
         return False
 
     def run(self, stopping: threading.Event) -> None:
         """Write until told to stop and the queue is empty."""
-        while not (stopping.is_set() and self._records.empty()):
-            for held, records in self._next_batch():
-                for batch in _batches(records):
+        while not (stopping.is_set() and self._items.empty()):
+            for held, items in self._next_batch():
+                records = [item for item in items if isinstance(item, PromptRecord)]
+                for batch in _batches(records, self._batch_size):
                     self._write(held, batch, stopping)
-                held.add_unwritten(-len(records))
+                # After the records: a checkpoint of a prompt whose record is in this batch is refused by its script.
+                newest = {item.index: item for item in items if isinstance(item, PromptCheckpoint)}
+                for checkpoints in _batches(list(newest.values()), self._batch_size):
+                    self._write_checkpoints(held, checkpoints)
+                held.add_unwritten(-len(items))
 
-    def _next_batch(self) -> list[tuple[HeldUnit, list[PromptRecord]]]:
-        by_unit: dict[int, tuple[HeldUnit, list[PromptRecord]]] = {}
-        num_bytes = 0
-        for position in range(self._batch_size):
+    def _next_batch(self) -> list[tuple[HeldUnit, list[PromptRecord | PromptCheckpoint]]]:
+        by_unit: dict[int, tuple[HeldUnit, list[PromptRecord | PromptCheckpoint]]] = {}
+        num_items = num_bytes = 0
+        while num_items < self._batch_size and num_bytes < MAX_BATCH_BYTES:
             try:
-                held, record = self._records.get(block=position == 0, timeout=PUT_WAIT_S)
+                held, items = self._items.get(block=num_items == 0, timeout=PUT_WAIT_S)
             except queue.Empty:
                 break
-            by_unit.setdefault(id(held), (held, []))[1].append(record)
-            num_bytes += len(record.record)
-            if num_bytes >= MAX_BATCH_BYTES:
-                break
+            by_unit.setdefault(id(held), (held, []))[1].extend(items)
+            num_items += len(items)
+            num_bytes += sum(map(_num_bytes, items))
         return list(by_unit.values())
 
     def _write(self, held: HeldUnit, records: Sequence[PromptRecord], stopping: threading.Event) -> None:
@@ -106,6 +128,17 @@ class ResultWriter:
                 continue
             self._tell(held, status, mode)
             return
+
+    def _write_checkpoints(self, held: HeldUnit, checkpoints: Sequence[PromptCheckpoint]) -> None:
+        if held.stop_reason is StopReason.FENCED:
+            return
+        try:
+            is_ours = self._leases.checkpoint(held.claim, checkpoints)
+        except redis.RedisError as error:
+            logger.warning("could not keep %d checkpoints of %s: %s", len(checkpoints), held.claim.ref, error)
+            return
+        if not is_ours and not held.is_written:
+            held.stop(StopReason.FENCED)
 
     def _is_refused(self, records: Sequence[PromptRecord], error: redis.RedisError, num_tries: int) -> bool:
         """Whether trying these records once more is of no use."""
@@ -140,14 +173,19 @@ class ResultWriter:
             held.stop(StopReason.EXPIRED)
 
 
-def _batches(records: Sequence[PromptRecord]) -> Iterator[list[PromptRecord]]:
-    """The records in writes of at most MAX_BATCH_BYTES, or of one record."""
-    batch: list[PromptRecord] = []
+def _batches(items: Sequence[Item], batch_size: int) -> Iterator[list[Item]]:
+    """The items in writes of at most `batch_size` items and MAX_BATCH_BYTES, or of one item."""
+    batch: list[Item] = []
     num_bytes = 0
-    for record in records:
-        if batch and num_bytes + len(record.record) > MAX_BATCH_BYTES:
+    for item in items:
+        if batch and (len(batch) == batch_size or num_bytes + _num_bytes(item) > MAX_BATCH_BYTES):
             yield batch
             batch, num_bytes = [], 0
-        batch.append(record)
-        num_bytes += len(record.record)
-    yield batch
+        batch.append(item)
+        num_bytes += _num_bytes(item)
+    if batch:
+        yield batch
+
+
+def _num_bytes(item: PromptRecord | PromptCheckpoint) -> int:
+    return len(item.record if isinstance(item, PromptRecord) else item.checkpoint)

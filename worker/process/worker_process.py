@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from celery import signals
+from celery.app import trace
 from celery.worker import state
 
 from settings import EffectiveSettings
 from worker.app import create_app
 from worker.broker.untyped import Untyped
+from worker.process.given_back_filter import GivenBackFilter
 from worker.process.lifecycle import worker_step
 from worker.process.worker_runtime import WorkerRuntime
 from worker.requests.step_engine import StepEngine
@@ -62,7 +64,10 @@ def _our_own_logging() -> Iterator[None]:
         return
 
     signals.setup_logging.connect(leave_it_alone, weak=False)
+    given_back = GivenBackFilter()
+    logging.getLogger(trace.__name__).addFilter(given_back)
     try:
         yield
     finally:
+        logging.getLogger(trace.__name__).removeFilter(given_back)
         signals.setup_logging.disconnect(leave_it_alone)

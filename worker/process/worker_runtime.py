@@ -12,9 +12,11 @@ from importlib import metadata
 from celery import Celery
 
 from settings import Settings
+from worker.app import SPARE_THREADS
 from worker.broker.announcer import Announcer
 from worker.broker.message_end import MessageEnd
 from worker.intake.staged_jobs import StagedJobs
+from worker.process.activity import Activity
 from worker.process.engine_thread import EngineThread
 from worker.process.held_unit import HeldUnit
 from worker.process.held_units import HeldUnits
@@ -23,6 +25,7 @@ from worker.process.reaper import Reaper
 from worker.process.registry_parts import RegistryParts
 from worker.process.result_writer import ResultWriter
 from worker.process.supervised_thread import SupervisedThread
+from worker.process.watchdog import Watchdog
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_ref import UnitRef
 from worker.requests.model_name import served_model_name
@@ -61,6 +64,7 @@ class WorkerRuntime:
         self._has_failed = False
         self._has_started = False
         self._loaded: tuple[StepEngine, RequestBuilder] | None = None
+        self._activity = Activity(settings.worker.concurrency + SPARE_THREADS)
         self._held_units = held_units = HeldUnits()
         self._registry = registry = RegistryParts.connect(settings, self.worker_id)
         self._engine = EngineThread(
@@ -82,6 +86,7 @@ class WorkerRuntime:
         self._staged_jobs = StagedJobs(registry.client, registry.keys, announcer, settings=settings)
         self._writer = ResultWriter(leases, batch_size=worker.result_batch_size, replace_refused=refused_record)
         self._threads = self._make_threads(announcer)
+        self._watchdog = self._make_watchdog()
 
     @property
     def drain_timeout_s(self) -> float:
@@ -102,22 +107,29 @@ class WorkerRuntime:
 
     def start(self) -> None:
         """Start the threads around the engine."""
-        for thread in self._threads:
+        for thread in (*self._threads, self._watchdog):
             thread.start()
         self._has_started = True
         logger.info("worker %s is up", self.worker_id)
 
+    def tick(self) -> None:
+        """Celery's event loop turns."""
+        self._activity.tick()
+
     def submit(self, job_id: str, num_lines: int, options: Mapping[str, object]) -> MessageEnd:
         """Accept, or remember as refused, a job that a plain Celery producer staged."""
-        return self._staged_jobs.submit(job_id, num_lines, options)
+        with self._activity.task():
+            return self._staged_jobs.submit(job_id, num_lines, options)
 
     def plan(self, message_id: str, job_id: str) -> MessageEnd:
         """Plan a job."""
-        return self._runner.run(UnitRef.plan(job_id), message_id, self._planner.plan)
+        with self._activity.task():
+            return self._runner.run(UnitRef.plan(job_id), message_id, self._planner.plan)
 
     def run_shard(self, message_id: str, job_id: str, number: int) -> MessageEnd:
         """Run a shard."""
-        return self._runner.run(UnitRef.shard(job_id, number), message_id, self._run_claimed_shard)
+        with self._activity.task():
+            return self._runner.run(UnitRef.shard(job_id, number), message_id, self._run_claimed_shard)
 
     def interrupt(self, message_id: str) -> None:
         """Give back, at once, the unit that a message brought."""
@@ -131,6 +143,8 @@ class WorkerRuntime:
         if not self._has_started:
             return
         self._has_started = False
+        # From here on Celery's event loop stands still while this thread waits.
+        self._watchdog.stop(THREAD_TIMEOUT_S)
         self._runner.drain()
         if not self._held_units.wait_empty(drain_timeout_s):
             self._held_units.stop_all(StopReason.RELEASED)
@@ -145,7 +159,12 @@ class WorkerRuntime:
     def _run_claimed_shard(self, held: HeldUnit) -> None:
         engine, requests = self._engine_in_service()
         prompts = ShardPrompts(
-            held.claim, requests, engine.tokenizer, model_name=self._model_name, limits=self._settings.limits
+            held.claim,
+            requests,
+            engine.tokenizer,
+            model_name=self._model_name,
+            limits=self._settings.limits,
+            ageing_s=self._settings.worker.ageing_s,
         )
         ShardRun(
             held,
@@ -180,6 +199,16 @@ class WorkerRuntime:
             SupervisedThread("result-writer", self._writer.run, on_failure=self._writer_failed),
             SupervisedThread("reaper", reaper.run, on_failure=self._thread_failed),
         ]
+
+    def _make_watchdog(self) -> SupervisedThread:
+        watchdog = Watchdog(
+            self._engine,
+            self._activity,
+            self._registry.reap_queue,
+            hang_timeout_s=self._settings.worker.hang_timeout_s,
+            on_trouble=self._fail,
+        )
+        return SupervisedThread("watchdog", watchdog.run, on_failure=self._thread_failed)
 
     def _engine_failed(self, _error: BaseException) -> None:
         self._fail(StopReason.ENGINE_FAILED)

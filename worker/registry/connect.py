@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import redis
 from redis.backoff import ExponentialWithJitterBackoff
-from redis.retry import Retry
 
 from settings import RedisSettings
+from worker.registry.patient_retry import PatientRetry
+from worker.registry.redis_address import RedisAddress
 
 # Six tries over about three seconds: outlives a dropped connection, not a Redis that is down.
 _NUM_RETRIES = 6
@@ -15,20 +18,23 @@ _RETRY_CAP_S = 1.0
 
 
 def connect(settings: RedisSettings) -> redis.Redis:
-    """A client that may be shared by threads; it connects when first used. Replies are bytes."""
-    url = settings.url.get_secret_value()
+    """A client that may be shared by threads; it connects when first used. Replies are bytes.
+
+    Raises SettingsError for what RedisAddress refuses.
+    """
+    address = RedisAddress.of(settings)
     # A Unix socket takes neither.
-    tcp_only = (
-        {}
-        if url.startswith("unix:")
-        else {"socket_keepalive": True, "socket_connect_timeout": settings.connect_timeout_s}
+    options: dict[str, Any] = (
+        {} if address.is_socket else {"socket_keepalive": True, "socket_connect_timeout": settings.connect_timeout_s}
     )
+    if address.ca_file is not None:
+        options["ssl_ca_certs"] = str(address.ca_file)
     return redis.Redis.from_url(
-        url,
+        address.url,
         socket_timeout=settings.socket_timeout_s,
         health_check_interval=settings.health_check_interval_s,
-        retry=Retry(ExponentialWithJitterBackoff(base=_RETRY_BASE_S, cap=_RETRY_CAP_S), _NUM_RETRIES),
+        retry=PatientRetry(ExponentialWithJitterBackoff(base=_RETRY_BASE_S, cap=_RETRY_CAP_S), _NUM_RETRIES),
         decode_responses=False,
         client_name="millrace",
-        **tcp_only,
+        **options,
     )

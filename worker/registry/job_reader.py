@@ -109,6 +109,7 @@ def _status(job_id: str, job: dict[str, str]) -> JobStatus:
             input_tokens=prompt_tokens,
             cached_tokens=int(job["tokc"]),
             output_tokens=output_tokens,
+            resumed_tokens=int(job.get("tokr", 0)),
             total_tokens=prompt_tokens + output_tokens,
         ),
         shards_total=int(job["ns"]),

@@ -82,6 +82,10 @@ class Keys:
         """The order of the job's records."""
         return self._of_job(job_id, "ord")
 
+    def checkpoints(self, job_id: str) -> str:
+        """How far the job's unfinished prompts have come."""
+        return self._of_job(job_id, "ckpt")
+
     def unit(self, ref: UnitRef) -> str:
         """The hash of a plan or shard. Raises InvalidJobId also for what is no unit."""
         if _UNIT.fullmatch(ref.unit) is None:
@@ -100,6 +104,7 @@ class Keys:
             self.open,
             self.admission,
             self.dead,
+            self.checkpoints(ref.job_id),
         ]
 
     def new_job_id(self) -> str:

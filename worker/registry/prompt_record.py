@@ -17,3 +17,4 @@ class PromptRecord:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    resumed_tokens: int = 0  # of output_tokens: taken over from a checkpoint, not generated again

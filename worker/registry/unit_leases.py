@@ -10,6 +10,7 @@ import redis
 from worker.registry.claim import Claim
 from worker.registry.claim_refusal import ClaimRefusal
 from worker.registry.keys import Keys
+from worker.registry.prompt_checkpoint import PromptCheckpoint
 from worker.registry.prompt_record import PromptRecord
 from worker.registry.put_status import PutStatus
 from worker.registry.redis_reply import RedisReply, raw_values, text
@@ -32,22 +33,37 @@ class UnitLeases:
         self._max_attempts = max_attempts
         self._grace_ms = round(grace_s * 1000)
 
-    def claim(self, ref: UnitRef) -> Claim | ClaimRefusal:
-        """Take a unit for one lease, if it is not finished and nobody has it."""
+    def claim(self, ref: UnitRef, *, alone: bool = False) -> Claim | ClaimRefusal:
+        """Take a unit for one lease, if it is not finished and nobody has it.
+
+        `alone`: nothing else will run in this process meanwhile. Without it, a unit that crashed a worker before is
+        refused, unless there is nothing to run in it.
+        """
         arguments: list[Argument] = [ref.job_id, ref.unit, self._owner, uuid.uuid4().hex]
-        arguments += [self._lease_ms, self._max_attempts]
+        arguments += [self._lease_ms, self._max_attempts, int(alone)]
         reply = self._scripts.run("claim", self._keys.of_unit_scripts(ref), arguments)
         status = text(reply[0])
         return _claim(ref, reply) if status == "ok" else ClaimRefusal(status)
+
+    def is_suspect(self, ref: UnitRef) -> bool:
+        """Whether a unit that nobody holds crashed a worker before."""
+        return bool(self._scripts.run("suspect", self._keys.of_unit_scripts(ref), []))
 
     def put(self, claim: Claim, records: Sequence[PromptRecord]) -> tuple[PutStatus, RunMode]:
         """Write records, each index once and for all; where the unit stands, and what to do with the rest of it."""
         arguments: list[Argument] = [claim.ref.job_id, claim.ref.unit, claim.token]
         for item in records:
             arguments += [item.index, item.outcome.value, item.record]
-            arguments += [item.prompt_tokens, item.cached_tokens, item.output_tokens]
+            arguments += [item.prompt_tokens, item.cached_tokens, item.output_tokens, item.resumed_tokens]
         reply = self._scripts.run("put", self._keys.of_unit_scripts(claim.ref), arguments)
         return PutStatus(text(reply[0])), RunMode(text(reply[1]) or RunMode.RUN)
+
+    def checkpoint(self, claim: Claim, checkpoints: Sequence[PromptCheckpoint]) -> bool:
+        """Keep how far prompts have come, but for those that have their record. False if the unit is not ours."""
+        arguments: list[Argument] = [claim.ref.job_id, claim.ref.unit, claim.token]
+        for item in checkpoints:
+            arguments += [item.index, item.checkpoint]
+        return bool(self._scripts.run("checkpoint", self._keys.of_unit_scripts(claim.ref), arguments))
 
     def renew(self, claims: Sequence[Claim]) -> list[tuple[bool, RunMode, float | None]]:
         """Keep units for another lease: for each, whether it is still ours, its mode, seconds to its deadline."""
@@ -93,6 +109,15 @@ class UnitLeases:
     def lines(self, job_id: str, indices: Sequence[int]) -> list[bytes | None]:
         """Request lines by index; None for one that is not there."""
         return raw_values(self._client.hmget(self._keys.lines(job_id), [str(index) for index in indices]))
+
+    def lines_and_checkpoints(self, job_id: str, indices: Sequence[int]) -> list[tuple[bytes | None, bytes | None]]:
+        """Request lines by index, each with its prompt's checkpoint; None for one that is not there."""
+        fields = [str(index) for index in indices]
+        with self._client.pipeline(transaction=False) as pipeline:
+            pipeline.hmget(self._keys.lines(job_id), fields)
+            pipeline.hmget(self._keys.checkpoints(job_id), fields)
+            lines, checkpoints = pipeline.execute()
+        return list(zip(raw_values(lines), raw_values(checkpoints), strict=True))
 
 
 def _claim(ref: UnitRef, reply: RedisReply) -> Claim:

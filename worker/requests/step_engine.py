@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from engine.request import Request
 from engine.request_output import RequestOutput
+from engine.token_checkpoint import TokenCheckpoint
 
 if TYPE_CHECKING:
     from engine.text.tokenizer import Tokenizer
@@ -33,6 +35,14 @@ class StepEngine(Protocol):
 
     def abort(self, request_id: str) -> bool:
         """End a request now and free its KV; False if it is not unfinished."""
+        ...
+
+    def checkpoint(self, request_id: str) -> TokenCheckpoint | None:
+        """A request as it stands; None if it is not unfinished or has generated nothing."""
+        ...
+
+    def due_checkpoints(self) -> Mapping[str, TokenCheckpoint]:
+        """Checkpoints that came due, by request id. Nobody needs to ask."""
         ...
 
     def step(self) -> list[RequestOutput]:

@@ -13,4 +13,5 @@ class JobUsage(BaseModel):
     input_tokens: int
     cached_tokens: int  # of input_tokens: their KV came from the prefix cache
     output_tokens: int
+    resumed_tokens: int = 0  # of output_tokens: taken over from a stopped worker, not generated again
     total_tokens: int

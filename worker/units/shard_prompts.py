@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
+
 from engine.errors import EngineError, EngineFatal
 from engine.request import Request
 from engine.request_output import RequestOutput
@@ -19,6 +22,10 @@ from worker.registry.prompt_record import PromptRecord
 from worker.requests.record_builder import RecordBuilder
 from worker.requests.request_builder import RequestBuilder
 
+Prepared = tuple[RequestLine, Request]
+
+logger = logging.getLogger(__name__)
+
 
 class ShardPrompts:
     """Parses, prepares and records the prompts of one claimed shard. Touches neither Redis nor the engine."""
@@ -31,31 +38,28 @@ class ShardPrompts:
         *,
         model_name: str,
         limits: LimitSettings,
+        ageing_s: float,
     ) -> None:
         self._claim = claim
+        # The engine takes the lowest number first. A time instead of the job's priority itself: one priority lower is
+        # as good as having been submitted `ageing_s` earlier, so that a flood of urgent jobs starves no other.
+        self._priority = round(claim.created_s + claim.priority * ageing_s)
         self._requests = requests
         self._limits = limits
         self._context = RecordContext(claim.ref.job_id, model_name, claim.created_s)
         self._records = RecordBuilder(spelling, self._context)
 
-    def parse(self, index: int, raw: bytes | None) -> RequestLine:
-        """Line `index`. Raises LineError, also for a line that is not in Redis any more."""
-        if raw is None:
-            raise LineError("the line is missing from the job's input", code="missing_line", index=index)
-        return parse_request_line(raw, index, self._limits)
+    def prepare(self, raw_lines: Iterable[tuple[int, bytes | None]]) -> list[Prepared | PromptRecord]:
+        """For each (index, raw line): what to run, or the record that says why that cannot be run.
 
-    def request(self, line: RequestLine) -> Request:
-        """The engine's request for `line`. Raises InvalidRequest."""
+        None is a line that is not in Redis any more. Many together are cheaper than one at a time, see
+        RequestBuilder.build_all.
+        """
+        parsed = [self._parsed(index, raw) for index, raw in raw_lines]
+        lines = [(line, self._request_id(line)) for line in parsed if isinstance(line, RequestLine)]
         claim = self._claim
-        # With the claim's own uuid in it: this process may run a prompt again while the engine still ends the earlier
-        # try. The number before it would not do: it begins again when the job is submitted again after a FLUSHALL.
-        claim_id = claim.token.rpartition(":")[2]
-        return self._requests.build(
-            line,
-            f"{claim.ref.job_id}/{line.index}/{claim.ref.unit}.{claim_id}",
-            priority=claim.priority,
-            cache_salt=claim.tenant,
-        )
+        built = iter(self._requests.build_all(lines, priority=self._priority, cache_salt=claim.tenant))
+        return [self._prepared(item, next(built)) if isinstance(item, RequestLine) else item for item in parsed]
 
     def of_output(self, line: RequestLine, output: RequestOutput) -> PromptRecord:
         """The record of a request that ended."""
@@ -67,6 +71,7 @@ class ShardPrompts:
             prompt_tokens=output.num_prompt_tokens,
             cached_tokens=output.num_cached_tokens,
             output_tokens=sum(len(completion.token_ids) for completion in output.completions),
+            resumed_tokens=output.num_resumed_tokens if output.completions else 0,
         )
 
     def of_line_error(self, error: LineError) -> PromptRecord:
@@ -80,3 +85,25 @@ class ShardPrompts:
     def of_unexpected(self, line: RequestLine, error: Exception) -> PromptRecord:
         """The record of a request over which our own code failed; the details are in the log."""
         return self.of_engine_error(line, EngineFatal(f"preparing the request failed ({type(error).__name__})"))
+
+    def _parsed(self, index: int, raw: bytes | None) -> RequestLine | PromptRecord:
+        try:
+            if raw is None:
+                raise LineError("the line is missing from the job's input", code="missing_line", index=index)
+            return parse_request_line(raw, index, self._limits)
+        except LineError as error:
+            return self.of_line_error(error)
+
+    def _prepared(self, line: RequestLine, request: Request | Exception) -> Prepared | PromptRecord:
+        if isinstance(request, Request):
+            return line, request
+        if isinstance(request, EngineError):
+            return self.of_engine_error(line, request)
+        logger.error("prompt %d of %s could not be prepared", line.index, self._claim.ref, exc_info=request)
+        return self.of_unexpected(line, request)
+
+    def _request_id(self, line: RequestLine) -> str:
+        # With the claim's own uuid in it: this process may run a prompt again while the engine still ends the earlier
+        # try. The number before it would not do: it begins again when the job is submitted again after a FLUSHALL.
+        claim = self._claim
+        return f"{claim.ref.job_id}/{line.index}/{claim.ref.unit}.{claim.token.rpartition(':')[2]}"

@@ -5,26 +5,32 @@ from __future__ import annotations
 import logging
 import queue
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import redis
 
-from engine.errors import EngineError
 from engine.finish_reason import FinishReason
 from engine.request import Request
 from engine.request_output import RequestOutput
-from worker.lines.line_error import LineError
+from engine.token_checkpoint import TokenCheckpoint
 from worker.lines.request_line import RequestLine
 from worker.process.engine_thread import EngineThread
 from worker.process.held_unit import HeldUnit
 from worker.process.result_writer import ResultWriter
+from worker.registry.prompt_checkpoint import PromptCheckpoint
 from worker.registry.prompt_record import PromptRecord
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_leases import UnitLeases
+from worker.units.checkpoint_json import decode_checkpoint, encode_checkpoint
 from worker.units.shard_prompts import ShardPrompts
 from worker.units.unit_closer import UnitCloser
 
-READ_AHEAD = 32  # lines of one read: at most 8 MiB with the default limits
+READ_AHEAD = 32  # lines of one read: at most 8 MiB with the default limits, and 32 MiB of checkpoints
 FULL_ENGINE_WAIT_S = 0.05  # how soon room that another shard left in the engine is seen
+SUSPEND_TIMEOUT_S = 1.5  # for the step that runs, when the shard is given back; records have theirs after that
+# A larger one is not written, the prompt's last smaller one stays. A token takes 4 to 7 bytes: with logprobs it may be.
+MAX_CHECKPOINT_BYTES = 1024 * 1024
 
 logger = logging.getLogger(__name__)
 
@@ -53,23 +59,27 @@ class ShardRun:
         self._ready: deque[tuple[RequestLine, Request]] = deque()  # built, waiting for room in the engine
         self._running: dict[str, RequestLine] = {}  # by request id
         self._unrecorded = dict.fromkeys(held.claim.missing)  # in order; a dict for its cheap removal
-        self._events: queue.SimpleQueue[RequestOutput | None] = queue.SimpleQueue()  # None: look at `held`
+        # None: look at `held`
+        self._events: queue.SimpleQueue[list[RequestOutput] | tuple[str, TokenCheckpoint] | None] = queue.SimpleQueue()
 
     def run(self) -> None:
         """Run until every prompt has its record, or there is a reason to stop (`held.stop_reason`).
 
-        What had finished by then is handed to the writer, unless the unit is somebody else's. Prompts of a job that
-        was cancelled or expired have got their error records when this returns. Raises redis.RedisError when Redis
-        cannot be had.
+        What had finished by then is handed to the writer, unless the unit is somebody else's; of a unit that is given
+        back also how far the others had come. Prompts of a job that was cancelled or expired have got their error
+        records when this returns. Raises redis.RedisError when Redis cannot be had.
         """
         self._held.on_change(lambda: self._events.put(None))
         try:
             while self._held.stop_reason is None and not self._held.is_written:
                 self._feed()
                 self._take_events()
+            suspended = self._suspend() if self._held.stop_reason is StopReason.RELEASED else {}
         finally:
             self._engine.abort(list(self._running))
         self._take_what_finished()
+        for request_id, checkpoint in suspended.items():
+            self._keep(request_id, checkpoint, self._writer.put)
         mode = self._held.stop_reason.closing_mode if self._held.stop_reason else None
         if mode is not None and self._held.wait_flushed(until=StopReason.RELEASED):
             self._closer.close(self._claim, list(self._unrecorded), mode)
@@ -81,68 +91,101 @@ class ShardRun:
                 self._read()
             if not self._ready:
                 return
-            line, request = self._ready[0]
-            if not self._engine.try_submit(request, self._events.put):
-                return
-            self._ready.popleft()
+            if not self._submit_ready() or not self._events.empty():
+                return  # no room; or outputs go out before more goes in
+
+    def _submit_ready(self) -> bool:
+        """Put what is ready into the engine; False if there was no room for all of it."""
+        requests = [request for _, request in self._ready]
+        for _ in range(self._engine.try_submit(requests, self._events.put, self._put_checkpoint)):
+            line, request = self._ready.popleft()
             self._running[request.request_id] = line
-            if not self._events.empty():
-                return  # outputs go out before more goes in
+        return not self._ready
 
     def _read(self) -> None:
         indices = [self._unread.popleft() for _ in range(min(READ_AHEAD, len(self._unread)))]
         try:
-            lines = self._leases.lines(self._claim.ref.job_id, indices)
+            found = self._leases.lines_and_checkpoints(self._claim.ref.job_id, indices)
         except redis.RedisError as error:
             # What is in the engine goes on meanwhile.
             logger.warning("could not read lines of %s, trying again: %s", self._claim.ref, error)
             self._unread.extendleft(reversed(indices))
             return
-        for index, raw in zip(indices, lines, strict=True):
-            self._build(index, raw)
+        self._prepare(dict(zip(indices, found, strict=True)))
 
-    def _build(self, index: int, raw: bytes | None) -> None:
+    def _prepare(self, found: Mapping[int, tuple[bytes | None, bytes | None]]) -> None:
+        """Line and checkpoint by index, to requests that are ready or records of what cannot be run."""
+        for item in self._prompts.prepare((index, raw) for index, (raw, _) in found.items()):
+            if isinstance(item, PromptRecord):
+                self._record([item])
+                continue
+            line, request = item
+            resume = self._decode(line.index, found[line.index][1])
+            self._ready.append((line, request if resume is None else replace(request, resume=resume)))
+
+    def _decode(self, index: int, checkpoint: bytes | None) -> TokenCheckpoint | None:
+        if checkpoint is None:
+            return None
         try:
-            line = self._prompts.parse(index, raw)
-        except LineError as error:
-            self._record(self._prompts.of_line_error(error))
-            return
-        try:
-            self._ready.append((line, self._prompts.request(line)))
-        except EngineError as error:
-            self._record(self._prompts.of_engine_error(line, error))
-        except Exception as error:  # a seam: what a template or tokeniser may raise over one prompt stays with it
-            logger.exception("prompt %d of %s could not be prepared", index, self._claim.ref)
-            self._record(self._prompts.of_unexpected(line, error))
+            return decode_checkpoint(checkpoint)
+        except ValueError as error:
+            logger.warning("the checkpoint of prompt %d of %s is dropped: %s", index, self._claim.ref, error)
+            return None
+
+    def _put_checkpoint(self, request_id: str, checkpoint: TokenCheckpoint) -> None:
+        self._events.put((request_id, checkpoint))
 
     def _take_events(self) -> None:
         is_all_in = not (self._ready or self._unread)
         try:
-            output = self._events.get(timeout=None if is_all_in else FULL_ENGINE_WAIT_S)
+            event = self._events.get(timeout=None if is_all_in else FULL_ENGINE_WAIT_S)
             while True:
-                if output is not None and not self._finish(output):
+                if isinstance(event, tuple):
+                    self._keep(*event, self._writer.offer)
+                elif event is not None and not self._finish(event):
                     return
-                output = self._events.get_nowait()
+                event = self._events.get_nowait()
         except queue.Empty:
             return
+
+    def _suspend(self) -> Mapping[str, TokenCheckpoint]:
+        """Take the shard's requests out of the engine with all they have generated."""
+        return self._engine.suspend(list(self._running), SUSPEND_TIMEOUT_S)
+
+    def _keep(
+        self, request_id: str, checkpoint: TokenCheckpoint, put: Callable[[HeldUnit, PromptCheckpoint], bool]
+    ) -> None:
+        """Hand on how far a prompt has come, unless it ended meanwhile."""
+        line = self._running.get(request_id)
+        if line is None:
+            return
+        encoded = encode_checkpoint(checkpoint)
+        if len(encoded) <= MAX_CHECKPOINT_BYTES:
+            put(self._held, PromptCheckpoint(line.index, encoded))
 
     def _take_what_finished(self) -> None:
         """Hand on outputs that came while there was already a reason to stop: nobody need run them again."""
         while self._held.stop_reason is not StopReason.FENCED:
             try:
-                output = self._events.get_nowait()
+                event = self._events.get_nowait()
             except queue.Empty:
                 return
-            if output is not None and not self._finish(output):
+            if isinstance(event, tuple):
+                self._keep(*event, self._writer.offer)
+            elif event is not None and not self._finish(event):
                 return
 
-    def _finish(self, output: RequestOutput) -> bool:
+    def _finish(self, outputs: Sequence[RequestOutput]) -> bool:
         """False if the writer takes nothing more."""
-        line = self._running.pop(output.request_id, None)
-        if line is None or any(c.finish_reason is FinishReason.CANCELLED for c in output.completions):
-            return True  # aborted by us: whoever asked for that decides on the record
-        return self._record(self._prompts.of_output(line, output))
+        records: list[PromptRecord] = []
+        for output in outputs:
+            line = self._running.pop(output.request_id, None)
+            if line is None or any(c.finish_reason is FinishReason.CANCELLED for c in output.completions):
+                continue  # aborted by us: whoever asked for that decides on the record
+            records.append(self._prompts.of_output(line, output))
+        return not records or self._record(records)
 
-    def _record(self, record: PromptRecord) -> bool:
-        del self._unrecorded[record.index]
-        return self._writer.put(self._held, record)
+    def _record(self, records: Sequence[PromptRecord]) -> bool:
+        for record in records:
+            del self._unrecorded[record.index]
+        return self._writer.put(self._held, *records)

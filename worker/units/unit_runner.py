@@ -18,12 +18,18 @@ from worker.registry.run_mode import RunMode
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_leases import UnitLeases
 from worker.registry.unit_ref import UnitRef
+from worker.units.quarantine import Quarantine
 from worker.units.unit_closer import UnitCloser
 
 FLUSH_TIMEOUT_S = 3.0  # for records on their way to Redis when a unit is given back
 RETRY_S = 0.5
 UNWELL_PAUSE_S = 1.0  # keeps the message from going round without rest
 SLOT_WAIT_S = 0.5  # likewise: each spare thread of a full worker turns over two messages a second at most
+# For a suspect that runs to end before the next one's message goes back for other workers to take. Not longer: they may
+# be idle. Not as short as the above: the next one should be there when the first ends.
+SUSPECT_WAIT_S = 5.0
+
+Work = Callable[[HeldUnit], None]
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +53,15 @@ class UnitRunner:
         self._closer = closer
         self._held_units = held_units
         self._give_back_for_s = give_back_for_s  # a Redis that is away longer lets the lease run out anyway
+        self._quarantine = Quarantine(self._send_shards_away)
         self._draining = threading.Event()
 
     def drain(self) -> None:
         """Claim no more; messages go back to the queue."""
         self._draining.set()
+        self._quarantine.close()
 
-    def run(self, ref: UnitRef, message_id: str, work: Callable[[HeldUnit], None]) -> MessageEnd:
+    def run(self, ref: UnitRef, message_id: str, work: Work) -> MessageEnd:
         """Run a unit on this thread. Raises what `work` raised, after the unit was given back."""
         if self._draining.is_set():
             return MessageEnd.REQUEUE
@@ -63,26 +71,57 @@ class UnitRunner:
             return MessageEnd.REQUEUE
         if ref in self._held_units:
             return MessageEnd.DONE  # a second copy of a message
-        if ref.is_plan:
-            return self._claim_and_run(ref, message_id, work)
-        if not self._slots.acquire(timeout=SLOT_WAIT_S):
-            return MessageEnd.REQUEUE  # not claimed: whoever has a slot first takes it
         try:
-            return self._claim_and_run(ref, message_id, work)
-        finally:
-            self._slots.release()
-
-    def _claim_and_run(self, ref: UnitRef, message_id: str, work: Callable[[HeldUnit], None]) -> MessageEnd:
-        if self._draining.is_set():
-            return MessageEnd.REQUEUE
-        try:
-            claim = self._leases.claim(ref)
+            if ref.is_plan:
+                return self._run_plan(ref, message_id, work)
+            if not self._slots.acquire(timeout=SLOT_WAIT_S):
+                return MessageEnd.REQUEUE  # not claimed: whoever has a slot first takes it
+            try:
+                return self._run_shard(ref, message_id, work)
+            finally:
+                self._slots.release()
         except InvalidJobId as error:
             logger.warning("a message names no unit: %s", error)
             return MessageEnd.DONE
+
+    def _run_plan(self, ref: UnitRef, message_id: str, work: Work) -> MessageEnd:
+        # Beside a suspect too: a suspect may run for an hour, and behind it new jobs would look lost. A plan never
+        # touches the engine; should its first try take the process down all the same, a suspect is split for nothing.
+        return self._claim_and_run(ref, message_id, work, alone=False) or self._run_alone(ref, message_id, work)
+
+    def _run_shard(self, ref: UnitRef, message_id: str, work: Work) -> MessageEnd:
+        if not self._quarantine.enter(SLOT_WAIT_S):
+            is_next = not self._draining.is_set() and self._leases.is_suspect(ref)
+            return self._run_alone(ref, message_id, work) if is_next else MessageEnd.REQUEUE
+        try:
+            end = self._claim_and_run(ref, message_id, work, alone=False)
+        finally:
+            self._quarantine.leave()
+        return end or self._run_alone(ref, message_id, work)
+
+    def _run_alone(self, ref: UnitRef, message_id: str, work: Work) -> MessageEnd:
+        if not self._quarantine.enter_alone(SUSPECT_WAIT_S):
+            self._draining.wait(SLOT_WAIT_S)
+            return MessageEnd.REQUEUE
+        try:
+            logger.info("%s crashed a worker before and runs alone", ref)
+            return self._claim_and_run(ref, message_id, work, alone=True) or MessageEnd.REQUEUE
+        finally:
+            self._quarantine.leave_alone()
+
+    def _send_shards_away(self) -> None:
+        for held in self._held_units.all():
+            if not held.claim.ref.is_plan:
+                held.stop(StopReason.RELEASED)
+
+    def _claim_and_run(self, ref: UnitRef, message_id: str, work: Work, *, alone: bool) -> MessageEnd | None:
+        """None: it is a suspect, to be claimed by who runs it alone."""
+        if self._draining.is_set():
+            return MessageEnd.REQUEUE
+        claim = self._leases.claim(ref, alone=alone)
         if isinstance(claim, ClaimRefusal):
             logger.debug("%s: %s", ref, claim)
-            return MessageEnd.DONE
+            return None if claim is ClaimRefusal.SUSPECT else MessageEnd.DONE
         held = HeldUnit(claim, message_id=message_id)
         self._held_units.add(held)
         try:

@@ -204,3 +204,14 @@ def test_an_unreachable_redis_is_one_line_and_exit_1(requests: Path, command: li
     assert result.stderr.startswith("millrace: Redis at redis://")
     assert "hunter2" not in result.output
     assert requests.exists()
+
+
+@pytest.mark.parametrize("command", [["jobs"], ["submit", "requests.jsonl"]])
+def test_another_machines_redis_without_a_password_is_exit_2(requests: Path, command: list[str]) -> None:
+    result = CliRunner().invoke(cli, [*command, "--redis-url", "redis://redis.example/0"])
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith(
+        "millrace: redis.url=redis://redis.example/0: on another machine and without a pass"
+    )
+    assert requests.exists()

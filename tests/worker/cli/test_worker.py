@@ -56,3 +56,14 @@ def test_no_model_is_one_line_and_exit_1(redis_url: str, tmp_path: Path) -> None
 
 def test_a_wrong_setting_is_exit_2(checkpoint: Path) -> None:
     assert millrace("worker", "--model", checkpoint, "--concurrency", "many").returncode == 2
+
+
+def test_another_machines_redis_without_a_password_is_exit_2_before_anything_is_loaded(checkpoint: Path) -> None:
+    done = millrace("worker", "--model", checkpoint, "--redis-url", "redis://redis.example:6379/0")
+
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        b"millrace: redis.url=redis://redis.example:6379/0: on another machine and without a password;"
+    )
+    assert b"redis.allow_unauthenticated=true" in last

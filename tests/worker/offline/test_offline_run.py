@@ -14,6 +14,7 @@ from engine.errors import EngineFatal, EngineUnavailable, InvalidRequest
 from engine.request import Request
 from engine.request_output import RequestOutput
 from engine.text.tokenizer import Tokenizer
+from engine.token_checkpoint import TokenCheckpoint
 from settings import LimitSettings, Settings
 from tests.support.outputs import completion, request_output
 from tests.support.request_lines import completion_line, raw_line
@@ -49,6 +50,12 @@ class ScriptedEngine:
 
     def abort(self, request_id: str) -> bool:
         raise AssertionError(f"nobody cancels {request_id}")
+
+    def checkpoint(self, request_id: str) -> TokenCheckpoint | None:
+        return None
+
+    def due_checkpoints(self) -> dict[str, TokenCheckpoint]:
+        return {}
 
     def step(self) -> list[RequestOutput]:
         request = self.waiting.pop()

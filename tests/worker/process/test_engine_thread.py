@@ -37,20 +37,30 @@ def _request(request_id: str, prompt: str = "p") -> Request:
 
 
 def _run(thread: EngineThread, request: Request) -> RequestOutput:
-    outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-    assert thread.try_submit(request, outputs.put)
-    return outputs.get(timeout=WAIT_S)
+    outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
+    assert thread.try_submit([request], outputs.put)
+    (output,) = outputs.get(timeout=WAIT_S)
+    return output
 
 
 def test_every_request_gets_its_own_output() -> None:
     with _running(FakeEngine(steps_per_request=3)) as (thread, _):
-        outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-        for number in range(20):
-            assert thread.try_submit(_request(str(number), f"prompt {number}"), outputs.put)
-        texts = {
-            output.request_id: output.completions[0].text for output in (outputs.get(timeout=5) for _ in range(20))
-        }
+        outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
+        assert thread.try_submit([_request(str(n), f"prompt {n}") for n in range(20)], outputs.put) == 20
+        texts: dict[str, str] = {}
+        while len(texts) < 20:
+            texts |= {output.request_id: output.completions[0].text for output in outputs.get(timeout=WAIT_S)}
     assert texts == {str(number): answer(f"prompt {number}") for number in range(20)}
+
+
+def test_outputs_of_one_step_come_together_to_whom_they_belong() -> None:
+    with _running(FakeEngine(step_s=0.05, slots=4)) as (thread, _):
+        mine: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
+        other: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
+        thread.try_submit([_request("a"), _request("b"), _request("c")], mine.put)
+        thread.try_submit([_request("d")], other.put)
+        assert [output.request_id for output in mine.get(timeout=WAIT_S)] == ["a", "b", "c"]
+        assert [output.request_id for output in other.get(timeout=WAIT_S)] == ["d"]
 
 
 def test_the_engine_is_loaded_and_used_on_one_thread_only() -> None:
@@ -92,20 +102,19 @@ def test_a_refused_or_failed_request_ends_in_an_output_with_its_error() -> None:
 def test_there_is_no_room_beyond_the_bound_until_a_request_ends() -> None:
     engine = FakeEngine(steps_per_request=1_000_000, step_s=0.001)
     with _running(engine, max_open=2) as (thread, _):
-        outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-        assert thread.try_submit(_request("a"), outputs.put)
-        assert thread.try_submit(_request("b"), outputs.put)
-        assert not thread.try_submit(_request("c"), outputs.put)
+        outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
+        assert thread.try_submit([_request("a"), _request("b"), _request("c")], outputs.put) == 2
+        assert thread.try_submit([_request("c")], outputs.put) == 0
         thread.abort(["a"])
-        wait_until(lambda: thread.try_submit(_request("c"), outputs.put))
+        wait_until(lambda: thread.try_submit([_request("c")], outputs.put))
         assert engine.most_open == 2
 
 
 def test_an_aborted_request_leaves_the_engine_and_calls_nobody_back() -> None:
     engine = FakeEngine(steps_per_request=1_000_000, step_s=0.001)
     with _running(engine) as (thread, _):
-        outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-        thread.try_submit(_request("a"), outputs.put)
+        outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
+        thread.try_submit([_request("a")], outputs.put)
         wait_until(lambda: thread.num_steps > 0)
         thread.abort(["a", "never there"])
         wait_until(lambda: thread.is_idle)
@@ -115,9 +124,9 @@ def test_an_aborted_request_leaves_the_engine_and_calls_nobody_back() -> None:
 
 def test_a_broken_engine_is_reported_once_and_takes_nothing_more() -> None:
     with _running(FakeEngine()) as (thread, failures):
-        thread.try_submit(_request("a", BREAK), lambda _: None)
+        thread.try_submit([_request("a", BREAK)], lambda _: None)
         wait_until(lambda: failures)
-        assert not thread.try_submit(_request("b"), lambda _: None)
+        assert not thread.try_submit([_request("b")], lambda _: None)
         assert [str(failure) for failure in failures] == ["broken by the fake engine"]
 
 
@@ -132,5 +141,5 @@ def test_it_is_idle_until_there_is_a_request_and_counts_its_steps() -> None:
 
 def test_a_step_that_does_not_end_is_seen_from_outside() -> None:
     with _running(FakeEngine(step_s=0.5)) as (thread, _):
-        thread.try_submit(_request("a"), lambda _: None)
+        thread.try_submit([_request("a")], lambda _: None)
         wait_until(lambda: thread.stalled_for_s > 0.2, timeout_s=1)

@@ -50,7 +50,7 @@ def test_leases_are_kept_while_the_engine_advances(registry: TestRegistry) -> No
     shard = UnitRef.shard(registry.running_job([0]), 0)
     engine = FakeEngine(steps_per_request=1_000_000, step_s=0.02)
     with running_units(registry, engine, lease_s=LEASE_S) as units, _keeping(units):
-        units.engine_thread.try_submit(Request("r", [65], SamplingParams()), lambda _: None)
+        units.engine_thread.try_submit([Request("r", [65], SamplingParams())], lambda _: None)
         units.hold(shard)
         time.sleep(LEASE_S * 2)
         assert units.leases.claim(shard) is ClaimRefusal.BUSY
@@ -61,7 +61,7 @@ def test_an_engine_that_hangs_loses_its_leases(registry: TestRegistry) -> None:
     engine = FakeEngine(step_s=1.5)  # one step outlasts several leases
     with running_units(registry, engine, lease_s=LEASE_S) as units, _keeping(units):
         units.hold(shard)
-        units.engine_thread.try_submit(Request("r", [65], SamplingParams()), lambda _: None)
+        units.engine_thread.try_submit([Request("r", [65], SamplingParams())], lambda _: None)
         wait_until(lambda: units.leases.claim(shard) is not ClaimRefusal.BUSY, timeout_s=2)
 
 

@@ -41,6 +41,41 @@ def test_records_are_written_in_batches_and_the_owner_hears_of_the_end(registry:
     assert registry.reader.status(held.claim.ref.job_id).request_counts.completed == 45
 
 
+def test_records_that_came_together_are_still_written_in_bounded_batches(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases = registry.leases()
+    held = _hold(registry, leases, 25)
+    put, sizes = leases.put, list[int]()
+
+    def counting_put(claim: Claim, records: Sequence[PromptRecord]) -> tuple[PutStatus, RunMode]:
+        sizes.append(len(records))
+        return put(claim, records)
+
+    monkeypatch.setattr(leases, "put", counting_put)
+    writer = _writer(leases, 10)
+    writer.put(held, *(ok(index) for index in range(25)))
+    with running_thread(writer.run):
+        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
+    assert sizes == [10, 10, 5]
+    assert held.is_written
+
+
+def test_a_queue_is_full_of_records_however_they_came(registry: TestRegistry) -> None:
+    leases = registry.leases()
+    held = _hold(registry, leases, 12)
+    writer = _writer(leases, 1)  # not started: ten records fill it
+    writer.put(held, *(ok(index) for index in range(10)))
+    blocked = threading.Thread(target=writer.put, args=(held, ok(10), ok(11)))
+    blocked.start()
+    blocked.join(0.3)
+    assert blocked.is_alive()
+    with running_thread(writer.run):
+        blocked.join(5)
+        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
+    assert held.is_written
+
+
 def test_what_is_queued_is_written_before_the_writer_stops(registry: TestRegistry) -> None:
     leases = registry.leases()
     held = _hold(registry, leases, 20)

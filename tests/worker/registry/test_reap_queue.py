@@ -97,3 +97,45 @@ def test_units_of_forgotten_jobs_are_dropped(registry: TestRegistry) -> None:
     registry.make_due()
     assert registry.reap_queue().due() == []
     assert registry.redis.zcard(registry.keys.open) == 0
+
+
+def _waits(registry: TestRegistry, ref: UnitRef, seconds: float) -> None:
+    registry.redis.hincrby(registry.keys.unit(ref), "first", -round(seconds * 1000))
+    registry.make_due()
+
+
+def test_a_shard_that_waits_is_announced_in_better_and_better_lanes(registry: TestRegistry) -> None:
+    shard = UnitRef.shard(registry.running_job([0], options=SubmitOptions(priority=9)), 0)
+    for lane in ("millrace", "millrace\x06\x163", "millrace\x06\x166", "millrace\x06\x169"):
+        registry.redis.lpush(lane, "a message")  # a flood
+    queue = registry.reap_queue(ageing_s=10)
+    announced = []
+    for _ in range(12):
+        _waits(registry, shard, 10)
+        announced += [due.priority for due in queue.due()]
+    assert announced == [8, 5, 2]  # the first of each lane; better than the first lane there is none
+    assert registry.redis.hget(registry.keys.unit(shard), "lane") == b"2"
+
+
+def test_a_shard_is_looked_at_when_it_has_waited_for_the_next_lane(registry: TestRegistry) -> None:
+    shard = UnitRef.shard(registry.running_job([0], options=SubmitOptions(priority=7)), 0)
+    registry.redis.lpush("millrace\x06\x166", "a message")
+    queue = registry.reap_queue(grace_s=600, ageing_s=10)
+    registry.make_due()
+    assert queue.due() == []
+    assert 15 < _score_in_s(registry, shard) <= 20  # priority 7 is 5, and in the lane of 3, after two steps
+
+
+def test_a_release_does_not_make_a_shard_young_again(registry: TestRegistry) -> None:
+    leases = registry.leases()
+    shard = UnitRef.shard(registry.running_job([0], options=SubmitOptions(priority=9)), 0)
+    for lane in ("millrace\x06\x166", "millrace\x06\x169"):
+        registry.redis.lpush(lane, "a message")
+    queue = registry.reap_queue(ageing_s=10)
+    _waits(registry, shard, 10)
+    assert [due.priority for due in queue.due()] == [8]
+    leases.release(must_claim(leases, shard), count_attempt=False)
+    registry.make_due()
+    assert [due.priority for due in queue.due()] == [8]  # its message went back to the lane it came from
+    registry.make_due()
+    assert queue.due() == []

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import InvalidRequest, PromptTooLong
+from engine.request import Request
 from engine.text.tokenizer import Tokenizer
 from tests.support.request_lines import chat_line, completion_line, parse, raw_line
 from tests.support.tiny_tokenizer import make_tokenizer
@@ -177,3 +178,55 @@ def test_template_arguments_of_our_own_cannot_be_replaced(builder: RequestBuilde
         builder.build(parse(chat_line(chat_template_kwargs={name: "x"})), "r")
 
     assert raised.value.param == f"chat_template_kwargs.{name}"
+
+
+def test_requests_built_together_are_those_built_one_by_one(builder: RequestBuilder) -> None:
+    raw_lines = [
+        completion_line(),
+        chat_line(seed=7),
+        raw_line({"prompt": [3, 1]}),
+        completion_line(prompt="the you are", max_tokens=5),
+        chat_line(chat_template_kwargs={"thinking": True}),
+    ]
+    lines = [(parse(raw, index), f"r{index}") for index, raw in enumerate(raw_lines)]
+
+    together = builder.build_all(lines, priority=3, cache_salt="t")
+
+    assert together == [builder.build(line, name, priority=3, cache_salt="t") for line, name in lines]
+
+
+def test_a_bad_line_among_others_is_refused_alone_and_in_its_place(builder: RequestBuilder) -> None:
+    raw_lines = [
+        completion_line(),
+        completion_line(model="other"),
+        chat_line(messages=[{"role": "tool", "content": "x"}]),
+        completion_line(prompt="!" * 64),
+        chat_line(),
+    ]
+    built = builder.build_all([(parse(raw, index), f"r{index}") for index, raw in enumerate(raw_lines)])
+
+    assert [type(item) for item in built] == [Request, InvalidRequest, InvalidRequest, PromptTooLong, Request]
+    assert "begins with a tool" in str(built[2])
+
+
+def test_a_text_that_the_tokeniser_refuses_leaves_its_neighbours_alone(
+    builder: RequestBuilder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = tokenizer.encode
+
+    def refusing(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if "bad" in text:
+            raise ValueError("not this one")
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    def refusing_batch(texts: list[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        return [refusing(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    monkeypatch.setattr(tokenizer, "encode", refusing)
+    monkeypatch.setattr(tokenizer, "encode_batch", refusing_batch)
+    lines = [(parse(completion_line(prompt=prompt)), prompt) for prompt in ("a", "bad", "b")]
+
+    first, second, third = builder.build_all(lines)
+
+    assert isinstance(second, ValueError)
+    assert [first, third] == [builder.build(line, name) for line, name in (lines[0], lines[2])]

@@ -1,20 +1,39 @@
 from __future__ import annotations
 
+import dataclasses
+import json
+
+import pytest
+
+from engine.request import Request
 from settings import LimitSettings
 from tests.support.fake_engine import FakeEngine
 from tests.support.registry import TestRegistry, must_claim
 from worker.registry.claim import Claim
+from worker.registry.prompt_record import PromptRecord
 from worker.registry.unit_ref import UnitRef
 from worker.requests.request_builder import RequestBuilder
 from worker.schemas import SubmitOptions
-from worker.units.shard_prompts import ShardPrompts
+from worker.units.shard_prompts import Prepared, ShardPrompts
+
+
+def _prompts(claim: Claim) -> ShardPrompts:
+    engine = FakeEngine()
+    requests = RequestBuilder(engine.tokenizer, max_model_len=engine.max_model_len, model_name="fake")
+    return ShardPrompts(claim, requests, engine.tokenizer, model_name="fake", limits=LimitSettings(), ageing_s=60.0)
+
+
+def _request(claim: Claim) -> Request:
+    ((_, request),) = _prepared(_prompts(claim).prepare([(0, b'{"prompt": "a"}')]))
+    return request
+
+
+def _prepared(items: list[Prepared | PromptRecord]) -> list[Prepared]:
+    return [item for item in items if not isinstance(item, PromptRecord)]
 
 
 def _request_id(claim: Claim) -> str:
-    engine = FakeEngine()
-    requests = RequestBuilder(engine.tokenizer, max_model_len=engine.max_model_len, model_name="fake")
-    prompts = ShardPrompts(claim, requests, engine.tokenizer, model_name="fake", limits=LimitSettings())
-    return prompts.request(prompts.parse(0, b'{"prompt": "a"}')).request_id
+    return _request(claim).request_id
 
 
 def _claim(registry: TestRegistry, job_id: str) -> Claim:
@@ -33,3 +52,43 @@ def test_a_job_submitted_again_after_a_flush_has_other_request_ids(registry: Tes
     assert first.token.partition(":")[0] == second.token.partition(":")[0]
     assert _request_id(first) != _request_id(second)
     assert _request_id(first) == _request_id(first)
+
+
+def test_in_the_engine_a_step_of_priority_is_worth_so_much_waiting(registry: TestRegistry) -> None:
+    claim = _claim(registry, registry.keys.new_job_id())
+
+    def priority(priority: int, created_s: int) -> int:
+        return _request(dataclasses.replace(claim, priority=priority, created_s=created_s)).priority
+
+    assert priority(2, 1_000) < priority(3, 1_000)
+    assert priority(9, 1_000) < priority(0, 1_000 + 9 * 60 + 1)
+    assert priority(9, 1_000) > priority(0, 1_000 + 9 * 60 - 1)
+
+
+def test_lines_that_cannot_be_run_become_records_and_the_others_keep_their_order(registry: TestRegistry) -> None:
+    raw_lines = [b'{"prompt": "a"}', b"{", None, b'{"prompt": "b", "model": "other"}', b'{"prompt": "c"}']
+    items = _prompts(_claim(registry, registry.keys.new_job_id())).prepare(enumerate(raw_lines, 5))
+
+    assert [request.prompt_token_ids for _, request in _prepared(items)] == [[97], [99]]
+    assert [line.index for line, _ in _prepared(items)] == [5, 9]
+    records = [item for item in items if isinstance(item, PromptRecord)]
+    codes = [json.loads(record.record)["response"]["body"]["error"]["code"] for record in records]
+    assert codes == ["invalid_json_line", "missing_line", "model_not_found"]
+    assert [record.index for record in records] == [6, 7, 8]
+
+
+def test_what_nobody_expected_over_one_prompt_is_its_record_and_stands_in_the_log(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = _prompts(_claim(registry, registry.keys.new_job_id()))
+
+    def failing(_body: object, _max_tokens: object) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("worker.requests.request_builder._sampling_params", failing)
+    (record,) = prompts.prepare([(3, b'{"prompt": "a"}')])
+
+    assert isinstance(record, PromptRecord)
+    assert json.loads(record.record)["response"]["status_code"] == 500
+    assert "prompt 3 of" in caplog.text
+    assert "ZeroDivisionError" in caplog.text

@@ -144,7 +144,7 @@ def test_a_worker_that_lost_its_lease_stops_as_soon_as_it_writes(registry: TestR
     with running_units(registry, FakeEngine(steps_per_request=5, step_s=0.01, slots=1), lease_s=0.1) as units:
         held = _hold_job(units, ["a", "b", "c", "d"])
         time.sleep(0.11)
-        taken = must_claim(registry.leases(owner="other"), held.claim.ref)
+        taken = must_claim(registry.leases(owner="other"), held.claim.ref, alone=True)
         units.shard_run(held).run()
         assert held.stop_reason is StopReason.FENCED
         assert registry.leases().renew([taken])[0][0]
@@ -162,7 +162,7 @@ def test_prompts_of_tenants_get_their_salt_and_priority(registry: TestRegistry) 
     with running_units(registry, Watched()) as units:
         held = _hold_job(units, ["a"], SubmitOptions(priority=2, tenant="acme"))
         units.shard_run(held).run()
-    assert seen == [(2, "acme")]
+    assert seen == [(held.claim.created_s + 2 * 60, "acme")]
 
 
 @pytest.mark.parametrize("reason", [StopReason.RELEASED, StopReason.ENGINE_FAILED])
@@ -173,10 +173,10 @@ def test_what_had_finished_when_a_shard_is_given_back_is_written(
         held = _hold_job(units, ["a", "b", "c", "d"])
         put = units.writer.put
 
-        def put_late(held: HeldUnit, record: Any) -> Any:
+        def put_late(held: HeldUnit, *records: Any) -> Any:
             wait_until(lambda: units.engine_thread.num_open_requests == 0)  # the other outputs wait behind this one
             held.stop(reason)
-            return put(held, record)
+            return put(held, *records)
 
         monkeypatch.setattr(units.writer, "put", put_late)
         units.shard_run(held).run()

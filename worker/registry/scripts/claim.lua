@@ -1,15 +1,19 @@
--- Take a unit for a lease. ARGV job id, unit, worker, nonce, lease ms, max attempts.
+-- Take a unit for a lease. ARGV job id, unit, worker, nonce, lease ms, max attempts, 1 if it would run alone.
 -- A client that lost the reply sends the same call again: its nonce shows that the lease is already its own.
-local job_id, unit, worker, nonce = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+-- A unit that crashed a worker is a suspect and runs alone from then on; one that crashed a worker alone is guilty. What
+-- is guilty is split, down to the one prompt that kills, and only that one is ever lost.
+local job_id, unit, worker, nonce, alone = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[7]
 local lease, max_attempts = tonumber(ARGV[5]), tonumber(ARGV[6])
 local member = job_id .. '/' .. unit
 local now = now_ms()
-local job = redis.call('HMGET', JOB, 'st', 'cancel', 'deadline', 'n', 'pri', 'tenant', 'created')
+local job = redis.call('HMGET', JOB, 'st', 'cancel', 'deadline', 'n', 'pri', 'tenant', 'created', 'v')
 if not job[1] then
   redis.call('ZREM', OPEN, member)
   return {'gone'}
 end
-local held = redis.call('HMGET', UNIT, 'st', 'lease', 'att', 'idx', 'tok')
+-- Of a newer version: left as it is. It is announced again and again, until a worker takes it that knows it.
+if job[8] ~= '1' then return {'newer'} end
+local held = redis.call('HMGET', UNIT, 'st', 'lease', 'att', 'idx', 'tok', 'alone', 'guilty', 'first')
 if not is_open(job[1]) or not held[1] then
   redis.call('ZREM', OPEN, member)
   return {'terminal'}
@@ -17,30 +21,40 @@ end
 local is_ours = held[1] == 'running' and string.sub(held[5], -#nonce - 1) == ':' .. nonce
 if held[1] == 'running' and not is_ours and tonumber(held[2]) > now then return {'busy'} end
 
-local attempts = tonumber(held[3])
+local done, missing = {}, {}
+if unit == 'plan' then
+  done = redis.call('HKEYS', RES)
+else
+  for index in string.gmatch(held[4], '%d+') do
+    if redis.call('HEXISTS', RES, index) == 1 then done[#done + 1] = index else missing[#missing + 1] = index end
+  end
+end
+
+local attempts, is_guilty = tonumber(held[3]), held[7] == '1'
 -- A lease that ran out is a worker that died or hung over this unit.
-if held[1] == 'running' and not is_ours then attempts = redis.call('HINCRBY', UNIT, 'att', 1) end
+if held[1] == 'running' and not is_ours then
+  attempts = attempts + 1
+  is_guilty = is_guilty or held[6] == '1'
+end
 local mode = verdict(job[2], job[3], now)
-if mode == 'run' and attempts >= max_attempts then
+if mode == 'run' and unit ~= 'plan' and is_guilty and #missing > 1 then
+  split(job_id, unit, missing, attempts, held[8] or now, now)
+  return {'split'}
+end
+if mode == 'run' and attempts >= max_attempts and (is_guilty or unit == 'plan') then
   mode = 'lost'
   if unit == 'plan' then redis.call('HSET', JOB, 'lost_plan', 1) end
   redis.call('ZADD', DEAD, now, member)
   redis.call('ZREMRANGEBYRANK', DEAD, 0, -10001)
   redis.call('EXPIRE', DEAD, 604800)
 end
+-- Nothing is written: the claim that runs it alone counts what happened.
+if mode == 'run' and attempts > 0 and alone ~= '1' then return {'suspect'} end
 -- The uuid tells apart two tokens of one number, should a failover take Redis back in time.
 local token = held[5]
 if not is_ours then token = redis.call('HINCRBY', UNIT, 'fence', 1) .. ':' .. nonce end
-redis.call('HSET', UNIT, 'st', 'running', 'own', worker, 'tok', token, 'lease', now + lease)
+redis.call('HSET', UNIT, 'st', 'running', 'own', worker, 'tok', token, 'lease', now + lease, 'att', attempts,
+  'alone', alone, 'guilty', is_guilty and 1 or 0)
 redis.call('ZADD', OPEN, now + lease, member)
-
-local done = {}
-if unit == 'plan' then
-  done = redis.call('HKEYS', RES)
-else
-  for index in string.gmatch(held[4], '%d+') do
-    if redis.call('HEXISTS', RES, index) == 1 then done[#done + 1] = index end
-  end
-end
 return {'ok', token, mode, time_left(job[3], now), attempts, tonumber(job[4]), tonumber(job[5]), job[6],
   tonumber(job[7]), held[4], done}

@@ -5,15 +5,13 @@ local held = redis.call('HMGET', PLAN, 'tok', 'st')
 if not held[1] and redis.call('HGET', JOB, 'plan_tok') == token then return 1 end
 if held[1] ~= token or held[2] ~= 'running' then return 0 end
 local now = now_ms()
-local job = redis.call('HMGET', JOB, 'cancel', 'deadline')
+local job = redis.call('HMGET', JOB, 'cancel', 'deadline', 'pri')
 local look = next_look(now, grace, job[2])
 if job[1] ~= '0' then look = now end
 for i = 4, #ARGV do
   local _, commas = string.gsub(ARGV[i], ',', ',')
-  local number = i - 4
-  redis.call('HSET', shard_key(number), 'st', 'queued', 'idx', ARGV[i], 'n', commas + 1, 'done', 0, 'own', '',
-    'tok', '', 'lease', 0, 'fence', 0, 'att', 0, 'rp', 0, 'since', now)
-  redis.call('ZADD', OPEN, look, job_id .. '/' .. number)
+  local shard = {idx = ARGV[i], n = commas + 1, att = 0, first = now, lane = job[3]}
+  queue_shard(job_id, i - 4, shard, now, look)
 end
 redis.call('HSET', JOB, 'st', 'running', 'started', now, 'ns', #ARGV - 3, 'plan_tok', token)
 redis.call('UNLINK', PLAN)

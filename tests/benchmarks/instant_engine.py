@@ -1,0 +1,54 @@
+"""An engine that answers every request in the step after it came."""
+
+from __future__ import annotations
+
+from engine.completion import Completion
+from engine.finish_reason import FinishReason
+from engine.request import Request
+from engine.request_output import RequestOutput
+from engine.text.tokenizer import Tokenizer
+from engine.token_checkpoint import TokenCheckpoint
+
+MAX_MODEL_LEN = 4096
+NUM_OUTPUT_TOKENS = 16
+ANSWER = " the answer and you are the one that is a"  # 41 characters
+
+
+class InstantEngine:
+    """A StepEngine without a model, owned by the worker's EngineThread like the real one.
+
+    Skipped: the engine's own checks of a request, scheduling, KV blocks, the model, sampling, stop strings,
+    detokenising, log-probabilities. Real: the tokenizer. Every answer is the same text of 16 tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.max_model_len = MAX_MODEL_LEN
+        self._open: dict[str, Request] = {}
+        completion = Completion(0, ANSWER, tuple(range(NUM_OUTPUT_TOKENS)), FinishReason.LENGTH, None, None)
+        self._completions = (completion,)
+
+    def add_request(self, request: Request) -> None:
+        self._open[request.request_id] = request
+
+    def abort(self, request_id: str) -> bool:
+        raise NotImplementedError(f"{request_id} is to be aborted: a benchmark cancels nothing")
+
+    def checkpoint(self, request_id: str) -> TokenCheckpoint | None:
+        return None  # its answers come whole
+
+    def due_checkpoints(self) -> dict[str, TokenCheckpoint]:
+        return {}
+
+    def step(self) -> list[RequestOutput]:
+        requests, self._open = self._open, {}
+        return [
+            RequestOutput(request.request_id, len(request.prompt_token_ids), 0, self._completions)
+            for request in requests.values()
+        ]
+
+    def has_unfinished(self) -> bool:
+        return bool(self._open)
+
+    def close(self) -> None:
+        self._open.clear()

@@ -1,0 +1,87 @@
+"""The points at which a worker can be killed exactly."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from kombu.transport.redis import QoS
+
+from tests.support.fake_engine import FakeEngine
+from worker.process.held_units import HeldUnits
+from worker.registry.claim import Claim
+from worker.registry.put_status import PutStatus
+from worker.registry.unit_leases import UnitLeases
+
+STEPS_BEFORE_DEATH = 3
+
+
+def die_at(point: str) -> None:
+    """From now on this process dies when it first comes to `point`, a name of DEATHS (kill -9) or BREAKAGES."""
+    (DEATHS | BREAKAGES)[point]()
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_before(
+    owner: type, name: str, is_time: Callable[..., bool] = lambda *_: True, die: Callable[[], None] = _die
+) -> None:
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def replaced(*args: Any, **options: Any) -> Any:
+        if is_time(*args):
+            die()
+        return original(*args, **options)
+
+    setattr(owner, name, replaced)
+
+
+def _die_after(owner: type, name: str, is_time: Callable[[Any], bool]) -> None:
+    original = getattr(owner, name)
+
+    @wraps(original)
+    def replaced(*args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        if is_time(result):
+            _die()
+        return result
+
+    setattr(owner, name, replaced)
+
+
+def _is_claimed_shard(result: object) -> bool:
+    return isinstance(result, Claim) and not result.ref.is_plan
+
+
+def _is_last_put(result: tuple[PutStatus, object]) -> bool:
+    return result[0] in (PutStatus.UNIT_DONE, PutStatus.JOB_DONE)
+
+
+def _steps_are_up() -> Callable[..., bool]:
+    steps = iter(range(1_000_000))
+    return lambda *_: next(steps) >= STEPS_BEFORE_DEATH
+
+
+def _break_engine() -> None:
+    raise RuntimeError("broken for a test")
+
+
+DEATHS: dict[str, Callable[[], None]] = {
+    # The message is out of its list and not yet in `unacked`: nobody has it.
+    "after BRPOP": lambda: _die_before(QoS, "append"),
+    "after claim": lambda: _die_after(UnitLeases, "claim", _is_claimed_shard),
+    "mid-decode": lambda: _die_before(FakeEngine, "step", _steps_are_up()),
+    "after put before ack": lambda: _die_after(UnitLeases, "put", _is_last_put),
+    # The drain waits here for what runs.
+    "during drain": lambda: _die_before(HeldUnits, "wait_empty"),
+}
+# Not by a signal: the worker ends itself, with 70.
+BREAKAGES: dict[str, Callable[[], None]] = {
+    "engine breaks": lambda: _die_before(FakeEngine, "step", _steps_are_up(), _break_engine),
+}

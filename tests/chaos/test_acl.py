@@ -1,0 +1,175 @@
+"""The users of `millrace acl` can do their work, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from click.testing import CliRunner
+
+from tests.chaos.jobs import prompts
+from tests.support.acl_redis import AclRedis, acl_redis
+from tests.support.free_port import free_port
+from tests.support.millrace import millrace
+from tests.support.readme import python_block, replace_line
+from tests.support.wait_until import wait_until
+from tests.support.worker_processes import WorkerProcesses, worker_processes
+from worker.cli.main import cli
+from worker.client import BatchClient
+from worker.schemas.job_state import JobState
+
+ENDED_S = 30.0
+LEASE_S = "3.0"  # a busy machine must not look like a dead worker
+JOB = "millrace:{s0}:j:s0-00000000-0000-0000-0000-000000000000"
+SLOW = {"step_s": 0.05, "slots": 1}  # a prompt takes 50 ms, one after the other
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AclRedis]:
+    with acl_redis(tmp_path_factory.mktemp("acl"), port=free_port()) as server:
+        yield server
+
+
+@pytest.fixture
+def nothing_denied(server: AclRedis) -> Iterator[None]:
+    """Says at the end, even if the test fell over it, which permission is missing."""
+    server.admin.acl_log_reset()
+    yield
+    denials = server.denials()
+    assert not denials, f"worker/acl/users.py lacks a permission that is needed: {denials}"
+
+
+@pytest.fixture
+def client(server: AclRedis) -> Iterator[BatchClient]:
+    with BatchClient(server.producer_url) as client:
+        yield client
+
+
+@pytest.fixture
+def workers(server: AclRedis, tmp_path: Path) -> Iterator[WorkerProcesses]:
+    with worker_processes(server.worker_url, tmp_path) as workers:
+        yield workers
+
+
+@pytest.mark.usefixtures("nothing_denied")
+def test_jobs_are_done_cancelled_expired_and_outlive_a_killed_worker(
+    client: BatchClient, workers: WorkerProcesses
+) -> None:
+    first = workers.start(engine=SLOW, worker__lease_s=LEASE_S)
+    workers.wait_up(client)
+    job_id = client.submit(prompts(40), idempotency_key="a key of our own")
+    wait_until(lambda: client.status(job_id).request_counts.completed >= 3, timeout_s=ENDED_S)
+    first.kill()
+    cancelled, expired = client.submit(prompts(30), priority=8), client.submit(prompts(30), deadline_s=0.2)
+    client.cancel(cancelled)
+    workers.start(worker__lease_s=LEASE_S)
+
+    assert client.wait(job_id, ENDED_S).request_counts.completed == 40
+    assert client.wait(cancelled, ENDED_S).status is JobState.CANCELLED
+    assert client.wait(expired, ENDED_S).status is JobState.EXPIRED
+    assert client.submit(prompts(40), idempotency_key="a key of our own") == job_id
+    assert len(list(client.results(job_id, follow=True))) == 40
+    assert {job.id for job in client.jobs()} >= {job_id, cancelled, expired}
+
+
+@pytest.mark.usefixtures("nothing_denied")
+def test_every_command_of_the_command_line_works(
+    server: AclRedis, client: BatchClient, workers: WorkerProcesses, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MILLRACE_REDIS__URL", server.producer_url)
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("\n".join(json.dumps(line) for line in prompts(5)))
+    workers.start()
+    workers.wait_up(client)
+    job_id = millrace("submit", lines, "--wait").stdout.decode().strip()
+
+    # In this process: seven times the start of one would be most of this test.
+    for command in (("status", job_id), ("watch", job_id), ("results", job_id), ("errors", job_id), ("jobs",)):
+        done = CliRunner().invoke(cli, command)
+        assert done.exit_code == 0, done.output
+    assert CliRunner().invoke(cli, ["cancel", job_id]).exit_code == 0
+    findings = json.loads(CliRunner().invoke(cli, ["doctor", "--json"]).stdout)
+    permissions = next(finding for finding in findings if finding["check"] == "redis permissions")
+    assert permissions["level"] == "ok", permissions
+
+
+@pytest.mark.usefixtures("nothing_denied")
+def test_the_readmes_plain_celery_producer_works(
+    server: AclRedis, client: BatchClient, workers: WorkerProcesses
+) -> None:
+    code = python_block(after="From a plain Celery producer")
+    code = replace_line(code, "url = ", f"url = {server.producer_url!r}")
+    workers.start()
+    workers.wait_up(client)
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=60)
+
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"'status_code': 200" in done.stdout
+
+
+def test_a_user_that_lacks_a_permission_is_found_by_doctor(server: AclRedis, tmp_path: Path) -> None:
+    options = ["doctor", "--json", "--model", str(tmp_path)]  # with a model: this machine is to be a worker
+    findings = json.loads(CliRunner().invoke(cli, [*options, "--redis-url", server.producer_url]).stdout)
+    lacking = next(finding for finding in findings if finding["check"] == "redis permissions")
+    assert (lacking["level"], lacking["detail"]) == ("failed", "a worker needs EXISTS unacked")
+    assert "millrace acl" in lacking["fix"]
+
+
+DENIED_TO_BOTH = [
+    "FLUSHALL", "FLUSHDB", "SWAPDB 0 1", "SHUTDOWN NOSAVE", "SAVE", "BGSAVE", "BGREWRITEAOF", "REPLICAOF NO ONE",
+    "CONFIG GET *", "CONFIG SET dir /tmp", "CONFIG REWRITE", "MODULE LIST", "MODULE LOAD /tmp/x.so", "DEBUG SLEEP 0",
+    "ACL LIST", "ACL WHOAMI", "ACL SETUSER me on", "CLIENT LIST", "CLIENT KILL 127.0.0.1:1", "CLIENT PAUSE 1",
+    "SCRIPT FLUSH", "SCRIPT KILL", "EVAL return{} 0", "EVAL return{} 1 foreign", f"EVALSHA {'0' * 40} 1 foreign",
+    "KEYS *", "RANDOMKEY", "GET foreign", "SET foreign 1", "DEL foreign", "HGETALL foreign", "MOVE foreign 1",
+    "LPUSH celery x", "LRANGE celery 0 -1", "RESTORE foreign 0 x", "MIGRATE 127.0.0.1 1 foreign 0 1",
+    f"DUMP {JOB}:in", f"RENAME {JOB}:in foreign", f"COPY {JOB}:in foreign", f"SORT {JOB}:ord",
+    "PUBLISH channel x", "SUBSCRIBE channel", "MONITOR", "SLOWLOG GET", "LATENCY RESET", "CLUSTER INFO", "WAIT 0 0",
+]  # fmt: skip
+DENIED_TO_THE_PRODUCER = [
+    "BRPOP millrace 1", "RPOP millrace", "LPOP millrace", "LREM millrace 0 x", "LTRIM millrace 1 0",
+    "HGETALL unacked", "DEL unacked", "ZRANGE unacked_index 0 -1", "DEL unacked_mutex", "HSET unacked x y",
+    "LRANGE millrace:{s0}:deadraw 0 -1", "LPUSH millrace:{s0}:deadraw x", "ZRANGEBYSCORE millrace:{s0}:open 0 1",
+]  # fmt: skip
+DENIED_TO_THE_WORKER = ["SCAN 0", "BLPOP foreign 1", "BRPOP celery 1", "RPUSH celery x", "SADD _kombu.binding.celery x"]
+
+
+@pytest.mark.parametrize("call", [*DENIED_TO_BOTH, *DENIED_TO_THE_PRODUCER])
+def test_the_producer_may_not(server: AclRedis, call: str) -> None:
+    _assert_denied(server.producer_url, call)
+
+
+@pytest.mark.parametrize("call", [*DENIED_TO_BOTH, *DENIED_TO_THE_WORKER])
+def test_the_worker_may_not(server: AclRedis, call: str) -> None:
+    _assert_denied(server.worker_url, call)
+
+
+def test_a_script_may_touch_no_other_key_than_its_caller(server: AclRedis) -> None:
+    """Not even one that it does not declare."""
+    for url in (server.producer_url, server.worker_url):
+        with redis.Redis.from_url(url) as user:
+            digest = user.script_load("return redis.call('GET', 'for' .. 'eign')")
+            with pytest.raises(redis.RedisError, match=r"(?i)access|permission"):
+                user.evalsha(digest, 0)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://127.0.0.1:{port}/0", "redis://:x@127.0.0.1:{port}/0", "redis://me:x@127.0.0.1:{port}/0"]
+)
+def test_nobody_else_gets_in(server: AclRedis, url: str) -> None:
+    with redis.Redis.from_url(url.format(port=server.port)) as nobody, pytest.raises(redis.AuthenticationError):
+        nobody.ping()
+
+
+def _assert_denied(url: str, call: str) -> None:
+    with redis.Redis.from_url(url) as user:
+        until_s = time.monotonic() + 5.0
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            user.execute_command(*call.split(" "))
+        assert time.monotonic() < until_s  # refused, not waited for

@@ -1,0 +1,35 @@
+"""An engine that breaks once: its worker ends with 70, its successor does the work.
+
+A prompt that breaks or kills every engine is in the tests of quarantine, one that is merely refused in
+tests/worker/process/test_worker_process.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import redis
+
+from tests.chaos.fleet import running_fleet
+from tests.chaos.invariants import check_invariants
+from tests.chaos.jobs import submit_jobs, wait_all
+from tests.chaos.worker_options import WorkerOptions
+from worker.client import BatchClient
+
+pytestmark = pytest.mark.chaos
+
+SLOW = WorkerOptions(engine={"steps_per_request": 8, "step_s": 0.005})
+
+
+def test_a_broken_engine_ends_its_worker_and_the_next_one_finishes(
+    client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    with running_fleet(redis_url, tmp_path, SLOW) as fleet:
+        worker = fleet.start(die_at="engine breaks")
+        fleet.wait_up(client)
+        jobs = submit_jobs(client, num_jobs=3, num_prompts=40)
+        wait_all(client, jobs)
+        check_invariants(client, bare, jobs)
+        assert worker.exit_codes == [70]
+        assert fleet.stop() == [0]

@@ -1,0 +1,73 @@
+"""A prompt that kills its worker every time costs its own record, and nobody else's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import redis
+
+from tests.chaos.fleet import running_fleet
+from tests.chaos.invariants import check_nothing_is_left, check_records
+from tests.chaos.jobs import prompts, wait_all
+from tests.chaos.undisturbed import Record, contents, undisturbed
+from tests.chaos.worker_options import WorkerOptions
+from tests.support.fake_engine import KILL
+from tests.support.wait_until import wait_until
+from worker.client import BatchClient
+from worker.schemas import JobState
+
+# A request takes 3 steps of 10 ms, 16 requests at a time: a killer dies in company of others.
+COMPANIONABLE = WorkerOptions(engine={"steps_per_request": 3, "step_s": 0.01, "slots": 16})
+NUM_PROMPTS = 40
+
+
+def _poisoned(killers: tuple[int, ...]) -> tuple[list[dict[str, str]], dict[str, Record]]:
+    """Lines of which some kill, and what becomes of the others."""
+    lines = prompts(NUM_PROMPTS, of="poisoned")
+    innocent = undisturbed(line for number, line in enumerate(lines) if number not in killers)
+    for number in killers:
+        lines[number]["prompt"] += KILL
+    return lines, innocent
+
+
+@pytest.mark.parametrize(
+    ("killers", "shard_size", "num_crashes"),
+    [
+        ((20,), "10", 3),  # in company; alone, in a shard of ten; alone
+        ((20, 21), "16", 4),  # in company; alone, in a shard of sixteen with both; each of them alone
+    ],
+)
+def test_only_the_prompts_that_kill_have_errors(
+    client: BatchClient,
+    bare: redis.Redis,
+    redis_url: str,
+    tmp_path: Path,
+    killers: tuple[int, ...],
+    shard_size: str,
+    num_crashes: int,
+) -> None:
+    poisoned, innocent = _poisoned(killers)
+    bystanders = [prompts(NUM_PROMPTS, of=name) for name in ("one", "two")]
+    with running_fleet(redis_url, tmp_path, COMPANIONABLE, {"worker.shard_size": shard_size}) as fleet:
+        workers = [fleet.start(), fleet.start()]
+        fleet.wait_up(client)
+        poisoned_id = client.submit(poisoned)
+        innocent_jobs = {client.submit(lines): undisturbed(lines) for lines in bystanders}
+        wait_all(client, {poisoned_id: innocent, **innocent_jobs})
+        for job_id, expected in innocent_jobs.items():
+            assert contents(client.results(job_id)) == expected
+        job = client.status(poisoned_id)
+        assert (job.status, job.request_counts.failed) == (JobState.COMPLETED, len(killers))
+        assert job.shards_done == job.shards_total
+        check_records(client, bare, poisoned_id, num_prompts=NUM_PROMPTS)
+        found = contents(client.results(poisoned_id))
+        lost = {f"poisoned-{number}": found.pop(f"poisoned-{number}") for number in killers}
+        assert {record["response"]["body"]["error"]["code"] for record in lost.values()} == {"worker_lost"}
+        assert found == innocent
+        check_nothing_is_left(bare)
+        codes = [code for worker in workers for code in worker.exit_codes]
+        assert codes == [-9] * len(codes)
+        assert len(codes) <= num_crashes
+        wait_until(lambda: all(worker.log.count(" is up") == worker.num_lives for worker in workers), timeout_s=30)
+        assert fleet.stop() == [0, 0]

@@ -1,0 +1,91 @@
+"""Redis ends and comes back, with what it knew or without."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import redis
+
+from tests.chaos.fleet import running_fleet
+from tests.chaos.invariants import check_admission, check_invariants
+from tests.chaos.jobs import impatient_client, insist, prompts, submit_jobs, wait_all
+from tests.chaos.undisturbed import undisturbed
+from tests.chaos.worker_options import WorkerOptions
+from tests.support.restartable_redis import RestartableRedis
+from worker.client import BatchClient
+from worker.registry.errors import JobNotFound
+from worker.registry.keys import Keys
+
+SLOW = WorkerOptions(engine={"steps_per_request": 10, "step_s": 0.01})
+DOWN_S = 1.0
+
+
+def _restart(server: RestartableRedis, how: str) -> None:
+    if how == "SIGKILL":
+        server.kill()
+    else:
+        server.stop()
+    time.sleep(DOWN_S)
+    server.start()
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.chaos)])
+def test_with_an_append_only_file_nothing_is_lost(how: str, durable_redis: RestartableRedis, tmp_path: Path) -> None:
+    with (
+        running_fleet(durable_redis.url, tmp_path, SLOW) as fleet,
+        impatient_client(durable_redis.url) as client,
+        redis.Redis.from_url(durable_redis.url) as bare,
+    ):
+        for _ in range(2):
+            fleet.start()
+        fleet.wait_up(client)
+        jobs = submit_jobs(client, num_jobs=3, num_prompts=80)
+        for _ in range(2):
+            _restart(durable_redis, how)
+        wait_all(client, jobs)
+        check_invariants(client, bare, jobs)
+        assert fleet.stop() == [0, 0]
+        assert fleet.num_restarts == 0
+
+
+def _lose_all(server: RestartableRedis, bare: redis.Redis, how: str) -> None:
+    if how == "FLUSHALL":
+        bare.flushall()
+    else:
+        _restart(server, "SIGTERM")
+
+
+@pytest.mark.parametrize("how", ["FLUSHALL", pytest.param("restart", marks=pytest.mark.chaos)])
+def test_without_one_lost_jobs_are_not_found_and_may_be_submitted_again(
+    how: str, forgetful_redis: RestartableRedis, tmp_path: Path
+) -> None:
+    lines = prompts(60)
+    with (
+        running_fleet(forgetful_redis.url, tmp_path, SLOW) as fleet,
+        impatient_client(forgetful_redis.url) as client,
+        redis.Redis.from_url(forgetful_redis.url) as bare,
+    ):
+        fleet.start()
+        fleet.wait_up(client)
+        lost = _submit_again(client, lines)
+        while client.status(lost).request_counts.finished == 0:
+            time.sleep(0.01)
+        _lose_all(forgetful_redis, bare, how)
+        with pytest.raises(JobNotFound):
+            insist(lambda: client.status(lost))
+        time.sleep(1.5)  # longer than a lease: the worker has seen that its units are gone, and writes nothing
+        assert not list(bare.scan_iter(f"{Keys().prefix}j:*"))
+        check_admission(bare)
+        job_id = _submit_again(client, lines)
+        assert job_id != lost
+        jobs = {job_id: undisturbed(lines)}
+        wait_all(client, jobs)
+        check_invariants(client, bare, jobs)
+        assert fleet.stop() == [0]
+        assert fleet.num_restarts == 0
+
+
+def _submit_again(client: BatchClient, lines: list[dict[str, str]]) -> str:
+    return insist(lambda: client.submit(lines, idempotency_key="the same each time"))

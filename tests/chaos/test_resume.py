@@ -1,0 +1,192 @@
+"""Long generations whose worker is killed go on, not over."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from tests.chaos.counted_engine import read_count
+from tests.chaos.invariants import check_admission, check_records
+from tests.chaos.undisturbed import Record, contents
+from tests.support.millrace import ROOT, millrace
+from tests.support.records import read_records
+from tests.support.tiny_checkpoint import make_checkpoint
+from tests.support.wait_until import wait_until
+from tests.support.worker_processes import QUICK
+from worker.client import BatchClient
+from worker.registry.keys import Keys
+
+STOP_TIMEOUT_S = 30.0
+FINISH_TIMEOUT_S = 250.0  # on a machine that does other things as well
+
+
+@dataclass
+class Load:
+    """A job of long generations, and what an undisturbed run makes of it."""
+
+    model: Path
+    num_prompts: int
+    num_tokens: int  # of each
+    checkpoint_tokens: int
+    expected: Mapping[str, Record] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return self.num_prompts * self.num_tokens
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return {"model.path": str(self.model), "engine.num_threads": "1", "engine.deterministic": "true"}
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Greedy, seeded, with penalties, and two completions of one prompt."""
+        kinds: list[dict[str, Any]] = [
+            {"temperature": 0},
+            {"temperature": 0.8, "seed": 5},
+            {"temperature": 0.7, "seed": 9, "frequency_penalty": 0.3, "return_token_ids": True},
+        ]
+        common = {"max_tokens": self.num_tokens, "ignore_eos": True}
+        return [
+            {
+                "custom_id": f"p{index}",
+                "prompt": f"Tell me about {index}.",
+                **common,
+                **kinds[index % len(kinds)],
+            }
+            for index in range(self.num_prompts)
+        ]
+
+    def run_undisturbed(self) -> None:
+        source, output = (self.model.with_name(name) for name in ("lines.jsonl", "records.jsonl"))
+        source.write_text("".join(json.dumps(line) + "\n" for line in self.lines()))
+        options = [word for key, value in self.settings.items() for word in ("--set", f"{key}={value}")]
+        done = millrace("run", "-i", source, "-o", output, *options, timeout_s=FINISH_TIMEOUT_S)
+        assert done.returncode == 0, done.stderr.decode()
+        self.expected = contents(read_records(output))
+
+
+Start = Callable[..., tuple[subprocess.Popen[bytes], Path]]
+
+
+@pytest.fixture
+def start(redis_url: str, tmp_path: Path) -> Iterator[Start]:
+    """Starts workers, each with the file in which it counts its tokens; none outlives the test."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(load: Load, **settings: str) -> tuple[subprocess.Popen[bytes], Path]:
+        count = tmp_path / f"count-{len(processes)}"
+        values = {"redis.url": redis_url, **QUICK, "worker.shard_size": "100", **load.settings}
+        values["engine.checkpoint_tokens"] = str(load.checkpoint_tokens)
+        values |= {name.replace("__", "."): value for name, value in settings.items()}
+        arguments = [f"{key}={value}" for key, value in values.items()]
+        command = [sys.executable, "-m", "tests.chaos.resume_worker", str(count), *arguments]
+        with (tmp_path / f"log-{len(processes)}").open("wb") as log:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        processes.append(process)
+        return process, count
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait(STOP_TIMEOUT_S)
+
+
+def _end_first_worker(
+    client: BatchClient, start: Start, load: Load, share: float, end: signal.Signals, **settings: str
+) -> tuple[str, int]:
+    """A job whose first worker gets `end` once it generated `share` of the tokens, and how many it had generated."""
+    first, count = start(load, **settings)
+    wait_until(lambda: len(client.workers()) == 1, timeout_s=60)
+    job_id = client.submit(load.lines())
+    wait_until(lambda: read_count(count) >= share * load.total, timeout_s=FINISH_TIMEOUT_S)
+    first.send_signal(end)
+    first.wait(STOP_TIMEOUT_S)
+    assert not client.status(job_id).status.is_terminal
+    return job_id, read_count(count)
+
+
+def _finish(client: BatchClient, bare: redis.Redis, start: Start, load: Load, job_id: str, **settings: str) -> int:
+    """Have a second worker end the job, compare every byte, and return how many tokens that worker generated."""
+    second, count = start(load, **settings)
+    client.wait(job_id, timeout_s=FINISH_TIMEOUT_S)
+    check_records(client, bare, job_id, num_prompts=load.num_prompts)
+    assert contents(client.results(job_id)) == load.expected
+    usage = client.status(job_id).usage
+    assert usage.output_tokens == load.total
+    second.terminate()
+    assert second.wait(STOP_TIMEOUT_S) == 0
+    check_admission(bare)
+    assert bare.zcard(Keys().open) == 0
+    assert not bare.exists(Keys().checkpoints(job_id), Keys().lines(job_id))
+    assert usage.resumed_tokens == load.total - read_count(count)  # no prompt had its record yet
+    return read_count(count)
+
+
+@pytest.fixture(scope="module")
+def short_load(tmp_path_factory: pytest.TempPathFactory) -> Load:
+    model = make_checkpoint(tmp_path_factory.mktemp("resume") / "tiny", "qwen3", initializer_range=0.6)
+    load = Load(model, num_prompts=9, num_tokens=100, checkpoint_tokens=8)
+    load.run_undisturbed()
+    return load
+
+
+@pytest.fixture(scope="module")
+def long_load(tmp_path_factory: pytest.TempPathFactory) -> Load:
+    model = make_checkpoint(tmp_path_factory.mktemp("resume") / "tiny", "qwen3", initializer_range=0.6)
+    load = Load(model, num_prompts=24, num_tokens=600, checkpoint_tokens=32)
+    load.run_undisturbed()
+    return load
+
+
+def test_a_worker_killed_half_way_costs_the_tokens_since_the_last_checkpoints(
+    client: BatchClient, bare: redis.Redis, start: Start, short_load: Load
+) -> None:
+    job_id, before = _end_first_worker(client, start, short_load, 0.5, signal.SIGKILL)
+    recomputed = before + _finish(client, bare, start, short_load, job_id) - short_load.total
+    assert 0 <= recomputed < 0.1 * short_load.total
+
+
+@pytest.mark.chaos
+def test_a_worker_that_drains_loses_no_token(
+    client: BatchClient, bare: redis.Redis, start: Start, short_load: Load
+) -> None:
+    # No checkpoint comes due in 100 tokens: only the one at the end can have saved them.
+    job_id, before = _end_first_worker(
+        client, start, short_load, 0.5, signal.SIGTERM, engine__checkpoint_tokens="1000", worker__drain_timeout_s="0.1"
+    )
+    assert _finish(client, bare, start, short_load, job_id) + before == short_load.total
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+@pytest.mark.timeout(900)
+def test_kill_9_of_long_generations_recomputes_less_than_a_tenth(
+    client: BatchClient, bare: redis.Redis, start: Start, long_load: Load, share: float
+) -> None:
+    job_id, before = _end_first_worker(client, start, long_load, share, signal.SIGKILL)
+    after = _finish(client, bare, start, long_load, job_id)
+    recomputed = before + after - long_load.total
+    print(f"killed at {share:.0%}: {before} + {after} tokens generated, {recomputed / long_load.total:.1%} twice")
+    assert 0 <= recomputed < 0.1 * long_load.total
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+def test_kill_9_without_checkpoints_recomputes_all_of_it(
+    client: BatchClient, bare: redis.Redis, start: Start, long_load: Load
+) -> None:
+    off = {"engine__checkpoint_tokens": "none"}
+    job_id, before = _end_first_worker(client, start, long_load, 0.5, signal.SIGKILL, **off)
+    after = _finish(client, bare, start, long_load, job_id, **off)
+    recomputed = before + after - long_load.total
+    print(f"killed at 50%, no checkpoints: {before} + {after} tokens, {recomputed / long_load.total:.1%} twice")
+    assert recomputed == before

@@ -1,0 +1,57 @@
+"""What the records of a job are when nothing goes wrong."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from settings import LimitSettings
+from tests.support.fake_engine import FakeEngine
+from worker.offline.line_feed import LineFeed
+from worker.offline.offline_run import OfflineRun
+from worker.requests.model_name import UNNAMED
+
+Record = dict[str, Any]
+WINDOW = 64
+
+
+def content(record: Mapping[str, Any]) -> Record:
+    """The record without what belongs to its job or its moment: ids, time of creation, tokens the cache saved."""
+    kept = copy.deepcopy(dict(record))
+    del kept["id"]
+    response = kept["response"]
+    if response is not None:
+        del response["request_id"]
+        body = response["body"]
+        for name in ("id", "created"):
+            body.pop(name, None)
+        if "usage" in body:
+            body["usage"].pop("prompt_tokens_details")
+    return kept
+
+
+def contents(records: Iterable[Mapping[str, Any]]) -> dict[str, Record]:
+    """Content by custom_id; two records of one prompt are a failure."""
+    found: dict[str, Record] = {}
+    for record in records:
+        assert record["custom_id"] not in found, f"two records of {record['custom_id']}"
+        found[record["custom_id"]] = content(record)
+    return found
+
+
+def undisturbed(lines: Iterable[Mapping[str, Any]]) -> dict[str, Record]:
+    """The contents of an offline run of these lines with the fake engine, in this process."""
+    records: list[Mapping[str, Any]] = []
+    run = OfflineRun(FakeEngine(), LimitSettings(), model_name=UNNAMED, window=WINDOW, write=records.append)
+    source = io.BytesIO(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+    feed = LineFeed(source, max_line_bytes=LimitSettings().max_prompt_bytes, capacity=WINDOW)
+    feed.start()
+    run.run(feed, _never, lambda: None)
+    return contents(records)
+
+
+def _never() -> bool:
+    return False

@@ -1,0 +1,83 @@
+"""A worker process for fault injection: `python -m tests.chaos.worker_program OPTIONS KEY=VALUE ...`
+
+OPTIONS is JSON, see WorkerOptions. `millrace worker` in everything but: the engine may be a fake one, the broker's
+visibility timeout is short, so that a test can wait for what a killed worker had not acknowledged.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+from tests.chaos.worker_options import WorkerOptions
+
+RESTORE_INTERVAL_S = 1  # how often messages of dead workers are looked for; 10 in production
+MUTEX_EXPIRE_S = 2  # of a worker that died while it looked; 30 in production
+
+
+def main() -> int:
+    """Run the worker; its exit code."""
+    options = WorkerOptions(**json.loads(sys.argv[1]))
+    if options.clock_shift_s:
+        _shift_clock(options.clock_shift_s)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(threadName)s %(name)s %(levelname)s %(message)s")
+    return _run(options, sys.argv[2:])
+
+
+def _run(options: WorkerOptions, assignments: list[str]) -> int:
+    # Only now: kombu takes its own reference to time.time when it is imported.
+    from settings import load_settings, parse_assignments
+    from tests.chaos.death import die_at
+    from worker.app import create_app
+    from worker.process import worker_process
+
+    def create_app_of_short_visibility(settings: Any) -> Any:
+        app = create_app(settings)
+        app.conf.broker_transport_options = {
+            **app.conf.broker_transport_options,
+            "unacked_restore_interval": RESTORE_INTERVAL_S,
+            "unacked_mutex_expire": MUTEX_EXPIRE_S,
+            "visibility_timeout": options.visibility_timeout_s,
+        }
+        return app
+
+    setattr(worker_process, "create_app", create_app_of_short_visibility)  # noqa: B010
+    if options.die_at:
+        die_at(options.die_at)
+    if options.has_other_scripts:
+        _change_scripts()
+    effective = load_settings(parse_assignments(assignments), environ={})
+    return worker_process.run_worker(effective, _load_engine if options.engine is None else _fake(options.engine))
+
+
+def _change_scripts() -> None:
+    from worker.registry import script_set
+
+    source = script_set._source
+    script_set._source = lambda name: f"{source(name)}-- of another version\n"
+
+
+def _load_engine(effective: Any) -> Any:
+    from engine.engine import Engine
+    from tests.chaos.checked_engine import CheckedEngine
+
+    return CheckedEngine(Engine.load(effective))
+
+
+def _fake(engine: dict[str, Any]) -> Any:
+    from tests.support.fake_engine import FakeEngine
+
+    return lambda _effective: FakeEngine(**engine)
+
+
+def _shift_clock(shift_s: float) -> None:
+    now_s, now_ns = time.time, time.time_ns
+    time.time = lambda: now_s() + shift_s
+    time.time_ns = lambda: now_ns() + round(shift_s * 1e9)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+import redis
+
+from tests.support.registry import TestRegistry
+from tests.support.running_thread import running_thread
+from tests.support.wait_until import wait_until
+from tests.support.worker_processes import WorkerProcesses, worker_processes
+from worker.client import BatchClient
+from worker.process.activity import Activity
+from worker.process.engine_thread import EngineThread
+from worker.process.watchdog import CONSUME_TIMEOUT_S, HUB_TIMEOUT_S, Watchdog
+from worker.registry.reap_queue import ReapQueue
+from worker.registry.stop_reason import StopReason
+from worker.registry.unit_ref import UnitRef
+from worker.schemas import JobState
+
+
+class Engine:
+    """What the watchdog sees of an engine's thread."""
+
+    def __init__(self) -> None:
+        self.is_idle = True
+        self.num_steps = 0
+
+
+class Queue:
+    """The broker's lanes."""
+
+    def __init__(self) -> None:
+        self.holds_messages = False
+        self.is_gone = False
+
+    def has_messages(self) -> bool:
+        if self.is_gone:
+            raise redis.ConnectionError("gone")
+        return self.holds_messages
+
+
+class Watched:
+    """A watchdog and all that it looks at."""
+
+    def __init__(self) -> None:
+        self.engine, self.queue, self.activity = Engine(), Queue(), Activity(num_threads=1)
+        self.troubles: list[StopReason] = []
+        self.exit_codes: list[int] = []
+        self.watchdog = Watchdog(
+            cast(EngineThread, self.engine),
+            self.activity,
+            cast(ReapQueue, self.queue),
+            hang_timeout_s=300,
+            on_trouble=self.troubles.append,
+            exit_process=self.exit_codes.append,
+        )
+
+    def after(self, seconds: float, *, hub_turns: bool = True) -> StopReason | None:
+        """The verdict once so much time has passed."""
+        verdict = None
+        for _ in range(round(seconds)):
+            if hub_turns:
+                self.activity.tick()
+            verdict = verdict or self.watchdog.look(1.0)
+        return verdict
+
+
+@pytest.fixture
+def watched() -> Watched:
+    watched = Watched()
+    watched.after(1)
+    return watched
+
+
+def test_an_idle_worker_is_left_alone(watched: Watched) -> None:
+    assert watched.after(1000) is None
+
+
+def test_a_step_that_does_not_end_is_trouble_and_counts_as_an_attempt(watched: Watched) -> None:
+    watched.engine.is_idle = False
+    assert watched.after(299) is None
+    watched.engine.num_steps += 1
+    assert watched.after(300) is None
+    assert watched.after(1) is StopReason.ENGINE_FAILED
+
+
+def test_an_event_loop_that_does_not_turn_is_trouble(watched: Watched) -> None:
+    assert watched.after(HUB_TIMEOUT_S - 1, hub_turns=False) is None
+    watched.after(1)
+    assert watched.after(HUB_TIMEOUT_S, hub_turns=False) is StopReason.RELEASED
+
+
+def test_an_event_loop_stands_still_while_redis_cannot_be_had(watched: Watched) -> None:
+    watched.queue.is_gone = True
+    assert watched.after(1000, hub_turns=False) is None
+    watched.queue.is_gone = False
+    assert watched.after(HUB_TIMEOUT_S - 1, hub_turns=False) is None
+
+
+def test_an_event_loop_that_never_began_is_not_waited_for() -> None:
+    assert Watched().after(1000, hub_turns=False) is None
+
+
+def test_messages_that_nobody_takes_are_trouble(watched: Watched) -> None:
+    watched.queue.holds_messages = True
+    assert watched.after(CONSUME_TIMEOUT_S - 1) is None
+    with watched.activity.task():
+        watched.after(1)
+    assert watched.after(CONSUME_TIMEOUT_S - 1) is None
+    assert watched.after(1) is StopReason.RELEASED
+
+
+def test_a_full_worker_need_not_take_messages(watched: Watched) -> None:
+    watched.queue.holds_messages = True
+    with watched.activity.task():
+        assert watched.after(1000) is None
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.process.watchdog.LOOK_INTERVAL_S", 0.01)
+    clock = iter(range(0, 1_000_000, 1000))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    watched.engine.is_idle = False
+    with running_thread(watched.watchdog.run):
+        time.sleep(0.1)
+    assert watched.troubles == []
+
+
+def test_trouble_ends_the_process_even_if_nothing_else_does(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.process.watchdog.LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr("worker.process.watchdog.HUB_TIMEOUT_S", 0.03)
+    monkeypatch.setattr("worker.process.watchdog.EXIT_TIMEOUT_S", 0.05)
+    with running_thread(watched.watchdog.run):
+        wait_until(lambda: watched.exit_codes)
+    assert watched.troubles == [StopReason.RELEASED]
+    assert watched.exit_codes == [70]
+
+
+@pytest.fixture
+def workers(redis_url: str, tmp_path: Path) -> Iterator[WorkerProcesses]:
+    with worker_processes(redis_url, tmp_path) as workers:
+        yield workers
+
+
+def test_a_worker_whose_engine_hangs_ends_with_70_and_another_does_its_work(
+    workers: WorkerProcesses, registry: TestRegistry, redis_url: str
+) -> None:
+    hanging = workers.start(engine={"step_s": 600}, worker__hang_timeout_s="2")
+    with BatchClient(redis_url) as client:
+        workers.wait_up(client)
+        job_id = client.submit([{"prompt": f"prompt {number}"} for number in range(30)])
+        shard = registry.keys.unit(UnitRef.shard(job_id, 0))
+        wait_until(lambda: registry.redis.hget(shard, "st") == b"running")
+        workers.start()
+        assert client.wait(job_id, 30).status is JobState.COMPLETED
+    assert hanging.wait(20) == 70
+    assert "a step of the engine has not ended for 2 s" in workers.log()

@@ -1,0 +1,197 @@
+"""Units that crashed a worker: run alone, split, lost."""
+
+from __future__ import annotations
+
+import time
+from typing import cast
+
+import pytest
+import redis
+
+from tests.support.lost_replies import lose_next_script_reply
+from tests.support.registry import TestRegistry, must_claim, ok
+from worker.registry.claim_refusal import ClaimRefusal
+from worker.registry.outcome import Outcome
+from worker.registry.prompt_record import PromptRecord
+from worker.registry.put_status import PutStatus
+from worker.registry.run_mode import RunMode
+from worker.registry.unit_leases import UnitLeases
+from worker.registry.unit_ref import UnitRef
+from worker.schemas import JobState, SubmitOptions
+
+SHORT_S = 0.05
+LAPSED_S = 0.06  # longer than the short lease
+
+
+def _crash(leases: UnitLeases, ref: UnitRef, *, alone: bool) -> None:
+    must_claim(leases, ref, alone=alone)
+    time.sleep(LAPSED_S)
+
+
+def _shards(registry: TestRegistry, job_id: str) -> dict[int, list[int]]:
+    """The indices of each shard that is there."""
+    found = {}
+    for number in range(registry.reader.status(job_id).shards_total):
+        indices = cast("bytes | None", registry.redis.hget(registry.keys.unit(UnitRef.shard(job_id, number)), "idx"))
+        if indices is not None:
+            found[number] = [int(index) for index in indices.split(b",")]
+    return found
+
+
+def test_a_unit_that_crashed_a_worker_is_refused_to_who_would_not_run_it_alone(registry: TestRegistry) -> None:
+    leases = registry.leases(lease_s=SHORT_S)
+    shard = UnitRef.shard(registry.running_job([0, 1]), 0)
+    assert not leases.is_suspect(shard)
+    _crash(leases, shard, alone=False)
+    before = registry.redis.hgetall(registry.keys.unit(shard))
+    assert leases.claim(shard) is ClaimRefusal.SUSPECT
+    assert registry.redis.hgetall(registry.keys.unit(shard)) == before
+    assert leases.is_suspect(shard)
+    claim = must_claim(leases, shard, alone=True)
+    assert (claim.mode, claim.attempts, claim.missing) == (RunMode.RUN, 1, (0, 1))
+    assert not leases.is_suspect(shard)  # it is held
+
+
+def test_crashes_in_company_make_nobody_guilty(registry: TestRegistry) -> None:
+    leases = registry.leases(lease_s=SHORT_S, max_attempts=2)
+    shard = UnitRef.shard(registry.running_job([0, 1]), 0)
+    registry.redis.hset(registry.keys.unit(shard), "att", 7)
+    assert must_claim(leases, shard, alone=True).mode is RunMode.RUN
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "sizes"), [(256, [16] * 16), (40, [3] * 13 + [1]), (17, [2] * 8 + [1]), (16, [1] * 16), (2, [1, 1])]
+)
+def test_what_crashed_alone_is_split_into_at_most_sixteen_suspects(
+    registry: TestRegistry, num_prompts: int, sizes: list[int]
+) -> None:
+    leases = registry.leases(lease_s=SHORT_S)
+    order = [(7 * index) % num_prompts if num_prompts == 256 else index for index in range(num_prompts)]
+    job_id = registry.running_job(order, [num_prompts])
+    _crash(leases, UnitRef.shard(job_id, 0), alone=False)
+    _crash(leases, UnitRef.shard(job_id, 0), alone=True)
+    assert leases.claim(UnitRef.shard(job_id, 0)) is ClaimRefusal.SPLIT
+    shards = _shards(registry, job_id)
+    assert shards.pop(1) == [num_prompts]
+    assert [len(indices) for indices in shards.values()] == sizes
+    assert [index for number in sorted(shards) for index in shards[number]] == order
+    assert list(shards) == list(range(2, 2 + len(sizes)))
+    for number in shards:
+        claim = must_claim(leases, UnitRef.shard(job_id, number), alone=True)
+        assert (claim.attempts, claim.mode) == (2, RunMode.RUN)
+
+
+def test_parts_are_announced_at_once_although_their_lane_is_full(registry: TestRegistry) -> None:
+    leases = registry.leases(lease_s=SHORT_S)
+    job_id = registry.running_job([0, 1], options=SubmitOptions(priority=7))
+    _crash(leases, UnitRef.shard(job_id, 0), alone=False)
+    _crash(leases, UnitRef.shard(job_id, 0), alone=True)
+    leases.claim(UnitRef.shard(job_id, 0))
+    registry.redis.lpush("millrace\x06\x166", "a message")
+    due = registry.reap_queue().due()
+    assert [(unit.ref.unit, unit.priority) for unit in due] == [("1", 7), ("2", 7)]
+
+
+def test_only_prompts_without_a_record_are_split_and_the_job_ends_with_all_shards_done(registry: TestRegistry) -> None:
+    leases = registry.leases(lease_s=SHORT_S)
+    job_id = registry.running_job([3, 1, 0, 2])
+    claim = must_claim(leases, UnitRef.shard(job_id, 0), alone=True)
+    leases.put(claim, [ok(1)])
+    time.sleep(LAPSED_S)
+    assert leases.claim(claim.ref) is ClaimRefusal.SPLIT
+    assert leases.put(claim, [ok(3)])[0] is PutStatus.FENCED
+    assert not leases.renew([claim])[0][0]
+    assert _shards(registry, job_id) == {1: [3], 2: [0], 3: [2]}
+    status = registry.reader.status(job_id)
+    assert (status.shards_total, status.shards_done) == (4, 1)
+    for number, index in ((1, 3), (2, 0), (3, 2)):
+        leases.put(must_claim(leases, UnitRef.shard(job_id, number), alone=True), [ok(index)])
+    status = registry.reader.status(job_id)
+    assert (status.status, status.shards_total, status.shards_done) == (JobState.COMPLETED, 4, 4)
+    assert registry.redis.zcard(registry.keys.open) == 0
+    assert registry.redis.hget(registry.keys.admission, "prompts") == b"0"
+
+
+def test_one_prompt_alone_is_lost_after_max_attempts_and_tried_alone_before(registry: TestRegistry) -> None:
+    leases = registry.leases(lease_s=SHORT_S, max_attempts=3)
+    shard = UnitRef.shard(registry.running_job([0]), 0)
+    _crash(leases, shard, alone=False)
+    _crash(leases, shard, alone=True)
+    assert leases.claim(shard) is ClaimRefusal.SUSPECT
+    _crash(leases, shard, alone=True)
+    lost = must_claim(leases, shard)  # nothing is run: it need not be alone
+    assert (lost.mode, lost.attempts) == (RunMode.LOST, 3)
+    assert registry.redis.zscore(registry.keys.dead, str(shard)) is not None
+    leases.put(lost, [PromptRecord(0, Outcome.LOST, "{}")])
+    assert registry.reader.status(shard.job_id).status is JobState.COMPLETED
+
+
+def test_a_release_that_counts_makes_suspects_in_company_and_guilty_ones_alone(registry: TestRegistry) -> None:
+    leases = registry.leases()
+    shard = UnitRef.shard(registry.running_job([0, 1]), 0)
+    leases.release(must_claim(leases, shard), count_attempt=True)
+    assert leases.claim(shard) is ClaimRefusal.SUSPECT
+    leases.release(must_claim(leases, shard, alone=True), count_attempt=False)
+    assert leases.claim(shard) is ClaimRefusal.SUSPECT
+    leases.release(must_claim(leases, shard, alone=True), count_attempt=True)
+    assert leases.claim(shard) is ClaimRefusal.SPLIT
+
+
+def test_guilty_shards_of_a_cancelled_job_are_closed_whole(registry: TestRegistry) -> None:
+    leases = registry.leases(lease_s=SHORT_S)
+    job_id = registry.running_job([0, 1])
+    _crash(leases, UnitRef.shard(job_id, 0), alone=True)
+    registry.control.cancel(job_id)
+    claim = must_claim(leases, UnitRef.shard(job_id, 0))
+    assert (claim.mode, claim.missing) == (RunMode.CANCELLED, (0, 1))
+
+
+def test_a_plan_that_crashed_runs_alone_and_is_never_split(registry: TestRegistry) -> None:
+    leases = registry.leases(lease_s=SHORT_S, max_attempts=3)
+    plan = UnitRef.plan(registry.submit([b"x", b"y"]))
+    _crash(leases, plan, alone=False)
+    assert leases.claim(plan) is ClaimRefusal.SUSPECT
+    _crash(leases, plan, alone=True)
+    _crash(leases, plan, alone=True)
+    assert must_claim(leases, plan).mode is RunMode.LOST
+
+
+def test_a_claim_alone_and_a_loss_survive_a_lost_reply(registry: TestRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    leases = registry.leases(lease_s=SHORT_S, max_attempts=3)
+    shard = UnitRef.shard(registry.running_job([0]), 0)
+    _crash(leases, shard, alone=False)
+    _crash(leases, shard, alone=True)
+    lost = lose_next_script_reply(registry.redis, monkeypatch)
+    claim = must_claim(leases, shard, alone=True)
+    assert lost
+    assert (claim.attempts, claim.mode) == (2, RunMode.RUN)
+    time.sleep(LAPSED_S)
+    lost = lose_next_script_reply(registry.redis, monkeypatch)
+    claim = must_claim(leases, shard)
+    assert lost
+    assert (claim.attempts, claim.mode) == (3, RunMode.LOST)
+
+
+def test_a_split_whose_reply_is_lost_is_made_once(registry: TestRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    leases = registry.leases(lease_s=SHORT_S)
+    job_id = registry.running_job([0, 1])
+    _crash(leases, UnitRef.shard(job_id, 0), alone=True)
+    lost = lose_next_script_reply(registry.redis, monkeypatch)
+    assert leases.claim(UnitRef.shard(job_id, 0)) is ClaimRefusal.TERMINAL
+    assert lost
+    assert _shards(registry, job_id) == {1: [0], 2: [1]}
+
+
+def test_without_memory_nothing_is_half_split(registry: TestRegistry) -> None:
+    leases = registry.leases(lease_s=SHORT_S)
+    job_id = registry.running_job([0, 1])
+    shard = UnitRef.shard(job_id, 0)
+    _crash(leases, shard, alone=True)
+    registry.redis.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(redis.ResponseError, match="OOM"):
+            leases.claim(shard)
+    finally:
+        registry.redis.config_set("maxmemory", 0)
+    assert _shards(registry, job_id) == {0: [0, 1]}
+    assert leases.claim(shard) is ClaimRefusal.SPLIT

@@ -1,0 +1,148 @@
+"""Suspects in one worker: alone, one after the other, and never for the price of a deadlock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from tests.support.registry import TestRegistry, must_claim, ok
+from tests.support.units import Units, running_units
+from tests.support.wait_until import wait_until
+from worker.broker.message_end import MessageEnd
+from worker.process.held_unit import HeldUnit
+from worker.registry.stop_reason import StopReason
+from worker.registry.unit_ref import UnitRef
+from worker.schemas import JobState
+from worker.units.unit_runner import UnitRunner
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.units.quarantine.COMPANY_WAIT_S", 0.1)
+    monkeypatch.setattr("worker.units.quarantine.SEND_AWAY_INTERVAL_S", 0.01)
+    monkeypatch.setattr("worker.units.unit_runner.SLOT_WAIT_S", 0.05)
+
+
+class Worker:
+    """A unit runner, its pool of threads, and a log of which units ran beside which."""
+
+    def __init__(self, units: Units) -> None:
+        self.units = units
+        self.runner = UnitRunner(
+            units.leases,
+            units.closer,
+            units.held_units,
+            give_back_for_s=0.1,
+            max_shards=4,
+            is_well=lambda: True,
+        )
+        self.pool = ThreadPoolExecutor(6)
+        self.company: dict[str, set[str]] = {}  # by unit: all that ran beside it at some time
+        self._running: set[str] = set()
+        self._lock = threading.Lock()
+
+    def message(self, ref: UnitRef, *, lasts_s: float = 0.0) -> Future[MessageEnd]:
+        """Run a unit that takes so long, unless it is stopped."""
+        return self.pool.submit(self.runner.run, ref, f"m{ref}", lambda held: self._work(held, lasts_s))
+
+    def _work(self, held: HeldUnit, lasts_s: float) -> None:
+        unit = held.claim.ref.unit
+        with self._lock:
+            self._running.add(unit)
+            for one in self._running:
+                self.company.setdefault(one, set()).update(self._running - {one})
+                self.company.setdefault(unit, set())
+        until_s = time.monotonic() + lasts_s
+        while time.monotonic() < until_s and held.stop_reason is None:
+            time.sleep(0.005)
+        with self._lock:
+            self._running.discard(unit)
+        if held.stop_reason is None:
+            self.units.leases.put(held.claim, [ok(index) for index in held.claim.missing])
+            held.set_written()
+
+
+@pytest.fixture
+def worker(registry: TestRegistry) -> Iterator[Worker]:
+    with running_units(registry) as units:
+        worker = Worker(units)
+        yield worker
+        worker.runner.drain()
+        units.held_units.stop_all(StopReason.RELEASED)
+        worker.pool.shutdown()
+
+
+def _job(worker: Worker, num_shards: int, *, suspects: tuple[int, ...]) -> list[UnitRef]:
+    registry = worker.units.registry
+    job_id = registry.running_job(*[[number] for number in range(num_shards)])
+    shards = [UnitRef.shard(job_id, number) for number in range(num_shards)]
+    for number in suspects:
+        worker.units.leases.release(must_claim(worker.units.leases, shards[number]), count_attempt=True)
+    return shards
+
+
+def test_a_suspect_sends_long_runners_back_and_runs_alone(worker: Worker, registry: TestRegistry) -> None:
+    long, suspect = _job(worker, 2, suspects=(1,))
+    running = worker.message(long, lasts_s=30)
+    wait_until(lambda: "0" in worker.company)
+    assert worker.message(suspect, lasts_s=0.05).result(5) is MessageEnd.DONE
+    assert running.result(5) is MessageEnd.REQUEUE
+    assert worker.company == {"0": set(), "1": set()}
+    assert registry.redis.hmget(registry.keys.unit(long), "st", "att") == [b"queued", b"0"]
+    assert worker.message(long).result(5) is MessageEnd.DONE
+    assert registry.reader.status(long.job_id).status is JobState.COMPLETED
+
+
+def test_suspects_that_come_together_run_one_after_the_other(worker: Worker, registry: TestRegistry) -> None:
+    shards = _job(worker, 4, suspects=(0, 1, 2, 3))
+    todo = set(shards)
+    while todo:  # as the broker does with a message that goes back
+        ends = {shard: worker.message(shard, lasts_s=0.05) for shard in todo}
+        todo = {shard for shard, end in ends.items() if end.result(10) is MessageEnd.REQUEUE}
+    assert worker.company == {"0": set(), "1": set(), "2": set(), "3": set()}
+    assert registry.reader.status(shards[0].job_id).status is JobState.COMPLETED
+
+
+def test_nothing_is_claimed_beside_a_suspect_but_a_new_jobs_plan(worker: Worker, registry: TestRegistry) -> None:
+    ordinary, suspect = _job(worker, 2, suspects=(1,))
+    running = worker.message(suspect, lasts_s=30)
+    wait_until(lambda: "1" in worker.company)
+    assert worker.message(ordinary).result(5) is MessageEnd.REQUEUE
+    assert registry.redis.hget(registry.keys.unit(ordinary), "fence") == b"0"
+    plan = UnitRef.plan(registry.submit([b"x"]))
+    assert worker.message(plan).result(5) is MessageEnd.DONE
+    assert not running.done()
+
+
+def test_a_suspected_plan_runs_alone(worker: Worker, registry: TestRegistry) -> None:
+    [long] = _job(worker, 1, suspects=())
+    plan = UnitRef.plan(registry.submit([b"x"]))
+    worker.units.leases.release(must_claim(worker.units.leases, plan), count_attempt=True)
+    running = worker.message(long, lasts_s=30)
+    wait_until(lambda: "0" in worker.company)
+    assert worker.message(plan).result(5) is MessageEnd.DONE
+    assert running.result(5) is MessageEnd.REQUEUE
+    assert worker.company["plan"] == set()
+
+
+def test_draining_ends_a_suspects_wait(worker: Worker) -> None:
+    first, second = _job(worker, 2, suspects=(0, 1))
+    worker.message(first, lasts_s=30)
+    wait_until(lambda: "0" in worker.company)
+    waiting = worker.message(second)
+    wait_until(lambda: worker.runner._quarantine._is_wanted)
+    worker.runner.drain()
+    assert waiting.result(2) is MessageEnd.REQUEUE
+
+
+def test_a_guilty_shards_message_is_done_once_it_is_split(worker: Worker, registry: TestRegistry) -> None:
+    job_id = registry.running_job([0, 1])
+    shard = UnitRef.shard(job_id, 0)
+    worker.units.leases.release(must_claim(worker.units.leases, shard, alone=True), count_attempt=True)
+    assert worker.message(shard).result(5) is MessageEnd.DONE
+    assert worker.company == {}
+    assert registry.reader.status(job_id).shards_total == 3
