@@ -27,7 +27,8 @@ MISADDRESSED = [
     put("body", to=body([[["nested"]], {"extra": 1}, {}])),
 ]
 # redis-py refuses to send these; kombu would take its error for a lost connection.
-UNSENDABLE = [put("properties", "delivery_tag", to=tag) for tag in ([], {}, True, None)]
+UNSENDABLE_TAGS: list[object] = [[], {}, True, None]
+UNSENDABLE = [put("properties", "delivery_tag", to=tag) for tag in UNSENDABLE_TAGS]
 # What breaks Celery's code around a task: each would keep one of a worker's six slots for ever.
 SLOT_KEEPING = [put("body", to=body([["s0-*"], {}, 7]))] * 8
 
