@@ -5,6 +5,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+JOBS ?= 2
+IN_PARALLEL := --numprocesses $(JOBS) --dist loadfile
 
 .PHONY: demo test chaos check clean
 
@@ -12,9 +14,9 @@ demo: $(VENV)/.demo-installed
 	$(BIN)/millrace demo
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) tests
 	# Triton chooses its interpreter when a kernel is decorated: a run of its own.
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/triton
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest $(IN_PARALLEL) tests/kernels/triton
 
 chaos: $(VENV)/.test-installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos -m "chaos or not chaos"

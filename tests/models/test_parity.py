@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from engine.engine import Engine
 from engine.runner.item_result import LogitsResult
 from engine.text.tokenizer import Tokenizer
-from tests.models.conftest import TIES
+from tests.conftest import TIES
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
 from tests.support.reference_model import ReferenceContinuation, continue_greedily, count_ties_where_it_differs
 from tests.support.tiny_checkpoint import VOCAB_SIZE, Family, make_checkpoint
