@@ -59,7 +59,10 @@ class Engine:
         self._sampler = Sampler(parts.executor.model.ops, unknown_ids.to(parts.executor.model.device))
         self._outputs = OutputProcessor(parts.tokenizer, parts.eos_token_ids)
         self._checkpoints = RequestCheckpoints(
-            self._outputs, parts.executor.model, interval_tokens=settings.checkpoint_tokens
+            self._outputs,
+            parts.executor.model,
+            interval_tokens=settings.checkpoint_tokens,
+            deterministic=settings.deterministic,
         )
         self._groups: dict[str, RequestGroup] = {}
         self._ready: list[RequestOutput] = []

@@ -12,12 +12,13 @@ from engine.models.decoder_model import DecoderModel
 SAMPLED_ELEMENTS = 64  # of each tensor: with 28 layers 171 copies of 256 bytes, milliseconds
 
 
-def model_fingerprint(model: DecoderModel) -> str:
-    """Digest of the model's configuration, its dtype and the first elements of its weights.
+def model_fingerprint(model: DecoderModel, *, deterministic: bool) -> str:
+    """Digest of the model's configuration, where and how it is computed, and the first elements of its weights.
 
     Two fine-tunes of one model share the configuration, often the name too; they hardly share all of these elements.
     """
-    digest = hashlib.blake2b(repr((model.config, str(model.dtype))).encode(), digest_size=16)
+    computed = (model.config, model.device.type, deterministic, str(model.dtype))
+    digest = hashlib.blake2b(repr(computed).encode(), digest_size=16)
     for tensor in _weights(model):
         digest.update(tensor.flatten()[:SAMPLED_ELEMENTS].to("cpu", torch.float32).numpy().tobytes())
     return digest.hexdigest()

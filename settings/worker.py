@@ -41,7 +41,10 @@ class WorkerSettings(BaseModel):
         default=30.0, ge=0, le=86_400, description="On stop, how long running prompts may still finish."
     )
     hang_timeout_s: Seconds = Field(
-        default=300.0, ge=0.5, le=86_400, description="A step of the engine that takes longer ends the worker with 70."
+        default=120.0,
+        ge=0.5,
+        le=86_400,
+        description="A step of the engine that takes longer loses its leases and ends the worker with 70.",
     )
     max_attempts: Annotated[int, Unit("attempts")] = Field(
         default=3, ge=1, le=100, description="Crashed workers after which a prompt that ran alone becomes an error."

@@ -18,6 +18,8 @@ OnOutputs = Callable[[list[RequestOutput]], None]
 OnCheckpoint = Callable[[str, TokenCheckpoint], None]  # request id, how far it has come
 OnSuspended = Callable[[Mapping[str, TokenCheckpoint]], None]
 
+SUSPEND_POLL_S = 0.1
+
 logger = logging.getLogger(__name__)
 
 
@@ -101,22 +103,24 @@ class EngineThread:
             self._aborts += self._forget_callbacks(request_ids)
             self._changed.notify_all()
 
-    def suspend(self, request_ids: Sequence[str], timeout_s: float) -> Mapping[str, TokenCheckpoint]:
+    def suspend(self, request_ids: Sequence[str], is_given_up: Callable[[], bool]) -> Mapping[str, TokenCheckpoint]:
         """End requests before the next step; how far those had come that had generated anything.
 
-        Outputs of the step that runs still reach their callbacks before this returns. If it does not end within
-        `timeout_s` the answer is empty, and the requests end whenever it does.
+        Outputs of the step that runs still reach their callbacks before this returns. If it has not ended when
+        `is_given_up` says so, asked every 0.1 s, the answer is empty, and the requests end whenever it does.
         """
         answer: queue.SimpleQueue[Mapping[str, TokenCheckpoint]] = queue.SimpleQueue()
         with self._changed:
-            if self._has_failed or self._stopping:
+            if self._is_over():
                 return {}
             self._suspensions.append((request_ids, answer.put))
             self._changed.notify_all()
-        try:
-            return answer.get(timeout=timeout_s)
-        except queue.Empty:
-            return {}
+        while True:
+            try:
+                return answer.get(timeout=SUSPEND_POLL_S)
+            except queue.Empty:
+                if is_given_up() or self._is_over():
+                    return {}
 
     def stop(self, timeout_s: float) -> bool:
         """Stop after the current step and close the engine; False if it hangs."""
@@ -154,6 +158,9 @@ class EngineThread:
             self._step_began_at = time.monotonic()  # before _is_idle, which other threads read first
             self._is_idle = False
             return not self._stopping
+
+    def _is_over(self) -> bool:
+        return self._has_failed or self._stopping
 
     def _is_called(self) -> bool:
         return bool(self._additions or self._aborts or self._suspensions)

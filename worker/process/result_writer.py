@@ -60,7 +60,9 @@ class ResultWriter:
         self._items = ItemQueue(10 * batch_size)
 
     def offer(self, held: HeldUnit, checkpoint: PromptCheckpoint) -> bool:
-        """Queue a checkpoint; False, and it is dropped, if the queue is full now."""
+        """Queue a checkpoint; False, and it is dropped, if a tenth of the queue waits: they may be of 1 MiB each."""
+        if self._items.qsize() >= self._batch_size:
+            return False
         held.add_unwritten(1)
         try:
             self._items.put_nowait((held, [checkpoint]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
 import threading
@@ -59,17 +58,13 @@ class Watchdog:
         """Look until told to stop, or until there is trouble."""
         interval_s = min(LOOK_INTERVAL_S, self._hang_timeout_s / 4)
         looked_at = time.monotonic()
-        try:
-            while not stopping.wait(interval_s):
-                self._put_off_last_resort()
-                now = time.monotonic()
-                reason = self.look(min(now - looked_at, 2 * interval_s))
-                looked_at = now
-                if reason is not None:
-                    self._end(reason)
-                    return
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+        while not stopping.wait(interval_s):
+            now = time.monotonic()
+            reason = self.look(min(now - looked_at, 2 * interval_s))
+            looked_at = now
+            if reason is not None:
+                self._end(reason)
+                return
 
     def look(self, elapsed_s: float) -> StopReason | None:
         """Why the units must be given back, if they must, `elapsed_s` seconds after the last look."""
@@ -111,7 +106,3 @@ class Watchdog:
         last_chance.daemon = True
         last_chance.start()
         self._on_trouble(reason)
-
-    def _put_off_last_resort(self) -> None:
-        # Of C code that keeps the interpreter's lock, so that no thread of ours, and not this one, can do anything.
-        faulthandler.dump_traceback_later(self._hang_timeout_s + EXIT_TIMEOUT_S, exit=True)

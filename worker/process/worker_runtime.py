@@ -33,6 +33,7 @@ from worker.requests.request_builder import RequestBuilder
 from worker.requests.request_window import request_window
 from worker.requests.step_engine import StepEngine
 from worker.schemas.worker_info import WorkerInfo
+from worker.units.engine_state import EngineState
 from worker.units.planner import Planner
 from worker.units.refused_record import refused_record
 from worker.units.shard_prompts import ShardPrompts
@@ -80,7 +81,7 @@ class WorkerRuntime:
             held_units,
             give_back_for_s=worker.lease_s,
             max_shards=worker.concurrency,
-            is_well=self._is_well,
+            engine=EngineState(self._is_well, lambda: self._engine.num_open_requests == 0),
         )
         self._planner = Planner(leases, announcer, closer, settings=worker, limits=settings.limits)
         self._staged_jobs = StagedJobs(registry.client, registry.keys, announcer, settings=settings)

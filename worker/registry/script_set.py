@@ -11,7 +11,9 @@ from worker.registry import scripts
 from worker.registry.redis_reply import RedisReply
 
 # About a unit, so they begin with the prelude's names and functions.
-_UNIT_SCRIPTS = frozenset({"claim", "suspect", "put", "renew", "release", "planned", "cancel", "checkpoint"})
+_UNIT_SCRIPTS = frozenset(
+    {"claim", "suspect", "begin_alone", "put", "renew", "release", "planned", "cancel", "checkpoint"}
+)
 
 Argument = str | bytes | int | float
 

@@ -12,11 +12,11 @@ class StopReason(IntEnum):
 
     CANCELLED = 1  # its job was cancelled: prompts without a record get one that says so
     EXPIRED = 2  # its job's deadline passed: likewise
-    RELEASED = 3  # this worker stops: the unit goes back, for another worker
-    ENGINE_FAILED = 4  # engine or writer broke over it: it goes back, and that counts as an attempt
-    FENCED = (
-        5  # another worker has the unit, or the job is over, or Redis takes no record of it: nothing more is written
-    )
+    SENT_AWAY = 3  # a suspect is to have this worker alone: the unit goes back once the engine has let go of it
+    RELEASED = 4  # this worker stops: the unit goes back, for another worker
+    ENGINE_FAILED = 5  # engine or writer broke over it: it goes back, and that counts as an attempt
+    # Another worker has the unit, or the job is over, or Redis takes no record of it: nothing more is written.
+    FENCED = 6
 
     @property
     def closing_mode(self) -> RunMode | None:

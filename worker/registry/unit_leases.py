@@ -36,8 +36,8 @@ class UnitLeases:
     def claim(self, ref: UnitRef, *, alone: bool = False) -> Claim | ClaimRefusal:
         """Take a unit for one lease, if it is not finished and nobody has it.
 
-        `alone`: nothing else will run in this process meanwhile. Without it, a unit that crashed a worker before is
-        refused, unless there is nothing to run in it.
+        `alone`: nothing else will run in this process meanwhile (`begin_alone` says so before anything does). Without
+        it, a unit that crashed a worker before is refused, unless there is nothing to run in it.
         """
         arguments: list[Argument] = [ref.job_id, ref.unit, self._owner, uuid.uuid4().hex]
         arguments += [self._lease_ms, self._max_attempts, int(alone)]
@@ -48,6 +48,11 @@ class UnitLeases:
     def is_suspect(self, ref: UnitRef) -> bool:
         """Whether a unit that nobody holds crashed a worker before."""
         return bool(self._scripts.run("suspect", self._keys.of_unit_scripts(ref), []))
+
+    def begin_alone(self, claim: Claim) -> bool:
+        """Nothing else runs in this process from now on: should it crash, the unit is to blame. False if not ours."""
+        arguments: list[Argument] = [claim.ref.job_id, claim.ref.unit, claim.token]
+        return bool(self._scripts.run("begin_alone", self._keys.of_unit_scripts(claim.ref), arguments))
 
     def put(self, claim: Claim, records: Sequence[PromptRecord]) -> tuple[PutStatus, RunMode]:
         """Write records, each index once and for all; where the unit stands, and what to do with the rest of it."""

@@ -19,8 +19,9 @@ class Quarantine:
     do not send the others away each time. Who waits here holds no unit, so that a crash meanwhile blames nobody.
     """
 
-    def __init__(self, send_away: Callable[[], None]) -> None:
+    def __init__(self, send_away: Callable[[], None], is_empty: Callable[[], bool]) -> None:
         self._send_away = send_away  # asks all units that entered to be given back, without waiting for it
+        self._is_empty = is_empty  # whether the engine has let go of all they had in it
         self._changed = threading.Condition()
         self._num_together = 0
         self._is_taken = False  # a suspect runs
@@ -45,8 +46,8 @@ class Quarantine:
     def enter_alone(self, timeout_s: float) -> bool:
         """Have the worker alone until `leave_alone`.
 
-        False if another suspect waits, or runs for longer than `timeout_s`, or closed. Other units are waited for as
-        long as it takes: they were asked to go.
+        False if another suspect waits, or runs for longer than `timeout_s`, or closed. Other units, and the step that
+        the engine may still be in for them, are waited for as long as it takes: they were asked to go.
         """
         with self._changed:
             if self._is_wanted or self._is_closed:
@@ -83,7 +84,7 @@ class Quarantine:
 
     def _wait_for_company(self) -> bool:
         patient_until_s = time.monotonic() + COMPANY_WAIT_S
-        while self._num_together and not self._is_closed:
+        while (self._num_together or not self._is_empty()) and not self._is_closed:
             if time.monotonic() >= patient_until_s:
                 self._send_away()
             self._changed.wait(SEND_AWAY_INTERVAL_S)

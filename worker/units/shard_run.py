@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import redis
@@ -59,8 +60,11 @@ class ShardRun:
         self._ready: deque[tuple[RequestLine, Request]] = deque()  # built, waiting for room in the engine
         self._running: dict[str, RequestLine] = {}  # by request id
         self._unrecorded = dict.fromkeys(held.claim.missing)  # in order; a dict for its cheap removal
-        # None: look at `held`
-        self._events: queue.SimpleQueue[list[RequestOutput] | tuple[str, TokenCheckpoint] | None] = queue.SimpleQueue()
+        # None: look at `held` and at the checkpoints
+        self._events: queue.SimpleQueue[list[RequestOutput] | None] = queue.SimpleQueue()
+        # The newest of each request, by its id: while Redis is away, old ones would pile up by the gigabyte.
+        self._checkpoints: dict[str, TokenCheckpoint] = {}
+        self._checkpoints_lock = threading.Lock()
 
     def run(self) -> None:
         """Run until every prompt has its record, or there is a reason to stop (`held.stop_reason`).
@@ -74,12 +78,12 @@ class ShardRun:
             while self._held.stop_reason is None and not self._held.is_written:
                 self._feed()
                 self._take_events()
-            suspended = self._suspend() if self._held.stop_reason is StopReason.RELEASED else {}
+            goes_back = self._held.stop_reason in (StopReason.SENT_AWAY, StopReason.RELEASED)
+            suspended = self._suspend() if goes_back else {}
         finally:
             self._engine.abort(list(self._running))
         self._take_what_finished()
-        for request_id, checkpoint in suspended.items():
-            self._keep(request_id, checkpoint, self._writer.put)
+        self._writer.put(self._held, *self._encoded(suspended))
         mode = self._held.stop_reason.closing_mode if self._held.stop_reason else None
         if mode is not None and self._held.wait_flushed(until=StopReason.RELEASED):
             self._closer.close(self._claim, list(self._unrecorded), mode)
@@ -133,35 +137,48 @@ class ShardRun:
             return None
 
     def _put_checkpoint(self, request_id: str, checkpoint: TokenCheckpoint) -> None:
-        self._events.put((request_id, checkpoint))
+        with self._checkpoints_lock:
+            is_first = not self._checkpoints
+            self._checkpoints[request_id] = checkpoint
+        if is_first:
+            self._events.put(None)
 
     def _take_events(self) -> None:
         is_all_in = not (self._ready or self._unread)
         try:
             event = self._events.get(timeout=None if is_all_in else FULL_ENGINE_WAIT_S)
             while True:
-                if isinstance(event, tuple):
-                    self._keep(*event, self._writer.offer)
-                elif event is not None and not self._finish(event):
+                if event is None:
+                    self._offer_checkpoints()
+                elif not self._finish(event):
                     return
                 event = self._events.get_nowait()
         except queue.Empty:
             return
 
     def _suspend(self) -> Mapping[str, TokenCheckpoint]:
-        """Take the shard's requests out of the engine with all they have generated."""
-        return self._engine.suspend(list(self._running), SUSPEND_TIMEOUT_S)
+        """Take the shard's requests out of the engine with all they have generated.
 
-    def _keep(
-        self, request_id: str, checkpoint: TokenCheckpoint, put: Callable[[HeldUnit, PromptCheckpoint], bool]
-    ) -> None:
-        """Hand on how far a prompt has come, unless it ended meanwhile."""
-        line = self._running.get(request_id)
-        if line is None:
-            return
-        encoded = encode_checkpoint(checkpoint)
-        if len(encoded) <= MAX_CHECKPOINT_BYTES:
-            put(self._held, PromptCheckpoint(line.index, encoded))
+        A unit that is sent away keeps its lease until the engine has let go of it: should the step that runs crash,
+        the unit is still among those to blame.
+        """
+        return self._engine.suspend(list(self._running), lambda: self._held.released_for_s >= SUSPEND_TIMEOUT_S)
+
+    def _offer_checkpoints(self) -> None:
+        with self._checkpoints_lock:
+            checkpoints, self._checkpoints = self._checkpoints, {}
+        for checkpoint in self._encoded(checkpoints):
+            self._writer.offer(self._held, checkpoint)
+
+    def _encoded(self, checkpoints: Mapping[str, TokenCheckpoint]) -> Iterator[PromptCheckpoint]:
+        """How far prompts have come that have not ended meanwhile."""
+        for request_id, checkpoint in checkpoints.items():
+            line = self._running.get(request_id)
+            if line is None:
+                continue
+            encoded = encode_checkpoint(checkpoint)
+            if len(encoded) <= MAX_CHECKPOINT_BYTES:
+                yield PromptCheckpoint(line.index, encoded)
 
     def _take_what_finished(self) -> None:
         """Hand on outputs that came while there was already a reason to stop: nobody need run them again."""
@@ -170,9 +187,7 @@ class ShardRun:
                 event = self._events.get_nowait()
             except queue.Empty:
                 return
-            if isinstance(event, tuple):
-                self._keep(*event, self._writer.offer)
-            elif event is not None and not self._finish(event):
+            if event is not None and not self._finish(event):
                 return
 
     def _finish(self, outputs: Sequence[RequestOutput]) -> bool:

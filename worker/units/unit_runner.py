@@ -18,11 +18,13 @@ from worker.registry.run_mode import RunMode
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_leases import UnitLeases
 from worker.registry.unit_ref import UnitRef
+from worker.units.engine_state import EngineState
 from worker.units.quarantine import Quarantine
 from worker.units.unit_closer import UnitCloser
 
 FLUSH_TIMEOUT_S = 3.0  # for records on their way to Redis when a unit is given back
 RETRY_S = 0.5
+DRAIN_GIVE_BACK_S = 5.0  # tries to give a unit back to a Redis that is away, while this process ends
 UNWELL_PAUSE_S = 1.0  # keeps the message from going round without rest
 SLOT_WAIT_S = 0.5  # likewise: each spare thread of a full worker turns over two messages a second at most
 # For a suspect that runs to end before the next one's message goes back for other workers to take. Not longer: they may
@@ -45,15 +47,15 @@ class UnitRunner:
         *,
         give_back_for_s: float,
         max_shards: int,
-        is_well: Callable[[], bool],
+        engine: EngineState,
     ) -> None:
-        self._is_well = is_well
+        self._engine = engine
         self._slots = threading.BoundedSemaphore(max_shards)  # fewer than threads: a plan always finds one
         self._leases = leases
         self._closer = closer
         self._held_units = held_units
         self._give_back_for_s = give_back_for_s  # a Redis that is away longer lets the lease run out anyway
-        self._quarantine = Quarantine(self._send_shards_away)
+        self._quarantine = Quarantine(self._send_shards_away, engine.is_empty)
         self._draining = threading.Event()
 
     def drain(self) -> None:
@@ -65,7 +67,7 @@ class UnitRunner:
         """Run a unit on this thread. Raises what `work` raised, after the unit was given back."""
         if self._draining.is_set():
             return MessageEnd.REQUEUE
-        if not self._is_well():
+        if not self._engine.is_well():
             # What is claimed now would hang as well; another worker may be quicker to take the message.
             self._draining.wait(UNWELL_PAUSE_S)
             return MessageEnd.REQUEUE
@@ -86,7 +88,7 @@ class UnitRunner:
 
     def _run_plan(self, ref: UnitRef, message_id: str, work: Work) -> MessageEnd:
         # Beside a suspect too: a suspect may run for an hour, and behind it new jobs would look lost. A plan never
-        # touches the engine; should its first try take the process down all the same, a suspect is split for nothing.
+        # touches the engine; should its first try take the process down all the same, a suspect is blamed for nothing.
         return self._claim_and_run(ref, message_id, work, alone=False) or self._run_alone(ref, message_id, work)
 
     def _run_shard(self, ref: UnitRef, message_id: str, work: Work) -> MessageEnd:
@@ -112,7 +114,7 @@ class UnitRunner:
     def _send_shards_away(self) -> None:
         for held in self._held_units.all():
             if not held.claim.ref.is_plan:
-                held.stop(StopReason.RELEASED)
+                held.stop(StopReason.SENT_AWAY)
 
     def _claim_and_run(self, ref: UnitRef, message_id: str, work: Work, *, alone: bool) -> MessageEnd | None:
         """None: it is a suspect, to be claimed by who runs it alone."""
@@ -128,6 +130,8 @@ class UnitRunner:
             if self._draining.is_set():  # since we looked
                 held.stop(StopReason.RELEASED)
             if claim.mode is RunMode.RUN:
+                if alone:
+                    self._leases.begin_alone(claim)
                 work(held)
             else:
                 self._closer.close(claim, claim.missing, claim.mode)
@@ -151,18 +155,20 @@ class UnitRunner:
         return MessageEnd.REQUEUE
 
     def _give_back(self, held: HeldUnit, *, count_attempt: bool) -> None:
-        until_s = time.monotonic() + self._give_back_for_s
+        began_at = time.monotonic()
         while True:
             try:
                 self._leases.release(held.claim, count_attempt=count_attempt)
             except redis.RedisError as error:
                 logger.warning("could not give %s back: %s", held.claim.ref, error)
-                if self._draining.is_set() or time.monotonic() >= until_s:
-                    return  # its lease runs out
+                limit_s = DRAIN_GIVE_BACK_S if self._draining.is_set() else self._give_back_for_s
+                if time.monotonic() - began_at >= limit_s:
+                    return  # its lease runs out, and that is an attempt
                 time.sleep(RETRY_S)
             else:
                 return
 
 
 def _is_to_go_back(held: HeldUnit) -> bool:
-    return not held.is_written and held.stop_reason in (StopReason.RELEASED, StopReason.ENGINE_FAILED)
+    reasons = (StopReason.SENT_AWAY, StopReason.RELEASED, StopReason.ENGINE_FAILED)
+    return not held.is_written and held.stop_reason in reasons

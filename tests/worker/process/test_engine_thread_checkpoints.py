@@ -49,7 +49,7 @@ def test_a_suspended_request_leaves_the_engine_with_what_it_had_generated() -> N
     with _running(engine) as thread:
         assert thread.try_submit([_request(name, name) for name in ("a", "b", "stays")], events.put) == 3
         wait_until(lambda: engine.num_generated == 15)
-        found = thread.suspend(["a", "b", "never there"], WAIT_S)
+        found = thread.suspend(["a", "b", "never there"], lambda: False)
         assert {name: bytes(checkpoint.sequences[0].token_ids) for name, checkpoint in found.items()} == {
             name: answer(name).encode()[:5] for name in ("a", "b")
         }
@@ -64,7 +64,7 @@ def test_a_request_that_ends_in_the_step_that_runs_is_an_output_not_a_checkpoint
     with _running(WritingEngine(step_s=0.02)) as thread:
         assert thread.try_submit([_request("a")], outputs.put)
         wait_until(lambda: thread.num_steps == 15)  # of 16
-        checkpoints += thread.suspend(["a"], WAIT_S).values()
+        checkpoints += thread.suspend(["a"], lambda: False).values()
         # Either it was taken out before its last token, or that token's output came first: never both, never neither.
         assert (len(checkpoints), outputs.qsize()) in [(1, 0), (0, 1)]
 
@@ -75,7 +75,7 @@ def test_an_engine_that_broke_has_no_checkpoints_to_give_and_is_not_waited_for()
     thread.start()
     assert thread.try_submit([_request("a", BREAK)], lambda _: None)
     wait_until(lambda: failures)
-    assert thread.suspend(["a"], timeout_s=60) == {}
+    assert thread.suspend(["a"], lambda: False) == {}
     assert thread.stop(WAIT_S)
 
 

@@ -24,13 +24,13 @@ LEASE_S = 0.4
 
 
 @contextmanager
-def _keeping(units: Units) -> Iterator[None]:
+def _keeping(units: Units, *, hang_timeout_s: float = 60) -> Iterator[None]:
     keeper = LeaseKeeper(
         units.leases,
         Heartbeats(units.registry.redis, units.registry.keys),
         units.held_units,
         units.engine_thread,
-        settings=WorkerSettings(lease_s=LEASE_S, renew_interval_s=0.1),
+        settings=WorkerSettings(lease_s=LEASE_S, renew_interval_s=0.1, hang_timeout_s=hang_timeout_s),
         describe=lambda: INFO,
     )
     with running_thread(keeper.run):
@@ -56,10 +56,20 @@ def test_leases_are_kept_while_the_engine_advances(registry: TestRegistry) -> No
         assert units.leases.claim(shard) is ClaimRefusal.BUSY
 
 
+def test_a_slow_step_keeps_its_leases(registry: TestRegistry) -> None:
+    shard = UnitRef.shard(registry.running_job([0]), 0)
+    engine = FakeEngine(step_s=1.5)
+    with running_units(registry, engine, lease_s=LEASE_S) as units, _keeping(units):
+        units.hold(shard)
+        units.engine_thread.try_submit([Request("r", [65], SamplingParams())], lambda _: None)
+        time.sleep(LEASE_S * 2)
+        assert units.leases.claim(shard) is ClaimRefusal.BUSY
+
+
 def test_an_engine_that_hangs_loses_its_leases(registry: TestRegistry) -> None:
     shard = UnitRef.shard(registry.running_job([0]), 0)
     engine = FakeEngine(step_s=1.5)  # one step outlasts several leases
-    with running_units(registry, engine, lease_s=LEASE_S) as units, _keeping(units):
+    with running_units(registry, engine, lease_s=LEASE_S) as units, _keeping(units, hang_timeout_s=0.5):
         units.hold(shard)
         units.engine_thread.try_submit([Request("r", [65], SamplingParams())], lambda _: None)
         wait_until(lambda: units.leases.claim(shard) is not ClaimRefusal.BUSY, timeout_s=2)

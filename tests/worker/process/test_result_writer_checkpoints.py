@@ -66,9 +66,9 @@ def test_a_record_wins_over_a_checkpoint_of_its_prompt(registry: TestRegistry, i
     assert held.stop_reason is None
 
 
-def test_a_full_queue_drops_a_checkpoint_and_holds_nobody_up(registry: TestRegistry) -> None:
+def test_a_tenth_of_the_queue_drops_a_checkpoint_and_holds_nobody_up(registry: TestRegistry) -> None:
     leases = registry.leases()
-    held, writer = _hold(registry, leases, 1), _writer(leases, 1)  # not started: ten items fill it
+    held, writer = _hold(registry, leases, 1), _writer(leases, 10)  # not started: a hundred items would fill it
     kept = [writer.offer(held, PromptCheckpoint(0, str(number))) for number in range(12)]
     assert kept == [True] * 10 + [False] * 2
     with running_thread(writer.run):

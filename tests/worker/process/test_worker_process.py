@@ -209,9 +209,9 @@ def test_a_broken_engine_costs_an_attempt_and_ends_the_worker_with_70(
     client: BatchClient, workers: WorkerProcesses, registry: TestRegistry
 ) -> None:
     job_id = client.submit([{"prompt": BREAK}, {"prompt": "innocent"}])
-    # In company, alone, and once more alone without its innocent neighbour.
-    codes = [workers.start(worker__max_attempts="3").wait(STOP_TIMEOUT_S) for _ in range(3)]
-    assert codes == [70, 70, 70]
+    # In company, alone, and twice more without its innocent neighbour.
+    codes = [workers.start(worker__max_attempts="3").wait(STOP_TIMEOUT_S) for _ in range(4)]
+    assert codes == [70, 70, 70, 70]
     workers.start(worker__max_attempts="3")
     job = client.wait(job_id, WAIT_S)
     assert job.status is JobState.COMPLETED
@@ -233,12 +233,15 @@ def test_a_prompt_that_kills_its_worker_is_lost_after_max_attempts(
 def test_a_worker_that_hangs_loses_its_lease_to_another(
     client: BatchClient, workers: WorkerProcesses, registry: TestRegistry
 ) -> None:
-    workers.start(worker__max_attempts="1", worker__drain_timeout_s="0")
+    def start() -> None:
+        workers.start(worker__max_attempts="1", worker__drain_timeout_s="0", worker__hang_timeout_s="1")
+
+    start()
     workers.wait_up(client)
     job_id = client.submit([{"prompt": HANG}])
     shard = registry.keys.unit(UnitRef.shard(job_id, 0))
     wait_until(lambda: registry.redis.hget(shard, "st") == b"running")
-    workers.start(worker__max_attempts="1", worker__drain_timeout_s="0")
+    start()
     wait_until(lambda: registry.redis.hget(shard, "alone") == b"1")  # the second worker hangs by itself
     workers.start(worker__max_attempts="1")
     job = client.wait(job_id, WAIT_S)  # by the third, whose claim finds no attempt left

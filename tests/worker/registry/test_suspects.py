@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -24,7 +25,9 @@ LAPSED_S = 0.06  # longer than the short lease
 
 
 def _crash(leases: UnitLeases, ref: UnitRef, *, alone: bool) -> None:
-    must_claim(leases, ref, alone=alone)
+    claim = must_claim(leases, ref, alone=alone)
+    if alone:
+        assert leases.begin_alone(claim)
     time.sleep(LAPSED_S)
 
 
@@ -78,7 +81,35 @@ def test_what_crashed_alone_is_split_into_at_most_sixteen_suspects(
     assert list(shards) == list(range(2, 2 + len(sizes)))
     for number in shards:
         claim = must_claim(leases, UnitRef.shard(job_id, number), alone=True)
-        assert (claim.attempts, claim.mode) == (2, RunMode.RUN)
+        assert (claim.attempts, claim.mode) == (1, RunMode.RUN)
+
+
+def test_a_suspect_whose_claim_never_came_through_is_not_to_blame(registry: TestRegistry) -> None:
+    leases = registry.leases(lease_s=SHORT_S, max_attempts=2)
+    shard = UnitRef.shard(registry.running_job([0, 1]), 0)
+    _crash(leases, shard, alone=False)
+    must_claim(leases, shard, alone=True)  # and nothing more: the reply was lost for good
+    time.sleep(LAPSED_S)
+    assert must_claim(leases, shard, alone=True).attempts == 1
+    time.sleep(LAPSED_S)
+    claim = must_claim(leases, shard, alone=True)
+    assert leases.begin_alone(claim)
+    time.sleep(LAPSED_S)
+    assert not leases.begin_alone(replace(claim, token="1:old"))
+    assert leases.claim(shard) is ClaimRefusal.SPLIT
+
+
+def test_killed_from_outside_again_and_again_innocents_are_lost_no_sooner_than_in_max_attempts_of_their_own(
+    registry: TestRegistry,
+) -> None:
+    leases = registry.leases(lease_s=SHORT_S, max_attempts=3)
+    job_id = registry.running_job(list(range(16)))
+    _crash(leases, UnitRef.shard(job_id, 0), alone=False)
+    _crash(leases, UnitRef.shard(job_id, 0), alone=True)
+    leases.claim(UnitRef.shard(job_id, 0))
+    part = UnitRef.shard(job_id, 1)
+    _crash(leases, part, alone=True)
+    assert must_claim(leases, part, alone=True).mode is RunMode.RUN
 
 
 def test_parts_are_announced_at_once_although_their_lane_is_full(registry: TestRegistry) -> None:
@@ -96,6 +127,7 @@ def test_only_prompts_without_a_record_are_split_and_the_job_ends_with_all_shard
     leases = registry.leases(lease_s=SHORT_S)
     job_id = registry.running_job([3, 1, 0, 2])
     claim = must_claim(leases, UnitRef.shard(job_id, 0), alone=True)
+    leases.begin_alone(claim)
     leases.put(claim, [ok(1)])
     time.sleep(LAPSED_S)
     assert leases.claim(claim.ref) is ClaimRefusal.SPLIT
@@ -133,7 +165,9 @@ def test_a_release_that_counts_makes_suspects_in_company_and_guilty_ones_alone(r
     assert leases.claim(shard) is ClaimRefusal.SUSPECT
     leases.release(must_claim(leases, shard, alone=True), count_attempt=False)
     assert leases.claim(shard) is ClaimRefusal.SUSPECT
-    leases.release(must_claim(leases, shard, alone=True), count_attempt=True)
+    claim = must_claim(leases, shard, alone=True)
+    leases.begin_alone(claim)
+    leases.release(claim, count_attempt=True)
     assert leases.claim(shard) is ClaimRefusal.SPLIT
 
 
@@ -165,6 +199,7 @@ def test_a_claim_alone_and_a_loss_survive_a_lost_reply(registry: TestRegistry, m
     claim = must_claim(leases, shard, alone=True)
     assert lost
     assert (claim.attempts, claim.mode) == (2, RunMode.RUN)
+    leases.begin_alone(claim)
     time.sleep(LAPSED_S)
     lost = lose_next_script_reply(registry.redis, monkeypatch)
     claim = must_claim(leases, shard)

@@ -20,7 +20,8 @@ class Visitors:
 
     def __init__(self) -> None:
         self.sent_away = threading.Event()
-        self.gate = Quarantine(self.sent_away.set)
+        self.engine_is_empty = True
+        self.gate = Quarantine(self.sent_away.set, lambda: self.engine_is_empty)
         self.answers: list[bool] = []
 
     def ask(self, enter: Callable[[float], bool], timeout_s: float = 5) -> threading.Thread:
@@ -49,6 +50,17 @@ def test_a_suspect_waits_for_company_sends_it_away_and_lets_nobody_in() -> None:
     assert not gate.enter(0.05)
     gate.leave_alone()
     assert gate.enter(0)
+
+
+def test_a_suspect_waits_until_the_engine_has_let_go_of_what_was_sent_away() -> None:
+    visitors = Visitors()
+    visitors.engine_is_empty = False  # in a step for a unit that is gone
+    suspect = visitors.ask(visitors.gate.enter_alone)
+    suspect.join(0.2)
+    assert visitors.answers == []
+    visitors.engine_is_empty = True
+    suspect.join(5)
+    assert visitors.answers == [True]
 
 
 def test_company_that_ends_by_itself_in_time_is_not_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:

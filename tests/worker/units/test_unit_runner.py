@@ -13,6 +13,7 @@ from worker.process.held_unit import HeldUnit
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_ref import UnitRef
 from worker.schemas import JobState
+from worker.units.engine_state import EngineState
 from worker.units.unit_runner import UnitRunner
 
 
@@ -23,7 +24,7 @@ def _runner(units: Units, *, is_well: bool = True, max_shards: int = 4) -> UnitR
         units.held_units,
         give_back_for_s=0.1,
         max_shards=max_shards,
-        is_well=lambda: is_well,
+        engine=EngineState(is_well=lambda: is_well, is_empty=lambda: True),
     )
 
 

@@ -17,6 +17,7 @@ from worker.process.held_unit import HeldUnit
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_ref import UnitRef
 from worker.schemas import JobState
+from worker.units.engine_state import EngineState
 from worker.units.unit_runner import UnitRunner
 
 
@@ -38,7 +39,7 @@ class Worker:
             units.held_units,
             give_back_for_s=0.1,
             max_shards=4,
-            is_well=lambda: True,
+            engine=EngineState(is_well=lambda: True, is_empty=lambda: True),
         )
         self.pool = ThreadPoolExecutor(6)
         self.company: dict[str, set[str]] = {}  # by unit: all that ran beside it at some time
@@ -142,7 +143,9 @@ def test_draining_ends_a_suspects_wait(worker: Worker) -> None:
 def test_a_guilty_shards_message_is_done_once_it_is_split(worker: Worker, registry: TestRegistry) -> None:
     job_id = registry.running_job([0, 1])
     shard = UnitRef.shard(job_id, 0)
-    worker.units.leases.release(must_claim(worker.units.leases, shard, alone=True), count_attempt=True)
+    claim = must_claim(worker.units.leases, shard, alone=True)
+    worker.units.leases.begin_alone(claim)
+    worker.units.leases.release(claim, count_attempt=True)
     assert worker.message(shard).result(5) is MessageEnd.DONE
     assert worker.company == {}
     assert registry.reader.status(job_id).shards_total == 3

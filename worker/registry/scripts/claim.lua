@@ -31,14 +31,15 @@ else
 end
 
 local attempts, is_guilty = tonumber(held[3]), held[7] == '1'
--- A lease that ran out is a worker that died or hung over this unit.
-if held[1] == 'running' and not is_ours then
+-- A lease that ran out is a worker that died or hung over this unit. Of a suspect only if it had begun to run alone: a
+-- claim whose reply never came held a lease too.
+if held[1] == 'running' and not is_ours and (attempts == 0 or held[6] == '1') then
   attempts = attempts + 1
   is_guilty = is_guilty or held[6] == '1'
 end
 local mode = verdict(job[2], job[3], now)
 if mode == 'run' and unit ~= 'plan' and is_guilty and #missing > 1 then
-  split(job_id, unit, missing, attempts, held[8] or now, now)
+  split(job_id, unit, missing, held[8] or now, now)
   return {'split'}
 end
 if mode == 'run' and attempts >= max_attempts and (is_guilty or unit == 'plan') then
@@ -54,7 +55,7 @@ if mode == 'run' and attempts > 0 and alone ~= '1' then return {'suspect'} end
 local token = held[5]
 if not is_ours then token = redis.call('HINCRBY', UNIT, 'fence', 1) .. ':' .. nonce end
 redis.call('HSET', UNIT, 'st', 'running', 'own', worker, 'tok', token, 'lease', now + lease, 'att', attempts,
-  'alone', alone, 'guilty', is_guilty and 1 or 0)
+  'alone', 0, 'guilty', is_guilty and 1 or 0)
 redis.call('ZADD', OPEN, now + lease, member)
 return {'ok', token, mode, time_left(job[3], now), attempts, tonumber(job[4]), tonumber(job[5]), job[6],
   tonumber(job[7]), held[4], done}

@@ -47,19 +47,19 @@ local function queue_shard(job_id, number, shard, now, look)
   redis.call('ZADD', OPEN, look, job_id .. '/' .. number)
 end
 
--- Of a guilty shard: 256 prompts come down to one in three crashes (256, 16, 1), where halving would take nine. More
--- parts would crash less often and run more prompts in small company: a part runs alone.
+-- Of a guilty shard: 256 prompts come down to one in two crashes (256, 16), where halving would take eight. More parts
+-- would crash less often and run more prompts in small company: a part runs alone.
 local PARTS = 16
 
--- Replace a guilty shard by parts of what it lacks, all of them suspects, due at once and announced in no lane yet. The
--- shard counts as done, so that all of the job's shards are done in the end.
-local function split(job_id, unit, missing, attempts, first, now)
+-- Replace a guilty shard by parts of what it lacks, all of them suspects and no more than that (one attempt each: most are
+-- innocent, and a worker may also be killed from outside), due at once and announced in no lane yet. The shard counts as done, so that all of the job's shards are done in the end.
+local function split(job_id, unit, missing, first, now)
   local size = math.ceil(#missing / PARTS)
   local num_parts = math.ceil(#missing / size)
   local number = redis.call('HINCRBY', JOB, 'ns', num_parts) - num_parts
   for from = 1, #missing, size do
     local to = math.min(from + size - 1, #missing)
-    local shard = {idx = table.concat(missing, ',', from, to), n = to - from + 1, att = attempts, first = first}
+    local shard = {idx = table.concat(missing, ',', from, to), n = to - from + 1, att = 1, first = first}
     shard.lane = NO_LANE
     queue_shard(job_id, number, shard, now, now)
     number = number + 1
