@@ -83,7 +83,8 @@ class ShardRun:
         finally:
             self._engine.abort(list(self._running))
         self._take_what_finished()
-        self._writer.put(self._held, *self._encoded(suspended))
+        if suspended:
+            self._writer.put(self._held, *self._encoded(suspended))
         mode = self._held.stop_reason.closing_mode if self._held.stop_reason else None
         if mode is not None and self._held.wait_flushed(until=StopReason.RELEASED):
             self._closer.close(self._claim, list(self._unrecorded), mode)
