@@ -7,26 +7,24 @@ import secrets
 from pathlib import Path
 
 from worker.acl.errors import UnusablePassword
+from worker.registry.password_file import MAX_PASSWORD_BYTES, read_password_line
 
 # Redis keeps an unsalted SHA-256 of it: a short one is guessed from the ACL file.
 MIN_CHARACTERS = 16
-MAX_BYTES = 512
 _GENERATED_BYTES = 32
 
 
 def read_password(file: Path) -> str:
     """The one line that the file holds. Raises UnusablePassword naming the file, never what it holds."""
     try:
-        with file.open("rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
-        password = data.decode().removesuffix("\n").removesuffix("\r")
+        password = read_password_line(file)
     except OSError as error:
         raise UnusablePassword(f"{file}: {error.strerror}; --generate makes one") from error
-    except UnicodeDecodeError:
-        raise UnusablePassword(f"{file}: not UTF-8; accepted: one line of text") from None
-    if len(data) > MAX_BYTES or len(password) < MIN_CHARACTERS or not password.isprintable():
+    except ValueError as error:
+        raise UnusablePassword(f"{file}: {error}; accepted: one line of text") from error
+    if password is None or len(password) < MIN_CHARACTERS:
         raise UnusablePassword(
-            f"{file}: not a password; accepted: one line, {MIN_CHARACTERS} characters to {MAX_BYTES} bytes"
+            f"{file}: not a password; accepted: one line, {MIN_CHARACTERS} characters to {MAX_PASSWORD_BYTES} bytes"
         )
     return password
 

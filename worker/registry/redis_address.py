@@ -11,8 +11,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 from settings import RedisSettings, SettingsError
 from settings.masking import mask_url
-
-MAX_PASSWORD_BYTES = 512
+from worker.registry.password_file import MAX_PASSWORD_BYTES, read_password_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +78,12 @@ def _with_password(url: str, file: Path) -> str:
 def _password(file: Path) -> str:
     accepted = f"a readable file that holds one line, at most {MAX_PASSWORD_BYTES} bytes"
     try:
-        with file.open("rb") as stream:
-            data = stream.read(MAX_PASSWORD_BYTES + 2)
+        password = read_password_line(file)
     except OSError as error:
         raise SettingsError("redis.password_file", str(file), str(error.strerror), accepted=accepted) from error
-    # Never quoted: what is wrong with it is said, not what it is.
-    try:
-        password = data.decode().removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError:
-        raise SettingsError("redis.password_file", str(file), "not UTF-8", accepted=accepted) from None
-    if not password or not password.isprintable() or len(data) > MAX_PASSWORD_BYTES:
+    except ValueError as error:
+        raise SettingsError("redis.password_file", str(file), str(error), accepted=accepted) from error
+    if password is None:
         raise SettingsError("redis.password_file", str(file), "holds no password", accepted=accepted)
     return password
 
