@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
 import triton
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.benchmarks.checkout import Checkout, command_output
+
 COPY_BYTES = 2**30
 MATMUL_SIZE = 8192
 
@@ -29,8 +28,7 @@ class Machine:
     cuda: str
     torch: str
     triton: str
-    commit: str  # "unknown" outside a git checkout
-    dirty: bool | None  # whether tracked files differ from the commit
+    checkout: Checkout
     copy_bytes_per_s: float  # read and written, together
     matmul_flop_per_s: float  # bfloat16
     event_floor_us: float  # what a run of nothing takes: part of every time below
@@ -43,25 +41,14 @@ def measure_machine(timer: _Timer, device: torch.device) -> Machine:
     copy_us = timer.median_us(lambda: target.copy_(source))
     left, right = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device).bfloat16() for _ in range(2))
     matmul_us = timer.median_us(lambda: left @ right)
-    changed = _output(["git", "status", "--porcelain", "--untracked-files=no"])
     return Machine(
         gpu=torch.cuda.get_device_name(device),
-        driver=_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) or "unknown",
+        driver=command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) or "unknown",
         cuda=torch.version.cuda or "unknown",
         torch=torch.__version__,
         triton=triton.__version__,
-        commit=_output(["git", "rev-parse", "HEAD"]) or "unknown",
-        dirty=None if changed is None else bool(changed),
+        checkout=Checkout.read(),
         copy_bytes_per_s=2 * COPY_BYTES / (copy_us / 1e6),
         matmul_flop_per_s=2 * MATMUL_SIZE**3 / (matmul_us / 1e6),
         event_floor_us=timer.median_us(lambda: None),
     )
-
-
-def _output(command: Sequence[str]) -> str | None:
-    """What the command prints, None where it fails or is not there."""
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

@@ -30,10 +30,9 @@ The engine answers at once: its checks, scheduling, model, sampling and detokeni
 
 def describe_machine(machine: QueueMachine) -> str:
     """The machine in two lines."""
-    state = {True: ", with changes", False: "", None: ""}[machine.dirty]
     return (
         f"{machine.cpu}, {machine.num_cpus} CPUs, load before {machine.load:.2f}; {machine.versions}\n"
-        f"commit {machine.commit}{state}"
+        f"{machine.checkout}"
     )
 
 

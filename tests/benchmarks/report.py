@@ -23,10 +23,9 @@ def rate_per_s(machine: Machine, measurement: Measurement) -> float:
 
 def describe_machine(machine: Machine) -> str:
     """The machine in three lines."""
-    state = {True: ", with changes", False: "", None: ""}[machine.dirty]
     return (
         f"{machine.gpu}, driver {machine.driver}, CUDA {machine.cuda}, torch {machine.torch}, triton {machine.triton}\n"
-        f"commit {machine.commit}{state}\n"
+        f"{machine.checkout}\n"
         f"copy {machine.copy_bytes_per_s / 1e12:.2f} TB/s, matmul {machine.matmul_flop_per_s / 1e12:.0f} TFLOP/s"
     )
 

@@ -16,6 +16,7 @@ from kernels import cpu
 from kernels.dispatch import operation_names
 from tests.benchmarks import gpu_timer, machine
 from tests.benchmarks.case import Case, Workload
+from tests.benchmarks.checkout import Checkout
 from tests.benchmarks.kernels import all_cases, measure_all, parse
 from tests.benchmarks.machine import Machine
 from tests.benchmarks.measurement import measure
@@ -30,7 +31,7 @@ TINY = (
     ModelShape("experts", 64, 4, 2, 32, 300, head_dim=32, num_experts=8, experts_per_token=2, qk_norm=False),
 )
 SMALL = Sizes(few_tokens=8, many_tokens=40, context_tokens=64, chunk_tokens=16, penalised_tokens=20)
-MACHINE = Machine("GPU", "1", "13", "2", "3", "abc", True, 4e12, 8e14, 2.0)
+MACHINE = Machine("GPU", "1", "13", "2", "3", Checkout("abc", True), 4e12, 8e14, 2.0)
 DRAWS = {"gumbel_argmax"}  # ours and the library's draw differently
 
 
@@ -132,7 +133,7 @@ def test_all_cases_end_in_one_table_and_one_json(tmp_path: Path, capsys: pytest.
     path = tmp_path / "out.json"
     assert measure_all([good, bad], CPU, lambda run, restore: (run(), 4.0)[1], MACHINE, path) == 1
     written = json.loads(path.read_text())
-    assert written["machine"]["commit"] == "abc"
+    assert written["machine"]["checkout"] == {"commit": "abc", "dirty": True}
     assert [record["percent"] for record in written["measurements"]] == [pytest.approx(50.0), None]
     assert "50.0% bandwidth" in capsys.readouterr().out
     assert measure_all([good], CPU, lambda run, restore: 4.0, MACHINE, None) == 0
