@@ -32,7 +32,7 @@ class InstantEngine:
         self._open[request.request_id] = request
 
     def abort(self, request_id: str) -> bool:
-        raise NotImplementedError(f"{request_id} is to be aborted: a benchmark cancels nothing")
+        raise RuntimeError(f"{request_id} is to be aborted: a benchmark cancels nothing")
 
     def checkpoint(self, request_id: str) -> TokenCheckpoint | None:
         return None  # its answers come whole

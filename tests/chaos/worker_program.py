@@ -44,6 +44,7 @@ def _run(options: WorkerOptions, assignments: list[str]) -> int:
         }
         return app
 
+    # setattr, since mypy refuses to assign to a name that the module imports itself.
     setattr(worker_process, "create_app", create_app_of_short_visibility)  # noqa: B010
     if options.die_at:
         die_at(options.die_at)

@@ -66,7 +66,7 @@ def _permissions(client: redis.Redis, *, for_worker: bool) -> Finding:
 
 def _may(client: redis.Redis, *call: str | int) -> bool:
     try:
-        client.execute_command(*call)  # type: ignore[no-untyped-call]
+        client.execute_command(*call)  # type: ignore[no-untyped-call]  # redis-py has no types here
     except redis.exceptions.NoPermissionError:
         return False
     return True
