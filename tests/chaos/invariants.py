@@ -80,6 +80,7 @@ def check_nothing_is_left(bare: redis.Redis) -> None:
     wait_until(lambda: not any(bare.llen(lane) for lane in lanes()), timeout_s=DRAIN_TIMEOUT_S)
     wait_until(lambda: not bare.exists("unacked", "unacked_index"), timeout_s=DRAIN_TIMEOUT_S)
     assert bare.zcard(keys.open) == 0
+    assert not list(bare.scan_iter(f"{keys.queued}*"))
     check_admission(bare)
     counters: dict[bytes, Any] = cast("dict[bytes, Any]", bare.hgetall(keys.admission))
     assert [int(counters.get(name, 0)) for name in (b"prompts", b"bytes", b"jobs")] == [0, 0, 0]

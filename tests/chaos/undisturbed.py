@@ -45,9 +45,9 @@ def contents(records: Iterable[Mapping[str, Any]]) -> dict[str, Record]:
 def undisturbed(lines: Iterable[Mapping[str, Any]]) -> dict[str, Record]:
     """The contents of an offline run of these lines with the fake engine, in this process."""
     records: list[Mapping[str, Any]] = []
-    run = OfflineRun(FakeEngine(), LimitSettings(), model_name=UNNAMED, window=WINDOW, write=records.append)
+    run = OfflineRun(FakeEngine(), model_name=UNNAMED, window=WINDOW, write=records.append)
     source = io.BytesIO(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
-    feed = LineFeed(source, max_line_bytes=LimitSettings().max_prompt_bytes, capacity=WINDOW)
+    feed = LineFeed(source, LimitSettings(), capacity=WINDOW)
     feed.start()
     run.run(feed, _never, lambda: None)
     return contents(records)

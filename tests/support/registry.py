@@ -22,6 +22,7 @@ from worker.registry.outcome import Outcome
 from worker.registry.prompt_record import PromptRecord
 from worker.registry.reap_queue import ReapQueue
 from worker.registry.redis_reply import text
+from worker.registry.shard_queue import ShardQueue
 from worker.registry.unit_leases import UnitLeases
 from worker.registry.unit_ref import UnitRef
 from worker.schemas import SubmitOptions
@@ -66,6 +67,9 @@ class TestRegistry:
     def reap_queue(self, *, grace_s: float = 30.0, ageing_s: float = 60.0) -> ReapQueue:
         return ReapQueue(self.redis, self.keys, grace_s=grace_s, ageing_s=ageing_s)
 
+    def shard_queue(self, *, ageing_s: float = 60.0) -> ShardQueue:
+        return ShardQueue(self.redis, self.keys, ageing_s=ageing_s)
+
     def submit(self, lines: Sequence[bytes], options: SubmitOptions | None = None) -> str:
         """A queued job with these lines."""
         job_id = self.keys.new_job_id()
@@ -78,7 +82,7 @@ class TestRegistry:
         """A planned job with one line for each index of `shards`."""
         job_id = self.submit([b'{"prompt": "a"}'] * sum(map(len, shards)), options)
         leases = self.leases()
-        assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), shards)
+        assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), shards, ageing_s=60.0)
         return job_id
 
     def make_due(self) -> None:

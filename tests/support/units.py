@@ -13,6 +13,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.registry import TestRegistry, must_claim
 from tests.support.running_thread import running_thread
 from worker.broker.announcer import Announcer
+from worker.process.admission_window import AdmissionWindow
 from worker.process.engine_thread import EngineThread
 from worker.process.held_unit import HeldUnit
 from worker.process.held_units import HeldUnits
@@ -66,9 +67,7 @@ class Units:
 
     def shard_run(self, held: HeldUnit) -> ShardRun:
         requests = RequestBuilder(self.engine.tokenizer, max_model_len=self.engine.max_model_len, model_name="fake")
-        prompts = ShardPrompts(
-            held.claim, requests, self.engine.tokenizer, model_name="fake", limits=LimitSettings(), ageing_s=60.0
-        )
+        prompts = ShardPrompts(held.claim, requests, self.engine.tokenizer, model_name="fake", limits=LimitSettings())
         return ShardRun(
             held,
             prompts,
@@ -86,7 +85,8 @@ def running_units(
     """Engine thread and writer, running."""
     engine = engine or FakeEngine()
     failures: list[BaseException] = []
-    engine_thread = EngineThread(lambda: engine, max_open_requests=max_open, on_failure=failures.append)
+    window = AdmissionWindow(max_open, ageing_s=60.0)
+    engine_thread = EngineThread(lambda: engine, window=window, on_failure=failures.append)
     leases = registry.leases(lease_s=lease_s)
     writer = ResultWriter(leases, batch_size=10, replace_refused=refused_record)
     engine_thread.start()

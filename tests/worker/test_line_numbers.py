@@ -29,8 +29,8 @@ def numbered(records: list[dict[str, Any]]) -> list[tuple[int, str | None, str |
 def test_offline_counts_requests_and_not_blank_lines() -> None:
     records: list[dict[str, Any]] = []
     engine = FakeEngine()
-    run = OfflineRun(engine, LimitSettings(), model_name="m", window=4, write=lambda record: records.append({**record}))
-    feed = LineFeed(io.BytesIO(FILE), max_line_bytes=MAX_LINE_BYTES, capacity=4)
+    run = OfflineRun(engine, model_name="m", window=4, write=lambda record: records.append({**record}))
+    feed = LineFeed(io.BytesIO(FILE), LimitSettings(), capacity=4)
     feed.start()
 
     run.run(feed, lambda: False, lambda: None)

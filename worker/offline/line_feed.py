@@ -1,4 +1,4 @@
-"""Raw request lines, read ahead of whoever runs them."""
+"""Request lines, read ahead of whoever runs them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import queue
 import threading
 from typing import BinaryIO
 
-from worker.lines.read_raw_lines import read_raw_lines
+from settings import LimitSettings
+from worker.offline.run_order import Line, in_file_order, in_prefix_order
 
 
 class LineFeed:
     """Reads a file on a thread of its own, so that a slow producer on a pipe never stalls the engine.
 
-    At most `capacity` lines are held. The thread is a daemon and closes the file itself: a read from a terminal or a
-    pipe cannot be interrupted, and closing a file under a read waits for it.
+    A file that can be read again is taken in prefix order, a pipe as it comes. At most `capacity` lines are held, and
+    keys, see run_order. The thread is a daemon and closes the file itself: a read from a terminal or a pipe cannot be
+    interrupted, and closing a file under a read waits for it.
     """
 
-    def __init__(self, file: BinaryIO, *, max_line_bytes: int, capacity: int) -> None:
+    def __init__(self, file: BinaryIO, limits: LimitSettings, *, capacity: int) -> None:
         self._file = file
-        self._max_line_bytes = max_line_bytes
-        self._lines: queue.Queue[bytes | None] = queue.Queue(maxsize=capacity)  # None: the end
-        self._error: OSError | None = None
+        self._limits = limits
+        self._lines: queue.Queue[Line | None] = queue.Queue(maxsize=capacity)  # None: the end
+        self._error: Exception | None = None
         self._ended = False
         self._thread = threading.Thread(target=self._read, name="line-feed", daemon=True)
 
@@ -33,25 +35,26 @@ class LineFeed:
         """Whether the last line was taken."""
         return self._ended
 
-    def take(self, wait_s: float) -> bytes | None:
+    def take(self, wait_s: float) -> Line | None:
         """The next line, or None if there is none within `wait_s` seconds. Raises OSError if reading failed."""
         if self._ended:
             return None
         try:
-            raw = self._lines.get(timeout=wait_s)
+            line = self._lines.get(timeout=wait_s)
         except queue.Empty:
             return None
-        if raw is None:
+        if line is None:
             self._ended = True
             if self._error is not None:
                 raise self._error
-        return raw
+        return line
 
     def _read(self) -> None:
         try:
             with self._file:
-                for raw in read_raw_lines(self._file, self._max_line_bytes):
-                    self._lines.put(raw)
-        except OSError as error:
+                order = in_prefix_order if self._file.seekable() else in_file_order
+                for line in order(self._file, self._limits):
+                    self._lines.put(line)
+        except Exception as error:  # a seam: whatever it was, the end of the lines must come
             self._error = error  # raised where the lines are taken: a thread has nobody to tell
         self._lines.put(None)

@@ -9,12 +9,10 @@ from collections.abc import Callable, Mapping
 from engine.errors import EngineError, EngineFatal, InvalidRequest
 from engine.request import Request
 from engine.request_output import RequestOutput
-from settings import LimitSettings
-from worker.lines.custom_ids import CustomIds
 from worker.lines.line_error import LineError
-from worker.lines.parse_request_line import parse_request_line
 from worker.lines.request_line import RequestLine
 from worker.offline.line_feed import LineFeed
+from worker.offline.run_order import Line
 from worker.offline.run_summary import RunSummary
 from worker.records.encode_record import has_failed
 from worker.records.error_record import line_error_record
@@ -37,7 +35,6 @@ class OfflineRun:
     def __init__(
         self,
         engine: StepEngine,
-        limits: LimitSettings,
         *,
         model_name: str,
         window: int,
@@ -45,15 +42,13 @@ class OfflineRun:
     ) -> None:
         context = RecordContext(JOB_ID, model_name, created_s=int(time.time()))
         self._engine = engine
-        self._limits = limits
         self._window = window  # requests in the engine at once: enough to order by prefix, not a whole file
         self._write_record = write
         self._context = context
         self._requests = RequestBuilder(engine.tokenizer, max_model_len=engine.max_model_len, model_name=model_name)
         self._records = RecordBuilder(engine.tokenizer, context)
-        self._custom_ids = CustomIds()
         self._running: dict[str, RequestLine] = {}
-        self._num_lines = self._num_records = self._num_failed = 0
+        self._num_records = self._num_failed = 0
         self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
         self._started_s = time.monotonic()
 
@@ -90,19 +85,14 @@ class OfflineRun:
 
     def _admit(self, feed: LineFeed) -> None:
         while len(self._running) < self._window:
-            raw = feed.take(BUSY_WAIT_S if self._running else IDLE_WAIT_S)
-            if raw is None:
+            line = feed.take(BUSY_WAIT_S if self._running else IDLE_WAIT_S)
+            if line is None:
                 return
-            self._accept(raw)
+            self._accept(line)
 
-    def _accept(self, raw: bytes) -> None:
-        index = self._num_lines
-        self._num_lines += 1
-        try:
-            line = parse_request_line(raw, index, self._limits)
-            self._custom_ids.add(line)
-        except LineError as error:
-            self._record(line_error_record(error, self._context))
+    def _accept(self, line: Line) -> None:
+        if isinstance(line, LineError):
+            self._record(line_error_record(line, self._context))
             return
         request = self._build(line)
         if request is None:

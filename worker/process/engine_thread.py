@@ -6,16 +6,18 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from engine.errors import EngineFatal, InvalidRequest
 from engine.request import Request
 from engine.request_output import RequestOutput
 from engine.token_checkpoint import TokenCheckpoint
+from worker.process.admission_window import AdmissionWindow
+from worker.process.prompt_feed import PromptFeed
 from worker.requests.step_engine import StepEngine
+from worker.units.prefix_order import PrefixKey
 
-OnOutputs = Callable[[list[RequestOutput]], None]
-OnCheckpoint = Callable[[str, TokenCheckpoint], None]  # request id, how far it has come
 OnSuspended = Callable[[Mapping[str, TokenCheckpoint]], None]
 
 SUSPEND_POLL_S = 0.1
@@ -24,23 +26,22 @@ logger = logging.getLogger(__name__)
 
 
 class EngineThread:
-    """Loads the engine, steps it, and is the only one to touch it. Other threads leave requests and aborts here.
+    """Loads the engine, steps it, and is the only one to touch it. Other threads leave prompts and aborts here.
 
-    Outputs and checkpoints are handed to each request's own callbacks on this thread, so a callback may only put them
-    somewhere.
+    Before each step the engine gets what the window takes from the feeds. Outputs and checkpoints are handed to the
+    callbacks of the feed they came from on this thread, so a callback may only put them somewhere.
     """
 
     def __init__(
-        self, load: Callable[[], StepEngine], *, max_open_requests: int, on_failure: Callable[[BaseException], None]
+        self, load: Callable[[], StepEngine], *, window: AdmissionWindow, on_failure: Callable[[BaseException], None]
     ) -> None:
         self._load = load
-        self._max_open_requests = max_open_requests  # more stay with their shards: bounds memory
+        self._window = window
         self._on_failure = on_failure  # called on this thread, once, when the engine broke
         self._changed = threading.Condition()
-        self._additions: list[Request] = []
         self._aborts: list[str] = []
         self._suspensions: list[tuple[Sequence[str], OnSuspended]] = []
-        self._callbacks: dict[str, tuple[OnOutputs, OnCheckpoint]] = {}
+        self._open: dict[str, PromptFeed | None] = {}  # by request id; None: nobody waits for it any more
         self._engine: StepEngine | None = None
         self._load_error: BaseException | None = None
         self._has_failed = False
@@ -77,30 +78,30 @@ class EngineThread:
 
     @property
     def num_open_requests(self) -> int:
-        """Requests without their output."""
-        return len(self._callbacks)
+        """Requests in the engine, without their output."""
+        return len(self._open)
 
-    def try_submit(
-        self, requests: Sequence[Request], on_outputs: OnOutputs, on_checkpoint: OnCheckpoint = lambda _, __: None
-    ) -> int:
-        """Queue the first of `requests`, as many as there is room for now, and return their number.
-
-        `on_outputs` gets the one output of each, those of one step together; `on_checkpoint` how far one is, every
-        now and then before.
-        """
+    @contextmanager
+    def fed_by(self, feed: PromptFeed) -> Iterator[None]:
+        """Take prompts from this feed within the block; at its end those that were not taken are forgotten."""
         with self._changed:
-            if self._has_failed or self._stopping:
-                return 0
-            taken = requests[: max(self._max_open_requests - len(self._callbacks), 0)]
-            self._callbacks.update(dict.fromkeys((r.request_id for r in taken), (on_outputs, on_checkpoint)))
-            self._additions += taken
+            self._window.join(feed)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._window.leave(feed)
+
+    def offer(self, feed: PromptFeed, prompts: Sequence[tuple[PrefixKey, Request]], *, is_last: bool) -> None:
+        """Add the next prompts of a feed, see PromptFeed.offer."""
+        with self._changed:
+            feed.offer(prompts, is_last=is_last)
             self._changed.notify_all()
-            return len(taken)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests before the next step; their callbacks are forgotten."""
+        """End requests before the next step; nobody is called back for them. Only those in the engine are meant."""
         with self._changed:
-            self._aborts += self._forget_callbacks(request_ids)
+            self._aborts += self._forget(request_ids)
             self._changed.notify_all()
 
     def suspend(self, request_ids: Sequence[str], is_given_up: Callable[[], bool]) -> Mapping[str, TokenCheckpoint]:
@@ -163,14 +164,15 @@ class EngineThread:
         return self._has_failed or self._stopping
 
     def _is_called(self) -> bool:
-        return bool(self._additions or self._aborts or self._suspensions)
+        return bool(self._window.has_waiting or self._aborts or self._suspensions)
 
     def _take_requests(self, engine: StepEngine) -> None:
         with self._changed:
-            additions, self._additions = self._additions, []
+            additions = self._window.take()
+            self._open.update((request.request_id, feed) for request, feed in additions)
             aborts, self._aborts = self._aborts, []
             suspensions, self._suspensions = self._suspensions, []
-        for request in additions:
+        for request, _ in additions:
             try:
                 engine.add_request(request)
             except InvalidRequest as error:
@@ -179,15 +181,14 @@ class EngineThread:
             taken = {request_id: engine.checkpoint(request_id) for request_id in request_ids}
             on_suspended({request_id: checkpoint for request_id, checkpoint in taken.items() if checkpoint is not None})
             with self._changed:
-                aborts += self._forget_callbacks(request_ids)
+                aborts += self._forget(request_ids)
         for request_id in aborts:
             engine.abort(request_id)
 
-    def _forget_callbacks(self, request_ids: Sequence[str]) -> list[str]:
+    def _forget(self, request_ids: Sequence[str]) -> list[str]:
         """Under the lock: nobody waits for these any more; those of them that are open."""
-        open_ids = [request_id for request_id in request_ids if request_id in self._callbacks]
-        for request_id in open_ids:
-            self._callbacks[request_id] = (_ignore, _ignore_checkpoint)
+        open_ids = [request_id for request_id in request_ids if request_id in self._open]
+        self._open.update(dict.fromkeys(open_ids))
         return open_ids
 
     def _step(self, engine: StepEngine) -> None:
@@ -197,24 +198,20 @@ class EngineThread:
         self._num_steps += 1
         self._deliver(outputs)
         for request_id, checkpoint in engine.due_checkpoints().items():
-            self._callbacks[request_id][1](request_id, checkpoint)
+            feed = self._open[request_id]
+            if feed is not None:
+                feed.on_checkpoint(request_id, checkpoint)
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """Hand outputs on, those of one callback together: a lock and a wake-up for each would cost more than it."""
-        by_callback: dict[OnOutputs, list[RequestOutput]] = {}
+        """Hand outputs on, those of one feed together: a lock and a wake-up for each would cost more than it."""
+        by_feed: dict[PromptFeed, list[RequestOutput]] = {}
         with self._changed:
             for output in outputs:
-                callbacks = self._callbacks.pop(output.request_id, None)
-                if callbacks is None:
+                if output.request_id not in self._open:
                     raise EngineFatal(f"the engine returned {output.request_id!r}, which is not open")
-                by_callback.setdefault(callbacks[0], []).append(output)
-        for on_outputs, ended in by_callback.items():
-            on_outputs(ended)
-
-
-def _ignore(_outputs: list[RequestOutput]) -> None:
-    """For the outputs of requests nobody waits for any more."""
-
-
-def _ignore_checkpoint(_request_id: str, _checkpoint: TokenCheckpoint) -> None:
-    """Likewise for its checkpoints."""
+                feed = self._open.pop(output.request_id)
+                self._window.end(output.request_id)
+                if feed is not None:
+                    by_feed.setdefault(feed, []).append(output)
+        for feed, ended in by_feed.items():
+            feed.on_outputs(ended)

@@ -12,6 +12,7 @@ from worker.registry.connect import connect
 from worker.registry.heartbeats import Heartbeats
 from worker.registry.keys import Keys
 from worker.registry.reap_queue import ReapQueue
+from worker.registry.shard_queue import ShardQueue
 from worker.registry.unit_leases import UnitLeases
 
 
@@ -23,6 +24,7 @@ class RegistryParts:
     keys: Keys
     leases: UnitLeases
     reap_queue: ReapQueue
+    shard_queue: ShardQueue
     heartbeats: Heartbeats
 
     @classmethod
@@ -38,4 +40,5 @@ class RegistryParts:
             grace_s=worker.reap_grace_s,
         )
         reap_queue = ReapQueue(client, keys, grace_s=worker.reap_grace_s, ageing_s=worker.ageing_s)
-        return cls(client, keys, leases, reap_queue, Heartbeats(client, keys))
+        shard_queue = ShardQueue(client, keys, ageing_s=worker.ageing_s)
+        return cls(client, keys, leases, reap_queue, shard_queue, Heartbeats(client, keys))

@@ -24,11 +24,12 @@ logger = logging.getLogger(__name__)
 
 
 def run_worker(effective: EffectiveSettings, load_engine: Callable[[EffectiveSettings], StepEngine]) -> int:
-    """Run a worker on the main thread of this process until a signal or a broken engine ends it; the exit code.
+    """Run a worker on the main thread of this process until a signal, or an engine that broke or hung, ends it; the
+    exit code.
 
     0 after SIGTERM, once running prompts finished or were given back, and after SIGQUIT, which gives them back at
-    once; 1 after SIGINT, otherwise as SIGTERM; 70 (EX_SOFTWARE) if the engine or a thread around it broke, for a
-    supervisor to start another.
+    once; 1 after SIGINT, otherwise as SIGTERM; 70 (EX_SOFTWARE) if the engine or a thread around it broke or hung,
+    for a supervisor to start another.
     Raises redis.RedisError if Redis cannot be had, and what `load_engine` raises: both before any work is taken.
     """
     settings = effective.settings

@@ -17,6 +17,7 @@ from worker.broker.announcer import Announcer
 from worker.broker.message_end import MessageEnd
 from worker.intake.staged_jobs import StagedJobs
 from worker.process.activity import Activity
+from worker.process.admission_window import AdmissionWindow
 from worker.process.engine_thread import EngineThread
 from worker.process.held_unit import HeldUnit
 from worker.process.held_units import HeldUnits
@@ -38,6 +39,7 @@ from worker.units.planner import Planner
 from worker.units.refused_record import refused_record
 from worker.units.shard_prompts import ShardPrompts
 from worker.units.shard_run import ShardRun
+from worker.units.shard_slots import ShardSlots
 from worker.units.unit_closer import UnitCloser
 from worker.units.unit_runner import UnitRunner
 
@@ -70,7 +72,7 @@ class WorkerRuntime:
         self._registry = registry = RegistryParts.connect(settings, self.worker_id)
         self._engine = EngineThread(
             load_engine,
-            max_open_requests=request_window(settings.engine.max_num_seqs),
+            window=AdmissionWindow(request_window(settings.engine.max_num_seqs), ageing_s=settings.worker.ageing_s),
             on_failure=self._engine_failed,
         )
         worker, leases, announcer = settings.worker, registry.leases, Announcer(app)
@@ -80,7 +82,7 @@ class WorkerRuntime:
             closer,
             held_units,
             give_back_for_s=worker.lease_s,
-            max_shards=worker.concurrency,
+            slots=ShardSlots(registry.shard_queue, held_units, worker.concurrency),
             engine=EngineState(self._is_well, lambda: self._engine.num_open_requests == 0),
         )
         self._planner = Planner(leases, announcer, closer, settings=worker, limits=settings.limits)
@@ -165,7 +167,6 @@ class WorkerRuntime:
             engine.tokenizer,
             model_name=self._model_name,
             limits=self._settings.limits,
-            ageing_s=self._settings.worker.ageing_s,
         )
         ShardRun(
             held,
@@ -230,7 +231,7 @@ class WorkerRuntime:
         self._on_failure()
 
     def _is_well(self) -> bool:
-        # Half a lease: a step may be slow, but one that lasts a whole lease loses its units.
+        # Half a lease: most steps take less, and whoever takes longer may hang; others look for due units meanwhile.
         return self._engine.stalled_for_s < self._settings.worker.lease_s / 2
 
     def _describe(self) -> WorkerInfo:

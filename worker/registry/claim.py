@@ -22,3 +22,4 @@ class Claim:
     created_s: int  # Unix time of the job's submission
     num_lines: int  # of the job
     missing: tuple[int, ...]  # indices without a record, in the order to run them
+    head: str = ""  # what a shard's first prompt begins with, as it sorts among shards

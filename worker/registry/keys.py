@@ -42,6 +42,11 @@ class Keys:
         return f"{self.admission}:t:{tenant}"
 
     @property
+    def queued(self) -> str:
+        """Tenants with shards that nobody holds; a tenant's shards are at `queued:<tenant>`."""
+        return f"{self.prefix}queued"
+
+    @property
     def jobs(self) -> str:
         """Jobs by time of creation."""
         return f"{self.prefix}jobs"
@@ -105,6 +110,7 @@ class Keys:
             self.admission,
             self.dead,
             self.checkpoints(ref.job_id),
+            self.queued,
         ]
 
     def new_job_id(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Sequence
+from itertools import zip_longest
 
 import redis
 
@@ -98,10 +99,16 @@ class UnitLeases:
         arguments: list[Argument] = [claim.ref.job_id, claim.ref.unit, claim.token, self._grace_ms, int(count_attempt)]
         return bool(self._scripts.run("release", self._keys.of_unit_scripts(claim.ref), arguments))
 
-    def planned(self, claim: Claim, shards: Sequence[Sequence[int]]) -> bool:
-        """Replace a job's plan by its shards, given as indices. False if the plan was not ours any more."""
-        arguments: list[Argument] = [claim.ref.job_id, claim.token, self._grace_ms]
-        arguments += [",".join(map(str, shard)) for shard in shards]
+    def planned(
+        self, claim: Claim, shards: Sequence[Sequence[int]], heads: Sequence[str] = (), *, ageing_s: float
+    ) -> bool:
+        """Replace a job's plan by its shards, given as indices. False if the plan was not ours any more.
+
+        `heads`: what each begins with, see Claim.head; without them their order says nothing about prefixes.
+        """
+        arguments: list[Argument] = [claim.ref.job_id, claim.token, self._grace_ms, round(ageing_s * 1000)]
+        for shard, head in zip_longest(shards, heads, fillvalue=""):
+            arguments += [",".join(map(str, shard)), head]
         return bool(self._scripts.run("planned", self._keys.of_unit_scripts(claim.ref), arguments))
 
     def can_be_had(self) -> bool:
@@ -126,7 +133,7 @@ class UnitLeases:
 
 
 def _claim(ref: UnitRef, reply: RedisReply) -> Claim:
-    _, token, mode, time_left_ms, attempts, num_lines, priority, tenant, created_ms, indices, done = reply
+    _, token, mode, time_left_ms, attempts, num_lines, priority, tenant, created_ms, indices, done, head = reply
     wanted = range(num_lines) if ref.is_plan else [int(index) for index in text(indices).split(",")]
     recorded = {int(index) for index in done}
     return Claim(
@@ -140,6 +147,7 @@ def _claim(ref: UnitRef, reply: RedisReply) -> Claim:
         created_s=created_ms // 1000,
         num_lines=num_lines,
         missing=tuple(index for index in wanted if index not in recorded),
+        head=text(head),
     )
 
 

@@ -26,18 +26,16 @@ class RequestBuilder:
         self._max_model_len = max_model_len  # tokens one request may have, prompt and output together
         self._model_name = model_name
 
-    def build(self, line: RequestLine, request_id: str, *, priority: int = 0, cache_salt: str = "") -> Request:
+    def build(self, line: RequestLine, request_id: str, *, tenant: str = "") -> Request:
         """The engine's request for `line`.
 
         Raises InvalidRequest for what only the model can judge: another model's name, no chat template, a
         conversation its template refuses, a prompt longer than the context. Token ids are the engine's to check.
         """
         prompt = self._prompt(line)
-        return self._request(line, self._encode(line, prompt), request_id, priority, cache_salt)
+        return self._request(line, self._encode(line, prompt), request_id, tenant)
 
-    def build_all(
-        self, lines: Sequence[tuple[RequestLine, str]], *, priority: int = 0, cache_salt: str = ""
-    ) -> list[Request | Exception]:
+    def build_all(self, lines: Sequence[tuple[RequestLine, str]], *, tenant: str = "") -> list[Request | Exception]:
         """`build` for each (line, request id), with what it would raise in the place of the request.
 
         Texts are tokenised together: a third of the time, and other threads run meanwhile.
@@ -45,7 +43,7 @@ class RequestBuilder:
         prompts = [_outcome(self._prompt, line) for line, _ in lines]
         token_ids = self._encode_all([line for line, _ in lines], prompts)
         return [
-            ids if isinstance(ids, Exception) else _outcome(self._request, line, ids, request_id, priority, cache_salt)
+            ids if isinstance(ids, Exception) else _outcome(self._request, line, ids, request_id, tenant)
             for (line, request_id), ids in zip(lines, token_ids, strict=True)
         ]
 
@@ -81,15 +79,13 @@ class RequestBuilder:
                     encoded[position] = token_ids
         return encoded
 
-    def _request(
-        self, line: RequestLine, token_ids: list[int], request_id: str, priority: int, cache_salt: str
-    ) -> Request:
+    def _request(self, line: RequestLine, token_ids: list[int], request_id: str, tenant: str) -> Request:
         body = line.body
         max_tokens = body.max_output_tokens
         self._check_fits(token_ids, "messages" if isinstance(body, ChatBody) else "prompt")
         if max_tokens is None and not isinstance(body, ChatBody):
             max_tokens = min(DEFAULT_MAX_TOKENS, self._max_model_len - len(token_ids))
-        return Request(request_id, token_ids, _sampling_params(body, max_tokens), priority, cache_salt)
+        return Request(request_id, token_ids, _sampling_params(body, max_tokens), tenant=tenant)
 
     def _check_model(self, name: str | None) -> None:
         # A hub name such as Qwen/Qwen3-0.6B also means the directory Qwen3-0.6B.

@@ -21,7 +21,7 @@ from worker.registry.run_mode import RunMode
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_leases import UnitLeases
 from worker.registry.unit_ref import UnitRef
-from worker.units.prefix_order import PrefixKey, prefix_sort_key
+from worker.units.prefix_order import PrefixKey, prefix_sort_key, shard_head
 from worker.units.unit_closer import UnitCloser
 
 CHUNK = 64  # lines of one read: at most 16 MiB with the default limits
@@ -49,6 +49,7 @@ class Planner:
         self._closer = closer
         self._shard_size = settings.shard_size
         self._batch_size = settings.result_batch_size
+        self._ageing_s = settings.ageing_s
         self._limits = limits
 
     def plan(self, held: HeldUnit) -> None:
@@ -116,7 +117,8 @@ class Planner:
         good.sort()
         order = [index for _, index in good]
         shards = [order[start : start + self._shard_size] for start in range(0, len(order), self._shard_size)]
-        if not self._leases.planned(held.claim, shards):
+        heads = [shard_head(key) for key, _ in good[:: self._shard_size]]
+        if not self._leases.planned(held.claim, shards, heads, ageing_s=self._ageing_s):
             held.stop(StopReason.FENCED)
             return
         held.set_written()

@@ -11,6 +11,11 @@ LEVELS_BYTES = (4_096, 16_384, 65_536)
 PrefixKey = tuple[bytes, ...]
 
 
+def shard_head(key: PrefixKey) -> str:
+    """Where a shard whose first prompt has this key sorts among shards, as Redis compares texts in any locale."""
+    return key[0].hex()
+
+
 def prefix_sort_key(prompt_key: str) -> PrefixKey:
     """A key of bounded size whose order puts prompts with a long common beginning side by side.
 

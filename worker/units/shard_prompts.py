@@ -38,12 +38,8 @@ class ShardPrompts:
         *,
         model_name: str,
         limits: LimitSettings,
-        ageing_s: float,
     ) -> None:
         self._claim = claim
-        # The engine takes the lowest number first. A time instead of the job's priority itself: one priority lower is
-        # as good as having been submitted `ageing_s` earlier, so that a flood of urgent jobs starves no other.
-        self._priority = round(claim.created_s + claim.priority * ageing_s)
         self._requests = requests
         self._limits = limits
         self._context = RecordContext(claim.ref.job_id, model_name, claim.created_s)
@@ -57,8 +53,7 @@ class ShardPrompts:
         """
         parsed = [self._parsed(index, raw) for index, raw in raw_lines]
         lines = [(line, self._request_id(line)) for line in parsed if isinstance(line, RequestLine)]
-        claim = self._claim
-        built = iter(self._requests.build_all(lines, priority=self._priority, cache_salt=claim.tenant))
+        built = iter(self._requests.build_all(lines, tenant=self._claim.tenant))
         return [self._prepared(item, next(built)) if isinstance(item, RequestLine) else item for item in parsed]
 
     def of_output(self, line: RequestLine, output: RequestOutput) -> PromptRecord:

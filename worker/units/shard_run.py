@@ -18,17 +18,19 @@ from engine.token_checkpoint import TokenCheckpoint
 from worker.lines.request_line import RequestLine
 from worker.process.engine_thread import EngineThread
 from worker.process.held_unit import HeldUnit
+from worker.process.prompt_feed import PromptFeed
 from worker.process.result_writer import ResultWriter
 from worker.registry.prompt_checkpoint import PromptCheckpoint
 from worker.registry.prompt_record import PromptRecord
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_leases import UnitLeases
 from worker.units.checkpoint_json import decode_checkpoint, encode_checkpoint
+from worker.units.prefix_order import PrefixKey, prefix_sort_key
 from worker.units.shard_prompts import ShardPrompts
 from worker.units.unit_closer import UnitCloser
 
 READ_AHEAD = 32  # lines of one read: at most 8 MiB with the default limits, and 32 MiB of checkpoints
-FULL_ENGINE_WAIT_S = 0.05  # how soon room that another shard left in the engine is seen
+READ_RETRY_S = 0.05  # between tries to read lines, each of which has waited for Redis in its own way
 SUSPEND_TIMEOUT_S = 1.5  # for the step that runs, when the shard is given back; records have theirs after that
 # A larger one is not written, the prompt's last smaller one stays. A token takes 4 to 7 bytes: with logprobs it may be.
 MAX_CHECKPOINT_BYTES = 1024 * 1024
@@ -57,14 +59,20 @@ class ShardRun:
         self._writer = writer
         self._closer = closer
         self._unread = deque(held.claim.missing)
-        self._ready: deque[tuple[RequestLine, Request]] = deque()  # built, waiting for room in the engine
-        self._running: dict[str, RequestLine] = {}  # by request id
+        self._running: dict[str, RequestLine] = {}  # by request id: offered, and then in the engine
         self._unrecorded = dict.fromkeys(held.claim.missing)  # in order; a dict for its cheap removal
         # None: look at `held` and at the checkpoints
         self._events: queue.SimpleQueue[list[RequestOutput] | None] = queue.SimpleQueue()
         # The newest of each request, by its id: while Redis is away, old ones would pile up by the gigabyte.
         self._checkpoints: dict[str, TokenCheckpoint] = {}
         self._checkpoints_lock = threading.Lock()
+        self._feed = PromptFeed(
+            self._claim.tenant,
+            self._claim.priority,
+            on_outputs=self._events.put,
+            on_checkpoint=self._put_checkpoint,
+            on_low=lambda: self._events.put(None),
+        )
 
     def run(self) -> None:
         """Run until every prompt has its record, or there is a reason to stop (`held.stop_reason`).
@@ -75,9 +83,10 @@ class ShardRun:
         """
         self._held.on_change(lambda: self._events.put(None))
         try:
-            while self._held.stop_reason is None and not self._held.is_written:
-                self._feed()
-                self._take_events()
+            with self._engine.fed_by(self._feed):
+                while self._held.stop_reason is None and not self._held.is_written:
+                    self._read_ahead()
+                    self._take_events()
             goes_back = self._held.stop_reason in (StopReason.SENT_AWAY, StopReason.RELEASED)
             suspended = self._suspend() if goes_back else {}
         finally:
@@ -89,25 +98,17 @@ class ShardRun:
         if mode is not None and self._held.wait_flushed(until=StopReason.RELEASED):
             self._closer.close(self._claim, list(self._unrecorded), mode)
 
-    def _feed(self) -> None:
-        """Put requests into the engine until it has no room or the shard is all in."""
-        while self._held.stop_reason is None and (self._ready or self._unread):
-            if not self._ready:
-                self._read()
-            if not self._ready:
-                return
-            if not self._submit_ready() or not self._events.empty():
-                return  # no room; or outputs go out before more goes in
+    def _read_ahead(self) -> None:
+        """Offer prompts to the engine until enough of them wait there or the shard is all in."""
+        while self._held.stop_reason is None and self._wants_lines():
+            if not self._read() or not self._events.empty():
+                return  # outputs go out before more goes in
 
-    def _submit_ready(self) -> bool:
-        """Put what is ready into the engine; False if there was no room for all of it."""
-        requests = [request for _, request in self._ready]
-        for _ in range(self._engine.try_submit(requests, self._events.put, self._put_checkpoint)):
-            line, request = self._ready.popleft()
-            self._running[request.request_id] = line
-        return not self._ready
+    def _wants_lines(self) -> bool:
+        return bool(self._unread) and self._feed.is_low
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Offer the next lines; False if Redis could not be had."""
         indices = [self._unread.popleft() for _ in range(min(READ_AHEAD, len(self._unread)))]
         try:
             found = self._leases.lines_and_checkpoints(self._claim.ref.job_id, indices)
@@ -115,18 +116,23 @@ class ShardRun:
             # What is in the engine goes on meanwhile.
             logger.warning("could not read lines of %s, trying again: %s", self._claim.ref, error)
             self._unread.extendleft(reversed(indices))
-            return
-        self._prepare(dict(zip(indices, found, strict=True)))
+            return False
+        self._engine.offer(self._feed, self._prepare(dict(zip(indices, found, strict=True))), is_last=not self._unread)
+        return True
 
-    def _prepare(self, found: Mapping[int, tuple[bytes | None, bytes | None]]) -> None:
-        """Line and checkpoint by index, to requests that are ready or records of what cannot be run."""
+    def _prepare(self, found: Mapping[int, tuple[bytes | None, bytes | None]]) -> list[tuple[PrefixKey, Request]]:
+        """Line and checkpoint by index, to requests to be offered and records of what cannot be run."""
+        prompts: list[tuple[PrefixKey, Request]] = []
         for item in self._prompts.prepare((index, raw) for index, (raw, _) in found.items()):
             if isinstance(item, PromptRecord):
                 self._record([item])
                 continue
             line, request = item
             resume = self._decode(line.index, found[line.index][1])
-            self._ready.append((line, request if resume is None else replace(request, resume=resume)))
+            self._running[request.request_id] = line
+            key = prefix_sort_key(line.prompt_key())
+            prompts.append((key, request if resume is None else replace(request, resume=resume)))
+        return prompts
 
     def _decode(self, index: int, checkpoint: bytes | None) -> TokenCheckpoint | None:
         if checkpoint is None:
@@ -145,9 +151,8 @@ class ShardRun:
             self._events.put(None)
 
     def _take_events(self) -> None:
-        is_all_in = not (self._ready or self._unread)
         try:
-            event = self._events.get(timeout=None if is_all_in else FULL_ENGINE_WAIT_S)
+            event = self._events.get(timeout=READ_RETRY_S if self._wants_lines() else None)
             while True:
                 if event is None:
                     self._offer_checkpoints()

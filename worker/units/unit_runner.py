@@ -1,4 +1,4 @@
-"""From a message about a unit to the unit's end in this worker."""
+"""From a message about a unit to the end of that unit, or of another one, in this worker."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from worker.registry.unit_leases import UnitLeases
 from worker.registry.unit_ref import UnitRef
 from worker.units.engine_state import EngineState
 from worker.units.quarantine import Quarantine
+from worker.units.shard_slots import ShardSlots
 from worker.units.unit_closer import UnitCloser
 
 FLUSH_TIMEOUT_S = 3.0  # for records on their way to Redis when a unit is given back
@@ -30,6 +31,7 @@ SLOT_WAIT_S = 0.5  # likewise: each spare thread of a full worker turns over two
 # For a suspect that runs to end before the next one's message goes back for other workers to take. Not longer: they may
 # be idle. Not as short as the above: the next one should be there when the first ends.
 SUSPECT_WAIT_S = 5.0
+MAX_CHOICES = 8  # shards that other workers were quicker to claim, before the message goes back
 
 Work = Callable[[HeldUnit], None]
 
@@ -37,7 +39,11 @@ logger = logging.getLogger(__name__)
 
 
 class UnitRunner:
-    """Claims the unit of a message, has it worked on, and gives it back if it was not finished."""
+    """Claims a unit on a message, has it worked on, and gives it back if it was not finished.
+
+    A message about a plan means that plan. One about a shard means that there is a shard to run: which one, the slots
+    choose, or the order of the messages would decide which tenant waits for which.
+    """
 
     def __init__(
         self,
@@ -46,11 +52,11 @@ class UnitRunner:
         held_units: HeldUnits,
         *,
         give_back_for_s: float,
-        max_shards: int,
+        slots: ShardSlots,
         engine: EngineState,
     ) -> None:
         self._engine = engine
-        self._slots = threading.BoundedSemaphore(max_shards)  # fewer than threads: a plan always finds one
+        self._slots = slots  # fewer than threads: a plan always finds one
         self._leases = leases
         self._closer = closer
         self._held_units = held_units
@@ -71,35 +77,61 @@ class UnitRunner:
             # What is claimed now would hang as well; another worker may be quicker to take the message.
             self._draining.wait(UNWELL_PAUSE_S)
             return MessageEnd.REQUEUE
-        if ref in self._held_units:
-            return MessageEnd.DONE  # a second copy of a message
         try:
+            if ref in self._held_units and (ref.is_plan or self._slots.choose(ref) == ref):
+                return MessageEnd.DONE  # a second copy of a message
             if ref.is_plan:
                 return self._run_plan(ref, message_id, work)
-            if not self._slots.acquire(timeout=SLOT_WAIT_S):
-                return MessageEnd.REQUEUE  # not claimed: whoever has a slot first takes it
-            try:
-                return self._run_shard(ref, message_id, work)
-            finally:
-                self._slots.release()
+            end = self._run_shard_in_slot(ref, message_id, work)
         except InvalidJobId as error:
             logger.warning("a message names no unit: %s", error)
             return MessageEnd.DONE
+        if end is None:
+            self._draining.wait(SLOT_WAIT_S)  # the slots that are left are for others
+        return end or MessageEnd.REQUEUE
 
     def _run_plan(self, ref: UnitRef, message_id: str, work: Work) -> MessageEnd:
         # Beside a suspect too: a suspect may run for an hour, and behind it new jobs would look lost. A plan never
         # touches the engine; should its first try take the process down all the same, a suspect is blamed for nothing.
         return self._claim_and_run(ref, message_id, work, alone=False) or self._run_alone(ref, message_id, work)
 
-    def _run_shard(self, ref: UnitRef, message_id: str, work: Work) -> MessageEnd:
-        if not self._quarantine.enter(SLOT_WAIT_S):
-            is_next = not self._draining.is_set() and self._leases.is_suspect(ref)
-            return self._run_alone(ref, message_id, work) if is_next else MessageEnd.REQUEUE
+    def _run_shard_in_slot(self, hint: UnitRef, message_id: str, work: Work) -> MessageEnd | None:
+        if not self._slots.take(SLOT_WAIT_S):
+            return MessageEnd.REQUEUE  # not claimed: whoever has a slot first takes one
         try:
-            end = self._claim_and_run(ref, message_id, work, alone=False)
+            return self._run_shard(hint, message_id, work)
+        finally:
+            self._slots.give()
+
+    def _run_shard(self, hint: UnitRef, message_id: str, work: Work) -> MessageEnd | None:
+        if not self._quarantine.enter(SLOT_WAIT_S):
+            is_next = not self._draining.is_set() and self._leases.is_suspect(hint)
+            return self._run_alone(hint, message_id, work) if is_next else MessageEnd.REQUEUE
+        try:
+            found = self._claim_chosen(hint, message_id)
+            if isinstance(found, HeldUnit):
+                return self._run_held(found, work, alone=False)
         finally:
             self._quarantine.leave()
-        return end or self._run_alone(ref, message_id, work)
+        return self._run_alone(found, message_id, work) if isinstance(found, UnitRef) else found
+
+    def _claim_chosen(self, hint: UnitRef, message_id: str) -> HeldUnit | UnitRef | MessageEnd | None:
+        """A shard to run, a suspect to run alone, or what becomes of the message; None: there is no slot for it."""
+        with self._slots.choosing(SLOT_WAIT_S) as may_choose:
+            if not may_choose:
+                return MessageEnd.REQUEUE
+            for _ in range(MAX_CHOICES):
+                ref = self._slots.choose(hint)
+                if ref is None:
+                    return None
+                claimed = self._claim(ref, message_id, alone=False)
+                if claimed is ClaimRefusal.SUSPECT:
+                    return ref
+                if not isinstance(claimed, ClaimRefusal):
+                    return claimed
+                if ref == hint:
+                    return MessageEnd.DONE
+        return MessageEnd.REQUEUE
 
     def _run_alone(self, ref: UnitRef, message_id: str, work: Work) -> MessageEnd:
         if not self._quarantine.enter_alone(SUSPECT_WAIT_S):
@@ -118,14 +150,26 @@ class UnitRunner:
 
     def _claim_and_run(self, ref: UnitRef, message_id: str, work: Work, *, alone: bool) -> MessageEnd | None:
         """None: it is a suspect, to be claimed by who runs it alone."""
+        claimed = self._claim(ref, message_id, alone=alone)
+        if isinstance(claimed, HeldUnit):
+            return self._run_held(claimed, work, alone=alone)
+        if isinstance(claimed, MessageEnd):
+            return claimed
+        return None if claimed is ClaimRefusal.SUSPECT else MessageEnd.DONE
+
+    def _claim(self, ref: UnitRef, message_id: str, *, alone: bool) -> HeldUnit | ClaimRefusal | MessageEnd:
         if self._draining.is_set():
             return MessageEnd.REQUEUE
         claim = self._leases.claim(ref, alone=alone)
         if isinstance(claim, ClaimRefusal):
             logger.debug("%s: %s", ref, claim)
-            return None if claim is ClaimRefusal.SUSPECT else MessageEnd.DONE
+            return claim
         held = HeldUnit(claim, message_id=message_id)
         self._held_units.add(held)
+        return held
+
+    def _run_held(self, held: HeldUnit, work: Work, *, alone: bool) -> MessageEnd:
+        claim = held.claim
         try:
             if self._draining.is_set():  # since we looked
                 held.stop(StopReason.RELEASED)

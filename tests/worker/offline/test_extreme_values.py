@@ -90,8 +90,8 @@ def run(engine: Engine, lines: Sequence[bytes]) -> list[dict[str, Any]]:
     """The lines' records, as they would be written."""
     records: list[dict[str, Any]] = []
     limits = engine.settings.limits
-    offline = OfflineRun(engine, limits, model_name="m", window=64, write=lambda record: records.append({**record}))
-    feed = LineFeed(io.BytesIO(b"\n".join(lines)), max_line_bytes=limits.max_prompt_bytes, capacity=64)
+    offline = OfflineRun(engine, model_name="m", window=64, write=lambda record: records.append({**record}))
+    feed = LineFeed(io.BytesIO(b"\n".join(lines)), limits, capacity=64)
     feed.start()
     offline.run(feed, lambda: False, lambda: None)
     return [json.loads(json.dumps(record, allow_nan=False)) for record in records]

@@ -82,12 +82,10 @@ class Harness:
     def __init__(self, tokenizer: Tokenizer, window: int = 4) -> None:
         self.engine = ScriptedEngine(tokenizer)
         self.records: list[Record] = []
-        self.offline = OfflineRun(
-            self.engine, LimitSettings(), model_name="tiny", window=window, write=self.records.append
-        )
+        self.offline = OfflineRun(self.engine, model_name="tiny", window=window, write=self.records.append)
 
     def run(self, lines: Iterable[bytes], should_stop: Callable[[], bool] = lambda: False) -> None:
-        feed = LineFeed(io.BytesIO(b"\n".join(lines)), max_line_bytes=10_000, capacity=8)
+        feed = LineFeed(io.BytesIO(b"\n".join(lines)), LimitSettings(), capacity=8)
         feed.start()
         self.offline.run(feed, should_stop, lambda: None)
 
@@ -202,7 +200,7 @@ def test_a_failing_read_is_reported(tokenizer: Tokenizer) -> None:
             raise OSError("disk on fire")
 
     harness = Harness(tokenizer)
-    feed = LineFeed(Broken(), max_line_bytes=100, capacity=8)
+    feed = LineFeed(Broken(), LimitSettings(), capacity=8)
     feed.start()
 
     with pytest.raises(OSError, match="disk on fire"):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,7 +14,9 @@ from engine.request import Request
 from engine.request_output import RequestOutput
 from engine.sampling_params import SamplingParams
 from tests.support.fake_engine import BREAK, FAIL, REFUSE, FakeEngine, answer
+from tests.support.feeds import fed
 from tests.support.wait_until import wait_until
+from worker.process.admission_window import AdmissionWindow
 from worker.process.engine_thread import EngineThread
 from worker.requests.step_engine import StepEngine
 
@@ -23,7 +26,8 @@ WAIT_S = 5
 @contextmanager
 def _running(engine: FakeEngine, *, max_open: int = 100) -> Iterator[tuple[EngineThread, list[BaseException]]]:
     failures: list[BaseException] = []
-    thread = EngineThread(lambda: engine, max_open_requests=max_open, on_failure=failures.append)
+    window = AdmissionWindow(max_open, ageing_s=60.0)
+    thread = EngineThread(lambda: engine, window=window, on_failure=failures.append)
     thread.start()
     try:
         yield thread, failures
@@ -38,29 +42,32 @@ def _request(request_id: str, prompt: str = "p") -> Request:
 
 def _run(thread: EngineThread, request: Request) -> RequestOutput:
     outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
-    assert thread.try_submit([request], outputs.put)
-    (output,) = outputs.get(timeout=WAIT_S)
+    with fed(thread, [request], outputs.put):
+        (output,) = outputs.get(timeout=WAIT_S)
     return output
 
 
 def test_every_request_gets_its_own_output() -> None:
     with _running(FakeEngine(steps_per_request=3)) as (thread, _):
         outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
-        assert thread.try_submit([_request(str(n), f"prompt {n}") for n in range(20)], outputs.put) == 20
         texts: dict[str, str] = {}
-        while len(texts) < 20:
-            texts |= {output.request_id: output.completions[0].text for output in outputs.get(timeout=WAIT_S)}
+        with fed(thread, [_request(str(n), f"prompt {n}") for n in range(20)], outputs.put):
+            while len(texts) < 20:
+                texts |= {output.request_id: output.completions[0].text for output in outputs.get(timeout=WAIT_S)}
     assert texts == {str(number): answer(f"prompt {number}") for number in range(20)}
 
 
 def test_outputs_of_one_step_come_together_to_whom_they_belong() -> None:
-    with _running(FakeEngine(step_s=0.05, slots=4)) as (thread, _):
+    with _running(FakeEngine(step_s=0.05)) as (thread, _):
         mine: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
         other: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
-        thread.try_submit([_request("a"), _request("b"), _request("c")], mine.put)
-        thread.try_submit([_request("d")], other.put)
-        assert [output.request_id for output in mine.get(timeout=WAIT_S)] == ["a", "b", "c"]
-        assert [output.request_id for output in other.get(timeout=WAIT_S)] == ["d"]
+        with (
+            fed(thread, [_request("first")], lambda _: time.sleep(0.1)),  # until the others are all there
+            fed(thread, [_request("a"), _request("b"), _request("c")], mine.put),
+            fed(thread, [_request("d")], other.put),
+        ):
+            assert [output.request_id for output in mine.get(timeout=WAIT_S)] == ["a", "b", "c"]
+            assert [output.request_id for output in other.get(timeout=WAIT_S)] == ["d"]
 
 
 def test_the_engine_is_loaded_and_used_on_one_thread_only() -> None:
@@ -75,7 +82,7 @@ def test_the_engine_is_loaded_and_used_on_one_thread_only() -> None:
         threads.add(threading.get_ident())
         return Watched()
 
-    thread = EngineThread(load, max_open_requests=1, on_failure=lambda _: None)
+    thread = EngineThread(load, window=AdmissionWindow(1, ageing_s=60.0), on_failure=lambda _: None)
     thread.start()
     _run(thread, _request("a"))
     thread.stop(WAIT_S)
@@ -88,7 +95,7 @@ def test_what_loading_raises_is_raised_where_it_was_started() -> None:
         raise CheckpointError("no config.json")
 
     with pytest.raises(CheckpointError, match=r"no config\.json"):
-        EngineThread(load, max_open_requests=1, on_failure=lambda _: None).start()
+        EngineThread(load, window=AdmissionWindow(1, ageing_s=60.0), on_failure=lambda _: None).start()
 
 
 def test_a_refused_or_failed_request_ends_in_an_output_with_its_error() -> None:
@@ -101,21 +108,32 @@ def test_a_refused_or_failed_request_ends_in_an_output_with_its_error() -> None:
 
 def test_there_is_no_room_beyond_the_bound_until_a_request_ends() -> None:
     engine = FakeEngine(steps_per_request=1_000_000, step_s=0.001)
-    with _running(engine, max_open=2) as (thread, _):
-        outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
-        assert thread.try_submit([_request("a"), _request("b"), _request("c")], outputs.put) == 2
-        assert thread.try_submit([_request("c")], outputs.put) == 0
+    requests = [_request("a"), _request("b"), _request("c")]
+    with _running(engine, max_open=2) as (thread, _), fed(thread, requests) as feed:
+        wait_until(lambda: thread.num_steps > 1)
+        assert (thread.num_open_requests, feed.num_waiting) == (2, 1)
         thread.abort(["a"])
-        wait_until(lambda: thread.try_submit([_request("c")], outputs.put))
-        assert engine.most_open == 2
+        wait_until(lambda: feed.num_waiting == 0)
+        assert (thread.num_open_requests, engine.most_open) == (2, 2)
+
+
+def test_prompts_that_were_not_taken_are_forgotten_with_their_feed() -> None:
+    engine = FakeEngine(steps_per_request=1_000_000, step_s=0.001)
+    with _running(engine, max_open=1) as (thread, _):
+        with fed(thread, [_request("a"), _request("b")]) as feed:
+            wait_until(lambda: thread.num_open_requests)
+        assert feed.num_waiting == 0
+        thread.abort(["a", "b"])
+        wait_until(lambda: thread.is_idle)
+        assert (engine.num_aborted, thread.num_open_requests) == (1, 0)
 
 
 def test_an_aborted_request_leaves_the_engine_and_calls_nobody_back() -> None:
     engine = FakeEngine(steps_per_request=1_000_000, step_s=0.001)
     with _running(engine) as (thread, _):
         outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
-        thread.try_submit([_request("a")], outputs.put)
-        wait_until(lambda: thread.num_steps > 0)
+        with fed(thread, [_request("a")], outputs.put):
+            wait_until(lambda: thread.num_steps > 0)
         thread.abort(["a", "never there"])
         wait_until(lambda: thread.is_idle)
         assert (engine.num_aborted, thread.num_open_requests) == (1, 0)
@@ -124,9 +142,10 @@ def test_an_aborted_request_leaves_the_engine_and_calls_nobody_back() -> None:
 
 def test_a_broken_engine_is_reported_once_and_takes_nothing_more() -> None:
     with _running(FakeEngine()) as (thread, failures):
-        thread.try_submit([_request("a", BREAK)], lambda _: None)
-        wait_until(lambda: failures)
-        assert not thread.try_submit([_request("b")], lambda _: None)
+        with fed(thread, [_request("a", BREAK)]):
+            wait_until(lambda: failures)
+        with fed(thread, [_request("b")]) as feed:
+            assert feed.num_waiting == 1
         assert [str(failure) for failure in failures] == ["broken by the fake engine"]
 
 
@@ -140,6 +159,5 @@ def test_it_is_idle_until_there_is_a_request_and_counts_its_steps() -> None:
 
 
 def test_a_step_that_does_not_end_is_seen_from_outside() -> None:
-    with _running(FakeEngine(step_s=0.5)) as (thread, _):
-        thread.try_submit([_request("a")], lambda _: None)
+    with _running(FakeEngine(step_s=0.5)) as (thread, _), fed(thread, [_request("a")]):
         wait_until(lambda: thread.stalled_for_s > 0.2, timeout_s=1)

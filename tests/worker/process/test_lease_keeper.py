@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from settings import WorkerSettings
 from tests.support.fake_engine import FakeEngine
+from tests.support.feeds import fed
 from tests.support.registry import TestRegistry
 from tests.support.running_thread import running_thread
 from tests.support.units import Units, running_units
@@ -37,6 +38,10 @@ def _keeping(units: Units, *, hang_timeout_s: float = 60) -> Iterator[None]:
         yield
 
 
+def _running_request(units: Units) -> AbstractContextManager[object]:
+    return fed(units.engine_thread, [Request("r", [65], SamplingParams())])
+
+
 def test_leases_are_kept_while_the_engine_is_idle(registry: TestRegistry) -> None:
     shard = UnitRef.shard(registry.running_job([0]), 0)
     with running_units(registry, lease_s=LEASE_S) as units, _keeping(units):
@@ -49,8 +54,7 @@ def test_leases_are_kept_while_the_engine_is_idle(registry: TestRegistry) -> Non
 def test_leases_are_kept_while_the_engine_advances(registry: TestRegistry) -> None:
     shard = UnitRef.shard(registry.running_job([0]), 0)
     engine = FakeEngine(steps_per_request=1_000_000, step_s=0.02)
-    with running_units(registry, engine, lease_s=LEASE_S) as units, _keeping(units):
-        units.engine_thread.try_submit([Request("r", [65], SamplingParams())], lambda _: None)
+    with running_units(registry, engine, lease_s=LEASE_S) as units, _keeping(units), _running_request(units):
         units.hold(shard)
         time.sleep(LEASE_S * 2)
         assert units.leases.claim(shard) is ClaimRefusal.BUSY
@@ -59,9 +63,8 @@ def test_leases_are_kept_while_the_engine_advances(registry: TestRegistry) -> No
 def test_a_slow_step_keeps_its_leases(registry: TestRegistry) -> None:
     shard = UnitRef.shard(registry.running_job([0]), 0)
     engine = FakeEngine(step_s=1.5)
-    with running_units(registry, engine, lease_s=LEASE_S) as units, _keeping(units):
+    with running_units(registry, engine, lease_s=LEASE_S) as units, _keeping(units), _running_request(units):
         units.hold(shard)
-        units.engine_thread.try_submit([Request("r", [65], SamplingParams())], lambda _: None)
         time.sleep(LEASE_S * 2)
         assert units.leases.claim(shard) is ClaimRefusal.BUSY
 
@@ -71,8 +74,8 @@ def test_an_engine_that_hangs_loses_its_leases(registry: TestRegistry) -> None:
     engine = FakeEngine(step_s=1.5)  # one step outlasts several leases
     with running_units(registry, engine, lease_s=LEASE_S) as units, _keeping(units, hang_timeout_s=0.5):
         units.hold(shard)
-        units.engine_thread.try_submit([Request("r", [65], SamplingParams())], lambda _: None)
-        wait_until(lambda: units.leases.claim(shard) is not ClaimRefusal.BUSY, timeout_s=2)
+        with _running_request(units):
+            wait_until(lambda: units.leases.claim(shard) is not ClaimRefusal.BUSY, timeout_s=2)
 
 
 def test_the_owner_of_a_cancelled_job_is_told_within_a_second(registry: TestRegistry) -> None:

@@ -146,7 +146,7 @@ def test_a_submission_whose_reply_is_lost_is_still_to_be_announced(
     assert lost
     assert registry.redis.hget(registry.keys.admission, "jobs") == b"2"
     leases = registry.leases()
-    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), [[0]])
+    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), [[0]], ageing_s=60.0)
     assert intake.submit(job_id, 1, SubmitOptions()) == (job_id, False)
 
 

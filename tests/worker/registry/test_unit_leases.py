@@ -205,9 +205,9 @@ def test_a_plan_whose_reply_is_lost_is_planned(registry: TestRegistry, monkeypat
     registry.running_job([0])  # Redis knows the script now
     plan = must_claim(leases, UnitRef.plan(registry.submit([b"x"])))
     lost = lose_next_script_reply(registry.redis, monkeypatch)
-    assert leases.planned(plan, [[0]])
+    assert leases.planned(plan, [[0]], ageing_s=60.0)
     assert lost
     assert must_claim(leases, UnitRef.shard(plan.ref.job_id, 0)).missing == (0,)
     other = must_claim(leases, UnitRef.plan(registry.submit([b"x"])))
     leases.release(other, count_attempt=False)
-    assert not leases.planned(other, [[0]])
+    assert not leases.planned(other, [[0]], ageing_s=60.0)

@@ -42,10 +42,10 @@ def builder(tokenizer: Tokenizer) -> RequestBuilder:
 
 
 def test_a_text_prompt_is_tokenised(builder: RequestBuilder, tokenizer: Tokenizer) -> None:
-    request = builder.build(parse(completion_line()), "r1", priority=3, cache_salt="t")
+    request = builder.build(parse(completion_line()), "r1", tenant="t")
 
     assert list(request.prompt_token_ids) == tokenizer.encode("hello")
-    assert (request.request_id, request.priority, request.cache_salt) == ("r1", 3, "t")
+    assert (request.request_id, request.tenant) == ("r1", "t")
 
 
 def test_token_ids_are_taken_as_they_are(builder: RequestBuilder) -> None:
@@ -190,9 +190,9 @@ def test_requests_built_together_are_those_built_one_by_one(builder: RequestBuil
     ]
     lines = [(parse(raw, index), f"r{index}") for index, raw in enumerate(raw_lines)]
 
-    together = builder.build_all(lines, priority=3, cache_salt="t")
+    together = builder.build_all(lines, tenant="t")
 
-    assert together == [builder.build(line, name, priority=3, cache_salt="t") for line, name in lines]
+    assert together == [builder.build(line, name, tenant="t") for line, name in lines]
 
 
 def test_a_bad_line_among_others_is_refused_alone_and_in_its_place(builder: RequestBuilder) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
@@ -20,7 +19,7 @@ from worker.units.shard_prompts import Prepared, ShardPrompts
 def _prompts(claim: Claim) -> ShardPrompts:
     engine = FakeEngine()
     requests = RequestBuilder(engine.tokenizer, max_model_len=engine.max_model_len, model_name="fake")
-    return ShardPrompts(claim, requests, engine.tokenizer, model_name="fake", limits=LimitSettings(), ageing_s=60.0)
+    return ShardPrompts(claim, requests, engine.tokenizer, model_name="fake", limits=LimitSettings())
 
 
 def _request(claim: Claim) -> Request:
@@ -40,7 +39,7 @@ def _claim(registry: TestRegistry, job_id: str) -> Claim:
     registry.intake().stage(job_id, 0, [b'{"prompt": "a"}'])
     registry.intake().submit(job_id, 1, SubmitOptions())
     leases = registry.leases()
-    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), [[0]])
+    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), [[0]], ageing_s=60.0)
     return must_claim(leases, UnitRef.shard(job_id, 0))
 
 
@@ -52,17 +51,6 @@ def test_a_job_submitted_again_after_a_flush_has_other_request_ids(registry: Tes
     assert first.token.partition(":")[0] == second.token.partition(":")[0]
     assert _request_id(first) != _request_id(second)
     assert _request_id(first) == _request_id(first)
-
-
-def test_in_the_engine_a_step_of_priority_is_worth_so_much_waiting(registry: TestRegistry) -> None:
-    claim = _claim(registry, registry.keys.new_job_id())
-
-    def priority(priority: int, created_s: int) -> int:
-        return _request(dataclasses.replace(claim, priority=priority, created_s=created_s)).priority
-
-    assert priority(2, 1_000) < priority(3, 1_000)
-    assert priority(9, 1_000) < priority(0, 1_000 + 9 * 60 + 1)
-    assert priority(9, 1_000) > priority(0, 1_000 + 9 * 60 - 1)
 
 
 def test_lines_that_cannot_be_run_become_records_and_the_others_keep_their_order(registry: TestRegistry) -> None:

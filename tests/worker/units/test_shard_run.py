@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from worker.process.held_unit import HeldUnit
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_ref import UnitRef
 from worker.schemas import JobState, SubmitOptions
+from worker.units.shard_run import READ_AHEAD
 
 ENDLESS = 1_000_000  # steps
 
@@ -24,7 +26,7 @@ def _hold_job(units: Units, prompts: list[str], options: SubmitOptions | None = 
     lines = [json.dumps({"prompt": prompt}).encode() for prompt in prompts]
     job_id = units.registry.submit(lines, options)
     plan = must_claim(units.leases, UnitRef.plan(job_id))
-    assert units.leases.planned(plan, [range(len(prompts))])
+    assert units.leases.planned(plan, [range(len(prompts))], ageing_s=60.0)
     return units.hold(UnitRef.shard(job_id, 0))
 
 
@@ -156,13 +158,13 @@ def test_prompts_of_tenants_get_their_salt_and_priority(registry: TestRegistry) 
 
     class Watched(FakeEngine):
         def add_request(self, request: Any) -> None:
-            seen.append((request.priority, request.cache_salt))
+            seen.append((request.priority, request.tenant))
             super().add_request(request)
 
     with running_units(registry, Watched()) as units:
         held = _hold_job(units, ["a"], SubmitOptions(priority=2, tenant="acme"))
         units.shard_run(held).run()
-    assert seen == [(held.claim.created_s + 2 * 60, "acme")]
+    assert seen == [(2, "acme")]
 
 
 @pytest.mark.parametrize("reason", [StopReason.RELEASED, StopReason.ENGINE_FAILED])
@@ -182,3 +184,42 @@ def test_what_had_finished_when_a_shard_is_given_back_is_written(
         units.shard_run(held).run()
         assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
         assert sorted(_records(units, held)) == [0, 1, 2, 3]
+
+
+def test_no_more_lines_are_read_than_the_engine_will_soon_take(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine(steps_per_request=ENDLESS, step_s=0.001)
+    with running_units(registry, engine, max_open=8) as units:
+        held = _hold_job(units, [f"p{number:03}" for number in range(200)])
+        read: list[int] = []
+        lines_and_checkpoints = units.leases.lines_and_checkpoints
+
+        def counted(job_id: str, indices: Sequence[int]) -> list[tuple[bytes | None, bytes | None]]:
+            read.append(len(indices))
+            return lines_and_checkpoints(job_id, indices)
+
+        monkeypatch.setattr(units.leases, "lines_and_checkpoints", counted)
+        thread = _start(units, held)
+        wait_until(lambda: units.engine_thread.num_steps > 20)
+        assert sum(read) == READ_AHEAD
+        units.engine_thread.abort(list(engine._open))
+        wait_until(lambda: sum(read) == 2 * READ_AHEAD)
+        held.stop(StopReason.FENCED)
+        thread.join(5)
+
+
+def test_prompts_of_two_shards_go_into_the_engine_side_by_side(registry: TestRegistry) -> None:
+    order: list[str] = []
+
+    class Watched(FakeEngine):
+        def add_request(self, request: Any) -> None:
+            order.append(bytes(request.prompt_token_ids).decode())
+            super().add_request(request)
+
+    with running_units(registry, Watched(step_s=0.05, slots=1), max_open=1) as units:
+        shards = [_hold_job(units, ["a", "c", "e", "g"]), _hold_job(units, ["b", "d", "f", "h"])]
+        threads = [_start(units, held) for held in shards]
+        for thread in threads:
+            thread.join(10)
+    assert "".join(order[-6:]) == "cdefgh"

@@ -25,7 +25,7 @@ ANSWER_TOKENS = 16  # of fake_engine.answer
 def _hold_job(units: Units) -> HeldUnit:
     job_id = units.registry.submit([json.dumps({"prompt": prompt}).encode() for prompt in PROMPTS])
     plan = must_claim(units.leases, UnitRef.plan(job_id))
-    assert units.leases.planned(plan, [range(len(PROMPTS))])
+    assert units.leases.planned(plan, [range(len(PROMPTS))], ageing_s=60.0)
     return units.hold(UnitRef.shard(job_id, 0))
 
 

@@ -12,8 +12,9 @@ from worker.broker.message_end import MessageEnd
 from worker.process.held_unit import HeldUnit
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_ref import UnitRef
-from worker.schemas import JobState
+from worker.schemas import JobState, SubmitOptions
 from worker.units.engine_state import EngineState
+from worker.units.shard_slots import ShardSlots
 from worker.units.unit_runner import UnitRunner
 
 
@@ -23,7 +24,7 @@ def _runner(units: Units, *, is_well: bool = True, max_shards: int = 4) -> UnitR
         units.closer,
         units.held_units,
         give_back_for_s=0.1,
-        max_shards=max_shards,
+        slots=ShardSlots(units.registry.shard_queue(), units.held_units, max_shards),
         engine=EngineState(is_well=lambda: is_well, is_empty=lambda: True),
     )
 
@@ -169,3 +170,34 @@ def test_a_unit_whose_last_record_is_written_on_the_way_out_is_done(registry: Te
 
         assert _runner(units).run(shard, "m", work) is MessageEnd.DONE
     assert registry.reader.status(shard.job_id).status is JobState.COMPLETED
+
+
+def test_a_message_is_for_the_shard_of_whoever_has_least_here(registry: TestRegistry) -> None:
+    large = registry.running_job([0], [1], options=SubmitOptions(tenant="large"))
+    small = registry.running_job([0], options=SubmitOptions(tenant="small"))
+    ran: list[UnitRef] = []
+
+    def work(held: HeldUnit) -> None:
+        ran.append(held.claim.ref)
+        units.leases.put(held.claim, [ok(index) for index in held.claim.missing])
+        held.set_written()
+
+    with running_units(registry) as units:
+        units.hold(UnitRef.shard(large, 0))
+        runner = _runner(units)
+        ends = [runner.run(UnitRef.shard(large, 1), "m", work) for _ in range(3)]
+    assert ran == [UnitRef.shard(small, 0), UnitRef.shard(large, 1)]
+    assert ends == [MessageEnd.DONE] * 3
+
+
+def test_a_message_goes_back_while_the_slots_that_are_left_are_for_others(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.units.unit_runner.SLOT_WAIT_S", 0.01)
+    job_id = registry.running_job(*[[number] for number in range(9)])
+    with running_units(registry) as units:
+        for number in range(7):
+            units.hold(UnitRef.shard(job_id, number))
+        runner = _runner(units, max_shards=8)
+        assert runner.run(UnitRef.shard(job_id, 7), "m", _no_work) is MessageEnd.REQUEUE
+        assert registry.redis.hget(registry.keys.unit(UnitRef.shard(job_id, 7)), "fence") == b"0"

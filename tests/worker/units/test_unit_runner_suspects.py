@@ -18,6 +18,7 @@ from worker.registry.stop_reason import StopReason
 from worker.registry.unit_ref import UnitRef
 from worker.schemas import JobState
 from worker.units.engine_state import EngineState
+from worker.units.shard_slots import ShardSlots
 from worker.units.unit_runner import UnitRunner
 
 
@@ -38,7 +39,7 @@ class Worker:
             units.closer,
             units.held_units,
             give_back_for_s=0.1,
-            max_shards=4,
+            slots=ShardSlots(units.registry.shard_queue(), units.held_units, 4),
             engine=EngineState(is_well=lambda: True, is_empty=lambda: True),
         )
         self.pool = ThreadPoolExecutor(6)

@@ -12,10 +12,14 @@ if not job[1] then
   return {'gone'}
 end
 -- Of a newer version: left as it is. It is announced again and again, until a worker takes it that knows it.
-if job[8] ~= '1' then return {'newer'} end
-local held = redis.call('HMGET', UNIT, 'st', 'lease', 'att', 'idx', 'tok', 'alone', 'guilty', 'first')
+if job[8] ~= '1' then
+  dequeue(job[6], member)
+  return {'newer'}
+end
+local held = redis.call('HMGET', UNIT, 'st', 'lease', 'att', 'idx', 'tok', 'alone', 'guilty', 'first', 'head', 'turn')
 if not is_open(job[1]) or not held[1] then
   redis.call('ZREM', OPEN, member)
+  dequeue(job[6], member)
   return {'terminal'}
 end
 local is_ours = held[1] == 'running' and string.sub(held[5], -#nonce - 1) == ':' .. nonce
@@ -39,7 +43,8 @@ if held[1] == 'running' and not is_ours and (attempts == 0 or held[6] == '1') th
 end
 local mode = verdict(job[2], job[3], now)
 if mode == 'run' and unit ~= 'plan' and is_guilty and #missing > 1 then
-  split(job_id, unit, missing, held[8] or now, now)
+  split(job_id, unit, missing,
+    {first = held[8] or now, head = held[9] or '', turn = held[10] or now, tenant = job[6]}, now)
   return {'split'}
 end
 if mode == 'run' and attempts >= max_attempts and (is_guilty or unit == 'plan') then
@@ -57,5 +62,6 @@ if not is_ours then token = redis.call('HINCRBY', UNIT, 'fence', 1) .. ':' .. no
 redis.call('HSET', UNIT, 'st', 'running', 'own', worker, 'tok', token, 'lease', now + lease, 'att', attempts,
   'alone', 0, 'guilty', is_guilty and 1 or 0)
 redis.call('ZADD', OPEN, now + lease, member)
+dequeue(job[6], member)
 return {'ok', token, mode, time_left(job[3], now), attempts, tonumber(job[4]), tonumber(job[5]), job[6],
-  tonumber(job[7]), held[4], done}
+  tonumber(job[7]), held[4], done, held[9] or ''}

@@ -1,19 +1,23 @@
--- Replace a job's plan by its shards. ARGV job id, token, grace ms, then the indices of each shard, comma separated.
-local job_id, token, grace = ARGV[1], ARGV[2], tonumber(ARGV[3])
+-- Replace a job's plan by its shards. ARGV job id, token, grace ms, ms of waiting that are worth one step of priority,
+-- then for each shard its indices, comma separated, and what its first prompt begins with.
+local job_id, token, grace, ageing = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local held = redis.call('HMGET', PLAN, 'tok', 'st')
 -- A client that lost the reply sends the same call again.
 if not held[1] and redis.call('HGET', JOB, 'plan_tok') == token then return 1 end
 if held[1] ~= token or held[2] ~= 'running' then return 0 end
 local now = now_ms()
-local job = redis.call('HMGET', JOB, 'cancel', 'deadline', 'pri')
+local job = redis.call('HMGET', JOB, 'cancel', 'deadline', 'pri', 'tenant')
 local look = next_look(now, grace, job[2])
 if job[1] ~= '0' then look = now end
-for i = 4, #ARGV do
+local num_shards = 0
+for i = 5, #ARGV, 2 do
   local _, commas = string.gsub(ARGV[i], ',', ',')
-  local shard = {idx = ARGV[i], n = commas + 1, att = 0, first = now, lane = job[3]}
-  queue_shard(job_id, i - 4, shard, now, look)
+  local shard = {idx = ARGV[i], n = commas + 1, att = 0, first = now, lane = job[3], head = ARGV[i + 1]}
+  shard.turn, shard.tenant = now + job[3] * ageing, job[4]
+  queue_shard(job_id, num_shards, shard, now, look)
+  num_shards = num_shards + 1
 end
-redis.call('HSET', JOB, 'st', 'running', 'started', now, 'ns', #ARGV - 3, 'plan_tok', token)
+redis.call('HSET', JOB, 'st', 'running', 'started', now, 'ns', num_shards, 'plan_tok', token)
 redis.call('UNLINK', PLAN)
 redis.call('ZREM', OPEN, job_id .. '/plan')
 return 1

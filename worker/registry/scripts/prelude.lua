@@ -1,8 +1,8 @@
 -- Put before every script about a unit (claim, suspect, put, renew, release, planned, cancel, checkpoint). KEYS are
--- those of Keys.of_unit_scripts. Two keys are known only from the job's own fields, the tenant's admission counters and the
--- idempotency key; they lie in the same hash slot.
-local JOB, RES, ORD, IN, UNIT, PLAN, OPEN, ADM, DEAD, CKPT =
-  KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+-- those of Keys.of_unit_scripts. Keys that are known only from the job's own fields lie in the same hash slot: the tenant's
+-- admission counters, its queued shards, the idempotency key.
+local JOB, RES, ORD, IN, UNIT, PLAN, OPEN, ADM, DEAD, CKPT, QUEUED =
+  KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 -- Behind every priority: of a shard that was announced in no lane.
 local NO_LANE = 10
 
@@ -38,13 +38,25 @@ local function shard_key(number)
   return string.sub(PLAN, 1, -5) .. number
 end
 
+-- Shards that nobody holds, of each tenant, by `turn`; see choose. QUEUED: those tenants, the earliest first.
+local function enqueue(tenant, member, turn, now)
+  redis.call('ZADD', QUEUED .. ':' .. tenant, turn, member)
+  redis.call('ZADD', QUEUED, 'NX', now, tenant)
+end
+
+local function dequeue(tenant, member)
+  if redis.call('ZREM', QUEUED .. ':' .. tenant, member) == 1
+    and redis.call('EXISTS', QUEUED .. ':' .. tenant) == 0 then redis.call('ZREM', QUEUED, tenant) end
+end
+
 -- A new shard. `first`: when it, or the shard it was cut from, was first queued; `lane`: the priority it was last
--- announced with, see reap.
+-- announced with, see reap; `head`: what its first prompt begins with; `turn`: see choose.
 local function queue_shard(job_id, number, shard, now, look)
   redis.call('HSET', shard_key(number), 'st', 'queued', 'idx', shard.idx, 'n', shard.n, 'done', 0, 'own', '',
     'tok', '', 'lease', 0, 'fence', 0, 'att', shard.att, 'rp', 0, 'since', now, 'alone', 0, 'guilty', 0,
-    'first', shard.first, 'lane', shard.lane)
+    'first', shard.first, 'lane', shard.lane, 'head', shard.head, 'turn', shard.turn)
   redis.call('ZADD', OPEN, look, job_id .. '/' .. number)
+  enqueue(shard.tenant, job_id .. '/' .. number, shard.turn, now)
 end
 
 -- Of a guilty shard: 256 prompts come down to one in two crashes (256, 16), where halving would take eight. More parts
@@ -53,19 +65,20 @@ local PARTS = 16
 
 -- Replace a guilty shard by parts of what it lacks, all of them suspects and no more than that (one attempt each: most are
 -- innocent, and a worker may also be killed from outside), due at once and announced in no lane yet. The shard counts as done, so that all of the job's shards are done in the end.
-local function split(job_id, unit, missing, first, now)
+local function split(job_id, unit, missing, whole, now)
   local size = math.ceil(#missing / PARTS)
   local num_parts = math.ceil(#missing / size)
   local number = redis.call('HINCRBY', JOB, 'ns', num_parts) - num_parts
   for from = 1, #missing, size do
     local to = math.min(from + size - 1, #missing)
-    local shard = {idx = table.concat(missing, ',', from, to), n = to - from + 1, att = 1, first = first}
-    shard.lane = NO_LANE
+    local shard = {idx = table.concat(missing, ',', from, to), n = to - from + 1, att = 1, lane = NO_LANE}
+    shard.first, shard.head, shard.turn, shard.tenant = whole.first, whole.head, whole.turn, whole.tenant
     queue_shard(job_id, number, shard, now, now)
     number = number + 1
   end
   redis.call('UNLINK', UNIT)
   redis.call('ZREM', OPEN, job_id .. '/' .. unit)
+  dequeue(whole.tenant, job_id .. '/' .. unit)
   redis.call('HINCRBY', JOB, 'sd', 1)
 end
 

@@ -1,8 +1,8 @@
 -- Give a unit back unfinished. ARGV job id, unit, token, grace ms, 1 if it counts as an attempt.
-local held = redis.call('HMGET', UNIT, 'tok', 'st', 'alone')
+local held = redis.call('HMGET', UNIT, 'tok', 'st', 'alone', 'turn')
 if held[1] ~= ARGV[3] or held[2] ~= 'running' then return 0 end
 local now = now_ms()
-local job = redis.call('HMGET', JOB, 'cancel', 'deadline', 'pri')
+local job = redis.call('HMGET', JOB, 'cancel', 'deadline', 'pri', 'tenant')
 -- Its message goes back to the lane it came from, which may be an earlier one than it was announced in last.
 redis.call('HSET', UNIT, 'st', 'queued', 'own', '', 'tok', '', 'lease', 0, 'since', now, 'alone', 0, 'lane', job[3])
 if ARGV[5] == '1' then
@@ -13,4 +13,5 @@ end
 local look = next_look(now, tonumber(ARGV[4]), job[2])
 if job[1] ~= '0' then look = now end
 redis.call('ZADD', OPEN, look, ARGV[1] .. '/' .. ARGV[2])
+if held[4] then enqueue(job[4], ARGV[1] .. '/' .. ARGV[2], held[4], now) end
 return 1

@@ -1,0 +1,134 @@
+"""Which waiting prompts the engine holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from engine.request import Request
+from worker.process.feed_sweep import FeedSweep
+from worker.process.prompt_feed import PromptFeed
+
+# Below this share of the window the engine gets whatever is there, in whatever order: it must not run out of work.
+ENOUGH_SHARE = 4
+OVERTAKES = 4  # windows full of prompts that may pass a shard of the same tenant and priority
+
+
+class AdmissionWindow:
+    """Merges the prompts of all held shards into the engine, which orders them anew among those it holds.
+
+    By priority first; of one priority, from the tenant with the fewest tokens in the engine; of one tenant, in prefix
+    order (FeedSweep), whichever of its jobs and shards a prompt is of. While the prompt that is due is still being
+    read, it is waited for, as long as the engine has enough to do.
+
+    Priorities age in two places. A priority that waits while better ones are served gets a turn of `ageing_s` after
+    `ageing_s` for each step between them: its prompts then go in as if they were of the best. And whoever goes in does
+    not overtake, in the engine's strict order, a request that has been in there for `ageing_s` for each step between.
+
+    A choice costs O(shards held). Not thread-safe: belongs to the lock of its EngineThread.
+    """
+
+    def __init__(self, max_open: int, *, ageing_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_open = max_open  # more stay with their shards: bounds memory
+        self._enough = max(max_open // ENOUGH_SHARE, 1)
+        self._ageing_s = ageing_s
+        self._clock = clock
+        self._sweeps: dict[tuple[int, str], FeedSweep] = {}  # by priority and tenant
+        self._open: dict[str, tuple[int, str, int]] = {}  # by request id: rank, tenant, tokens
+        self._open_tokens: dict[str, int] = {}  # by tenant
+        self._entered_s: dict[int, dict[str, float]] = {}  # by rank: when each open request went in, oldest first
+        self._passed_over_since_s: dict[int, float] = {}  # by priority that waits behind a better one
+
+    @property
+    def num_open(self) -> int:
+        """Requests that were taken and have not ended."""
+        return len(self._open)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether there is a prompt to take, though perhaps no room. With nothing open there is room."""
+        return any(sweep.is_ready for sweep in self._sweeps.values())
+
+    def join(self, feed: PromptFeed) -> None:
+        """Take prompts from this feed too."""
+        self._sweeps.setdefault((feed.priority, feed.tenant), FeedSweep(OVERTAKES * self._max_open)).add(feed)
+
+    def leave(self, feed: PromptFeed) -> None:
+        """Take none from it any more; those it has are forgotten."""
+        feed.close()
+        sweep = self._sweeps[feed.priority, feed.tenant]
+        sweep.remove(feed)
+        if not sweep:
+            del self._sweeps[feed.priority, feed.tenant]
+
+    def take(self) -> list[tuple[Request, PromptFeed]]:
+        """As many prompts as there is room for, in the order to add them."""
+        taken: list[tuple[Request, PromptFeed]] = []
+        while len(self._open) < self._max_open:
+            found = self._choose()
+            if found is None:
+                break
+            feed, priority = found
+            request = replace(self._sweeps[feed.priority, feed.tenant].take(feed), priority=self._rank(priority))
+            self._enter(request, feed.tenant)
+            taken.append((request, feed))
+        return taken
+
+    def end(self, request_id: str) -> None:
+        """A request that was taken has ended."""
+        rank, tenant, tokens = self._open.pop(request_id)
+        self._open_tokens[tenant] -= tokens
+        if not self._open_tokens[tenant]:
+            del self._open_tokens[tenant]
+        del self._entered_s[rank][request_id]
+        if not self._entered_s[rank]:
+            del self._entered_s[rank]
+
+    def _choose(self) -> tuple[PromptFeed, int] | None:
+        """Whose prompt is next, and the priority it goes in with. None: nothing waits, or the next is being read."""
+        ready = [group for group, sweep in self._sweeps.items() if sweep.is_ready]
+        if not ready:
+            return None
+        live = [group for group, sweep in self._sweeps.items() if sweep.is_live]
+        level, priority = self._level({priority for priority, _ in live})
+        due = self._sweeps[self._least_served(live, level)].due()
+        if due.num_waiting:
+            return due, priority
+        if len(self._open) >= self._enough:
+            return None
+        best = min(priority for priority, _ in ready)
+        return self._sweeps[self._least_served(ready, best)].due(must_wait=True), best
+
+    def _least_served(self, groups: Collection[tuple[int, str]], level: int) -> tuple[int, str]:
+        same = [group for group in groups if group[0] == level]
+        return min(same, key=lambda group: self._open_tokens.get(group[1], 0))
+
+    def _level(self, priorities: Collection[int]) -> tuple[int, int]:
+        """The priority to take from, and the one its prompts go in with."""
+        now, best = self._clock(), min(priorities)
+        since = {other: self._passed_over_since_s.get(other, now) for other in priorities if other != best}
+        self._passed_over_since_s = since
+        for other in sorted(since, reverse=True):  # the longer wait is the worse priority's
+            waited = (now - since[other]) / self._ageing_s - (other - best)
+            if waited >= 1:  # its turn is over
+                since[other] = now
+            elif waited >= 0:
+                return other, best
+        return best, best
+
+    def _rank(self, priority: int) -> int:
+        """The engine's number: lower first, strictly, for ever."""
+        worse = [rank for rank in self._entered_s if rank > priority]
+        now = self._clock()
+        for rank in sorted(worse, reverse=True):
+            oldest = next(iter(self._entered_s[rank].values()))
+            if now - oldest >= (rank - priority) * self._ageing_s:
+                return rank
+        return priority
+
+    def _enter(self, request: Request, tenant: str) -> None:
+        tokens = len(request.prompt_token_ids) + request.params.n * (request.params.max_tokens or 0)
+        self._open[request.request_id] = (request.priority, tenant, tokens)
+        self._open_tokens[tenant] = self._open_tokens.get(tenant, 0) + tokens
+        self._entered_s.setdefault(request.priority, {})[request.request_id] = self._clock()

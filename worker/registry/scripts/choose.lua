@@ -1,0 +1,49 @@
+-- Which shard to claim on a message about some shard: a message is a hint. KEYS the unit of the message, queued.
+-- ARGV key prefix, 1 if only a tenant may come that has nothing here, ms of waiting that are worth one step of priority,
+-- then each tenant that has shards here, its prompts in them, and the head of the one that came last.
+-- Returns a member of the queued shards; 'hint': that of the message; 'none': all that are queued may not come.
+local UNIT, QUEUED, prefix = KEYS[1], KEYS[2], ARGV[1]
+local MOST_TENANTS, MOST_SHARDS = 1000, 64 -- looked at: bounds the script's time
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+
+-- A suspect, or one that becomes a suspect when it is claimed: whoever is to run alone should not wait for a turn too.
+local hint = redis.call('HMGET', UNIT, 'st', 'lease', 'att')
+if hint[1] == 'queued' and tonumber(hint[3]) > 0 then return 'hint' end
+if hint[1] == 'running' and tonumber(hint[2]) <= now then return 'hint' end
+
+local prompts_here, near = {}, {}
+for i = 4, #ARGV, 3 do prompts_here[ARGV[i]], near[ARGV[i]] = tonumber(ARGV[i + 1]), ARGV[i + 2] end
+
+-- The tenant with the fewest prompts here, of several that whose shard has the earliest turn.
+local chosen, is_any_queued = nil, false
+for _, tenant in ipairs(redis.call('ZRANGE', QUEUED, 0, MOST_TENANTS - 1)) do
+  local first = redis.call('ZRANGE', QUEUED .. ':' .. tenant, 0, 0, 'WITHSCORES')
+  local prompts, turn = prompts_here[tenant] or 0, tonumber(first[2])
+  if not turn then
+    redis.call('ZREM', QUEUED, tenant)
+  else
+    is_any_queued = true
+    local is_first = not chosen or prompts < chosen.prompts or (prompts == chosen.prompts and turn < chosen.turn)
+    if is_first and (prompts == 0 or ARGV[2] ~= '1') then
+      chosen = {key = QUEUED .. ':' .. tenant, prompts = prompts, turn = turn, near = near[tenant] or ''}
+    end
+  end
+end
+if not chosen then return is_any_queued and 'none' or 'hint' end
+
+-- Of its shards whose turns lie within a step of priority the next in prefix order; behind the last comes the first.
+local best, best_head, best_is_ahead
+local until_turn = chosen.turn + tonumber(ARGV[3])
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', chosen.key, '-inf', until_turn, 'LIMIT', 0, MOST_SHARDS)) do
+  local job_id, number = string.match(member, '^(.*)/(.*)$')
+  local unit = redis.call('HMGET', prefix .. 'j:' .. job_id .. ':s:' .. number, 'st', 'head')
+  local head = unit[2] or ''
+  local is_ahead = head >= chosen.near
+  if unit[1] ~= 'queued' then
+    redis.call('ZREM', chosen.key, member)
+  elseif not best or (is_ahead and not best_is_ahead) or (is_ahead == best_is_ahead and head < best_head) then
+    best, best_head, best_is_ahead = member, head, is_ahead
+  end
+end
+return best or 'hint'
