@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import torch
 
 from engine.admission import check_request
+from engine.duplicates import Duplicates
 from engine.engine_stats import EngineStats
 from engine.errors import EngineError, EngineFatal, NonFiniteLogits
 from engine.execution.forward_item import ForwardItem
 from engine.finish_reason import FinishReason
+from engine.finished_requests import FinishedRequests
 from engine.loading.engine_parts import EngineParts
 from engine.loading.load_parts import load_parts
 from engine.output_processor import OutputProcessor
 from engine.request import Request
 from engine.request_checkpoints import RequestCheckpoints
+from engine.request_intake import RequestIntake
 from engine.request_output import RequestOutput
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampled_token import SampledToken
 from engine.sampling.sampler import Sampler
 from engine.sampling.sampling_row import SamplingRow
-from engine.sampling.token_counts import TokenCounts
 from engine.scheduling.request_group import RequestGroup
 from engine.scheduling.request_state import RequestState
 from engine.scheduling.scheduled_batch import ScheduledBatch
@@ -32,8 +33,6 @@ from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.text.tokenizer import Tokenizer
 from engine.token_checkpoint import TokenCheckpoint
 from settings import EffectiveSettings, Settings
-
-SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: keeps the streams of a request's n sequences apart
 
 
 class Engine:
@@ -64,12 +63,14 @@ class Engine:
             interval_tokens=settings.checkpoint_tokens,
             deterministic=settings.deterministic,
         )
-        self._groups: dict[str, RequestGroup] = {}
-        self._ready: list[RequestOutput] = []
-        self._entropy = random.SystemRandom() if settings.seed is None else random.Random(settings.seed)
-        self._arrivals = 0
-        self._num_steps = self._num_finished = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
-        self._generated_tokens = 0
+        self._intake = RequestIntake(
+            parts.block_manager, self._checkpoints, max_model_len=self.max_model_len, seed=settings.seed
+        )
+        self._duplicates = Duplicates(is_on=settings.deduplicate)
+        self._finished = FinishedRequests()
+        self._groups: dict[str, RequestGroup] = {}  # by the ids of their requests
+        self._groups_by_arrival: dict[int, RequestGroup] = {}
+        self._num_steps = self._generated_tokens = 0
 
     @classmethod
     def load(cls, effective: EffectiveSettings) -> Engine:
@@ -92,50 +93,34 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest (PromptTooLong, ...) for one that can never be served.
 
-        One with a checkpoint goes on behind it: prompt and tokens so far are prefilled as after a preemption. A
-        checkpoint of anything else, or a damaged one, is dropped with a warning and the request starts over.
+        One that is to get the same tokens as an unfinished one (see Duplicates) gets what that one generates; a
+        checkpoint it brings is set aside, since the work behind it is done for the other anyway.
         """
         check_request(request, vocab_size=self.vocab_size, capacity=self.max_model_len, taken=self._groups)
-        checkpoint = self._checkpoints.usable(request)
-        request = replace(request, resume=None)  # may be large: not kept for the request's life
-        base_seed = self._base_seed(request) if checkpoint is None else checkpoint.base_seed
-        states = self._new_states(request, base_seed)
-        if checkpoint is not None and not self._checkpoints.restore(checkpoint, states):
-            checkpoint, states = None, self._new_states(request, base_seed)
-        self._arrivals += 1
-        group = self._groups[request.request_id] = RequestGroup(request, states, base_seed)
-        group.num_resumed_tokens = 0 if checkpoint is None else checkpoint.num_tokens
+        key = self._duplicates.key_of(request)
+        group = self._duplicates.find(key)
+        if group is None:
+            self._start(self._intake.begin(request, key))
+            return
+        group.requests.append(replace(request, resume=None))
+        self._groups[request.request_id] = group
+        if request.priority < group.priority:
+            for state in group.unfinished:
+                self._scheduler.promote(state, request.priority)
+
+    def _start(self, group: RequestGroup) -> None:
+        self._groups_by_arrival[group.arrival] = group
+        self._groups.update(dict.fromkeys((request.request_id for request in group.requests), group))
+        self._duplicates.add(group)
         for state in group.unfinished:
-            if state.num_output_tokens:
-                state.chain = self._blocks.new_chain(state.token_ids, request.cache_salt)
             self._scheduler.add(state)
         self._hand_out_if_complete(group)
-
-    def _base_seed(self, request: Request) -> int:
-        seed = request.params.seed
-        return self._entropy.getrandbits(63) if seed is None else seed
-
-    def _new_states(self, request: Request, base_seed: int) -> tuple[RequestState, ...]:
-        room = self.max_model_len - len(request.prompt_token_ids)
-        return tuple(
-            RequestState(
-                request=request,
-                index=index,
-                arrival=self._arrivals,
-                seed=_signed_64(base_seed + index * SEED_STRIDE),
-                max_tokens=min(request.params.max_tokens or room, room),
-                chain=self._blocks.new_chain(request.prompt_token_ids, request.cache_salt),
-                token_ids=list(request.prompt_token_ids),
-                counts=TokenCounts(request.prompt_token_ids) if request.params.has_penalties else None,
-            )
-            for index in range(request.params.n)
-        )
 
     def due_checkpoints(self) -> dict[str, TokenCheckpoint]:
         """Checkpoints, by request id, of the requests of which a sequence got engine.checkpoint_tokens since its last
         one. Nobody needs to ask: what is due is kept as one id a request until then.
         """
-        return self._checkpoints.take_due(self._groups)
+        return self._checkpoints.take_due(self._groups_by_arrival)
 
     def checkpoint(self, request_id: str) -> TokenCheckpoint | None:
         """A request as it stands; None if it is not unfinished, has generated nothing, or checkpoints are off."""
@@ -145,12 +130,16 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """End a request now: its blocks are free when this returns, what it generated is in its output.
 
-        False, and no change, for a request that is not unfinished.
+        Where others wait for the same tokens, these are generated on. False, and no change, for a request that is not
+        unfinished.
         """
         group = self._groups.get(request_id)
         if group is None:
             return False
-        self._end(group, FinishReason.CANCELLED)
+        if len(group.requests) > 1:
+            self._withdraw(request_id, group)
+        else:
+            self._cancel(group)
         return True
 
     def step(self) -> list[RequestOutput]:
@@ -161,12 +150,11 @@ class Engine:
         batch = self._scheduler.schedule()
         if batch is not None:
             self._run(batch)
-        ready, self._ready = self._ready, []
-        return ready
+        return self._finished.take()
 
     def has_unfinished(self) -> bool:
         """Whether `step` has something to run or to hand out."""
-        return self._scheduler.has_work or bool(self._ready)
+        return self._scheduler.has_work or not self._finished.is_empty
 
     def stats(self) -> EngineStats:
         """Figures at this moment."""
@@ -174,10 +162,11 @@ class Engine:
             num_steps=self._num_steps,
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
-            num_finished_requests=self._num_finished,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            output_tokens=self._output_tokens,
+            num_finished_requests=self._finished.num_requests,
+            num_duplicates=self._finished.num_duplicates,
+            prompt_tokens=self._finished.prompt_tokens,
+            cached_tokens=self._finished.cached_tokens,
+            output_tokens=self._finished.output_tokens,
             generated_tokens=self._generated_tokens,
             num_preemptions=self._scheduler.num_preemptions,
             num_blocks=self._blocks.num_blocks,
@@ -186,12 +175,12 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raise EngineFatal if the account of the KV blocks does not add up."""
-        self._blocks.check_integrity()
+        self._scheduler.check_integrity()
 
     def close(self) -> None:
         """End every unfinished request as cancelled; `step` hands their outputs out."""
-        for group in list(self._groups.values()):
-            self._end(group, FinishReason.CANCELLED)
+        for group in list(self._groups_by_arrival.values()):
+            self._cancel(group)
         self.runner.reset()
 
     def _run(self, batch: ScheduledBatch) -> None:
@@ -201,9 +190,8 @@ class Engine:
         self._scheduler.advance(item for item, result in outcomes if not isinstance(result, NonFiniteLogits))
         for item, result in outcomes:
             state = item.state
-            if (
-                result is None or state.is_finished
-            ):  # a chunk, or a sibling of the same request failed in this very step
+            # A chunk, or a sequence whose sibling failed in this very step.
+            if result is None or state.is_finished:
                 continue
             if isinstance(result, NonFiniteLogits):
                 self._fail(state, result)
@@ -213,7 +201,7 @@ class Engine:
             self._checkpoints.note_token(state)
             if state.finish_reason is not None:
                 self._scheduler.finish(state)
-                self._hand_out_if_complete(self._groups[state.request.request_id])
+                self._hand_out_if_complete(self._groups_by_arrival[state.arrival])
 
     def _forward_and_sample(self, batch: ScheduledBatch) -> list[SampledToken | NonFiniteLogits | None]:
         """What model and sampler answer for each item; None for a chunk that is not its prompt's last.
@@ -238,7 +226,8 @@ class Engine:
     def _forward_item(self, item: ScheduledItem) -> ForwardItem:
         state = item.state
         tokens = state.token_ids[item.start : item.start + item.num_scheduled_tokens]
-        return ForwardItem(tokens, item.start, self._blocks.block_table(state.sequence_id), wants_logits=True)
+        block_table = self._blocks.block_table(state.sequence_id)
+        return ForwardItem(tokens, item.start, block_table, wants_logits=True, is_final=item.samples)
 
     def _sampling_row(self, state: RequestState) -> SamplingRow:
         return SamplingRow(
@@ -250,48 +239,49 @@ class Engine:
         )
 
     def _fail(self, state: RequestState, error: EngineError) -> None:
-        """One sequence failed, so its request did; its KV is withdrawn from later hits."""
-        group = self._groups[state.request.request_id]
+        """One sequence failed, so its request did; its KV is withdrawn from later hits. Equal requests try again."""
+        group = self._groups_by_arrival[state.arrival]
         group.error = error
         state.finish_reason = FinishReason.ERROR
         self._scheduler.finish(state, kv_is_good=False)
-        self._end(group, FinishReason.CANCELLED)
+        self._cancel(group)
 
-    def _end(self, group: RequestGroup, reason: FinishReason) -> None:
+    def _cancel(self, group: RequestGroup) -> None:
         for state in group.unfinished:
-            self._outputs.flush(state)
-            state.finish_reason = reason
+            self._end(state)
             self._scheduler.finish(state)
         self._hand_out_if_complete(group)
+
+    def _withdraw(self, request_id: str, group: RequestGroup) -> None:
+        """End one of several requests that wait for a group: the work done so far is the others'."""
+        request = next(request for request in group.requests if request.request_id == request_id)
+        copy = self._intake.copy_for(request, group)
+        for state in copy.unfinished:
+            self._end(state)
+        self._finished.add(request, copy, tuple(self._outputs.completion(state) for state in copy.states))
+        group.requests = [other for other in group.requests if other is not request]
+        del self._groups[request_id]
+
+    def _end(self, state: RequestState) -> None:
+        self._outputs.flush(state)
+        state.finish_reason = FinishReason.CANCELLED
 
     def _hand_out_if_complete(self, group: RequestGroup) -> None:
         if group.unfinished:
             return
-        del self._groups[group.request.request_id]
-        self._checkpoints.forget(group.request.request_id)
+        del self._groups_by_arrival[group.arrival]
+        self._checkpoints.forget(group)
+        self._duplicates.forget(group)
         completions = tuple(self._outputs.completion(state) for state in group.states)
-        first = group.states[0]
-        self._num_finished += 1
-        self._prompt_tokens += first.num_prompt_tokens
-        self._cached_tokens += first.num_cached_tokens
-        self._output_tokens += sum(state.num_output_tokens for state in group.states)
-        self._ready.append(
-            RequestOutput(
-                request_id=group.request.request_id,
-                num_prompt_tokens=first.num_prompt_tokens,
-                num_cached_tokens=first.num_cached_tokens,
-                completions=() if group.error is not None else completions,
-                error=group.error,
-                num_resumed_tokens=group.num_resumed_tokens,
-            )
-        )
+        done = group.requests if group.error is None else group.requests[:1]
+        for request in done:
+            del self._groups[request.request_id]
+            self._finished.add(request, group, completions)
+        group.requests = group.requests[len(done) :]
+        if group.requests:  # the first failed: the others are tried without it
+            self._start(self._intake.begin_again(group))
 
 
 def _of_chunk(item: ScheduledItem, *, is_good: bool) -> NonFiniteLogits | None:
     end = item.start + item.num_scheduled_tokens
     return None if is_good else NonFiniteLogits(f"the model's values are not finite before position {end}")
-
-
-def _signed_64(value: int) -> int:
-    """The low 64 bits as a signed number: what an int64 tensor holds."""
-    return (value + 2**63) % 2**64 - 2**63

@@ -19,5 +19,5 @@ class Request:
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     priority: int = 0  # lower runs first
-    cache_salt: str = ""  # requests share prefix-cache blocks only with the same salt (tenants)
+    tenant: str = ""  # whose it is: KV and results are shared within a tenant alone, and tenants get equal shares
     resume: TokenCheckpoint | None = None  # go on from here; one that is not of this request is dropped

@@ -36,37 +36,40 @@ class RequestCheckpoints:
         self._model = model
         self._are_on = interval_tokens is not None
         self._interval_tokens = sys.maxsize if interval_tokens is None else interval_tokens  # off: never due
-        self._due: dict[str, None] = {}  # request ids in the order they came due
+        self._due: dict[int, None] = {}  # arrivals of groups in the order they came due
 
     def note_token(self, state: RequestState) -> None:
         """A sequence got a token."""
         if state.num_output_tokens - state.num_checkpointed_tokens >= self._interval_tokens:
-            self._due[state.request.request_id] = None
+            self._due[state.arrival] = None
 
-    def forget(self, request_id: str) -> None:
-        """A request ended."""
-        self._due.pop(request_id, None)
+    def forget(self, group: RequestGroup) -> None:
+        """A group ended."""
+        self._due.pop(group.arrival, None)
 
-    def take_due(self, groups: Mapping[str, RequestGroup]) -> dict[str, TokenCheckpoint]:
-        """Checkpoints of the requests that came due since the last call, by request id."""
+    def take_due(self, groups: Mapping[int, RequestGroup]) -> dict[str, TokenCheckpoint]:
+        """Checkpoints of the requests that came due since the last call, by request id. `groups`: by arrival."""
         due, self._due = self._due, {}
-        return {request_id: self._take(groups[request_id]) for request_id in due}
+        found: dict[str, TokenCheckpoint] = {}
+        for group in (groups[arrival] for arrival in due):
+            found |= dict.fromkeys((request.request_id for request in group.requests), self._take(group))
+        return found
 
     def take_now(self, group: RequestGroup) -> TokenCheckpoint | None:
         """A request as it stands, due or not; None if it has generated nothing, or checkpoints are off."""
         has_output = any(state.num_output_tokens for state in group.states)
         return self._take(group) if self._are_on and has_output else None
 
+    def copy_progress(self, group: RequestGroup, states: Sequence[RequestState]) -> None:
+        """Replay what a group has generated over new sequences of an equal request."""
+        for state, sequence in zip(states, _sequences(group), strict=True):
+            self._replay(state, sequence)
+
     def _take(self, group: RequestGroup) -> TokenCheckpoint:
         """All sequences of a request are written down, so none of them is due for a while."""
         for state in group.states:
             state.num_checkpointed_tokens = state.num_output_tokens
-        has_logprobs = group.request.params.logprobs is not None
-        sequences = tuple(
-            SequenceCheckpoint(tuple(state.output_token_ids), tuple(state.logprobs) if has_logprobs else None)
-            for state in group.states
-        )
-        return TokenCheckpoint(self._identity(group.request), group.base_seed, sequences)
+        return TokenCheckpoint(self._identity(group.request), group.base_seed, _sequences(group))
 
     def usable(self, request: Request) -> TokenCheckpoint | None:
         """The checkpoint a request brings, if it is one of this request; else None, and a warning says why."""
@@ -126,6 +129,14 @@ class RequestCheckpoints:
     @cached_property
     def _fingerprint(self) -> str:
         return model_fingerprint(self._model, deterministic=self._deterministic)
+
+
+def _sequences(group: RequestGroup) -> tuple[SequenceCheckpoint, ...]:
+    has_logprobs = group.request.params.logprobs is not None
+    return tuple(
+        SequenceCheckpoint(tuple(state.output_token_ids), tuple(state.logprobs) if has_logprobs else None)
+        for state in group.states
+    )
 
 
 def _has_its_logprobs(sequence: SequenceCheckpoint, *, is_asked: bool) -> bool:

@@ -14,7 +14,7 @@ class RequestOutput:
 
     request_id: str
     num_prompt_tokens: int
-    num_cached_tokens: int  # prompt tokens whose KV came from the prefix cache
+    num_cached_tokens: int  # prompt tokens whose KV came from the prefix cache; all where an equal request was run
     completions: tuple[Completion, ...]  # in index order
     error: EngineError | None = None
     num_resumed_tokens: int = 0  # of the completions: taken over from a checkpoint, not generated here

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.errors import EngineFatal, InvalidRequest, KVPoolExhausted
 from engine.kv_cache.block_hash_chain import BlockHashChain
@@ -17,8 +17,8 @@ class BlockManager:
     """Blocks of all sequences: probe -> pin -> allocate the remainder -> (run) -> commit -> free.
 
     A hit covers at most `(len - 1) // block_size` blocks, so the last token is always computed and a shared block is
-    never written. Blocks that some sequence is computing are known as such: `waits_for` names it, so that identical
-    prefixes that arrive together are computed once.
+    never written. Blocks that some sequence is computing are known as such (`pending_block`), so that identical
+    prefixes that arrive together are computed once; those that waiting sequences will need (`want`) are evicted last.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool) -> None:
@@ -60,14 +60,22 @@ class BlockManager:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def waits_for(self, chain: BlockHashChain, token_ids: Sequence[int]) -> str | None:
-        """The sequence that is computing the first block this one could share but does not find yet."""
+    def pending_block(self, chain: BlockHashChain, token_ids: Sequence[int]) -> int | None:
+        """Index of the first block this sequence could share but does not find yet, where another is computing it."""
         limit = min(len(chain.digests), (len(token_ids) - 1) // self.block_size)
         for index in range(limit):
             digest = chain.digests[index]
             if self._pool.lookup(digest) is None:
-                return self._computing.get(digest)
+                return index if digest in self._computing else None
         return None
+
+    def want(self, chain: BlockHashChain) -> None:
+        """A sequence waits that will need these blocks. Its chain must not change until `unwant`."""
+        self._pool.want(chain.digests)
+
+    def unwant(self, chain: BlockHashChain) -> None:
+        """It waits no more."""
+        self._pool.unwant(chain.digests)
 
     def blocks_needed(self, chain: BlockHashChain, token_ids: Sequence[int]) -> int:
         """Free blocks that `open` would take now: those it cannot share, and shared ones nobody holds at the moment."""
@@ -172,9 +180,12 @@ class BlockManager:
             registered_bytes=pool.num_registered * bytes_per_block,
         )
 
-    def check_integrity(self) -> None:
-        """Raise EngineFatal unless references, tables and the in-flight index agree. O(num_blocks)."""
-        self._pool.check_integrity()
+    def check_integrity(self, waiting: Iterable[BlockHashChain] = ()) -> None:
+        """Raise EngineFatal unless references, tables, the in-flight index and what is wanted agree. O(num_blocks).
+
+        `waiting`: the chains of the sequences that wait.
+        """
+        self._pool.check_integrity(Counter(digest for chain in waiting for digest in chain.digests))
         held = Counter(block_id for s in self._sequences.values() for block_id in s.block_table)
         for block_id in range(self._pool.num_blocks):
             if self._pool.ref_count(block_id) != held[block_id]:

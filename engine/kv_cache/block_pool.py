@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
 
 from engine.errors import EngineFatal, KVPoolExhausted
 from engine.kv_cache.cached_block import CachedBlock
@@ -14,9 +15,13 @@ class BlockPool:
     """Reference counts and the order in which free blocks are taken. Every operation is O(1) a block.
 
     Block 0 is the null block: padding points at it, it is never handed out. A freed block that is registered keeps
-    its content and may be resurrected by a hit; it is taken for something else only when no blank block is left,
-    oldest first. Whoever frees a sequence gives its blocks tail first, so a child is evicted before its parent:
-    whoever holds a registered child holds the registered parent, hence the parent is freed no earlier.
+    its content and may be resurrected by a hit; it is taken for something else only when no blank block is left:
+    first those that no waiting sequence will need, then those that one will, each oldest first.
+
+    A child is evicted before its parent. Whoever frees a sequence gives its blocks tail first, and whoever holds a
+    registered child holds the registered parent, hence the parent is freed no earlier. Whoever wants a child wants its
+    parent, so the parent is never the one that is not wanted; and wanting a chain makes its free blocks the newest,
+    tail first, so that a child that joins the wanted ones late does not stand behind its parent.
 
     A list of free ids with the content beside it, as the seed had, cannot say which free block is worth keeping and
     recycles the most recently freed (seeds 2.1); a scan for it is O(n).
@@ -29,14 +34,17 @@ class BlockPool:
         self.num_evictions = 0
         self._ref_counts = [0] * num_blocks
         self._blank: deque[int] = deque(range(1, num_blocks))  # free, nothing worth keeping
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # free, registered; oldest first
+        # Free and registered, oldest first: those that no waiting sequence will need, and those that one will.
+        self._unwanted: OrderedDict[int, None] = OrderedDict()
+        self._wanted: OrderedDict[int, None] = OrderedDict()
+        self._num_wanting: dict[bytes, int] = {}  # digest -> waiting sequences that will need it, 1 or more
         self._registered: dict[int, CachedBlock] = {}  # block id -> content, held or free
         self._by_digest: dict[bytes, CachedBlock] = {}
 
     @property
     def num_free(self) -> int:
         """Blocks an allocation can take, registered ones included."""
-        return len(self._blank) + len(self._evictable)
+        return len(self._blank) + len(self._unwanted) + len(self._wanted)
 
     @property
     def num_registered(self) -> int:
@@ -56,9 +64,10 @@ class BlockPool:
     def acquire(self, block_id: int) -> None:
         """Add a reference to a registered block, back from the free ones if need be."""
         if self._ref_counts[block_id] == 0:
-            if block_id not in self._evictable:
+            block = self._registered.get(block_id)
+            if block is None:
                 raise EngineFatal(f"block {block_id} is free and not registered: nothing to share")
-            del self._evictable[block_id]
+            del self._list_of(block.digest)[block_id]
         self._ref_counts[block_id] += 1
 
     def release(self, block_id: int) -> None:
@@ -68,10 +77,11 @@ class BlockPool:
             raise EngineFatal(f"block {block_id} released with {count} references")
         self._ref_counts[block_id] = count - 1
         if count == 1:
-            if block_id in self._registered:
-                self._evictable[block_id] = None
-            else:
+            block = self._registered.get(block_id)
+            if block is None:
                 self._blank.append(block_id)
+            else:
+                self._list_of(block.digest)[block_id] = None
 
     def lookup(self, digest: bytes) -> CachedBlock | None:
         """The registered block of this digest."""
@@ -94,31 +104,67 @@ class BlockPool:
             return
         del self._by_digest[block.digest]
         if self._ref_counts[block_id] == 0:
-            del self._evictable[block_id]
+            del self._list_of(block.digest)[block_id]
             self._blank.append(block_id)
+
+    def want(self, digests: Sequence[bytes]) -> None:
+        """A waiting sequence will need these blocks, root first. O(len(digests))."""
+        for digest in reversed(digests):
+            block_id = self._free_block(digest)
+            if block_id is not None:
+                del self._list_of(digest)[block_id]
+                self._wanted[block_id] = None
+            self._num_wanting[digest] = self._num_wanting.get(digest, 0) + 1
+
+    def unwant(self, digests: Sequence[bytes]) -> None:
+        """One that wanted them waits no more."""
+        for digest in reversed(digests):
+            count = self._num_wanting[digest]
+            if count > 1:
+                self._num_wanting[digest] = count - 1
+                continue
+            del self._num_wanting[digest]
+            block_id = self._free_block(digest)
+            if block_id is not None:
+                del self._wanted[block_id]
+                self._unwanted[block_id] = None
+
+    def _free_block(self, digest: bytes) -> int | None:
+        block = self._by_digest.get(digest)
+        return None if block is None or self._ref_counts[block.block_id] else block.block_id
+
+    def _list_of(self, digest: bytes) -> OrderedDict[int, None]:
+        return self._wanted if digest in self._num_wanting else self._unwanted
 
     def _take_one(self) -> int:
         if self._blank:
             block_id = self._blank.popleft()
         else:
-            block_id, _ = self._evictable.popitem(last=False)
+            block_id, _ = (self._unwanted or self._wanted).popitem(last=False)
             del self._by_digest[self._registered.pop(block_id).digest]
             self.num_evictions += 1
         self._ref_counts[block_id] = 1
         return block_id
 
-    def check_integrity(self) -> None:
-        """Raise EngineFatal unless every block is in exactly one place and both indexes agree. O(num_blocks)."""
-        blank, evictable = set(self._blank), set(self._evictable)
+    def check_integrity(self, num_wanting: Mapping[bytes, int]) -> None:
+        """Raise EngineFatal unless every block is in exactly one place, both indexes agree, and `num_wanting` is how
+        many waiting sequences will need each digest. O(num_blocks).
+        """
+        blank, unwanted, wanted = set(self._blank), set(self._unwanted), set(self._wanted)
+        free = blank | unwanted | wanted
         held = {block_id for block_id, count in enumerate(self._ref_counts) if count > 0}
+        registered = {block_id: block.digest for block_id, block in self._registered.items()}
         problems = {
             "a block is free twice": len(blank) != len(self._blank),
-            "the null block was handed out": NULL_BLOCK in blank | evictable | held,
-            "a block is both free and held": bool((blank | evictable) & held) or bool(blank & evictable),
-            "a block is lost": len(blank) + len(evictable) + len(held) != self.num_blocks - 1,
-            "a blank block is registered": bool(blank & self._registered.keys()),
-            "an evictable block is not registered": bool(evictable - self._registered.keys()),
+            "the null block was handed out": NULL_BLOCK in free | held,
+            "a block is both free and held": bool(free & held) or len(free) != len(blank) + len(unwanted) + len(wanted),
+            "a block is lost": len(free) + len(held) != self.num_blocks - 1,
+            "a blank block is registered": bool(blank & registered.keys()),
+            "an evictable block is not registered": bool((unwanted | wanted) - registered.keys()),
             "the two indexes differ": {b.digest: b for b in self._registered.values()} != self._by_digest,
+            "what is wanted is miscounted": self._num_wanting != num_wanting,
+            "a wanted block is among the others": any(registered.get(b) in self._num_wanting for b in unwanted),
+            "a block nobody wants is spared": any(registered.get(b) not in self._num_wanting for b in wanted),
         }
         broken = [name for name, is_broken in problems.items() if is_broken]
         if broken:

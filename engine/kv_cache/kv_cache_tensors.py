@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from engine.kv_cache.kv_cache_spec import KVCacheSpec
@@ -19,13 +21,21 @@ class KVCacheTensors:
 
     @classmethod
     def allocate(cls, spec: KVCacheSpec, num_blocks: int, device: torch.device) -> KVCacheTensors:
-        """Zeroed pools. On a CPU zeroed pages cost memory only once they are written."""
+        """Zeroed pools. On a CPU a page takes memory only once it is written."""
         shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        keys = tuple(torch.zeros(shape, dtype=spec.dtype, device=device) for _ in range(spec.num_layers))
-        values = tuple(torch.zeros(shape, dtype=spec.dtype, device=device) for _ in range(spec.num_layers))
+        keys = tuple(_zeros(shape, spec.dtype, device) for _ in range(spec.num_layers))
+        values = tuple(_zeros(shape, spec.dtype, device) for _ in range(spec.num_layers))
         return cls(spec, keys, values)
 
     @property
     def num_blocks(self) -> int:
         """Blocks in the pool, the null block included."""
         return int(self.keys[0].shape[0])
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch.zeros writes every page: 2.3 s and 1 GB of memory a GB here. NumPy's come untouched from the kernel, in huge
+    # pages where it may, which halves the time of the first write.
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""The sequences of one request."""
+"""The sequences of one request, and who else waits for them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,29 @@ from engine.scheduling.request_state import RequestState
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """A request and its `n` sequences, until the last of them ends."""
+    """A request's `n` sequences, until the last of them ends, and the requests that get what they generate."""
 
-    request: Request
-    states: tuple[RequestState, ...]
+    requests: list[Request]  # equal but for id and priority; the first is the one the work is accounted to
+    states: tuple[RequestState, ...]  # at least one
     base_seed: int  # of the draws: the request's, or drawn for it
+    key: bytes | None  # names the tokens: equal requests have the same; None where nobody else may share them
     error: EngineError | None = None
     num_resumed_tokens: int = 0  # generated before, in all sequences
+
+    @property
+    def request(self) -> Request:
+        """The first of the requests."""
+        return self.requests[0]
+
+    @property
+    def arrival(self) -> int:
+        """Number of the group among all that the engine ever began."""
+        return self.states[0].arrival
+
+    @property
+    def priority(self) -> int:
+        """That of the most urgent request it ever had."""
+        return self.states[0].priority
 
     @property
     def unfinished(self) -> tuple[RequestState, ...]:

@@ -17,14 +17,14 @@ class RequestState:
 
     request: Request
     index: int  # 0 .. n - 1
-    arrival: int  # order of arrival over the engine's life; kept through preemption
+    arrival: int  # number of the group among all that the engine ever began
     seed: int  # of the draws: (seed, position) decides, nothing else
     max_tokens: int  # the request's, or what the context leaves
     chain: BlockHashChain
     token_ids: list[int]  # prompt, then output
     num_computed_tokens: int = 0  # in KV; 0 while waiting
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
-    was_admitted: bool = False
+    admission: int | None = None  # order of first admission over the engine's life; None before
     num_preemptions: int = 0
     num_checkpointed_tokens: int = 0  # of the output, in the last checkpoint taken
     counts: TokenCounts | None = None  # output processor; None without penalties
@@ -32,11 +32,13 @@ class RequestState:
     text_parts: list[str] = field(default_factory=list)  # output processor: text released so far
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    priority: int = field(init=False)  # the request's, or that of a more urgent duplicate of it
+    sequence_id: str = field(init=False)  # key of its blocks and of its text
 
-    @property
-    def sequence_id(self) -> str:
-        """Key of this sequence's blocks."""
-        return f"{self.request.request_id}/{self.index}"
+    def __post_init__(self) -> None:
+        self.priority = self.request.priority
+        # Not the request's id alone: the sequence may outlive its request, whose id may then come again.
+        self.sequence_id = f"{self.request.request_id}/{self.arrival}/{self.index}"
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -64,6 +66,11 @@ class RequestState:
         return self.finish_reason is not None
 
     @property
-    def rank(self) -> tuple[int, int, int]:
-        """Scheduling order: lower first."""
-        return (self.request.priority, self.arrival, self.index)
+    def was_admitted(self) -> bool:
+        """Whether it runs or ran: one that waits was preempted."""
+        return self.admission is not None
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order of those that were admitted: the last is preempted first."""
+        return (self.priority, self.admission or 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable, Sequence
 
 from engine.errors import EngineFatal, KVPoolExhausted
@@ -16,8 +17,9 @@ from engine.scheduling.waiting_queue import WaitingQueue
 class Scheduler:
     """Continuous batching with chunked prefill, in this order within the token budget of a step:
 
-    one token for each decoding sequence, the next chunk of each sequence in prefill, then admissions. A decode that
-    finds no block preempts the sequence last in rank, which gives back its blocks and is recomputed later.
+    one token for each decoding sequence, the next chunk of each sequence in prefill, then admissions in the order of
+    the WaitingQueue. A decode that finds no block preempts the sequence last in rank, that is of the least urgent the
+    one admitted last, which gives back its blocks and is recomputed later.
 
     A sequence is in exactly one place: waiting (holding no blocks) or running (holding blocks for all its known
     tokens). It leaves by `finish`, called by the engine for whatever reason it ended.
@@ -26,8 +28,9 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
         self._limits = limits
         self._blocks = block_manager
-        self._waiting = WaitingQueue()
+        self._waiting = WaitingQueue(limits)
         self._running: list[RequestState] = []  # in rank order
+        self._num_admitted = 0
         self.num_preemptions = 0
 
     @property
@@ -46,8 +49,20 @@ class Scheduler:
         return bool(self._running) or len(self._waiting) > 0
 
     def add(self, state: RequestState) -> None:
-        """Queue a new sequence."""
+        """Queue a new sequence: what it will need is evicted last."""
+        self._blocks.want(state.chain)
         self._waiting.add(state)
+
+    def promote(self, state: RequestState, priority: int) -> None:
+        """Make an unfinished sequence more urgent."""
+        if state in self._running:
+            self._running.remove(state)
+            state.priority = priority
+            insort(self._running, state, key=_rank)
+        else:
+            self._waiting.remove(state)
+            state.priority = priority
+            self._waiting.add(state)
 
     def schedule(self) -> ScheduledBatch | None:
         """Plan the next step and allocate what it needs; None when there is nothing to run."""
@@ -73,11 +88,16 @@ class Scheduler:
         if state in self._running:
             self._running.remove(state)
         else:
-            self._waiting.remove_all([state])
+            self._waiting.remove(state)
+            self._blocks.unwant(state.chain)
         if kv_is_good:
             self._blocks.free(state.sequence_id)
         else:
             self._blocks.discard(state.sequence_id)
+
+    def check_integrity(self) -> None:
+        """Raise EngineFatal unless the account of the blocks, and of what waits for them, adds up. O(num_blocks)."""
+        self._blocks.check_integrity(state.chain for state in self._waiting)
 
     def _schedule_mixed(self) -> list[ScheduledItem]:
         preempted_before = self.num_preemptions
@@ -100,7 +120,7 @@ class Scheduler:
             if state.num_uncomputed_tokens == 1:
                 if not self._grow_or_preempt(state):
                     break  # it was last in rank itself: whoever follows has been preempted already
-                items.append(ScheduledItem(state, state.num_computed_tokens, 1, samples=True))
+                items.append(self._item(state, 1))
         return items
 
     def _grow_or_preempt(self, state: RequestState) -> bool:
@@ -122,7 +142,7 @@ class Scheduler:
         state.num_computed_tokens = 0
         state.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.add(state)
+        self.add(state)
 
     def _schedule_prefills(self, budget: int, *, may_admit: bool) -> list[ScheduledItem]:
         items: list[ScheduledItem] = []
@@ -130,10 +150,36 @@ class Scheduler:
             if budget == 0:
                 return items
             if state.num_uncomputed_tokens > 1:
-                items.append(self._chunk(state, budget))
+                items.append(self._item(state, budget))
                 budget -= items[-1].num_scheduled_tokens
         if may_admit:
             items += self._admit(budget)
+        return items
+
+    def _item(self, state: RequestState, budget: int) -> ScheduledItem:
+        """As many of its tokens as the budget allows; its tenant is charged at once, which the next admission sees."""
+        count = min(state.num_uncomputed_tokens, budget)
+        self._waiting.charge(state, count)
+        return ScheduledItem(state, state.num_computed_tokens, count, samples=count == state.num_uncomputed_tokens)
+
+    def _blocked_at(self, state: RequestState) -> int | None:
+        return self._blocks.pending_block(state.chain, state.token_ids)
+
+    def _admit(self, budget: int) -> list[ScheduledItem]:
+        """Admit in queue order, but for those whose next block another sequence is computing right now.
+
+        Stops at the first that finds no room: whoever is behind it must not take what it waits for.
+        """
+        items: list[ScheduledItem] = []
+        if budget == 0 or len(self._running) >= self._limits.max_num_seqs:
+            return items
+        for state in self._waiting.candidates(self._blocked_at):
+            if not self._open(state):
+                break
+            items.append(self._item(state, budget))
+            budget -= items[-1].num_scheduled_tokens
+            if budget == 0 or len(self._running) >= self._limits.max_num_seqs:
+                break
         return items
 
     def _has_headroom(self, state: RequestState) -> bool:
@@ -141,37 +187,24 @@ class Scheduler:
         need = self._blocks.blocks_needed(state.chain, state.token_ids) + len(self._running)
         return not self._running or need <= self._blocks.num_free_blocks
 
-    def _chunk(self, state: RequestState, budget: int) -> ScheduledItem:
-        count = min(state.num_uncomputed_tokens, budget)
-        return ScheduledItem(state, state.num_computed_tokens, count, samples=count == state.num_uncomputed_tokens)
+    def _open(self, state: RequestState) -> bool:
+        """Give a waiting sequence its blocks and make it run; False, and no change, where there are too few."""
+        if state.num_preemptions and not self._has_headroom(state):
+            return False
+        try:
+            state.num_computed_tokens = self._blocks.open(state.sequence_id, state.chain, state.token_ids)
+        except KVPoolExhausted:
+            return False
+        self._waiting.admit(state)
+        self._blocks.unwant(state.chain)
+        if state.admission is None:
+            self._num_admitted += 1
+            state.admission = self._num_admitted
+            # A resumed sequence may find tokens of its output as well.
+            state.num_cached_tokens = min(state.num_computed_tokens, state.num_prompt_tokens)
+        insort(self._running, state, key=_rank)
+        return True
 
-    def _admit(self, budget: int) -> list[ScheduledItem]:
-        """Admit in queue order, passing over those whose next block another sequence is computing right now.
 
-        Stops at the first that finds no room: whoever is behind it must not take what it waits for.
-        """
-        items: list[ScheduledItem] = []
-        admitted: list[RequestState] = []
-        for examined, state in enumerate(self._waiting):
-            is_full = len(self._running) + len(admitted) >= self._limits.max_num_seqs
-            if budget == 0 or is_full or examined >= self._limits.max_examined:
-                break
-            if self._blocks.waits_for(state.chain, state.token_ids) is not None:
-                continue
-            if state.num_preemptions and not self._has_headroom(state):
-                break
-            try:
-                cached = self._blocks.open(state.sequence_id, state.chain, state.token_ids)
-            except KVPoolExhausted:
-                break
-            state.num_computed_tokens = cached
-            if not state.was_admitted:
-                state.was_admitted = True
-                # A resumed sequence may find tokens of its output as well.
-                state.num_cached_tokens = min(cached, state.num_prompt_tokens)
-            admitted.append(state)
-            items.append(self._chunk(state, budget))
-            budget -= items[-1].num_scheduled_tokens
-        self._waiting.remove_all(admitted)
-        self._running = sorted([*self._running, *admitted], key=lambda state: state.rank)
-        return items
+def _rank(state: RequestState) -> tuple[int, int]:
+    return state.rank

@@ -14,6 +14,13 @@ class SchedulerLimits:
     unified_prefill: bool  # prefill and decode share a step
 
     @property
-    def max_examined(self) -> int:
-        """Waiting sequences looked at in one step: bounds the scan while many wait for one prefix."""
-        return 4 * self.max_num_seqs + 64
+    def max_overtakes(self) -> int:
+        """Later arrivals of its tenant that may pass a waiting sequence: two windows of 8 x max_num_seqs, about what
+        one sweep meets while it is fed.
+        """
+        return 16 * self.max_num_seqs
+
+    @property
+    def quantum_tokens(self) -> int:
+        """How far a tenant may get ahead before another has its turn; measured in engine/DESIGN.md."""
+        return max(self.max_num_batched_tokens // 4, 1)

@@ -108,7 +108,7 @@ def test_a_prefix_with_nan_is_given_up_even_if_its_request_was_cancelled_midway(
     prompt = [i % 250 for i in range(100)]
     engine.add_request(greedy_request("gone", prompt, 4))
     engine.step()
-    engine._executor.kv_cache.values[0][engine._blocks.block_table("gone/0")[0]] = torch.nan
+    engine._executor.kv_cache.values[0][engine._blocks.block_table("gone/1/0")[0]] = torch.nan
     engine.abort("gone")
     failed = run_all(engine, [greedy_request("second", prompt, 4)])["second"]
     assert failed.error is not None

@@ -152,21 +152,21 @@ def test_a_failed_growth_changes_nothing() -> None:
     assert list(manager.block_table("a")) == [1, 2]
 
 
-def test_who_computes_a_prefix_is_known_until_it_is_committed_or_given_up() -> None:
+def test_a_block_is_pending_until_it_is_committed_or_given_up() -> None:
     manager = _manager(20)
     tokens = list(range(12))
     chain = manager.new_chain(tokens, "")
     manager.open("a", manager.new_chain(tokens, ""), tokens)
-    assert manager.waits_for(chain, tokens) == "a"
+    assert manager.pending_block(chain, tokens) == 0
     manager.commit("a", tokens, 4)
-    assert manager.waits_for(chain, tokens) == "a"
+    assert manager.pending_block(chain, tokens) == 1
     manager.commit("a", tokens, 8)
-    assert manager.waits_for(chain, tokens) is None
+    assert manager.pending_block(chain, tokens) is None
     other = [*range(4), *range(40, 48)]
     manager.open("b", manager.new_chain(other, ""), other)
-    assert manager.waits_for(manager.new_chain(other, ""), other) == "b"
+    assert manager.pending_block(manager.new_chain(other, ""), other) == 1
     manager.free("b")
-    assert manager.waits_for(manager.new_chain(other, ""), other) is None
+    assert manager.pending_block(manager.new_chain(other, ""), other) is None
 
 
 def test_discarded_blocks_are_never_found_again_nor_are_those_it_shared() -> None:

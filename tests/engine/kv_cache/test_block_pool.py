@@ -51,7 +51,7 @@ def test_a_freed_registered_block_is_resurrected_with_its_content() -> None:
     pool.acquire(1)
     assert pool.num_free == 1
     assert pool.ref_count(1) == 1
-    pool.check_integrity()
+    pool.check_integrity({})
 
 
 def test_a_second_block_with_a_known_digest_is_not_registered() -> None:
@@ -72,7 +72,7 @@ def test_a_forgotten_block_is_blank_again() -> None:
     pool.forget(1)
     assert pool.lookup(b"a") is None
     assert pool.num_registered == 0
-    pool.check_integrity()
+    pool.check_integrity({})
 
 
 def test_releasing_a_free_block_is_fatal() -> None:
@@ -100,7 +100,7 @@ def test_the_integrity_check_sees_a_lost_and_a_doubled_block() -> None:
     pool = BlockPool(4)
     pool._blank.pop()
     with pytest.raises(EngineFatal, match="a block is lost"):
-        pool.check_integrity()
+        pool.check_integrity({})
     pool._blank.extend([1, 1])
     with pytest.raises(EngineFatal, match="free twice"):
-        pool.check_integrity()
+        pool.check_integrity({})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 
@@ -47,7 +48,7 @@ class SchedulerHarness:
         if batch is None:
             return {}
         self._apply(batch)
-        self.blocks.check_integrity()
+        self.scheduler.check_integrity()
         return {i.state.request.request_id: (i.start, i.num_scheduled_tokens) for i in batch.items}
 
     def _apply(self, batch: ScheduledBatch) -> None:
@@ -125,11 +126,12 @@ def test_identical_prompts_that_arrive_together_are_prefilled_once() -> None:
 
 
 def test_others_pass_those_who_wait_for_a_prefix() -> None:
-    harness = SchedulerHarness(tokens=12)
+    harness = SchedulerHarness(tokens=16)
     harness.add("a", 10)
     harness.add("same", 10)
     harness.add("other", 3, first=500)
-    assert harness.step() == {"a": (0, 10), "other": (0, 2)}
+    assert harness.step() == {"other": (0, 3), "a": (0, 10)}
+    assert harness.step() == {"other": (3, 1), "a": (10, 1), "same": (8, 2)}
 
 
 def test_a_waiter_goes_on_when_the_one_it_waits_for_is_cancelled() -> None:
@@ -234,3 +236,43 @@ def test_the_bookkeeping_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_victim_is_the_last_admitted_of_the_least_urgent() -> None:
+    harness = SchedulerHarness(num_blocks=1 + 7, tokens=64, prefix=False)
+    late = harness.add("less urgent", 7, first=100, max_tokens=6, priority=1)
+    harness.step()
+    first = harness.add("first", 7, max_tokens=6)
+    harness.step()
+    last = harness.add("last", 7, first=200, max_tokens=6)
+    harness.run()
+    assert (first.num_preemptions, last.num_preemptions) == (0, 0)
+    assert late.num_preemptions == 1
+    assert harness.finished == ["first", "last", "less urgent"]
+
+
+def test_a_running_sequence_that_becomes_more_urgent_is_no_longer_the_victim() -> None:
+    harness = SchedulerHarness(num_blocks=1 + 5, tokens=32, prefix=False)
+    one = harness.add("a", 7, max_tokens=6)
+    two = harness.add("b", 7, first=100, max_tokens=6)
+    harness.step()
+    harness.scheduler.promote(two, -1)
+    harness.run()
+    assert (one.num_preemptions, two.num_preemptions) == (1, 0)
+    assert harness.finished == ["b", "a"]
+
+
+def test_groups_are_run_one_after_the_other_and_each_prefix_is_computed_once_in_a_pool_too_small_for_two() -> None:
+    harness = SchedulerHarness(num_blocks=1 + 16, seqs=3, tokens=64)
+    states = [
+        harness.add(f"{group}/{number}", 34, first=group * 1000, max_tokens=3)
+        for number in range(6)
+        for group in range(4)
+    ]
+    for number, state in enumerate(states):  # the last two tokens tell the members of a group apart
+        state.token_ids[-2:] = [5000 + number, 6000 + number]
+    harness.run()
+    groups = [name.split("/")[0] for name in harness.finished]
+    assert sum(one != two for one, two in pairwise(groups)) == 3
+    assert sum(state.num_cached_tokens for state in states) == 20 * 32
+    assert harness.scheduler.num_preemptions == 0
