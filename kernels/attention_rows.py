@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TypeVar, cast
 
 import torch
 
+from kernels.key_range import KeyRange
 from kernels.kv_gather_plan import KvGatherPlan
+from kernels.prefix_group import PrefixGroup
 
 Plan = TypeVar("Plan")
 
@@ -27,6 +30,8 @@ class AttentionRows:
     seq_lens: torch.Tensor  # [num_rows], int32, tokens in KV after this step, >= number of queries of the row
     query_lens: tuple[int, ...]  # the same as cu_seqlens_q's differences, on the host
     kv_lens: tuple[int, ...]  # the same as seq_lens, on the host
+    # Rows that begin with the same blocks: disjoint, in rising order of rows. Not every row is in one, none is in two.
+    prefix_groups: tuple[PrefixGroup, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -38,14 +43,22 @@ class AttentionRows:
         """Number of query tokens over all rows."""
         return sum(self.query_lens)
 
+    @cached_property
+    def own_starts(self) -> tuple[int, ...]:
+        """Of each row, the first key that is not of its group's prefix: 0 where the row is in no group."""
+        starts = [0] * self.num_rows
+        for group in self.prefix_groups:
+            starts[group.first_row : group.first_row + group.num_rows] = [group.num_tokens] * group.num_rows
+        return tuple(starts)
+
     def gather_plan(self, block_size: int, max_tokens: int) -> KvGatherPlan:
-        """How to read the keys of the single-query rows; made by the first layer that asks, shared by the others.
+        """How to read the own keys of the single-query rows; made by the first layer that asks, shared by the others.
 
         block_size in tokens; max_tokens bounds one gather.
         """
         return self.once(
             ("gather_plan", block_size, max_tokens),
-            lambda: KvGatherPlan.build(self.block_tables, self.query_lens, self.kv_lens, block_size, max_tokens),
+            lambda: KvGatherPlan.build(self.block_tables, self._single_query_keys, block_size, max_tokens),
         )
 
     def once(self, key: tuple[str | int, ...], make: Callable[[], Plan]) -> Plan:
@@ -53,6 +66,16 @@ class AttentionRows:
         if key not in self._plans:
             self._plans[key] = make()
         return cast("Plan", self._plans[key])
+
+    @property
+    def _single_query_keys(self) -> list[KeyRange]:
+        queries = accumulate(self.query_lens, initial=0)
+        rows = zip(self.query_lens, queries, self.own_starts, self.kv_lens, strict=False)
+        return [
+            KeyRange(row, query, start, kv_len)
+            for row, (query_len, query, start, kv_len) in enumerate(rows)
+            if query_len == 1 and start < kv_len
+        ]
 
     @cached_property
     def _plans(self) -> dict[tuple[str | int, ...], object]:

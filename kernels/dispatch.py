@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from kernels import cpu, deterministic
+from kernels import cpu, deterministic, int8
 from kernels.errors import KernelsUnavailable
 from kernels.interface import Operations
 
@@ -46,6 +46,21 @@ def deterministic_operations(device: torch.device) -> Operations:
     return deterministic
 
 
+def int8_operations(device: torch.device) -> Operations:
+    """The implementation with weights of 8 bits.
+
+    Raises KernelsUnavailable for a device without one, or a CPU without AVX-512 VNNI: there oneDNN adds pairs of 8-bit
+    products in 16 bits, which saturate, or has only a path of a thousandth of the speed.
+    """
+    if device.type != "cpu":
+        raise KernelsUnavailable(str(device), "there are 8-bit kernels for CPUs alone; accepted: cpu")
+    if not torch.cpu._is_vnni_supported():
+        raise KernelsUnavailable(
+            str(device), "8-bit kernels need a CPU with AVX-512 VNNI; accepted: weights unquantised"
+        )
+    return int8
+
+
 def has_operations(device: torch.device) -> bool:
     """Whether this build has an implementation for the device."""
     try:
@@ -60,18 +75,24 @@ def operation_names() -> tuple[str, ...]:
     return tuple(name for name, member in vars(Operations).items() if callable(member) and name[0] != "_")
 
 
-def implementation_names(device: torch.device) -> Mapping[str, str]:
-    """Operation -> the implementation it uses on `device` and why, for `millrace doctor`.
+def implementation_names(ops: Operations, device: torch.device) -> Mapping[str, str]:
+    """Operation -> the implementation it has in `ops`, chosen for `device`, and why; for `millrace doctor`.
 
-    Raises KernelsUnavailable for a device without one.
+    By the package that defines it: an implementation may take some of its operations from another.
     """
-    operations(device)
-    if device.type == "cpu":
-        return dict.fromkeys(operation_names(), f"cpu (PyTorch {torch.__version__}): the tensors are on a CPU")
-    major, minor = torch.cuda.get_device_capability(device)
-    version = importlib.metadata.version("triton")
-    ours = f"triton ({version}): the tensors are on an NVIDIA GPU of compute capability {major}.{minor}"
-    return {name: LIBRARY_CALLS.get(name, ours) for name in operation_names()}
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        version = importlib.metadata.version("triton")
+        reason = f"the tensors are on an NVIDIA GPU of compute capability {major}.{minor}"
+    else:
+        version = f"PyTorch {torch.__version__}"
+        reason = "the tensors are on a CPU"
+    names = {}
+    for name in operation_names():
+        package = getattr(ops, name).__module__.split(".")[1]  # kernels.<package>.<file>
+        own = f"{package} ({version}): {reason}"
+        names[name] = LIBRARY_CALLS.get(name, own) if package == "triton" else own
+    return names
 
 
 def _check_gpu(device: torch.device) -> None:

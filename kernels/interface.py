@@ -15,6 +15,7 @@ import torch
 from kernels.attention_rows import AttentionRows
 from kernels.attention_state import AttentionState
 from kernels.expert_layout import ExpertLayout
+from kernels.packed_weight import PackedWeight
 from kernels.routed_experts import RoutedExperts
 
 Tensor = torch.Tensor
@@ -26,8 +27,17 @@ class Operations(Protocol):
     Weights, tables, lengths, positions, slots and other indices are contiguous; what may be a view says its strides.
     """
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """`x @ weight.T`. x [T, K] model dtype, weight [N, K] model dtype -> [T, N] model dtype."""
+    def pack(self, weight: Tensor, *, keep_dtype: bool = False) -> PackedWeight:
+        """A weight for the products below, laid out once for many. The caller drops the original, which `parts` may
+        hold or not.
+
+        weight [N, K] for `linear`, [E, N, K] for `grouped_gemm` and `moe_small_batch`, in the model dtype;
+        keep_dtype: for a weight that must not be quantised (a router, whose rounding would send tokens elsewhere).
+        """
+        ...
+
+    def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        """`x @ weight.T`. x [T, K] model dtype, weight [N, K] -> [T, N] model dtype."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -70,6 +80,8 @@ class Operations(Protocol):
     ) -> AttentionState:
         """Attention of one query a row over that row's whole sequence. q [N, Hq, D]; caches as above.
 
+        `rows.prefix_groups` may be used or left aside, in both attentions; the result is the same up to rounding.
+
         Cache entries past a row's length, whatever they hold (NaN included), have no influence.
         """
         ...
@@ -99,15 +111,15 @@ class Operations(Protocol):
         """Order the (token, choice) pairs by expert, stable. expert_ids [T, K] int64."""
         ...
 
-    def grouped_gemm(self, x: Tensor, weight: Tensor, layout: ExpertLayout, *, gather: bool) -> Tensor:
-        """Each expert's rows times its weight. weight [E, N, K] model dtype -> [T * top_k, N], in the layout's order.
+    def grouped_gemm(self, x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> Tensor:
+        """Each expert's rows times its weight. weight [E, N, K] -> [T * top_k, N] model dtype, in the layout's order.
 
         gather: x is [T, K] and row r of the result uses token `pair_ids[r] // top_k`; otherwise x is
         [T * top_k, K] and already in the layout's order.
         """
         ...
 
-    def moe_small_batch(self, x: Tensor, gate_up: Tensor, down: Tensor, routed: RoutedExperts) -> Tensor:
+    def moe_small_batch(self, x: Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> Tensor:
         """The whole expert layer without sorting, a pair at a time: the short cut for a few tokens.
 
         x [T, H], gate_up [E, 2I, H], down [E, H, I] -> [T, H] model dtype.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from kernels.key_range import KeyRange
 from kernels.kv_gather import KvGather
 
 # A row's keys are cut at multiples of this many tokens, so that one long row neither needs a buffer of its own size nor
@@ -18,9 +19,10 @@ SMALL_GATHER_TOKENS = 1024
 
 
 class _Range(NamedTuple):
-    segment: int
+    segment: int  # 0 for the first of its row
     row: int
     query: int
+    start: int
     num_tokens: int
 
 
@@ -37,37 +39,28 @@ class KvGatherPlan:
 
     @classmethod
     def build(
-        cls,
-        block_tables: torch.Tensor,
-        query_lens: tuple[int, ...],
-        kv_lens: tuple[int, ...],
-        block_size: int,
-        max_tokens: int,
+        cls, block_tables: torch.Tensor, keys: Sequence[KeyRange], block_size: int, max_tokens: int
     ) -> KvGatherPlan:
-        """Plan the rows that have one query and at least one key.
+        """Plan the reading of some rows' keys.
 
-        block_tables [num_rows, max_blocks] int32; block_size in tokens; max_tokens bounds the keys of one gather,
-        padding included (one block is always allowed).
+        block_tables [num_rows, max_blocks] int32; keys: not empty, a row at most once; block_size in tokens;
+        max_tokens bounds the keys of one gather, padding included (one block is always allowed).
         """
         segment_tokens = max(min(SEGMENT_TOKENS, max_tokens) // block_size, 1) * block_size
-        ranges = sorted(
-            _ranges(query_lens, kv_lens, segment_tokens),
-            key=lambda item: (item.segment, -item.num_tokens),
-        )
+        ranges = sorted(_ranges(keys, segment_tokens), key=lambda item: (item.segment, -item.num_tokens))
         groups = _group(ranges, block_size, max_tokens)
         return cls(
-            gathers=tuple(_gather(group, block_tables, block_size, segment_tokens) for group in groups),
+            gathers=tuple(_gather(group, block_tables, block_size) for group in groups),
             num_segments=max((item.segment + 1 for item in ranges), default=0),
         )
 
 
-def _ranges(query_lens: tuple[int, ...], kv_lens: tuple[int, ...], segment_tokens: int) -> Iterator[_Range]:
-    query = 0
-    for row, (query_len, kv_len) in enumerate(zip(query_lens, kv_lens, strict=True)):
-        if query_len == 1:
-            for segment, start in enumerate(range(0, kv_len, segment_tokens)):
-                yield _Range(segment, row, query, min(segment_tokens, kv_len - start))
-        query += query_len
+def _ranges(keys: Sequence[KeyRange], segment_tokens: int) -> Iterator[_Range]:
+    for row, query, first, end in keys:
+        # From the first key to a multiple, then from multiple to multiple.
+        starts = [first, *range((first // segment_tokens + 1) * segment_tokens, end, segment_tokens)]
+        for segment, (start, stop) in enumerate(zip(starts, [*starts[1:], end], strict=True)):
+            yield _Range(segment, row, query, start, stop - start)
 
 
 def _group(ranges: list[_Range], block_size: int, max_tokens: int) -> list[list[_Range]]:
@@ -86,13 +79,15 @@ def _group(ranges: list[_Range], block_size: int, max_tokens: int) -> list[list[
     return groups
 
 
-def _gather(group: list[_Range], block_tables: torch.Tensor, block_size: int, segment_tokens: int) -> KvGather:
+def _gather(group: list[_Range], block_tables: torch.Tensor, block_size: int) -> KvGather:
     device = block_tables.device
     num_blocks = -(-group[0].num_tokens // block_size)
-    first_block = group[0].segment * (segment_tokens // block_size)
     rows = torch.tensor([item.row for item in group], device=device)
     lens = torch.tensor([item.num_tokens for item in group], device=device)
-    blocks = block_tables[:, first_block : first_block + num_blocks].index_select(0, rows)
+    first_blocks = torch.tensor([item.start // block_size for item in group], device=device)
+    columns = first_blocks[:, None] + torch.arange(num_blocks, device=device)
+    # Past a row's blocks its last entry is read: any block will do, what it holds is padding.
+    blocks = block_tables.index_select(0, rows).gather(1, columns.clamp_(max=block_tables.shape[1] - 1))
     past_end = torch.arange(num_blocks * block_size, device=device) >= lens[:, None]
     padding_ids = past_end.flatten().nonzero().flatten()
     mask = None

@@ -14,6 +14,7 @@ from settings.kv_cache import KVCacheSettings
 from settings.moe import MoeSettings
 from settings.prefix_cache import PrefixCacheSettings
 from settings.profile import ProfileSettings
+from settings.shared_prefix import SharedPrefixSettings
 from settings.units import Requests, Tokens, Unit
 
 
@@ -27,7 +28,12 @@ class EngineSettings(BaseModel):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="Type of weights and KV cache; auto: the checkpoint's, or float32 where the CPU is slow in it.",
+        description="Type of weights and KV cache; auto: the checkpoint's, or float32 where the CPU only emulates it.",
+    )
+    quantization: Literal["none", "int8"] = Field(
+        default="none",
+        description="int8: weights of 8 bits per output channel, activations of 8 bits per token; embedding, norms, "
+        "routers and KV cache keep engine.dtype. Its error is logged at load. CPUs with AVX-512 VNNI only.",
     )
     max_model_len: Tokens | None = Field(
         default=None,
@@ -59,6 +65,11 @@ class EngineSettings(BaseModel):
         description="A request's tokens do not depend, bit for bit, on what runs beside it, on chunks, prefix hits or "
         "preemption, at the same num_threads on the same machine; slower, CPU only.",
     )
+    deduplicate: bool = Field(
+        default=True,
+        description="Equal requests of one tenant, greedy or with the same seed, are computed once while one of them "
+        "is unfinished.",
+    )
     greedy_argmax: bool = Field(
         default=True, description="decode_batch and unified_forward answer greedy tokens; off: logits."
     )
@@ -69,6 +80,7 @@ class EngineSettings(BaseModel):
     trace_tokens: bool = Field(default=False, description="Log the best candidates of each row of logits.")
     kv_cache: KVCacheSettings = Field(default_factory=KVCacheSettings)
     prefix_cache: PrefixCacheSettings = Field(default_factory=PrefixCacheSettings)
+    shared_prefix: SharedPrefixSettings = Field(default_factory=SharedPrefixSettings)
     decode: DecodeSettings = Field(default_factory=DecodeSettings)
     moe: MoeSettings = Field(default_factory=MoeSettings)
     cuda_graphs: CudaGraphSettings = Field(default_factory=CudaGraphSettings)

@@ -17,5 +17,5 @@ class MoeSettings(BaseModel):
         default=True, description="Sort tokens by expert and multiply once per expert; off: token by token, to compare."
     )
     bucketed_min_tokens: Tokens = Field(
-        default=8, ge=1, le=1_048_576, description="Fewest tokens in a step that are sorted by expert."
+        default=4, ge=1, le=1_048_576, description="Fewest tokens in a step that are sorted by expert."
     )

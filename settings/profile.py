@@ -1,4 +1,4 @@
-"""Which steps are timed, layer by layer."""
+"""Which steps are profiled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from settings.units import Requests, Steps, Tokens
 
 
 class ProfileSettings(BaseModel):
-    """Which steps are timed, layer by layer. Timing synchronises the device, so it is off unless asked for."""
+    """Which steps are profiled: timed layer by layer (`layers`), or traced (`millrace run --profile FILE`).
+
+    Timing synchronises the device and a trace takes memory and disk, so both are off unless asked for.
+    """
 
     model_config = GROUP_CONFIG
 
@@ -24,9 +27,13 @@ class ProfileSettings(BaseModel):
         default=None, ge=1, le=65_536, description="Select only steps with at least so many requests; none: any."
     )
 
+    max_steps: Steps = Field(
+        default=16, ge=1, le=1_000_000, description="Most steps that the trace of millrace run --profile holds."
+    )
+
     def selects(self, step: int, num_tokens: int, num_seqs: int) -> bool:
-        """Whether step number `step` (from 0), with `num_tokens` tokens of `num_seqs` requests, is timed."""
-        if not self.layers or step % self.every_steps != 0:
+        """Whether step number `step` (from 0), with `num_tokens` tokens of `num_seqs` requests, is selected."""
+        if step % self.every_steps != 0:
             return False
         if self.max_tokens is not None and num_tokens > self.max_tokens:
             return False

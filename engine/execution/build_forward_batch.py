@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -10,63 +12,98 @@ import torch
 
 from engine.execution.forward_batch import ForwardBatch
 from engine.execution.forward_item import ForwardItem
+from engine.execution.prefix_groups import Gate, find_prefix_groups
 from kernels.attention_rows import AttentionRows
+from kernels.prefix_group import PrefixGroup
 
 Int64 = npt.NDArray[np.int64]
 
 
-def build_forward_batch(items: Sequence[ForwardItem], block_size: int, device: torch.device) -> ForwardBatch:
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Items that share an attention call, on the host but for the rows."""
+
+    item_ids: list[int]  # which items, in the order of the rows
+    token_ids: Int64  # [tokens]
+    positions: Int64  # [tokens]
+    slots: Int64  # [tokens]
+    rows: AttentionRows | None  # None: no items
+
+
+def build_forward_batch(
+    items: Sequence[ForwardItem],
+    block_size: int,
+    device: torch.device,
+    gates: tuple[Gate, Gate] | None = None,
+) -> ForwardBatch:
     """Tensors for one forward pass over `items`, which must not be empty.
 
     Rows with one query go first, so that each attention kernel works on one contiguous run of tokens.
+    gates: for rows with one query and for chunks. Rows whose blocks begin alike and that pass become neighbours and are
+    pointed out to the kernels; None: every row by itself, in the order of the items.
     """
-    decode = [item for item in items if len(item.token_ids) == 1]
-    prefill = [item for item in items if len(item.token_ids) > 1]
-    token_ids = np.concatenate([np.asarray(item.token_ids, dtype=np.int64) for item in decode + prefill])
-    positions = np.concatenate([_positions(item) for item in decode + prefill])
-    slots = np.concatenate([_slots(item, block_size) for item in decode + prefill])
-    last_token = np.cumsum([len(item.token_ids) for item in decode + prefill]) - 1
-    row_of = {id(item): row for row, item in enumerate(decode + prefill)}
-    wanted = [int(last_token[row_of[id(item)]]) for item in items if item.wants_logits]
+    decode_gate, prefill_gate = gates or (None, None)
+    is_decode = [len(item.token_ids) == 1 for item in items]
+    decode_ids = [i for i, single in enumerate(is_decode) if single]
+    prefill_ids = [i for i, single in enumerate(is_decode) if not single]
+    decode = _part(items, decode_ids, block_size, device, decode_gate)
+    prefill = _part(items, prefill_ids, block_size, device, prefill_gate)
+    item_ids = [*decode.item_ids, *prefill.item_ids]
+    last_token = np.empty(len(items), dtype=np.int64)
+    last_token[item_ids] = np.cumsum([len(items[i].token_ids) for i in item_ids]) - 1
+    wanted = [i for i, item in enumerate(items) if item.wants_logits]
     return ForwardBatch(
-        token_ids=_to_device(token_ids, device),
-        positions=_to_device(positions, device),
-        slot_mapping=_to_device(slots, device),
-        logits_indices=_to_device(np.asarray(wanted, dtype=np.int64), device),
-        decode=_rows(decode, block_size, device) if decode else None,
-        prefill=_rows(prefill, block_size, device) if prefill else None,
-        num_decode_tokens=len(decode),
+        token_ids=_to_device(np.concatenate((decode.token_ids, prefill.token_ids)), device),
+        positions=_to_device(np.concatenate((decode.positions, prefill.positions)), device),
+        slot_mapping=_to_device(np.concatenate((decode.slots, prefill.slots)), device),
+        logits_indices=_to_device(last_token[wanted], device),
+        decode=decode.rows,
+        prefill=prefill.rows,
+        num_decode_tokens=len(decode.item_ids),
     )
 
 
-def _positions(item: ForwardItem) -> Int64:
-    return np.arange(item.start, item.start + len(item.token_ids), dtype=np.int64)
-
-
-def _slots(item: ForwardItem, block_size: int) -> Int64:
-    positions = _positions(item)
-    first = item.start // block_size
-    last = int(positions[-1]) // block_size
-    blocks = np.asarray(item.block_table[first : last + 1], dtype=np.int64)
-    return blocks[positions // block_size - first] * block_size + positions % block_size
-
-
-def _rows(items: Sequence[ForwardItem], block_size: int, device: torch.device) -> AttentionRows:
-    query_lens = tuple(len(item.token_ids) for item in items)
-    kv_lens = tuple(item.start + len(item.token_ids) for item in items)
-    num_blocks = [-(-kv_len // block_size) for kv_len in kv_lens]
-    tables = np.zeros((len(items), max(num_blocks)), dtype=np.int32)  # 0 is the null block
-    for row, (item, count) in enumerate(zip(items, num_blocks, strict=True)):
-        tables[row, :count] = item.block_table[:count]
-    cu_seqlens = np.zeros(len(items) + 1, dtype=np.int32)
-    cu_seqlens[1:] = np.cumsum(query_lens)
-    return AttentionRows(
+def _part(
+    all_items: Sequence[ForwardItem], item_ids: list[int], block_size: int, device: torch.device, gate: Gate | None
+) -> _Part:
+    if not item_ids:
+        none = np.empty(0, dtype=np.int64)
+        return _Part([], none, none, none, None)
+    items = [all_items[i] for i in item_ids]
+    starts = np.array([item.start for item in items], dtype=np.int64)
+    query_lens = np.array([len(item.token_ids) for item in items], dtype=np.int64)
+    tables = _block_tables(items, -(-(starts + query_lens) // block_size))
+    groups: tuple[PrefixGroup, ...] = ()
+    if gate is not None:
+        order, groups = find_prefix_groups(tables, starts // block_size, block_size, gate)
+        if groups:
+            items, item_ids = [items[i] for i in order], [item_ids[i] for i in order]
+            starts, query_lens, tables = starts[order], query_lens[order], tables[order]
+    kv_lens = starts + query_lens
+    cu_seqlens = np.concatenate(([0], np.cumsum(query_lens)))
+    token_rows = np.repeat(np.arange(len(items)), query_lens)
+    positions = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1])[token_rows]
+    blocks = tables[token_rows, positions // block_size].astype(np.int64)
+    rows = AttentionRows(
         block_tables=_to_device(tables, device),
-        cu_seqlens_q=_to_device(cu_seqlens, device),
-        seq_lens=_to_device(np.asarray(kv_lens, dtype=np.int32), device),
-        query_lens=query_lens,
-        kv_lens=kv_lens,
+        cu_seqlens_q=_to_device(cu_seqlens.astype(np.int32), device),
+        seq_lens=_to_device(kv_lens.astype(np.int32), device),
+        query_lens=tuple(query_lens.tolist()),
+        kv_lens=tuple(kv_lens.tolist()),
+        prefix_groups=groups,
     )
+    token_ids = np.fromiter(chain.from_iterable(item.token_ids for item in items), np.int64, int(cu_seqlens[-1]))
+    return _Part(item_ids, token_ids, positions, blocks * block_size + positions % block_size, rows)
+
+
+def _block_tables(items: Sequence[ForwardItem], num_blocks: Int64) -> npt.NDArray[np.int32]:
+    """[num_items, most blocks], 0, the null block, past the blocks of an item."""
+    tables = np.zeros((len(items), int(num_blocks.max())), dtype=np.int32)
+    used = (item.block_table[:count] for item, count in zip(items, num_blocks.tolist(), strict=True))
+    tables[np.arange(tables.shape[1]) < num_blocks[:, None]] = np.fromiter(
+        chain.from_iterable(used), np.int32, int(num_blocks.sum())
+    )
+    return tables
 
 
 def _to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:

@@ -11,12 +11,14 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.model_directory import check_files_are_under_root, model_directory
 from engine.errors import CapabilityError
 from engine.kv_cache.kv_cache_spec import KVCacheSpec
+from engine.loading.bfloat16_support import computes_bfloat16
 from engine.loading.cpu_threads import usable_cores
 from engine.loading.dtypes import DTYPES, supported_dtypes
+from engine.loading.expected_weights import expected_weights_bytes
 from engine.loading.memory import free_memory_bytes, num_blocks_that_fit
-from kernels.dispatch import has_operations, operations
+from kernels.dispatch import has_operations, int8_operations, operations
 from kernels.errors import KernelsUnavailable
-from settings import EffectiveSettings
+from settings import EffectiveSettings, EngineSettings
 
 # Of 512 the prefill kernel would need 262,400 bytes of shared memory; an H100 has 232,448.
 MAX_CUDA_HEAD_DIM = 256
@@ -37,7 +39,13 @@ def derive_settings(effective: EffectiveSettings) -> EffectiveSettings:
         }
     )
     device = torch.device(effective.settings.engine.device)
-    effective = effective.with_derived({"engine.dtype": _default_dtype(config.dtype, device)})
+    is_deterministic = effective.settings.engine.deterministic
+    effective = effective.with_derived(
+        {
+            "engine.dtype": _default_dtype(config.dtype, device),
+            "engine.shared_prefix.enabled": device.type == "cpu" and not is_deterministic,
+        }
+    )
     _check_capabilities(effective, config, device)
     if effective.settings.engine.kv_cache.num_blocks is None:
         num_blocks = _num_blocks(effective, config, device)
@@ -76,8 +84,7 @@ def _default_dtype(checkpoint_dtype: str, device: torch.device) -> str:
     """The checkpoint's where the device computes in it at speed; elsewhere float32, which holds the others exactly."""
     if device.type == "cuda" or checkpoint_dtype == "float32":
         return checkpoint_dtype
-    has_bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return "bfloat16" if checkpoint_dtype == "bfloat16" and has_bf16 else "float32"
+    return "bfloat16" if checkpoint_dtype == "bfloat16" and computes_bfloat16() else "float32"
 
 
 def _check_capabilities(effective: EffectiveSettings, config: ModelConfig, device: torch.device) -> None:
@@ -91,10 +98,10 @@ def _check_capabilities(effective: EffectiveSettings, config: ModelConfig, devic
             f"engine.device=cuda: head_dim is {config.head_dim}; accepted: up to {MAX_CUDA_HEAD_DIM}, "
             f"or engine.device=cpu"
         )
-    if settings.deterministic and device.type != "cpu":
-        raise CapabilityError(
-            f"engine.deterministic=true: not available on {device.type} in this build; accepted: false"
-        )
+    if settings.deterministic:
+        _check_deterministic(settings, device)
+    if settings.quantization == "int8":
+        _check_int8(settings, device)
     context = config.max_position_embeddings
     if settings.max_model_len is not None and settings.max_model_len > context:
         raise CapabilityError(
@@ -112,11 +119,35 @@ def _check_capabilities(effective: EffectiveSettings, config: ModelConfig, devic
         )
 
 
+def _check_deterministic(settings: EngineSettings, device: torch.device) -> None:
+    if device.type != "cpu":
+        raise CapabilityError(
+            f"engine.deterministic=true: not available on {device.type} in this build; accepted: false"
+        )
+    if settings.shared_prefix.enabled:
+        raise CapabilityError(
+            "engine.shared_prefix.enabled=true: not together with engine.deterministic=true, since the sums of a "
+            "request would depend on which others share its prefix; accepted: none, false"
+        )
+
+
+def _check_int8(settings: EngineSettings, device: torch.device) -> None:
+    if settings.deterministic:
+        raise CapabilityError(
+            "engine.quantization=int8: not together with engine.deterministic=true, whose products are not quantised; "
+            "accepted: engine.quantization=none, or engine.deterministic=false"
+        )
+    try:
+        int8_operations(device)
+    except KernelsUnavailable as error:
+        raise CapabilityError(f"engine.quantization=int8: {error}, or engine.quantization=none") from error
+
+
 def _num_blocks(effective: EffectiveSettings, config: ModelConfig, device: torch.device) -> int:
     settings = effective.settings.engine
     spec = kv_cache_spec(effective, config)
     with Checkpoint.open(model_path(effective)) as checkpoint:
-        weights = checkpoint.total_bytes * spec.dtype.itemsize // DTYPES[config.dtype].itemsize
+        weights = expected_weights_bytes(checkpoint, config, settings)
     budget = int((free_memory_bytes(device) - weights) * settings.kv_cache.memory_fraction)
     longest = settings.max_model_len or config.max_position_embeddings
     blocks_per_sequence = -(-longest // spec.block_size)

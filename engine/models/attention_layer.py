@@ -8,6 +8,7 @@ import torch
 
 from engine.execution.forward_batch import ForwardBatch
 from kernels.interface import Operations
+from kernels.packed_weight import PackedWeight
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,8 +16,8 @@ class AttentionLayer:
     """Grouped-query attention (arXiv 2305.13245) over the paged KV cache; QK-norm where the family has it."""
 
     ops: Operations
-    qkv_proj: torch.Tensor  # [(Hq + 2 Hkv) * D, H]: queries, keys, values
-    o_proj: torch.Tensor  # [H, Hq * D]
+    qkv_proj: PackedWeight  # [(Hq + 2 Hkv) * D, H]: queries, keys, values
+    o_proj: PackedWeight  # [H, Hq * D]
     qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None  # query weight [D], key weight [D], eps
     cos_sin: torch.Tensor  # [max_positions, D], float32, shared by all layers
     head_dim: int

@@ -11,7 +11,9 @@ from engine.execution.forward_batch import ForwardBatch
 from engine.kv_cache.kv_cache_tensors import KVCacheTensors
 from engine.models.decoder_layer import DecoderLayer
 from engine.models.layer_observer import LayerObserver
+from engine.models.streamed_layers import StreamedLayers
 from kernels.interface import Operations
+from kernels.packed_weight import PackedWeight
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,9 +23,10 @@ class DecoderModel:
     config: ModelConfig
     ops: Operations
     embed_tokens: torch.Tensor  # [V, H]
-    layers: tuple[DecoderLayer, ...]
+    layers: tuple[DecoderLayer, ...] | StreamedLayers
     final_norm: torch.Tensor  # [H]
-    lm_head: torch.Tensor  # [V, H]; the same tensor as embed_tokens where tied
+    lm_head: PackedWeight  # [V, H]
+    weights_digest: str  # tells checkpoints apart, see TensorSource.digest
 
     @property
     def device(self) -> torch.device:

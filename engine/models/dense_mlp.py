@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.interface import Operations
+from kernels.packed_weight import PackedWeight
 
 
 @dataclass(frozen=True, eq=False)
@@ -14,8 +15,8 @@ class DenseMLP:
     """SwiGLU feed-forward (arXiv 2002.05202)."""
 
     ops: Operations
-    gate_up_proj: torch.Tensor  # [2I, H], gate first
-    down_proj: torch.Tensor  # [H, I]
+    gate_up_proj: PackedWeight  # [2I, H], gate first
+    down_proj: PackedWeight  # [H, I]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, H]."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
@@ -14,28 +17,44 @@ from engine.models.decoder_model import DecoderModel
 from engine.models.dense_mlp import DenseMLP
 from engine.models.model_placement import ModelPlacement
 from engine.models.moe_mlp import MoeMLP
+from engine.models.streamed_layers import StreamedLayers
 from engine.models.tensor_source import TensorSource
 
 
 def load_decoder(config: ModelConfig, checkpoint: Checkpoint, placement: ModelPlacement) -> DecoderModel:
     """Load the weights. Raises CheckpointError naming a missing, extra or misshapen tensor."""
     source = TensorSource(checkpoint, placement.device, placement.dtype)
+    streamed = _stream(config, source, placement)
+    model = replace(streamed, layers=tuple(streamed.layers))
+    source.finish()
+    return replace(model, weights_digest=source.digest())
+
+
+def stream_decoder(config: ModelConfig, checkpoint: Checkpoint, placement: ModelPlacement) -> DecoderModel:
+    """A model for one forward pass, of which one layer at a time is in memory. The checkpoint must stay open for it.
+
+    Its `weights_digest` is of what is read here, no layer. Raises CheckpointError, and so does the pass.
+    """
+    return _stream(config, TensorSource(checkpoint, placement.device, placement.dtype), placement)
+
+
+def _stream(config: ModelConfig, source: TensorSource, placement: ModelPlacement) -> DecoderModel:
     vocabulary = (config.vocab_size, config.hidden_size)
     embed_tokens = source.take("model.embed_tokens.weight", vocabulary)
     cos_sin = rope_cos_sin(config.rope, config.head_dim, placement.max_positions).to(placement.device)
-    layers = tuple(_layer(config, source, placement, index, cos_sin) for index in range(config.num_layers))
+    layers = StreamedLayers(partial(_layer, config, source, placement, cos_sin), config.num_layers)
     final_norm = source.take("model.norm.weight", (config.hidden_size,))
     if config.tie_word_embeddings:
-        lm_head = embed_tokens
+        head = embed_tokens
         source.drop_equal("lm_head.weight", embed_tokens)
     else:
-        lm_head = source.take("lm_head.weight", vocabulary)
-    source.finish()
-    return DecoderModel(config, placement.ops, embed_tokens, layers, final_norm, lm_head)
+        head = source.take("lm_head.weight", vocabulary)
+    lm_head = placement.ops.pack(head)
+    return DecoderModel(config, placement.ops, embed_tokens, layers, final_norm, lm_head, source.digest())
 
 
 def _layer(
-    config: ModelConfig, source: TensorSource, placement: ModelPlacement, index: int, cos_sin: torch.Tensor
+    config: ModelConfig, source: TensorSource, placement: ModelPlacement, cos_sin: torch.Tensor, index: int
 ) -> DecoderLayer:
     prefix = f"model.layers.{index}"
     norm = (config.hidden_size,)
@@ -59,6 +78,7 @@ def _attention(
 ) -> AttentionLayer:
     q_rows = config.num_heads * config.head_dim
     kv_rows = config.num_kv_heads * config.head_dim
+    pack = placement.ops.pack
     qk_norm = None
     if config.qk_norm:
         q_weight = source.take(f"{prefix}.self_attn.q_norm.weight", (config.head_dim,))
@@ -66,11 +86,13 @@ def _attention(
         qk_norm = (q_weight, k_weight, config.rms_norm_eps)
     return AttentionLayer(
         ops=placement.ops,
-        qkv_proj=source.take_fused(
-            [f"{prefix}.self_attn.{part}_proj.weight" for part in "qkv"],
-            [(rows, config.hidden_size) for rows in (q_rows, kv_rows, kv_rows)],
+        qkv_proj=pack(
+            source.take_fused(
+                [f"{prefix}.self_attn.{part}_proj.weight" for part in "qkv"],
+                [(rows, config.hidden_size) for rows in (q_rows, kv_rows, kv_rows)],
+            )
         ),
-        o_proj=source.take(f"{prefix}.self_attn.o_proj.weight", (config.hidden_size, q_rows)),
+        o_proj=pack(source.take(f"{prefix}.self_attn.o_proj.weight", (config.hidden_size, q_rows))),
         qk_norm=qk_norm,
         cos_sin=cos_sin,
         head_dim=config.head_dim,
@@ -79,25 +101,30 @@ def _attention(
 
 def _dense(config: ModelConfig, source: TensorSource, placement: ModelPlacement, prefix: str) -> DenseMLP:
     hidden, inner = config.hidden_size, config.intermediate_size
+    pack = placement.ops.pack
     return DenseMLP(
         ops=placement.ops,
-        gate_up_proj=source.take_fused(
-            [f"{prefix}.mlp.{part}_proj.weight" for part in ("gate", "up")], [(inner, hidden)] * 2
+        gate_up_proj=pack(
+            source.take_fused([f"{prefix}.mlp.{part}_proj.weight" for part in ("gate", "up")], [(inner, hidden)] * 2)
         ),
-        down_proj=source.take(f"{prefix}.mlp.down_proj.weight", (hidden, inner)),
+        down_proj=pack(source.take(f"{prefix}.mlp.down_proj.weight", (hidden, inner))),
     )
 
 
 def _moe(config: ModelConfig, moe: MoeConfig, source: TensorSource, placement: ModelPlacement, prefix: str) -> MoeMLP:
     hidden, inner = config.hidden_size, moe.intermediate_size
+    pack = placement.ops.pack
     experts = [f"{prefix}.mlp.experts.{expert}" for expert in range(moe.num_experts)]
     return MoeMLP(
         ops=placement.ops,
-        router=source.take(f"{prefix}.mlp.gate.weight", (moe.num_experts, hidden)),
-        gate_up_proj=source.take_experts(
-            [[f"{expert}.{part}_proj.weight" for part in ("gate", "up")] for expert in experts], [(inner, hidden)] * 2
+        router=pack(source.take(f"{prefix}.mlp.gate.weight", (moe.num_experts, hidden)), keep_dtype=True),
+        gate_up_proj=pack(
+            source.take_experts(
+                [[f"{expert}.{part}_proj.weight" for part in ("gate", "up")] for expert in experts],
+                [(inner, hidden)] * 2,
+            )
         ),
-        down_proj=source.take_experts([[f"{expert}.down_proj.weight"] for expert in experts], [(hidden, inner)]),
+        down_proj=pack(source.take_experts([[f"{expert}.down_proj.weight"] for expert in experts], [(hidden, inner)])),
         top_k=moe.experts_per_token,
         renormalise=moe.norm_topk_prob,
         bucketed_min_tokens=placement.bucketed_min_tokens,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.interface import Operations
+from kernels.packed_weight import PackedWeight
 
 
 @dataclass(frozen=True, eq=False)
@@ -14,9 +15,9 @@ class MoeMLP:
     """Routed SwiGLU experts (Qwen3-MoE): softmax over all experts, the top k of them, weights renormalised if asked."""
 
     ops: Operations
-    router: torch.Tensor  # [E, H]
-    gate_up_proj: torch.Tensor  # [E, 2I, H]
-    down_proj: torch.Tensor  # [E, H, I]
+    router: PackedWeight  # [E, H]
+    gate_up_proj: PackedWeight  # [E, 2I, H]
+    down_proj: PackedWeight  # [E, H, I]
     top_k: int
     renormalise: bool
     bucketed_min_tokens: int | None  # from so many tokens on, sort by expert and run one GEMM each; None: never

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import CheckpointError
+
+SAMPLED_ELEMENTS = 64  # of each tensor
 
 
 class TensorSource:
@@ -22,6 +25,14 @@ class TensorSource:
         self._device = device
         self._dtype = dtype
         self._left = set(checkpoint.names())
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def digest(self) -> str:
+        """Hexadecimal digest of the first elements of each tensor taken so far, in the order of taking.
+
+        Two fine-tunes of one model share the configuration, often the name too; they hardly share all of these.
+        """
+        return self._digest.hexdigest()
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One tensor in the model dtype on the model's device."""
@@ -72,4 +83,6 @@ class TensorSource:
         if tuple(found) != shape:
             raise CheckpointError(f"tensor {name} has shape {list(found)}; config.json asks for {list(shape)}")
         self._left.remove(name)
-        return self._checkpoint.read(name)
+        tensor = self._checkpoint.read(name)
+        self._digest.update(tensor.flatten()[:SAMPLED_ELEMENTS].float().numpy().tobytes())
+        return tensor

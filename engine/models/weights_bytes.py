@@ -7,21 +7,22 @@ from collections.abc import Iterator
 import torch
 
 from engine.models.decoder_model import DecoderModel
+from kernels.packed_weight import PackedWeight
 
 
 def weights_bytes(model: DecoderModel) -> int:
-    """Bytes of all weights, a tied tensor counted once."""
-    tensors = {id(tensor): tensor for tensor in _weights(model)}
+    """Bytes of all weights as they lie in memory, packed or not; one that is two weights is counted once."""
+    tensors = {id(tensor): tensor for tensor in _tensors(model)}
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _weights(model: DecoderModel) -> Iterator[torch.Tensor]:
-    yield from (model.embed_tokens, model.final_norm, model.lm_head)
+def _tensors(model: DecoderModel) -> Iterator[torch.Tensor]:
+    yield from (model.embed_tokens, model.final_norm, *model.lm_head.parts)
     for layer in model.layers:
         yield from (layer.input_norm, layer.post_attention_norm)
-        yield from (layer.attention.qkv_proj, layer.attention.o_proj)
+        yield from (*layer.attention.qkv_proj.parts, *layer.attention.o_proj.parts)
         if layer.attention.qk_norm is not None:
             yield from layer.attention.qk_norm[:2]
         for value in vars(layer.mlp).values():
-            if isinstance(value, torch.Tensor):
-                yield value
+            if isinstance(value, PackedWeight):
+                yield from value.parts

@@ -174,7 +174,7 @@ class ModelRunner:
             chunk = tokens[first : first + limit]
             is_last = first + limit >= len(tokens)
             logits = self._executor.execute(
-                [ForwardItem(chunk, forward.start + first, forward.block_table, wants_logits=is_last)]
+                [ForwardItem(chunk, forward.start + first, forward.block_table, wants_logits=is_last, is_final=is_last)]
             )
         return self._settle(item.cache_id, logits[0], wants_token=False)
 
@@ -193,18 +193,16 @@ class ModelRunner:
             except EngineError as error:
                 results[index] = ErrorResult(error)
         try:
-            logits = iter(self._executor.execute([forward for _, forward in admitted]))
+            logits = self._executor.execute([forward for _, forward in admitted])
         except BaseException:
             for index, _ in admitted:
                 self._drop(items[index].cache_id, trusted=False)
             raise
         wants_token = self._settings.greedy_argmax and not full_logits
-        for index, forward in admitted:
-            cache_id = items[index].cache_id
-            if forward.wants_logits:
-                results[index] = self._settle(cache_id, next(logits), wants_token=wants_token)
-            else:
-                self._commit(cache_id)
+        for (index, forward), row in zip(admitted, logits, strict=True):
+            result = self._settle(items[index].cache_id, row, wants_token=wants_token and forward.is_final)
+            if forward.is_final or isinstance(result, ErrorResult):
+                results[index] = result
         return results
 
     def _admit(self, item: UnifiedItem, *, may_open: bool) -> ForwardItem:
@@ -227,7 +225,8 @@ class ModelRunner:
             entry.is_open = True
         entry.token_ids = known
         self._entries[item.cache_id] = entry
-        return ForwardItem(known[start:], start, self._blocks.block_table(_sequence_id(item.cache_id)), item.is_final)
+        block_table = self._blocks.block_table(_sequence_id(item.cache_id))
+        return ForwardItem(known[start:], start, block_table, wants_logits=True, is_final=item.is_final)
 
     def _check_tokens(self, item: UnifiedItem, entry: CacheEntry) -> None:
         if not item.token_ids:

@@ -17,12 +17,13 @@ from kernels.cpu.gumbel import gumbel_argmax
 from kernels.cpu.normalisation import fused_add_rms_norm, rms_norm
 from kernels.cpu.penalties import apply_penalties
 from kernels.cpu.prefill_attention import paged_prefill_attention
-from kernels.cpu.projection import linear
+from kernels.cpu.projection import linear, pack
 from kernels.cpu.rope_kv_store import qk_norm_rope_store_kv
 from kernels.cpu.selection import argmax
 from kernels.cpu.truncation import mask_top_k_top_p_min_p
 
 __all__ = [
+    "pack",
     "linear",
     "rms_norm",
     "fused_add_rms_norm",

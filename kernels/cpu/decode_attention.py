@@ -7,8 +7,10 @@ import torch
 from kernels.attention_rows import AttentionRows
 from kernels.attention_state import AttentionState
 from kernels.cpu.flash import flash_attention
+from kernels.cpu.indexed_attention import attend_by_index
 from kernels.cpu.kv_reader import KvReader
 from kernels.cpu.running_attention import RunningAttention
+from kernels.cpu.shared_prefix import add_shared_prefixes
 from kernels.kv_gather import KvGather
 
 
@@ -17,8 +19,9 @@ def paged_decode_attention(
 ) -> AttentionState:
     """See `Operations.paged_decode_attention`. A row without keys gets output 0 and log-sum-exp -inf.
 
-    Rows of similar length are gathered and attended together; a row of more than 2048 tokens is cut into segments whose
-    results are merged.
+    Prefixes of `rows.prefix_groups` are attended once a group. Of the other keys, float32 reads each where it lies; in
+    half precision, for which PyTorch has no such product, rows of similar length are gathered and attended together,
+    and a row of more than 2048 tokens is cut into segments whose results are merged.
 
     Raises ValueError if there are not as many queries as rows.
     """
@@ -26,14 +29,21 @@ def paged_decode_attention(
         raise ValueError(f"q has {q.shape[0]} queries for {rows.num_rows} rows; a decode row has exactly one")
     output = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse = torch.full(q.shape[:2], -torch.inf)
-    attend_single_queries(q, KvReader(k_cache, v_cache), rows, scale, AttentionState(output, lse))
-    return AttentionState(output, lse)
+    reader, result = KvReader(k_cache, v_cache), AttentionState(output, lse)
+    attend_single_queries(q, reader, rows, scale, result)
+    add_shared_prefixes(q, reader, rows, scale, result)
+    return result
 
 
 def attend_single_queries(
     q: torch.Tensor, reader: KvReader, rows: AttentionRows, scale: float, result: AttentionState
 ) -> None:
-    """Write the attention of the rows with one query to `result`; leave what belongs to other rows alone."""
+    """Write the attention of the rows with one query over their own keys, those after a shared prefix, to `result`;
+    leave what belongs to other rows alone.
+    """
+    if q.dtype is torch.float32:
+        attend_by_index(q, reader, rows, scale, result)
+        return
     plan = rows.gather_plan(reader.block_size, reader.max_tokens)
     if plan.num_segments <= 1:
         for gather in plan.gathers:

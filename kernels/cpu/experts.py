@@ -2,67 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
 
 from kernels.cpu.activation import silu_and_mul
-from kernels.cpu.projection import linear_into
+from kernels.cpu.projection import product
 from kernels.expert_layout import ExpertLayout
+from kernels.packed_weight import PackedWeight
 from kernels.routed_experts import RoutedExperts
 
-# x [T, K], weight [N, K], out [T, N] -> out, written.
-ProductInto = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Tensor = torch.Tensor
+# x [T, K], one expert's matrix [N, K] in some layout -> [T, N].
+Product = Callable[[Tensor, Tensor], Tensor]
 
 
-def grouped_gemm(x: torch.Tensor, weight: torch.Tensor, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
+def grouped_gemm(x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> Tensor:
     """See `Operations.grouped_gemm`."""
-    return products_by_expert(x, weight, layout, linear_into, gather=gather)
+    rows = products_by_expert(x, weight.parts, layout, product, gather=gather)
+    return torch.cat(rows) if rows else x.new_empty(0, weight.shape[1])
 
 
-def moe_small_batch(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routed: RoutedExperts) -> torch.Tensor:
+def moe_small_batch(x: Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> Tensor:
     """See `Operations.moe_small_batch`."""
-    return products_by_pair(x, gate_up, down, routed, linear_into)
+    return products_by_pair(x, gate_up.parts, down.parts, routed, product)
 
 
 def products_by_expert(
-    x: torch.Tensor, weight: torch.Tensor, layout: ExpertLayout, product_into: ProductInto, *, gather: bool
-) -> torch.Tensor:
-    """`grouped_gemm`: one product per expert that has rows, into one buffer."""
-    out = x.new_empty(layout.pair_ids.shape[0], weight.shape[1])
+    x: Tensor, experts: Sequence[Tensor], layout: ExpertLayout, multiply: Product, *, gather: bool
+) -> list[Tensor]:
+    """`grouped_gemm`: one product per expert that has rows, in the layout's order."""
     tokens = layout.pair_ids // layout.top_k if gather else None
     offsets = layout.expert_offsets.tolist()
+    products = []
     for expert, (start, end) in enumerate(pairwise(offsets)):
         if start < end:
             # Gathered expert by expert: all rows at once would be top_k times the size of x.
             rows = x[start:end] if tokens is None else x.index_select(0, tokens[start:end])
-            product_into(rows, weight[expert], out[start:end])
-    return out
+            products.append(multiply(rows, experts[expert]))
+    return products
 
 
 def products_by_pair(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    routed: RoutedExperts,
-    product_into: ProductInto,
-) -> torch.Tensor:
+    x: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor], routed: RoutedExperts, multiply: Product
+) -> Tensor:
     """`moe_small_batch`: two products per pair of token and expert."""
+    outputs = []
+    for row, experts in zip(torch.split(x, 1), routed.expert_ids.tolist(), strict=True):
+        outputs += [multiply(silu_and_mul(multiply(row, gate_up[expert])), down[expert]) for expert in experts]
+    return add_choices(outputs, routed, x)
+
+
+def add_choices(outputs: Sequence[Tensor], routed: RoutedExperts, x: Tensor) -> Tensor:
+    """Weighted sum of the outputs [1, H] of each pair, a token's choices together and in order -> like x [T, H]."""
+    if not outputs:
+        return torch.empty_like(x)
     num_tokens, top_k = routed.expert_ids.shape
-    outputs = x.new_empty(num_tokens, top_k, down.shape[1])
-    for token, experts in enumerate(routed.expert_ids.tolist()):
-        row = x[token : token + 1]
-        for choice, expert in enumerate(experts):
-            hidden = silu_and_mul(product_into(row, gate_up[expert], x.new_empty(1, gate_up.shape[1])))
-            product_into(hidden, down[expert], outputs[token, choice : choice + 1])
-    total = torch.zeros(num_tokens, down.shape[1])
+    rows = torch.cat(list(outputs)).view(num_tokens, top_k, -1)
+    total = torch.zeros(num_tokens, rows.shape[2])
     for choice in range(top_k):
-        total.addcmul_(outputs[:, choice].float(), routed.weights[:, choice : choice + 1])
+        total.addcmul_(rows[:, choice].float(), routed.weights[:, choice : choice + 1])
     return total.to(x.dtype)
 
 
-def combine_experts(rows: torch.Tensor, layout: ExpertLayout, weights: torch.Tensor) -> torch.Tensor:
+def combine_experts(rows: Tensor, layout: ExpertLayout, weights: Tensor) -> Tensor:
     """See `Operations.combine_experts`. A token's choices are added in their order, whatever the layout."""
     num_tokens, top_k = weights.shape
     place = torch.empty_like(layout.pair_ids)

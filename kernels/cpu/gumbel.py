@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels import gumbel_noise as spec
+from kernels.cpu.selection import argmax
 
 
 def gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -14,7 +15,8 @@ def gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Te
     so bounds how small v must be for a token to win. Few pass, and only their noise is computed. A row whose largest
     logit is not finite (NaN, +inf, or all -inf) is decided by it alone: noise cannot change an argmax among those.
     """
-    tops, top_ids = logits.max(-1)
+    top_ids = argmax(logits)
+    tops = logits.gather(1, top_ids[:, None]).squeeze(1)
     drawn = top_ids.clone()
     keys = _row_keys(seeds, positions)
     bounds = tops + _noise(keys, top_ids)

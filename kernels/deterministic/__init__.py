@@ -23,10 +23,11 @@ from kernels.deterministic.attention_merge import merge_attention_states
 from kernels.deterministic.decode_attention import paged_decode_attention
 from kernels.deterministic.experts import grouped_gemm, moe_small_batch
 from kernels.deterministic.prefill_attention import paged_prefill_attention
-from kernels.deterministic.projection import linear
+from kernels.deterministic.projection import linear, pack
 from kernels.deterministic.routing import route_topk
 
 __all__ = [
+    "pack",
     "linear",
     "rms_norm",
     "fused_add_rms_norm",

@@ -25,6 +25,7 @@ def paged_decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
 ) -> AttentionState:
     """See `Operations.paged_decode_attention`. A row without keys gets output 0 and log-sum-exp -inf.
+    Prefix groups are left aside: they depend on the other rows.
 
     The bits of a query are those that `paged_prefill_attention` gives it: a tile of its own stands for its tile there.
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu.experts import products_by_expert, products_by_pair
-from kernels.deterministic.projection import linear_into
+from kernels.deterministic.projection import product
 from kernels.expert_layout import ExpertLayout
+from kernels.packed_weight import PackedWeight
 from kernels.routed_experts import RoutedExperts
 
 
-def grouped_gemm(x: torch.Tensor, weight: torch.Tensor, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
+def grouped_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
     """See `Operations.grouped_gemm`."""
-    return products_by_expert(x, weight, layout, linear_into, gather=gather)
+    rows = products_by_expert(x, weight.tensor.unbind(), layout, product, gather=gather)
+    return torch.cat(rows) if rows else x.new_empty(0, weight.shape[1])
 
 
-def moe_small_batch(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routed: RoutedExperts) -> torch.Tensor:
+def moe_small_batch(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> torch.Tensor:
     """See `Operations.moe_small_batch`. The bits are those of the sorted way: which one is taken is speed alone."""
-    return products_by_pair(x, gate_up, down, routed, linear_into)
+    return products_by_pair(x, gate_up.tensor.unbind(), down.tensor.unbind(), routed, product)

@@ -21,7 +21,8 @@ from kernels.deterministic.running_attention import RunningAttention
 def paged_prefill_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
 ) -> AttentionState:
-    """See `Operations.paged_prefill_attention`. A row after the other, a block of keys after the other.
+    """See `Operations.paged_prefill_attention`. A row after the other, a block of keys after the other;
+    prefix groups are left aside, since they depend on the other rows.
 
     Queries within the block see a part of it, those after it the whole; which of them share a tile changes no bit.
     """

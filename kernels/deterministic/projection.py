@@ -6,15 +6,24 @@ import torch
 
 from kernels.cpu import projection as cpu
 from kernels.deterministic.tile_heights import ALIGNMENT_BYTES, tile_heights
+from kernels.packed_weight import PackedWeight
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def pack(weight: torch.Tensor, *, keep_dtype: bool = False) -> PackedWeight:
+    """See `Operations.pack`. The tensor itself, whose dtype is kept either way: which tiles agree was found out for
+    plain weights, and a packed one's products are not promised to sum in one order.
+    """
+    return PackedWeight.unchanged(weight)
+
+
+def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """See `Operations.linear`."""
-    return linear_into(x, weight, x.new_empty(x.shape[0], weight.shape[0]))
+    return product(x, weight.tensor)
 
 
-def linear_into(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`linear`, written to out [T, N] and returned. The last tile is filled up with zeros."""
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, K], weight [N, K] -> [T, N]. The last tile is filled up with zeros."""
+    out = x.new_empty(x.shape[0], weight.shape[0])
     misalignment = weight.data_ptr() % ALIGNMENT_BYTES
     shape = (weight.shape[0], weight.shape[1])
     heights = tile_heights(shape, weight.dtype, misalignment, torch.get_num_threads())
@@ -25,11 +34,11 @@ def linear_into(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> tor
         height = next_height(heights, num_rows - start)
         end = start + height
         if end <= num_rows:
-            cpu.linear_into(_aligned(x[start:end]), weight, out[start:end])
+            cpu.product_into(_aligned(x[start:end]), weight, out[start:end])
         else:
             tile = x.new_zeros(height, x.shape[1])
             tile[: num_rows - start] = x[start:]
-            out[start:] = cpu.linear_into(tile, weight, x.new_empty(height, out.shape[1]))[: num_rows - start]
+            out[start:] = cpu.product_into(tile, weight, x.new_empty(height, out.shape[1]))[: num_rows - start]
         start = end
     return out
 

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from kernels.cpu.projection import linear_into
+from kernels.cpu.projection import product_into
 from kernels.errors import KernelsUnavailable
 
 # The product of this many rows defines the bits. MKL (2024.2, AVX-512) takes one path below 16 rows and another from 16
@@ -50,5 +50,5 @@ def tile_heights(
 def _product(x: torch.Tensor, weight: torch.Tensor, height: int) -> torch.Tensor:
     out = x.new_empty(x.shape[0], weight.shape[0])
     for start in range(0, x.shape[0], height):
-        linear_into(x[start : start + height].clone(), weight, out[start : start + height])
+        product_into(x[start : start + height].clone(), weight, out[start : start + height])
     return out

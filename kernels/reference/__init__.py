@@ -21,11 +21,12 @@ from kernels.reference.experts import (
 )
 from kernels.reference.gumbel import gumbel_argmax
 from kernels.reference.normalisation import fused_add_rms_norm, rms_norm
-from kernels.reference.projection import linear
+from kernels.reference.projection import linear, pack
 from kernels.reference.rope_kv_store import qk_norm_rope_store_kv
 from kernels.reference.sampling import apply_penalties, argmax, mask_top_k_top_p_min_p
 
 __all__ = [
+    "pack",
     "linear",
     "rms_norm",
     "fused_add_rms_norm",

@@ -7,8 +7,9 @@ import math
 import torch
 
 from kernels.expert_layout import ExpertLayout
+from kernels.packed_weight import PackedWeight
 from kernels.reference.activation import silu_and_mul
-from kernels.reference.projection import linear
+from kernels.reference.projection import product
 from kernels.routed_experts import RoutedExperts
 
 
@@ -46,23 +47,23 @@ def sort_tokens_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertL
     )
 
 
-def grouped_gemm(x: torch.Tensor, weight: torch.Tensor, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
+def grouped_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
     """See `Operations.grouped_gemm`. One row at a time."""
     out = x.new_empty(layout.pair_ids.shape[0], weight.shape[1])
     for expert in range(weight.shape[0]):
         for row in range(int(layout.expert_offsets[expert]), int(layout.expert_offsets[expert + 1])):
             source = int(layout.pair_ids[row]) // layout.top_k if gather else row
-            out[row] = linear(x[source : source + 1], weight[expert])[0]
+            out[row] = product(x[source : source + 1], weight.tensor[expert])[0]
     return out
 
 
-def moe_small_batch(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routed: RoutedExperts) -> torch.Tensor:
+def moe_small_batch(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> torch.Tensor:
     """See `Operations.moe_small_batch`."""
     out = torch.zeros(x.shape[0], down.shape[1])
     for token in range(x.shape[0]):
         for weight, expert in zip(routed.weights[token], routed.expert_ids[token].tolist(), strict=True):
-            hidden = silu_and_mul(linear(x[token : token + 1], gate_up[expert]))
-            out[token] += weight * linear(hidden, down[expert])[0].float()
+            hidden = silu_and_mul(product(x[token : token + 1], gate_up.tensor[expert]))
+            out[token] += weight * product(hidden, down.tensor[expert])[0].float()
     return out.to(x.dtype)
 
 

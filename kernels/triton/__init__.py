@@ -14,12 +14,13 @@ from kernels.triton.moe_small_batch import moe_small_batch
 from kernels.triton.normalisation import fused_add_rms_norm, rms_norm
 from kernels.triton.penalties import apply_penalties
 from kernels.triton.prefill_attention import paged_prefill_attention
-from kernels.triton.projection import linear
+from kernels.triton.projection import linear, pack
 from kernels.triton.rope_kv_store import qk_norm_rope_store_kv
 from kernels.triton.selection import argmax
 from kernels.triton.truncation import mask_top_k_top_p_min_p
 
 __all__ = [
+    "pack",
     "linear",
     "rms_norm",
     "fused_add_rms_norm",

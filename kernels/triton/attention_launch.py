@@ -14,6 +14,7 @@ finite makes NaN of its whole tile's queries; whoever runs the step gives all of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _MIN_DOT_SIZE = 16  # tl.dot takes no smaller dimension
@@ -85,6 +86,47 @@ def prefill_launch(head_dim: int, element_bytes: int, capability: int) -> Attent
         return AttentionLaunch(block_m=128 if is_hopper else 64, tile=32, num_warps=8, num_stages=3 if is_hopper else 2)
     tile = 64 if is_hopper or padded_head_dim(head_dim) <= 64 else 32
     return AttentionLaunch(block_m=128, tile=tile, num_warps=8, num_stages=3)
+
+
+def shared_prefix_launch(num_pairs: int, head_dim: int, element_bytes: int, capability: int) -> AttentionLaunch:
+    """Launch of the kernel over shared keys, for head_dim up to 256.
+
+    num_pairs: (query, head of the group) pairs of the largest group; capability: as of `prefill_launch`.
+    As few rows as hold them all, so that each key is read once, but 128 at most: 16 rows as decode, 128 as prefill,
+    64 at 4 warps, two programs a multiprocessor: at 128 dims up to 254 registers and 81 KiB on sm_90, 198 and 37 KiB
+    on sm_80. At 256 dims 128 rows spill 128 bytes on sm_90.
+    """
+    if num_pairs <= 16:
+        return decode_launch(element_bytes)
+    launch = prefill_launch(head_dim, element_bytes, capability)
+    if element_bytes == 4:
+        return launch
+    if padded_head_dim(head_dim) > 128:
+        return AttentionLaunch(block_m=64, tile=launch.tile, num_warps=8, num_stages=launch.num_stages)
+    if num_pairs <= 64:
+        return AttentionLaunch(block_m=64, tile=launch.tile, num_warps=4, num_stages=launch.num_stages)
+    return launch
+
+
+def shared_prefix_split_tokens(block_m: int, num_programs: int, max_tokens: int, num_multiprocessors: int) -> int:
+    """Keys of one part of a shared prefix; a multiple of every tile.
+
+    num_programs: programs of an unsplit launch; max_tokens: of the longest prefix. Split as `decode_split_tokens` does,
+    for as many programs as are meant to share a multiprocessor: 4 of 16 rows, 2 of 64, 1 of 128. A part is never so
+    short that its float32 result, written and read again, is more than half the keys and values it read.
+    """
+    num_wanted = num_multiprocessors * min(max(128 // block_m, 1), 4)
+    num_splits = 1 if 2 * num_programs >= num_wanted else -(-num_wanted // num_programs)
+    split_tokens = min(max(-(-max_tokens // num_splits), _MIN_SPLIT_TOKENS, 4 * block_m), _MAX_SPLIT_TOKENS)
+    return -(-split_tokens // _SPLIT_MULTIPLE) * _SPLIT_MULTIPLE
+
+
+def saves_blocks(num_pairs: Sequence[int], block_m: int) -> bool:
+    """Whether rows of so many (query, head of the group) pairs fill fewer blocks one after the other than apart.
+
+    Where they do not, as with chunks of hundreds of tokens, reading shared keys for all of them together saves nothing.
+    """
+    return -(-sum(num_pairs) // block_m) < sum(-(-count // block_m) for count in num_pairs)
 
 
 def merge_block_rows(head_dim: int) -> int:

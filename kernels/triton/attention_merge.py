@@ -61,8 +61,11 @@ def _merge_kernel(
     offsets = rows.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
     first_lse = tl.load(first_lse_ptr + rows, mask=is_row, other=0.0)
     second_lse = tl.load(second_lse_ptr + rows, mask=is_row, other=0.0)
-    first_output = tl.load(first_output_ptr + offsets, mask=is_element, other=0.0).to(tl.float32)
-    second_output = tl.load(second_output_ptr + offsets, mask=is_element, other=0.0).to(tl.float32)
+    # What saw no key is not read: it may be anything, and its share of 0 would make NaN of a NaN.
+    is_first = is_element & (first_lse != -float("inf"))[:, None]
+    is_second = is_element & (second_lse != -float("inf"))[:, None]
+    first_output = tl.load(first_output_ptr + offsets, mask=is_first, other=0.0).to(tl.float32)
+    second_output = tl.load(second_output_ptr + offsets, mask=is_second, other=0.0).to(tl.float32)
 
     top = tl.maximum(first_lse, second_lse)
     # No key on either side; -inf - -inf would be NaN. Not asked of `top`: a GPU's maximum passes over a NaN.

@@ -18,12 +18,13 @@ from kernels.triton.attention_launch import (
     decode_split_tokens,
     padded_head_dim,
 )
+from kernels.triton.attention_tile import LOWEST_SCORE, add_tile, load_tile
+from kernels.triton.shared_prefix_attention import attend_shared_prefixes
+from kernels.triton.shared_prefix_plan import SharedPrefixPlan, plan_decode
 from kernels.triton.target import num_multiprocessors
 
 LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2.0))
-# The running maximum starts here and not at -inf: -inf - -inf would be NaN where a row has no key. Below every score.
-LOWEST_SCORE = tl.constexpr(-3.38e38)
 
 
 def paged_decode_attention(
@@ -32,7 +33,7 @@ def paged_decode_attention(
     """See `Operations.paged_decode_attention`. A row without keys gets output 0 and log-sum-exp -inf.
 
     What is read depends on the lengths on the device alone; those on the host size the grid, so they may be bounds.
-    scale must be above 0.
+    Shared prefixes are attended once a group, as further parts of each member. scale must be above 0.
 
     Raises ValueError if there are not as many queries as rows, or if the caches differ in layout.
     """
@@ -46,19 +47,26 @@ def paged_decode_attention(
     if num_rows == 0:
         return AttentionState(output, lse)
     launch = decode_launch(q.element_size())
+    q = q if q.stride(2) == 1 else q.contiguous()
     num_kv_heads = k_cache.shape[2]
+    plan = plan_decode(q, num_kv_heads, rows)
     programs_per_row = num_kv_heads * triton.cdiv(num_heads // num_kv_heads, launch.block_m)
-    max_kv_len = max(rows.kv_lens)
-    split_tokens = decode_split_tokens(num_rows * programs_per_row, max_kv_len, num_multiprocessors(q.device))
-    num_splits = max(triton.cdiv(max_kv_len, split_tokens), 1)
-    if num_splits == 1:
-        _attend(output, lse, q, k_cache, v_cache, rows, scale, launch, split_tokens, num_splits)
+    max_tokens = max(rows.kv_lens) if plan is None else plan.max_own_tokens
+    split_tokens = decode_split_tokens(num_rows * programs_per_row, max_tokens, num_multiprocessors(q.device))
+    num_splits = max(triton.cdiv(max_tokens, split_tokens), 1)
+    if plan is None and num_splits == 1:
+        _attend(output, lse, q, k_cache, v_cache, rows, plan, scale, launch, split_tokens, num_splits)
         return AttentionState(output, lse)
-    parts = torch.empty((*q.shape[:2], num_splits, head_dim), dtype=torch.float32, device=q.device)
+    num_parts = num_splits if plan is None else plan.max_parts + num_splits
+    parts = torch.empty((*q.shape[:2], num_parts, head_dim), dtype=torch.float32, device=q.device)
     part_lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
-    _attend(parts, part_lse, q, k_cache, v_cache, rows, scale, launch, split_tokens, num_splits)
+    if plan is not None:
+        attend_shared_prefixes(parts, part_lse, q, k_cache, v_cache, rows.block_tables, plan, scale)
+    _attend(parts, part_lse, q, k_cache, v_cache, rows, plan, scale, launch, split_tokens, num_splits)
+    own_starts, shared_split_tokens = (None, 0) if plan is None else (plan.own_starts, plan.split_tokens)
     _combine_kernel[num_rows, num_heads](
-        *(output, lse, parts, part_lse, rows.seq_lens, split_tokens, num_splits),
+        *(output, lse, parts, part_lse, rows.seq_lens, own_starts, split_tokens, shared_split_tokens, num_parts),
+        HAS_PREFIX=plan is not None,
         HEAD_DIM=head_dim,
         BLOCK_D=padded_head_dim(head_dim),
         SPLITS_AT_ONCE=COMBINE_SPLITS_AT_ONCE,
@@ -74,19 +82,22 @@ def _attend(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     rows: AttentionRows,
+    plan: SharedPrefixPlan | None,
     scale: float,
     launch: AttentionLaunch,
     split_tokens: int,
     num_splits: int,
 ) -> None:
-    """Launch the decode kernel over splits of split_tokens; see there for output and lse."""
+    """Launch the decode kernel over splits of split_tokens of the rows' own keys; see there for output and lse."""
     num_rows, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group_size = num_heads // num_kv_heads
-    q = q if q.stride(2) == 1 else q.contiguous()
+    num_parts, own_starts, shared_split_tokens = num_splits, None, 0
+    if plan is not None:
+        num_parts, own_starts, shared_split_tokens = plan.max_parts + num_splits, plan.own_starts, plan.split_tokens
     _decode_kernel[num_rows, num_kv_heads * triton.cdiv(group_size, launch.block_m), num_splits](
-        *(output, lse, q, k_cache, v_cache, rows.block_tables, rows.seq_lens),
-        *(scale * LOG2E, split_tokens, num_heads, num_splits),
+        *(output, lse, q, k_cache, v_cache, rows.block_tables, rows.seq_lens, own_starts),
+        *(scale * LOG2E, split_tokens, shared_split_tokens, num_heads, num_parts),
         *(*q.stride()[:2], *k_cache.stride()[:3], rows.block_tables.stride(0)),
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
@@ -94,7 +105,8 @@ def _attend(
         BLOCK_SIZE=block_size,
         BLOCK_M=launch.block_m,
         TILE=launch.tile,
-        IS_PART=num_splits > 1,
+        IS_PART=num_parts > 1,
+        HAS_PREFIX=plan is not None,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
@@ -103,21 +115,23 @@ def _attend(
 # Counts, and where a side tensor starts, vary from step to step: a kernel specialised on whether 16 divides them would
 # be compiled anew in the middle of a job. Queries and caches, copied 16 bytes at a time, are specialised on.
 @triton.jit(
-    do_not_specialize=["split_tokens", "num_splits", "stride_block_tables_row"],
-    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr"],
+    do_not_specialize=["split_tokens", "shared_split_tokens", "num_parts", "stride_block_tables_row"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "own_starts_ptr"],
 )
 def _decode_kernel(
-    output_ptr,  # [num_rows, num_heads, num_splits, HEAD_DIM], dtype of q, or float32 where IS_PART
-    lse_ptr,  # [num_rows, num_heads, num_splits], float32; natural, or base 2 where IS_PART
+    output_ptr,  # [num_rows, num_heads, num_parts, HEAD_DIM], dtype of q, or float32 where IS_PART
+    lse_ptr,  # [num_rows, num_heads, num_parts], float32; natural, or base 2 where IS_PART
     q_ptr,  # [num_rows, num_heads, HEAD_DIM], model dtype
     k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], model dtype
     v_cache_ptr,  # as k_cache
     block_tables_ptr,  # [num_rows, max_blocks], int32
     seq_lens_ptr,  # [num_rows], int32
+    own_starts_ptr,  # [num_rows], int32: keys before are not a row's own; None unless HAS_PREFIX
     scale_log2e,
     split_tokens,
+    shared_split_tokens,
     num_heads,
-    num_splits,
+    num_parts,
     stride_q_row,
     stride_q_head,
     stride_cache_block,
@@ -131,10 +145,12 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     IS_PART: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
 ):
     """Attention of the query heads of one KV head over one split: split_tokens keys of a row, or those that are left.
 
     Splits past the end of a row write nothing. Rows run fastest, so that rows with the same blocks meet in the L2.
+    A row's own splits follow the parts of its shared prefix, which `_shared_prefix_kernel` writes.
 
     Grid: (num_rows, num_kv_heads * cdiv(GROUP_SIZE, BLOCK_M), num_splits).
     """
@@ -142,9 +158,14 @@ def _decode_kernel(
     row = tl.program_id(0)
     kv_head = tl.program_id(1) // HEAD_BLOCKS
     start, end = 0, tl.load(seq_lens_ptr + row)
+    part = tl.program_id(2)
     if IS_PART:
-        start = tl.program_id(2) * split_tokens
-        if (start >= end) & (start > 0):
+        start = part * split_tokens
+        if HAS_PREFIX:
+            own_start = tl.load(own_starts_ptr + row)
+            start += own_start
+            part += tl.cdiv(own_start, shared_split_tokens)
+        if (start >= end) & (tl.program_id(2) > 0):
             return
         end = tl.minimum(start + split_tokens, end)
     group = tl.program_id(1) % HEAD_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -162,67 +183,64 @@ def _decode_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     num_full = (end - start) // TILE
     for index in tl.range(0, num_full):
-        positions = start + index * TILE + tile
-        blocks = tl.load(block_table_ptr + positions // BLOCK_SIZE).to(tl.int64)
-        offsets = blocks * stride_cache_block + positions % BLOCK_SIZE * stride_cache_slot
-        if BLOCK_D == HEAD_DIM:
-            k = tl.load(k_head_ptr + offsets[None, :] + dims[:, None])
-            v = tl.load(v_head_ptr + offsets[:, None] + dims[None, :])
-        else:
-            k = tl.load(k_head_ptr + offsets[None, :] + dims[:, None], mask=is_dim[:, None], other=0.0)
-            v = tl.load(v_head_ptr + offsets[:, None] + dims[None, :], mask=is_dim[None, :], other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee") * scale_log2e
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        p = tl.exp2(scores - new_top[:, None])
-        decay = tl.exp2(top - new_top)
-        mass = mass * decay + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-        top = new_top
+        k, v = load_tile(
+            *(k_head_ptr, v_head_ptr, block_table_ptr, start + index * TILE + tile, end),
+            *(stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_D, BLOCK_SIZE),
+            IS_FULL=True,
+        )
+        scores = tl.dot(q, k, input_precision="ieee")
+        top, mass, acc = add_tile(scores, v, top, mass, acc, scale_log2e)
     for index in tl.range(num_full, tl.cdiv(end - start, TILE)):  # at most one: the row's last, partly filled tile
         positions = start + index * TILE + tile
-        is_key = positions < end
-        blocks = tl.load(block_table_ptr + positions // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        offsets = blocks * stride_cache_block + positions % BLOCK_SIZE * stride_cache_slot
-        k = tl.load(k_head_ptr + offsets[None, :] + dims[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0)
-        v = tl.load(v_head_ptr + offsets[:, None] + dims[None, :], mask=is_key[:, None] & is_dim[None, :], other=0.0)
-        scores = tl.where(is_key[None, :], tl.dot(q, k, input_precision="ieee") * scale_log2e, -float("inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        p = tl.exp2(scores - new_top[:, None])
-        decay = tl.exp2(top - new_top)
-        mass = mass * decay + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-        top = new_top
+        k, v = load_tile(
+            *(k_head_ptr, v_head_ptr, block_table_ptr, positions, end),
+            *(stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_D, BLOCK_SIZE),
+            IS_FULL=False,
+        )
+        scores = tl.where((positions < end)[None, :], tl.dot(q, k, input_precision="ieee"), -float("inf"))
+        top, mass, acc = add_tile(scores, v, top, mass, acc, scale_log2e)
     is_empty = mass == 0.0  # no key
     mass = tl.where(is_empty, 1.0, mass)
     lse = tl.where(is_empty, -float("inf"), top + tl.log2(mass))
     places = row64 * num_heads + heads
     if IS_PART:
-        places = places * num_splits + tl.program_id(2)
+        places = places * num_parts + part
     tl.store(lse_ptr + places, lse if IS_PART else lse * LN2, mask=is_head)
     acc = acc / mass[:, None]
     output_offsets = places[:, None] * HEAD_DIM + dims[None, :]
     tl.store(output_ptr + output_offsets, acc.to(output_ptr.dtype.element_ty), mask=is_head[:, None] & is_dim[None, :])
 
 
-@triton.jit(do_not_specialize=["split_tokens", "num_splits"], do_not_specialize_on_alignment=["seq_lens_ptr"])
+@triton.jit(
+    do_not_specialize=["split_tokens", "shared_split_tokens", "num_parts"],
+    do_not_specialize_on_alignment=["seq_lens_ptr", "own_starts_ptr"],
+)
 def _combine_kernel(
     output_ptr,  # [num_rows, num_heads, HEAD_DIM], model dtype
     lse_ptr,  # [num_rows, num_heads], float32, natural
-    part_ptr,  # [num_rows, num_heads, num_splits, HEAD_DIM], float32
-    part_lse_ptr,  # [num_rows, num_heads, num_splits], float32, base 2
+    part_ptr,  # [num_rows, num_heads, num_parts, HEAD_DIM], float32
+    part_lse_ptr,  # [num_rows, num_heads, num_parts], float32, base 2
     seq_lens_ptr,  # [num_rows], int32
-    split_tokens,
-    num_splits,
+    own_starts_ptr,  # [num_rows], int32: keys before are a shared prefix; None unless HAS_PREFIX
+    split_tokens,  # of a row's own keys
+    shared_split_tokens,
+    num_parts,
+    HAS_PREFIX: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr,
 ):
-    """The splits of one row and head merged by log-sum-exp, SPLITS_AT_ONCE at a time and in rising order.
+    """The parts of one row and head merged by log-sum-exp, SPLITS_AT_ONCE at a time and in rising order.
 
     Grid: (num_rows, num_heads).
     """
     row = tl.program_id(0)
-    num_filled = tl.maximum(tl.cdiv(tl.load(seq_lens_ptr + row), split_tokens), 1)
+    num_tokens, num_shared = tl.load(seq_lens_ptr + row), 0
+    if HAS_PREFIX:
+        own_start = tl.load(own_starts_ptr + row)
+        num_tokens -= own_start
+        num_shared = tl.cdiv(own_start, shared_split_tokens)
+    num_filled = num_shared + tl.maximum(tl.cdiv(num_tokens, split_tokens), 1)
     place = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM
@@ -232,8 +250,8 @@ def _combine_kernel(
     for first in tl.range(0, num_filled, SPLITS_AT_ONCE):
         splits = first + tl.arange(0, SPLITS_AT_ONCE)
         is_filled = splits < num_filled
-        part_lse = tl.load(part_lse_ptr + place * num_splits + splits, mask=is_filled, other=-float("inf"))
-        offsets = (place * num_splits + splits)[:, None] * HEAD_DIM + dims[None, :]
+        part_lse = tl.load(part_lse_ptr + place * num_parts + splits, mask=is_filled, other=-float("inf"))
+        offsets = (place * num_parts + splits)[:, None] * HEAD_DIM + dims[None, :]
         part = tl.load(part_ptr + offsets, mask=is_filled[:, None] & is_dim[None, :], other=0.0)
         new_top = tl.maximum(top, tl.max(part_lse, 0))
         shares = tl.exp2(part_lse - new_top)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels.expert_layout import ExpertLayout
+from kernels.packed_weight import PackedWeight
 from kernels.triton.grouped_gemm_launch import grouped_gemm_launch
 from kernels.triton.moe_launch import power_of_two_from
 from kernels.triton.target import compute_capability
@@ -101,7 +102,7 @@ def _grouped_gemm_kernel(
     tl.store(out_ptrs, out, mask=(rows < end)[:, None] & (columns < num_columns)[None, :])
 
 
-def grouped_gemm(x: torch.Tensor, weight: torch.Tensor, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
+def grouped_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
     """See `Operations.grouped_gemm`."""
     num_pairs = layout.pair_ids.shape[0]
     num_experts, num_columns, depth = weight.shape
@@ -114,7 +115,7 @@ def grouped_gemm(x: torch.Tensor, weight: torch.Tensor, layout: ExpertLayout, *,
     max_tiles_m = max_row_tiles(num_pairs, num_experts, launch.block_m)
     _grouped_gemm_kernel[(max_tiles_m * triton.cdiv(num_columns, launch.block_n),)](
         x,
-        weight,
+        weight.tensor,
         out,
         layout.pair_ids,
         layout.expert_offsets,
@@ -122,7 +123,7 @@ def grouped_gemm(x: torch.Tensor, weight: torch.Tensor, layout: ExpertLayout, *,
         num_columns,
         depth,
         *x.stride(),
-        *weight.stride(),
+        *weight.tensor.stride(),
         TOP_K=layout.top_k,
         GATHER=gather,
         SWAP_AB=launch.swap_ab,

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.packed_weight import PackedWeight
 from kernels.routed_experts import RoutedExperts
 from kernels.triton.moe_launch import down_launch, gate_up_launch, power_of_two_from
 
@@ -109,7 +110,7 @@ def _down_combine_kernel(
     tl.store(out_ptr + token * hidden_size + rows, out.to(out_ptr.dtype.element_ty), mask=rows < hidden_size)
 
 
-def moe_small_batch(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routed: RoutedExperts) -> torch.Tensor:
+def moe_small_batch(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> torch.Tensor:
     """See `Operations.moe_small_batch`."""
     num_tokens, top_k = routed.expert_ids.shape
     sizes = intermediate_size, hidden_size = down.shape[2], down.shape[1]
@@ -121,12 +122,12 @@ def moe_small_batch(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, 
     launch = gate_up_launch(hidden_size, x.itemsize)
     _gate_up_silu_kernel[(num_tokens * top_k, triton.cdiv(intermediate_size, launch.rows))](
         x,
-        gate_up,
+        gate_up.tensor,
         hidden,
         expert_ids,
         *sizes,
         *x.stride(),
-        *gate_up.stride(),
+        *gate_up.tensor.stride(),
         TOP_K=top_k,
         HAS_TAIL=hidden_size % launch.columns > 0,
         BLOCK_ROWS=launch.rows,
@@ -136,12 +137,12 @@ def moe_small_batch(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, 
     launch = down_launch(intermediate_size, top_k, x.itemsize)
     _down_combine_kernel[(num_tokens, triton.cdiv(hidden_size, launch.rows))](
         hidden,
-        down,
+        down.tensor,
         out,
         weights,
         expert_ids,
         *sizes,
-        *down.stride(),
+        *down.tensor.stride(),
         TOP_K=top_k,
         HAS_TAIL=intermediate_size % launch.columns > 0,
         BLOCK_CHOICES=power_of_two_from(top_k),

@@ -11,12 +11,14 @@ import triton.language as tl
 from kernels.attention_rows import AttentionRows
 from kernels.attention_state import AttentionState
 from kernels.triton.attention_launch import padded_head_dim, prefill_launch
+from kernels.triton.attention_merge import merge_attention_states
+from kernels.triton.attention_tile import LOWEST_SCORE, add_tile, load_tile
+from kernels.triton.shared_prefix_attention import attend_shared_prefixes
+from kernels.triton.shared_prefix_plan import plan_prefill
 from kernels.triton.target import compute_capability
 
 LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2.0))
-# The running maximum starts here and not at -inf: -inf - -inf would be NaN where a query has seen no key yet.
-LOWEST_SCORE = tl.constexpr(-3.38e38)
 ROWS_AT_ONCE = 256  # read by one step of a program's search for its row
 
 
@@ -25,8 +27,8 @@ def paged_prefill_attention(
 ) -> AttentionState:
     """See `Operations.paged_prefill_attention`. A query without keys gets output 0 and log-sum-exp -inf.
 
-    The grid follows from the numbers of queries and rows alone: nothing is read back and nothing made on the host.
-    scale must be above 0.
+    The grid follows from the numbers of queries and rows alone: nothing is read back, and nothing made on the host but,
+    once a step, the plan of shared prefixes. Those are attended apart and merged. scale must be above 0.
 
     Raises ValueError if the caches differ in layout.
     """
@@ -42,8 +44,10 @@ def paged_prefill_attention(
     launch = prefill_launch(head_dim, q.element_size(), compute_capability())
     num_blocks = num_queries * group_size // launch.block_m + rows.num_rows  # see the kernel's docstring
     q = q if q.stride(2) == 1 else q.contiguous()
+    plan = plan_prefill(q, num_kv_heads, rows)
     _prefill_kernel[num_blocks, num_kv_heads](
         *(output, lse, q, k_cache, v_cache, rows.block_tables, rows.cu_seqlens_q, rows.seq_lens),
+        None if plan is None else plan.own_starts,
         *(scale * LOG2E, rows.num_rows),
         *(*q.stride()[:2], *k_cache.stride()[:3], rows.block_tables.stride(0)),
         GROUP_SIZE=group_size,
@@ -52,17 +56,24 @@ def paged_prefill_attention(
         BLOCK_SIZE=k_cache.shape[1],
         BLOCK_M=launch.block_m,
         TILE=launch.tile,
+        HAS_PREFIX=plan is not None,
         ROWS_AT_ONCE=ROWS_AT_ONCE,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
-    return AttentionState(output, lse)
+    own = AttentionState(output, lse)
+    if plan is None:
+        return own
+    shared = AttentionState(torch.empty_like(output), torch.full_like(lse, -torch.inf))  # no key outside groups
+    parts = (shared.output[:, :, None], shared.lse[:, :, None])
+    attend_shared_prefixes(*parts, q, k_cache, v_cache, rows.block_tables, plan, scale)
+    return merge_attention_states(shared, own)
 
 
 # As for decode: what varies from step to step is not specialised on; what is copied 16 bytes at a time is.
 @triton.jit(
     do_not_specialize=["num_rows", "stride_block_tables_row"],
-    do_not_specialize_on_alignment=["block_tables_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr"],
+    do_not_specialize_on_alignment=["block_tables_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr", "own_starts_ptr"],
 )
 def _prefill_kernel(
     output_ptr,  # [num_queries, num_heads, HEAD_DIM], model dtype
@@ -73,6 +84,7 @@ def _prefill_kernel(
     block_tables_ptr,  # [num_rows, max_blocks], int32
     cu_seqlens_q_ptr,  # [num_rows + 1], int32
     seq_lens_ptr,  # [num_rows], int32
+    own_starts_ptr,  # [num_rows], int32: keys before are not a row's own; None unless HAS_PREFIX
     scale_log2e,
     num_rows,
     stride_q_token,
@@ -87,6 +99,7 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
+    HAS_PREFIX: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr,
 ):
     """Attention of BLOCK_M consecutive (query, head of the group) pairs of one row and one KV head.
@@ -108,53 +121,43 @@ def _prefill_kernel(
     first_pair = (number - query_start * GROUP_SIZE // BLOCK_M - row) * BLOCK_M
     if first_pair >= query_len * GROUP_SIZE:
         return
-    prefix_len = tl.load(seq_lens_ptr + row) - query_len
+    num_before = tl.load(seq_lens_ptr + row) - query_len
+    block_table_ptr = block_tables_ptr + row.to(tl.int64) * stride_block_tables_row
+    if HAS_PREFIX:  # whole blocks: the row's own keys are those of a shorter row
+        own_start = tl.load(own_starts_ptr + row)
+        num_before -= own_start
+        block_table_ptr += own_start // BLOCK_SIZE
     pairs = first_pair + tl.arange(0, BLOCK_M)
     queries, heads = pairs // GROUP_SIZE, kv_head * GROUP_SIZE + pairs % GROUP_SIZE
-    is_pair, num_seen = queries < query_len, prefix_len + queries + 1
+    is_pair, num_seen = queries < query_len, num_before + queries + 1
     dims, tile = tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     head_offset, is_dim = kv_head.to(tl.int64) * stride_cache_head, dims < HEAD_DIM
     q_offsets = (query_start + queries).to(tl.int64) * stride_q_token + heads * stride_q_head
     q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=is_pair[:, None] & is_dim[None, :], other=0.0)
     k_head_ptr, v_head_ptr = k_cache_ptr + head_offset, v_cache_ptr + head_offset
-    block_table_ptr = block_tables_ptr + row.to(tl.int64) * stride_block_tables_row
     top = tl.full([BLOCK_M], LOWEST_SCORE, tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    end = prefix_len + tl.minimum((first_pair + BLOCK_M - 1) // GROUP_SIZE, query_len - 1) + 1  # any query's keys
-    num_full = tl.maximum(prefix_len + first_pair // GROUP_SIZE + 1, 0) // TILE
+    end = num_before + tl.minimum((first_pair + BLOCK_M - 1) // GROUP_SIZE, query_len - 1) + 1  # any query's keys
+    num_full = tl.maximum(num_before + first_pair // GROUP_SIZE + 1, 0) // TILE
     for index in tl.range(0, num_full):
-        positions = index * TILE + tile
-        blocks = tl.load(block_table_ptr + positions // BLOCK_SIZE).to(tl.int64)
-        offsets = blocks * stride_cache_block + positions % BLOCK_SIZE * stride_cache_slot
-        if BLOCK_D == HEAD_DIM:
-            k = tl.load(k_head_ptr + offsets[None, :] + dims[:, None])
-            v = tl.load(v_head_ptr + offsets[:, None] + dims[None, :])
-        else:
-            k = tl.load(k_head_ptr + offsets[None, :] + dims[:, None], mask=is_dim[:, None], other=0.0)
-            v = tl.load(v_head_ptr + offsets[:, None] + dims[None, :], mask=is_dim[None, :], other=0.0)
+        k, v = load_tile(
+            *(k_head_ptr, v_head_ptr, block_table_ptr, index * TILE + tile, end),
+            *(stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_D, BLOCK_SIZE),
+            IS_FULL=True,
+        )
         scores = tl.dot(q, k, input_precision="ieee")
-        new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2e)
-        p = tl.exp2(scores * scale_log2e - new_top[:, None])
-        decay = tl.exp2(top - new_top)
-        mass = mass * decay + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-        top = new_top
+        top, mass, acc = add_tile(scores, v, top, mass, acc, scale_log2e)
     for index in tl.range(num_full, tl.cdiv(end, TILE)):
         positions = index * TILE + tile
-        is_key = positions < end
-        blocks = tl.load(block_table_ptr + positions // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        offsets = blocks * stride_cache_block + positions % BLOCK_SIZE * stride_cache_slot
-        k = tl.load(k_head_ptr + offsets[None, :] + dims[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0)
-        v = tl.load(v_head_ptr + offsets[:, None] + dims[None, :], mask=is_key[:, None] & is_dim[None, :], other=0.0)
+        k, v = load_tile(
+            *(k_head_ptr, v_head_ptr, block_table_ptr, positions, end),
+            *(stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_D, BLOCK_SIZE),
+            IS_FULL=False,
+        )
         scores = tl.dot(q, k, input_precision="ieee")
         scores = tl.where(positions[None, :] < num_seen[:, None], scores, -float("inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2e)
-        p = tl.exp2(scores * scale_log2e - new_top[:, None])
-        decay = tl.exp2(top - new_top)
-        mass = mass * decay + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-        top = new_top
+        top, mass, acc = add_tile(scores, v, top, mass, acc, scale_log2e)
     is_empty = mass == 0.0  # no key
     mass = tl.where(is_empty, 1.0, mass)
     places = (query_start + queries).to(tl.int64) * (tl.num_programs(1) * GROUP_SIZE) + heads

@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
 
+from kernels.packed_weight import PackedWeight
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+
+def pack(weight: torch.Tensor, *, keep_dtype: bool = False) -> PackedWeight:
+    """See `Operations.pack`. The tensor itself: cuBLASLt and the Triton kernels read it as it lies in any dtype."""
+    return PackedWeight.unchanged(weight)
+
+
+def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """See `Operations.linear`. One call of cuBLASLt through PyTorch, not a Triton kernel.
 
     The weight is dense, nothing is gathered and nothing is fused, so a kernel of ours could only win by being a better
@@ -18,4 +25,4 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     `torch.backends.cuda.matmul.allow_{bf16,fp16}_reduced_precision_reduction` and `allow_tf32` are off; PyTorch has the
     first two on. They are the process's, so who loads the model sets them.
     """
-    return F.linear(x, weight)
+    return F.linear(x, weight.tensor)

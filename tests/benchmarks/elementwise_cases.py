@@ -48,7 +48,7 @@ def _linear_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -
 
 def _linear(ops: Operations, num_tokens: int, k: int, n: int, *, by_bytes: bool) -> Prepare:
     def prepare(device: torch.device) -> Workload:
-        x, weight = random(num_tokens, k, device=device), random(n, k, device=device)
+        x, weight = random(num_tokens, k, device=device), ops.pack(random(n, k, device=device))
         amount = 2 * (n * k + num_tokens * (k + n)) if by_bytes else 2 * num_tokens * n * k
         formula = "bandwidth: 2 (N K + T K + T N) bytes; matmul: 2 T N K FLOP; it is a library call itself (cuBLASLt)"
         return Workload(amount, formula, lambda: ops.linear(x, weight))

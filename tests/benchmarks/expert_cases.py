@@ -45,12 +45,13 @@ def expert_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) ->
 def _layer(ops: Operations, model: ModelShape, num_tokens: int, bound: Bound) -> Prepare:
     def prepare(device: torch.device) -> Workload:
         inputs = ExpertInputs(model, num_tokens, device)
+        gate_up, down = ops.pack(inputs.gate_up), ops.pack(inputs.down)
 
         def run() -> torch.Tensor:
             routed = ops.route_topk(inputs.logits, inputs.top_k, renormalise=True)
             layout = ops.sort_tokens_by_expert(routed.expert_ids, inputs.num_experts)
-            hidden = ops.silu_and_mul(ops.grouped_gemm(inputs.x, inputs.gate_up, layout, gather=True))
-            rows = ops.grouped_gemm(hidden, inputs.down, layout, gather=False)
+            hidden = ops.silu_and_mul(ops.grouped_gemm(inputs.x, gate_up, layout, gather=True))
+            rows = ops.grouped_gemm(hidden, down, layout, gather=False)
             return ops.combine_experts(rows, layout, routed.weights)
 
         return Workload(_layer_amount(inputs, bound), LAYER_FORMULA, run, {"torch with F.grouped_mm": inputs.layer})
@@ -68,10 +69,11 @@ def _layer_amount(inputs: ExpertInputs, bound: Bound) -> int:
 def _small_batch(ops: Operations, model: ModelShape, num_tokens: int) -> Prepare:
     def prepare(device: torch.device) -> Workload:
         inputs = ExpertInputs(model, num_tokens, device)
+        gate_up, down = ops.pack(inputs.gate_up), ops.pack(inputs.down)
         return Workload(
             _layer_amount(inputs, "bandwidth"),
             "2 (E' 3 I H + 2 T H) bytes, E': experts with tokens",
-            lambda: ops.moe_small_batch(inputs.x, inputs.gate_up, inputs.down, inputs.routed),
+            lambda: ops.moe_small_batch(inputs.x, gate_up, down, inputs.routed),
             {"torch with F.grouped_mm": inputs.experts},
         )
 
@@ -81,7 +83,7 @@ def _small_batch(ops: Operations, model: ModelShape, num_tokens: int) -> Prepare
 def _gemm(ops: Operations, model: ModelShape, num_tokens: int, bound: Bound, *, gather: bool) -> Prepare:
     def prepare(device: torch.device) -> Workload:
         inputs = ExpertInputs(model, num_tokens, device)
-        weight = inputs.gate_up if gather else inputs.down
+        weight = ops.pack(inputs.gate_up if gather else inputs.down)
         _, n, k = weight.shape
         x = inputs.x if gather else random(inputs.num_pairs, k, device=device)
         num_bytes = 2 * (inputs.num_reached * n * k + x.numel() + inputs.num_pairs * n)

@@ -24,6 +24,7 @@ from tests.benchmarks.model_shape import MODELS, ModelShape
 from tests.benchmarks.report import as_json, as_table, describe_machine
 from tests.benchmarks.rope_cases import rope_cases
 from tests.benchmarks.sampling_cases import sampling_cases
+from tests.benchmarks.shared_prefix_cases import shared_prefix_cases
 from tests.benchmarks.sizes import Sizes
 
 
@@ -77,7 +78,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def all_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
     """Every operation of the interface at every shape."""
-    families = (elementwise_cases, rope_cases, attention_cases, expert_cases, sampling_cases)
+    families = (
+        *(elementwise_cases, rope_cases, attention_cases, shared_prefix_cases),
+        *(expert_cases, sampling_cases),
+    )
     return itertools.chain.from_iterable(family(ops, models, sizes) for family in families)
 
 

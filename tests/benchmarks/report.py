@@ -35,8 +35,8 @@ def as_table(machine: Machine, measurements: Sequence[Measurement]) -> str:
     rows = [HEADER, *(_row(machine, measurement) for measurement in measurements)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    formulas = {m.case.operation: f"  {m.case.operation}: {m.formula}" for m in measurements if m.formula}
-    lines += ["", EXPLANATION.format(floor=machine.event_floor_us), *formulas.values()]
+    formulas = dict.fromkeys(f"  {m.case.operation}: {m.formula}" for m in measurements if m.formula)
+    lines += ["", EXPLANATION.format(floor=machine.event_floor_us), *formulas]
     for m in measurements:
         where = f"{m.case.operation} {m.case.shape}"
         lines += [f"failed: {where}: {m.error}"] * bool(m.error)

@@ -87,7 +87,7 @@ def test_rows_longer_than_one_segment_are_merged_from_segments() -> None:
 
 
 def test_a_long_prefix_before_a_chunk_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.cpu.kv_reader.GATHER_BYTES", 32 * 2 * 64 * 4)  # 32 tokens
+    monkeypatch.setattr("kernels.cpu.shared_prefix.PIECE_BYTES", 32 * 2 * 64 * 4)  # 32 tokens
     case = make_paged_cache(
         [(19, 150), (1, 150), (40, 40)], num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float32
     )

@@ -9,6 +9,9 @@ from kernels.triton.attention_launch import (
     merge_block_rows,
     padded_head_dim,
     prefill_launch,
+    saves_blocks,
+    shared_prefix_launch,
+    shared_prefix_split_tokens,
 )
 
 H200 = 132
@@ -67,6 +70,52 @@ def test_splits_hold_whole_tiles_and_at_least_two_of_them() -> None:
             assert split_tokens % decode_launch(2).tile == 0
             assert split_tokens % decode_launch(4).tile == 0
             assert 128 <= split_tokens <= 8192
+
+
+@pytest.mark.parametrize(
+    ("num_pairs", "head_dim", "element_bytes", "capability", "expected"),
+    [
+        (16, 128, 2, 90, decode_launch(2)),
+        (17, 128, 2, 90, AttentionLaunch(64, 64, 4, 3)),
+        (64, 128, 2, 80, AttentionLaunch(64, 32, 4, 3)),
+        (65, 128, 2, 90, prefill_launch(128, 2, 90)),
+        (400, 256, 2, 90, AttentionLaunch(64, 32, 8, 3)),
+        (400, 256, 2, 80, prefill_launch(256, 2, 80)),
+        (8, 128, 4, 90, decode_launch(4)),
+        (64, 128, 4, 90, prefill_launch(128, 4, 90)),
+    ],
+)
+def test_the_largest_group_decides_the_block_over_shared_keys(
+    num_pairs: int, head_dim: int, element_bytes: int, capability: int, expected: AttentionLaunch
+) -> None:
+    assert shared_prefix_launch(num_pairs, head_dim, element_bytes, capability) == expected
+
+
+@pytest.mark.parametrize(
+    ("block_m", "num_programs", "max_tokens", "expected"),
+    [
+        (128, 16, 3584, 448 + 64),  # 64 rows of 4 heads, 8 KV heads: 9 parts would fill it, but 512 is the least
+        (128, 66, 3584, 3584),  # half the multiprocessors
+        (64, 32, 3584, 448),
+        (16, 128, 3584, 768),
+        (16, 8, 3584, 128),
+        (16, 264, 16_384, 8192),
+    ],
+)
+def test_shared_keys_are_split_until_the_gpu_is_full(
+    block_m: int, num_programs: int, max_tokens: int, expected: int
+) -> None:
+    split_tokens = shared_prefix_split_tokens(block_m, num_programs, max_tokens, H200)
+    assert split_tokens == expected
+    assert split_tokens % 64 == 0
+
+
+def test_rows_share_blocks_where_that_takes_fewer_of_them() -> None:
+    assert saves_blocks([4, 4], 128)
+    assert saves_blocks([100, 100, 50], 128)
+    assert not saves_blocks([128, 256], 128)
+    assert not saves_blocks([100, 100], 128)
+    assert not saves_blocks([0, 64], 128)
 
 
 def test_a_merge_program_takes_2048_elements() -> None:

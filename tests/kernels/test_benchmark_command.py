@@ -73,7 +73,7 @@ def test_arguments_that_cannot_be_used_exit_with_2(arguments: list[str], capsys:
 def test_every_operation_has_a_case_for_every_model() -> None:
     cases = list(all_cases(cpu, MODELS, Sizes()))
     measured = {name for case in cases for name in case.operation.split("+")}
-    assert measured == set(operation_names())
+    assert measured == set(operation_names()) - {"pack"}  # which runs once, at load
     for model in MODELS:
         assert any(model.name in case.models and case.operation == "paged_decode_attention" for case in cases)
     goals = {case.operation.split("+")[0] for case in cases if case.goal_percent is not None}

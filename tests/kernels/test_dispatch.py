@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import kernels.triton
-from kernels import cpu, deterministic, reference
+from kernels import cpu, deterministic, int8, reference
 from kernels.dispatch import (
     LIBRARY_CALLS,
     deterministic_operations,
     has_operations,
     implementation_names,
+    int8_operations,
     operation_names,
     operations,
 )
@@ -24,6 +25,7 @@ from kernels.interface import Operations
 CPU: Operations = cpu
 REFERENCE: Operations = reference
 DETERMINISTIC: Operations = deterministic
+INT8: Operations = int8
 TRITON: Operations = kernels.triton
 
 CUDA = torch.device("cuda", 0)
@@ -48,6 +50,16 @@ def test_deterministic_operations_are_for_cpus_alone() -> None:
         deterministic_operations(CUDA)
 
 
+def test_8_bit_operations_are_for_cpus_that_add_8_bit_products_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    assert int8_operations(torch.device("cpu")) is int8
+    with pytest.raises(KernelsUnavailable, match=r"cuda.*8-bit kernels for CPUs alone; accepted: cpu"):
+        int8_operations(CUDA)
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    with pytest.raises(KernelsUnavailable, match=r"need a CPU with AVX-512 VNNI; accepted: weights unquantised"):
+        int8_operations(torch.device("cpu"))
+
+
 def test_an_nvidia_gpu_gets_the_triton_kernels(gpu: pytest.MonkeyPatch) -> None:
     assert operations(CUDA) is kernels.triton
     assert has_operations(CUDA)
@@ -56,8 +68,6 @@ def test_an_nvidia_gpu_gets_the_triton_kernels(gpu: pytest.MonkeyPatch) -> None:
 def test_a_device_that_is_neither_is_refused() -> None:
     with pytest.raises(KernelsUnavailable, match=r"mps.*accepted: cpu, cuda"):
         operations(torch.device("mps"))
-    with pytest.raises(KernelsUnavailable):
-        implementation_names(torch.device("mps"))
 
 
 def test_cuda_is_refused_where_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +110,9 @@ def test_other_import_errors_are_not_hidden(gpu: pytest.MonkeyPatch) -> None:
 
 
 def test_every_operation_of_the_interface_is_named_with_its_implementation(gpu: pytest.MonkeyPatch) -> None:
-    for module in (cpu, deterministic, reference, kernels.triton):
+    for module in (cpu, deterministic, int8, reference, kernels.triton):
         assert set(module.__all__) == set(operation_names())
-    on_cpu, on_gpu = implementation_names(torch.device("cpu")), implementation_names(CUDA)
+    on_cpu, on_gpu = implementation_names(cpu, torch.device("cpu")), implementation_names(kernels.triton, CUDA)
     assert set(on_cpu) == set(on_gpu) == set(operation_names())
     assert all(name.startswith("cpu (PyTorch") for name in on_cpu.values())
     assert set(LIBRARY_CALLS) == {"linear"}
@@ -110,6 +120,12 @@ def test_every_operation_of_the_interface_is_named_with_its_implementation(gpu: 
     version = importlib.metadata.version("triton")
     expected = f"triton ({version}): the tensors are on an NVIDIA GPU of compute capability 9.0"
     assert {on_gpu[name] for name in on_gpu if name != "linear"} == {expected}
+
+
+def test_an_operation_taken_from_another_implementation_is_named_after_that_one() -> None:
+    names = implementation_names(deterministic, torch.device("cpu"))
+    assert names["linear"] == f"deterministic (PyTorch {torch.__version__}): the tensors are on a CPU"
+    assert names["rms_norm"] == implementation_names(cpu, torch.device("cpu"))["rms_norm"]
 
 
 def test_the_package_imports_nothing() -> None:

@@ -57,17 +57,17 @@ def test_silu_and_mul_agrees_with_the_reference(shape: tuple[int, int], dtype: t
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 96, 64), (5, 33, 80), (70, 7, 300)])
 def test_linear_agrees_with_the_reference(m: int, n: int, k: int, dtype: torch.dtype) -> None:
     x, weight = random(m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1)
-    assert_close(cpu.linear(x, weight), reference.linear(x, weight))
+    assert_close(cpu.linear(x, cpu.pack(weight)), reference.linear(x, reference.pack(weight)))
 
 
 def test_a_float16_weight_is_converted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.cpu.projection.FLOAT16_CHUNK_ELEMENTS", 1000)
     x, weight = random(3, 300, dtype=torch.float16), random(31, 300, dtype=torch.float16, seed=1)
-    assert_close(cpu.linear(x, weight), reference.linear(x, weight))
+    assert_close(cpu.linear(x, cpu.pack(weight)), reference.linear(x, reference.pack(weight)))
 
 
 def test_no_tokens_are_no_work() -> None:
     empty, weight = torch.empty(0, 64), torch.ones(32, 64)
-    assert cpu.linear(empty, weight).shape == (0, 32)
+    assert cpu.linear(empty, cpu.pack(weight)).shape == (0, 32)
     assert cpu.rms_norm(empty, torch.ones(64), 1e-6).shape == (0, 64)
     assert cpu.silu_and_mul(empty).shape == (0, 32)

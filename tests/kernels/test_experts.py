@@ -31,12 +31,18 @@ def hidden_states(num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(5)).to(dtype)
 
 
+def unsorted_layer(
+    operations: Operations, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routed: RoutedExperts
+) -> torch.Tensor:
+    return operations.moe_small_batch(x, operations.pack(gate_up), operations.pack(down), routed)
+
+
 def sorted_layer(
     operations: Operations, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routed: RoutedExperts
 ) -> torch.Tensor:
     layout = operations.sort_tokens_by_expert(routed.expert_ids, gate_up.shape[0])
-    hidden = operations.silu_and_mul(operations.grouped_gemm(x, gate_up, layout, gather=True))
-    rows = operations.grouped_gemm(hidden, down, layout, gather=False)
+    hidden = operations.silu_and_mul(operations.grouped_gemm(x, operations.pack(gate_up), layout, gather=True))
+    rows = operations.grouped_gemm(hidden, operations.pack(down), layout, gather=False)
     return operations.combine_experts(rows, layout, routed.weights)
 
 
@@ -101,14 +107,17 @@ def test_grouped_gemm_agrees_with_the_reference(
     x = hidden_states(num_tokens if gather else num_tokens * top_k, dtype)
     gate_up, _ = weights(num_experts, dtype)
     assert_close(
-        cpu.grouped_gemm(x, gate_up, layout, gather=gather), reference.grouped_gemm(x, gate_up, layout, gather=gather)
+        cpu.grouped_gemm(x, cpu.pack(gate_up), layout, gather=gather),
+        reference.grouped_gemm(x, reference.pack(gate_up), layout, gather=gather),
     )
 
 
 def test_grouped_gemm_when_one_expert_takes_every_token() -> None:
     layout = cpu.sort_tokens_by_expert(torch.full((9, 1), 2), 6)
     x, (gate_up, _) = hidden_states(9, torch.float32), weights(6, torch.float32)
-    assert_close(cpu.grouped_gemm(x, gate_up, layout, gather=True), reference.linear(x, gate_up[2]))
+    assert_close(
+        cpu.grouped_gemm(x, cpu.pack(gate_up), layout, gather=True), reference.linear(x, reference.pack(gate_up[2]))
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -129,8 +138,8 @@ def test_both_ways_through_the_layer_agree_with_the_reference(
 ) -> None:
     routed = reference.route_topk(logits(num_tokens, num_experts, dtype), top_k, renormalise=True)
     x, (gate_up, down) = hidden_states(num_tokens, dtype), weights(num_experts, dtype)
-    expected = reference.moe_small_batch(x, gate_up, down, routed)
-    assert_close(cpu.moe_small_batch(x, gate_up, down, routed), expected)
+    expected = unsorted_layer(reference, x, gate_up, down, routed)
+    assert_close(unsorted_layer(cpu, x, gate_up, down, routed), expected)
     assert_close(sorted_layer(cpu, x, gate_up, down, routed), expected)
 
 
@@ -148,8 +157,8 @@ def test_the_layer_agrees_with_transformers(norm_topk_prob: bool) -> None:
     router = torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(8))
     block.load_state_dict({"experts.gate_up_proj": gate_up, "experts.down_proj": down, "gate.weight": router})
     x = hidden_states(21, torch.float32)
-    routed = cpu.route_topk(cpu.linear(x, router), 3, renormalise=norm_topk_prob)
+    routed = cpu.route_topk(cpu.linear(x, cpu.pack(router)), 3, renormalise=norm_topk_prob)
     with torch.no_grad():
         expected = block(x[None])[0]
     assert_close(sorted_layer(cpu, x, gate_up, down, routed), expected)
-    assert_close(cpu.moe_small_batch(x, gate_up, down, routed), expected)
+    assert_close(unsorted_layer(cpu, x, gate_up, down, routed), expected)

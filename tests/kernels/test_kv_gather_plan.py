@@ -4,18 +4,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.key_range import KeyRange
 from kernels.kv_gather_plan import SEGMENT_TOKENS, KvGatherPlan
 
 BLOCK = 16
 
 
-def build(kv_lens: list[int], query_lens: list[int] | None = None, max_tokens: int = 4096) -> KvGatherPlan:
+def build(
+    kv_lens: list[int], query_lens: list[int] | None = None, max_tokens: int = 4096, first: int = 0
+) -> KvGatherPlan:
+    """first: blocks at the head of each row that are not read."""
     width = max([-(-n // BLOCK) for n in kv_lens], default=0)
     tables = torch.zeros(len(kv_lens), width, dtype=torch.int32)
     for row, kv_len in enumerate(kv_lens):
         used = -(-kv_len // BLOCK)
         tables[row, :used] = torch.arange(used) + 1000 * (row + 1)
-    return KvGatherPlan.build(tables, tuple(query_lens or [1] * len(kv_lens)), tuple(kv_lens), BLOCK, max_tokens)
+    lens = query_lens or [1] * len(kv_lens)
+    keys = [
+        KeyRange(row, sum(lens[:row]), first * BLOCK, kv_len)
+        for row, (query_len, kv_len) in enumerate(zip(lens, kv_lens, strict=True))
+        if query_len == 1 and kv_len > first * BLOCK
+    ]
+    return KvGatherPlan.build(tables, keys, BLOCK, max_tokens)
 
 
 def keys_of(plan: KvGatherPlan) -> dict[int, list[tuple[int, int]]]:
@@ -37,17 +47,18 @@ def keys_of(plan: KvGatherPlan) -> dict[int, list[tuple[int, int]]]:
 @given(
     st.lists(st.tuples(st.sampled_from([0, 1, 1, 1, 3]), st.integers(0, 700)), max_size=12),
     st.sampled_from([16, 64, 512, 4096]),
+    st.sampled_from([0, 0, 1, 5]),
 )
 def test_every_single_query_row_reads_each_of_its_keys_once_and_in_order(
-    lens: list[tuple[int, int]], max_tokens: int
+    lens: list[tuple[int, int]], max_tokens: int, first: int
 ) -> None:
     query_lens, kv_lens = [q for q, _ in lens], [kv for _, kv in lens]
-    keys = keys_of(build(kv_lens, query_lens, max_tokens))
+    keys = keys_of(build(kv_lens, query_lens, max_tokens, first))
     expected = {}
     for row, (query_len, kv_len) in enumerate(lens):
-        if query_len == 1 and kv_len > 0:
+        if query_len == 1 and kv_len > first * BLOCK:
             expected[sum(query_lens[:row])] = [
-                (1000 * (row + 1) + token // BLOCK, token % BLOCK) for token in range(kv_len)
+                (1000 * (row + 1) + token // BLOCK, token % BLOCK) for token in range(first * BLOCK, kv_len)
             ]
     assert keys == expected
 

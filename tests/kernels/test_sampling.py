@@ -190,12 +190,16 @@ def test_presence_and_frequency_count_the_output_only(operations: Operations) ->
 
 
 @pytest.mark.parametrize("operations", [cpu, reference])
-def test_argmax_takes_the_lower_of_equals_and_sees_nan(operations: Operations) -> None:
-    logits = random_logits(5, 1003)
+@pytest.mark.parametrize("vocab_size", [1003, 4096, 5003])  # read whole, in blocks, in blocks of which one is short
+def test_argmax_takes_the_lower_of_equals_and_sees_nan(operations: Operations, vocab_size: int) -> None:
+    logits = random_logits(9, vocab_size)
+    last = vocab_size - 1
     logits[0, [700, 41, 900]] = 50.0
     logits[1] = -torch.inf
     logits[2] = 0.0
-    logits[3, 17] = torch.nan
-    logits[3, 20] = torch.nan
-    assert operations.argmax(logits).tolist()[:4] == [41, 0, 0, 17]
+    logits[3, [17, 20, last]] = torch.nan
+    logits[4, last] = 50.0
+    logits[5, [last, last - 3]] = torch.nan
+    logits[6, [last, last - 200]] = torch.inf
+    assert operations.argmax(logits).tolist()[:7] == [41, 0, 0, 17, last, last - 3, last - 200]
     assert_close(operations.argmax(logits), reference.argmax(logits))

@@ -113,7 +113,7 @@ def test_prefill_and_decode_apart(case: Case) -> None:
 
 
 def test_on_prefix_hits(case: Case) -> None:
-    engine = case.engine()
+    engine = case.engine(engine__deduplicate="false")  # some prompts are equal: all of a duplicate counts as cached
     case.run(engine)
     before = engine.stats().cached_tokens
     case.run(engine)
@@ -121,7 +121,7 @@ def test_on_prefix_hits(case: Case) -> None:
 
 
 def test_without_the_prefix_cache(case: Case) -> None:
-    engine = case.engine(engine__prefix_cache__enabled="false")
+    engine = case.engine(engine__prefix_cache__enabled="false", engine__deduplicate="false")
     case.run(engine)
     assert engine.stats().cached_tokens == 0
 
@@ -131,6 +131,14 @@ def test_preempted_and_recomputed(case: Case, prefix_cache: str) -> None:
     engine = case.engine(engine__kv_cache__num_blocks="40", engine__prefix_cache__enabled=prefix_cache)
     case.run(engine)
     assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("enabled", ["true", "false"])
+def test_shared_prefixes_attended_once_or_by_each(case: Case, enabled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.execution.step_executor.DECODE_GATE", lambda num_rows, num_tokens: True)
+    engine = case.engine(engine__shared_prefix__enabled=enabled)
+    case.run(engine)
+    case.run(engine)  # on prefix hits: chunks share prefixes too
 
 
 def test_after_idle(case: Case) -> None:

@@ -12,7 +12,8 @@ from settings import SettingsError, load_settings
 from settings.catalogue import Catalogue
 from settings.grammar import FALSE_WORDS, TRUE_WORDS, read_boolean, read_number, read_whole_number, write
 
-SWITCHES = [spec.key for spec in Catalogue.read().specs.values() if spec.kind is bool]
+SPECS = Catalogue.read().specs
+SWITCHES = [key for key, spec in SPECS.items() if spec.kind is bool]
 
 
 def value_of(key: str, raw: object) -> object:
@@ -36,11 +37,20 @@ def test_every_switch_reads_the_same_words(key: str) -> None:
         assert value_of(key, word.capitalize()) is False
 
 
-@pytest.mark.parametrize("text", ["", " ", "2", "-1", "01", "t", "y", "enable", "none", " true", "true ", "1.0", "0x1"])
+@pytest.mark.parametrize("text", ["", " ", "2", "-1", "01", "t", "y", "enable", "auto", " true", "true ", "1.0", "0x1"])
 @pytest.mark.parametrize("key", SWITCHES)
 def test_no_switch_reads_anything_else(key: str, text: str) -> None:
-    with pytest.raises(SettingsError, match=r"accepted: true, on, yes, 1 or false, off, no, 0$"):
+    with pytest.raises(SettingsError, match=r"accepted: true, on, yes, 1 or false, off, no, 0(, or none)?$"):
         value_of(key, text)
+
+
+@pytest.mark.parametrize("key", SWITCHES)
+def test_none_is_read_by_the_switches_that_the_engine_may_decide(key: str) -> None:
+    if SPECS[key].optional:
+        assert value_of(key, "none") is None
+    else:
+        with pytest.raises(SettingsError, match=r"accepted: true, on, yes, 1 or false, off, no, 0$"):
+            value_of(key, "none")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which steps are timed."""
+"""Which steps are profiled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from settings import ProfileSettings
 
-FILTERED = ProfileSettings(layers=True, every_steps=1, max_tokens=128, min_seqs=4)
+FILTERED = ProfileSettings(every_steps=1, max_tokens=128, min_seqs=4)
 
 
 @pytest.mark.parametrize(
@@ -19,16 +19,10 @@ def test_the_filters_bound_tokens_from_above_and_requests_from_below(
 
 
 def test_one_step_in_so_many_is_selected() -> None:
-    profile = ProfileSettings(layers=True, every_steps=9)
+    profile = ProfileSettings(every_steps=9)
 
     assert [step for step in range(30) if profile.selects(step, 1, 1)] == [0, 9, 18, 27]
 
 
-def test_nothing_is_selected_unless_layers_are_profiled() -> None:
-    profile = ProfileSettings(every_steps=1, max_tokens=128, min_seqs=1)
-
-    assert not profile.selects(0, 1, 1)
-
-
 def test_absent_filters_select_everything() -> None:
-    assert ProfileSettings(layers=True, every_steps=1).selects(7, 1_000_000, 1)
+    assert ProfileSettings(every_steps=1).selects(7, 1_000_000, 1)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from engine.engine import Engine
+from engine.execution.pass_trace import PassTrace
+from engine.loading.load_parts import load_parts
 from engine.request import Request
 from engine.request_output import RequestOutput
 from engine.sampling_params import SamplingParams
@@ -15,7 +17,9 @@ from settings import load_settings
 MAX_STEPS = 20_000
 
 
-def load_engine(path: Path, overrides: Mapping[str, object] | None = None) -> Engine:
+def load_engine(
+    path: Path, overrides: Mapping[str, object] | None = None, pass_trace: PassTrace | None = None
+) -> Engine:
     """An engine in float32 on one thread with 400 blocks of 16 tokens, whatever this machine's environment says."""
     values: dict[str, object] = {
         "model.path": str(path),
@@ -24,7 +28,8 @@ def load_engine(path: Path, overrides: Mapping[str, object] | None = None) -> En
         "engine.num_threads": "1",
         "engine.kv_cache.num_blocks": "400",
     }
-    return Engine.load(load_settings(values | dict(overrides or {}), environ={}, dotenv_path=Path(os.devnull)))
+    effective = load_settings(values | dict(overrides or {}), environ={}, dotenv_path=Path(os.devnull))
+    return Engine(load_parts(effective, pass_trace))
 
 
 def greedy_request(request_id: str, prompt: Sequence[int], max_tokens: int = 64) -> Request:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from kernels.attention_rows import AttentionRows
+from kernels.prefix_group import PrefixGroup
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,10 @@ class PagedCache:
     v_cache: torch.Tensor
     rows: AttentionRows
 
+    def without_groups(self) -> PagedCache:
+        """The same rows over the same blocks, their shared beginnings not pointed out."""
+        return replace(self, rows=replace(self.rows, prefix_groups=()))
+
 
 def make_paged_cache(
     lens: list[tuple[int, int]],
@@ -28,8 +34,14 @@ def make_paged_cache(
     dtype: torch.dtype,
     block_size: int = 16,
     seed: int = 0,
+    prefix_groups: Sequence[tuple[int, int, int]] = (),
 ) -> PagedCache:
-    """lens: (query_len, kv_len) of each row. Blocks are handed out in random order; the null block holds NaN."""
+    """lens: (query_len, kv_len) of each row. Blocks are handed out in random order; the null block holds NaN.
+
+    prefix_groups: (first_row, num_rows, num_tokens); members of one begin with the blocks of its first row.
+    """
+    groups = tuple(PrefixGroup(*group) for group in prefix_groups)
+    check_prefix_groups(groups, lens, block_size)
     generator = torch.Generator().manual_seed(seed)
     num_used = [-(-kv_len // block_size) for _, kv_len in lens]
     num_blocks = sum(num_used) + 3
@@ -38,7 +50,8 @@ def make_paged_cache(
     k_cache, v_cache = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
     block_tables = torch.zeros(len(lens), max(num_used, default=0) + 1, dtype=torch.int32)
     for row, (_, kv_len) in enumerate(lens):
-        for index in range(num_used[row]):
+        shared = _share_blocks(block_tables, groups, row, block_size)
+        for index in range(shared, num_used[row]):
             block = free.pop()
             block_tables[row, index] = block
             filled = min(block_size, kv_len - index * block_size)
@@ -56,5 +69,30 @@ def make_paged_cache(
             seq_lens=torch.tensor([kv_len for _, kv_len in lens], dtype=torch.int32),
             query_lens=query_lens,
             kv_lens=tuple(kv_len for _, kv_len in lens),
+            prefix_groups=groups,
         ),
     )
+
+
+def check_prefix_groups(groups: Sequence[PrefixGroup], lens: Sequence[tuple[int, int]], block_size: int) -> None:
+    """Hold groups to what `PrefixGroup` and `AttentionRows.prefix_groups` promise; lens as in `make_paged_cache`."""
+    end = 0
+    for group in groups:
+        assert group.first_row >= end, f"{group} begins before row {end}"
+        end = group.first_row + group.num_rows
+        assert group.num_rows >= 2
+        assert end <= len(lens), f"{group} ends after row {len(lens)}"
+        assert group.num_tokens > 0
+        assert group.num_tokens % block_size == 0
+        for query_len, kv_len in lens[group.first_row : end]:
+            assert group.num_tokens <= kv_len - query_len, f"{group} is longer than what lies before a member's queries"
+
+
+def _share_blocks(block_tables: torch.Tensor, groups: Sequence[PrefixGroup], row: int, block_size: int) -> int:
+    """Write the shared blocks of a row that follows others of its group. -> how many there are."""
+    for group in groups:
+        if group.first_row < row < group.first_row + group.num_rows:
+            num_blocks = group.num_tokens // block_size
+            block_tables[row, :num_blocks] = block_tables[group.first_row, :num_blocks]
+            return num_blocks
+    return 0

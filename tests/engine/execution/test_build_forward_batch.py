@@ -7,6 +7,7 @@ import torch
 from engine.execution.build_forward_batch import build_forward_batch
 from engine.execution.forward_item import ForwardItem
 from kernels.attention_rows import AttentionRows
+from kernels.prefix_group import PrefixGroup
 
 CPU = torch.device("cpu")
 
@@ -57,3 +58,37 @@ def test_the_index_types_are_those_the_kernels_ask_for() -> None:
     assert batch.decode is not None
     for tensor in (batch.decode.block_tables, batch.decode.cu_seqlens_q, batch.decode.seq_lens):
         assert tensor.dtype == torch.int32
+
+
+def _always(num_rows: int, num_tokens: int) -> bool:
+    return True
+
+
+def test_rows_that_begin_alike_become_neighbours_and_logits_keep_the_order_of_the_items() -> None:
+    items = [
+        ForwardItem([10], 5, [1, 2], wants_logits=True),
+        ForwardItem([20], 6, [7, 8], wants_logits=True),
+        ForwardItem([30], 4, [1, 3], wants_logits=True),
+        ForwardItem([40, 41], 8, [5, 6, 9], wants_logits=True),
+        ForwardItem([50, 51, 52], 4, [4, 9], wants_logits=False),
+        ForwardItem([60, 61], 8, [5, 6, 10], wants_logits=True),
+    ]
+    batch = build_forward_batch(items, 4, CPU, (_always, _always))
+    assert batch.token_ids.tolist() == [10, 30, 20, 40, 41, 60, 61, 50, 51, 52]
+    assert batch.positions.tolist() == [5, 4, 6, 8, 9, 8, 9, 4, 5, 6]
+    assert batch.slot_mapping.tolist() == [9, 12, 34, 36, 37, 40, 41, 36, 37, 38]
+    assert batch.logits_indices.tolist() == [0, 2, 1, 4, 6]
+    assert _lists(batch.decode) == ([[1, 2], [1, 3], [7, 8]], [0, 1, 2, 3], [6, 5, 7])
+    assert _lists(batch.prefill) == ([[5, 6, 9], [5, 6, 10], [4, 9, 0]], [0, 2, 4, 7], [10, 10, 7])
+    assert batch.decode is not None
+    assert batch.prefill is not None
+    assert batch.decode.prefix_groups == (PrefixGroup(0, 2, 4),)
+    assert batch.prefill.prefix_groups == (PrefixGroup(0, 2, 8),)
+
+
+def test_without_gates_rows_that_begin_alike_are_left_where_they_are() -> None:
+    items = [ForwardItem([i], 4, [1 + i % 2, 3 + i], wants_logits=True) for i in range(4)]
+    batch = build_forward_batch(items, 4, CPU)
+    assert batch.token_ids.tolist() == [0, 1, 2, 3]
+    assert batch.decode is not None
+    assert batch.decode.prefix_groups == ()

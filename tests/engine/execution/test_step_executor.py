@@ -32,6 +32,28 @@ def test_a_trace_shows_each_step_without_its_tokens(moe_checkpoint: Path) -> Non
     assert not any("token" in key for key in first)
 
 
+def test_a_trace_tells_a_prompts_last_chunk_from_those_before_it(moe_checkpoint: Path) -> None:
+    engine = load_engine(
+        moe_checkpoint,
+        {"engine.trace_steps": "true", "engine.max_num_batched_tokens": "16", "engine.max_num_seqs": "8"},
+    )
+    with capture_logs() as logs:
+        run_all(engine, [greedy_request("a", list(range(40)), 2)])
+    assert [(event["lens"], event["finals"]) for event in logs] == [
+        ([16], [False]),
+        ([16], [False]),
+        ([8], [True]),
+        ([1], [True]),
+    ]
+
+
+def test_a_trace_shows_the_chunks_of_a_prefill_through_the_runner(moe_checkpoint: Path) -> None:
+    runner = make_runner(moe_checkpoint, trace_steps="true", max_num_batched_tokens="16", max_num_seqs="8")
+    with capture_logs() as logs:
+        runner.prefill("a", list(range(40)))
+    assert [event["finals"] for event in logs] == [[False], [False], [True]]
+
+
 def test_a_token_trace_shows_the_best_candidates(moe_checkpoint: Path) -> None:
     first = _events(moe_checkpoint, trace_tokens="true")[0]
     assert [len(row) for row in first["token_ids"]] == [5, 5, 5]

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.runner.item_result import TokenResult
+from engine.errors import NonFiniteLogits
+from engine.runner.item_result import LogitsResult, TokenResult
 from engine.runner.unified_item import UnifiedItem
 from engine.runner.unified_refusal import UnifiedRefusal, UnifiedRefused
+from tests.support.engines import load_engine
 from tests.support.runners import PROMPT, error_of, logits_of, make_runner
 
 
@@ -25,6 +27,19 @@ def test_unified_forward_runs_chunks_and_decodes_in_one_pass(moe_checkpoint: Pat
     alone = make_runner(moe_checkpoint)
     expected = logits_of(alone.prefill("old", [*PROMPT[:10], 5]))
     torch.testing.assert_close(logits_of(results[1]), expected, atol=1e-5, rtol=0)
+
+
+def test_a_chunk_with_nan_fails_at_once_and_its_blocks_are_never_hit(moe_checkpoint: Path) -> None:
+    engine = load_engine(moe_checkpoint)
+    runner = engine.runner
+    runner.prefill("old", PROMPT[:10])
+    engine._executor.model.embed_tokens[250] = torch.nan
+    results = runner.unified_forward([UnifiedItem("bad", [*PROMPT, 250], 0, False), UnifiedItem("old", [5], 10, True)])
+    assert isinstance(error_of(results[0]), NonFiniteLogits)
+    assert isinstance(results[1], TokenResult)
+    assert runner.status().num_sequences == 1
+    assert isinstance(runner.prefill("good", PROMPT), LogitsResult)
+    assert runner.cache_metrics_snapshot().saved_prefill_tokens == 0
 
 
 def test_unified_forward_probes_and_registers_prefixes_as_every_path_does(moe_checkpoint: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kernels.attention_rows import AttentionRows
 from kernels.attention_state import AttentionState
+from kernels.prefix_group import PrefixGroup
 from kernels.triton.attention_merge import merge_attention_states
 from kernels.triton.decode_attention import paged_decode_attention
 from kernels.triton.prefill_attention import paged_prefill_attention
@@ -33,23 +34,35 @@ _OTHERS = (_Heads(16, 1), _Heads(14, 2, 64), _Heads(5, 1, 80), _Heads(8, 8, 96),
 _SPLIT = [(1, 4096)]  # one row does not
 _UNSPLIT = [(1, 4096)] * 264  # rows alone fill 132 multiprocessors
 _CHUNKS = [(512, 4096), (100, 100), (1, 700)]
+# (query, head of the group) pairs of a group that the kernel over shared keys takes in blocks of 16, of 64 and of 128.
+_NUM_SHARED_PAIRS = (16, 64, 400)
+_SHARED_TOKENS = 1024
+# Every head size but 96, and few groups: a kernel over shared keys takes seconds to compile, and there are three.
+_SHARING = (_MODELS["Qwen3-8B"], _MODELS["Qwen3-30B-A3B"], _Heads(14, 2, 64), _Heads(5, 1, 80), _Heads(14, 2, 256))
 
 
 def run_cases() -> None:
     """Call the operations with tensors that nobody reads or writes."""
     for heads in (*_MODELS.values(), *_OTHERS):
         _run(heads, torch.bfloat16, decode=(_SPLIT, _UNSPLIT), prefill=(_CHUNKS,))
+    for heads in _SHARING:
+        for num_pairs in _NUM_SHARED_PAIRS:
+            _run_shared(heads, torch.bfloat16, num_pairs)
 
 
 def run_float32_cases() -> None:
     """One shape in float32, in which no model of that size is run."""
     _run(_MODELS["Qwen3-8B"], torch.float32, decode=(_SPLIT, _UNSPLIT), prefill=(_CHUNKS,))
+    for num_pairs in _NUM_SHARED_PAIRS:
+        _run_shared(_MODELS["Qwen3-8B"], torch.float32, num_pairs)
 
 
 def run_two_steps() -> None:
     """Two steps of one model that differ in every number, and in where the rows' tensors start."""
     _run(_MODELS["Qwen3-8B"], torch.bfloat16, decode=(_UNSPLIT,), prefill=(_CHUNKS,))
     _run(_MODELS["Qwen3-8B"], torch.bfloat16, decode=([(1, 999)] * 77,), prefill=([(33, 77), (1, 5)],), first_row=1)
+    _run_shared(_MODELS["Qwen3-8B"], torch.bfloat16, 400)
+    _run_shared(_MODELS["Qwen3-8B"], torch.bfloat16, 332, num_tokens=77 * BLOCK_SIZE, first_row=1)
 
 
 def _run(
@@ -67,6 +80,19 @@ def _run(
             q = torch.empty(rows.num_queries, heads.num_heads, heads.head_dim, dtype=dtype)
             state = operation(q, k_cache, v_cache, rows, heads.head_dim**-0.5)
             merge_attention_states(state, AttentionState(*(torch.empty_like(tensor) for tensor in state)))
+
+
+def _run_shared(
+    heads: _Heads, dtype: torch.dtype, num_pairs: int, *, num_tokens: int = _SHARED_TOKENS, first_row: int = 0
+) -> None:
+    """Rows of one query of which the first share their first num_tokens keys, all but one of them."""
+    k_cache, v_cache = (torch.empty(8, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, dtype=dtype) for _ in range(2))
+    num_members = max(num_pairs * heads.num_kv_heads // heads.num_heads, 2)
+    rows = _rows([(1, num_tokens + 99)] * (num_members + 1), first_row)
+    q = torch.empty(rows.num_queries, heads.num_heads, heads.head_dim, dtype=dtype)
+    for operation in (paged_decode_attention, paged_prefill_attention):
+        shared = replace(rows, prefix_groups=(PrefixGroup(0, num_members, num_tokens),))
+        operation(q, k_cache, v_cache, shared, heads.head_dim**-0.5)
 
 
 def _rows(lens: list[tuple[int, int]], first_row: int) -> AttentionRows:

@@ -11,6 +11,7 @@ from kernels.triton.expert_routing import route_topk
 from kernels.triton.expert_sort import sort_tokens_by_expert
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.moe_small_batch import moe_small_batch
+from kernels.triton.projection import pack
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 128, 8  # Qwen3-30B-A3B
 # One number of tokens for each line of the H200 table; together they also reach each line of the derived rule.
@@ -25,9 +26,9 @@ def _run_gemms(num_tokens: int, num_experts: int, top_k: int) -> None:
     )
     gate_up = torch.empty(num_experts, 2 * INTERMEDIATE, HIDDEN, dtype=torch.bfloat16, device="meta")
     down = torch.empty(num_experts, HIDDEN, INTERMEDIATE, dtype=torch.bfloat16, device="meta")
-    grouped_gemm(torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16), gate_up, layout, gather=True)
+    grouped_gemm(torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16), pack(gate_up), layout, gather=True)
     hidden = torch.empty(num_tokens * top_k, INTERMEDIATE, dtype=torch.bfloat16)
-    grouped_gemm(hidden, down, layout, gather=False)
+    grouped_gemm(hidden, pack(down), layout, gather=False)
 
 
 def _run_others(num_tokens: int) -> None:
@@ -43,7 +44,7 @@ def _run_short_cut(num_tokens: int) -> None:
     gate_up = torch.empty(EXPERTS, 2 * INTERMEDIATE, HIDDEN, dtype=torch.bfloat16, device="meta")
     down = torch.empty(EXPERTS, HIDDEN, INTERMEDIATE, dtype=torch.bfloat16, device="meta")
     expert_ids = torch.empty(num_tokens, TOP_K, dtype=torch.int64)
-    moe_small_batch(x, gate_up, down, RoutedExperts(torch.empty(num_tokens, TOP_K), expert_ids))
+    moe_small_batch(x, pack(gate_up), pack(down), RoutedExperts(torch.empty(num_tokens, TOP_K), expert_ids))
 
 
 def run_cases() -> None:

@@ -6,7 +6,7 @@ import torch
 from tests.kernels.aot.attention_cases import run_cases, run_float32_cases, run_two_steps
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
 
-KERNELS = {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_merge_kernel"}
+KERNELS = {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_merge_kernel", "_shared_prefix_kernel"}
 READS_BACK = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 OTHER_SHARED_MEMORY_LIMIT_BYTES = 101_376  # sm_86, sm_89 and sm_120 take sm_80's launches
 
@@ -32,7 +32,7 @@ def test_every_kernel_compiles_without_spills_and_within_its_memory(compiled: li
         assert kernel.shared_bytes <= limit, kernel
 
 
-@pytest.mark.parametrize("name", ["_decode_kernel", "_prefill_kernel"])
+@pytest.mark.parametrize("name", ["_decode_kernel", "_prefill_kernel", "_shared_prefix_kernel"])
 def test_keys_and_values_come_in_16_byte_copies_in_both_loops(compiled: list[CompiledKernel], name: str) -> None:
     for kernel in named(compiled, name):
         elements = kernel.constants["TILE"] * kernel.constants["BLOCK_D"]
@@ -46,6 +46,25 @@ def test_prefill_uses_the_warpgroup_products_of_sm_90(compiled: list[CompiledKer
         assert kernel.uses_wgmma == (kernel.capability == 90), kernel
 
 
+def test_shared_keys_are_taken_in_blocks_of_three_sizes_the_large_ones_by_warpgroups(
+    compiled: list[CompiledKernel],
+) -> None:
+    kernels = named(compiled, "_shared_prefix_kernel")
+    assert {kernel.constants["BLOCK_M"] for kernel in kernels} == {16, 64, 128}
+    for kernel in kernels:
+        assert kernel.uses_wgmma == (kernel.capability == 90 and kernel.constants["BLOCK_M"] >= 64), kernel
+
+
+def test_as_many_programs_over_shared_keys_fit_a_multiprocessor_as_their_splitting_reckons_with(
+    compiled: list[CompiledKernel],
+) -> None:
+    for kernel in named(compiled, "_shared_prefix_kernel"):
+        if kernel.constants["BLOCK_D"] == 128 and kernel.constants["IS_PART"]:
+            together = {16: 4, 64: 2, 128: 1}[kernel.constants["BLOCK_M"]]
+            assert kernel.registers * 32 * kernel.num_warps * together <= 65_536, kernel
+            assert kernel.shared_bytes * together <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
+
+
 def test_four_decode_programs_share_a_multiprocessor(compiled: list[CompiledKernel]) -> None:
     for kernel in named(compiled, "_decode_kernel"):
         if kernel.constants["BLOCK_D"] == 128:
@@ -57,10 +76,17 @@ def test_split_and_unsplit_decode_are_both_compiled(compiled: list[CompiledKerne
     assert {kernel.constants["IS_PART"] for kernel in named(compiled, "_decode_kernel")} == {False, True}
 
 
+@pytest.mark.parametrize("name", ["_decode_kernel", "_prefill_kernel", "_combine_kernel"])
+def test_rows_with_and_without_shared_keys_are_both_compiled(compiled: list[CompiledKernel], name: str) -> None:
+    assert {kernel.constants["HAS_PREFIX"] for kernel in named(compiled, name)} == {False, True}
+
+
 def test_steps_of_other_sizes_use_the_same_kernels() -> None:
     with compiling_for(90) as kernels:
         run_two_steps()
-    assert sorted(kernel.name for kernel in kernels) == ["_decode_kernel", "_merge_kernel", "_prefill_kernel"]
+    plain = ["_decode_kernel", "_merge_kernel", "_prefill_kernel"]
+    sharing = ["_combine_kernel", "_decode_kernel", "_prefill_kernel", *["_shared_prefix_kernel"] * 2]  # float32 parts
+    assert sorted(kernel.name for kernel in kernels) == sorted(plain + sharing)
 
 
 def test_nothing_is_read_back_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -33,7 +35,7 @@ def check_decode(case: PagedCache) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
 def test_attention_agrees_with_the_reference(num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> None:
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     check_prefill(make_paged_cache(RAGGED[:4], **heads, head_dim=64, dtype=dtype))
     check_decode(make_paged_cache(DECODE[:4], **heads, head_dim=64, dtype=dtype))
 
@@ -44,10 +46,10 @@ def test_long_rows_agree_with_the_reference() -> None:
 
 
 def test_rows_without_keys_or_queries_are_passed_over() -> None:
-    heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "dtype": torch.float32}
-    check_prefill(make_paged_cache([(0, 5), (3, 9), (0, 0)], **heads))  # type: ignore[arg-type]  # mixed options
-    check_decode(make_paged_cache([(1, 5), (1, 0)], **heads))  # type: ignore[arg-type]  # mixed options
-    case = make_paged_cache([], **heads)  # type: ignore[arg-type]  # mixed options
+    heads: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "dtype": torch.float32}
+    check_prefill(make_paged_cache([(0, 5), (3, 9), (0, 0)], **heads))
+    check_decode(make_paged_cache([(1, 5), (1, 0)], **heads))
+    case = make_paged_cache([], **heads)
     check_decode(case)
     check_prefill(case)
 
@@ -110,13 +112,13 @@ def test_a_query_has_the_same_bits_in_every_chunk_and_in_decode(
     num_heads: int, num_kv_heads: int, dtype: torch.dtype
 ) -> None:
     lens = [(300, 300), (131, 131), (20, 20)]
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     check_chunks(make_paged_cache(lens, **heads, head_dim=48, dtype=dtype), (7, 64, 129))
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (1, 1)])
 def test_two_threads_change_nothing_about_that(num_heads: int, num_kv_heads: int) -> None:
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     case = make_paged_cache([(140, 140), (20, 20)], **heads, head_dim=48, dtype=torch.float32)
     before = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels import deterministic, reference
+from kernels.packed_weight import PackedWeight
 from kernels.routed_experts import RoutedExperts
 from tests.support.assert_close import assert_close
 
@@ -12,16 +13,16 @@ HIDDEN, INTERMEDIATE = 72, 40
 NUM_TOKENS, NUM_EXPERTS, TOP_K = 45, 6, 3
 
 
-def layer_inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RoutedExperts]:
+def layer_inputs(dtype: torch.dtype) -> tuple[torch.Tensor, PackedWeight, PackedWeight, RoutedExperts]:
     generator = torch.Generator().manual_seed(4)
     gate_up = torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=generator) / HIDDEN**0.5
     down = torch.randn(NUM_EXPERTS, HIDDEN, INTERMEDIATE, generator=generator) / INTERMEDIATE**0.5
     x = torch.randn(NUM_TOKENS, HIDDEN, generator=generator)
     routed = reference.route_topk(torch.randn(NUM_TOKENS, NUM_EXPERTS, generator=generator), TOP_K, renormalise=True)
-    return x.to(dtype), gate_up.to(dtype), down.to(dtype), routed
+    return x.to(dtype), deterministic.pack(gate_up.to(dtype)), deterministic.pack(down.to(dtype)), routed
 
 
-def sorted_layer(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routed: RoutedExperts) -> torch.Tensor:
+def sorted_layer(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> torch.Tensor:
     layout = deterministic.sort_tokens_by_expert(routed.expert_ids, NUM_EXPERTS)
     hidden = deterministic.silu_and_mul(deterministic.grouped_gemm(x, gate_up, layout, gather=True))
     rows = deterministic.grouped_gemm(hidden, down, layout, gather=False)

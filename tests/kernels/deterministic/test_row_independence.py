@@ -70,6 +70,7 @@ def test_rotary_embedding_and_the_stored_keys(dtype: torch.dtype) -> None:
 def test_routing(num_experts: int, top_k: int, dtype: torch.dtype) -> None:
     logits = random(NUM_ROWS, num_experts, dtype=dtype)
     for renormalise in (False, True):
+        # B023: the lambda is called in its own iteration.
         check_rows(lambda x: deterministic.route_topk(x, top_k, renormalise=renormalise).weights, logits)  # noqa: B023
         actual = deterministic.route_topk(logits[:20], top_k, renormalise=renormalise)
         expected = reference.route_topk(logits[:20], top_k, renormalise=renormalise)

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu.projection import linear_into
+from kernels.cpu.projection import product_into
 from kernels.deterministic.tile_heights import TILE_ROWS, tile_heights
 from kernels.errors import KernelsUnavailable
 
-MODULE = "kernels.deterministic.tile_heights.linear_into"
+MODULE = "kernels.deterministic.tile_heights.product_into"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -19,7 +19,7 @@ def test_the_heights_found_give_the_bits_of_the_tile(dtype: torch.dtype) -> None
     x, weight = (torch.randn(rows, 200, generator=generator).to(dtype) for rows in (64, 96))
 
     def product(height: int) -> torch.Tensor:
-        parts = [linear_into(tile.clone(), weight, x.new_empty(height, 96)) for tile in torch.split(x, height)]
+        parts = [product_into(tile.clone(), weight, x.new_empty(height, 96)) for tile in torch.split(x, height)]
         return torch.cat(parts)
 
     for height in heights:
@@ -37,7 +37,7 @@ def test_a_height_that_sums_in_another_order_is_left_out(monkeypatch: pytest.Mon
 
 def test_a_product_that_depends_on_the_place_in_the_tile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def last_row_rounded_twice(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        linear_into(x, weight, out)
+        product_into(x, weight, out)
         out[-1] = out[-1].bfloat16()
         return out
 
@@ -51,7 +51,7 @@ def test_a_weight_off_the_alignment_is_probed_off_it(monkeypatch: pytest.MonkeyP
 
     def recording(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         seen.add(weight.data_ptr() % 64)
-        return linear_into(x, weight, out)
+        return product_into(x, weight, out)
 
     monkeypatch.setattr(MODULE, recording)
     tile_heights.__wrapped__((5, 7), torch.bfloat16, 34, 1)

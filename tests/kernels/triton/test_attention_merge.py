@@ -54,10 +54,15 @@ def test_what_saw_no_key_counts_for_nothing(device: torch.device) -> None:
     first.lse[0], second.lse[0] = -torch.inf, -torch.inf
     first.output[0] = torch.nan
     first.lse[1], second.lse[1] = torch.nan, -torch.inf
+    first.lse[2], first.output[2] = -torch.inf, torch.nan
+    second.lse[3], second.output[3] = -torch.inf, torch.nan
     merged = merge_on(device, first, second)
     assert (merged.output[0] == 0).all()
     assert (merged.lse[0] == -torch.inf).all()
     assert merged.lse[1].isnan().all()
+    for row, other in ((2, second), (3, first)):
+        assert_close(merged.output[row], other.output[row])
+        assert_close(merged.lse[row], other.lse[row])
 
 
 def test_merge_of_nothing_is_nothing(device: torch.device) -> None:

@@ -10,7 +10,7 @@ from kernels import reference
 from kernels.triton import row_launch
 from kernels.triton.activation import silu_and_mul
 from kernels.triton.normalisation import fused_add_rms_norm, rms_norm
-from kernels.triton.projection import linear
+from kernels.triton.projection import linear, pack
 from tests.support.assert_close import assert_close
 from tests.support.assert_same_bits import assert_same_bits
 from tests.support.guarded_memory import GuardedMemory
@@ -144,7 +144,7 @@ def test_offsets_pass_what_an_int32_holds(tmp_path: Path, device: torch.device) 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 96, 64), (5, 33, 80), (7, 7, 300)])
 def test_linear_agrees_with_the_reference(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
     x, weight = random(m, k, dtype=dtype, device=device), random(n, k, dtype=dtype, device=device, seed=1)
-    assert_close(linear(x, weight).cpu(), reference.linear(x.cpu(), weight.cpu()))
+    assert_close(linear(x, pack(weight)).cpu(), reference.linear(x.cpu(), pack(weight.cpu())))
 
 
 def test_no_rows_are_no_work(dtype: torch.dtype, device: torch.device) -> None:
@@ -152,7 +152,7 @@ def test_no_rows_are_no_work(dtype: torch.dtype, device: torch.device) -> None:
     assert rms_norm(empty, weight[0], EPS).shape == (0, 64)
     assert fused_add_rms_norm(empty, empty.clone(), weight[0], EPS).shape == (0, 64)
     assert silu_and_mul(empty).shape == (0, 32)
-    assert linear(empty, weight).shape == (0, 32)
+    assert linear(empty, pack(weight)).shape == (0, 32)
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from kernels.triton.expert_routing import route_topk
 from kernels.triton.expert_sort import sort_tokens_by_expert
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.moe_small_batch import moe_small_batch
+from kernels.triton.projection import pack
 from tests.support.assert_close import assert_close
 from tests.support.expert_layers import SHAPES, expert_weights, framed, layout_of, on_cpu, randn, routing
 from tests.support.guarded_memory import GuardedMemory
@@ -33,8 +34,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def assert_gemm_agrees(x: torch.Tensor, weight: torch.Tensor, layout: ExpertLayout, *, gather: bool) -> None:
-    actual = grouped_gemm(x, weight, layout, gather=gather)
-    assert_close(actual.cpu(), reference.grouped_gemm(x.cpu(), weight.cpu(), on_cpu(layout), gather=gather))
+    actual = grouped_gemm(x, pack(weight), layout, gather=gather)
+    assert_close(actual.cpu(), reference.grouped_gemm(x.cpu(), pack(weight.cpu()), on_cpu(layout), gather=gather))
 
 
 # grouped_gemm
@@ -100,11 +101,11 @@ def test_an_expert_may_lie_further_than_32_bits_reach(wide_buffer: torch.Tensor,
     x = randn(3, 24, seed=5, device=device, dtype=torch.float16)
     gate_up = expert_weights(3, 16, 24, device, torch.float16)
     down = expert_weights(3, 24, 8, device, torch.float16, seed=9)
-    expected = moe_small_batch(x, gate_up, down, routed)
+    expected = moe_small_batch(x, pack(gate_up), pack(down), routed)
     layout = layout_of(routed.expert_ids, 3)
     assert_gemm_agrees(x, far_apart(wide_buffer, gate_up), layout, gather=True)
-    assert_close(moe_small_batch(x, far_apart(wide_buffer, gate_up), down, routed), expected)
-    assert_close(moe_small_batch(x, gate_up, far_apart(wide_buffer, down), routed), expected)
+    assert_close(moe_small_batch(x, pack(far_apart(wide_buffer, gate_up)), pack(down), routed), expected)
+    assert_close(moe_small_batch(x, pack(gate_up), pack(far_apart(wide_buffer, down)), routed), expected)
 
 
 @pytest.mark.gpu
@@ -118,8 +119,8 @@ def test_grouped_gemm_of_qwen3_30b_a3b_agrees_with_the_reference(num_tokens: int
     sources = layout.pair_ids // 8
     expected = torch.zeros(num_tokens * 8, 1536, dtype=torch.bfloat16, device=device)
     for expert, (start, end) in enumerate(zip(layout.expert_offsets, layout.expert_offsets[1:], strict=False)):
-        expected[start:end] = reference.linear(x[sources[start:end]], weight[expert])
-    assert_close(grouped_gemm(x, weight, layout, gather=True), expected)
+        expected[start:end] = reference.linear(x[sources[start:end]], pack(weight[expert]))
+    assert_close(grouped_gemm(x, pack(weight), layout, gather=True), expected)
 
 
 # moe_small_batch
@@ -151,9 +152,12 @@ def test_the_short_cut_agrees_with_the_reference(
     x = framed(randn(num_tokens, hidden_size, seed=5, device=device, dtype=dtype))
     gate_up = expert_weights(num_experts, 2 * intermediate_size, hidden_size, device, dtype)
     down = expert_weights(num_experts, hidden_size, intermediate_size, device, dtype, seed=9)
-    actual = moe_small_batch(x, gate_up, down, routed)
+    actual = moe_small_batch(x, pack(gate_up), pack(down), routed)
     expected = reference.moe_small_batch(
-        x.cpu(), gate_up.cpu(), down.cpu(), RoutedExperts(routed.weights.cpu(), routed.expert_ids.cpu())
+        x.cpu(),
+        pack(gate_up.cpu()),
+        pack(down.cpu()),
+        RoutedExperts(routed.weights.cpu(), routed.expert_ids.cpu()),
     )
     assert_close(actual.cpu(), expected)
 
@@ -163,8 +167,8 @@ def test_the_short_cut_shows_a_poisoned_token_and_no_other(device: torch.device,
     routed.weights[1] = torch.nan
     out = moe_small_batch(
         randn(3, 72, seed=5, device=device, dtype=dtype),
-        expert_weights(8, 80, 72, device, dtype),
-        expert_weights(8, 72, 40, device, dtype),
+        pack(expert_weights(8, 80, 72, device, dtype)),
+        pack(expert_weights(8, 72, 40, device, dtype)),
         routed,
     )
     assert out[1].isnan().all()
@@ -177,7 +181,7 @@ def test_the_short_cut_rounds_each_expert_as_the_sorted_way_does(device: torch.d
     gate_up = torch.tensor([32.0, 32.0, 1 / 32, 1 / 32], dtype=torch.float16, device=device).expand(2, 4)[..., None]
     down = torch.tensor([[[1.0, 2.0**-12]], [[-1.0, 0.0]]], dtype=torch.float16, device=device)
     routed = RoutedExperts(torch.ones(1, 2, device=device), torch.tensor([[0, 1]], device=device))
-    assert moe_small_batch(x, gate_up, down, routed).item() == 0.0
+    assert moe_small_batch(x, pack(gate_up), pack(down), routed).item() == 0.0
 
 
 # combine_experts
@@ -228,8 +232,8 @@ def test_a_poisoned_token_poisons_no_other(device: torch.device, dtype: torch.dt
 def test_no_tokens_give_no_rows_and_some_the_same_both_ways(
     num_tokens: int, num_experts: int, top_k: int, device: torch.device, dtype: torch.dtype
 ) -> None:
-    gate_up = expert_weights(num_experts, 80, 72, device, dtype)
-    down = expert_weights(num_experts, 72, 40, device, dtype, seed=9)
+    gate_up = pack(expert_weights(num_experts, 80, 72, device, dtype))
+    down = pack(expert_weights(num_experts, 72, 40, device, dtype, seed=9))
     for tokens in (0, num_tokens):
         x = randn(tokens, 72, seed=5, device=device, dtype=dtype)
         routed = route_topk(randn(tokens, num_experts, seed=3, device=device, dtype=dtype), top_k, renormalise=True)

@@ -1,0 +1,48 @@
+"""The operations on a CPU with weights of 8 bits: `kernels.cpu` but for the matrix products.
+
+The module itself satisfies `kernels.interface.Operations`. A weight is rounded once, when it is packed, to 8-bit
+integers with one scale per output channel; a row of activations is rounded when it is multiplied, with a scale of its
+own. The sums are integers and so exact: a row's result does not depend on its batch mates.
+"""
+
+from __future__ import annotations
+
+from kernels.cpu import (
+    apply_penalties,
+    argmax,
+    combine_experts,
+    fused_add_rms_norm,
+    gumbel_argmax,
+    mask_top_k_top_p_min_p,
+    merge_attention_states,
+    paged_decode_attention,
+    paged_prefill_attention,
+    qk_norm_rope_store_kv,
+    rms_norm,
+    route_topk,
+    silu_and_mul,
+    sort_tokens_by_expert,
+)
+from kernels.int8.experts import grouped_gemm, moe_small_batch
+from kernels.int8.projection import linear, pack
+
+__all__ = [
+    "pack",
+    "linear",
+    "rms_norm",
+    "fused_add_rms_norm",
+    "silu_and_mul",
+    "qk_norm_rope_store_kv",
+    "paged_decode_attention",
+    "paged_prefill_attention",
+    "merge_attention_states",
+    "route_topk",
+    "sort_tokens_by_expert",
+    "grouped_gemm",
+    "moe_small_batch",
+    "combine_experts",
+    "argmax",
+    "apply_penalties",
+    "mask_top_k_top_p_min_p",
+    "gumbel_argmax",
+]

@@ -1,0 +1,32 @@
+"""A weight in the layout of one implementation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A weight in the layout that one implementation's products read fastest; made by its `pack`, read by it alone."""
+
+    parts: tuple[torch.Tensor, ...]  # what they are is the implementation's business
+    shape: tuple[int, ...]  # of the weight it was made from: [N, K], or [E, N, K] for experts
+
+    @classmethod
+    def unchanged(cls, weight: torch.Tensor) -> Self:
+        """The tensor itself as the one part."""
+        return cls((weight,), tuple(weight.shape))
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor that `unchanged` was given. Raises ValueError if there are more parts than one."""
+        (tensor,) = self.parts
+        return tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return sum(part.nbytes for part in self.parts)

@@ -1,0 +1,111 @@
+"""A Chrome trace of the forward passes that engine.profile selects."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from engine.execution.pass_trace import PassTrace
+from tests.support.engines import greedy_request, load_engine, run_all
+
+STAGES = ["embedding", "layer 0", "layer 1", "logits"]
+CPU = torch.device("cpu")
+
+
+def trace_of(checkpoint: Path, profile: Mapping[str, str], max_passes: int = 100) -> list[dict[str, Any]]:
+    """Events of a run of three prompts of 6 tokens and 5 tokens of output each: warm-up, prefill, four decodes."""
+    file = io.BytesIO()
+    trace = PassTrace(file, max_passes)
+    engine = load_engine(checkpoint, {f"engine.profile.{key}": value for key, value in profile.items()}, trace)
+    run_all(engine, [greedy_request(str(i), [i] * 6, 5) for i in range(3)])
+    trace.close()
+    events: list[dict[str, Any]] = json.loads(file.getvalue())["traceEvents"]
+    return events
+
+
+def ranges(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event for event in events if event.get("cat") == "user_annotation"]
+
+
+def passes(events: list[dict[str, Any]]) -> list[str]:
+    return [event["name"] for event in ranges(events) if event["name"].startswith("forward pass")]
+
+
+def test_a_pass_has_its_numbers_its_stages_in_order_and_their_operations(moe_checkpoint: Path) -> None:
+    events = trace_of(moe_checkpoint, {"every_steps": "1", "min_seqs": "3", "max_tokens": "18"}, max_passes=1)
+    whole, *stages = ranges(events)
+    assert whole["name"] == "forward pass 1 (num_tokens=18, num_seqs=3)"
+    assert [stage["name"] for stage in stages] == STAGES
+    for before, after in itertools.pairwise(stages):
+        assert before["ts"] + before["dur"] <= after["ts"]
+    for stage in stages:
+        assert whole["ts"] <= stage["ts"]
+        assert stage["ts"] + stage["dur"] <= whole["ts"] + whole["dur"]
+        inside = [e for e in events if e.get("cat") == "cpu_op" and 0 <= e["ts"] - stage["ts"] <= stage["dur"]]
+        assert any(event["name"].startswith("aten::") for event in inside), stage["name"]
+
+
+@pytest.mark.parametrize(
+    ("profile", "expected"),
+    [
+        ({"every_steps": "1"}, [(0, 1, 1), (1, 18, 3), (2, 3, 3), (3, 3, 3), (4, 3, 3), (5, 3, 3)]),
+        ({"every_steps": "2"}, [(0, 1, 1), (2, 3, 3), (4, 3, 3)]),
+        ({"every_steps": "1", "max_tokens": "3", "min_seqs": "2"}, [(2, 3, 3), (3, 3, 3), (4, 3, 3), (5, 3, 3)]),
+    ],
+)
+def test_only_the_selected_passes_are_in_the_file(
+    moe_checkpoint: Path, profile: dict[str, str], expected: list[tuple[int, int, int]]
+) -> None:
+    events = trace_of(moe_checkpoint, profile)
+    assert passes(events) == [f"forward pass {n} (num_tokens={t}, num_seqs={s})" for n, t, s in expected]
+    assert [event["name"] for event in ranges(events) if not event["name"].startswith("forward")] == STAGES * len(
+        expected
+    )
+    starts = [event["ts"] for event in ranges(events)]
+    assert starts == sorted(starts)  # one base of time for all passes
+
+
+def test_no_more_passes_than_asked_for_are_recorded(moe_checkpoint: Path) -> None:
+    assert len(passes(trace_of(moe_checkpoint, {"every_steps": "1"}, max_passes=2))) == 2
+
+
+def test_layers_are_timed_beside_the_trace_and_after_its_end(moe_checkpoint: Path) -> None:
+    with capture_logs() as logs:
+        events = trace_of(moe_checkpoint, {"layers": "true", "every_steps": "1"}, max_passes=2)
+    assert [event["forward_pass"] for event in logs] == list(range(6))
+    traced_us = {event["name"]: event["dur"] for event in ranges(events)[6:]}
+    assert logs[1]["stages_ms"]["0"] <= traced_us["layer 0"] / 1e3 + 1.0
+
+
+def test_a_run_without_a_selected_pass_is_an_empty_trace(moe_checkpoint: Path) -> None:
+    assert trace_of(moe_checkpoint, {"min_seqs": "99"}) == []
+
+
+def test_a_pass_that_fails_is_left_out() -> None:
+    file = io.BytesIO()
+    trace = PassTrace(file, 2)
+    with pytest.raises(MemoryError), trace.record("failed", CPU):
+        raise MemoryError
+    with trace.record("ran", CPU):
+        torch.ones(1)
+    trace.close()
+    assert [event["name"] for event in ranges(json.loads(file.getvalue())["traceEvents"])] == ["ran"]
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_run(moe_checkpoint: Path) -> None:
+    with Path("/dev/full").open("wb", buffering=0) as file:
+        trace = PassTrace(file, 100)
+        engine = load_engine(moe_checkpoint, {"engine.profile.every_steps": "1"}, trace)
+        outputs = run_all(engine, [greedy_request("a", [1] * 6, 5)])
+        assert outputs["a"].error is None
+        assert not trace.has_room
+        with pytest.raises(OSError, match="No space left"):
+            trace.close()
