@@ -41,16 +41,16 @@ def open_output(path: str) -> Iterator[BinaryIO]:
         yield file
 
 
-def refuse_same_file(input_path: str, output_path: str) -> None:
-    """Raise BadUsage where writing the output would destroy the input."""
-    if STANDARD in (input_path, output_path):
+def refuse_same_file(path: str, *, other: str, role: str) -> None:
+    """Raise BadUsage where writing `path` would destroy the other file, the command's `role`: "input"."""
+    if STANDARD in (path, other):
         return
     try:
-        same = os.path.samefile(input_path, output_path)
-    except OSError:  # one of them does not exist, so they differ
-        return
+        same = os.path.samefile(path, other)
+    except OSError:  # one of them does not exist: at most the names are the same
+        same = os.path.realpath(path) == os.path.realpath(other)
     if same:
-        raise BadUsage(f"{output_path} is also the input; accepted: another file")
+        raise BadUsage(f"{path} is also the {role}; accepted: another file")
 
 
 def write_line(file: BinaryIO, line: str) -> None:

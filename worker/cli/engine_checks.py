@@ -10,9 +10,10 @@ import torch
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import EngineError
+from engine.loading.choose_operations import choose_operations
 from engine.loading.derived_settings import default_device, derive_settings, model_path
 from engine.text.tokenizer import Tokenizer
-from kernels.dispatch import implementation_names
+from kernels.dispatch import implementation_names, operations
 from kernels.errors import KernelsUnavailable
 from settings import EffectiveSettings, SettingsError
 from worker.cli.finding import Finding
@@ -26,7 +27,7 @@ def engine_findings(effective: EffectiveSettings) -> Iterator[Finding]:
     yield _triton()
     device = _device(effective)
     yield _device_finding(effective, device)
-    yield from _kernels(device)
+    yield from _kernels(effective, device)
     if device.type == "cpu" and torch.cuda.is_available():
         yield _unused_gpu(effective)
     yield from _model(effective)
@@ -60,24 +61,24 @@ def _device_finding(effective: EffectiveSettings, device: torch.device) -> Findi
 
 def _unused_gpu(effective: EffectiveSettings) -> Finding:
     try:
-        implementation_names(torch.device("cuda"))
+        operations(torch.device("cuda"))
     except KernelsUnavailable as error:
         return Finding("gpu", Level.WARNING, f"not used: {error}", "run on a GPU the kernels support")
     fix = "set engine.device=auto to use it"
     return Finding("gpu", Level.WARNING, f"not used: engine.device={effective.settings.engine.device}", fix)
 
 
-def _kernels(device: torch.device) -> Iterator[Finding]:
+def _kernels(effective: EffectiveSettings, device: torch.device) -> Iterator[Finding]:
     try:
-        names = implementation_names(device)
+        names = implementation_names(choose_operations(effective.settings.engine, device), device)
     except KernelsUnavailable as error:
         yield Finding("kernels", Level.FAILED, str(error), "set engine.device=cpu")
         return
     by_implementation: dict[str, list[str]] = {}
     for operation, implementation in names.items():
         by_implementation.setdefault(implementation, []).append(operation)
-    for implementation, operations in by_implementation.items():
-        yield Finding("kernels", Level.OK, f"{implementation}: {', '.join(operations)}")
+    for implementation, its_operations in by_implementation.items():
+        yield Finding("kernels", Level.OK, f"{implementation}: {', '.join(its_operations)}")
 
 
 def _model(effective: EffectiveSettings) -> Iterator[Finding]:

@@ -12,4 +12,4 @@ class ExitCode(IntEnum):
     FAILED = 1  # the job failed, expired or was cancelled, or Redis or the model cannot be had
     USAGE = 2  # bad usage or settings
     INTERRUPTED = 130  # Ctrl-C: 128 + SIGINT, as shells have it
-    # A worker whose engine broke exits with os.EX_SOFTWARE, 70.
+    # A worker whose engine broke or hung exits with os.EX_SOFTWARE, 70.

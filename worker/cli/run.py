@@ -18,11 +18,13 @@ import click
 # This module is imported for `millrace run` alone, so it may import the engine, and torch with it.
 from engine.engine import Engine
 from engine.errors import CapabilityError, EngineError
+from engine.execution.pass_trace import PassTrace
+from engine.loading.load_parts import load_parts
 from settings import EffectiveSettings, SettingsError
 from worker.cli.bad_usage import BadUsage
 from worker.cli.command_error import CommandError
 from worker.cli.command_settings import load_command_settings, set_option
-from worker.cli.data_files import open_input, open_output, refuse_same_file, write_line
+from worker.cli.data_files import STANDARD, open_input, open_output, refuse_same_file, write_line
 from worker.cli.exit_code import ExitCode
 from worker.cli.progress_line import ProgressLine
 from worker.offline.line_feed import LineFeed
@@ -41,9 +43,18 @@ from worker.requests.request_window import request_window
 )  # fmt: skip
 @click.option("--model", metavar="DIR", help="Checkpoint directory (model.path).")
 @click.option("--summary", "summary_path", metavar="FILE", help="Write the run's figures to FILE as JSON.")
+@click.option(
+    "--profile", "profile_path", metavar="FILE",
+    help="Write a Chrome trace of the steps that engine.profile.* selects to FILE.",
+)  # fmt: skip
 @set_option
 def command(
-    input_path: str, output_path: str, model: str | None, summary_path: str | None, assignments: tuple[str, ...]
+    input_path: str,
+    output_path: str,
+    model: str | None,
+    summary_path: str | None,
+    profile_path: str | None,
+    assignments: tuple[str, ...],
 ) -> None:
     """Run request lines offline: no Redis, the same engine.
 
@@ -52,25 +63,52 @@ def command(
     code is 1.
     """
     effective = load_command_settings(assignments, {"model.path": model})
-    refuse_same_file(input_path, output_path)
+    refuse_same_file(output_path, other=input_path, role="input")
+    if profile_path is not None:
+        _check_profile(profile_path, input_path, output_path)
     source = open_input(input_path)
-    with open_output(output_path) as target, _stop_signals() as should_stop:
-        started_s = time.monotonic()
-        engine = _load_engine(effective)
-        load_s = time.monotonic() - started_s
-        summary, failure = _run(engine, source, target, load_s, should_stop)
-    if summary_path is not None:
-        with open_output(summary_path) as file:
-            write_line(file, json.dumps(dataclasses.asdict(summary)))
-    if failure is not None:
-        raise failure
+    with _pass_trace(profile_path, effective) as trace:
+        with open_output(output_path) as target, _stop_signals() as should_stop:
+            started_s = time.monotonic()
+            engine = _load_engine(effective, trace)
+            load_s = time.monotonic() - started_s
+            summary, failure = _run(engine, source, target, load_s, should_stop)
+        if summary_path is not None:
+            with open_output(summary_path) as file:
+                write_line(file, json.dumps(dataclasses.asdict(summary)))
+        if failure is not None:
+            raise failure
     if should_stop():
         sys.exit(ExitCode.INTERRUPTED)
 
 
-def _load_engine(effective: EffectiveSettings) -> Engine:
+def _check_profile(path: str, input_path: str, output_path: str) -> None:
+    if path == STANDARD:
+        raise BadUsage("--profile -: accepted: a file")
+    refuse_same_file(path, other=input_path, role="input")
+    refuse_same_file(path, other=output_path, role="output")
+
+
+@contextmanager
+def _pass_trace(path: str | None, effective: EffectiveSettings) -> Iterator[PassTrace | None]:
+    """What --profile asks for; the file is complete when this ends, however it ends."""
+    if path is None:
+        yield None
+        return
     try:
-        return Engine.load(effective)
+        with open_output(path) as file:
+            trace = PassTrace(file, effective.settings.engine.profile.max_steps)
+            try:
+                yield trace
+            finally:
+                trace.close()
+    except OSError as error:
+        raise CommandError(f"{path}: the trace is not complete: {error}") from error
+
+
+def _load_engine(effective: EffectiveSettings, trace: PassTrace | None) -> Engine:
+    try:
+        return Engine(load_parts(effective, trace))
     except (SettingsError, CapabilityError) as error:
         raise BadUsage(str(error)) from error
     except EngineError as error:
@@ -81,20 +119,19 @@ def _run(
     engine: Engine, source: BinaryIO, target: BinaryIO, load_s: float, should_stop: Callable[[], bool]
 ) -> tuple[RunSummary, CommandError | None]:
     """The figures, and what ended the run before its end: they tell how far it came."""
-    limits = engine.settings.limits
     window = request_window(engine.settings.engine.max_num_seqs)
 
     def write(record: Mapping[str, object]) -> None:
         write_line(target, encode_record(record))
 
-    run = OfflineRun(engine, limits, model_name=served_model_name(engine.settings.model), window=window, write=write)
+    run = OfflineRun(engine, model_name=served_model_name(engine.settings.model), window=window, write=write)
     progress = ProgressLine(sys.stderr)
 
     def show_progress() -> None:
         if progress.is_due:
             progress.show(_progress_text(run.summary(load_s)))
 
-    feed = LineFeed(source, max_line_bytes=limits.max_prompt_bytes, capacity=window)
+    feed = LineFeed(source, engine.settings.limits, capacity=window)
     feed.start()
     failure = None
     try:

@@ -61,7 +61,7 @@ def command(**arguments: Unpack[Arguments]) -> None:
             if arguments["wait"]:
                 require_completed(follow_job(client, job_id))
         return
-    refuse_same_file(arguments["input_path"], output_path)
+    refuse_same_file(output_path, other=arguments["input_path"], role="input")
     # The output is opened first: a job whose results cannot be written is not worth submitting.
     with open_output(output_path) as target, job_client(effective) as client:
         job_id = _submit(client, arguments, max_line_bytes)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.dispatch import operation_names
 from settings import load_settings
 from worker.cli.engine_checks import engine_findings
 from worker.cli.finding import Finding
@@ -20,8 +21,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def findings(device: str) -> dict[str, list[Finding]]:
-    effective = load_settings({"engine.device": device}, environ={}, dotenv_path=None)
+def findings(device: str, **engine: str) -> dict[str, list[Finding]]:
+    overrides = {"engine.device": device} | {f"engine.{name}": value for name, value in engine.items()}
+    effective = load_settings(overrides, environ={}, dotenv_path=None)
     found: dict[str, list[Finding]] = {}
     for finding in engine_findings(effective):
         found.setdefault(finding.check, []).append(finding)
@@ -32,7 +34,8 @@ def test_each_operation_is_listed_once_with_its_implementation_on_a_gpu(gpu: pyt
     found = findings("auto")
     triton, library = sorted((finding.detail for finding in found["kernels"]), reverse=True)
     assert triton.startswith("triton (")
-    assert "compute capability 9.0: rms_norm, " in triton
+    assert "compute capability 9.0: " in triton
+    assert "rms_norm, " in triton
     assert library.startswith("cuBLASLt")
     assert library.endswith(": linear")
     assert "gpu" not in found
@@ -49,6 +52,21 @@ def test_a_gpu_that_is_too_old_is_left_alone_with_the_reason(gpu: pytest.MonkeyP
 def test_a_gpu_that_the_settings_leave_alone_is_a_warning(gpu: pytest.MonkeyPatch) -> None:
     (finding,) = findings("cpu")["gpu"]
     assert (finding.level, finding.detail) == (Level.WARNING, "not used: engine.device=cpu")
+
+
+def test_each_operation_is_listed_with_what_the_settings_choose_for_it() -> None:
+    details = [finding.detail for finding in findings("cpu", deterministic="true")["kernels"]]
+    listed = {detail.partition(" ")[0]: detail.rpartition(": ")[2].split(", ") for detail in details}
+    assert set(listed) == {"deterministic", "cpu"}
+    assert "linear" in listed["deterministic"]
+    assert "rms_norm" in listed["cpu"]
+    assert sorted(listed["deterministic"] + listed["cpu"]) == sorted(operation_names())
+
+
+def test_deterministic_kernels_on_a_gpu_fail(gpu: pytest.MonkeyPatch) -> None:
+    (finding,) = findings("cuda", deterministic="true")["kernels"]
+    assert finding.level is Level.FAILED
+    assert "deterministic kernels for CPUs alone" in finding.detail
 
 
 def test_cuda_without_a_gpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,3 +163,52 @@ def test_a_broken_engine_leaves_a_record_for_what_ran_a_summary_and_exit_1(
     assert codes == {"line-1": 200, "line-2": 500}
     figures = json.loads(summary.read_text())
     assert (figures["requests"], figures["failed"]) == (2, 1)
+
+
+def test_a_profile_is_a_trace_of_the_selected_steps(checkpoint: Path, tmp_path: Path) -> None:
+    requests, trace = tmp_path / "in.jsonl", tmp_path / "trace.json"
+    requests.write_bytes(b"\n".join([completion_line(max_tokens=9, ignore_eos=True)] * 2))
+    selected = ["--set", "engine.profile.every_steps=2", "--set", "engine.profile.max_steps=3"]
+
+    done = millrace("run", "-i", requests, "-o", "-", "--model", checkpoint, "--profile", trace, *selected)
+
+    assert done.returncode == 0, done.stderr
+    assert len(records_of(done.stdout)) == 2
+    names = [e["name"] for e in json.loads(trace.read_bytes())["traceEvents"] if e.get("cat") == "user_annotation"]
+    assert [int(name.split()[2]) for name in names if name.startswith("forward pass")] == [0, 2, 4]
+    assert names.count("layer 1") == 3
+
+
+def test_a_profile_that_cannot_be_written_is_exit_2_before_the_model_loads(tmp_path: Path) -> None:
+    results, nowhere = tmp_path / "out.jsonl", tmp_path / "none" / "trace.json"
+    results.write_text("an older run's results")
+
+    done = millrace("run", "-i", "-", "-o", results, "--model", "no model", "--profile", nowhere)
+
+    assert done.returncode == 2, done.stderr
+    assert f"{nowhere}: No such file" in done.stderr.decode()
+    assert results.read_text() == "an older run's results"
+
+
+def test_a_profile_never_overwrites_input_or_output(tmp_path: Path) -> None:
+    requests, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requests.write_bytes(completion_line())
+
+    for profile in (requests, results, "-"):
+        done = CliRunner().invoke(command, ["-i", str(requests), "-o", str(results), "--profile", str(profile)])
+
+        assert done.exit_code == 2, done.output
+        assert f"{profile} is also the " in done.stderr or "--profile -: accepted: a file" in done.stderr
+    assert requests.read_bytes() == completion_line()
+    assert not results.exists()
+
+
+def test_a_profile_that_does_not_fit_the_disk_costs_no_record(checkpoint: Path, tmp_path: Path) -> None:
+    requests, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requests.write_bytes(completion_line(max_tokens=2))
+
+    done = millrace("run", "-i", requests, "-o", results, "--model", checkpoint, "--profile", "/dev/full")
+
+    assert done.returncode == 1
+    assert b"/dev/full: the trace is not complete: " in done.stderr
+    assert len(records_of(results.read_bytes())) == 1
