@@ -18,7 +18,7 @@ def paged_decode_attention(
 def paged_prefill_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
 ) -> AttentionState:
-    """See `Operations.paged_prefill_attention`. One row, one head, one query at a time; prefix groups are left aside."""
+    """See `Operations.paged_prefill_attention`. One row, head and query at a time; prefix groups are left aside."""
     num_heads = q.shape[1]
     group_size = num_heads // k_cache.shape[2]
     output = torch.zeros_like(q)
