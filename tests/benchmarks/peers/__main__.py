@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables and write the JSON. Returns 0; 1 where the peer is missing or a side failed."""
     options = parse(arguments)
     # As an exception, so that the sides, which are processes of their own, are ended too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_CODE_TERMINATED))
+    handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_CODE_TERMINATED))
     try:
         if options.peer is not None:
             PEERS[options.peer].python(options.venv)
@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (PeerMissing, TrialServerFailed) as error:
         print(error, file=sys.stderr)
         return 1
+    finally:
+        signal.signal(signal.SIGTERM, handler)
     for name, about in run.sides.items():
         print(f"{name}: {', '.join(about.values()) or 'nothing'}")
     print(f"\n{ratio_table(run.comparisons)}")

@@ -30,12 +30,15 @@ class MachineRates:
 
     @classmethod
     def measure(cls, products: Sequence[Product], num_threads: int, dtypes: Sequence[str]) -> MachineRates:
-        """Takes a few seconds. Sets the number of threads of this process."""
+        """Takes a few seconds."""
+        threads_before = torch.get_num_threads()
         torch.set_num_threads(num_threads)
-        values = torch.ones(READ_ELEMENTS)
-        read_s = min(_best_s(values.sum), _best_s(partial(torch.dot, values, values)))
-        rates = {name: _rate(products, _CALLS[name]) for name in dtypes}
-        return cls(rates, values.nbytes / read_s)
+        try:
+            values = torch.ones(READ_ELEMENTS)
+            read_s = min(_best_s(values.sum), _best_s(partial(torch.dot, values, values)))
+            return cls({name: _rate(products, _CALLS[name]) for name in dtypes}, values.nbytes / read_s)
+        finally:
+            torch.set_num_threads(threads_before)
 
     def best_of(self, other: MachineRates) -> MachineRates:
         """The higher of each: what else ran here can only have lowered it."""

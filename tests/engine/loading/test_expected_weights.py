@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.model_config import ModelConfig
+from engine.loading.expected_weights import expected_weights_bytes
+from engine.models.weights_bytes import weights_bytes
+from tests.support.engines import load_engine
+from tests.support.tiny_checkpoint import make_checkpoint
+
+SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"engine.dtype": "bfloat16"},
+        {"engine.deterministic": "true"},
+        pytest.param(
+            {"engine.quantization": "int8"},
+            marks=pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs a CPU with AVX-512 VNNI"),
+        ),
+    ],
+    ids=["float32", "bfloat16", "deterministic", "int8"],
+)
+def test_what_is_expected_is_within_a_hundredth_of_what_is_loaded(
+    tmp_path: Path, overrides: dict[str, str], tied: bool
+) -> None:
+    make_checkpoint(tmp_path, "qwen3", tie_word_embeddings=tied, **SHAPE)
+    engine = load_engine(tmp_path, overrides)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        expected = expected_weights_bytes(checkpoint, ModelConfig.from_directory(tmp_path), engine.settings.engine)
+    actual = weights_bytes(engine._executor.model)
+    assert abs(actual - expected) < 0.01 * actual
