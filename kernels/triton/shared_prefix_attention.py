@@ -90,7 +90,7 @@ def _shared_prefix_kernel(
     """
     program_ptr, kv_head = programs_ptr + tl.program_id(0) * 6, tl.program_id(1)
     row, first_pair, query_end = tl.load(program_ptr), tl.load(program_ptr + 1), tl.load(program_ptr + 2)
-    start, end = tl.load(program_ptr + 3), tl.load(program_ptr + 4)
+    start, end, part = tl.load(program_ptr + 3), tl.load(program_ptr + 4), tl.load(program_ptr + 5)
     pairs = first_pair + tl.arange(0, BLOCK_M)
     queries, heads = pairs // GROUP_SIZE, kv_head * GROUP_SIZE + pairs % GROUP_SIZE
     dims, tile = tl.arange(0, BLOCK_D), tl.arange(0, TILE)
@@ -121,7 +121,7 @@ def _shared_prefix_kernel(
         )
         scores = tl.where((positions < end)[None, :], tl.dot(q, k, input_precision="ieee"), -float("inf"))
         top, mass, acc = add_tile(scores, v, top, mass, acc, scale_log2e)
-    places = (queries.to(tl.int64) * num_heads + heads) * num_parts + tl.load(program_ptr + 5)
+    places = (queries.to(tl.int64) * num_heads + heads) * num_parts + part
     lse = top + tl.log2(mass)
     tl.store(lse_ptr + places, lse if IS_PART else lse * LN2, mask=queries < query_end)
     acc = acc / mass[:, None]
