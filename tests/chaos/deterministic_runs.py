@@ -23,8 +23,8 @@ MOST_TOKENS = 8
 # blocks of 8 tokens and of 16.
 SIZES: tuple[Mapping[str, object], ...] = (
     {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_cache.num_blocks": 2000},
-    {"max_num_seqs": 20, "max_num_batched_tokens": 20, "kv_cache.num_blocks": 42, "kv_cache.block_size": 8},
-    {"max_num_seqs": 32, "max_num_batched_tokens": 300, "kv_cache.num_blocks": 24, "prefix_cache.enabled": "off"},
+    {"max_num_seqs": 20, "max_num_batched_tokens": 20, "kv_cache.num_blocks": 40, "kv_cache.block_size": 8},
+    {"max_num_seqs": 32, "max_num_batched_tokens": 300, "kv_cache.num_blocks": 26, "prefix_cache.enabled": "off"},
     {"max_num_seqs": 3, "max_num_batched_tokens": 77, "kv_cache.num_blocks": 26, "unified_prefill": "off"},
     {"max_num_seqs": 1, "max_num_batched_tokens": 128, "kv_cache.num_blocks": 400, "moe.bucketed": "off"},
 )
