@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 
@@ -32,7 +33,7 @@ def attend_by_index(
         result.lse.index_copy_(0, first.query_ids, lse)
         return
     running = RunningAttention((q.shape[0], q.shape[1], q.shape[2]), q.device)
-    for piece in (first, second, *pieces):
+    for piece in chain((first, second), pieces):  # one at a time: each may be tens of MB
         running.add(piece.query_ids, *_attend(q, reader, piece, scale))
     merged = running.state(q.dtype)
     ids = torch.tensor([query_len == 1 for query_len in rows.query_lens]).nonzero().flatten()

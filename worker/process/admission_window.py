@@ -39,6 +39,7 @@ class AdmissionWindow:
         self._open_tokens: dict[str, int] = {}  # by tenant
         self._entered_s: dict[int, dict[str, float]] = {}  # by rank: when each open request went in, oldest first
         self._passed_over_since_s: dict[int, float] = {}  # by priority that waits behind a better one
+        self._turn_since_s: dict[int, float] = {}  # by priority whose turn has begun
 
     @property
     def num_open(self) -> int:
@@ -109,12 +110,15 @@ class AdmissionWindow:
         now, best = self._clock(), min(priorities)
         since = {other: self._passed_over_since_s.get(other, now) for other in priorities if other != best}
         self._passed_over_since_s = since
+        self._turn_since_s = {other: began for other, began in self._turn_since_s.items() if other in since}
         for other in sorted(since, reverse=True):  # the longer wait is the worse priority's
-            waited = (now - since[other]) / self._ageing_s - (other - best)
-            if waited >= 1:  # its turn is over
-                since[other] = now
-            elif waited >= 0:
+            if now - since[other] < (other - best) * self._ageing_s:
+                continue
+            # Counted from when there is room for it: while the engine is full for long, it would pass unused.
+            if now - self._turn_since_s.setdefault(other, now) < self._ageing_s:
                 return other, best
+            since[other] = now
+            del self._turn_since_s[other]
         return best, best
 
     def _rank(self, priority: int) -> int:
@@ -128,7 +132,8 @@ class AdmissionWindow:
         return priority
 
     def _enter(self, request: Request, tenant: str) -> None:
-        tokens = len(request.prompt_token_ids) + request.params.n * (request.params.max_tokens or 0)
+        # At least 1, of a prompt too that the engine will refuse as empty: a tenant is forgotten at 0.
+        tokens = max(len(request.prompt_token_ids) + request.params.n * (request.params.max_tokens or 0), 1)
         self._open[request.request_id] = (request.priority, tenant, tokens)
         self._open_tokens[tenant] = self._open_tokens.get(tenant, 0) + tokens
         self._entered_s.setdefault(request.priority, {})[request.request_id] = self._clock()

@@ -33,10 +33,11 @@ class ShardQueue:
         here: dict[str, tuple[int, str]] = {}
         for claim in held:
             here[claim.tenant] = (here.get(claim.tenant, (0, ""))[0] + len(claim.missing), claim.head)
-        arguments: list[Argument] = [self._keys.prefix, int(only_new_tenants), self._ageing_ms]
+        arguments: list[Argument] = [self._keys.prefix, int(only_new_tenants), self._ageing_ms, str(hint)]
         for tenant, (num_prompts, head) in here.items():
             arguments += [tenant, num_prompts, head]
-        answer = text(self._scripts.run("choose", [self._keys.unit(hint), self._keys.queued], arguments))
+        keys = [self._keys.unit(hint), self._keys.queued, self._keys.job(hint.job_id)]
+        answer = text(self._scripts.run("choose", keys, arguments))
         if answer == NONE:
             return None
         return hint if answer == HINT else UnitRef.of_member(answer)

@@ -126,7 +126,7 @@ class UnitRunner:
                     return None
                 claimed = self._claim(ref, message_id, alone=False)
                 if claimed is ClaimRefusal.SUSPECT:
-                    return ref
+                    return ref if ref == hint else MessageEnd.REQUEUE  # the other has a message of its own
                 if not isinstance(claimed, ClaimRefusal):
                     return claimed
                 if ref == hint:

@@ -135,6 +135,20 @@ def test_a_priority_that_waits_gets_a_turn_and_goes_in_as_if_it_were_the_best() 
     assert harness.ranks["tx"] == 0
 
 
+def test_a_turn_does_not_pass_unused_while_the_engine_is_full() -> None:
+    harness = Harness(1)
+    harness.feed("abcdefgh", priority=0)
+    harness.feed("xyz", priority=2)
+    order = harness.take()
+    for _ in range(6):
+        harness.clock.now_s += (
+            1.6 * AGEING_S
+        )  # room comes so rarely that no moment of it lies within the turn's own time
+        harness.end()
+        order += harness.take()
+    assert order == "abxcdye"
+
+
 def test_nobody_overtakes_in_the_engine_whoever_has_aged_as_far() -> None:
     harness = Harness(10)
     harness.feed("x", priority=3)

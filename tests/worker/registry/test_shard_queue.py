@@ -103,20 +103,28 @@ def test_a_shard_is_queued_again_when_it_is_given_back_and_gone_when_it_ends(reg
     assert not list(registry.redis.scan_iter(f"{registry.keys.queued}*"))
 
 
-def test_a_suspect_is_chosen_like_any_other_and_its_parts_are_queued(registry: TestRegistry) -> None:
+def test_a_suspect_and_its_parts_are_claimed_on_their_own_messages_alone(registry: TestRegistry) -> None:
     [shard] = _job(registry, ["a"], prompts=2)
     leases = registry.leases()
     registry.leases().release(must_claim(leases, shard), count_attempt=True)
-    worker = Worker(registry, shard)
-    assert worker.choose() == shard
+    [healthy] = _job(registry, ["b"])
+    assert Worker(registry, shard).choose() == shard
+    assert Worker(registry, healthy).choose() == healthy  # though the suspect was there first
     assert leases.claim(shard) is ClaimRefusal.SUSPECT
-    assert worker.choose() == shard  # still queued
     alone = must_claim(leases, shard, alone=True)
     leases.begin_alone(alone)
     leases.release(alone, count_attempt=True)
     assert leases.claim(shard) is ClaimRefusal.SPLIT
-    worker.hint = UnitRef.shard(shard.job_id, 9)
-    assert worker.choose() == UnitRef.shard(shard.job_id, 1)
+    part = UnitRef.shard(shard.job_id, 1)
+    assert Worker(registry, part).choose() == part
+    assert Worker(registry, healthy).choose() == healthy
+
+
+def test_a_shard_that_is_not_among_the_queued_is_claimed_on_its_own_message(registry: TestRegistry) -> None:
+    older, queued = _job(registry, ["b", "a"], tenant="x")
+    assert registry.redis.zrem(f"{registry.keys.queued}:x", str(older)) == 1  # as an older worker's plan left it
+    assert Worker(registry, older).choose() == older
+    assert Worker(registry, queued).choose() == queued
 
 
 def test_a_shard_whose_worker_died_is_claimed_on_its_own_message(registry: TestRegistry) -> None:

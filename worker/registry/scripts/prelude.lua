@@ -39,6 +39,7 @@ local function shard_key(number)
 end
 
 -- Shards that nobody holds, of each tenant, by `turn`; see choose. QUEUED: those tenants, the earliest first.
+-- Suspects are not among them: each has its own message, and who chose one would send its other shards away for it.
 local function enqueue(tenant, member, turn, now)
   redis.call('ZADD', QUEUED .. ':' .. tenant, turn, member)
   redis.call('ZADD', QUEUED, 'NX', now, tenant)
@@ -56,7 +57,7 @@ local function queue_shard(job_id, number, shard, now, look)
     'tok', '', 'lease', 0, 'fence', 0, 'att', shard.att, 'rp', 0, 'since', now, 'alone', 0, 'guilty', 0,
     'first', shard.first, 'lane', shard.lane, 'head', shard.head, 'turn', shard.turn)
   redis.call('ZADD', OPEN, look, job_id .. '/' .. number)
-  enqueue(shard.tenant, job_id .. '/' .. number, shard.turn, now)
+  if shard.att == 0 then enqueue(shard.tenant, job_id .. '/' .. number, shard.turn, now) end
 end
 
 -- Of a guilty shard: 256 prompts come down to one in two crashes (256, 16), where halving would take eight. More parts

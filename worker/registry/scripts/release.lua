@@ -1,5 +1,5 @@
 -- Give a unit back unfinished. ARGV job id, unit, token, grace ms, 1 if it counts as an attempt.
-local held = redis.call('HMGET', UNIT, 'tok', 'st', 'alone', 'turn')
+local held = redis.call('HMGET', UNIT, 'tok', 'st', 'alone', 'turn', 'att')
 if held[1] ~= ARGV[3] or held[2] ~= 'running' then return 0 end
 local now = now_ms()
 local job = redis.call('HMGET', JOB, 'cancel', 'deadline', 'pri', 'tenant')
@@ -13,5 +13,6 @@ end
 local look = next_look(now, tonumber(ARGV[4]), job[2])
 if job[1] ~= '0' then look = now end
 redis.call('ZADD', OPEN, look, ARGV[1] .. '/' .. ARGV[2])
-if held[4] then enqueue(job[4], ARGV[1] .. '/' .. ARGV[2], held[4], now) end
+local is_suspect = tonumber(held[5]) > 0 or ARGV[5] == '1'
+if held[4] and not is_suspect then enqueue(job[4], ARGV[1] .. '/' .. ARGV[2], held[4], now) end
 return 1
