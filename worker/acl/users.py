@@ -39,8 +39,9 @@ PRODUCER = RedisUser(
     "millrace-producer", (*_JOB_KEYS, *_QUEUE_KEYS), (*_CONNECTION, *_SCRIPTS, *_SENDING, *_JOBS, "scan")
 )
 
-# Beside a producer's: taking messages, giving them back, the reaper's look at what is due, the list of bad frames.
-_CONSUMING = ("brpop", "watch", "unwatch", "discard", "zrangebyscore", "zrevrangebyscore", "ltrim")
+# Beside a producer's: taking messages, giving them back, choosing a shard, the reaper's look at what is due,
+# the list of bad frames.
+_CONSUMING = ("brpop", "watch", "unwatch", "discard", "zrangebyscore", "zrevrangebyscore", "zscore", "ltrim")
 WORKER = RedisUser(
     "millrace-worker",
     ("millrace:{*}:*", *_QUEUE_KEYS, "unacked", "unacked_index", "unacked_mutex"),

@@ -51,8 +51,10 @@ def _answers(count: int) -> dict[str, str]:
 
 
 def _check_nothing_is_left(registry: TestRegistry) -> None:
-    wait_until(lambda: not registry.redis.exists("unacked", "unacked_index"))
-    assert not registry.redis.keys("millrace*\x06\x16*")
+    # Together: a message that finds no slot is in a lane again for a moment.
+    wait_until(
+        lambda: not (registry.redis.exists("unacked", "unacked_index") or registry.redis.keys("millrace*\x06\x16*"))
+    )
     assert registry.redis.zcard(registry.keys.open) == 0
     counters = registry.redis.hgetall(registry.keys.admission)
     assert [counters[name] for name in (b"prompts", b"bytes", b"jobs")] == [b"0", b"0", b"0"]
