@@ -50,7 +50,7 @@ def test_the_engine_gives_the_same_tokens_as_on_the_cpu_kernels(
     expected = outputs_of(load_engine(tmp_path, LIMITS))
 
     if device.type == "cpu":
-        monkeypatch.setattr("engine.loading.load_parts.operations", lambda device: kernels.triton)
+        monkeypatch.setattr("engine.loading.choose_operations.operations", lambda device: kernels.triton)
     engine = load_engine(tmp_path, {**LIMITS, "engine.device": device.type})
 
     found = outputs_of(engine)
