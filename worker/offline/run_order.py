@@ -10,9 +10,9 @@ from settings import LimitSettings
 from worker.lines.custom_ids import CustomIds
 from worker.lines.line_error import LineError
 from worker.lines.parse_request_line import parse_request_line
+from worker.lines.prefix_order import PrefixKey, prefix_sort_key
 from worker.lines.read_raw_lines import read_raw_lines
 from worker.lines.request_line import RequestLine
-from worker.units.prefix_order import PrefixKey, prefix_sort_key
 
 # Lines sorted together: their keys take up to 60 MB, and some 4 s of parsing come before the first of them runs.
 MAX_SORTED_LINES = 50_000

@@ -13,10 +13,10 @@ from engine.errors import EngineFatal, InvalidRequest
 from engine.request import Request
 from engine.request_output import RequestOutput
 from engine.token_checkpoint import TokenCheckpoint
+from worker.lines.prefix_order import PrefixKey
 from worker.process.admission_window import AdmissionWindow
 from worker.process.prompt_feed import PromptFeed
 from worker.requests.step_engine import StepEngine
-from worker.units.prefix_order import PrefixKey
 
 OnSuspended = Callable[[Mapping[str, TokenCheckpoint]], None]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.request import Request
+from worker.lines.prefix_order import PrefixKey
 from worker.process.prompt_feed import PromptFeed
-from worker.units.prefix_order import PrefixKey
 
 
 class FeedSweep:

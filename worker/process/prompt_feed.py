@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from engine.request import Request
 from engine.request_output import RequestOutput
 from engine.token_checkpoint import TokenCheckpoint
-from worker.units.prefix_order import PrefixKey
+from worker.lines.prefix_order import PrefixKey
 
 OnOutputs = Callable[[list[RequestOutput]], None]
 OnCheckpoint = Callable[[str, TokenCheckpoint], None]  # request id, how far it has come

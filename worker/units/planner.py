@@ -10,6 +10,7 @@ from worker.broker.announcer import Announcer
 from worker.lines.custom_ids import CustomIds
 from worker.lines.line_error import LineError
 from worker.lines.parse_request_line import parse_request_line
+from worker.lines.prefix_order import PrefixKey, prefix_sort_key, shard_head
 from worker.process.held_unit import HeldUnit
 from worker.records.encode_record import encode_record
 from worker.records.error_record import line_error_record
@@ -21,7 +22,6 @@ from worker.registry.run_mode import RunMode
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_leases import UnitLeases
 from worker.registry.unit_ref import UnitRef
-from worker.units.prefix_order import PrefixKey, prefix_sort_key, shard_head
 from worker.units.unit_closer import UnitCloser
 
 CHUNK = 64  # lines of one read: at most 16 MiB with the default limits

@@ -15,6 +15,7 @@ from engine.finish_reason import FinishReason
 from engine.request import Request
 from engine.request_output import RequestOutput
 from engine.token_checkpoint import TokenCheckpoint
+from worker.lines.prefix_order import PrefixKey, prefix_sort_key
 from worker.lines.request_line import RequestLine
 from worker.process.engine_thread import EngineThread
 from worker.process.held_unit import HeldUnit
@@ -25,7 +26,6 @@ from worker.registry.prompt_record import PromptRecord
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_leases import UnitLeases
 from worker.units.checkpoint_json import decode_checkpoint, encode_checkpoint
-from worker.units.prefix_order import PrefixKey, prefix_sort_key
 from worker.units.shard_prompts import ShardPrompts
 from worker.units.unit_closer import UnitCloser
 
