@@ -58,10 +58,7 @@ class Engine:
         self._sampler = Sampler(parts.executor.model.ops, unknown_ids.to(parts.executor.model.device))
         self._outputs = OutputProcessor(parts.tokenizer, parts.eos_token_ids)
         self._checkpoints = RequestCheckpoints(
-            self._outputs,
-            parts.executor.model,
-            interval_tokens=settings.checkpoint_tokens,
-            deterministic=settings.deterministic,
+            self._outputs, parts.executor.model, interval_tokens=settings.checkpoint_tokens
         )
         self._intake = RequestIntake(
             parts.block_manager, self._checkpoints, max_model_len=self.max_model_len, seed=settings.seed

@@ -28,11 +28,8 @@ class RequestCheckpoints:
     Costs a comparison a token until a checkpoint is taken; what is due is one entry a request, however often.
     """
 
-    def __init__(
-        self, outputs: OutputProcessor, model: DecoderModel, *, interval_tokens: int | None, deterministic: bool
-    ) -> None:
+    def __init__(self, outputs: OutputProcessor, model: DecoderModel, *, interval_tokens: int | None) -> None:
         self._outputs = outputs
-        self._deterministic = deterministic  # else its tokens would be continued by an engine whose bits differ
         self._model = model
         self._are_on = interval_tokens is not None
         self._interval_tokens = sys.maxsize if interval_tokens is None else interval_tokens  # off: never due
@@ -128,7 +125,7 @@ class RequestCheckpoints:
 
     @cached_property
     def _fingerprint(self) -> str:
-        return model_fingerprint(self._model, deterministic=self._deterministic)
+        return model_fingerprint(self._model)
 
 
 def _sequences(group: RequestGroup) -> tuple[SequenceCheckpoint, ...]:

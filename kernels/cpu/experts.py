@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import torch
 
@@ -34,13 +33,11 @@ def products_by_expert(
 ) -> list[Tensor]:
     """`grouped_gemm`: one product per expert that has rows, in the layout's order."""
     tokens = layout.pair_ids // layout.top_k if gather else None
-    offsets = layout.expert_offsets.tolist()
     products = []
-    for expert, (start, end) in enumerate(pairwise(offsets)):
-        if start < end:
-            # Gathered expert by expert: all rows at once would be top_k times the size of x.
-            rows = x[start:end] if tokens is None else x.index_select(0, tokens[start:end])
-            products.append(multiply(rows, experts[expert]))
+    for expert, run in layout.runs():
+        # Gathered expert by expert: all rows at once would be top_k times the size of x.
+        rows = x[run] if tokens is None else x.index_select(0, tokens[run])
+        products.append(multiply(rows, experts[expert]))
     return products
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 
 from kernels.cpu.activation import silu_and_mul
 from kernels.cpu.experts import add_choices
 from kernels.expert_layout import ExpertLayout
 from kernels.int8.projection import product
-from kernels.int8.quantised_rows import QuantisedRows, quantise_rows
+from kernels.int8.quantised_rows import quantise_rows
 from kernels.packed_weight import PackedWeight
 from kernels.routed_experts import RoutedExperts
 
@@ -20,12 +18,9 @@ def grouped_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *,
     rows = quantise_rows(x)
     tokens = layout.pair_ids // layout.top_k if gather else None
     products = []
-    for expert, (start, end) in enumerate(pairwise(layout.expert_offsets.tolist())):
-        if start < end:
-            mine = (
-                QuantisedRows(*(part[start:end] for part in rows)) if tokens is None else rows.select(tokens[start:end])
-            )
-            products.append(product(mine, weight, expert, x.dtype))
+    for expert, run in layout.runs():
+        mine = rows.slice(run) if tokens is None else rows.select(tokens[run])
+        products.append(product(mine, weight, expert, x.dtype))
     return torch.cat(products) if products else x.new_empty(0, weight.shape[1])
 
 

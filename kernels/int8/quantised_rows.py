@@ -20,6 +20,10 @@ class QuantisedRows(NamedTuple):
     values: torch.Tensor  # [T, K], uint8, 1 to 255
     scales: torch.Tensor  # [T, 1], float32
 
+    def slice(self, rows: slice) -> QuantisedRows:
+        """Neighbouring rows, not copied."""
+        return QuantisedRows(self.values[rows], self.scales[rows])
+
     def select(self, rows: torch.Tensor) -> QuantisedRows:
         """The rows of these indices [n] int64."""
         return QuantisedRows(self.values.index_select(0, rows), self.scales.index_select(0, rows))

@@ -13,7 +13,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.model_fingerprint import model_fingerprint
 from engine.models.load_decoder import load_decoder
 from engine.models.model_placement import ModelPlacement
-from kernels.dispatch import operations
+from kernels.dispatch import deterministic_operations, operations
 from tests.support.tiny_checkpoint import make_checkpoint
 
 CPU = torch.device("cpu")
@@ -28,10 +28,11 @@ FIRST_OF_EACH_WEIGHT = [
 
 
 def fingerprint(path: Path, *, deterministic: bool = False) -> str:
-    placement = ModelPlacement(CPU, torch.float32, operations(CPU), max_positions=64, bucketed_min_tokens=8)
+    ops = deterministic_operations(CPU) if deterministic else operations(CPU)
+    placement = ModelPlacement(CPU, torch.float32, ops, max_positions=64, bucketed_min_tokens=8)
     with Checkpoint.open(path) as checkpoint:
         model = load_decoder(ModelConfig.from_directory(path), checkpoint, placement)
-    return model_fingerprint(model, deterministic=deterministic)
+    return model_fingerprint(model)
 
 
 @pytest.fixture(scope="module")
