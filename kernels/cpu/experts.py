@@ -32,13 +32,9 @@ def products_by_expert(
     x: Tensor, experts: Sequence[Tensor], layout: ExpertLayout, multiply: Product, *, gather: bool
 ) -> list[Tensor]:
     """`grouped_gemm`: one product per expert that has rows, in the layout's order."""
-    tokens = layout.pair_ids // layout.top_k if gather else None
-    products = []
-    for expert, run in layout.runs():
-        # Gathered expert by expert: all rows at once would be top_k times the size of x.
-        rows = x[run] if tokens is None else x.index_select(0, tokens[run])
-        products.append(multiply(rows, experts[expert]))
-    return products
+    rows = x.index_select(0, layout.pair_ids // layout.top_k) if gather else x
+    runs = torch.split(rows, layout.counts())
+    return [multiply(run, matrix) for run, matrix in zip(runs, experts, strict=True) if run.shape[0]]
 
 
 def products_by_pair(

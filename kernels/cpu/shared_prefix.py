@@ -12,6 +12,7 @@ from kernels.attention_state import AttentionState
 from kernels.cpu.attention_merge import merge_attention_states
 from kernels.cpu.flash import flash_attention
 from kernels.cpu.kv_reader import KvReader
+from kernels.cpu.matmul_attention import MAX_QUERIES, MIN_QUERIES, matmul_attention
 from kernels.cpu.running_attention import RunningAttention
 
 # Bytes of keys read at a time, values as much again. 16 rows over 1024 keys of 8 heads of 128 in float32 take 8.8 ms
@@ -60,9 +61,11 @@ def attend_unmasked(
     # Query heads of one KV head are packed into the query length: each key is read once, not once a head.
     packed = q.view(num_queries, -1, group_size, head_dim).transpose(0, 1)
     packed = packed.reshape(1, -1, num_queries * group_size, head_dim)
+    by_matmul = q.dtype is torch.float32 and MIN_QUERIES <= packed.shape[2] <= MAX_QUERIES
+    attend_packed = matmul_attention if by_matmul else flash_attention
 
     def attend(start: int, end: int) -> AttentionState:
-        part, lse = flash_attention(packed, *reader.read_tokens(block_table, start, end), scale)
+        part, lse = attend_packed(packed, *reader.read_tokens(block_table, start, end), scale)
         part = part.view(-1, num_queries, group_size, head_dim).transpose(0, 1).reshape(q.shape)
         return AttentionState(part, lse.view(-1, num_queries, group_size).transpose(0, 1).reshape(q.shape[:2]))
 

@@ -16,11 +16,13 @@ from kernels.routed_experts import RoutedExperts
 def grouped_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
     """See `Operations.grouped_gemm`. Tokens are rounded once, not once for each of their experts."""
     rows = quantise_rows(x)
-    tokens = layout.pair_ids // layout.top_k if gather else None
-    products = []
-    for expert, run in layout.runs():
-        mine = rows.slice(run) if tokens is None else rows.select(tokens[run])
-        products.append(product(mine, weight, expert, x.dtype))
+    if gather:
+        rows = rows.select(layout.pair_ids // layout.top_k)
+    products = [
+        product(run, weight, expert, x.dtype)
+        for expert, run in enumerate(rows.split(layout.counts()))
+        if run.values.shape[0]
+    ]
     return torch.cat(products) if products else x.new_empty(0, weight.shape[1])
 
 

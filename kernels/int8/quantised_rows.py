@@ -20,9 +20,10 @@ class QuantisedRows(NamedTuple):
     values: torch.Tensor  # [T, K], uint8, 1 to 255
     scales: torch.Tensor  # [T, 1], float32
 
-    def slice(self, rows: slice) -> QuantisedRows:
-        """Neighbouring rows, not copied."""
-        return QuantisedRows(self.values[rows], self.scales[rows])
+    def split(self, counts: list[int]) -> list[QuantisedRows]:
+        """Runs of neighbouring rows of these lengths, not copied."""
+        parts = zip(torch.split(self.values, counts), torch.split(self.scales, counts), strict=True)
+        return [QuantisedRows(values, scales) for values, scales in parts]
 
     def select(self, rows: torch.Tensor) -> QuantisedRows:
         """The rows of these indices [n] int64."""
