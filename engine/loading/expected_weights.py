@@ -11,7 +11,8 @@ from settings import EngineSettings
 def expected_weights_bytes(checkpoint: Checkpoint, config: ModelConfig, settings: EngineSettings) -> int:
     """Bytes under fully derived device, dtype and quantization, within a hundredth.
 
-    A tied head is a second copy of the embedding where the head has a layout of its own. Norms and routers, which stay
+    A tied head is counted as a second copy of the embedding on every CPU; those without a layout of their own (not x86,
+    or no AVX) share it, and get fewer KV blocks than they could have. Norms and routers, which stay
     in the model dtype, and the scales of quantised weights are left out of the account: together below a hundredth.
     """
     itemsize = DTYPES[settings.dtype].itemsize

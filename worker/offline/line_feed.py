@@ -36,7 +36,7 @@ class LineFeed:
         return self._ended
 
     def take(self, wait_s: float) -> Line | None:
-        """The next line, or None if there is none within `wait_s` seconds. Raises OSError if reading failed."""
+        """The next line, or None if there is none within `wait_s` seconds. Raises what reading the file raised."""
         if self._ended:
             return None
         try:

@@ -56,7 +56,7 @@ class OfflineRun:
         """Run every line of `feed`, or until `should_stop`; what is unfinished then gets no record.
 
         If the engine breaks, the requests in it get an error record each, the lines after them none, and EngineError
-        is raised. Raises OSError if the input cannot be read.
+        is raised. Raises what reading the input raised.
         """
         try:
             while not should_stop():

@@ -3,13 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
 from engine.loading.expected_weights import expected_weights_bytes
 from engine.models.weights_bytes import weights_bytes
 from tests.support.engines import load_engine
+from tests.support.needs_vnni import needs_vnni
 from tests.support.tiny_checkpoint import make_checkpoint
 
 SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048, "num_hidden_layers": 2}
@@ -24,7 +24,7 @@ SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 2048, "num
         {"engine.deterministic": "true"},
         pytest.param(
             {"engine.quantization": "int8"},
-            marks=pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs a CPU with AVX-512 VNNI"),
+            marks=needs_vnni,
         ),
     ],
     ids=["float32", "bfloat16", "deterministic", "int8"],

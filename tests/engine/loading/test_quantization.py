@@ -10,8 +10,8 @@ from engine.errors import CapabilityError
 from engine.models.weights_bytes import weights_bytes
 from kernels import cpu, int8
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
+from tests.support.needs_vnni import needs_vnni
 
-needs_vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs a CPU with AVX-512 VNNI")
 PROMPT = list(range(40, 90))
 
 

@@ -7,12 +7,13 @@ from kernels import int8, reference
 from kernels.routed_experts import RoutedExperts
 from tests.support.assert_close import assert_close
 from tests.support.int8_products import int8_linear
+from tests.support.needs_vnni import needs_vnni
 
 DTYPES = [torch.float32, torch.bfloat16]
 HIDDEN, INTERMEDIATE = 72, 40
 NUM_TOKENS, NUM_EXPERTS, TOP_K = 29, 6, 3
 
-pytestmark = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs a CPU with AVX-512 VNNI")
+pytestmark = needs_vnni
 
 
 def layer_inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, RoutedExperts]:

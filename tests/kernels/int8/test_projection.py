@@ -7,12 +7,13 @@ from kernels import int8, reference
 from kernels.int8.quantised_rows import SLAB_ELEMENTS, quantise_rows
 from tests.support.assert_close import assert_close
 from tests.support.int8_products import int8_linear, rounded
+from tests.support.needs_vnni import needs_vnni
 
 DTYPES = [torch.float32, torch.bfloat16]
 # (outputs, inputs): one by one, odd numbers, a narrow and deep one, a vocabulary, sums beyond 2^24.
 SHAPES = [(1, 1), (33, 80), (7, 3000), (1000, 65), (48, 20_001)]
 
-pytestmark = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs a CPU with AVX-512 VNNI")
+pytestmark = needs_vnni
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
