@@ -1,0 +1,1 @@
+"""Output held to a grammar: JSON schemas, regular expressions, choices, Lark and GBNF grammars."""

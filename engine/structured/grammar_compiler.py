@@ -1,0 +1,107 @@
+"""Compiles grammars beside the engine, and keeps what it compiled."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from engine.errors import GrammarFailed, InvalidRequest
+from engine.structured.compile_matcher import compile_matcher
+from engine.structured.compiled_grammar import CompiledGrammar
+from engine.structured.grammar import Grammar
+from engine.structured.grammar_trials import GrammarTrials
+from engine.structured.model_vocabulary import ModelVocabulary
+from engine.structured.token_masks import TokenMasks
+from engine.text.tokenizer import Tokenizer
+from settings import StructuredOutputSettings
+
+MAX_LINE_CHARS, MAX_LINES = 120, 6  # of why a grammar was refused
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model on a thread of its own, one at a time; the least recently used are forgotten.
+
+    Nothing is started before the first grammar, which also waits for the vocabulary (0.3 s for 150,000 tokens). The
+    engine's thread calls it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        settings: StructuredOutputSettings,
+        *,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._trials = GrammarTrials(timeout_s=settings.compile_timeout_s, max_bytes=settings.max_compile_bytes)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._compiled: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
+        self._vocabulary: LLTokenizer | None = None
+
+    def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
+        """The grammar compiled, sooner or later; refused ones are remembered as well.
+
+        The future raises InvalidRequest without `param`: invalid_grammar, grammar_too_large or grammar_too_complex.
+        """
+        found = self._compiled.get(grammar)
+        if found is None or _may_pass(found):
+            found = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
+            self._forget_oldest()
+        self._compiled.move_to_end(grammar)
+        return found
+
+    def close(self) -> None:
+        """End the process that tries grammars; another grammar starts it again."""
+        self._trials.close()
+
+    def _forget_oldest(self) -> None:
+        over = len(self._compiled) - self._settings.cached_grammars
+        done = (grammar for grammar, future in self._compiled.items() if future.done())
+        for grammar in [grammar for grammar, _ in zip(done, range(over), strict=False)]:
+            del self._compiled[grammar]
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        size, most = len(grammar.text.encode(errors="surrogatepass")), self._settings.max_grammar_bytes
+        if size > most:
+            limit = "engine.structured_output.max_grammar_bytes"
+            raise InvalidRequest(f"has {size} bytes; accepted: at most {most} ({limit})", code="grammar_too_large")
+        try:
+            definition = self._trials.definition(grammar)
+            return self._first_state(definition)
+        except ValueError as error:
+            raise InvalidRequest(f"cannot be compiled: {_shortened(str(error))}", code="invalid_grammar") from error
+        except (TimeoutError, MemoryError) as error:
+            raise InvalidRequest(f"cannot be compiled: {error}", code="grammar_too_complex") from error
+
+    def _first_state(self, definition: str) -> CompiledGrammar:
+        tokens = self._tokens()
+        first_state = compile_matcher(tokens, definition)
+        compiled = CompiledGrammar(first_state, vocab_size=self._vocab_size, mask_size=tokens.vocab_size)
+        fault = TokenMasks(1).allowed([compiled.new_matcher(self._eos_token_ids)])[0]
+        if isinstance(fault, GrammarFailed):
+            raise ValueError("nothing can be written by it")
+        return compiled
+
+    def _tokens(self) -> LLTokenizer:
+        if self._vocabulary is None:
+            vocabulary = ModelVocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
+            self._vocabulary = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=vocabulary.eos_token_ids)
+        return self._vocabulary
+
+
+def _may_pass(compiled: Future[CompiledGrammar]) -> bool:
+    """Whether it failed for no fault of the grammar's."""
+    return compiled.done() and not isinstance(compiled.exception(), InvalidRequest | None)
+
+
+def _shortened(reason: str) -> str:
+    """The library's reasons quote the grammar, in lines of any length."""
+    lines = [line if len(line) <= MAX_LINE_CHARS else line[:MAX_LINE_CHARS] + "..." for line in reason.splitlines()]
+    return "\n".join(lines[:MAX_LINES])

@@ -1,0 +1,110 @@
+"""Grammars are compiled in a process of their own before they are compiled here."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+import weakref
+
+from engine.errors import EngineUnavailable
+from engine.structured.grammar import Grammar
+
+READ_BYTES = 1 << 16
+START_TIMEOUT_S = 60.0  # it imports little; on a machine that is busy this takes seconds
+CHILD = (
+    "import sys; sys.path[:] = sys.argv[2:]; "
+    "from engine.structured.trial_main import main; main(max_bytes=int(sys.argv[1]))"
+)
+
+
+class GrammarTrials:
+    """Tries grammars in a child process, which a bad one may hang, exhaust or kill. One caller at a time.
+
+    The child is started with the first grammar (some 0.1 s) and again after one that it did not survive.
+    """
+
+    def __init__(self, *, timeout_s: float, max_bytes: int) -> None:
+        self._timeout_s = timeout_s
+        self._max_bytes = max_bytes  # of address space the child may have
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def definition(self, grammar: Grammar) -> str:
+        """The definition of a grammar that compiles. Raises ValueError saying what is wrong with another, and
+        TimeoutError, MemoryError where trying it took too long or the child's life.
+        """
+        request = json.dumps((grammar.kind, grammar.text)).encode() + b"\n"
+        try:
+            defined, fault = json.loads(self._ask(request))
+        except TimeoutError as error:
+            raise TimeoutError(f"not compiled within {self._timeout_s:g} s") from error
+        except OSError as error:
+            raise MemoryError(f"not compiled within {self._max_bytes} bytes and the depth of a stack") from error
+        if fault:
+            raise ValueError(fault)
+        return str(defined)
+
+    def close(self) -> None:
+        """End the child, if there is one."""
+        if self._child is not None:
+            self._end_child()
+            self._child = None
+
+    def _ask(self, request: bytes) -> bytes:
+        """The child's answer. One that waited may have died of something else: its death counts from a new child."""
+        if self._child is not None:
+            try:
+                return self._exchange(self._child, request, self._timeout_s)
+            except BrokenPipeError:
+                pass
+        return self._exchange(self._start(), request, self._timeout_s)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        path = [entry or os.getcwd() for entry in sys.path]  # it imports what this process would, and from nowhere else
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-c", CHILD, str(self._max_bytes), *path],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt from the terminal is not for it; it ends when its stdin does
+        )
+        self._child, self._end_child = child, weakref.finalize(self, _end, child)
+        try:
+            self._exchange(child, b"", START_TIMEOUT_S)
+        except OSError as error:
+            raise EngineUnavailable("the process that tries grammars did not start") from error
+        return child
+
+    def _exchange(self, child: subprocess.Popen[bytes], request: bytes, timeout_s: float) -> bytes:
+        """Send a line, read a line. Raises TimeoutError, BrokenPipeError where the child died; it is gone then."""
+        try:
+            return _exchanged(child, request, time.monotonic() + timeout_s)
+        except OSError:
+            self.close()
+            raise
+
+
+def _exchanged(child: subprocess.Popen[bytes], request: bytes, deadline_s: float) -> bytes:
+    if child.stdin is None or child.stdout is None:
+        raise BrokenPipeError("no pipes")
+    child.stdin.write(request)  # the child waits for it: this does not block
+    answer = b""
+    while not answer.endswith(b"\n"):
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or not select.select([child.stdout], [], [], left_s)[0]:
+            raise TimeoutError
+        part = os.read(child.stdout.fileno(), READ_BYTES)
+        if not part:
+            raise BrokenPipeError("the child died")
+        answer += part
+    return answer
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    with child:  # closes its pipes and waits
+        pass

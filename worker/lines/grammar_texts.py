@@ -1,0 +1,44 @@
+"""Schemas and choices as the text that a grammar is made of."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
+
+
+def _schema_text(value: object) -> str:
+    """A JSON schema, as an object or as JSON in a string (vLLM takes both), as JSON text in its own key order."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise PydanticCustomError("invalid_value", "a JSON schema, an object") from error
+    if not isinstance(value, dict):
+        raise PydanticCustomError("invalid_type", "a JSON schema, an object")
+    return _json(value)
+
+
+def _choices_text(value: object) -> str:
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError("invalid_type", "a list of one string or more")
+    for position, choice in enumerate(value):
+        if not isinstance(choice, str):
+            raise PydanticCustomError("invalid_type", "a string", {"at": position})
+        if not choice:
+            raise PydanticCustomError("invalid_value", "a string that is not empty", {"at": position})
+    return _json(list(dict.fromkeys(value)))
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON")
+
+
+SchemaText = Annotated[str, BeforeValidator(_schema_text)]
+ChoicesText = Annotated[str, BeforeValidator(_choices_text)]
