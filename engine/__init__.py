@@ -3,5 +3,8 @@
 A prompt's way: `Engine.add_request` -> `Scheduler.schedule` (BlockManager) -> `build_forward_batch` ->
 `StepExecutor.execute` -> `DecoderModel.forward` -> kernels -> `Sampler` -> `OutputProcessor` -> `RequestOutput`.
 
+Embeddings (`EmbeddingRequest`) go the same way up to the hidden states, which `EmbeddingRequests` pools; an encoder has
+an engine of its own (`EncoderEngine`). `load_engine` makes the one that a checkpoint needs.
+
 This file imports nothing, so that the bookkeeping (scheduler, blocks, requests) is used and tested without torch.
 """

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 import torch
 
-from engine.admission import check_request
+from engine.admission import check_embedding_request, check_request
+from engine.any_request import AnyRequest
+from engine.batch_runner import BatchRunner
 from engine.duplicates import Duplicates
+from engine.embedding.embedding_requests import EmbeddingRequests
+from engine.embedding_request import EmbeddingRequest
 from engine.engine_stats import EngineStats
-from engine.errors import EngineError, EngineFatal, NonFiniteLogits
-from engine.execution.forward_item import ForwardItem
+from engine.errors import EngineError, InvalidRequest, NonFiniteLogits
 from engine.finish_reason import FinishReason
 from engine.finished_requests import FinishedRequests
 from engine.loading.engine_parts import EngineParts
 from engine.loading.load_parts import load_parts
 from engine.output_processor import OutputProcessor
-from engine.request import Request
 from engine.request_checkpoints import RequestCheckpoints
 from engine.request_intake import RequestIntake
 from engine.request_output import RequestOutput
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampled_token import SampledToken
 from engine.sampling.sampler import Sampler
-from engine.sampling.sampling_row import SamplingRow
 from engine.scheduling.request_group import RequestGroup
 from engine.scheduling.request_state import RequestState
 from engine.scheduling.scheduled_batch import ScheduledBatch
-from engine.scheduling.scheduled_item import ScheduledItem
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.structured.held_groups import HeldGroups
 from engine.text.tokenizer import Tokenizer
 from engine.token_checkpoint import TokenCheckpoint
 from settings import EffectiveSettings, Settings
@@ -50,21 +52,34 @@ class Engine:
         self.vocab_size: int = parts.executor.model.config.vocab_size  # token ids are below it
         self._executor = parts.executor
         self._blocks = parts.block_manager
-        self._scheduler = Scheduler(
-            SchedulerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.unified_prefill),
-            parts.block_manager,
-        )
+        limits = SchedulerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.unified_prefill)
+        self._scheduler = Scheduler(limits, parts.block_manager)
         unknown_ids = torch.tensor(parts.tokenizer.unknown_ids(self.vocab_size), dtype=torch.int64)
         self._sampler = Sampler(parts.executor.model.ops, unknown_ids.to(parts.executor.model.device))
         self._outputs = OutputProcessor(parts.tokenizer, parts.eos_token_ids)
+        self._batches = BatchRunner(parts.executor, parts.runner, parts.block_manager, self._outputs, self._sampler)
         self._checkpoints = RequestCheckpoints(
             self._outputs, parts.executor.model, interval_tokens=settings.checkpoint_tokens
         )
+        arrivals = count(1)
         self._intake = RequestIntake(
-            parts.block_manager, self._checkpoints, max_model_len=self.max_model_len, seed=settings.seed
+            parts.block_manager,
+            self._checkpoints,
+            max_model_len=self.max_model_len,
+            seed=settings.seed,
+            arrivals=arrivals,
         )
         self._duplicates = Duplicates(is_on=settings.deduplicate)
+        self._held = HeldGroups(parts, self._outputs)
         self._finished = FinishedRequests()
+        self._embeddings = EmbeddingRequests(
+            self._scheduler,
+            self._finished,
+            parts.block_manager.new_chain,
+            config=parts.embedding,
+            arrivals=arrivals,
+            deduplicate=settings.deduplicate,
+        )
         self._groups: dict[str, RequestGroup] = {}  # by the ids of their requests
         self._groups_by_arrival: dict[int, RequestGroup] = {}
         self._num_steps = self._generated_tokens = 0
@@ -87,13 +102,26 @@ class Engine:
         """Tokens one request may have, prompt and output together."""
         return self.runner.kv_capacity()
 
-    def add_request(self, request: Request) -> None:
+    @property
+    def generates(self) -> bool:
+        """Whether it continues prompts. False for a model without a head: it makes embeddings only."""
+        return self._executor.model.lm_head is not None
+
+    def add_request(self, request: AnyRequest) -> None:
         """Queue a request. Raises InvalidRequest (PromptTooLong, ...) for one that can never be served.
 
         One that is to get the same tokens as an unfinished one (see Duplicates) gets what that one generates; a
         checkpoint it brings is set aside, since the work behind it is done for the other anyway.
         """
-        check_request(request, vocab_size=self.vocab_size, capacity=self.max_model_len, taken=self._groups)
+        taken = self._embeddings if request.request_id in self._embeddings else self._groups
+        limits = {"vocab_size": self.vocab_size, "capacity": self.max_model_len}
+        if isinstance(request, EmbeddingRequest):
+            check_embedding_request(request, **limits, taken=taken, config=self._embeddings.config)
+            self._embeddings.add(request)
+            return
+        if not self.generates:
+            raise InvalidRequest("this model has no lm_head: it makes embeddings only", code="unsupported_endpoint")
+        check_request(request, **limits, taken=taken)
         key = self._duplicates.key_of(request)
         group = self._duplicates.find(key)
         if group is None:
@@ -101,7 +129,7 @@ class Engine:
             return
         group.requests.append(replace(request, resume=None))
         self._groups[request.request_id] = group
-        if request.priority < group.priority:
+        if request.priority < group.priority and not self._held.promote(group, request.priority):
             for state in group.unfinished:
                 self._scheduler.promote(state, request.priority)
 
@@ -109,9 +137,21 @@ class Engine:
         self._groups_by_arrival[group.arrival] = group
         self._groups.update(dict.fromkeys((request.request_id for request in group.requests), group))
         self._duplicates.add(group)
+        if not self._held.hold(group):
+            self._schedule(group)
+
+    def _schedule(self, group: RequestGroup) -> None:
         for state in group.unfinished:
             self._scheduler.add(state)
         self._hand_out_if_complete(group)
+
+    def _take_compiled(self) -> None:
+        may_wait = not self._scheduler.has_work and self._finished.is_empty
+        for group in self._held.take_ready(may_wait=may_wait):
+            if group.error is not None:
+                self._cancel(group)
+            else:
+                self._schedule(group)
 
     def due_checkpoints(self) -> dict[str, TokenCheckpoint]:
         """Checkpoints, by request id, of the requests of which a sequence got engine.checkpoint_tokens since its last
@@ -132,7 +172,7 @@ class Engine:
         """
         group = self._groups.get(request_id)
         if group is None:
-            return False
+            return self._embeddings.abort(request_id)
         if len(group.requests) > 1:
             self._withdraw(request_id, group)
         else:
@@ -144,6 +184,7 @@ class Engine:
 
         Raises EngineFatal when the step itself failed (out of memory, a fault of the device): stop the engine then.
         """
+        self._take_compiled()
         batch = self._scheduler.schedule()
         if batch is not None:
             self._run(batch)
@@ -151,14 +192,14 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether `step` has something to run or to hand out."""
-        return self._scheduler.has_work or not self._finished.is_empty
+        return self._scheduler.has_work or bool(self._held) or not self._finished.is_empty
 
     def stats(self) -> EngineStats:
         """Figures at this moment."""
         return EngineStats(
             num_steps=self._num_steps,
             num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
+            num_waiting=len(self._scheduler.waiting) + self._held.num_sequences,
             num_finished_requests=self._finished.num_requests,
             num_duplicates=self._finished.num_duplicates,
             prompt_tokens=self._finished.prompt_tokens,
@@ -178,75 +219,48 @@ class Engine:
         """End every unfinished request as cancelled; `step` hands their outputs out."""
         for group in list(self._groups_by_arrival.values()):
             self._cancel(group)
+        self._embeddings.close()
+        self._held.close()
         self.runner.reset()
 
     def _run(self, batch: ScheduledBatch) -> None:
         self._num_steps += 1
-        results = self._forward_and_sample(batch)
-        outcomes = list(zip(batch.items, results, strict=True))
-        self._scheduler.advance(item for item, result in outcomes if not isinstance(result, NonFiniteLogits))
-        for item, result in outcomes:
-            state = item.state
+        answers = self._batches.run(batch)
+        outcomes = (*answers.tokens, *answers.hidden)
+        self._scheduler.advance(item for item, _, answer in outcomes if not isinstance(answer, NonFiniteLogits))
+        for item, embedded, hidden in answers.hidden:
+            self._embeddings.take(embedded, item.start, hidden)
+        for _, state, answer in answers.tokens:
             # A chunk, or a sequence whose sibling failed in this very step.
-            if result is None or state.is_finished:
+            if answer is None or state.is_finished:
                 continue
-            if isinstance(result, NonFiniteLogits):
-                self._fail(state, result)
-                continue
-            self._outputs.append(state, result)
-            self._generated_tokens += 1
-            self._checkpoints.note_token(state)
-            if state.finish_reason is not None:
-                self._scheduler.finish(state)
-                self._hand_out_if_complete(self._groups_by_arrival[state.arrival])
+            if isinstance(answer, EngineError):
+                self._fail(state, answer)
+            else:
+                self._append(state, answer)
 
-    def _forward_and_sample(self, batch: ScheduledBatch) -> list[SampledToken | NonFiniteLogits | None]:
-        """What model and sampler answer for each item; None for a chunk that is not its prompt's last.
-
-        Whatever else goes wrong there leaves KV nobody can vouch for. A chunk's last token sees all of its others, so
-        its logits tell whether the chunk's KV is good: without that look, NaN would be offered to other requests
-        before their own request fails.
-        """
-        try:
-            logits = self._executor.execute([self._forward_item(item) for item in batch.items])
-            rows = [self._sampling_row(item.state) for item in batch.sampling_items]
-            if len(rows) == len(batch.items):  # nearly always: the logits, up to 40 MB, are not copied
-                return list(self._sampler.sample(logits, rows))
-            samples = torch.tensor([item.samples for item in batch.items], device=logits.device)
-            sampled = iter(self._sampler.sample(logits[samples], rows) if rows else [])
-            chunks = iter(torch.isfinite(logits[~samples].amax(dim=-1)).tolist())
-        except Exception as error:
-            self.runner.mark_failed(f"{type(error).__name__}: {error}")
-            raise EngineFatal(f"a step failed: {type(error).__name__}: {error}") from error
-        return [next(sampled) if item.samples else _of_chunk(item, is_good=next(chunks)) for item in batch.items]
-
-    def _forward_item(self, item: ScheduledItem) -> ForwardItem:
-        state = item.state
-        tokens = state.token_ids[item.start : item.start + item.num_scheduled_tokens]
-        block_table = self._blocks.block_table(state.sequence_id)
-        return ForwardItem(tokens, item.start, block_table, wants_logits=True, is_final=item.samples)
-
-    def _sampling_row(self, state: RequestState) -> SamplingRow:
-        return SamplingRow(
-            params=state.request.params,
-            position=len(state.token_ids),
-            seed=state.seed,
-            counts=state.counts,
-            banned_token_ids=self._outputs.banned_token_ids(state),
-        )
+    def _append(self, state: RequestState, sampled: SampledToken) -> None:
+        self._outputs.append(state, sampled)
+        self._generated_tokens += 1
+        self._checkpoints.note_token(state)
+        if state.finish_reason is not None:
+            self._scheduler.finish(state)
+            self._hand_out_if_complete(self._groups_by_arrival[state.arrival])
 
     def _fail(self, state: RequestState, error: EngineError) -> None:
-        """One sequence failed, so its request did; its KV is withdrawn from later hits. Equal requests try again."""
+        """One sequence failed, so its request did; KV that is not good is withdrawn. Equal requests try again."""
         group = self._groups_by_arrival[state.arrival]
         group.error = error
         state.finish_reason = FinishReason.ERROR
-        self._scheduler.finish(state, kv_is_good=False)
+        self._scheduler.finish(state, kv_is_good=not isinstance(error, NonFiniteLogits))
         self._cancel(group)
 
     def _cancel(self, group: RequestGroup) -> None:
+        is_held = self._held.release(group)
         for state in group.unfinished:
             self._end(state)
-            self._scheduler.finish(state)
+            if not is_held:
+                self._scheduler.finish(state)
         self._hand_out_if_complete(group)
 
     def _withdraw(self, request_id: str, group: RequestGroup) -> None:
@@ -277,8 +291,3 @@ class Engine:
         group.requests = group.requests[len(done) :]
         if group.requests:  # the first failed: the others are tried without it
             self._start(self._intake.begin_again(group))
-
-
-def _of_chunk(item: ScheduledItem, *, is_good: bool) -> NonFiniteLogits | None:
-    end = item.start + item.num_scheduled_tokens
-    return None if is_good else NonFiniteLogits(f"the model's values are not finite before position {end}")

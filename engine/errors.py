@@ -2,7 +2,8 @@
 
 EngineError
 |-- InvalidRequest            the request's own fault: permanent, never retried
-|   `-- PromptTooLong         it could never fit: need and capacity in tokens
+|   |-- PromptTooLong         it could never fit: need and capacity in tokens
+|   `-- GrammarFailed         its output can go on in no way that its grammar allows
 |-- EngineUnavailable         transient: the same request may succeed later
 |   `-- KVPoolExhausted       need and free in blocks
 |-- CheckpointError           the model on disk cannot be run as it stands
@@ -52,6 +53,13 @@ class PromptTooLong(InvalidRequest):
         )
         self.need = need
         self.capacity = capacity
+
+
+class GrammarFailed(InvalidRequest):
+    """A sequence's output can go on in no way that its grammar allows, or finding that out took over a limit."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the output could not be held to its grammar: {reason}", code="grammar_failed")
 
 
 class EngineUnavailable(EngineError):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
+
 from engine.completion import Completion
+from engine.errors import EngineError
 from engine.request import Request
 from engine.request_output import RequestOutput
 from engine.scheduling.request_group import RequestGroup
@@ -36,12 +39,32 @@ class FinishedRequests:
             error=group.error,
             num_resumed_tokens=group.num_resumed_tokens,
         )
+        self._add(output, is_duplicate=is_duplicate)
+        self.output_tokens += sum(state.num_output_tokens for state in group.states)
+
+    def add_embeddings(
+        self,
+        request_id: str,
+        num_prompt_tokens: int,
+        num_cached_tokens: int,
+        embeddings: tuple[array[float], ...],
+        *,
+        is_duplicate: bool = False,
+    ) -> None:
+        """An embedding request ended with these vectors; none of one that was aborted."""
+        output = RequestOutput(request_id, num_prompt_tokens, num_cached_tokens, (), embeddings=embeddings)
+        self._add(output, is_duplicate=is_duplicate)
+
+    def add_failed_embeddings(self, request_id: str, num_prompt_tokens: int, error: EngineError) -> None:
+        """An embedding request ended with an error."""
+        self._add(RequestOutput(request_id, num_prompt_tokens, 0, (), error), is_duplicate=False)
+
+    def _add(self, output: RequestOutput, *, is_duplicate: bool) -> None:
         self._ready.append(output)
         self.num_requests += 1
         self.num_duplicates += is_duplicate
-        self.prompt_tokens += num_prompt_tokens
+        self.prompt_tokens += output.num_prompt_tokens
         self.cached_tokens += output.num_cached_tokens
-        self.output_tokens += sum(state.num_output_tokens for state in group.states)
 
     def take(self) -> list[RequestOutput]:
         """The outputs since the last call."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.completion import Completion
 from engine.errors import EngineFatal
 from engine.finish_reason import FinishReason
 from engine.sampling.sampled_token import SampledToken
 from engine.scheduling.request_state import RequestState
+from engine.structured.compiled_grammar import CompiledGrammar
+from engine.structured.grammar_matcher import GrammarMatcher
 from engine.text.incremental_detokenizer import IncrementalDetokenizer
 from engine.text.stop_strings import StopStrings
 from engine.text.tokenizer import Tokenizer
@@ -43,8 +47,17 @@ class OutputProcessor:
             state.finish_reason, state.stop_reason = FinishReason.STOP, token_id
         else:
             self._append_text(state, token_id)
+            if state.matcher is not None:
+                self._follow_grammar(state, state.matcher, [token_id])
         if state.finish_reason is None and state.num_output_tokens >= state.max_tokens:
             state.finish_reason = FinishReason.LENGTH
+        if state.is_finished:
+            self.flush(state)
+
+    def constrain(self, state: RequestState, grammar: CompiledGrammar) -> None:
+        """Hold a sequence to a grammar; tokens it has already, of a checkpoint, are followed first."""
+        state.matcher = grammar.new_matcher(self._eos_token_ids.union(state.request.params.stop_token_ids))
+        self._follow_grammar(state, state.matcher, state.output_token_ids)
         if state.is_finished:
             self.flush(state)
 
@@ -80,6 +93,12 @@ class OutputProcessor:
             state.text_parts.append(text)  # stop strings are looked for only in what comes after min_tokens
         else:
             self._feed(state, stops, text)
+
+    def _follow_grammar(self, state: RequestState, matcher: GrammarMatcher, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            matcher.accept(token_id)
+        if state.finish_reason is None and token_ids and matcher.is_over:
+            state.finish_reason = FinishReason.STOP
 
     def _feed(self, state: RequestState, stops: StopStrings, text: str) -> None:
         state.text_parts.append(stops.feed(text))

@@ -21,3 +21,8 @@ class Request:
     priority: int = 0  # lower runs first
     tenant: str = ""  # whose it is: KV and results are shared within a tenant alone, and tenants get equal shares
     resume: TokenCheckpoint | None = None  # go on from here; one that is not of this request is dropped
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)

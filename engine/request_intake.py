@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 from engine.kv_cache.block_manager import BlockManager
@@ -19,13 +20,19 @@ class RequestIntake:
     """Makes groups: new ones, ones that go on from a checkpoint, and copies of those that run."""
 
     def __init__(
-        self, blocks: BlockManager, checkpoints: RequestCheckpoints, *, max_model_len: int, seed: int | None
+        self,
+        blocks: BlockManager,
+        checkpoints: RequestCheckpoints,
+        *,
+        max_model_len: int,
+        seed: int | None,
+        arrivals: Iterator[int],
     ) -> None:
         self._blocks = blocks
         self._checkpoints = checkpoints
         self._max_model_len = max_model_len
         self._entropy = random.SystemRandom() if seed is None else random.Random(seed)
-        self._num_groups = 0
+        self._arrivals = arrivals  # shared with whatever else queues sequences: they are told apart by these numbers
 
     def begin(self, request: Request, key: bytes | None) -> RequestGroup:
         """A group for a checked request. One with a checkpoint goes on behind it.
@@ -64,14 +71,13 @@ class RequestIntake:
         return copy
 
     def _new_group(self, requests: list[Request], base_seed: int, key: bytes | None) -> RequestGroup:
-        self._num_groups += 1
-        request = requests[0]
+        request, arrival = requests[0], next(self._arrivals)
         room = self._max_model_len - len(request.prompt_token_ids)
         states = tuple(
             RequestState(
                 request=request,
                 index=index,
-                arrival=self._num_groups,
+                arrival=arrival,
                 seed=_signed_64(base_seed + index * SEED_STRIDE),
                 max_tokens=min(request.params.max_tokens or room, room),
                 chain=self._blocks.new_chain(request.prompt_token_ids, request.tenant),

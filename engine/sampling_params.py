@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.errors import InvalidRequest
+from engine.structured.grammar import Grammar
 
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
@@ -24,8 +25,8 @@ _REPETITION_PENALTY_ACCEPTED = f"{MIN_REPETITION_PENALTY} to {MAX_REPETITION_PEN
 class SamplingParams:
     """How a request's tokens are chosen; the order of operations is transformers'.
 
-    logit_bias, then the repetition, frequency and presence penalties, then min_tokens' ban on ending, then
-    temperature, top_k, top_p, min_p, then one draw. Raises InvalidRequest naming the parameter.
+    logit_bias, then the repetition, frequency and presence penalties, then min_tokens' ban on ending and the grammar,
+    then temperature, top_k, top_p, min_p, then one draw. Raises InvalidRequest naming the parameter.
     """
 
     max_tokens: int | None = None  # None: what the context leaves
@@ -44,6 +45,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
+    # What the output is held to: a token that does not fit gets no probability, and the sequence may end only where the
+    # grammar is satisfied, at an end-of-sequence or stop token id, or by itself where nothing can follow. A stop string
+    # still cuts the text wherever it appears.
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -71,6 +76,9 @@ class SamplingParams:
             self._check("logprobs", self.logprobs >= 0, "a whole number, at least 0")
         self._check("stop", all(self.stop), "strings that are not empty")
         self._check("n", self.n >= 1, "a whole number, at least 1")
+        if self.grammar is not None:  # it decides alone where the output may end
+            self._check("min_tokens", self.min_tokens == 0, "0 beside a grammar")
+            self._check("ignore_eos", not self.ignore_eos, "false beside a grammar")
 
     @property
     def is_greedy(self) -> bool:

@@ -76,6 +76,7 @@ from settings.redis import RedisSettings
 from settings.root import Settings
 from settings.setting_row import SettingRow
 from settings.source import Source
+from settings.structured_output import StructuredOutputSettings
 from settings.worker import WorkerSettings
 
 __all__ = [
@@ -94,6 +95,7 @@ __all__ = [
     "DecodeSettings",
     "MoeSettings",
     "CudaGraphSettings",
+    "StructuredOutputSettings",
     "ProfileSettings",
     "WorkerSettings",
     "LimitSettings",

@@ -15,6 +15,7 @@ from settings.moe import MoeSettings
 from settings.prefix_cache import PrefixCacheSettings
 from settings.profile import ProfileSettings
 from settings.shared_prefix import SharedPrefixSettings
+from settings.structured_output import StructuredOutputSettings
 from settings.units import Requests, Tokens, Unit
 
 
@@ -82,6 +83,7 @@ class EngineSettings(BaseModel):
     prefix_cache: PrefixCacheSettings = Field(default_factory=PrefixCacheSettings)
     shared_prefix: SharedPrefixSettings = Field(default_factory=SharedPrefixSettings)
     decode: DecodeSettings = Field(default_factory=DecodeSettings)
+    structured_output: StructuredOutputSettings = Field(default_factory=StructuredOutputSettings)
     moe: MoeSettings = Field(default_factory=MoeSettings)
     cuda_graphs: CudaGraphSettings = Field(default_factory=CudaGraphSettings)
     profile: ProfileSettings = Field(default_factory=ProfileSettings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
@@ -28,4 +28,14 @@ class ModelSettings(BaseModel):
         min_length=1,
         max_length=256,
         description="Model name accepted in requests and written in results; none: the directory's name.",
+    )
+    tool_call_format: Literal["auto", "qwen3", "llama3", "none"] = Field(
+        default="auto",
+        description="How the model writes tool calls: between <tool_call> marks (also Hermes), or as bare JSON; none: "
+        "calls stay text; auto: what the chat template shows, and tools are refused where it shows neither.",
+    )
+    reasoning_format: Literal["auto", "qwen3", "none"] = Field(
+        default="auto",
+        description="How the model writes reasoning: before </think>; none: it stays text; auto: what the chat "
+        "template shows.",
     )

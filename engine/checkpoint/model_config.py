@@ -15,7 +15,8 @@ from engine.checkpoint.rope_config import RopeConfig
 Architecture = Literal["llama", "qwen3", "qwen3_moe"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
-# model_type -> the one class in config.json's `architectures` that this engine runs
+# model_type -> the class in config.json's `architectures` that generates; the other one that is accepted is its body
+# alone (Qwen3Model), of which embeddings are made
 MODEL_CLASSES = {
     "llama": "LlamaForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -110,8 +111,9 @@ def _architecture(config: ConfigReader) -> Architecture:
     model_type = config.choice("model_type", tuple(MODEL_CLASSES))
     wanted = MODEL_CLASSES[model_type]
     classes = config.data.get("architectures")
-    if classes is not None and classes != [wanted]:
-        raise config.refuse("architectures", classes, f'["{wanted}"] for model_type {model_type!r}')
+    body = wanted.replace("ForCausalLM", "Model")
+    if classes is not None and classes not in ([wanted], [body]):
+        raise config.refuse("architectures", classes, f'["{wanted}"] or ["{body}"] for model_type {model_type!r}')
     return cast(Architecture, model_type)
 
 

@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from engine.errors import CheckpointError
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# 0, 1, 2, ... in int64: a buffer of BERT's that transformers before 4.31 saved.
+IGNORED_SUFFIX = "embeddings.position_ids"
 # A header entry takes about 150 bytes: room for 200,000 tensors, where Qwen3-235B has 36,945 over all its files.
 MAX_HEADER_BYTES = 32 << 20
 
@@ -27,10 +29,11 @@ class Shard:
         self.path = path
         _check_header_size(path)
         self._file = _open(path)
-        self._tensors = {name: self._describe(name) for name in self._file.keys()}  # noqa: SIM118 (not a dict)
+        names = (name for name in self._file.keys() if not name.endswith(IGNORED_SUFFIX))  # noqa: SIM118 (not a dict)
+        self._tensors = {name: self._describe(name) for name in names}
 
     def names(self) -> frozenset[str]:
-        """Every tensor in the file."""
+        """Every tensor in the file, but for position_ids."""
         return frozenset(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:

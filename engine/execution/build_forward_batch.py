@@ -18,6 +18,8 @@ from kernels.prefix_group import PrefixGroup
 
 Int64 = npt.NDArray[np.int64]
 
+_NO_TOKENS: Int64 = np.empty(0, dtype=np.int64)
+
 
 @dataclass(frozen=True, eq=False)
 class _Part:
@@ -52,11 +54,15 @@ def build_forward_batch(
     last_token = np.empty(len(items), dtype=np.int64)
     last_token[item_ids] = np.cumsum([len(items[i].token_ids) for i in item_ids]) - 1
     wanted = [i for i, item in enumerate(items) if item.wants_logits]
+    hidden = {i: len(item.token_ids) for i, item in enumerate(items) if item.wants_hidden}
+    hidden_tokens = [np.arange(last_token[i] + 1 - count, last_token[i] + 1) for i, count in hidden.items()]
     return ForwardBatch(
         token_ids=_to_device(np.concatenate((decode.token_ids, prefill.token_ids)), device),
         positions=_to_device(np.concatenate((decode.positions, prefill.positions)), device),
         slot_mapping=_to_device(np.concatenate((decode.slots, prefill.slots)), device),
         logits_indices=_to_device(last_token[wanted], device),
+        hidden_indices=_to_device(np.concatenate([_NO_TOKENS, *hidden_tokens]), device),
+        hidden_lens=tuple(hidden.values()),
         decode=decode.rows,
         prefill=prefill.rows,
         num_decode_tokens=len(decode.item_ids),
@@ -67,8 +73,7 @@ def _part(
     all_items: Sequence[ForwardItem], item_ids: list[int], block_size: int, device: torch.device, gate: Gate | None
 ) -> _Part:
     if not item_ids:
-        none = np.empty(0, dtype=np.int64)
-        return _Part([], none, none, none, None)
+        return _Part([], _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, None)
     items = [all_items[i] for i in item_ids]
     starts = np.array([item.start for item in items], dtype=np.int64)
     query_lens = np.array([len(item.token_ids) for item in items], dtype=np.int64)

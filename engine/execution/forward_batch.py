@@ -17,6 +17,8 @@ class ForwardBatch:
     positions: torch.Tensor  # [T], int64
     slot_mapping: torch.Tensor  # [T], int64, block_id * block_size + offset
     logits_indices: torch.Tensor  # [S], int64, into T: whose logits are wanted, in the order of the items
+    hidden_indices: torch.Tensor  # [W], int64, into T: whose hidden states are wanted, item after item
+    hidden_lens: tuple[int, ...]  # tokens of each item that wants them; W in all
     decode: AttentionRows | None  # the first `num_decode_tokens` tokens; None when there are none
     prefill: AttentionRows | None  # the others
     num_decode_tokens: int

@@ -14,4 +14,5 @@ class ForwardItem:
     start: int  # position of token_ids[0]; everything before it is in KV
     block_table: Sequence[int]  # covers start + len(token_ids) tokens
     wants_logits: bool  # of its last token
+    wants_hidden: bool = False  # the final-norm hidden states of all its tokens
     is_final: bool = True  # its last token is the sequence's last so far: no chunk with more to come

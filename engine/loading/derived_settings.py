@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.encoder_config import EncoderConfig
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.model_directory import check_files_are_under_root, model_directory
+from engine.checkpoint.read_config import read_config
 from engine.errors import CapabilityError
 from engine.kv_cache.kv_cache_spec import KVCacheSpec
 from engine.loading.bfloat16_support import computes_bfloat16
@@ -30,7 +32,7 @@ def derive_settings(effective: EffectiveSettings) -> EffectiveSettings:
     Raises CheckpointError (no model, or one that cannot run), CapabilityError (a setting this machine cannot honour).
     """
     path = model_path(effective)
-    config = ModelConfig.from_directory(path)
+    config = read_config(path)
     effective = effective.with_derived(
         {
             "model.name": path.resolve().name,
@@ -47,6 +49,9 @@ def derive_settings(effective: EffectiveSettings) -> EffectiveSettings:
         }
     )
     _check_capabilities(effective, config, device)
+    if isinstance(config, EncoderConfig):
+        _check_encoder(effective.settings.engine)
+        return effective.with_derived({"engine.max_model_len": config.default_max_len})
     if effective.settings.engine.kv_cache.num_blocks is None:
         num_blocks = _num_blocks(effective, config, device)
         effective = effective.with_derived({"engine.kv_cache.num_blocks": num_blocks})
@@ -87,13 +92,15 @@ def _default_dtype(checkpoint_dtype: str, device: torch.device) -> str:
     return "bfloat16" if checkpoint_dtype == "bfloat16" and computes_bfloat16() else "float32"
 
 
-def _check_capabilities(effective: EffectiveSettings, config: ModelConfig, device: torch.device) -> None:
+def _check_capabilities(
+    effective: EffectiveSettings, config: ModelConfig | EncoderConfig, device: torch.device
+) -> None:
     settings = effective.settings.engine
     try:
         operations(device)
     except KernelsUnavailable as error:
         raise CapabilityError(f"engine.device={device.type}: {error}") from error
-    if device.type == "cuda" and config.head_dim > MAX_CUDA_HEAD_DIM:
+    if device.type == "cuda" and isinstance(config, ModelConfig) and config.head_dim > MAX_CUDA_HEAD_DIM:
         raise CapabilityError(
             f"engine.device=cuda: head_dim is {config.head_dim}; accepted: up to {MAX_CUDA_HEAD_DIM}, "
             f"or engine.device=cpu"
@@ -116,6 +123,15 @@ def _check_capabilities(effective: EffectiveSettings, config: ModelConfig, devic
     if settings.cuda_graphs.enabled:
         raise CapabilityError(
             f"engine.cuda_graphs.enabled=true: this build captures no graphs on {device.type}; accepted: false"
+        )
+
+
+def _check_encoder(settings: EngineSettings) -> None:
+    if settings.deterministic:
+        raise CapabilityError("engine.deterministic=true: not available for an encoder; accepted: false")
+    if settings.quantization != "none":
+        raise CapabilityError(
+            f"engine.quantization={settings.quantization}: not available for an encoder; accepted: none"
         )
 
 

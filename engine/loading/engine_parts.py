@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.checkpoint.embedding_config import EmbeddingConfig
 from engine.execution.step_executor import StepExecutor
 from engine.kv_cache.block_manager import BlockManager
 from engine.runner.model_runner import ModelRunner
@@ -21,3 +22,4 @@ class EngineParts:
     block_manager: BlockManager
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int]
+    embedding: EmbeddingConfig

@@ -19,7 +19,8 @@ def expected_weights_bytes(checkpoint: Checkpoint, config: ModelConfig, settings
     num_elements = checkpoint.total_bytes // DTYPES[config.dtype].itemsize
     embedding = config.vocab_size * config.hidden_size
     is_packed = settings.device == "cpu" and not settings.deterministic
-    if config.tie_word_embeddings and is_packed:
+    has_head = "embed_tokens.weight" not in checkpoint.names()  # see load_decoder
+    if config.tie_word_embeddings and is_packed and has_head:
         num_elements += embedding
     if settings.quantization == "int8":
         return embedding * itemsize + (num_elements - embedding)

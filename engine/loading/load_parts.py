@@ -9,6 +9,7 @@ import structlog
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.embedding_config import EmbeddingConfig
 from engine.checkpoint.generation_config import read_generation_config
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import CheckpointError, EngineFatal
@@ -55,7 +56,7 @@ def load_parts(effective: EffectiveSettings, pass_trace: PassTrace | None = None
     )
     with Checkpoint.open(path) as checkpoint:
         model = load_decoder(config, checkpoint, placement)
-        if settings.quantization != "none":
+        if settings.quantization != "none" and model.lm_head is not None:
             error = measure_quantization_error(model, config, checkpoint, placement, kv_cache_spec(effective, config))
             _log.info("quantization_error", quantization=settings.quantization, **asdict(error))
     kv_cache = KVCacheTensors.allocate(kv_cache_spec(effective, config), num_blocks, device)
@@ -70,6 +71,7 @@ def load_parts(effective: EffectiveSettings, pass_trace: PassTrace | None = None
         block_manager=block_manager,
         tokenizer=Tokenizer.from_directory(path),
         eos_token_ids=_eos_token_ids(path, config),
+        embedding=EmbeddingConfig.from_directory(path, size=config.hidden_size, default="last_token"),
     )
 
 

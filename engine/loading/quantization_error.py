@@ -55,4 +55,4 @@ def _logits(model: DecoderModel, spec: KVCacheSpec) -> torch.Tensor:
         first = 1 + index * blocks_each  # block 0 is the null block
         items.append(ForwardItem(row, 0, range(first, first + blocks_each), wants_logits=True))
     kv_cache = KVCacheTensors.allocate(spec, 1 + NUM_SEQUENCES * blocks_each, model.device)
-    return model.forward(build_forward_batch(items, spec.block_size, model.device), kv_cache)
+    return model.forward(build_forward_batch(items, spec.block_size, model.device), kv_cache).logits

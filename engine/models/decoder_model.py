@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from engine.checkpoint.model_config import ModelConfig
+from engine.errors import CapabilityError
 from engine.execution.forward_batch import ForwardBatch
+from engine.execution.forward_result import ForwardResult
 from engine.kv_cache.kv_cache_tensors import KVCacheTensors
 from engine.models.decoder_layer import DecoderLayer
 from engine.models.layer_observer import LayerObserver
@@ -25,7 +27,7 @@ class DecoderModel:
     embed_tokens: torch.Tensor  # [V, H]
     layers: tuple[DecoderLayer, ...] | StreamedLayers
     final_norm: torch.Tensor  # [H]
-    lm_head: PackedWeight  # [V, H]
+    lm_head: PackedWeight | None  # [V, H]; None: a body alone, which makes embeddings only
     weights_digest: str  # tells checkpoints apart, see TensorSource.digest
 
     @property
@@ -41,10 +43,11 @@ class DecoderModel:
     @torch.inference_mode()
     def forward(
         self, batch: ForwardBatch, kv_cache: KVCacheTensors, observer: LayerObserver | None = None
-    ) -> torch.Tensor:
+    ) -> ForwardResult:
         """Run the batch, writing its keys and values into the cache.
 
-        Returns the logits [S, V] in float32 of `batch.logits_indices`; only these tokens see the vocabulary.
+        Only the tokens of `batch.logits_indices` see the vocabulary. Raises CapabilityError where there are any and
+        the model has no head.
         """
         x = torch.nn.functional.embedding(batch.token_ids, self.embed_tokens)
         residual = torch.zeros_like(x)
@@ -55,9 +58,22 @@ class DecoderModel:
             if observer is not None:
                 observer.after(index)
         residual += x
-        wanted = residual.index_select(0, batch.logits_indices)
-        normed = self.ops.rms_norm(wanted, self.final_norm, self.config.rms_norm_eps)
-        logits = self.ops.linear(normed, self.lm_head).float()
+        result = ForwardResult(self._logits(residual, batch), self._hidden(residual, batch))
         if observer is not None:
             observer.after(len(self.layers))
-        return logits
+        return result
+
+    def _logits(self, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        if not batch.logits_indices.shape[0]:
+            return torch.empty((0, self.config.vocab_size), device=self.device)
+        if self.lm_head is None:
+            raise CapabilityError("the model has no lm_head: it makes embeddings only")
+        return self.ops.linear(self._normed(residual, batch.logits_indices), self.lm_head).float()
+
+    def _hidden(self, residual: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, ...]:
+        if not batch.hidden_lens:
+            return ()
+        return torch.split(self._normed(residual, batch.hidden_indices), list(batch.hidden_lens))
+
+    def _normed(self, residual: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        return self.ops.rms_norm(residual.index_select(0, indices), self.final_norm, self.config.rms_norm_eps)

@@ -39,24 +39,29 @@ def stream_decoder(config: ModelConfig, checkpoint: Checkpoint, placement: Model
 
 
 def _stream(config: ModelConfig, source: TensorSource, placement: ModelPlacement) -> DecoderModel:
+    """Of a checkpoint that names its tensors without `model.`, as a body alone is saved, no head is made."""
+    is_body = source.has("embed_tokens.weight")
+    root = "" if is_body else "model."
     vocabulary = (config.vocab_size, config.hidden_size)
-    embed_tokens = source.take("model.embed_tokens.weight", vocabulary)
+    embed_tokens = source.take(f"{root}embed_tokens.weight", vocabulary)
     cos_sin = rope_cos_sin(config.rope, config.head_dim, placement.max_positions).to(placement.device)
-    layers = StreamedLayers(partial(_layer, config, source, placement, cos_sin), config.num_layers)
-    final_norm = source.take("model.norm.weight", (config.hidden_size,))
-    if config.tie_word_embeddings:
-        head = embed_tokens
-        source.drop_equal("lm_head.weight", embed_tokens)
-    else:
-        head = source.take("lm_head.weight", vocabulary)
-    lm_head = placement.ops.pack(head)
+    layers = StreamedLayers(partial(_layer, config, source, placement, cos_sin, root), config.num_layers)
+    final_norm = source.take(f"{root}norm.weight", (config.hidden_size,))
+    lm_head = None if is_body else placement.ops.pack(_head(config, source, embed_tokens))
     return DecoderModel(config, placement.ops, embed_tokens, layers, final_norm, lm_head, source.digest())
 
 
+def _head(config: ModelConfig, source: TensorSource, embed_tokens: torch.Tensor) -> torch.Tensor:
+    if not config.tie_word_embeddings:
+        return source.take("lm_head.weight", (config.vocab_size, config.hidden_size))
+    source.drop_equal("lm_head.weight", embed_tokens)
+    return embed_tokens
+
+
 def _layer(
-    config: ModelConfig, source: TensorSource, placement: ModelPlacement, cos_sin: torch.Tensor, index: int
+    config: ModelConfig, source: TensorSource, placement: ModelPlacement, cos_sin: torch.Tensor, root: str, index: int
 ) -> DecoderLayer:
-    prefix = f"model.layers.{index}"
+    prefix = f"{root}layers.{index}"
     norm = (config.hidden_size,)
     mlp: DenseMLP | MoeMLP
     if config.moe is not None and config.is_moe_layer(index):

@@ -34,14 +34,18 @@ class TensorSource:
         """
         return self._digest.hexdigest()
 
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name that nobody has taken."""
+        return name in self._left
+
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """One tensor in the model dtype on the model's device."""
         return self._read(name, shape).to(device=self._device, dtype=self._dtype)
 
-    def take_fused(self, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Matrices of one width stacked on top of each other."""
+    def take_fused(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        """Matrices of one width stacked on top of each other, or vectors put end to end."""
         rows = [shape[0] for shape in shapes]
-        fused = self._empty((sum(rows), shapes[0][1]))
+        fused = self._empty((sum(rows), *shapes[0][1:]))
         self._copy_rows(fused, names, shapes)
         return fused
 
@@ -60,6 +64,10 @@ class TensorSource:
         if not torch.equal(self.take(name, tuple(other.shape)), other):
             raise CheckpointError(f"tensor {name} differs from the embedding that config.json ties it to")
 
+    def leave_out(self, prefix: str) -> None:
+        """Tensors that the model has no use for, all whose names begin so: another task's head."""
+        self._left = {name for name in self._left if not name.startswith(prefix)}
+
     def finish(self) -> None:
         """Raise CheckpointError if the checkpoint holds tensors that nobody took."""
         if self._left:
@@ -70,7 +78,7 @@ class TensorSource:
     def _empty(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
-    def _copy_rows(self, target: torch.Tensor, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> None:
+    def _copy_rows(self, target: torch.Tensor, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
         row = 0
         for name, shape in zip(names, shapes, strict=True):
             target[row : row + shape[0]].copy_(self._read(name, shape))

@@ -17,7 +17,9 @@ def weights_bytes(model: DecoderModel) -> int:
 
 
 def _tensors(model: DecoderModel) -> Iterator[torch.Tensor]:
-    yield from (model.embed_tokens, model.final_norm, *model.lm_head.parts)
+    yield from (model.embed_tokens, model.final_norm)
+    if model.lm_head is not None:
+        yield from model.lm_head.parts
     for layer in model.layers:
         yield from (layer.input_norm, layer.post_attention_norm)
         yield from (*layer.attention.qkv_proj.parts, *layer.attention.o_proj.parts)

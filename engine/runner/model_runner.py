@@ -53,6 +53,9 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Run one token under a reserved id and give its block back. Raises NonFiniteLogits if that answers NaN."""
+        if self._executor.model.lm_head is None:
+            self._warm_up_body()
+            return
         try:
             result = self.prefill(WARM_UP_ID, [WARM_UP_TOKEN])
         finally:
@@ -60,6 +63,15 @@ class ModelRunner:
         if isinstance(result, ErrorResult):
             self.mark_failed(str(result.error))
             raise result.error
+
+    def _warm_up_body(self) -> None:
+        """The same for a model that has no logits; its token is written to the null block."""
+        item = ForwardItem([WARM_UP_TOKEN], 0, [0], wants_logits=False, wants_hidden=True)
+        (hidden,) = self._executor.execute([item]).hidden
+        if not bool(torch.isfinite(hidden).all()):
+            error = NonFiniteLogits("the hidden states of the warm-up token are not finite")
+            self.mark_failed(str(error))
+            raise error
 
     def prepare(self, cache_id: str, max_tokens: int) -> None:
         """Warm the model up, and know `cache_id` at position 0 with room for `max_tokens` at this moment.
@@ -175,7 +187,7 @@ class ModelRunner:
             is_last = first + limit >= len(tokens)
             logits = self._executor.execute(
                 [ForwardItem(chunk, forward.start + first, forward.block_table, wants_logits=is_last, is_final=is_last)]
-            )
+            ).logits
         return self._settle(item.cache_id, logits[0], wants_token=False)
 
     def _run(self, items: Sequence[UnifiedItem], full_logits: bool, *, may_open: bool) -> list[ItemResult | None]:
@@ -193,7 +205,7 @@ class ModelRunner:
             except EngineError as error:
                 results[index] = ErrorResult(error)
         try:
-            logits = self._executor.execute([forward for _, forward in admitted])
+            logits = self._executor.execute([forward for _, forward in admitted]).logits
         except BaseException:
             for index, _ in admitted:
                 self._drop(items[index].cache_id, trusted=False)

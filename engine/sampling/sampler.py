@@ -6,41 +6,48 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.errors import NonFiniteLogits
+from engine.errors import EngineError, GrammarFailed, NonFiniteLogits
 from engine.sampling.sampled_token import SampledToken
 from engine.sampling.sampling_row import SamplingRow
+from engine.structured.token_masks import TokenMasks
 from engine.token_logprobs import TokenLogprobs
 from kernels.interface import Operations
 
 
 class Sampler:
-    """Chooses the next token of each row, in transformers' order: bias, penalties, bans, temperature, top-k, top-p,
-    min-p, draw. A row's token depends on that row alone.
+    """Chooses the next token of each row, in transformers' order: bias, penalties, bans, grammar, temperature, top-k,
+    top-p, min-p, draw. A row's token depends on that row alone.
     """
 
     def __init__(self, ops: Operations, unknown_ids: torch.Tensor | None = None) -> None:
         """`unknown_ids` [U] int64: rows of the embedding that no token of the vocabulary stands for; never chosen."""
         self._ops = ops
         self._unknown_ids = unknown_ids
+        self._masks = TokenMasks(torch.get_num_threads())
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken | NonFiniteLogits]:
-        """logits [S, V] float32, one row each; they are overwritten. A row that is not finite fails alone."""
+    def sample(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken | EngineError]:
+        """logits [S, V] float32, one row each; they are overwritten.
+
+        A row that is not finite (NonFiniteLogits), or whose grammar fails (GrammarFailed), fails alone.
+        """
         is_finite = torch.isfinite(logits.amax(dim=-1))  # NaN propagates through amax
         finite = is_finite.tolist()
         if not all(finite):
             logits[~is_finite] = 0.0  # whatever is chosen there is thrown away below
         logprobs = self._raw_logprob_rows(logits, rows)
-        self._edit(logits, rows)
+        failures = self._edit(logits, rows)
         token_ids = self._choose(logits, rows)
-        results: list[SampledToken | NonFiniteLogits] = []
+        results: list[SampledToken | EngineError] = []
         for index, row in enumerate(rows):
             if not finite[index]:
                 results.append(NonFiniteLogits(f"logits at position {row.position} are not finite"))
-                continue
-            raw = logprobs.get(index)
-            token_logprobs = None if raw is None else self._token_logprobs(raw, token_ids[index], row)
-            results.append(SampledToken(token_ids[index], token_logprobs))
+            elif index in failures:
+                results.append(failures[index])
+            else:
+                raw = logprobs.get(index)
+                token_logprobs = None if raw is None else self._token_logprobs(raw, token_ids[index], row)
+                results.append(SampledToken(token_ids[index], token_logprobs))
         return results
 
     def _raw_logprob_rows(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, torch.Tensor]:
@@ -54,7 +61,8 @@ class Sampler:
         top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
         return TokenLogprobs(token_id, float(raw[token_id]), top)
 
-    def _edit(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    def _edit(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, EngineError]:
+        """Bias, penalties, bans and grammars, in place. Returns the failures by row: what is chosen there is void."""
         for index, row in enumerate(rows):
             if row.params.logit_bias:
                 ids = torch.tensor(list(row.params.logit_bias), dtype=torch.int64, device=logits.device)
@@ -66,6 +74,19 @@ class Sampler:
                 logits[index, list(row.banned_token_ids)] = -torch.inf
         if self._unknown_ids is not None:
             logits.index_fill_(1, self._unknown_ids, -torch.inf)
+        return self._constrain(logits, rows)
+
+    def _constrain(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, EngineError]:
+        """Leave the rows that have a grammar only the tokens it allows; the other rows are not touched."""
+        held = {index: row.matcher for index, row in enumerate(rows) if row.matcher is not None}
+        masks = self._masks.allowed(list(held.values()))
+        failures: dict[int, EngineError] = {}
+        for index, allowed in zip(held, masks, strict=True):
+            if isinstance(allowed, GrammarFailed):
+                failures[index] = allowed
+            else:
+                logits[index].masked_fill_(~torch.from_numpy(allowed).to(logits.device), -torch.inf)
+        return failures
 
     def _penalise(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
         row_ids: list[int] = []

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from engine.sampling.token_counts import TokenCounts
 from engine.sampling_params import SamplingParams
+from engine.structured.grammar_matcher import GrammarMatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +19,4 @@ class SamplingRow:
     seed: int
     counts: TokenCounts | None = None  # wanted where the parameters have penalties
     banned_token_ids: Sequence[int] = ()  # may not be drawn at this position (min_tokens)
+    matcher: GrammarMatcher | None = None  # where the sequence stands in its grammar

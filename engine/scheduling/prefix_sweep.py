@@ -6,15 +6,16 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic
 
-from engine.scheduling.request_state import RequestState
+from engine.scheduling.sequence_state import SequenceState, State
 
-BlockedAt = Callable[[RequestState], int | None]  # index of the block that another sequence is computing; None: none
+BlockedAt = Callable[[State], int | None]  # index of the block that another sequence is computing; None: none
 
 _Place = tuple[list[bytes], int, int]
 
 
-def _place(state: RequestState) -> _Place:
+def _place(state: SequenceState) -> _Place:
     return (state.chain.digests, state.arrival, state.index)
 
 
@@ -25,7 +26,7 @@ class _Cohort:
     last_admission: int = 0  # that they can wait for: by then all are gone who were there before them or with them
 
 
-class PrefixSweep:
+class PrefixSweep(Generic[State]):
     """Hands out sequences depth first over the prefix tree of those that wait.
 
     Sorted by the digests of their full blocks, sequences stand as in a walk of that tree, because a digest names a
@@ -41,8 +42,8 @@ class PrefixSweep:
 
     def __init__(self, max_overtakes: int) -> None:
         self._max_overtakes = max_overtakes
-        self._states: list[RequestState] = []  # by _place
-        self._cohorts: OrderedDict[RequestState, _Cohort] = OrderedDict()  # oldest first
+        self._states: list[State] = []  # by _place
+        self._cohorts: OrderedDict[State, _Cohort] = OrderedDict()  # oldest first
         self._cohort = _Cohort()  # that of who arrives now
         self._num_admitted = 0
         self._last: _Place | None = None  # where the sweep is: everybody before it that it met has been admitted
@@ -51,21 +52,21 @@ class PrefixSweep:
     def __len__(self) -> int:
         return len(self._states)
 
-    def __iter__(self) -> Iterator[RequestState]:
+    def __iter__(self) -> Iterator[State]:
         return iter(self._states)
 
-    def add(self, state: RequestState) -> None:
+    def add(self, state: State) -> None:
         """Put a sequence at its place. Its chain must not change while it is here."""
         insort(self._states, state, key=_place)
         self._cohort.last_admission = self._num_admitted + len(self._states) + self._max_overtakes
         self._cohorts[state] = self._cohort
 
-    def remove(self, state: RequestState) -> None:
+    def remove(self, state: State) -> None:
         """Take a sequence out that is not to be admitted."""
         del self._states[bisect_left(self._states, _place(state), key=_place)]
         del self._cohorts[state]
 
-    def admit(self, state: RequestState) -> None:
+    def admit(self, state: State) -> None:
         """Take out the sequence handed out last: it runs now."""
         self.remove(state)
         self._num_admitted += 1
@@ -73,7 +74,7 @@ class PrefixSweep:
         if not self._has_passed_over:
             self._last = (list(state.chain.digests), state.arrival, state.index)
 
-    def walk(self, blocked_at: BlockedAt) -> Iterator[RequestState]:
+    def walk(self, blocked_at: BlockedAt[State]) -> Iterator[State]:
         """Sequences in order, without those whose next block another is computing (`blocked_at`).
 
         The one handed out may be admitted before the next is asked for; else nothing may change. The next walk begins
@@ -126,7 +127,7 @@ class PrefixSweep:
         """Behind the last sequence that shares block `depth` with the one at `position`."""
         digest = self._states[position].chain.digests[depth]
 
-        def is_behind(state: RequestState) -> bool:
+        def is_behind(state: State) -> bool:
             digests = state.chain.digests
             return len(digests) <= depth or digests[depth] != digest
 

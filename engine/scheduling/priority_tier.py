@@ -5,13 +5,14 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator, Mapping
 from itertools import chain
+from typing import Generic
 
 from engine.scheduling.prefix_sweep import BlockedAt, PrefixSweep
-from engine.scheduling.request_state import RequestState
 from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.sequence_state import State
 
 
-class PriorityTier:
+class PriorityTier(Generic[State]):
     """Divides the machine's tokens among the tenants that have something waiting at this priority.
 
     The tenant with the fewest tokens run so far goes next, prompt and output weighted alike, and keeps its turn until
@@ -24,8 +25,8 @@ class PriorityTier:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
-        self._preempted: list[RequestState] = []
-        self._sweeps: dict[str, PrefixSweep] = {}  # of the tenants that have something waiting
+        self._preempted: list[State] = []
+        self._sweeps: dict[str, PrefixSweep[State]] = {}  # of the tenants that have something waiting
         self._served_tokens: dict[str, int] = {}  # of these, and of others that are ahead of the floor
         self._floor = 0  # tokens of the least served tenant that had something waiting; never falls
         self._turn = ""  # tenant whose turn it is
@@ -33,10 +34,10 @@ class PriorityTier:
     def __len__(self) -> int:
         return len(self._preempted) + sum(map(len, self._sweeps.values()))
 
-    def __iter__(self) -> Iterator[RequestState]:
+    def __iter__(self) -> Iterator[State]:
         return chain(self._preempted, *self._sweeps.values())
 
-    def add(self, state: RequestState) -> None:
+    def add(self, state: State) -> None:
         """A sequence waits: a new one, or one that was preempted."""
         if state.was_admitted:
             insort(self._preempted, state, key=lambda other: other.rank)
@@ -49,7 +50,7 @@ class PriorityTier:
             sweep = self._sweeps[tenant] = PrefixSweep(self._limits.max_overtakes)
         sweep.add(state)
 
-    def remove(self, state: RequestState) -> None:
+    def remove(self, state: State) -> None:
         """It waits no more, and is not admitted."""
         if state.was_admitted:
             self._preempted.remove(state)
@@ -57,7 +58,7 @@ class PriorityTier:
             self._sweeps[state.request.tenant].remove(state)
             self._drop_if_empty(state.request.tenant)
 
-    def admit(self, state: RequestState) -> None:
+    def admit(self, state: State) -> None:
         """Take out the sequence handed out last."""
         if state.was_admitted:
             self._preempted.remove(state)
@@ -69,7 +70,7 @@ class PriorityTier:
         """Tokens of this tenant's sequences of this priority are run."""
         self._served_tokens[tenant] = self._served_tokens.get(tenant, self._floor) + num_tokens
 
-    def candidates(self, blocked_at: BlockedAt) -> Iterator[RequestState]:
+    def candidates(self, blocked_at: BlockedAt[State]) -> Iterator[State]:
         """Sequences in the order in which they are to be admitted; see PrefixSweep.walk."""
         for state in tuple(self._preempted):
             if blocked_at(state) is None:

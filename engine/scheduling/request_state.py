@@ -8,11 +8,13 @@ from engine.finish_reason import FinishReason
 from engine.kv_cache.block_hash_chain import BlockHashChain
 from engine.request import Request
 from engine.sampling.token_counts import TokenCounts
+from engine.scheduling.sequence_state import SequenceState
+from engine.structured.grammar_matcher import GrammarMatcher
 from engine.token_logprobs import TokenLogprobs
 
 
 @dataclass(slots=True, eq=False)
-class RequestState:
+class RequestState(SequenceState):
     """One of a request's `n` sequences. Written by the scheduler, and by the output processor where it says so."""
 
     request: Request
@@ -28,6 +30,7 @@ class RequestState:
     num_preemptions: int = 0
     num_checkpointed_tokens: int = 0  # of the output, in the last checkpoint taken
     counts: TokenCounts | None = None  # output processor; None without penalties
+    matcher: GrammarMatcher | None = None  # output processor; None without a grammar, or while that is compiled
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     text_parts: list[str] = field(default_factory=list)  # output processor: text released so far
     finish_reason: FinishReason | None = None
@@ -56,21 +59,6 @@ class RequestState:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def num_uncomputed_tokens(self) -> int:
-        """Tokens known but not in KV: 1 in decode, more in prefill."""
-        return len(self.token_ids) - self.num_computed_tokens
-
-    @property
     def is_finished(self) -> bool:
         """Whether nothing more will be generated."""
         return self.finish_reason is not None
-
-    @property
-    def was_admitted(self) -> bool:
-        """Whether it runs or ran: one that waits was preempted."""
-        return self.admission is not None
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Order of those that were admitted: the last is preempted first."""
-        return (self.priority, self.admission or 0)

@@ -17,8 +17,3 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         """Tokens the step runs."""
         return sum(item.num_scheduled_tokens for item in self.items)
-
-    @property
-    def sampling_items(self) -> tuple[ScheduledItem, ...]:
-        """Items that get a new token, in the order of `items`."""
-        return tuple(item for item in self.items if item.samples)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.scheduling.request_state import RequestState
+from engine.scheduling.sequence_state import SequenceState
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledItem:
     """One sequence's share of a step: tokens `start .. start + num_scheduled_tokens` are run."""
 
-    state: RequestState
+    state: SequenceState
     start: int  # = num_computed_tokens before the step
     num_scheduled_tokens: int  # >= 1
     samples: bool  # the last known token is among them: its logits give the next one

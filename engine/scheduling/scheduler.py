@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from engine.errors import EngineFatal, KVPoolExhausted
 from engine.kv_cache.block_manager import BlockManager
-from engine.scheduling.request_state import RequestState
 from engine.scheduling.scheduled_batch import ScheduledBatch
 from engine.scheduling.scheduled_item import ScheduledItem
 from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.sequence_state import SequenceState
 from engine.scheduling.waiting_queue import WaitingQueue
 
 
@@ -28,18 +28,18 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
         self._limits = limits
         self._blocks = block_manager
-        self._waiting = WaitingQueue(limits)
-        self._running: list[RequestState] = []  # in rank order
+        self._waiting: WaitingQueue[SequenceState] = WaitingQueue(limits)
+        self._running: list[SequenceState] = []  # in rank order
         self._num_admitted = 0
         self.num_preemptions = 0
 
     @property
-    def running(self) -> Sequence[RequestState]:
+    def running(self) -> Sequence[SequenceState]:
         """Sequences that hold blocks, in rank order."""
         return self._running
 
     @property
-    def waiting(self) -> WaitingQueue:
+    def waiting(self) -> WaitingQueue[SequenceState]:
         """Sequences that hold none."""
         return self._waiting
 
@@ -48,12 +48,12 @@ class Scheduler:
         """Whether any sequence is unfinished."""
         return bool(self._running) or len(self._waiting) > 0
 
-    def add(self, state: RequestState) -> None:
+    def add(self, state: SequenceState) -> None:
         """Queue a new sequence: what it will need is evicted last."""
         self._blocks.want(state.chain)
         self._waiting.add(state)
 
-    def promote(self, state: RequestState, priority: int) -> None:
+    def promote(self, state: SequenceState, priority: int) -> None:
         """Make an unfinished sequence more urgent."""
         if state in self._running:
             self._running.remove(state)
@@ -83,7 +83,7 @@ class Scheduler:
             state.num_computed_tokens = item.start + item.num_scheduled_tokens
             self._blocks.commit(state.sequence_id, state.token_ids, state.num_computed_tokens)
 
-    def finish(self, state: RequestState, *, kv_is_good: bool = True) -> None:
+    def finish(self, state: SequenceState, *, kv_is_good: bool = True) -> None:
         """Take out an unfinished sequence and free its blocks at once."""
         if state in self._running:
             self._running.remove(state)
@@ -123,7 +123,7 @@ class Scheduler:
                 items.append(self._item(state, 1))
         return items
 
-    def _grow_or_preempt(self, state: RequestState) -> bool:
+    def _grow_or_preempt(self, state: SequenceState) -> bool:
         """Room for all known tokens of a running sequence, at the cost of those behind it; False: it was preempted."""
         while True:
             try:
@@ -136,7 +136,7 @@ class Scheduler:
             else:
                 return True
 
-    def _preempt(self, state: RequestState) -> None:
+    def _preempt(self, state: SequenceState) -> None:
         self._running.remove(state)
         self._blocks.free(state.sequence_id)
         state.num_computed_tokens = 0
@@ -156,13 +156,13 @@ class Scheduler:
             items += self._admit(budget)
         return items
 
-    def _item(self, state: RequestState, budget: int) -> ScheduledItem:
+    def _item(self, state: SequenceState, budget: int) -> ScheduledItem:
         """As many of its tokens as the budget allows; its tenant is charged at once, which the next admission sees."""
         count = min(state.num_uncomputed_tokens, budget)
         self._waiting.charge(state, count)
         return ScheduledItem(state, state.num_computed_tokens, count, samples=count == state.num_uncomputed_tokens)
 
-    def _blocked_at(self, state: RequestState) -> int | None:
+    def _blocked_at(self, state: SequenceState) -> int | None:
         return self._blocks.pending_block(state.chain, state.token_ids)
 
     def _admit(self, budget: int) -> list[ScheduledItem]:
@@ -182,12 +182,12 @@ class Scheduler:
                 break
         return items
 
-    def _has_headroom(self, state: RequestState) -> bool:
+    def _has_headroom(self, state: SequenceState) -> bool:
         """A preempted sequence comes back only where every running one can still take a block: no ping-pong."""
         need = self._blocks.blocks_needed(state.chain, state.token_ids) + len(self._running)
         return not self._running or need <= self._blocks.num_free_blocks
 
-    def _open(self, state: RequestState) -> bool:
+    def _open(self, state: SequenceState) -> bool:
         """Give a waiting sequence its blocks and make it run; False, and no change, where there are too few."""
         if state.num_preemptions and not self._has_headroom(state):
             return False
@@ -206,5 +206,5 @@ class Scheduler:
         return True
 
 
-def _rank(state: RequestState) -> tuple[int, int]:
+def _rank(state: SequenceState) -> tuple[int, int]:
     return state.rank

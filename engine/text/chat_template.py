@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
-from jinja2 import Template, meta
+from jinja2 import Template, meta, nodes
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from engine.errors import CheckpointError, InvalidRequest
 from engine.text.surrogates import check_encodable
 from engine.text.template_environment import template_environment
+from engine.text.text_parts import takes_parts
 
 MAX_PROMPT_CHARACTERS = 4 << 20  # far above any context; stops a loop that writes without end
 RESERVED = ("messages", "tools", "add_generation_prompt")
@@ -35,18 +37,37 @@ class ChatTemplate:
         environment = template_environment()
         self._templates: dict[str, Template] = {}
         self._variables: dict[str, set[str]] = {}
+        self._literals: dict[str, frozenset[str]] = {}
         self._special_tokens = dict(special_tokens)
         for name, source in templates.items():
             try:
                 self._templates[name] = template = environment.from_string(source)
                 template.globals = dict(template.globals)  # a render copies them: 2 us, of a ChainMap 19
-                self._variables[name] = meta.find_undeclared_variables(environment.parse(source))
+                tree = environment.parse(source)
+                self._literals[name] = frozenset(_literals(tree))
+                self._variables[name] = meta.find_undeclared_variables(tree)  # folds constants of the tree: last
             except TemplateSyntaxError as error:
                 raise CheckpointError(f"chat template {name!r}, line {error.lineno}: {error.message}") from error
+        self._takes_parts = {
+            name: takes_parts(partial(_run, template), self._special_tokens)
+            for name, template in self._templates.items()
+        }
 
     def reads(self, variable: str, *, with_tools: bool) -> bool:
         """Whether the template for a conversation with or without tools reads `variable`, or else ignores it."""
         return variable in self._variables[self._name(with_tools=with_tools)]
+
+    def writes(self, text: str) -> bool:
+        """Whether `text` stands in what one of the templates itself writes or compares with."""
+        return any(text in literal for literals in self._literals.values() for literal in literals)
+
+    def knows_role(self, role: str, *, with_tools: bool) -> bool:
+        """Whether the template has a word for `role`; one that has not writes its messages as it happens, or not."""
+        return role in self._literals[self._name(with_tools=with_tools)]
+
+    def takes_parts(self, *, with_tools: bool) -> bool:
+        """Whether the template writes the text of a message whose content is a list of text parts."""
+        return self._takes_parts[self._name(with_tools=with_tools)]
 
     def render(
         self,
@@ -84,6 +105,14 @@ class ChatTemplate:
 
     def _name(self, *, with_tools: bool) -> str:
         return "tool_use" if with_tools and "tool_use" in self._templates else "default"
+
+
+def _literals(tree: nodes.Template) -> Iterator[str]:
+    for constant in tree.find_all(nodes.Const):
+        if isinstance(constant.value, str):
+            yield constant.value
+    for data in tree.find_all(nodes.TemplateData):
+        yield data.data
 
 
 def _run(template: Template, variables: Mapping[str, object]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -35,8 +36,6 @@ class Tokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.chat_template = chat_template
-        decoder = tokenizer.decoder
-        self._decoder = TokenDecoder(None if decoder is None else json.loads(decoder.__getstate__()))
         self.special_token_ids = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
@@ -51,23 +50,33 @@ class Tokenizer:
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer:
         """Load the tokenizer of a model directory. Raises CheckpointError naming file and key."""
-        file = path / "tokenizer.json"
-        check_size(file, max_bytes=MAX_TOKENIZER_BYTES)
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing narrower
-            raise CheckpointError(f"{file}: not a valid tokenizer: {error}") from error
         config = read_tokenizer_config(path)
+        tokenizer = _read(path / "tokenizer.json")
         kind = type(tokenizer.model).__name__
         if config.get("clean_up_tokenization_spaces") and kind != "BPE":
             raise CheckpointError(
                 f"tokenizer_config.json: clean_up_tokenization_spaces is true for a {kind} tokenizer; accepted: false"
             )
-        add_declared_tokens(tokenizer, config)
-        tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
+        _complete(tokenizer, config)
         templates = read_chat_templates(path, config)
-        chat_template = ChatTemplate(templates, named_special_tokens(config)) if templates else None
-        return cls(tokenizer, chat_template)
+        found = cls(tokenizer, ChatTemplate(templates, named_special_tokens(config)) if templates else None)
+        found._decoder  # noqa: B018 (a decoder that is not supported is refused now, not with the first token)
+        return found
+
+    @classmethod
+    def for_encoding(cls, path: Path) -> Tokenizer:
+        """The tokenizer of a model that generates nothing: any decoder will do, and there is no chat template.
+
+        What decodes raises CheckpointError where the decoder is not supported (WordPiece).
+        """
+        tokenizer = _read(path / "tokenizer.json")
+        _complete(tokenizer, read_tokenizer_config(path))
+        return cls(tokenizer, None)
+
+    @cached_property
+    def _decoder(self) -> TokenDecoder:
+        decoder = self._tokenizer.decoder
+        return TokenDecoder(None if decoder is None else json.loads(decoder.__getstate__()))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens spelled out in it become their ids.
@@ -115,3 +124,17 @@ class Tokenizer:
     def _is_byte(self, token_id: int) -> bool:
         token = self._tokenizer.id_to_token(token_id)
         return token is not None and self._decoder.is_byte_token(token)
+
+
+def _read(file: Path) -> tokenizers.Tokenizer:
+    check_size(file, max_bytes=MAX_TOKENIZER_BYTES)
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(f"{file}: not a valid tokenizer: {error}") from error
+
+
+def _complete(tokenizer: tokenizers.Tokenizer, config: Mapping[str, object]) -> None:
+    """What tokenizer_config.json adds."""
+    add_declared_tokens(tokenizer, config)
+    tokenizer.encode_special_tokens = config.get("split_special_tokens") is True

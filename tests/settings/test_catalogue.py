@@ -85,8 +85,8 @@ def test_the_public_names_are_those_promised() -> None:
     assert settings.__all__ == [
         "Settings", "EffectiveSettings", "SettingRow", "Source", "SettingsError", "load_settings",
         "parse_assignments", "ModelSettings", "RedisSettings", "EngineSettings", "KVCacheSettings",
-        "PrefixCacheSettings", "DecodeSettings", "MoeSettings", "CudaGraphSettings", "ProfileSettings",
-        "WorkerSettings", "LimitSettings", "LogSettings",
+        "PrefixCacheSettings", "DecodeSettings", "MoeSettings", "CudaGraphSettings", "StructuredOutputSettings",
+        "ProfileSettings", "WorkerSettings", "LimitSettings", "LogSettings",
     ]  # fmt: skip
     assert all(hasattr(settings, name) for name in settings.__all__)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.text.chat_template import ChatTemplate
+
 
 class ByteTokenizer:
     """Stands in for engine.text.tokenizer.Tokenizer where only its methods for requests and records are called."""
 
-    chat_template = None
+    def __init__(self, chat_template: str | None = None) -> None:
+        self.chat_template = None if chat_template is None else ChatTemplate({"default": chat_template}, {})
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from engine.any_request import AnyRequest
 from engine.engine import Engine
 from engine.execution.pass_trace import PassTrace
 from engine.loading.load_parts import load_parts
@@ -37,7 +38,7 @@ def greedy_request(request_id: str, prompt: Sequence[int], max_tokens: int = 64)
     return Request(request_id, tuple(prompt), SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
 
 
-def run_all(engine: Engine, requests: Sequence[Request]) -> dict[str, RequestOutput]:
+def run_all(engine: Engine, requests: Sequence[AnyRequest]) -> dict[str, RequestOutput]:
     """Run requests to their ends, one output each; the pool must be whole afterwards."""
     for request in requests:
         engine.add_request(request)

@@ -6,9 +6,12 @@ import hashlib
 import os
 import signal
 import time
+from array import array
 from typing import cast
 
+from engine.any_request import AnyRequest
 from engine.completion import Completion
+from engine.embedding_request import EmbeddingRequest
 from engine.errors import EngineUnavailable, InvalidRequest
 from engine.finish_reason import FinishReason
 from engine.request import Request
@@ -24,6 +27,8 @@ BREAK = "*break*"  # step raises: the engine is broken
 HANG = "*hang*"  # step does not return for a minute
 KILL = "*kill*"  # the process dies by kill -9
 
+EMBEDDING = (0.6, 0.8)  # of every input
+
 
 def answer(prompt: str) -> str:
     """What the engine answers to a prompt, whatever else runs."""
@@ -34,10 +39,17 @@ class FakeEngine:
     """Advances up to `slots` requests one of `steps_per_request` steps in each step, oldest first."""
 
     def __init__(
-        self, *, steps_per_request: int = 1, step_s: float = 0.0, slots: int = 8, max_model_len: int = 4096
+        self,
+        *,
+        steps_per_request: int = 1,
+        step_s: float = 0.0,
+        slots: int = 8,
+        max_model_len: int = 4096,
+        chat_template: str | None = None,
     ) -> None:
-        self.tokenizer = cast(Tokenizer, ByteTokenizer())
+        self.tokenizer = cast(Tokenizer, ByteTokenizer(chat_template))
         self.max_model_len = max_model_len
+        self.generates = True
         self.num_aborted = 0
         self.most_open = 0
         self.is_closed = False
@@ -47,7 +59,13 @@ class FakeEngine:
         self._open: dict[str, tuple[Request, int]] = {}  # request id -> request, steps left
         self._ready: list[RequestOutput] = []
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: AnyRequest) -> None:
+        if isinstance(request, EmbeddingRequest):
+            embeddings = tuple(array("f", EMBEDDING) for _ in request.inputs)
+            self._ready.append(
+                RequestOutput(request.request_id, request.num_prompt_tokens, 0, (), embeddings=embeddings)
+            )
+            return
         if request.request_id in self._open:
             raise AssertionError(f"{request.request_id} was added twice")
         if REFUSE in self._prompt(request):

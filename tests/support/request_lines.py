@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from settings import LimitSettings
-from worker.lines import LineError, RequestLine, parse_request_line
+from worker.lines import EmbeddingBody, LineError, RequestLine, parse_request_line
+from worker.lines.request_line import GeneratingBody
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -34,6 +35,13 @@ def chat_line(**parameters: object) -> bytes:
 def parse(raw: bytes, index: int = 0) -> RequestLine:
     """The line as parsed under the default limits."""
     return parse_request_line(raw, index, LimitSettings())
+
+
+def body_of(raw: bytes) -> GeneratingBody:
+    """The body of a line that generates."""
+    body = parse(raw).body
+    assert not isinstance(body, EmbeddingBody)
+    return body
 
 
 def error_of(raw: bytes, index: int = 0) -> LineError:

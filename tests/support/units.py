@@ -51,6 +51,7 @@ class Units:
     failures: list[BaseException]
     announcer: RecordingAnnouncer = field(default_factory=RecordingAnnouncer)
     held_units: HeldUnits = field(default_factory=HeldUnits)
+    model_name: str = "fake"
 
     @property
     def closer(self) -> UnitCloser:
@@ -63,11 +64,28 @@ class Units:
 
     def planner(self, *, shard_size: int = 2) -> Planner:
         settings = WorkerSettings(shard_size=shard_size, result_batch_size=2)
-        return Planner(self.leases, self.announcer, self.closer, settings=settings, limits=LimitSettings())
+        return Planner(
+            self.leases,
+            self.announcer,
+            self.closer,
+            settings=settings,
+            limits=LimitSettings(),
+            model_name=self.model_name,
+        )
+
+    def run_job(self, job_id: str) -> None:
+        """Plan the job and run its shards, one after the other; all of it must be queued."""
+        self.planner().plan(self.hold(UnitRef.plan(job_id)))
+        for number in range(self.registry.reader.status(job_id).shards_total):
+            self.shard_run(self.hold(UnitRef.shard(job_id, number))).run()
 
     def shard_run(self, held: HeldUnit) -> ShardRun:
-        requests = RequestBuilder(self.engine.tokenizer, max_model_len=self.engine.max_model_len, model_name="fake")
-        prompts = ShardPrompts(held.claim, requests, self.engine.tokenizer, model_name="fake", limits=LimitSettings())
+        requests = RequestBuilder(
+            self.engine.tokenizer, max_model_len=self.engine.max_model_len, model_name=self.model_name
+        )
+        prompts = ShardPrompts(
+            held.claim, requests, self.engine.tokenizer, model_name=self.model_name, limits=LimitSettings()
+        )
         return ShardRun(
             held,
             prompts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.any_request import AnyRequest
 from engine.completion import Completion
 from engine.finish_reason import FinishReason
 from engine.request import Request
@@ -23,7 +24,8 @@ class WritingEngine(FakeEngine):
         self._written: dict[str, bytes] = {}
         self._due: list[str] = []
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: AnyRequest) -> None:
+        assert isinstance(request, Request)
         super().add_request(request)
         came_with = bytes(request.resume.sequences[0].token_ids) if request.resume else b""
         self.resumed.append(len(came_with))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from llguidance import LLTokenizer, TokenizerWrapper
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -21,6 +23,11 @@ from engine.sampling.sampler import Sampler
 from engine.sampling.sampling_row import SamplingRow
 from engine.sampling.token_counts import TokenCounts
 from engine.sampling_params import SamplingParams
+from engine.structured.byte_vocabulary import ByteVocabulary
+from engine.structured.compile_matcher import compile_matcher
+from engine.structured.compiled_grammar import CompiledGrammar
+from engine.structured.definition import definition
+from engine.structured.grammar import Grammar
 from kernels.dispatch import operations
 
 VOCAB = 97
@@ -141,6 +148,24 @@ def test_logprobs_are_taken_before_anything_changes_the_logits() -> None:
     assert result.token_id == 60
     assert result.logprobs.logprob == pytest.approx(float(expected[60]))
     assert [token for token, _ in result.logprobs.top] == expected.topk(2).indices.tolist()
+
+
+def test_a_grammar_leaves_the_other_rows_bits_as_they_were() -> None:
+    tokenizer = LLTokenizer(TokenizerWrapper(ByteVocabulary()), slices=[])
+    grammar = CompiledGrammar(
+        compile_matcher(tokenizer, definition(Grammar("regex", "[xy]"))), vocab_size=256, mask_size=tokenizer.vocab_size
+    )
+    logits = torch.randn(3, 256, generator=torch.Generator().manual_seed(5))
+    held, alone = logits.clone(), logits.clone()
+    row, sampler = _row(temperature=0.0, repetition_penalty=1.3), Sampler(operations(torch.device("cpu")))
+    results = sampler.sample(held, [row, replace(row, matcher=grammar.new_matcher(())), row])
+    sampler.sample(alone, [row, row, row])
+    assert torch.equal(held[[0, 2]], alone[[0, 2]])
+    allowed = [ord("x"), ord("y")]
+    assert torch.isfinite(held[1]).nonzero().flatten().tolist() == allowed
+    assert torch.equal(held[1, allowed], alone[1, allowed])
+    assert isinstance(results[1], SampledToken)
+    assert results[1].token_id in allowed
 
 
 def test_ids_without_a_token_are_never_chosen() -> None:

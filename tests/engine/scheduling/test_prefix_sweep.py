@@ -17,7 +17,7 @@ class SweepHarness:
     """A sweep over sequences named by their tokens."""
 
     def __init__(self, max_overtakes: int = 1000) -> None:
-        self.sweep = PrefixSweep(max_overtakes)
+        self.sweep: PrefixSweep[RequestState] = PrefixSweep(max_overtakes)
         self.blocked: dict[bytes, None] = {}  # digests that somebody computes
         self._arrivals = 0
 

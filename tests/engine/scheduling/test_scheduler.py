@@ -53,12 +53,16 @@ class SchedulerHarness:
 
     def _apply(self, batch: ScheduledBatch) -> None:
         self.scheduler.advance(batch.items)
-        for item in batch.sampling_items:
-            item.state.token_ids.append(7)
-            if item.state.num_output_tokens >= item.state.max_tokens:
-                item.state.finish_reason = FinishReason.LENGTH
-                self.scheduler.finish(item.state)
-                self.finished.append(item.state.request.request_id)
+        for item in batch.items:
+            state = item.state
+            assert isinstance(state, RequestState)
+            if not item.samples:
+                continue
+            state.token_ids.append(7)
+            if state.num_output_tokens >= state.max_tokens:
+                state.finish_reason = FinishReason.LENGTH
+                self.scheduler.finish(state)
+                self.finished.append(state.request.request_id)
 
     def run(self) -> list[dict[str, tuple[int, int]]]:
         steps = []

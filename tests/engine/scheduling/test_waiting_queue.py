@@ -18,7 +18,7 @@ class QueueHarness:
     """A queue whose sequences cost what the test says."""
 
     def __init__(self) -> None:
-        self.queue = WaitingQueue(SchedulerLimits(4, 4 * QUANTUM, True))
+        self.queue: WaitingQueue[RequestState] = WaitingQueue(SchedulerLimits(4, 4 * QUANTUM, True))
         self._arrivals = 0
 
     def add(self, tenant: str, *, priority: int = 0, count: int = 1, tokens: tuple[int, ...] = (1,)) -> None:

@@ -1,0 +1,113 @@
+"""How a checkpoint's hidden states become vectors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from engine.checkpoint.config_reader import ConfigReader
+from engine.checkpoint.json_file import read_json_object, read_text
+from engine.errors import CheckpointError
+
+Pooling = Literal["mean", "last_token", "cls"]
+
+MODULES_FILE = "modules.json"
+MAX_BYTES = 1 << 20  # published ones are below 1 KB
+# sentence-transformers' switches (before version 5.2) and names (`pooling_mode`, since) of what is pooled here.
+_SWITCHES: dict[str, Pooling] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last_token",
+}
+_NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last_token"}
+_OTHER_SWITCHES = (
+    "pooling_mode_max_tokens",
+    "pooling_mode_mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens",
+)
+_ACCEPTED = "exactly one of cls, mean and lasttoken"
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingConfig:
+    """What is pooled, and which lengths a vector may be cut to."""
+
+    pooling: Pooling
+    size: int  # elements of a whole vector: the model's hidden size
+    dimensions: Sequence[int]  # lengths that a request may ask for, rising; the last is `size`
+
+    @classmethod
+    def from_directory(cls, path: Path, *, size: int, default: Pooling) -> EmbeddingConfig:
+        """Read sentence-transformers' files of a model directory and the Matryoshka keys of config.json.
+
+        default: the pooling of a checkpoint without such files. The keys are `is_matryoshka` (any length) and
+        `matryoshka_dimensions` (these lengths), as vLLM reads them. Raises CheckpointError for a module or a pooling
+        that is not supported.
+        """
+        config = ConfigReader(read_json_object(path / "config.json", max_bytes=MAX_BYTES), "config.json")
+        return cls(_pooling(path, default), size, _dimensions(config, size))
+
+    @property
+    def needs_every_position(self) -> bool:
+        """Whether the hidden states of all tokens count, so that none may come from the prefix cache."""
+        return self.pooling != "last_token"
+
+    @property
+    def dimensions_text(self) -> str:
+        """`dimensions` in words."""
+        if isinstance(self.dimensions, range):
+            return f"1 to {self.size}"
+        if len(self.dimensions) > 1:
+            return ", ".join(map(str, self.dimensions))
+        return f"{self.size}, or none: config.json says neither is_matryoshka nor matryoshka_dimensions"
+
+
+def _dimensions(config: ConfigReader, size: int) -> Sequence[int]:
+    named = config.integers("matryoshka_dimensions", minimum=1)
+    if named:
+        if max(named) > size:
+            raise config.refuse("matryoshka_dimensions", named, f"numbers up to hidden_size ({size})")
+        return tuple(sorted({*named, size}))
+    return range(1, size + 1) if config.flag("is_matryoshka", default=False) else (size,)
+
+
+def _pooling(path: Path, default: Pooling) -> Pooling:
+    """That of the Pooling module. Every vector is normalised, so a Normalize module adds nothing."""
+    file = path / MODULES_FILE
+    if not file.exists():
+        return default
+    pooling = default
+    for module in _modules(file):
+        kind = str(module.get("type")).rpartition(".")[2]
+        if kind == "Pooling":
+            pooling = _configured(path / str(module.get("path")) / "config.json", path)
+        elif kind not in ("Transformer", "Normalize"):
+            raise CheckpointError(
+                f"{file}: type is {module.get('type')!r}; accepted: Transformer, Pooling and Normalize modules"
+            )
+    return pooling
+
+
+def _modules(file: Path) -> list[dict[str, object]]:
+    try:
+        modules = json.loads(read_text(file, max_bytes=MAX_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not valid JSON: {error}") from error
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise CheckpointError(f"{file}: holds no list of modules; accepted: a list of objects")
+    return modules
+
+
+def _configured(file: Path, directory: Path) -> Pooling:
+    if not file.resolve().is_relative_to(directory.resolve()):
+        raise CheckpointError(f"{directory / MODULES_FILE}: leads to {file}; accepted: a folder of this directory")
+    config = ConfigReader(read_json_object(file, max_bytes=MAX_BYTES), f"{file.parent.name}/config.json")
+    if config.has("pooling_mode"):
+        return _NAMES[config.choice("pooling_mode", tuple(_NAMES))]
+    chosen = [name for name in (*_SWITCHES, *_OTHER_SWITCHES) if config.flag(name, default=False)]
+    if len(chosen) != 1 or chosen[0] not in _SWITCHES:
+        raise config.refuse("pooling", chosen, _ACCEPTED)
+    return _SWITCHES[chosen[0]]

@@ -1,0 +1,1 @@
+"""Embeddings: requests for them, pooling, and the engine of an encoder."""
