@@ -8,6 +8,7 @@ from __future__ import annotations
 from worker.lines.chat_body import ChatBody
 from worker.lines.completion_body import CompletionBody
 from worker.lines.custom_ids import CustomIds
+from worker.lines.embedding_body import EmbeddingBody
 from worker.lines.endpoint import Endpoint
 from worker.lines.line_error import LineError
 from worker.lines.parse_request_line import parse_request_line
@@ -22,5 +23,6 @@ __all__ = [
     "Endpoint",
     "CompletionBody",
     "ChatBody",
+    "EmbeddingBody",
     "read_raw_lines",
 ]

@@ -8,7 +8,7 @@ class LineError(Exception):
 
     `code` is stable and meant for programs: invalid_json_line, line_too_long, invalid_type, invalid_value,
     missing_parameter, unknown_parameter, unsupported_parameter, unknown_url, url_mismatch, string_too_long,
-    duplicate_custom_id.
+    duplicate_custom_id, and of a strict file model_mismatch, model_not_found.
     """
 
     def __init__(

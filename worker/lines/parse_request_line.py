@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from settings import LimitSettings
 from worker.lines.chat_body import ChatBody
 from worker.lines.completion_body import CompletionBody
+from worker.lines.embedding_body import EmbeddingBody
 from worker.lines.endpoint import Endpoint
 from worker.lines.limit_checks import check_limits
 from worker.lines.line_error import LineError
@@ -23,7 +24,16 @@ MAX_CUSTOM_ID_CHARS = 512
 _ENVELOPE_KEYS = ("custom_id", "method", "url", "body")
 _ENVELOPE_MARKS = frozenset({"method", "url", "body"})
 _ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
-_PROMPT_KEYS = {"messages": Endpoint.CHAT_COMPLETIONS, "prompt": Endpoint.COMPLETIONS}
+_PROMPT_KEYS = {
+    "messages": Endpoint.CHAT_COMPLETIONS,
+    "prompt": Endpoint.COMPLETIONS,
+    "input": Endpoint.EMBEDDINGS,
+}
+_BODIES: dict[Endpoint, type[RequestBody]] = {
+    Endpoint.CHAT_COMPLETIONS: ChatBody,
+    Endpoint.COMPLETIONS: CompletionBody,
+    Endpoint.EMBEDDINGS: EmbeddingBody,
+}
 
 
 def parse_request_line(raw: bytes, index: int, limits: LimitSettings) -> RequestLine:
@@ -96,9 +106,13 @@ def _endpoint_and_body(value: Mapping[str, object]) -> tuple[Endpoint, Mapping[s
     body = {key: item for key, item in value.items() if key != "custom_id"}
     named = [key for key in _PROMPT_KEYS if body.get(key) is not None]
     if not named:
-        raise RefusalError("line has neither prompt, messages nor body", code="missing_parameter", param="prompt")
+        raise RefusalError(
+            "line has neither prompt, messages, input nor body", code="missing_parameter", param="prompt"
+        )
     if len(named) > 1:
-        raise RefusalError("line has messages and prompt; accepted: one of them", code="invalid_value", param="prompt")
+        raise RefusalError(
+            f"line has {' and '.join(named)}; accepted: one of them", code="invalid_value", param="prompt"
+        )
     return _PROMPT_KEYS[named[0]], body
 
 
@@ -139,7 +153,7 @@ def _endpoint(url: object) -> Endpoint:
 
 
 def _parse_body(body: Mapping[str, object], endpoint: Endpoint, limits: LimitSettings) -> RequestBody:
-    model: type[CompletionBody | ChatBody] = ChatBody if endpoint is Endpoint.CHAT_COMPLETIONS else CompletionBody
+    model = _BODIES[endpoint]
     try:
         parsed = model.model_validate(without_neutral(body, endpoint))
     except ValidationError as error:

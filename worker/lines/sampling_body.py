@@ -8,7 +8,6 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, Strict
 from pydantic_core import PydanticCustomError
 
-from worker.lines.body_model import BodyModel
 from worker.lines.bounds import (
     AT_LEAST_NONE,
     AT_LEAST_ONE,
@@ -22,6 +21,7 @@ from worker.lines.bounds import (
     TOP_K,
     TOP_P,
 )
+from worker.lines.grammar_fields import GrammarFields
 from worker.lines.shorten import shorten
 
 
@@ -55,12 +55,8 @@ def _bias_by_token(value: object) -> dict[int, float]:
     return biases
 
 
-class SamplingBody(BodyModel):
-    """How tokens are chosen and what comes back, plus the service fields that change neither.
-
-    Service fields, of no effect on a batch's answer and so accepted: user, safety_identifier, prompt_cache_key,
-    metadata. Those that would ask something of this service are refused by name, see `unsupported`.
-    """
+class SamplingBody(GrammarFields):
+    """How tokens are chosen and what comes back, plus the service fields that change neither."""
 
     model: Annotated[str, Field(min_length=1)] | None = None
     max_tokens: Annotated[int, AT_LEAST_ONE] | None = None
@@ -79,8 +75,3 @@ class SamplingBody(BodyModel):
     frequency_penalty: Annotated[float, COUNT_PENALTY] = 0.0
     logit_bias: Annotated[Mapping[int, float], BeforeValidator(_bias_by_token)] = Field(default_factory=dict)
     return_token_ids: bool = False
-
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    metadata: Mapping[str, str] | None = None

@@ -12,26 +12,23 @@ from worker.lines.shorten import shorten
 # ignored it would not be what the line asked for.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "stream": (False,),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    # Calls are not read out of the answer, so no tool may be offered.
+    # Tools are carried out for conversations; their forms of 2023 would need answers of 2023.
     "tools": ([],),
-    "functions": ([],),
     "tool_choice": ("none",),
-    "function_call": ("none",),
     "parallel_tool_calls": (True,),
-    # There is nothing to store answers in, and one tier.
-    "store": (False,),
-    "service_tier": ("auto", "default"),
+    "functions": ([],),
+    "function_call": ("none",),
+    "verbosity": ("medium",),
 }
 _REFUSED = frozenset(
     {
-        "stream_options", "reasoning_effort", "verbosity", "prediction",
-        "audio", "web_search_options", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-        "structured_outputs", "use_beam_search", "length_penalty", "early_stopping", "prompt_logprobs",
+        "stream_options", "reasoning_effort",
+        "audio", "web_search_options", "guided_decoding_backend", "guided_whitespace_pattern",
+        "use_beam_search", "length_penalty", "early_stopping", "prompt_logprobs",
         "truncate_prompt_tokens", "chat_template", "add_generation_prompt", "continue_final_message",
         "add_special_tokens", "skip_special_tokens", "spaces_between_special_tokens",
         "include_stop_str_in_output", "bad_words", "allowed_token_ids", "logits_processors",
@@ -39,7 +36,9 @@ _REFUSED = frozenset(
     }
 )  # fmt: skip
 _KNOWN = _REFUSED | _NEUTRAL.keys()
+# What only one endpoint has: to the others the first are unknown, and chats judge the second themselves.
 _OF_COMPLETIONS = frozenset({"best_of", "echo", "suffix"})
+_OF_CHAT = frozenset({"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"})
 
 
 def without_neutral(body: Mapping[str, object], endpoint: Endpoint) -> Mapping[str, object]:
@@ -47,8 +46,11 @@ def without_neutral(body: Mapping[str, object], endpoint: Endpoint) -> Mapping[s
     if _KNOWN.isdisjoint(body):  # nearly every line
         return body
     kept: dict[str, object] = {}
+    left_to_body = _OF_CHAT if endpoint is Endpoint.CHAT_COMPLETIONS else frozenset[str]()
+    if endpoint is not Endpoint.COMPLETIONS:
+        left_to_body |= _OF_COMPLETIONS
     for name, value in body.items():
-        if name not in _KNOWN or (name in _OF_COMPLETIONS and endpoint is not Endpoint.COMPLETIONS):
+        if name not in _KNOWN or name in left_to_body:
             kept[name] = value
         elif value is not None and not _is_neutral(name, value):
             accepted = " or ".join(map(shorten, _NEUTRAL[name])) if name in _NEUTRAL else "a line without it"

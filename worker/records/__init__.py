@@ -5,6 +5,7 @@ Pure: neither torch nor the engine is imported.
 
 from __future__ import annotations
 
+from worker.records.batch_file import BatchFile
 from worker.records.encode_record import encode_record, has_failed
 from worker.records.error_record import error_record, line_error_record
 from worker.records.failure import Failure
@@ -23,4 +24,5 @@ __all__ = [
     "Unfinished",
     "encode_record",
     "has_failed",
+    "BatchFile",
 ]

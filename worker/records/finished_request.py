@@ -6,6 +6,7 @@ engine installed. The engine's RequestOutput, Completion and TokenLogprobs satis
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -27,5 +28,10 @@ class FinishedRequest(Protocol):
 
     @property
     def completions(self) -> Sequence[FinishedCompletion]:
-        """In index order."""
+        """In index order; none of a request for embeddings."""
+        ...
+
+    @property
+    def embeddings(self) -> Sequence[array[float]]:
+        """Vectors of float32 numbers, in the order of the inputs; none of a request that generates."""
         ...

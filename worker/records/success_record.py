@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+from worker.answers.chat_answer import ChatAnswer
 from worker.lines.chat_body import ChatBody
-from worker.lines.request_line import RequestLine
+from worker.lines.embedding_body import EmbeddingBody
+from worker.lines.request_line import GeneratingBody, RequestLine
+from worker.records.answer_message import answer_message
+from worker.records.embedding_record import embedding_record
 from worker.records.finished_completion import FinishedCompletion
 from worker.records.finished_request import FinishedRequest
 from worker.records.logprob_shapes import chat_logprobs, text_logprobs
@@ -12,21 +18,37 @@ from worker.records.token_spelling import TokenSpelling
 
 
 def success_record(
-    line: RequestLine, output: FinishedRequest, spelling: TokenSpelling, context: RecordContext
+    line: RequestLine,
+    output: FinishedRequest,
+    spelling: TokenSpelling,
+    context: RecordContext,
+    answers: Sequence[ChatAnswer] | None = None,
 ) -> dict[str, object]:
-    """The result line of `line`: a `chat.completion` or `text_completion` body, as OpenAI has them.
+    """The result line of `line`: a `chat.completion`, a `text_completion` or a list of embeddings, as OpenAI has them.
 
-    Beyond OpenAI: `stop_reason` in each choice (the stop string or token id that ended it, else null) and, where
-    return_token_ids asks for it, `token_ids`: everything generated, the ending token included.
+    `answers`: what was read out of the completions of a chat; None: a completion's text is its content.
+
+    Beyond OpenAI: `stop_reason` in each choice (the stop string or token id that ended it, else null), where
+    return_token_ids asks for it `token_ids`: everything generated, the ending token included, and where the model
+    reasoned `reasoning_content` in the message, as vLLM and DeepSeek name it.
     """
-    is_chat = isinstance(line.body, ChatBody)
+    if isinstance(line.body, EmbeddingBody):
+        return embedding_record(line, line.body, output, context)
+    said: list[dict[str, object]]
+    if isinstance(line.body, ChatBody):
+        completion_id, kind = f"chatcmpl-{context.job_id}-{line.index}", "chat.completion"
+        read = answers or [ChatAnswer(completion.text) for completion in output.completions]
+        said = [{"message": answer_message(read[at], completion_id, at)} for at in range(len(output.completions))]
+    else:
+        completion_id, kind = f"cmpl-{context.job_id}-{line.index}", "text_completion"
+        said = [{"text": completion.text} for completion in output.completions]
     body: dict[str, object] = {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{context.job_id}-{line.index}",
-        "object": "chat.completion" if is_chat else "text_completion",
+        "id": completion_id,
+        "object": kind,
         "created": context.created_s,
         "model": context.model_name,
-        "choices": [_choice(line, completion, spelling) for completion in output.completions],
-        "usage": _usage(output),
+        "choices": [_choice(line.body, *pair, spelling) for pair in zip(output.completions, said, strict=True)],
+        "usage": _usage(output, answers or ()),
     }
     return {
         "id": context.record_id(line.index),
@@ -36,28 +58,38 @@ def success_record(
     }
 
 
-def _choice(line: RequestLine, completion: FinishedCompletion, spelling: TokenSpelling) -> dict[str, object]:
-    choice: dict[str, object] = {"index": completion.index}
-    if isinstance(line.body, ChatBody):
-        choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
-        to_shape = chat_logprobs
-    else:
-        choice["text"] = completion.text
-        to_shape = text_logprobs
-    logprobs = completion.logprobs
-    choice["logprobs"] = None if logprobs is None else to_shape(logprobs, spelling)
-    choice["finish_reason"] = completion.finish_reason.value
-    choice["stop_reason"] = completion.stop_reason
-    if line.body.return_token_ids:
+def _choice(
+    body: GeneratingBody, completion: FinishedCompletion, said: Mapping[str, object], spelling: TokenSpelling
+) -> dict[str, object]:
+    to_shape = chat_logprobs if isinstance(body, ChatBody) else text_logprobs
+    choice: dict[str, object] = {
+        "index": completion.index,
+        **said,
+        "logprobs": None if completion.logprobs is None else to_shape(completion.logprobs, spelling),
+        "finish_reason": _finish_reason(completion, said),
+        "stop_reason": completion.stop_reason,
+    }
+    if body.return_token_ids:
         choice["token_ids"] = list(completion.token_ids)
     return choice
 
 
-def _usage(output: FinishedRequest) -> dict[str, object]:
+def _finish_reason(completion: FinishedCompletion, said: Mapping[str, object]) -> object:
+    message = said.get("message")
+    reason = completion.finish_reason.value
+    has_calls = isinstance(message, Mapping) and "tool_calls" in message
+    return "tool_calls" if has_calls and reason == "stop" else reason  # an answer that was cut says so
+
+
+def _usage(output: FinishedRequest, answers: Sequence[ChatAnswer]) -> dict[str, object]:
     completion_tokens = sum(len(completion.token_ids) for completion in output.completions)
-    return {
+    usage: dict[str, object] = {
         "prompt_tokens": output.num_prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": output.num_prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
     }
+    reasoning = [answer.num_reasoning_tokens for answer in answers if answer.num_reasoning_tokens is not None]
+    if reasoning:
+        usage["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
+    return usage

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from engine.errors import EngineError, EngineFatal, EngineUnavailable, InvalidRequest
-from engine.finish_reason import FinishReason
 from engine.request_output import RequestOutput
+from worker.answers.chat_answer import ChatAnswer
+from worker.lines.chat_body import ChatBody
 from worker.lines.request_line import RequestLine
 from worker.records.error_record import error_record
 from worker.records.failure import Failure
@@ -13,23 +14,27 @@ from worker.records.success_record import success_record
 from worker.records.token_spelling import TokenSpelling
 from worker.records.unfinished import Unfinished
 from worker.records.unfinished_record import unfinished_record
+from worker.requests.answer_reader import AnswerReader
 
 
 class RecordBuilder:
     """Translates the engine's outputs and errors for one job."""
 
-    def __init__(self, spelling: TokenSpelling, context: RecordContext) -> None:
+    def __init__(self, spelling: TokenSpelling, context: RecordContext, answers: AnswerReader) -> None:
         self._spelling = spelling
         self._context = context
+        self._answers = answers
 
     def of_output(self, line: RequestLine, output: RequestOutput) -> dict[str, object]:
         """The record of `line`, whatever its request ended in."""
         if output.error is not None:
             return self.of_error(line, output.error)
-        reasons = {completion.finish_reason for completion in output.completions}
-        if FinishReason.CANCELLED in reasons:
+        if output.was_aborted:
             return unfinished_record(Unfinished.CANCELLED, line.index, line.custom_id, self._context)
-        return success_record(line, output, self._spelling, self._context)
+        answers: list[ChatAnswer] | None = None
+        if isinstance(line.body, ChatBody):
+            answers = [self._answers.read(line.body, completion) for completion in output.completions]
+        return success_record(line, output, self._spelling, self._context, answers)
 
     def of_error(self, line: RequestLine, error: EngineError) -> dict[str, object]:
         """The record of `line` when the engine, or the request builder before it, raised `error`."""

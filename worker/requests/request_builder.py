@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
+from engine.any_request import AnyRequest
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.text.chat_template import RESERVED, ChatTemplate
+from engine.structured.grammar import Grammar
 from engine.text.tokenizer import Tokenizer
+from worker.answers.answer_formats import AnswerFormats
 from worker.lines.chat_body import ChatBody
-from worker.lines.completion_body import DEFAULT_MAX_TOKENS, CompletionBody
-from worker.lines.request_line import RequestLine
+from worker.lines.completion_body import DEFAULT_MAX_TOKENS
+from worker.lines.embedding_body import EmbeddingBody
+from worker.lines.endpoint import Endpoint
+from worker.lines.names_model import names_model
+from worker.lines.request_line import GeneratingBody, RequestLine
+from worker.requests.answer_reader import AnswerReader
+from worker.requests.call_grammar import CallGrammar
+from worker.requests.chat_prompts import ChatPrompts
+from worker.requests.embedding_builder import EmbeddingBuilder
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -21,75 +30,123 @@ T = TypeVar("T")
 class RequestBuilder:
     """Chat template, tokenisation and sampling parameters, for one model."""
 
-    def __init__(self, tokenizer: Tokenizer, *, max_model_len: int, model_name: str) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_model_len: int,
+        model_name: str,
+        formats: AnswerFormats | None = None,
+        generates: bool = True,
+    ) -> None:
+        """`formats`: how the model writes calls and reasoning; None: as its chat template shows.
+
+        `generates`: whether it continues prompts; every model makes embeddings.
+        """
         self._tokenizer = tokenizer
+        self._embeddings = EmbeddingBuilder(tokenizer, max_model_len=max_model_len)
+        self._generates = generates
+        self._chat_prompts = ChatPrompts(tokenizer.chat_template, formats or AnswerFormats())
+        self.answers = AnswerReader(tokenizer, self._chat_prompts)
+        self._call_grammar = CallGrammar(self._chat_prompts.formats, self.answers.special_marks)
         self._max_model_len = max_model_len  # tokens one request may have, prompt and output together
         self._model_name = model_name
 
-    def build(self, line: RequestLine, request_id: str, *, tenant: str = "") -> Request:
+    def build(self, line: RequestLine, request_id: str, *, tenant: str = "") -> AnyRequest:
         """The engine's request for `line`.
 
-        Raises InvalidRequest for what only the model can judge: another model's name, no chat template, a
-        conversation its template refuses, a prompt longer than the context. Token ids are the engine's to check.
+        Raises InvalidRequest for what only the model can judge: another model's name, an endpoint it cannot serve, no
+        chat template, a conversation its template refuses, a prompt longer than the context. Token ids are the
+        engine's to check.
         """
-        prompt = self._prompt(line)
-        return self._request(line, self._encode(line, prompt), request_id, tenant)
+        body = line.body
+        if isinstance(body, EmbeddingBody):
+            self._check_model(body.model)
+            return self._embeddings.build(body, request_id, tenant)
+        return self._request(body, self._encode(body, self._prompt(body)), request_id, tenant)
 
-    def build_all(self, lines: Sequence[tuple[RequestLine, str]], *, tenant: str = "") -> list[Request | Exception]:
+    def build_all(self, lines: Sequence[tuple[RequestLine, str]], *, tenant: str = "") -> list[AnyRequest | Exception]:
         """`build` for each (line, request id), with what it would raise in the place of the request.
 
         Texts are tokenised together: a third of the time, and other threads run meanwhile.
         """
-        prompts = [_outcome(self._prompt, line) for line, _ in lines]
-        token_ids = self._encode_all([line for line, _ in lines], prompts)
+        built: dict[int, AnyRequest | Exception] = {}
+        generating: dict[int, tuple[GeneratingBody, str]] = {}
+        embedding: dict[int, tuple[EmbeddingBody, str]] = {}
+        for position, (line, request_id) in enumerate(lines):
+            if not isinstance(line.body, EmbeddingBody):
+                generating[position] = (line.body, request_id)
+            elif isinstance(refusal := _outcome(self._check_model, line.body.model), Exception):
+                built[position] = refusal
+            else:
+                embedding[position] = (line.body, request_id)
+        built |= zip(generating, self._build_generating(list(generating.values()), tenant), strict=True)
+        built |= zip(embedding, self._embeddings.build_all(list(embedding.values()), tenant), strict=True)
+        return [built[position] for position in range(len(lines))]
+
+    def _build_generating(self, bodies: Sequence[tuple[GeneratingBody, str]], tenant: str) -> list[Request | Exception]:
+        prompts = [_outcome(self._prompt, body) for body, _ in bodies]
+        token_ids = self._encode_all([body for body, _ in bodies], prompts)
         return [
-            ids if isinstance(ids, Exception) else _outcome(self._request, line, ids, request_id, tenant)
-            for (line, request_id), ids in zip(lines, token_ids, strict=True)
+            ids if isinstance(ids, Exception) else _outcome(self._request, body, ids, request_id, tenant)
+            for (body, request_id), ids in zip(bodies, token_ids, strict=True)
         ]
 
-    def _prompt(self, line: RequestLine) -> str | list[int]:
+    def _prompt(self, body: GeneratingBody) -> str | list[int]:
         """What is to be tokenised, or the token ids that the line gives."""
-        self._check_model(line.body.model)
-        if isinstance(line.body, ChatBody):
-            return self._chat_text(line.body)
-        return line.body.prompt if isinstance(line.body.prompt, str) else list(line.body.prompt)
+        self._check_model(body.model)
+        if not self._generates:
+            raise InvalidRequest(
+                f"this model makes embeddings only; accepted: url {Endpoint.EMBEDDINGS}",
+                param="url",
+                accepted=Endpoint.EMBEDDINGS,
+                code="unsupported_endpoint",
+            )
+        if isinstance(body, ChatBody):
+            return self._chat_prompts.text(body)
+        return body.prompt if isinstance(body.prompt, str) else list(body.prompt)
 
-    def _encode(self, line: RequestLine, prompt: str | list[int]) -> list[int]:
+    def _encode(self, body: GeneratingBody, prompt: str | list[int]) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
-        return self._tokenizer.encode(prompt, add_special_tokens=_takes_special_tokens(line))
+        return self._tokenizer.encode(prompt, add_special_tokens=_takes_special_tokens(body))
 
     def _encode_all(
-        self, lines: Sequence[RequestLine], prompts: Sequence[str | list[int] | Exception]
+        self, bodies: Sequence[GeneratingBody], prompts: Sequence[str | list[int] | Exception]
     ) -> list[list[int] | Exception]:
         encoded: list[list[int] | Exception] = [[] if isinstance(prompt, str) else prompt for prompt in prompts]
         for add_special_tokens in (False, True):
             texts = {
                 position: prompt
-                for position, (line, prompt) in enumerate(zip(lines, prompts, strict=True))
-                if isinstance(prompt, str) and _takes_special_tokens(line) is add_special_tokens
+                for position, (body, prompt) in enumerate(zip(bodies, prompts, strict=True))
+                if isinstance(prompt, str) and _takes_special_tokens(body) is add_special_tokens
             }
             try:
                 ids = self._tokenizer.encode_batch(list(texts.values()), add_special_tokens=add_special_tokens)
             except Exception:  # a seam: one text is at fault, or several; each on its own shows which
                 for position, text in texts.items():
-                    encoded[position] = _outcome(self._encode, lines[position], text)
+                    encoded[position] = _outcome(self._encode, bodies[position], text)
             else:
                 for position, token_ids in zip(texts, ids, strict=True):
                     encoded[position] = token_ids
         return encoded
 
-    def _request(self, line: RequestLine, token_ids: list[int], request_id: str, tenant: str) -> Request:
-        body = line.body
+    def _request(self, body: GeneratingBody, token_ids: list[int], request_id: str, tenant: str) -> Request:
         max_tokens = body.max_output_tokens
         self._check_fits(token_ids, "messages" if isinstance(body, ChatBody) else "prompt")
         if max_tokens is None and not isinstance(body, ChatBody):
             max_tokens = min(DEFAULT_MAX_TOKENS, self._max_model_len - len(token_ids))
-        return Request(request_id, token_ids, _sampling_params(body, max_tokens), tenant=tenant)
+        params = _sampling_params(body, max_tokens, self._grammar(body))
+        return Request(request_id, token_ids, params, tenant=tenant)
+
+    def _grammar(self, body: GeneratingBody) -> Grammar | None:
+        if isinstance(body, ChatBody):
+            return self._call_grammar.of(body, opened=self._chat_prompts.opens_reasoning(body))
+        given = body.grammar
+        return None if given is None else Grammar(given.kind, given.text, given.param)
 
     def _check_model(self, name: str | None) -> None:
-        # A hub name such as Qwen/Qwen3-0.6B also means the directory Qwen3-0.6B.
-        if name is not None and self._model_name not in (name, name.rpartition("/")[2]):
+        if name is not None and not names_model(name, self._model_name):
             raise InvalidRequest(
                 f"model is {name!r}; accepted: {self._model_name!r}, or leave it out (model.name sets the name)",
                 param="model",
@@ -97,22 +154,6 @@ class RequestBuilder:
                 accepted=self._model_name,
                 code="model_not_found",
             )
-
-    def _chat_text(self, body: ChatBody) -> str:
-        template = self._tokenizer.chat_template
-        if template is None:
-            raise InvalidRequest(
-                "messages need a chat template, which this model does not have; accepted: a prompt",
-                param="messages",
-                accepted="prompt",
-            )
-        _check_template_reads(template, body)
-        return template.render(
-            [message.for_template() for message in body.messages],
-            tools=None,
-            add_generation_prompt=True,
-            **body.chat_template_kwargs,
-        )
 
     def _check_fits(self, token_ids: Sequence[int], param: str) -> None:
         """That one token fits behind them: what can never run must not wait at full size until it is its turn.
@@ -122,8 +163,8 @@ class RequestBuilder:
             raise PromptTooLong(len(token_ids) + 1, self._max_model_len, param=param)
 
 
-def _takes_special_tokens(line: RequestLine) -> bool:
-    return not isinstance(line.body, ChatBody)  # a chat template writes them itself
+def _takes_special_tokens(body: GeneratingBody) -> bool:
+    return not isinstance(body, ChatBody)  # a chat template writes them itself
 
 
 def _outcome(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Exception:
@@ -134,19 +175,7 @@ def _outcome(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Exc
         return error
 
 
-def _check_template_reads(template: ChatTemplate, body: ChatBody) -> None:
-    """Raise InvalidRequest for template arguments that the template would ignore."""
-    for name, value in body.chat_template_kwargs.items():
-        if name in RESERVED or not template.reads(name, with_tools=False):
-            why = "the request itself sets" if name in RESERVED else "this model's chat template does not read"
-            raise InvalidRequest(
-                f"chat_template_kwargs has {name!r}, which {why}; accepted: other names",
-                param=f"chat_template_kwargs.{name}",
-                value=value,
-            )
-
-
-def _sampling_params(body: CompletionBody | ChatBody, max_tokens: int | None) -> SamplingParams:
+def _sampling_params(body: GeneratingBody, max_tokens: int | None, grammar: Grammar | None) -> SamplingParams:
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
@@ -164,4 +193,5 @@ def _sampling_params(body: CompletionBody | ChatBody, max_tokens: int | None) ->
         stop_token_ids=body.stop_token_ids,
         ignore_eos=body.ignore_eos,
         n=body.n,
+        grammar=grammar,
     )

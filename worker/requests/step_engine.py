@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from engine.request import Request
+from engine.any_request import AnyRequest
 from engine.request_output import RequestOutput
 from engine.token_checkpoint import TokenCheckpoint
 
@@ -29,7 +29,12 @@ class StepEngine(Protocol):
         """Tokens one request may have, prompt and output together."""
         ...
 
-    def add_request(self, request: Request) -> None:
+    @property
+    def generates(self) -> bool:
+        """Whether it continues prompts; every engine makes embeddings."""
+        ...
+
+    def add_request(self, request: AnyRequest) -> None:
         """Queue a request. Raises InvalidRequest for one that can never be served."""
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.request_lines import CHAT, batch_line, chat_line, completion_line, parse, raw_line
+from tests.support.request_lines import CHAT, batch_line, body_of, chat_line, completion_line, parse, raw_line
 from worker.lines import ChatBody, CompletionBody, CustomIds, Endpoint
 
 
@@ -40,7 +40,7 @@ def test_every_sampling_parameter_arrives() -> None:
         "ignore_eos": True, "repetition_penalty": 1.1, "presence_penalty": -2, "frequency_penalty": 2,
         "return_token_ids": True, "logprobs": 3,
     }  # fmt: skip
-    body = parse(completion_line(stop="x", stop_token_ids=[1, 2], logit_bias={"7": 1}, **parameters)).body
+    body = body_of(completion_line(stop="x", stop_token_ids=[1, 2], logit_bias={"7": 1}, **parameters))
 
     assert {name: getattr(body, name) for name in parameters} == parameters
     assert (body.stop, body.stop_token_ids, body.logit_bias) == (("x",), (1, 2), {7: 1.0})
@@ -48,7 +48,7 @@ def test_every_sampling_parameter_arrives() -> None:
 
 
 def test_token_ids_are_a_prompt() -> None:
-    body = parse(raw_line({"prompt": [1, 2, 3]})).body
+    body = body_of(raw_line({"prompt": [1, 2, 3]}))
 
     assert isinstance(body, CompletionBody)
     assert body.prompt == (1, 2, 3)
@@ -59,19 +59,19 @@ def test_token_ids_are_a_prompt() -> None:
     [({}, None), ({"logprobs": False}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 5}, 5)],
 )
 def test_chat_spells_logprobs_in_two_parameters(parameters: dict[str, object], num_logprobs: int | None) -> None:
-    assert parse(chat_line(**parameters)).body.num_logprobs == num_logprobs
+    assert body_of(chat_line(**parameters)).num_logprobs == num_logprobs
 
 
 def test_chat_has_two_names_for_the_output_limit() -> None:
-    assert parse(chat_line()).body.max_output_tokens is None
-    assert parse(chat_line(max_tokens=3)).body.max_output_tokens == 3
-    assert parse(chat_line(max_completion_tokens=4)).body.max_output_tokens == 4
+    assert body_of(chat_line()).max_output_tokens is None
+    assert body_of(chat_line(max_tokens=3)).max_output_tokens == 3
+    assert body_of(chat_line(max_completion_tokens=4)).max_output_tokens == 4
 
 
 def test_null_means_the_default() -> None:
     nulls = completion_line(temperature=None, stop=None, stream=None, tool_choice=None)
 
-    assert parse(nulls).body.model_dump() == parse(completion_line()).body.model_dump()
+    assert body_of(nulls).model_dump() == body_of(completion_line()).model_dump()
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_an_assistant_message_may_come_back_as_openai_returned_it() -> None:
         "audio": None,
     }
 
-    body = parse(raw_line({"messages": [message, {"role": "user", "content": "go on"}]})).body
+    body = body_of(raw_line({"messages": [message, {"role": "user", "content": "go on"}]}))
 
     assert isinstance(body, ChatBody)
     assert body.messages[0].text == "hi"
@@ -110,7 +110,7 @@ def test_an_assistant_message_may_come_back_as_openai_returned_it() -> None:
 def test_text_parts_reach_the_template_as_one_string() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
 
-    body = parse(raw_line({"messages": [{"role": "user", "content": parts}]})).body
+    body = body_of(raw_line({"messages": [{"role": "user", "content": parts}]}))
 
     assert isinstance(body, ChatBody)
     assert body.messages[0].for_template() == {"role": "user", "content": "one\ntwo"}
@@ -119,19 +119,19 @@ def test_text_parts_reach_the_template_as_one_string() -> None:
 def test_tool_arguments_reach_the_template_as_an_object() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": 2}'}}
     answer = {"role": "tool", "tool_call_id": "c1", "content": "3"}
-    body = parse(raw_line({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}, answer]})).body
+    body = body_of(raw_line({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}, answer]}))
 
     assert isinstance(body, ChatBody)
     rendered = body.messages[0].for_template()
     assert rendered["tool_calls"] == [
         {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"b": 1, "a": 2}}}
     ]
-    assert rendered["content"] is None
+    assert rendered["content"] == ""
     assert body.messages[1].for_template() == answer
 
 
 def test_an_escaped_pair_of_surrogates_is_one_character() -> None:
-    body = parse(rb'{"prompt": "\ud83d\ude00"}').body
+    body = body_of(rb'{"prompt": "\ud83d\ude00"}')
 
     assert isinstance(body, CompletionBody)
     assert body.prompt == "\N{GRINNING FACE}"
@@ -153,7 +153,7 @@ def test_the_deepest_allowed_nesting_is_accepted() -> None:
 
 
 def test_a_body_may_not_be_changed() -> None:
-    body = parse(completion_line()).body
+    body = body_of(completion_line())
 
     with pytest.raises(ValueError, match="frozen"):
         body.n = 3

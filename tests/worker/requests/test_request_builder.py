@@ -7,9 +7,11 @@ import pytest
 
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.request import Request
+from engine.structured.grammar import Grammar
 from engine.text.tokenizer import Tokenizer
 from tests.support.request_lines import chat_line, completion_line, parse, raw_line
 from tests.support.tiny_tokenizer import make_tokenizer
+from worker.lines import RequestLine
 from worker.requests.request_builder import RequestBuilder
 
 TEMPLATE = (
@@ -41,35 +43,42 @@ def builder(tokenizer: Tokenizer) -> RequestBuilder:
     return RequestBuilder(tokenizer, max_model_len=64, model_name="tiny")
 
 
+def build(builder: RequestBuilder, line: RequestLine, request_id: str, *, tenant: str = "") -> Request:
+    """Of a line that generates."""
+    request = builder.build(line, request_id, tenant=tenant)
+    assert isinstance(request, Request)
+    return request
+
+
 def test_a_text_prompt_is_tokenised(builder: RequestBuilder, tokenizer: Tokenizer) -> None:
-    request = builder.build(parse(completion_line()), "r1", tenant="t")
+    request = build(builder, parse(completion_line()), "r1", tenant="t")
 
     assert list(request.prompt_token_ids) == tokenizer.encode("hello")
     assert (request.request_id, request.tenant) == ("r1", "t")
 
 
 def test_token_ids_are_taken_as_they_are(builder: RequestBuilder) -> None:
-    assert list(builder.build(parse(raw_line({"prompt": [3, 1]})), "r").prompt_token_ids) == [3, 1]
+    assert list(build(builder, parse(raw_line({"prompt": [3, 1]})), "r").prompt_token_ids) == [3, 1]
 
 
 def test_a_conversation_goes_through_the_template(builder: RequestBuilder, tokenizer: Tokenizer) -> None:
-    request = builder.build(parse(chat_line(chat_template_kwargs={"thinking": True})), "r")
+    request = build(builder, parse(chat_line(chat_template_kwargs={"thinking": True})), "r")
 
     assert tokenizer.decode(list(request.prompt_token_ids)) == "<user>hellothink"
 
 
 def test_a_completion_gets_16_tokens_unless_told(builder: RequestBuilder) -> None:
-    assert builder.build(parse(completion_line()), "r").params.max_tokens == 16
-    assert builder.build(parse(completion_line(max_tokens=3)), "r").params.max_tokens == 3
+    assert build(builder, parse(completion_line()), "r").params.max_tokens == 16
+    assert build(builder, parse(completion_line(max_tokens=3)), "r").params.max_tokens == 3
 
 
 def test_a_completion_near_the_end_of_the_context_gets_what_is_left(builder: RequestBuilder) -> None:
-    assert builder.build(parse(raw_line({"prompt": [1] * 60})), "r").params.max_tokens == 4
+    assert build(builder, parse(raw_line({"prompt": [1] * 60})), "r").params.max_tokens == 4
 
 
 def test_a_chat_gets_what_the_context_leaves(builder: RequestBuilder) -> None:
-    assert builder.build(parse(chat_line()), "r").params.max_tokens is None
-    assert builder.build(parse(chat_line(max_completion_tokens=9)), "r").params.max_tokens == 9
+    assert build(builder, parse(chat_line()), "r").params.max_tokens is None
+    assert build(builder, parse(chat_line(max_completion_tokens=9)), "r").params.max_tokens == 9
 
 
 def test_every_parameter_reaches_the_engine(builder: RequestBuilder) -> None:
@@ -80,7 +89,7 @@ def test_every_parameter_reaches_the_engine(builder: RequestBuilder) -> None:
             logit_bias={"5": -1}, logprobs=2,
         )
     )  # fmt: skip
-    params = builder.build(line, "r").params
+    params = build(builder, line, "r").params
 
     assert (params.min_tokens, params.temperature, params.top_p, params.top_k) == (2, 0.5, 0.5, 4)
     assert (params.min_p, params.seed, params.n, params.stop) == (0.1, 7, 2, ("x",))
@@ -89,18 +98,32 @@ def test_every_parameter_reaches_the_engine(builder: RequestBuilder) -> None:
     assert params.logit_bias == {5: -1.0}
 
 
+def test_a_grammar_reaches_the_engine_with_the_name_of_its_parameter(builder: RequestBuilder) -> None:
+    grammar = build(builder, parse(completion_line(guided_regex="a+")), "r").params.grammar
+
+    assert grammar == Grammar("regex", "a+")
+    assert grammar.param == "guided_regex"
+
+
+@pytest.mark.parametrize("params", [{"min_tokens": 1}, {"ignore_eos": True}])
+def test_what_would_move_the_end_of_a_grammar_is_refused(builder: RequestBuilder, params: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        build(builder, parse(completion_line(guided_regex="a+", **params)), "r")
+    assert [caught.value.param] == list(params)
+
+
 def test_top_k_minus_one_is_off(builder: RequestBuilder) -> None:
-    assert builder.build(parse(completion_line(top_k=-1)), "r").params.top_k == 0
+    assert build(builder, parse(completion_line(top_k=-1)), "r").params.top_k == 0
 
 
 @pytest.mark.parametrize("name", ["tiny", "org/tiny", None])
 def test_the_models_name_is_accepted(builder: RequestBuilder, name: str | None) -> None:
-    assert builder.build(parse(completion_line(model=name)), "r").request_id == "r"
+    assert build(builder, parse(completion_line(model=name)), "r").request_id == "r"
 
 
 def test_another_models_name_is_refused(builder: RequestBuilder) -> None:
     with pytest.raises(InvalidRequest, match="model is 'gpt-4o'; accepted: 'tiny'") as raised:
-        builder.build(parse(completion_line(model="gpt-4o")), "r")
+        build(builder, parse(completion_line(model="gpt-4o")), "r")
 
     assert (raised.value.param, raised.value.code) == ("model", "model_not_found")
 
@@ -109,7 +132,7 @@ def test_a_conversation_longer_than_the_context_names_need_and_capacity(builder:
     line = parse(raw_line({"messages": [{"role": "user", "content": "x" * 100}]}))
 
     with pytest.raises(PromptTooLong) as raised:
-        builder.build(line, "r")
+        build(builder, line, "r")
 
     assert (raised.value.param, raised.value.capacity) == ("messages", 64)
     assert raised.value.need > 100
@@ -118,27 +141,27 @@ def test_a_conversation_longer_than_the_context_names_need_and_capacity(builder:
 @pytest.mark.parametrize("prompt", ["x " * 100, [1] * 64])
 def test_a_prompt_longer_than_the_context_names_need_and_capacity(builder: RequestBuilder, prompt: object) -> None:
     with pytest.raises(PromptTooLong) as raised:
-        builder.build(parse(raw_line({"prompt": prompt})), "r")
+        build(builder, parse(raw_line({"prompt": prompt})), "r")
 
     assert (raised.value.param, raised.value.capacity) == ("prompt", 64)
     assert raised.value.need > 64
 
 
 def test_a_prompt_that_leaves_room_for_one_token_is_built(builder: RequestBuilder) -> None:
-    assert builder.build(parse(raw_line({"prompt": [1] * 63})), "r").params.max_tokens == 1
+    assert build(builder, parse(raw_line({"prompt": [1] * 63})), "r").params.max_tokens == 1
 
 
 def test_a_tools_answer_in_the_history_goes_through_the_template(builder: RequestBuilder, tokenizer: Tokenizer) -> None:
     history = [{"role": "user", "content": "2+2?"}, {"role": "tool", "tool_call_id": "c", "content": "4"}]
 
-    request = builder.build(parse(raw_line({"messages": history})), "r")
+    request = build(builder, parse(raw_line({"messages": history})), "r")
 
     assert tokenizer.decode(list(request.prompt_token_ids)) == "<user>2+2?<tool>4"
 
 
 def test_min_tokens_above_max_tokens_is_refused(builder: RequestBuilder) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        builder.build(parse(completion_line(min_tokens=5, max_tokens=4)), "r")
+        build(builder, parse(completion_line(min_tokens=5, max_tokens=4)), "r")
 
     assert raised.value.param == "min_tokens"
 
@@ -147,17 +170,17 @@ def test_a_model_without_a_template_takes_prompts_only(tmp_path: Path) -> None:
     builder = RequestBuilder(tokenizer_at(tmp_path / "plain", None), max_model_len=64, model_name="tiny")
 
     with pytest.raises(InvalidRequest, match="chat template") as raised:
-        builder.build(parse(chat_line()), "r")
+        build(builder, parse(chat_line()), "r")
 
     assert raised.value.param == "messages"
-    assert builder.build(parse(completion_line()), "r").request_id == "r"
+    assert build(builder, parse(completion_line()), "r").request_id == "r"
 
 
 def test_what_the_template_refuses_is_the_requests_fault(builder: RequestBuilder) -> None:
     line = parse(raw_line({"messages": [{"role": "tool", "content": "1", "tool_call_id": "c"}]}))
 
     with pytest.raises(InvalidRequest, match="begins with a tool") as raised:
-        builder.build(line, "r")
+        build(builder, line, "r")
 
     assert raised.value.param == "messages"
 
@@ -167,7 +190,7 @@ def test_a_template_argument_that_the_template_does_not_read_is_refused(tmp_path
     builder = RequestBuilder(tokenizer_at(tmp_path / "bare", template), max_model_len=64, model_name="tiny")
 
     with pytest.raises(InvalidRequest) as raised:
-        builder.build(parse(chat_line(chat_template_kwargs={"thinking": True})), "r")
+        build(builder, parse(chat_line(chat_template_kwargs={"thinking": True})), "r")
 
     assert raised.value.param == "chat_template_kwargs.thinking"
 
@@ -175,7 +198,7 @@ def test_a_template_argument_that_the_template_does_not_read_is_refused(tmp_path
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
 def test_template_arguments_of_our_own_cannot_be_replaced(builder: RequestBuilder, name: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        builder.build(parse(chat_line(chat_template_kwargs={name: "x"})), "r")
+        build(builder, parse(chat_line(chat_template_kwargs={name: "x"})), "r")
 
     assert raised.value.param == f"chat_template_kwargs.{name}"
 
@@ -192,7 +215,7 @@ def test_requests_built_together_are_those_built_one_by_one(builder: RequestBuil
 
     together = builder.build_all(lines, tenant="t")
 
-    assert together == [builder.build(line, name, tenant="t") for line, name in lines]
+    assert together == [build(builder, line, name, tenant="t") for line, name in lines]
 
 
 def test_a_bad_line_among_others_is_refused_alone_and_in_its_place(builder: RequestBuilder) -> None:
@@ -229,4 +252,4 @@ def test_a_text_that_the_tokeniser_refuses_leaves_its_neighbours_alone(
     first, second, third = builder.build_all(lines)
 
     assert isinstance(second, ValueError)
-    assert [first, third] == [builder.build(line, name) for line, name in (lines[0], lines[2])]
+    assert [first, third] == [build(builder, line, name) for line, name in (lines[0], lines[2])]

@@ -1,0 +1,88 @@
+"""What a line for embeddings may hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from settings import LimitSettings
+from tests.support.request_lines import batch_line, error_of, parse, raw_line
+from worker.lines import EmbeddingBody, Endpoint, LineError, parse_request_line
+
+EMBEDDINGS = "/v1/embeddings"
+
+
+def _body(**parameters: object) -> EmbeddingBody:
+    body = parse(raw_line({"input": "hello", **parameters})).body
+    assert isinstance(body, EmbeddingBody)
+    return body
+
+
+@pytest.mark.parametrize(
+    ("given", "inputs"),
+    [
+        ("hello", ("hello",)),
+        (["a", "b"], ("a", "b")),
+        ([3, 1, 2], ((3, 1, 2),)),
+        ([[3, 1], [2]], ((3, 1), (2,))),
+    ],
+)
+def test_openais_four_shapes_of_input(given: object, inputs: object) -> None:
+    assert _body(input=given).input == inputs
+
+
+def test_an_openai_batch_line_is_understood() -> None:
+    line = parse(batch_line(EMBEDDINGS, {"model": "m", "input": "hello", "encoding_format": "base64", "user": "u"}))
+    assert (line.endpoint, line.custom_id) == (Endpoint.EMBEDDINGS, "a")
+
+
+def test_what_says_nothing_about_the_answer_is_accepted() -> None:
+    _body(user="u", metadata={"a": "b"}, safety_identifier="s", encoding_format="float", dimensions=None)
+
+
+BAD: list[tuple[dict[str, object], str, str]] = [
+    ({"input": ""}, "empty_prompt", "input"),
+    ({"input": []}, "empty_prompt", "input"),
+    ({"input": ["a", ""]}, "empty_prompt", "input[1]"),
+    ({"input": [[1], []]}, "empty_prompt", "input[1]"),
+    ({"input": ["a", 1]}, "invalid_type", "input[1]"),
+    ({"input": [1, "a"]}, "invalid_type", "input[1]"),
+    ({"input": [1, True]}, "invalid_type", "input[1]"),
+    ({"input": [[1], [2, 0.5]]}, "invalid_type", "input[1]"),
+    ({"input": [1, -1]}, "invalid_value", "input[1]"),
+    ({"input": [[2**31]]}, "invalid_value", "input[0]"),
+    ({"input": {"text": "a"}}, "invalid_type", "input"),
+    ({"input": [{"text": "a"}]}, "invalid_type", "input[0]"),
+    ({"input": 3}, "invalid_type", "input"),
+    ({"encoding_format": "int8"}, "invalid_value", "encoding_format"),
+    ({"dimensions": 0}, "invalid_value", "dimensions"),
+    ({"dimensions": "8"}, "invalid_type", "dimensions"),
+    ({"temperature": 0}, "unknown_parameter", "temperature"),
+    ({"truncate_prompt_tokens": 8}, "unsupported_parameter", "truncate_prompt_tokens"),
+]
+
+
+@pytest.mark.parametrize(("parameters", "code", "param"), BAD, ids=lambda value: str(value)[:40])
+def test_a_bad_line_names_the_parameter(parameters: dict[str, object], code: str, param: str) -> None:
+    error = error_of(batch_line(EMBEDDINGS, {"input": "hello"} | parameters))
+    assert (error.code, error.param) == (code, param), error.message
+
+
+def test_input_belongs_to_embeddings_and_prompt_does_not() -> None:
+    for url, body in (("/v1/completions", {"input": "a"}), (EMBEDDINGS, {"prompt": "a", "input": "a"})):
+        error = error_of(batch_line(url, body))
+        assert (error.code, error.param) == ("url_mismatch", "url")
+    assert error_of(batch_line(EMBEDDINGS, {})).code == "missing_parameter"
+    assert error_of(raw_line({"input": "a", "prompt": "a"})).code == "invalid_value"
+
+
+def test_the_operator_limits_the_inputs_of_a_line() -> None:
+    raw = raw_line({"input": ["a"] * 2049})
+    assert error_of(raw).param == "input"
+    parse_request_line(raw, 0, LimitSettings(max_embedding_inputs=2049))
+    with pytest.raises(LineError, match=r"accepted: at most 1 \(limits.max_embedding_inputs\)"):
+        parse_request_line(raw_line({"input": ["a", "b"]}), 0, LimitSettings(max_embedding_inputs=1))
+
+
+def test_the_first_input_orders_a_line_among_completions() -> None:
+    assert parse(raw_line({"input": ["ab", "c"]})).prompt_key() == parse(raw_line({"prompt": "ab"})).prompt_key()
+    assert parse(raw_line({"input": [[5]]})).prompt_key() == parse(raw_line({"prompt": [5]})).prompt_key()

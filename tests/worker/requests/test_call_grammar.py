@@ -1,0 +1,192 @@
+"""What answers are held to: tried on the compiled grammar, token by token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from engine.errors import InvalidRequest
+from engine.structured.compile_matcher import compile_matcher
+from engine.structured.definition import definition
+from engine.structured.model_vocabulary import ModelVocabulary
+from tests.support.chat_models import HERMES_TOKENS, LLAMA3_TOKENS, QWEN3_TOKENS, chat_model, template_source
+from tests.support.request_lines import chat_line, parse
+from worker.answers.answer_formats import AnswerFormats
+from worker.lines import ChatBody
+from worker.requests.request_builder import RequestBuilder
+
+CITY = {
+    "$defs": {"City": {"enum": ["Rome", "Oslo"]}},
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/City"}},
+}
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {**CITY, "required": ["city"], "additionalProperties": False}},
+}
+TIME: dict[str, Any] = {"type": "function", "function": {"name": "time"}}
+STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+PARIS = ROME.replace("Rome", "Paris")
+NOW = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+BARE_ROME = '{"name": "weather", "parameters": {"city": "Rome"}}'
+BARE_PARIS = BARE_ROME.replace("Rome", "Paris")
+THOUGHT = "<think>\nRome { or Oslo\n</think>\n\n"
+
+
+class Model:
+    """A model's request builder, and what its grammars let through."""
+
+    def __init__(
+        self, path: Path, template: str, tokens: dict[str, bool], formats: AnswerFormats | None = None
+    ) -> None:
+        self.tokenizer = chat_model(path, template, tokens)
+        self.builder = RequestBuilder(self.tokenizer, max_model_len=1 << 20, model_name="m", formats=formats)
+        vocabulary = ModelVocabulary(
+            self.tokenizer, self.tokenizer.vocab_size, [self.tokenizer.encode("<|im_end|>")[0]]
+        )
+        self._vocabulary = LLTokenizer(TokenizerWrapper(vocabulary))
+
+    def matcher(self, **parameters: object) -> LLMatcher | None:
+        line = parse(chat_line(**parameters))
+        assert isinstance(line.body, ChatBody)
+        grammar = self.builder.build(line, "r").params.grammar  # type: ignore[union-attr]  # a chat is no embedding
+        return None if grammar is None else compile_matcher(self._vocabulary, definition(grammar))
+
+    def takes(self, text: str, **parameters: object) -> bool:
+        """Whether `text` may be the whole answer."""
+        matcher = self.matcher(**parameters)
+        assert matcher is not None
+        token_ids = self.tokenizer.encode(text)
+        return (
+            matcher.validate_tokens(token_ids) == len(token_ids)
+            and matcher.consume_tokens(token_ids)
+            and matcher.is_accepting()
+        )
+
+    def refusal(self, **parameters: object) -> InvalidRequest:
+        with pytest.raises(InvalidRequest) as raised:
+            self.matcher(**parameters)
+        return raised.value
+
+
+@pytest.fixture(params=[QWEN3_TOKENS, HERMES_TOKENS, {}], ids=["plain marks", "special marks", "no mark tokens"])
+def qwen3(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
+    return Model(tmp_path, template_source("marked_calls"), request.param)
+
+
+@pytest.fixture(params=[LLAMA3_TOKENS, {}], ids=["special tag", "no tag token"])
+def llama3(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
+    return Model(tmp_path, template_source("bare_calls"), request.param)
+
+
+def test_tools_that_may_be_called_hold_to_nothing(qwen3: Model, llama3: Model) -> None:
+    for model in (qwen3, llama3):
+        assert model.matcher(tools=[WEATHER, TIME]) is None
+        assert model.matcher(tools=[STRICT], tool_choice="none") is None
+        assert model.matcher() is None
+
+
+def test_a_required_answer_is_calls_of_any_function(qwen3: Model) -> None:
+    required = {"tools": [WEATHER, TIME], "tool_choice": "required"}
+
+    for answer in (ROME, NOW, THOUGHT + ROME, f"{ROME}\n{NOW}"):
+        assert qwen3.takes(answer, **required), answer
+    for answer in ("", "Sunny.", PARIS, THOUGHT, THOUGHT + "Sunny.", ROME + "Sunny.", NOW.replace("{}", '{"a": 1}')):
+        assert not qwen3.takes(answer, **required), answer
+    assert not qwen3.takes(f"{ROME}\n{NOW}", **required, parallel_tool_calls=False)
+
+
+def test_a_named_function_is_called_once(qwen3: Model, llama3: Model) -> None:
+    named = {"tools": [TIME, WEATHER], "tool_choice": NAMED}
+
+    assert qwen3.takes(ROME, **named)
+    assert not qwen3.takes(NOW, **named)
+    assert not qwen3.takes(f"{ROME}\n{ROME}", **named)
+    assert llama3.takes(BARE_ROME, **named)
+    assert llama3.takes("<|python_tag|>" + BARE_ROME, **named)
+    for answer in (BARE_PARIS, "Sunny.", '{"name": "time", "parameters": {}}'):
+        assert not llama3.takes(answer, **named), answer
+
+
+def test_strict_functions_keep_to_their_schema_when_they_are_called(qwen3: Model, llama3: Model) -> None:
+    offered = {"tools": [STRICT, TIME]}
+
+    for answer in ("", "Sunny.", ROME, f"I look.\n{ROME}\n{NOW} So.", THOUGHT + ROME, NOW.replace("{}", '{"a": 1}')):
+        assert qwen3.takes(answer, **offered), answer
+    for answer in (PARIS, f"I look. {PARIS}", f"{ROME}{PARIS}", ROME[:-20]):
+        assert not qwen3.takes(answer, **offered), answer
+    for answer in ("", "Sunny.", " so {", BARE_ROME, "<|python_tag|>" + BARE_ROME):
+        assert llama3.takes(answer, **offered), answer
+    assert not llama3.takes(BARE_PARIS, **offered)
+
+
+def test_one_call_at_a_time_is_one_strict_call(qwen3: Model) -> None:
+    assert qwen3.takes(f"So {ROME} then", tools=[STRICT], parallel_tool_calls=False)
+    assert not qwen3.takes(ROME + ROME, tools=[STRICT], parallel_tool_calls=False)
+
+
+SHAPES = [
+    ({"response_format": {"type": "json_object"}}, '{"a": 1}', "[1]"),
+    ({"guided_json": {"type": "integer"}}, "12", '"12"'),
+    ({"guided_choice": ["yes/no", 'a "b"']}, 'a "b"', "yes"),
+    ({"guided_regex": "a/b\\/\n[0-9]+"}, "a/b/\n12", "a/b"),
+]
+
+
+@pytest.mark.parametrize(("shape", "good", "bad"), SHAPES)
+def test_an_answer_of_a_given_form_may_be_calls_or_begin_with_reasoning(
+    qwen3: Model, llama3: Model, shape: dict[str, object], good: str, bad: str
+) -> None:
+    for parameters in (shape, {**shape, "tools": [WEATHER]}):
+        assert qwen3.takes(good, **parameters)
+        assert qwen3.takes(THOUGHT + good, **parameters)
+        assert llama3.takes(good, **parameters)
+        assert not qwen3.takes(bad, **parameters)
+        assert not llama3.takes(bad, **parameters)
+    assert qwen3.takes(ROME, **shape, tools=[STRICT])
+    assert llama3.takes("<|python_tag|>" + BARE_ROME, **shape, tools=[STRICT])
+    assert not qwen3.takes(ROME, **shape)
+    assert not qwen3.takes(PARIS, **shape, tools=[STRICT])
+
+
+def test_where_the_prompt_begins_the_reasoning_the_answer_ends_it(tmp_path: Path) -> None:
+    model = Model(tmp_path, template_source("parts"), QWEN3_TOKENS, AnswerFormats("qwen3"))
+    shape = {"response_format": {"type": "json_object"}}
+
+    assert model.takes('hm\n</think>\n\n{"a": 1}', **shape)
+    assert model.takes(f"hm</think>{ROME}", tools=[WEATHER], tool_choice="required")
+    assert not model.takes('{"a": 1}', **shape)
+    assert "grammar of its own" in str(model.refusal(guided_grammar='start: "a"'))
+
+
+def test_a_grammar_of_ones_own_stands_alone(qwen3: Model) -> None:
+    assert qwen3.takes("a", guided_grammar='start: "a"')
+    error = qwen3.refusal(guided_grammar='start: "a"', tools=[WEATHER])
+    assert (error.param, "grammar of its own" in str(error)) == ("guided_grammar", True)
+
+
+def test_what_cannot_be_held_to_is_refused_by_name(qwen3: Model, tmp_path: Path) -> None:
+    untold = Model(tmp_path / "untold", template_source("marked_calls"), {}, AnswerFormats("none"))
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"minProperties": 3}}}
+
+    assert untold.refusal(tools=[WEATHER], tool_choice="required").param == "tool_choice"
+    assert untold.refusal(tools=[STRICT]).param == "tools"
+    assert untold.takes("{}", tools=[WEATHER], response_format={"type": "json_object"})
+    both = {"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}}
+    assert "beside response_format" in str(qwen3.refusal(**both))
+    assert qwen3.refusal(tools=[TIME, bad], tool_choice="required").param == "tools[1].function.parameters"
+
+
+def test_nothing_in_a_schema_decides_how_it_is_read(qwen3: Model) -> None:
+    loose = {"x-guidance": {"lenient": True, "whitespace_flexible": False}, "description": "start: ::= \n%json", **CITY}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": json.loads(json.dumps(loose))}}
+
+    assert qwen3.takes(ROME, tools=[tool], tool_choice="required")
+    assert qwen3.takes(ROME.replace('": "Rome', '":"Rome'), tools=[tool], tool_choice="required")

@@ -1,0 +1,109 @@
+"""Answers held to a form, with the reasoning and the tool calls that may stand in a model's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engine.errors import InvalidRequest
+from engine.structured.grammar import Grammar
+from worker.answers.answer_formats import (
+    CALL_BEGIN,
+    CALL_END,
+    PYTHON_TAG,
+    REASONING_BEGIN,
+    REASONING_END,
+    AnswerFormats,
+)
+from worker.lines.chat_body import ChatBody
+from worker.lines.given_grammar import GivenGrammar
+from worker.lines.tool_choice import ToolChoice
+from worker.requests.lark_rules import call_rules, quoted, shape_rule
+
+
+class CallGrammar:
+    """Grammars for chat answers in one model's formats.
+
+    The marks of calls stand as the model was trained to write them, so a forced call is no text it has never seen.
+    """
+
+    def __init__(self, formats: AnswerFormats, special: Mapping[str, int]) -> None:
+        """`special`: the formats' marks that are special tokens, with their ids; the others are text."""
+        self._formats = formats
+        self._special = special
+
+    def of(self, body: ChatBody, *, opened: bool) -> Grammar | None:
+        """What the answer to `body` is held to; None: nothing. `opened`: the prompt ends inside the reasoning.
+
+        With tool_choice required or a function's name it must be calls. Otherwise the arguments of strict functions
+        keep to their schema, and an answer that is held to a form may be calls instead. Raises InvalidRequest.
+        """
+        given = body.grammar
+        is_forced = body.tool_choice not in (None, "auto", "none")
+        is_strict = any(tool.function.strict for tool in body.offered_tools)
+        if is_forced or is_strict or (given and body.offered_tools and self._reads_calls):
+            self._check(given, is_forced=is_forced)
+            rules = self._with_calls(body, given, is_forced=is_forced)
+            param = "tool_choice" if is_forced else "tools"
+        elif given is None:
+            return None
+        elif self._formats.reasoning == "none" or (given.kind == "lark" and not opened):
+            return Grammar(given.kind, given.text, given.param)
+        else:
+            rules, param = ["answer: shape", shape_rule(given)], given.param
+        return Grammar("lark", "\n".join([*self._start(opened=opened), *rules]), param)
+
+    @property
+    def _reads_calls(self) -> bool:
+        return self._formats.tool_calls in ("qwen3", "llama3")
+
+    def _check(self, given: GivenGrammar | None, *, is_forced: bool) -> None:
+        if not self._reads_calls:
+            accepted = "none or auto, and no strict function, where model.tool_call_format is none"
+            raise _refuse("tool_choice" if is_forced else "tools", accepted)
+        if given is not None and is_forced:
+            raise _refuse("tool_choice", f"auto or none beside {given.param}")
+
+    def _start(self, *, opened: bool) -> list[str]:
+        if self._formats.reasoning == "none":
+            return ["start: answer"]
+        begin, end = self._mark(REASONING_BEGIN), self._mark(REASONING_END)
+        reasoning = "inside GAP?" if opened else f"({begin} inside GAP?)?"
+        return [f"start: {reasoning} answer", self._up_to("inside", end), r"GAP: /\n{1,2}/"]
+
+    def _with_calls(self, body: ChatBody, given: GivenGrammar | None, *, is_forced: bool) -> list[str]:
+        rules = call_rules(body, key=self._arguments_key, is_forced=is_forced)
+        if given is not None:
+            rules.append(shape_rule(given))
+        if self._formats.tool_calls == "llama3":
+            tag = self._mark(PYTHON_TAG)
+            if given is not None:  # also an object, maybe: the tag tells them apart
+                return [f"answer: {tag} call | shape", *rules]
+            # An answer of free text begins with no brace: it would be a call that keeps to nothing.
+            free = "" if is_forced else " | FREE"
+            return [f"answer: {tag}? call{free}", r"FREE: /(\s*[^{\s](?s:.*))?/", *rules]
+        begin, end = self._mark(CALL_BEGIN), self._mark(CALL_END)
+        several = body.parallel_tool_calls and not isinstance(body.tool_choice, ToolChoice)
+        rules.append(f'marked: {begin} rest\nrest: "\\n" call "\\n" {end}')
+        calls = 'marked ("\\n" marked)*' if several else "marked"
+        if is_forced or given:
+            return [f"answer: {calls}{' | shape' if given else ''}", *rules]
+        free = r"FREE: /(?s:.*)/ & ~/(?s:.*)" + CALL_BEGIN + r"(?s:.*)/"
+        return [f"answer: (open rest){'*' if several else '?'} FREE?", self._up_to("open", begin), free, *rules]
+
+    @property
+    def _arguments_key(self) -> str:
+        return "parameters" if self._formats.tool_calls == "llama3" else "arguments"
+
+    def _mark(self, mark: str) -> str:
+        return f"<[{self._special[mark]}]>" if mark in self._special else quoted(mark)
+
+    @staticmethod
+    def _up_to(name: str, mark: str) -> str:
+        """The rule of any text and the first `mark` behind it."""
+        if mark.startswith("<["):
+            return f"{name}: /(?s:.*)/ {mark}"
+        return f"{name}[suffix={mark}]: /(?s:.*)/"
+
+
+def _refuse(param: str, accepted: str) -> InvalidRequest:
+    return InvalidRequest(f"{param} cannot be held to here; accepted: {accepted}", param=param, accepted=accepted)

@@ -1,0 +1,98 @@
+"""Conversations to prompts, by one model's chat template."""
+
+from __future__ import annotations
+
+import json
+
+from engine.errors import InvalidRequest
+from engine.text.chat_template import ChatTemplate
+from worker.answers.answer_formats import REASONING_BEGIN, AnswerFormats
+from worker.lines.chat_body import ChatBody
+from worker.lines.chat_message import ChatMessage
+from worker.requests.template_arguments import template_arguments
+
+_MAX_REMEMBERED = 64  # different chat_template_kwargs; a job has one or two
+
+
+class ChatPrompts:
+    """What the model is shown of a conversation, and what is known of its answer before it begins."""
+
+    def __init__(self, template: ChatTemplate | None, formats: AnswerFormats) -> None:
+        """`formats`: the operator's choice; what is `auto` is read off the template."""
+        self._template = template
+        self.formats = formats if template is None else formats.for_template(template.writes)
+        self._opens: dict[str, bool] = {}
+
+    def text(self, body: ChatBody) -> str:
+        """The prompt.
+
+        Raises InvalidRequest where the model has no template, and for what its template cannot show: the conversation
+        as the template judges it, template arguments it does not read, tools.
+        """
+        template = self._template
+        if template is None:
+            raise InvalidRequest(
+                "messages need a chat template, which this model does not have; accepted: a prompt",
+                param="messages",
+                accepted="prompt",
+            )
+        arguments = template_arguments(template, body)
+        tools = [tool.as_given() for tool in body.offered_tools]
+        if tools:
+            self._check_tools(template)
+        return template.render(
+            [self._message(template, message, with_tools=bool(tools)) for message in body.messages],
+            tools=tools or None,
+            add_generation_prompt=True,
+            **arguments,
+        )
+
+    def opens_reasoning(self, body: ChatBody) -> bool:
+        """Whether the prompt ends with `<think>`, as newer reasoning models have it: the answer begins inside.
+
+        Tried with a conversation of one word, since the prompts themselves are not kept.
+        """
+        if self._template is None or self.formats.reasoning == "none":
+            return False
+        arguments = template_arguments(self._template, body)
+        tools = [tool.as_given() for tool in body.offered_tools[:1]] or None
+        key = json.dumps([arguments, tools is not None], sort_keys=True)
+        opens = self._opens.get(key)
+        if opens is None:
+            opens = self._ends_inside(self._template, tools, arguments)
+            if len(self._opens) >= _MAX_REMEMBERED:
+                self._opens.clear()
+            self._opens[key] = opens
+        return opens
+
+    def _ends_inside(
+        self, template: ChatTemplate, tools: list[dict[str, object]] | None, arguments: dict[str, object]
+    ) -> bool:
+        try:
+            question = [{"role": "user", "content": "x"}]
+            prompt = template.render(question, tools=tools, add_generation_prompt=True, **arguments)
+        except InvalidRequest:
+            return False
+        return prompt.rstrip().endswith(REASONING_BEGIN)
+
+    def _check_tools(self, template: ChatTemplate) -> None:
+        if not template.reads("tools", with_tools=True):
+            raise InvalidRequest(
+                "tools are of no use to this model: its chat template does not show them; accepted: a line without",
+                param="tools",
+                accepted="a line without tools",
+            )
+        if self.formats.tool_calls == "auto":
+            raise InvalidRequest(
+                "tools need a known format of tool calls, which this model's chat template does not show; accepted: "
+                "a line without, or model.tool_call_format set (none: calls stay text)",
+                param="tools",
+                accepted="a line without tools",
+            )
+
+    def _message(self, template: ChatTemplate, message: ChatMessage, *, with_tools: bool) -> dict[str, object]:
+        given = message.for_template(keep_parts=template.takes_parts(with_tools=with_tools))
+        # OpenAI's new word for system. Qwen3's template would leave it out, Llama 3's write a role nobody trained.
+        if message.role == "developer" and not template.knows_role("developer", with_tools=with_tools):
+            given["role"] = "system"
+        return given
