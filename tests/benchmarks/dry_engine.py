@@ -61,8 +61,10 @@ class DryEngine:
             self.prompt_tokens_run += max(end - item.start, 0)
         self.scheduler.advance(batch.items)
         finished: list[RequestState] = []
-        for item in batch.sampling_items:
+        for item in batch.items:
             state = item.state
+            if not item.samples or not isinstance(state, RequestState):
+                continue
             state.token_ids.append(-(state.arrival * 4096 + state.num_output_tokens) - 1)
             if state.num_output_tokens >= state.max_tokens:
                 state.finish_reason = FinishReason.LENGTH

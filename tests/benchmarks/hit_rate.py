@@ -21,8 +21,8 @@ from pathlib import Path
 from engine.kv_cache.block_hash_chain import BlockHashChain
 from engine.kv_cache.block_manager import BlockManager
 from engine.scheduling.prefix_sweep import BlockedAt
-from engine.scheduling.request_state import RequestState
 from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.sequence_state import SequenceState
 from engine.scheduling.waiting_queue import WaitingQueue
 from tests.benchmarks.dry_engine import DryEngine
 
@@ -36,29 +36,29 @@ GOAL_PERCENT = 95.0
 Prompt = tuple[int, ...]
 
 
-class FirstCome(WaitingQueue):
+class FirstCome(WaitingQueue[SequenceState]):
     """The order that was: arrival, passing over those whose next block another sequence is computing."""
 
     def __init__(self) -> None:
         super().__init__(LIMITS)
-        self._states: dict[RequestState, None] = {}
+        self._states: dict[SequenceState, None] = {}
 
     def __len__(self) -> int:
         return len(self._states)
 
-    def __iter__(self) -> Iterator[RequestState]:
+    def __iter__(self) -> Iterator[SequenceState]:
         return iter(self._states)
 
-    def add(self, state: RequestState) -> None:
+    def add(self, state: SequenceState) -> None:
         """Behind all others; one that was preempted comes back to the front."""
         self._states = {state: None} | self._states if state.was_admitted else self._states | {state: None}
 
-    def remove(self, state: RequestState) -> None:
+    def remove(self, state: SequenceState) -> None:
         del self._states[state]
 
     admit = remove
 
-    def candidates(self, blocked_at: BlockedAt) -> Iterator[RequestState]:
+    def candidates(self, blocked_at: BlockedAt[SequenceState]) -> Iterator[SequenceState]:
         return (state for state in tuple(self._states) if blocked_at(state) is None)
 
 

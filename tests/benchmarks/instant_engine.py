@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.any_request import AnyRequest
 from engine.completion import Completion
 from engine.finish_reason import FinishReason
 from engine.request import Request
@@ -24,11 +25,13 @@ class InstantEngine:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = MAX_MODEL_LEN
+        self.generates = True
         self._open: dict[str, Request] = {}
         completion = Completion(0, ANSWER, tuple(range(NUM_OUTPUT_TOKENS)), FinishReason.LENGTH, None, None)
         self._completions = (completion,)
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: AnyRequest) -> None:
+        assert isinstance(request, Request)
         self._open[request.request_id] = request
 
     def abort(self, request_id: str) -> bool:

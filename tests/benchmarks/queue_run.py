@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 from redis import Redis
@@ -17,6 +14,7 @@ from redis import Redis
 from tests.benchmarks.cpu_time import cpu_time_s
 from tests.benchmarks.queue_lines import queue_lines
 from tests.benchmarks.queue_measurement import QueueMeasurement
+from tests.benchmarks.queue_workers import queue_workers
 from tests.support.free_port import free_port
 from tests.support.redis_server import private_redis
 from tests.support.tiny_tokenizer import make_tokenizer
@@ -24,11 +22,9 @@ from tests.support.wait_until import wait_until
 from worker.client import BatchClient
 from worker.records.encode_record import has_failed
 
-ROOT = Path(__file__).resolve().parents[2]
 WARM_UP_PROMPTS = 1000  # a worker: imports, connections, caches
 START_TIMEOUT_S = 60.0
 RUN_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 30.0
 
 
 def run_queue(num_workers: int, num_prompts: int) -> QueueMeasurement:
@@ -39,7 +35,7 @@ def run_queue(num_workers: int, num_prompts: int) -> QueueMeasurement:
         with private_redis(directory, port=free_port()) as url, BatchClient(url) as client:
             with Redis.from_url(url) as redis:
                 redis_pid = int(redis.info("server")["process_id"])
-            with _workers(url, directory, num_workers) as pids:
+            with queue_workers(url, directory, num_workers) as pids:
                 wait_until(lambda: len(client.workers()) == num_workers, timeout_s=START_TIMEOUT_S)
                 for job_id in _submit_together(client, [WARM_UP_PROMPTS] * num_workers, lambda: None):
                     client.wait(job_id, RUN_TIMEOUT_S)
@@ -91,30 +87,3 @@ def _check_records(client: BatchClient, job_ids: Sequence[str], num_prompts: int
 
 def _parts(total: int, count: int) -> list[int]:
     return [total // count + (position < total % count) for position in range(count)]
-
-
-@contextmanager
-def _workers(redis_url: str, directory: Path, count: int) -> Iterator[list[int]]:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.benchmarks.queue_worker",
-        str(directory / "model"),
-        f"redis.url={redis_url}",
-    ]
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        for number in range(count):
-            with (directory / f"worker-{number}.log").open("wb") as log:
-                processes.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
-        yield [process.pid for process in processes]
-        for process in processes:
-            process.terminate()
-        codes = [process.wait(STOP_TIMEOUT_S) for process in processes]
-        if any(codes):
-            raise AssertionError(f"workers ended with {codes}")
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait(STOP_TIMEOUT_S)

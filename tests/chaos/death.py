@@ -20,8 +20,10 @@ STEPS_BEFORE_DEATH = 3
 
 
 def die_at(point: str) -> None:
-    """From now on this process dies when it first comes to `point`, a name of DEATHS (kill -9) or BREAKAGES."""
-    (DEATHS | BREAKAGES)[point]()
+    """From now on this process dies when it first comes to `point`, a name of DEATHS, DEATHS_OF_PLANS (kill -9) or
+    BREAKAGES.
+    """
+    (DEATHS | DEATHS_OF_PLANS | BREAKAGES)[point]()
 
 
 def _die() -> None:
@@ -80,6 +82,11 @@ DEATHS: dict[str, Callable[[], None]] = {
     "after put before ack": lambda: _die_after(UnitLeases, "put", _is_last_put),
     # The drain waits here for what runs.
     "during drain": lambda: _die_before(HeldUnits, "wait_empty"),
+}
+# Of a strict job whose file is bad.
+DEATHS_OF_PLANS: dict[str, Callable[[], None]] = {
+    "before refusal": lambda: _die_before(UnitLeases, "fail"),
+    "after refusal": lambda: _die_after(UnitLeases, "fail", bool),
 }
 # Not by a signal: the worker ends itself, with 70.
 BREAKAGES: dict[str, Callable[[], None]] = {

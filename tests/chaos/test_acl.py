@@ -58,7 +58,7 @@ def workers(server: AclRedis, tmp_path: Path) -> Iterator[WorkerProcesses]:
 
 
 @pytest.mark.usefixtures("nothing_denied")
-def test_jobs_are_done_cancelled_expired_and_outlive_a_killed_worker(
+def test_jobs_are_done_cancelled_expired_refused_and_outlive_a_killed_worker(
     client: BatchClient, workers: WorkerProcesses
 ) -> None:
     first = workers.start(engine=SLOW, worker__lease_s=LEASE_S)
@@ -67,14 +67,17 @@ def test_jobs_are_done_cancelled_expired_and_outlive_a_killed_worker(
     wait_until(lambda: client.status(job_id).request_counts.completed >= 3, timeout_s=ENDED_S)
     first.kill()
     cancelled, expired = client.submit(prompts(30), priority=8), client.submit(prompts(30), deadline_s=0.2)
+    refused = client.submit([*prompts(3), b"{"], strict=True)
     client.cancel(cancelled)
     workers.start(worker__lease_s=LEASE_S)
 
     assert client.wait(job_id, ENDED_S).request_counts.completed == 40
     assert client.wait(cancelled, ENDED_S).status is JobState.CANCELLED
     assert client.wait(expired, ENDED_S).status is JobState.EXPIRED
+    assert client.wait(refused, ENDED_S).status is JobState.FAILED
     assert client.submit(prompts(40), idempotency_key="a key of our own") == job_id
     assert len(list(client.results(job_id, follow=True))) == 40
+    assert len(list(client.results(job_id, order="input"))) == 40
     assert {job.id for job in client.jobs()} >= {job_id, cancelled, expired}
 
 

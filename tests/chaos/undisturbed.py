@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -46,8 +45,8 @@ def undisturbed(lines: Iterable[Mapping[str, Any]]) -> dict[str, Record]:
     """The contents of an offline run of these lines with the fake engine, in this process."""
     records: list[Mapping[str, Any]] = []
     run = OfflineRun(FakeEngine(), model_name=UNNAMED, window=WINDOW, write=records.append)
-    source = io.BytesIO(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
-    feed = LineFeed(source, LimitSettings(), capacity=WINDOW)
+    raw_lines = [json.dumps(line).encode() for line in lines]
+    feed = LineFeed(raw_lines, LimitSettings(), capacity=WINDOW, by_prefix=True)
     feed.start()
     run.run(feed, _never, lambda: None)
     return contents(records)

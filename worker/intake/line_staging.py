@@ -14,6 +14,8 @@ from worker.registry.job_intake import JobIntake
 CHUNK_LINES = 500
 CHUNK_BYTES = 1024 * 1024
 
+RequestObject = Mapping[str, Any]  # a line that is still to be written as JSON
+
 
 class LineStaging:
     """Sends a job's lines in chunks while they are read: what is held in memory does not grow with the job."""
@@ -22,7 +24,7 @@ class LineStaging:
         self._intake = intake
         self._limits = limits
 
-    def stage(self, job_id: str, lines: Iterable[bytes | str | Mapping[str, Any]]) -> int | None:
+    def stage(self, job_id: str, lines: Iterable[bytes | str | RequestObject]) -> int | None:
         """Stage the lines of a new job; their number, or None if the job is accepted already.
 
         On any error, that of the iterable included, what was staged is forgotten. Raises JobTooLarge.
@@ -39,7 +41,7 @@ class LineStaging:
             raise
         return num_lines
 
-    def _chunks(self, lines: Iterable[bytes | str | Mapping[str, Any]]) -> Iterator[list[bytes]]:
+    def _chunks(self, lines: Iterable[bytes | str | RequestObject]) -> Iterator[list[bytes]]:
         chunk: list[bytes] = []
         chunk_bytes = num_bytes = 0
         for num_lines, line in enumerate(self._raw(lines), 1):
@@ -56,7 +58,7 @@ class LineStaging:
         if chunk:
             yield chunk
 
-    def _raw(self, lines: Iterable[bytes | str | Mapping[str, Any]]) -> Iterator[bytes]:
+    def _raw(self, lines: Iterable[bytes | str | RequestObject]) -> Iterator[bytes]:
         for line in lines:
             if isinstance(line, Mapping):
                 # ASCII: a lone surrogate travels as its escape, and the worker's parser says what is wrong with it.

@@ -18,6 +18,7 @@ from worker.registry.job_intake import JobIntake
 from worker.registry.keys import Keys
 from worker.registry.redis_faults import is_refusal
 from worker.registry.unit_ref import UnitRef
+from worker.schemas.batch_error import BatchError
 from worker.schemas.submit_options import SubmitOptions
 
 RETRY_WAIT_S = 1.0  # before the message goes back: keeps it from going round without rest
@@ -63,31 +64,35 @@ class StagedJobs:
         return MessageEnd.DONE
 
     def _submit_or_refuse(self, job_id: str, num_lines: object, options: Mapping[str, object]) -> None:
-        reason = self._try_to_submit(job_id, num_lines, options)
-        if reason is not None:
-            logger.warning("job %s was refused: %s", job_id, reason)
-            known = num_lines if type(num_lines) is int and num_lines > 0 else 0
-            self._intake.refuse(job_id, known, reason, "default")
+        refusal = self._try_to_submit(job_id, num_lines, options)
+        if refusal is not None:
+            logger.warning("job %s was refused: %s", job_id, refusal.message)
+            self._intake.refuse(job_id, refusal, "default")
 
-    def _try_to_submit(self, job_id: str, num_lines: object, options: Mapping[str, object]) -> str | None:
+    def _try_to_submit(self, job_id: str, num_lines: object, options: Mapping[str, object]) -> BatchError | None:
         """None, or why the job is refused. Raises redis.RedisError when Redis cannot be had."""
         if type(num_lines) is not int:  # a bool is no number
-            return f"n is {str(num_lines)[:40]!r}; accepted: the number of lines"
+            return _invalid(f"n is {str(num_lines)[:40]!r}; accepted: the number of lines", param="n")
         try:
             checked = SubmitOptions.model_validate(options)
             accepted_id, should_announce = self._intake.submit(job_id, num_lines, checked)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            param = ".".join(map(str, first["loc"]))
+            return _invalid(f"{param}: {first['msg']}", param=param)
         except RegistryError as error:
-            return str(error)
+            return BatchError(code=error.code, message=str(error))
         except redis.RedisError as error:
             if not is_refusal(error):
                 raise
-            return f"Redis cannot take it as it is staged ({error}); accepted: a hash of index and line"
+            return _invalid(f"Redis cannot take it as it is staged ({error}); accepted: a hash of index and line")
         if accepted_id != job_id:
             self._intake.discard(job_id)
-            return f"its idempotency_key belongs to job {accepted_id}"
+            return _invalid(f"its idempotency_key belongs to job {accepted_id}", param="idempotency_key")
         if should_announce:
             self._announcer.announce(UnitRef.plan(job_id), checked.priority)
         return None
+
+
+def _invalid(message: str, *, param: str | None = None) -> BatchError:
+    return BatchError(code="invalid_request", message=message, param=param)

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from engine.request import Request
+from engine.any_request import AnyRequest
+from engine.embedding_request import EmbeddingRequest
 from worker.process.feed_sweep import FeedSweep
 from worker.process.prompt_feed import PromptFeed
 
@@ -63,9 +64,9 @@ class AdmissionWindow:
         if not sweep:
             del self._sweeps[feed.priority, feed.tenant]
 
-    def take(self) -> list[tuple[Request, PromptFeed]]:
+    def take(self) -> list[tuple[AnyRequest, PromptFeed]]:
         """As many prompts as there is room for, in the order to add them."""
-        taken: list[tuple[Request, PromptFeed]] = []
+        taken: list[tuple[AnyRequest, PromptFeed]] = []
         while len(self._open) < self._max_open:
             found = self._choose()
             if found is None:
@@ -131,9 +132,16 @@ class AdmissionWindow:
                 return rank
         return priority
 
-    def _enter(self, request: Request, tenant: str) -> None:
+    def _enter(self, request: AnyRequest, tenant: str) -> None:
         # At least 1, of a prompt too that the engine will refuse as empty: a tenant is forgotten at 0.
-        tokens = max(len(request.prompt_token_ids) + request.params.n * (request.params.max_tokens or 0), 1)
+        tokens = max(_num_tokens(request), 1)
         self._open[request.request_id] = (request.priority, tenant, tokens)
         self._open_tokens[tenant] = self._open_tokens.get(tenant, 0) + tokens
         self._entered_s.setdefault(request.priority, {})[request.request_id] = self._clock()
+
+
+def _num_tokens(request: AnyRequest) -> int:
+    """Those it brings and may generate."""
+    if isinstance(request, EmbeddingRequest):
+        return request.num_prompt_tokens
+    return request.num_prompt_tokens + request.params.n * (request.params.max_tokens or 0)

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from engine.any_request import AnyRequest
 from engine.errors import EngineFatal, InvalidRequest
-from engine.request import Request
 from engine.request_output import RequestOutput
 from engine.token_checkpoint import TokenCheckpoint
 from worker.lines.prefix_order import PrefixKey
@@ -92,7 +92,7 @@ class EngineThread:
             with self._changed:
                 self._window.leave(feed)
 
-    def offer(self, feed: PromptFeed, prompts: Sequence[tuple[PrefixKey, Request]], *, is_last: bool) -> None:
+    def offer(self, feed: PromptFeed, prompts: Sequence[tuple[PrefixKey, AnyRequest]], *, is_last: bool) -> None:
         """Add the next prompts of a feed, see PromptFeed.offer."""
         with self._changed:
             feed.offer(prompts, is_last=is_last)
@@ -176,7 +176,7 @@ class EngineThread:
             try:
                 engine.add_request(request)
             except InvalidRequest as error:
-                self._deliver([RequestOutput(request.request_id, len(request.prompt_token_ids), 0, (), error)])
+                self._deliver([RequestOutput(request.request_id, request.num_prompt_tokens, 0, (), error)])
         for request_ids, on_suspended in suspensions:
             taken = {request_id: engine.checkpoint(request_id) for request_id in request_ids}
             on_suspended({request_id: checkpoint for request_id, checkpoint in taken.items() if checkpoint is not None})

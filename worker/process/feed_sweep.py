@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.request import Request
+from engine.any_request import AnyRequest
 from worker.lines.prefix_order import PrefixKey
 from worker.process.prompt_feed import PromptFeed
 
@@ -55,7 +55,7 @@ class FeedSweep:
             self._from = ()
         return min(ahead or feeds, key=lambda feed: feed.next_key)
 
-    def take(self, feed: PromptFeed) -> Request:
+    def take(self, feed: PromptFeed) -> AnyRequest:
         """The next prompt of the feed that is due."""
         key, request = feed.take()
         self._num_taken += 1

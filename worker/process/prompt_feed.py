@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from engine.request import Request
+from engine.any_request import AnyRequest
 from engine.request_output import RequestOutput
 from engine.token_checkpoint import TokenCheckpoint
 from worker.lines.prefix_order import PrefixKey
@@ -38,7 +38,7 @@ class PromptFeed:
         self.on_outputs = on_outputs  # gets the one output of each request, those of one step together
         self.on_checkpoint = on_checkpoint  # how far a request is, every now and then before that
         self._on_low = on_low  # more prompts are to be offered
-        self._waiting: deque[tuple[PrefixKey, Request]] = deque()
+        self._waiting: deque[tuple[PrefixKey, AnyRequest]] = deque()
         self._next_key: PrefixKey = ()
         self._is_all_in = False
 
@@ -62,14 +62,14 @@ class PromptFeed:
         """Where the next prompt sorts, or, while none waits, a lower bound of that; () before the first."""
         return self._waiting[0][0] if self._waiting else self._next_key
 
-    def offer(self, prompts: Sequence[tuple[PrefixKey, Request]], *, is_last: bool) -> None:
+    def offer(self, prompts: Sequence[tuple[PrefixKey, AnyRequest]], *, is_last: bool) -> None:
         """Add the next prompts, in rising order of their keys; `is_last`: the shard has no more."""
         self._waiting.extend(prompts)
         if prompts:
             self._next_key = prompts[-1][0]
         self._is_all_in = is_last
 
-    def take(self) -> tuple[PrefixKey, Request]:
+    def take(self) -> tuple[PrefixKey, AnyRequest]:
         """The next prompt. Raises IndexError if none waits."""
         taken = self._waiting.popleft()
         if len(self._waiting) == LOW_WATER and not self._is_all_in:

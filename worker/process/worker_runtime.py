@@ -12,6 +12,7 @@ from importlib import metadata
 from celery import Celery
 
 from settings import Settings
+from worker.answers.answer_formats import AnswerFormats
 from worker.app import SPARE_THREADS
 from worker.broker.announcer import Announcer
 from worker.broker.message_end import MessageEnd
@@ -85,7 +86,9 @@ class WorkerRuntime:
             slots=ShardSlots(registry.shard_queue, held_units, worker.concurrency),
             engine=EngineState(self._is_well, lambda: self._engine.num_open_requests == 0),
         )
-        self._planner = Planner(leases, announcer, closer, settings=worker, limits=settings.limits)
+        self._planner = Planner(
+            leases, announcer, closer, settings=worker, limits=settings.limits, model_name=self._model_name
+        )
         self._staged_jobs = StagedJobs(registry.client, registry.keys, announcer, settings=settings)
         self._writer = ResultWriter(leases, batch_size=worker.result_batch_size, replace_refused=refused_record)
         self._threads = self._make_threads(announcer)
@@ -105,7 +108,14 @@ class WorkerRuntime:
         """Check that Redis answers, then load the engine. Raises redis.RedisError, EngineError."""
         self._registry.client.ping()
         engine = self._engine.start()
-        requests = RequestBuilder(engine.tokenizer, max_model_len=engine.max_model_len, model_name=self._model_name)
+        model = self._settings.model
+        requests = RequestBuilder(
+            engine.tokenizer,
+            max_model_len=engine.max_model_len,
+            model_name=self._model_name,
+            formats=AnswerFormats(model.tool_call_format, model.reasoning_format),
+            generates=engine.generates,
+        )
         self._loaded = engine, requests
 
     def start(self) -> None:

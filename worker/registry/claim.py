@@ -23,3 +23,5 @@ class Claim:
     num_lines: int  # of the job
     missing: tuple[int, ...]  # indices without a record, in the order to run them
     head: str = ""  # what a shard's first prompt begins with, as it sorts among shards
+    is_strict: bool = False  # one bad line fails the job
+    endpoint: str | None = None  # the one all lines must name; None: each its own

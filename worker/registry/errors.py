@@ -16,6 +16,8 @@ from __future__ import annotations
 class RegistryError(Exception):
     """Base of all refusals of the registry. An unreachable Redis raises redis.RedisError instead."""
 
+    code: str = "invalid_request"  # of BatchError, for a producer that is told by the job's status
+
 
 class InvalidJobId(RegistryError):
     """Not a job id of this registry."""
@@ -36,6 +38,8 @@ class InvalidSubmission(RegistryError):
 class EmptyJob(InvalidSubmission):
     """A job without lines."""
 
+    code = "empty_file"
+
     def __init__(self) -> None:
         super().__init__("the job has no lines; accepted: at least 1")
 
@@ -45,6 +49,7 @@ class JobTooLarge(InvalidSubmission):
 
     def __init__(self, resource: str, value: int, limit: int) -> None:
         super().__init__(f"the job has {value} {_NOUN[resource]}; accepted: at most {limit} ({_SETTING[resource]})")
+        self.code = "too_many_tasks" if resource == "prompts" else "file_too_large"
         self.resource = resource  # prompts or job_bytes
         self.value = value
         self.limit = limit
@@ -64,6 +69,8 @@ class JobIncomplete(InvalidSubmission):
 
 class QueueFull(RegistryError):
     """There is no room for the job now."""
+
+    code = "queue_full"
 
     def __init__(self, *, scope: str, resource: str, used: int, asked: int, limit: int, retry_after_s: float) -> None:
         super().__init__(

@@ -14,6 +14,7 @@ from worker.registry.keys import Keys
 from worker.registry.redis_reply import RedisReply, text
 from worker.registry.script_set import ScriptSet
 from worker.registry.unit_ref import UnitRef
+from worker.schemas.batch_error import BatchError
 from worker.schemas.submit_options import SubmitOptions
 
 UNKNOWN_RATE_RETRY_S = 30.0  # before the first ten seconds of work are measured
@@ -81,11 +82,12 @@ class JobIntake:
             return text(reply[1]), text(reply[2]) == "queued"
         raise _refusal(status, reply, num_lines)
 
-    def refuse(self, job_id: str, num_lines: int, reason: str, tenant: str) -> None:
+    def refuse(self, job_id: str, error: BatchError, tenant: str) -> None:
         """Remember as failed a job whose producer does not wait for the answer; its lines are forgotten in time."""
         ttl_ms = round(self._redis_settings.result_ttl_s * 1000)
         keys = [self._keys.job(job_id), self._keys.jobs, self._keys.lines(job_id)]
-        self._scripts.run("refuse", keys, [job_id, num_lines, reason, tenant, ttl_ms, self._staging_ms])
+        errors = json.dumps([error.model_dump()])
+        self._scripts.run("refuse", keys, [job_id, error.message, errors, tenant, ttl_ms, self._staging_ms])
 
     @property
     def _staging_ms(self) -> int:
@@ -96,6 +98,8 @@ class JobIntake:
             "job_id": job_id,
             "n": num_lines,
             "spec": json.dumps({"metadata": options.metadata}),
+            "strict": int(options.strict),
+            "endpoint": options.endpoint or "",
             "tenant": options.tenant,
             "priority": options.priority,
             "deadline_ms": round(options.deadline_s * 1000) if options.deadline_s else 0,

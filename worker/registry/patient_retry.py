@@ -28,11 +28,18 @@ class PatientRetry(Retry):
         with_failure_count: bool = False,
     ) -> T:
         """What `do` returns. Raises its last error."""
+        return super().call_with_retry(
+            do, fail, is_retryable=unless_refused(is_retryable), with_failure_count=with_failure_count
+        )
 
-        def may_pass(error: Exception) -> bool:
-            return not is_refusal_to_connect(error) and (is_retryable is None or is_retryable(error))
 
-        return super().call_with_retry(do, fail, is_retryable=may_pass, with_failure_count=with_failure_count)
+def unless_refused(is_retryable: Callable[[Exception], bool] | None) -> Callable[[Exception], bool]:
+    """Whether an error is worth another try: not a refusal, and what `is_retryable` says, if there is one."""
+
+    def may_pass(error: Exception) -> bool:
+        return not is_refusal_to_connect(error) and (is_retryable is None or is_retryable(error))
+
+    return may_pass
 
 
 def is_refusal_to_connect(error: BaseException) -> bool:

@@ -18,3 +18,4 @@ class PromptRecord:
     cached_tokens: int = 0
     output_tokens: int = 0
     resumed_tokens: int = 0  # of output_tokens: taken over from a checkpoint, not generated again
+    reasoning_tokens: int = 0  # of output_tokens: thinking before the answer

@@ -12,7 +12,7 @@ from worker.registry.redis_reply import RedisReply
 
 # About a unit, so they begin with the prelude's names and functions.
 _UNIT_SCRIPTS = frozenset(
-    {"claim", "suspect", "begin_alone", "put", "renew", "release", "planned", "cancel", "checkpoint"}
+    {"claim", "suspect", "begin_alone", "put", "renew", "release", "planned", "fail", "cancel", "checkpoint"}
 )
 
 Argument = str | bytes | int | float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Collection, Sequence
 from itertools import zip_longest
@@ -18,6 +19,7 @@ from worker.registry.redis_reply import RedisReply, raw_values, text
 from worker.registry.run_mode import RunMode
 from worker.registry.script_set import Argument, ScriptSet
 from worker.registry.unit_ref import UnitRef
+from worker.schemas.batch_error import BatchError
 
 
 class UnitLeases:
@@ -61,6 +63,7 @@ class UnitLeases:
         for item in records:
             arguments += [item.index, item.outcome.value, item.record]
             arguments += [item.prompt_tokens, item.cached_tokens, item.output_tokens, item.resumed_tokens]
+            arguments.append(item.reasoning_tokens)
         reply = self._scripts.run("put", self._keys.of_unit_scripts(claim.ref), arguments)
         return PutStatus(text(reply[0])), RunMode(text(reply[1]) or RunMode.RUN)
 
@@ -100,16 +103,31 @@ class UnitLeases:
         return bool(self._scripts.run("release", self._keys.of_unit_scripts(claim.ref), arguments))
 
     def planned(
-        self, claim: Claim, shards: Sequence[Sequence[int]], heads: Sequence[str] = (), *, ageing_s: float
+        self,
+        claim: Claim,
+        shards: Sequence[Sequence[int]],
+        heads: Sequence[str] = (),
+        *,
+        ageing_s: float,
+        endpoints: Sequence[str] = (),
+        model: str | None = None,
     ) -> bool:
         """Replace a job's plan by its shards, given as indices. False if the plan was not ours any more.
 
         `heads`: what each begins with, see Claim.head; without them their order says nothing about prefixes.
+        `endpoints` and `model`: those of the lines, for the job's status.
         """
         arguments: list[Argument] = [claim.ref.job_id, claim.token, self._grace_ms, round(ageing_s * 1000)]
+        arguments += [",".join(endpoints), model or ""]
         for shard, head in zip_longest(shards, heads, fillvalue=""):
             arguments += [",".join(map(str, shard)), head]
         return bool(self._scripts.run("planned", self._keys.of_unit_scripts(claim.ref), arguments))
+
+    def fail(self, claim: Claim, reason: str, errors: Sequence[BatchError]) -> bool:
+        """End a job whose plan this is without running a line of it. False if the plan was not ours any more."""
+        entries = json.dumps([error.model_dump() for error in errors])
+        arguments: list[Argument] = [claim.ref.job_id, claim.token, reason, entries]
+        return bool(self._scripts.run("fail", self._keys.of_unit_scripts(claim.ref), arguments))
 
     def can_be_had(self) -> bool:
         """Whether Redis answers at this moment."""
@@ -133,7 +151,8 @@ class UnitLeases:
 
 
 def _claim(ref: UnitRef, reply: RedisReply) -> Claim:
-    _, token, mode, time_left_ms, attempts, num_lines, priority, tenant, created_ms, indices, done, head = reply
+    _, token, mode, time_left_ms, attempts, num_lines, priority, tenant, created_ms, indices, done, *more = reply
+    head, is_strict, endpoint = more
     wanted = range(num_lines) if ref.is_plan else [int(index) for index in text(indices).split(",")]
     recorded = {int(index) for index in done}
     return Claim(
@@ -148,6 +167,8 @@ def _claim(ref: UnitRef, reply: RedisReply) -> Claim:
         num_lines=num_lines,
         missing=tuple(index for index in wanted if index not in recorded),
         head=text(head),
+        is_strict=bool(is_strict),
+        endpoint=text(endpoint) or None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from worker.schemas.batch_error import BatchError
 from worker.schemas.batch_object import batch_object
 from worker.schemas.job_state import JobState
 from worker.schemas.job_status import JobStatus
@@ -13,6 +14,7 @@ from worker.schemas.worker_info import WorkerInfo
 __all__ = [
     "JobStatus",
     "batch_object",
+    "BatchError",
     "JobState",
     "RequestCounts",
     "JobUsage",

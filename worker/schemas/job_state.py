@@ -6,18 +6,21 @@ from enum import StrEnum
 
 
 class JobState(StrEnum):
-    """The OpenAI Batch API's states, less `finalizing`: here a job ends with its last record.
+    """The OpenAI Batch API's states.
 
         validating -> in_progress -> completed
-             |             |-> expired     its deadline passed: what is unfinished gets batch_expired records
+             |             |-> finalizing -> expired     its deadline passed: the rest gets batch_expired records
              |             `-> cancelling -> cancelled
              `-> failed    it was refused, or planning it crashed worker after worker
 
-    `completed` does not mean that every prompt succeeded: see the counts.
+    `finalizing` is seen only on the way to `expired`: a job completes with its last record, there is nothing left to
+    be done then. A deadline or a cancellation may come while a job is validating too. `completed` does not mean that
+    every prompt succeeded: see the counts.
     """
 
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
     CANCELLING = "cancelling"
     COMPLETED = "completed"
     CANCELLED = "cancelled"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, ConfigDict
 
+from worker.schemas.batch_error import BatchError
 from worker.schemas.job_state import JobState
 from worker.schemas.job_usage import JobUsage
 from worker.schemas.request_counts import RequestCounts
@@ -21,6 +22,8 @@ class JobStatus(BaseModel):
 
     id: str
     status: JobState
+    endpoint: str = ""  # the one it was submitted for, else those its lines name, comma separated; "": not yet known
+    model: str | None = None  # the one its lines name, else the worker's; None: not yet known, or they name several
     created_at: float
     in_progress_at: float | None = None  # its shards were cut
     expires_at: float | None = None  # its deadline
@@ -35,6 +38,7 @@ class JobStatus(BaseModel):
     tenant: str
     metadata: Mapping[str, str]
     error: str | None = None  # why it failed as a whole
+    errors: tuple[BatchError, ...] = ()  # the same in parts, for programs; bad lines beyond the first hundred left out
 
     @property
     def progress(self) -> float:

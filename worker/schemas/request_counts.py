@@ -10,7 +10,7 @@ class RequestCounts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    total: int
+    total: int  # 0 for a file that was refused as a whole
     completed: int  # succeeded
     failed: int  # have an error record; cancelled and expired prompts among them
 

@@ -6,6 +6,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from worker.lines.endpoint import Endpoint
+
 DEFAULT_PRIORITY = 5
 
 _MetadataKey = Annotated[str, StringConstraints(min_length=1, max_length=64)]
@@ -31,4 +33,10 @@ class SubmitOptions(BaseModel):
     )
     idempotency_key: str | None = Field(
         default=None, min_length=1, max_length=256, description="A second submit with the same key is the first job."
+    )
+    endpoint: Endpoint | None = Field(
+        default=None, description="The one all lines must name. None: each line its own, or, if strict, the first's."
+    )
+    strict: bool = Field(
+        default=False, description="One bad line fails the job before any line runs; else that line fails alone."
     )

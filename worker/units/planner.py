@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from settings import LimitSettings, WorkerSettings
 from worker.broker.announcer import Announcer
-from worker.lines.custom_ids import CustomIds
+from worker.lines.file_checks import FileChecks
 from worker.lines.line_error import LineError
 from worker.lines.parse_request_line import parse_request_line
 from worker.lines.prefix_order import PrefixKey, prefix_sort_key, shard_head
@@ -22,7 +22,10 @@ from worker.registry.run_mode import RunMode
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_leases import UnitLeases
 from worker.registry.unit_ref import UnitRef
+from worker.units.file_refusal import FileRefusal
 from worker.units.unit_closer import UnitCloser
+
+Finding = tuple[PrefixKey, int] | LineError
 
 CHUNK = 64  # lines of one read: at most 16 MiB with the default limits
 
@@ -32,7 +35,8 @@ logger = logging.getLogger(__name__)
 class Planner:
     """Reads every line of a job, records the bad ones, and cuts the good ones into shards in prefix order.
 
-    A plan that is interrupted starts again from the first line; records that were written stay.
+    A bad line of a strict job is the end of that job: no line of it runs. A plan that is interrupted starts again from
+    the first line; records that were written stay.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class Planner:
         *,
         settings: WorkerSettings,
         limits: LimitSettings,
+        model_name: str,
     ) -> None:
         self._leases = leases
         self._announcer = announcer
@@ -51,54 +56,77 @@ class Planner:
         self._batch_size = settings.result_batch_size
         self._ageing_s = settings.ageing_s
         self._limits = limits
+        self._model_name = model_name  # what this worker serves
 
     def plan(self, held: HeldUnit) -> None:
         """Plan the claimed job, or stop early with `held.stop_reason`. Raises redis.RedisError."""
+        claim = held.claim
+        checks = FileChecks(endpoint=claim.endpoint, is_strict=claim.is_strict, served_model=self._model_name)
         good: list[tuple[PrefixKey, int]] = []
-        bad: list[PromptRecord] = []
-        for finding in self._findings(held):
-            if isinstance(finding, PromptRecord):
-                bad.append(finding)
-                if len(bad) >= self._batch_size and not self._put(held, bad):
-                    return
-            else:
-                good.append(finding)
-            if held.stop_reason is not None:
-                break
-        if bad and not self._put(held, bad):
+        findings = self._findings(held, checks)
+        is_open = self._refuse_file(held, findings, good) if claim.is_strict else self._record_bad(held, findings, good)
+        if not is_open:
             return
         mode = held.stop_reason.closing_mode if held.stop_reason else None
         if mode is not None:
             # Bad lines that were recorded keep their record: an index is written once.
-            self._closer.close(held.claim, held.claim.missing, mode)
+            self._closer.close(claim, claim.missing, mode)
         elif held.stop_reason is None:
-            self._cut(held, good)
+            self._cut(held, good, checks)
 
-    def _findings(self, held: HeldUnit) -> Iterator[tuple[PrefixKey, int] | PromptRecord]:
-        """For each line without a record: where it sorts and its index, or the record of its error."""
+    def _record_bad(self, held: HeldUnit, findings: Iterator[Finding], good: list[tuple[PrefixKey, int]]) -> bool:
+        """Write the bad lines' records, put the others into `good`; False if there is nothing more to plan."""
+        context = RecordContext(held.claim.ref.job_id, "", held.claim.created_s)
+        bad: list[PromptRecord] = []
+        for finding in findings:
+            if isinstance(finding, LineError):
+                record = encode_record(line_error_record(finding, context))
+                bad.append(PromptRecord(finding.index, Outcome.ERROR, record))
+                if len(bad) >= self._batch_size and not self._put(held, bad):
+                    return False
+            else:
+                good.append(finding)
+        return not bad or self._put(held, bad)
+
+    def _refuse_file(self, held: HeldUnit, findings: Iterator[Finding], good: list[tuple[PrefixKey, int]]) -> bool:
+        """Fail the job if a line is bad, and answer False then; else put its lines into `good`."""
+        refusal = FileRefusal(held.claim.num_lines)
+        for finding in findings:
+            if isinstance(finding, LineError):
+                refusal.add(finding)
+                good.clear()  # memory: none of them will run
+            elif not refusal:
+                good.append(finding)
+        if not refusal or held.stop_reason is not None:  # told to stop, it has not seen the whole file
+            return True
+        if self._leases.fail(held.claim, refusal.reason, refusal.errors):
+            held.set_written()
+            logger.info("job %s was refused: %s", held.claim.ref.job_id, refusal.reason)
+        else:
+            held.stop(StopReason.FENCED)
+        return False
+
+    def _findings(self, held: HeldUnit, checks: FileChecks) -> Iterator[Finding]:
+        """For each line without a record: where it sorts and its index, or its error. Ends early if told to stop."""
         job_id, wanted = held.claim.ref.job_id, set(held.claim.missing)
-        context = RecordContext(job_id, "", held.claim.created_s)
-        custom_ids = CustomIds()
         num_lines = held.claim.num_lines
         for start in range(0, num_lines, CHUNK):
             indices = range(start, min(start + CHUNK, num_lines))
             for index, raw in zip(indices, self._leases.lines(job_id, indices), strict=True):
                 try:
-                    key = self._key(index, raw, custom_ids)
+                    finding: Finding = self._key(index, raw, checks), index
                 except LineError as error:
-                    finding: tuple[PrefixKey, int] | PromptRecord = PromptRecord(
-                        index, Outcome.ERROR, encode_record(line_error_record(error, context))
-                    )
-                else:
-                    finding = key, index
+                    finding = error
+                if held.stop_reason is not None:
+                    return
                 if index in wanted:  # the others were recorded by an earlier try
                     yield finding
 
-    def _key(self, index: int, raw: bytes | None, custom_ids: CustomIds) -> PrefixKey:
+    def _key(self, index: int, raw: bytes | None, checks: FileChecks) -> PrefixKey:
         if raw is None:
             raise LineError("the line is missing from the job's input", code="missing_line", index=index)
         line = parse_request_line(raw, index, self._limits)
-        custom_ids.add(line)
+        checks.add(line)
         return prefix_sort_key(line.prompt_key())
 
     def _put(self, held: HeldUnit, records: list[PromptRecord]) -> bool:
@@ -113,12 +141,15 @@ class Planner:
             held.stop(StopReason.CANCELLED if mode is RunMode.CANCELLED else StopReason.EXPIRED)
         return status is PutStatus.OPEN
 
-    def _cut(self, held: HeldUnit, good: list[tuple[PrefixKey, int]]) -> None:
+    def _cut(self, held: HeldUnit, good: list[tuple[PrefixKey, int]], checks: FileChecks) -> None:
         good.sort()
         order = [index for _, index in good]
         shards = [order[start : start + self._shard_size] for start in range(0, len(order), self._shard_size)]
         heads = [shard_head(key) for key, _ in good[:: self._shard_size]]
-        if not self._leases.planned(held.claim, shards, heads, ageing_s=self._ageing_s):
+        is_ours = self._leases.planned(
+            held.claim, shards, heads, ageing_s=self._ageing_s, endpoints=checks.endpoints, model=checks.model
+        )
+        if not is_ours:
             held.stop(StopReason.FENCED)
             return
         held.set_written()

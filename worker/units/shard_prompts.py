@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
+from engine.any_request import AnyRequest
 from engine.errors import EngineError, EngineFatal
-from engine.request import Request
 from engine.request_output import RequestOutput
 from settings import LimitSettings
 from worker.lines.line_error import LineError
@@ -14,6 +14,7 @@ from worker.lines.parse_request_line import parse_request_line
 from worker.lines.request_line import RequestLine
 from worker.records.encode_record import encode_record, has_failed
 from worker.records.error_record import line_error_record
+from worker.records.reasoning_tokens import reasoning_tokens
 from worker.records.record_context import RecordContext
 from worker.records.token_spelling import TokenSpelling
 from worker.registry.claim import Claim
@@ -22,7 +23,7 @@ from worker.registry.prompt_record import PromptRecord
 from worker.requests.record_builder import RecordBuilder
 from worker.requests.request_builder import RequestBuilder
 
-Prepared = tuple[RequestLine, Request]
+Prepared = tuple[RequestLine, AnyRequest]
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class ShardPrompts:
         self._requests = requests
         self._limits = limits
         self._context = RecordContext(claim.ref.job_id, model_name, claim.created_s)
-        self._records = RecordBuilder(spelling, self._context)
+        self._records = RecordBuilder(spelling, self._context, requests.answers)
 
     def prepare(self, raw_lines: Iterable[tuple[int, bytes | None]]) -> list[Prepared | PromptRecord]:
         """For each (index, raw line): what to run, or the record that says why that cannot be run.
@@ -67,6 +68,7 @@ class ShardPrompts:
             cached_tokens=output.num_cached_tokens,
             output_tokens=sum(len(completion.token_ids) for completion in output.completions),
             resumed_tokens=output.num_resumed_tokens if output.completions else 0,
+            reasoning_tokens=reasoning_tokens(record),
         )
 
     def of_line_error(self, error: LineError) -> PromptRecord:
@@ -89,8 +91,8 @@ class ShardPrompts:
         except LineError as error:
             return self.of_line_error(error)
 
-    def _prepared(self, line: RequestLine, request: Request | Exception) -> Prepared | PromptRecord:
-        if isinstance(request, Request):
+    def _prepared(self, line: RequestLine, request: AnyRequest | Exception) -> Prepared | PromptRecord:
+        if not isinstance(request, Exception):
             return line, request
         if isinstance(request, EngineError):
             return self.of_engine_error(line, request)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import redis
 
-from engine.finish_reason import FinishReason
+from engine.any_request import AnyRequest
 from engine.request import Request
 from engine.request_output import RequestOutput
 from engine.token_checkpoint import TokenCheckpoint
@@ -120,9 +120,9 @@ class ShardRun:
         self._engine.offer(self._feed, self._prepare(dict(zip(indices, found, strict=True))), is_last=not self._unread)
         return True
 
-    def _prepare(self, found: Mapping[int, tuple[bytes | None, bytes | None]]) -> list[tuple[PrefixKey, Request]]:
+    def _prepare(self, found: Mapping[int, tuple[bytes | None, bytes | None]]) -> list[tuple[PrefixKey, AnyRequest]]:
         """Line and checkpoint by index, to requests to be offered and records of what cannot be run."""
-        prompts: list[tuple[PrefixKey, Request]] = []
+        prompts: list[tuple[PrefixKey, AnyRequest]] = []
         for item in self._prompts.prepare((index, raw) for index, (raw, _) in found.items()):
             if isinstance(item, PromptRecord):
                 self._record([item])
@@ -131,7 +131,9 @@ class ShardRun:
             resume = self._decode(line.index, found[line.index][1])
             self._running[request.request_id] = line
             key = prefix_sort_key(line.prompt_key())
-            prompts.append((key, request if resume is None else replace(request, resume=resume)))
+            if resume is not None and isinstance(request, Request):  # an embedding has no half that could be kept
+                request = replace(request, resume=resume)
+            prompts.append((key, request))
         return prompts
 
     def _decode(self, index: int, checkpoint: bytes | None) -> TokenCheckpoint | None:
@@ -201,7 +203,7 @@ class ShardRun:
         records: list[PromptRecord] = []
         for output in outputs:
             line = self._running.pop(output.request_id, None)
-            if line is None or any(c.finish_reason is FinishReason.CANCELLED for c in output.completions):
+            if line is None or output.was_aborted:
                 continue  # aborted by us: whoever asked for that decides on the record
             records.append(self._prompts.of_output(line, output))
         return not records or self._record(records)

@@ -47,13 +47,22 @@ def test_a_second_copy_of_the_message_announces_a_job_that_is_still_queued(regis
     assert announcer.announced == [(UnitRef.plan(job_id), 5)] * 2
 
 
-@pytest.mark.parametrize(("num_lines", "options"), [(2, {}), (0, {}), ("many", {}), (1, {"priority": 99})])
-def test_the_lines_of_a_refused_job_are_forgotten(
-    registry: TestRegistry, num_lines: object, options: dict[str, object]
+@pytest.mark.parametrize(
+    ("num_lines", "options", "code", "param"),
+    [
+        (2, {}, "invalid_request", None), (0, {}, "empty_file", None), ("many", {}, "invalid_request", "n"),
+        (60_000, {}, "too_many_tasks", None), (1, {"priority": 99}, "invalid_request", "priority"),
+        (1, {"endpoint": "/v1/moderations"}, "invalid_request", "endpoint"),
+    ],
+)  # fmt: skip
+def test_a_refused_job_says_why_and_its_lines_are_forgotten(
+    registry: TestRegistry, num_lines: object, options: dict[str, object], code: str, param: str | None
 ) -> None:
     job_id = _stage(registry)
     assert _staged_jobs(registry, RecordingAnnouncer()).submit(job_id, num_lines, options) is MessageEnd.DONE
-    assert registry.reader.status(job_id).status is JobState.FAILED
+    job = registry.reader.status(job_id)
+    assert job.status is JobState.FAILED
+    assert [(error.code, error.param, error.line) for error in job.errors] == [(code, param, None)]
     assert 0 < registry.redis.ttl(registry.keys.lines(job_id)) <= 3600
 
 

@@ -9,7 +9,7 @@ from worker.registry.admission_limits import AdmissionLimits
 from worker.registry.errors import EmptyJob, JobIncomplete, JobTooLarge, QueueFull
 from worker.registry.job_intake import JobIntake
 from worker.registry.unit_ref import UnitRef
-from worker.schemas import JobState, SubmitOptions
+from worker.schemas import BatchError, JobState, SubmitOptions
 
 
 def _submit(intake: JobIntake, registry: TestRegistry, num_lines: int, options: SubmitOptions | None = None) -> str:
@@ -125,9 +125,10 @@ def test_the_waiting_time_follows_the_rate_of_work(registry: TestRegistry) -> No
 
 def test_a_refused_job_is_failed_with_its_reason_and_may_be_submitted_again(registry: TestRegistry) -> None:
     job_id = registry.keys.new_job_id()
-    registry.intake().refuse(job_id, 2, "no room", "default")
+    error = BatchError(code="queue_full", message="no room")
+    registry.intake().refuse(job_id, error, "default")
     job = registry.reader.status(job_id)
-    assert (job.status, job.error) == (JobState.FAILED, "no room")
+    assert (job.status, job.error, job.errors) == (JobState.FAILED, "no room", (error,))
     assert registry.redis.ttl(registry.keys.job(job_id)) > 0
     registry.intake().stage(job_id, 0, [b"a", b"b"])
     assert registry.intake().submit(job_id, 2, SubmitOptions()) == (job_id, True)

@@ -84,6 +84,17 @@ def test_a_record_is_written_once_and_counted_once(registry: TestRegistry) -> No
     assert (job.usage.input_tokens, job.usage.cached_tokens, job.usage.output_tokens) == (5, 2, 3)
 
 
+def test_tokens_are_summed_by_kind(registry: TestRegistry) -> None:
+    leases = registry.leases()
+    job_id = registry.running_job([0, 1, 2])
+    kinds = {"prompt_tokens": 7, "cached_tokens": 5, "output_tokens": 9, "resumed_tokens": 2, "reasoning_tokens": 4}
+    records = [PromptRecord(index, Outcome.OK, "{}", **kinds) for index in (0, 1)]
+    leases.put(must_claim(leases, UnitRef.shard(job_id, 0)), records)
+    usage = registry.reader.status(job_id).usage
+    assert (usage.input_tokens, usage.cached_tokens, usage.output_tokens, usage.total_tokens) == (14, 10, 18, 32)
+    assert (usage.resumed_tokens, usage.reasoning_tokens) == (4, 8)
+
+
 def test_a_job_finishes_with_its_last_record_and_then_everything_expires(registry: TestRegistry) -> None:
     leases = registry.leases()
     job_id = registry.running_job([0, 1], [2], options=SubmitOptions(tenant="acme", idempotency_key="k"))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 from tests.support.registry import TestRegistry, ok
@@ -9,6 +10,7 @@ from worker.registry.claim_refusal import ClaimRefusal
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_ref import UnitRef
 from worker.schemas import JobState, SubmitOptions
+from worker.units.planner import CHUNK
 
 
 def _line(prompt: str, custom_id: str | None = None) -> bytes:
@@ -97,3 +99,19 @@ def test_a_job_cancelled_while_it_is_planned_is_closed(registry: TestRegistry) -
         units.planner().plan(held)
     job = registry.reader.status(job_id)
     assert (job.status, job.request_counts.failed) == (JobState.CANCELLED, 3)
+
+
+def test_a_plan_holds_some_of_the_lines_at_a_time(registry: TestRegistry) -> None:
+    lines = [_line(f"{number} ".ljust(20_000, "x")) for number in range(10 * CHUNK)]
+    job_id = registry.submit(lines)
+    size = sum(map(len, lines))
+    del lines
+    with running_units(registry) as units:
+        held = units.hold(UnitRef.plan(job_id))
+        tracemalloc.start()
+        try:
+            units.planner(shard_size=1000).plan(held)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert peak < size / 2, f"{peak} of {size} bytes"

@@ -1,5 +1,6 @@
 -- Replace a job's plan by its shards. ARGV job id, token, grace ms, ms of waiting that are worth one step of priority,
--- then for each shard its indices, comma separated, and what its first prompt begins with.
+-- the endpoints and the model that its lines name, then for each shard its indices, comma separated, and what its first
+-- prompt begins with.
 local job_id, token, grace, ageing = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local held = redis.call('HMGET', PLAN, 'tok', 'st')
 -- A client that lost the reply sends the same call again.
@@ -10,14 +11,15 @@ local job = redis.call('HMGET', JOB, 'cancel', 'deadline', 'pri', 'tenant')
 local look = next_look(now, grace, job[2])
 if job[1] ~= '0' then look = now end
 local num_shards = 0
-for i = 5, #ARGV, 2 do
+for i = 7, #ARGV, 2 do
   local _, commas = string.gsub(ARGV[i], ',', ',')
   local shard = {idx = ARGV[i], n = commas + 1, att = 0, first = now, lane = job[3], head = ARGV[i + 1]}
   shard.turn, shard.tenant = now + job[3] * ageing, job[4]
   queue_shard(job_id, num_shards, shard, now, look)
   num_shards = num_shards + 1
 end
-redis.call('HSET', JOB, 'st', 'running', 'started', now, 'ns', num_shards, 'plan_tok', token)
+redis.call('HSET', JOB, 'st', 'running', 'started', now, 'ns', num_shards, 'plan_tok', token,
+  'urls', ARGV[5], 'model', ARGV[6])
 redis.call('UNLINK', PLAN)
 redis.call('ZREM', OPEN, job_id .. '/plan')
 return 1

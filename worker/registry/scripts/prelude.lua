@@ -1,4 +1,4 @@
--- Put before every script about a unit (claim, suspect, put, renew, release, planned, cancel, checkpoint). KEYS are
+-- Put before every script about a unit (claim, suspect, put, renew, release, planned, fail, cancel, checkpoint). KEYS are
 -- those of Keys.of_unit_scripts. Keys that are known only from the job's own fields lie in the same hash slot: the tenant's
 -- admission counters, its queued shards, the idempotency key.
 local JOB, RES, ORD, IN, UNIT, PLAN, OPEN, ADM, DEAD, CKPT, QUEUED =
@@ -90,9 +90,23 @@ local function give_back(counters, prompts, bytes, jobs)
   redis.call('HINCRBY', counters, 'jobs', 0 - jobs)
 end
 
--- The job's last record is written: its end. Every shard's hash went with the shard's own last record.
+-- A job's end, with `prompts` of it that have no record. Its shards are gone by then, or there were none.
+local function close(job_id, state, reason, prompts, now)
+  local job = redis.call('HMGET', JOB, 'bytes', 'tenant', 'retain', 'idem')
+  redis.call('HSET', JOB, 'st', state, 'reason', reason, 'fin', now)
+  redis.call('ZREM', OPEN, job_id .. '/plan')
+  redis.call('UNLINK', IN, PLAN, CKPT)
+  local tenant = ADM .. ':t:' .. job[2]
+  give_back(ADM, prompts, tonumber(job[1]), 1)
+  give_back(tenant, prompts, tonumber(job[1]), 1)
+  if tonumber(redis.call('HGET', tenant, 'jobs')) <= 0 then redis.call('DEL', tenant) end
+  for _, key in ipairs({JOB, RES, ORD}) do redis.call('PEXPIRE', key, job[3]) end
+  if job[4] ~= '' then redis.call('PEXPIRE', job[4], job[3]) end
+end
+
+-- The job's last record is written. Every shard's hash went with the shard's own last record.
 local function finish(job_id, now)
-  local job = redis.call('HMGET', JOB, 'cancel', 'exp', 'lost_plan', 'bytes', 'tenant', 'retain', 'idem')
+  local job = redis.call('HMGET', JOB, 'cancel', 'exp', 'lost_plan')
   local state, reason = 'done', ''
   if job[1] ~= '0' then
     state = 'cancelled'
@@ -101,13 +115,5 @@ local function finish(job_id, now)
   elseif job[3] == '1' then
     state, reason = 'failed', 'planning the job crashed one worker after another'
   end
-  redis.call('HSET', JOB, 'st', state, 'reason', reason, 'fin', now)
-  redis.call('ZREM', OPEN, job_id .. '/plan')
-  redis.call('UNLINK', IN, PLAN, CKPT)
-  local tenant = ADM .. ':t:' .. job[5]
-  give_back(ADM, 0, tonumber(job[4]), 1)
-  give_back(tenant, 0, tonumber(job[4]), 1)
-  if tonumber(redis.call('HGET', tenant, 'jobs')) <= 0 then redis.call('DEL', tenant) end
-  for _, key in ipairs({JOB, RES, ORD}) do redis.call('PEXPIRE', key, job[6]) end
-  if job[7] ~= '' then redis.call('PEXPIRE', job[7], job[6]) end
+  close(job_id, state, reason, 0, now)
 end

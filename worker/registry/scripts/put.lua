@@ -1,6 +1,6 @@
 -- Write records of a unit, each once, with their counters; finish unit and job with their last one.
--- ARGV job id, unit, token, then seven a record: index, outcome (ok|error|cancelled|expired|lost), JSON,
--- prompt tokens, cached tokens, output tokens, and how many of these came from a checkpoint.
+-- ARGV job id, unit, token, then eight a record: index, outcome (ok|error|cancelled|expired|lost), JSON,
+-- prompt tokens, cached tokens, output tokens, how many of these came from a checkpoint, and how many are thinking.
 local job_id, unit, token = ARGV[1], ARGV[2], ARGV[3]
 local held = redis.call('HMGET', UNIT, 'tok', 'st', 'n')
 -- A lease that ran out but that nobody took may still write.
@@ -9,9 +9,9 @@ local job = redis.call('HMGET', JOB, 'st', 'cancel', 'deadline', 'n', 'tenant')
 if not is_open(job[1]) then return {'fenced', ''} end
 
 local now = now_ms()
-local added, sums = 0, {ok = 0, err = 0, exp = 0, tokp = 0, tokc = 0, toko = 0, tokr = 0}
+local added, sums = 0, {ok = 0, err = 0, exp = 0, tokp = 0, tokc = 0, toko = 0, tokr = 0, tokt = 0}
 local has_checkpoints = redis.call('EXISTS', CKPT) == 1
-for i = 4, #ARGV, 7 do
+for i = 4, #ARGV, 8 do
   if redis.call('HSETNX', RES, ARGV[i], ARGV[i + 2]) == 1 then
     redis.call('RPUSH', ORD, ARGV[i])
     added = added + 1
@@ -23,6 +23,7 @@ for i = 4, #ARGV, 7 do
     sums.tokc = sums.tokc + ARGV[i + 4]
     sums.toko = sums.toko + ARGV[i + 5]
     sums.tokr = sums.tokr + ARGV[i + 6]
+    sums.tokt = sums.tokt + ARGV[i + 7]
   end
 end
 if added > 0 then

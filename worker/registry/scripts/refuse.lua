@@ -1,12 +1,12 @@
 -- Remember that a job was refused, where its producer is not there to be told. KEYS job, jobs, in.
--- ARGV job id, n, reason, tenant, ms to remember it, ms to keep its lines.
+-- ARGV job id, reason, errors (JSON), tenant, ms to remember it, ms to keep its lines.
 local state = redis.call('HGET', KEYS[1], 'st')
 if state and state ~= 'refused' then return 0 end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-redis.call('HSET', KEYS[1], 'v', 1, 'st', 'refused', 'n', ARGV[2], 'ok', 0, 'err', 0, 'exp', 0, 'bytes', 0,
+redis.call('HSET', KEYS[1], 'v', 1, 'st', 'refused', 'n', 0, 'ok', 0, 'err', 0, 'exp', 0, 'bytes', 0,
   'tenant', ARGV[4], 'pri', 0, 'spec', '{}', 'created', now, 'started', 0, 'deadline', 0, 'cancel', 0, 'fin', now,
-  'reason', ARGV[3], 'ns', 0, 'sd', 0, 'tokp', 0, 'tokc', 0, 'toko', 0, 'retain', ARGV[5], 'idem', '', 'lost_plan', 0)
+  'reason', ARGV[2], 'errors', ARGV[3], 'ns', 0, 'sd', 0, 'tokp', 0, 'tokc', 0, 'toko', 0, 'retain', ARGV[5], 'idem', '', 'lost_plan', 0)
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
 -- A plain Celery producer stages them without an end.
 redis.call('PEXPIRE', KEYS[3], ARGV[6])

@@ -1,0 +1,50 @@
+"""The producer or the reader of a large job, in a process of its own: its memory is nobody else's.
+
+`python -m tests.benchmarks.large_job_part submit URL FILE`, or `read URL JOB FILE`: prints its figures as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from settings import LimitSettings
+from tests.benchmarks.process_memory import peak_rss_mib, rss_mib
+from worker.cli.record_output import record_output, write_records
+from worker.cli.record_paths import RecordPaths
+from worker.client import BatchClient
+from worker.lines import read_raw_lines
+
+
+def submit(url: str, file: Path) -> dict[str, object]:
+    """Submit a file as `millrace submit --strict` does."""
+    with BatchClient(url) as client, file.open("rb") as source:
+        before_mib, began_s = rss_mib(), time.perf_counter()
+        lines = read_raw_lines(source, LimitSettings().max_prompt_bytes)
+        job_id = client.submit(lines, strict=True, endpoint="/v1/chat/completions")
+        wall_s = time.perf_counter() - began_s
+    return {"job_id": job_id, "wall_s": wall_s, "before_mib": before_mib, "peak_mib": peak_rss_mib()}
+
+
+def read(url: str, job_id: str, file: Path) -> dict[str, object]:
+    """Read a job's results as `millrace results -o` does."""
+    with BatchClient(url) as client, record_output(RecordPaths.of(str(file))) as write:
+        before_mib, began_s = rss_mib(), time.perf_counter()
+        write_records(client.results(job_id), write)
+        wall_s = time.perf_counter() - began_s
+    return {"wall_s": wall_s, "before_mib": before_mib, "peak_mib": peak_rss_mib()}
+
+
+def main(arguments: list[str]) -> None:
+    """Do what the first argument says."""
+    if arguments[0] == "submit":
+        figures = submit(arguments[1], Path(arguments[2]))
+    else:
+        figures = read(arguments[1], arguments[2], Path(arguments[3]))
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
