@@ -2,13 +2,15 @@
 #   make demo   runs the main job: Redis, a worker, a model, 240 prompts
 #   make test   runs the checks and the tests
 #   make chaos  runs all of the fault injection, also what takes too long for `make test`
+#   make structured  runs the tests of structured output, also 600 random JSON schemas
+#   make test-interop  runs a producer in another language; needs node and npm
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 IN_PARALLEL := --numprocesses $(JOBS) --dist loadfile
 
-.PHONY: demo test chaos check clean
+.PHONY: demo test chaos structured test-interop check clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/millrace demo
@@ -20,6 +22,13 @@ test: check
 
 chaos: $(VENV)/.test-installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos -m "chaos or not chaos"
+
+structured: $(VENV)/.test-installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engine/structured -m "structured or not structured"
+
+test-interop: $(VENV)/.test-installed
+	npm ci --prefix tests/interop --no-audit --no-fund
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/interop -m "interop or not interop"
 
 check: $(VENV)/.test-installed
 	$(BIN)/ruff check .

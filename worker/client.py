@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Literal, Self, Unpack
 
 from pydantic import SecretStr
 from redis import Redis
@@ -15,7 +15,8 @@ from redis import Redis
 from settings import LimitSettings, RedisSettings, Settings, WorkerSettings
 from worker.app import create_app
 from worker.broker.announcer import Announcer
-from worker.intake.line_staging import LineStaging
+from worker.intake.line_staging import LineStaging, RequestObject
+from worker.poll_pauses import PollPauses
 from worker.records.encode_record import has_failed
 from worker.registry.admission_limits import AdmissionLimits
 from worker.registry.connect import connect
@@ -23,26 +24,14 @@ from worker.registry.job_control import JobControl
 from worker.registry.job_intake import JobIntake
 from worker.registry.job_reader import JobReader
 from worker.registry.keys import Keys
+from worker.registry.result_order import ResultOrder
 from worker.registry.unit_leases import UnitLeases
 from worker.registry.unit_ref import UnitRef
 from worker.schemas.job_status import JobStatus
+from worker.schemas.submit_arguments import SubmitArguments
 from worker.schemas.submit_options import SubmitOptions
 from worker.schemas.worker_info import WorkerInfo
 from worker.units.unit_closer import UnitCloser
-
-PAGE = 500  # records of one read
-FIRST_POLL_S = 0.02
-LONGEST_POLL_S = 0.5
-
-
-class _Options(TypedDict, total=False):
-    """The fields of SubmitOptions."""
-
-    priority: int
-    deadline_s: float | None
-    tenant: str
-    metadata: Mapping[str, str]
-    idempotency_key: str | None
 
 
 class BatchClient:
@@ -76,10 +65,10 @@ class BatchClient:
 
     def submit(
         self,
-        lines: Iterable[bytes | str | Mapping[str, Any]],
+        lines: Iterable[bytes | str | RequestObject],
         *,
         job_id: str | None = None,
-        **options: Unpack[_Options],
+        **options: Unpack[SubmitArguments],
     ) -> str:
         """Submit request lines as one job and return its id.
 
@@ -116,27 +105,23 @@ class BatchClient:
         """The workers that are there."""
         return self._reader.workers()
 
-    def results(self, job_id: str, cursor: int = 0, follow: bool = False) -> Iterator[dict[str, Any]]:
-        """Records in the order they were written, errors among them; `cursor` skips that many.
+    def results(
+        self,
+        job_id: str,
+        cursor: int = 0,
+        follow: bool = False,
+        *,
+        order: Literal["completion", "input"] = "completion",
+    ) -> Iterator[dict[str, Any]]:
+        """A job's records, errors among them: as they were written, or in the order of its lines.
 
-        With `follow`, waits for more until the job has ended. The number of records seen so far is the cursor with
-        which another reader goes on.
+        `cursor` skips that many records: with the number of records seen so far another reader goes on, in the same
+        order. With `follow`, waits for more until the job has ended; without, ends where nothing is written yet, which
+        in input order is before the first line that is not done. Memory does not grow with the job.
+
+        Raises ValueError for a cursor or an order that there is not; reading raises what every method does.
         """
-        poll_s = FIRST_POLL_S
-        while True:
-            # Asked first: a record written before the end is then not missed.
-            has_ended = self.status(job_id).status.is_terminal
-            page = self._reader.records(job_id, cursor, PAGE)
-            cursor += len(page)
-            for record in page:
-                yield json.loads(record)
-            if page:
-                poll_s = FIRST_POLL_S
-            elif has_ended or not follow:
-                return
-            else:
-                time.sleep(poll_s)
-                poll_s = min(poll_s * 2, LONGEST_POLL_S)
+        return self._read(job_id, cursor, ResultOrder.checked(order, cursor), follow)
 
     def errors(self, job_id: str) -> Iterator[dict[str, Any]]:
         """The records, so far, of requests without an answer."""
@@ -153,19 +138,11 @@ class BatchClient:
 
     def wait(self, job_id: str, timeout_s: float | None = None) -> JobStatus:
         """Wait until the job has ended. Raises TimeoutError after `timeout_s` seconds."""
-        until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        poll_s = FIRST_POLL_S
-        while True:
-            job = self.status(job_id)
-            if job.status.is_terminal:
-                return job
-            if until_s is not None and time.monotonic() >= until_s:
-                raise TimeoutError(
-                    f"job {job_id} is {job.status} after {timeout_s} s: "
-                    f"{job.request_counts.finished} of {job.request_counts.total} prompts are done"
-                )
-            time.sleep(poll_s)
-            poll_s = min(poll_s * 2, LONGEST_POLL_S)
+        pauses = PollPauses(timeout_s)
+        while not (job := self.status(job_id)).status.is_terminal:
+            pauses.check_time(job)
+            time.sleep(pauses.next_s())
+        return job
 
     def close(self) -> None:
         """Close the connections."""
@@ -179,6 +156,20 @@ class BatchClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _read(self, job_id: str, cursor: int, order: ResultOrder, follow: bool) -> Iterator[dict[str, Any]]:
+        pauses = PollPauses()
+        while True:
+            page = self._reader.page(job_id, cursor, order)
+            cursor = page.cursor
+            for record in page.records:
+                yield json.loads(record)
+            if page.is_last:
+                if page.has_ended or not follow:
+                    return
+                if page.records:
+                    pauses.restart()
+                time.sleep(pauses.next_s())
 
     def _submit_staged(self, job_id: str, num_lines: int, options: SubmitOptions) -> tuple[str, bool]:
         accepted_id = None

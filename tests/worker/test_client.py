@@ -26,8 +26,8 @@ def client(redis_url: str) -> Iterator[BatchClient]:
         yield client
 
 
-def test_importing_the_client_brings_no_torch() -> None:
-    code = "import worker.client, sys; assert not {'torch', 'triton', 'engine'} & set(sys.modules)"
+def test_importing_the_clients_brings_no_torch() -> None:
+    code = "import worker.client, worker.async_client, sys; assert not {'torch', 'triton', 'engine'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -121,6 +121,26 @@ def test_results_can_be_read_on_from_a_cursor(client: BatchClient, registry: Tes
     assert next(following)["i"] == 0
     leases.put(shard, [ok(1, '{"i": 1}')])
     assert [record["i"] for record in following] == [1]
+
+
+def test_results_in_input_order_wait_for_the_next_line(client: BatchClient, registry: TestRegistry) -> None:
+    job_id = registry.running_job([0, 1, 2])
+    leases = registry.leases()
+    shard = must_claim(leases, UnitRef.shard(job_id, 0))
+    leases.put(shard, [ok(2, '{"i": 2}'), ok(0, '{"i": 0}')])
+    assert [record["i"] for record in client.results(job_id, order="input")] == [0]
+    following = client.results(job_id, follow=True, order="input")
+    assert next(following)["i"] == 0
+    leases.put(shard, [ok(1, '{"i": 1}')])
+    assert [record["i"] for record in following] == [1, 2]
+    assert [record["i"] for record in client.results(job_id, cursor=1, order="input")] == [1, 2]
+
+
+@pytest.mark.parametrize("reading", [{"cursor": -1}, {"cursor": True}, {"cursor": 0.5}, {"order": "random"}])
+def test_a_cursor_or_order_that_there_is_not_is_refused_at_once(client: BatchClient, reading: dict[str, Any]) -> None:
+    [(name, value)] = reading.items()
+    with pytest.raises(ValueError, match=rf"^{name} is {value!r}; accepted: "):
+        client.results("s0-1", **reading)
 
 
 def test_waiting_ends_with_the_job_or_the_time(client: BatchClient, registry: TestRegistry) -> None:

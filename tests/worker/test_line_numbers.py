@@ -30,7 +30,8 @@ def test_offline_counts_requests_and_not_blank_lines() -> None:
     records: list[dict[str, Any]] = []
     engine = FakeEngine()
     run = OfflineRun(engine, model_name="m", window=4, write=lambda record: records.append({**record}))
-    feed = LineFeed(io.BytesIO(FILE), LimitSettings(), capacity=4)
+    raw_lines = read_raw_lines(io.BytesIO(FILE), MAX_LINE_BYTES)
+    feed = LineFeed(raw_lines, LimitSettings(), capacity=4, by_prefix=True)
     feed.start()
 
     run.run(feed, lambda: False, lambda: None)

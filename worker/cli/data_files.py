@@ -1,4 +1,4 @@
-"""The files a command reads and writes, where `-` is stdin or stdout."""
+"""The files a command writes, where `-` is stdout."""
 
 from __future__ import annotations
 
@@ -7,28 +7,21 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from worker.cli.bad_usage import BadUsage
+from worker.cli.gzip_output import GzipOutput
 
 STANDARD = "-"
-
-
-def open_input(path: str) -> BinaryIO:
-    """Open `path` for reading; whoever asks closes it. Raises BadUsage if that cannot be done.
-
-    Standard input gets a reader of its own, which leaves the descriptor open: at exit Python waits for the lock of
-    sys.stdin, and a thread may still be reading.
-    """
-    try:
-        return open(sys.stdin.fileno() if path == STANDARD else path, "rb", closefd=path != STANDARD)
-    except OSError as error:
-        raise BadUsage(f"{path}: {error.strerror}") from error
+GZIP_SUFFIX = ".gz"
 
 
 @contextmanager
 def open_output(path: str) -> Iterator[BinaryIO]:
-    """Open `path` for writing; a file that exists is replaced. Raises BadUsage if it cannot be opened."""
+    """Open `path` for writing; a file that exists is replaced, one whose name ends in .gz is compressed.
+
+    Raises BadUsage if it cannot be opened.
+    """
     if path == STANDARD:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
@@ -38,7 +31,11 @@ def open_output(path: str) -> Iterator[BinaryIO]:
     except OSError as error:
         raise BadUsage(f"{path}: {error.strerror}") from error
     with file:
-        yield file
+        if not path.endswith(GZIP_SUFFIX):
+            yield file
+            return
+        with GzipOutput(file) as compressed:
+            yield cast("BinaryIO", compressed)
 
 
 def refuse_same_file(path: str, *, other: str, role: str) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.encoder_config import EncoderConfig
+from engine.checkpoint.read_config import read_config
 from engine.errors import EngineError
 from engine.loading.choose_operations import choose_operations
 from engine.loading.derived_settings import default_device, derive_settings, model_path
@@ -88,15 +89,19 @@ def _model(effective: EffectiveSettings) -> Iterator[Finding]:
         return
     try:
         path = model_path(effective)
-        config = ModelConfig.from_directory(path)
+        config = read_config(path)
+        is_encoder = isinstance(config, EncoderConfig)
         with Checkpoint.open(path) as checkpoint:
             size_bytes = checkpoint.total_bytes
-        tokenizer = Tokenizer.from_directory(path)
+        tokenizer = Tokenizer.for_encoding(path) if is_encoder else Tokenizer.from_directory(path)
         derived = derive_settings(effective).settings.engine
     except (EngineError, SettingsError) as error:
         yield Finding("model", Level.FAILED, str(error), "give the directory of a supported checkpoint")
         return
     yield Finding("model", Level.OK, f"{path}: {config.architecture}, {size_bytes / 2**30:.2f} GiB of weights")
+    if is_encoder:
+        yield Finding("endpoints", Level.OK, "an encoder: /v1/embeddings only")
+        return
     blocks, block_size = derived.kv_cache.num_blocks, derived.kv_cache.block_size
     yield Finding("kv cache", Level.OK, f"{blocks} blocks of {block_size} tokens in {derived.dtype}")
     if tokenizer.chat_template is None:

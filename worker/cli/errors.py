@@ -5,9 +5,10 @@ from __future__ import annotations
 import click
 
 from worker.cli.command_settings import load_producer_settings, producer_options
-from worker.cli.data_files import STANDARD, open_output
+from worker.cli.data_files import STANDARD
 from worker.cli.job_client import job_client
-from worker.cli.record_output import write_records
+from worker.cli.record_output import record_output, write_records
+from worker.cli.record_paths import RecordPaths
 
 
 @click.command("errors")
@@ -20,5 +21,5 @@ def command(job_id: str, output_path: str, redis_url: str | None, assignments: t
     effective = load_producer_settings(assignments, redis_url)
     with job_client(effective) as client:
         client.status(job_id)  # a job that is not there must not empty the output file
-        with open_output(output_path) as target:
-            write_records(client.errors(job_id), target)
+        with record_output(RecordPaths(output_path, None)) as write:
+            write_records(client.errors(job_id), write)

@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 
 from worker.cli.command_error import CommandError
-from worker.cli.job_text import progress_text
-from worker.cli.progress_line import ProgressLine
+from worker.cli.job_progress import JobProgress
 from worker.client import BatchClient
 from worker.schemas import JobState, JobStatus
 
@@ -16,25 +15,27 @@ POLL_S = 0.5
 
 
 def follow_job(
-    client: BatchClient, job_id: str, on_change: Callable[[JobStatus], None] = lambda job: None
+    client: BatchClient,
+    job_id: str,
+    on_change: Callable[[JobStatus], None] = lambda job: None,
+    *,
+    plain_lines: bool = False,
 ) -> JobStatus:
-    """Poll until the job has ended, with progress on a terminal; `on_change` sees each status that differs."""
-    progress = ProgressLine(sys.stderr)
-    started_s, first = time.monotonic(), client.status(job_id)
-    job, shown = first, None
+    """Poll until the job has ended, with its progress on stderr, see JobProgress.
+
+    `on_change` sees each status that differs from the one before.
+    """
+    progress = JobProgress(sys.stderr, plain_lines=plain_lines)
+    shown = None
     while True:
+        job = client.status(job_id)
+        progress.show(job)
         if job != shown:
             on_change(job)
             shown = job
-        elapsed_s = time.monotonic() - started_s
-        done = job.request_counts.finished - first.request_counts.finished
-        text = progress_text(job, done / elapsed_s if elapsed_s > 0 else 0.0)
         if job.status.is_terminal:
-            progress.close(text)
             return job
-        progress.show(text)
         time.sleep(POLL_S)
-        job = client.status(job_id)
 
 
 def require_completed(job: JobStatus) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+from worker.cli.job_rates import JobRates
 from worker.schemas import JobStatus
 
 JOB_COLUMNS = f"{'JOB':40} {'STATUS':12} {'DONE':>15} {'FAILED':>8} {'PRI':>3} {'TENANT':12} CREATED"
@@ -42,17 +43,28 @@ def job_details(job: JobStatus) -> str:
     return "\n".join(lines)
 
 
-def progress_text(job: JobStatus, rate_per_s: float) -> str:
-    """One line for a job that runs; `rate_per_s` is records a second."""
+def progress_text(job: JobStatus, rates: JobRates) -> str:
+    """One line for a job that runs."""
     counts, usage = job.request_counts, job.usage
     hits = usage.cached_tokens / usage.input_tokens if usage.input_tokens else 0.0
-    text = (
-        f"{job.status.value} {counts.finished}/{counts.total} ({job.progress:.0%}), {counts.failed} failed, "
-        f"{rate_per_s:.1f} requests/s, prefix hits {hits:.0%}"
-    )
-    if rate_per_s > 0 and not job.status.is_terminal:
-        text += f", about {(counts.total - counts.finished) / rate_per_s:.0f} s left"
-    return text
+    parts = [
+        f"{job.status.value} {counts.finished}/{counts.total} ({job.progress:.0%})",
+        f"{rates.prompts_per_s:.1f} prompts/s",
+        f"{rates.output_tokens_per_s:.0f} tokens/s out",
+    ]
+    if not job.status.is_terminal:
+        parts.append(f"ETA {_left(counts.total - counts.finished, rates.prompts_per_s)}")
+    return ", ".join([*parts, f"prefix hits {hits:.0%}", f"{counts.failed} errors"])
+
+
+def _left(num_prompts: int, prompts_per_s: float) -> str:
+    if prompts_per_s <= 0:
+        return "unknown"
+    seconds = round(num_prompts / prompts_per_s)
+    if seconds < 60:
+        return f"{seconds} s"
+    minutes, hours = seconds // 60 % 60, seconds // 3600
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds % 60:02} s"
 
 
 def _time(unix_s: float) -> str:

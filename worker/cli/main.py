@@ -17,10 +17,12 @@ cli = LazyGroup(
     lazy_commands={
         "run": LazyCommand("worker.cli.run", "Run request lines offline: no Redis, the same engine."),
         "worker": LazyCommand("worker.cli.worker", "Take jobs from Redis and run them on the model."),
-        "submit": LazyCommand("worker.cli.submit", "Submit the request lines of a file as one job."),
+        "submit": LazyCommand("worker.cli.submit", "Submit the request lines of one or more files as one job."),
         "status": LazyCommand("worker.cli.status", "Show a job's state, counts and tokens."),
         "watch": LazyCommand("worker.cli.watch", "Follow a job until it ends."),
-        "results": LazyCommand("worker.cli.results", "Print a job's records, in the order they were written."),
+        "results": LazyCommand(
+            "worker.cli.results", "Print a job's records, as they were written or as the lines stood."
+        ),
         "errors": LazyCommand("worker.cli.errors", "Print the records of requests without an answer."),
         "cancel": LazyCommand("worker.cli.cancel", "Cancel a job; finished records stay."),
         "jobs": LazyCommand("worker.cli.jobs", "List jobs, newest first."),

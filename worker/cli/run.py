@@ -8,38 +8,46 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import BinaryIO
 
 import click
 
 # This module is imported for `millrace run` alone, so it may import the engine, and torch with it.
+from engine.embedding.encoder_engine import EncoderEngine
 from engine.engine import Engine
 from engine.errors import CapabilityError, EngineError
 from engine.execution.pass_trace import PassTrace
-from engine.loading.load_parts import load_parts
+from engine.load_engine import load_engine
 from settings import EffectiveSettings, SettingsError
+from worker.answers.answer_formats import AnswerFormats
 from worker.cli.bad_usage import BadUsage
 from worker.cli.command_error import CommandError
 from worker.cli.command_settings import load_command_settings, set_option
-from worker.cli.data_files import STANDARD, open_input, open_output, refuse_same_file, write_line
+from worker.cli.data_files import STANDARD, open_output, refuse_same_file, write_line
 from worker.cli.exit_code import ExitCode
+from worker.cli.input_files import input_files
 from worker.cli.progress_line import ProgressLine
+from worker.cli.record_output import WriteRecord, record_output
+from worker.cli.record_paths import OUTPUT_HELP, RecordPaths
+from worker.lines.input_file import InputFile
+from worker.lines.read_input_files import read_input_files
 from worker.offline.line_feed import LineFeed
 from worker.offline.offline_run import OfflineRun
 from worker.offline.run_summary import RunSummary
-from worker.records.encode_record import encode_record
 from worker.requests.model_name import served_model_name
 from worker.requests.request_window import request_window
 
 
 @click.command("run")
-@click.option("-i", "--input", "input_path", required=True, metavar="FILE", help="Request lines; - is stdin.")
+@click.option(
+    "-i", "--input", "input_paths", required=True, multiple=True, metavar="FILE",
+    help="Request lines; - is stdin, a pattern in quotes all files of such a name; gzip is unpacked. Repeatable.",
+)  # fmt: skip
 @click.option(
     "-o", "--output", "output_path", required=True, metavar="FILE",
-    help="Result lines, in the order they finish; - is stdout. A file that exists is replaced.",
+    help=f"Result lines, in the order they finish. A file that exists is replaced. {OUTPUT_HELP}",
 )  # fmt: skip
 @click.option("--model", metavar="DIR", help="Checkpoint directory (model.path).")
 @click.option("--summary", "summary_path", metavar="FILE", help="Write the run's figures to FILE as JSON.")
@@ -49,7 +57,7 @@ from worker.requests.request_window import request_window
 )  # fmt: skip
 @set_option
 def command(
-    input_path: str,
+    input_paths: tuple[str, ...],
     output_path: str,
     model: str | None,
     summary_path: str | None,
@@ -63,16 +71,14 @@ def command(
     code is 1.
     """
     effective = load_command_settings(assignments, {"model.path": model})
-    refuse_same_file(output_path, other=input_path, role="input")
-    if profile_path is not None:
-        _check_profile(profile_path, input_path, output_path)
-    source = open_input(input_path)
+    files, paths = input_files(input_paths), RecordPaths.of(output_path)
+    _refuse_overwriting(files, paths, profile_path)
     with _pass_trace(profile_path, effective) as trace:
-        with open_output(output_path) as target, _stop_signals() as should_stop:
+        with record_output(paths) as write, _stop_signals() as should_stop:
             started_s = time.monotonic()
             engine = _load_engine(effective, trace)
             load_s = time.monotonic() - started_s
-            summary, failure = _run(engine, source, target, load_s, should_stop)
+            summary, failure = _run(engine, files, write, load_s, should_stop)
         if summary_path is not None:
             with open_output(summary_path) as file:
                 write_line(file, json.dumps(dataclasses.asdict(summary)))
@@ -82,11 +88,16 @@ def command(
         sys.exit(ExitCode.INTERRUPTED)
 
 
-def _check_profile(path: str, input_path: str, output_path: str) -> None:
-    if path == STANDARD:
+def _refuse_overwriting(files: Sequence[InputFile], paths: RecordPaths, profile_path: str | None) -> None:
+    if profile_path == STANDARD:
         raise BadUsage("--profile -: accepted: a file")
-    refuse_same_file(path, other=input_path, role="input")
-    refuse_same_file(path, other=output_path, role="output")
+    written = [*paths] if profile_path is None else [*paths, profile_path]
+    for path in written:
+        for file in files:
+            refuse_same_file(path, other=file.name, role="input")
+    if profile_path is not None:
+        for path in paths:
+            refuse_same_file(profile_path, other=path, role="output")
 
 
 @contextmanager
@@ -106,9 +117,9 @@ def _pass_trace(path: str | None, effective: EffectiveSettings) -> Iterator[Pass
         raise CommandError(f"{path}: the trace is not complete: {error}") from error
 
 
-def _load_engine(effective: EffectiveSettings, trace: PassTrace | None) -> Engine:
+def _load_engine(effective: EffectiveSettings, trace: PassTrace | None) -> Engine | EncoderEngine:
     try:
-        return Engine(load_parts(effective, trace))
+        return load_engine(effective, trace)
     except (SettingsError, CapabilityError) as error:
         raise BadUsage(str(error)) from error
     except EngineError as error:
@@ -116,22 +127,29 @@ def _load_engine(effective: EffectiveSettings, trace: PassTrace | None) -> Engin
 
 
 def _run(
-    engine: Engine, source: BinaryIO, target: BinaryIO, load_s: float, should_stop: Callable[[], bool]
+    engine: Engine | EncoderEngine,
+    files: Sequence[InputFile],
+    write: WriteRecord,
+    load_s: float,
+    should_stop: Callable[[], bool],
 ) -> tuple[RunSummary, CommandError | None]:
     """The figures, and what ended the run before its end: they tell how far it came."""
     window = request_window(engine.settings.engine.max_num_seqs)
 
-    def write(record: Mapping[str, object]) -> None:
-        write_line(target, encode_record(record))
-
-    run = OfflineRun(engine, model_name=served_model_name(engine.settings.model), window=window, write=write)
+    model = engine.settings.model
+    formats = AnswerFormats(model.tool_call_format, model.reasoning_format)
+    run = OfflineRun(engine, model_name=served_model_name(model), window=window, write=write, formats=formats)
     progress = ProgressLine(sys.stderr)
 
     def show_progress() -> None:
         if progress.is_due:
             progress.show(_progress_text(run.summary(load_s)))
 
-    feed = LineFeed(source, engine.settings.limits, capacity=window)
+    limits = engine.settings.limits
+    feed = LineFeed(
+        read_input_files(files, limits.max_prompt_bytes), limits, capacity=window,
+        by_prefix=all(file.is_complete for file in files),
+    )  # fmt: skip
     feed.start()
     failure = None
     try:

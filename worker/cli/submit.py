@@ -1,27 +1,34 @@
-"""`millrace submit`: a file to the queue."""
+"""`millrace submit`: files to the queue."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
 import click
 
+from worker.cli.bad_usage import BadUsage
 from worker.cli.command_settings import load_producer_settings, producer_options
-from worker.cli.data_files import STANDARD, open_input, open_output, refuse_same_file
+from worker.cli.data_files import STANDARD, refuse_same_file
 from worker.cli.duration import Duration
 from worker.cli.follow_job import follow_job, require_completed
+from worker.cli.input_files import input_files
 from worker.cli.job_client import job_client
 from worker.cli.metadata import parse_metadata
-from worker.cli.record_output import write_records
+from worker.cli.record_output import record_output, write_records
+from worker.cli.record_paths import OUTPUT_HELP, RecordPaths
 from worker.client import BatchClient
-from worker.lines.read_raw_lines import read_raw_lines
+from worker.lines import Endpoint
+from worker.lines.input_file import InputFile
+from worker.lines.read_input_files import read_input_files
+from worker.lines.unreadable_input import UnreadableInput
 from worker.schemas import DEFAULT_PRIORITY
 
 
 class Arguments(TypedDict):
     """What click hands to the command."""
 
-    input_path: str
+    input_paths: tuple[str, ...]
     wait: bool
     output_path: str | None
     priority: int
@@ -29,14 +36,19 @@ class Arguments(TypedDict):
     tenant: str
     metadata: tuple[str, ...]
     idempotency_key: str | None
+    endpoint: str | None
+    strict: bool
     redis_url: str | None
     assignments: tuple[str, ...]
 
 
 @click.command("submit")
-@click.argument("input_path", metavar="FILE")
+@click.argument("input_paths", nargs=-1, required=True, metavar="FILE...")
 @click.option("--wait", is_flag=True, help="Wait until the job has ended; exit 1 unless it completed.")
-@click.option("-o", "--output", "output_path", metavar="FILE", help="Write results as they arrive; implies --wait.")
+@click.option(
+    "-o", "--output", "output_path", metavar="FILE",
+    help=f"Write results as they arrive; implies --wait. {OUTPUT_HELP}",
+)  # fmt: skip
 @click.option(
     "--priority", type=click.IntRange(0, 9), default=DEFAULT_PRIORITY, show_default=True, help="0 runs first."
 )
@@ -44,40 +56,55 @@ class Arguments(TypedDict):
 @click.option("--tenant", default="default", show_default=True, help="Whose job it is.")
 @click.option("--metadata", "metadata", multiple=True, metavar="KEY=VALUE", help="A note on the job. Repeatable.")
 @click.option("--idempotency-key", metavar="KEY", help="Submitting again with the same key is the first job.")
+@click.option(
+    "--endpoint",
+    type=click.Choice([endpoint.value for endpoint in Endpoint]),
+    help="The one that every line must name.",
+)
+@click.option("--strict", is_flag=True, help="One bad line fails the job before any runs; else it fails alone.")
 @producer_options
 def command(**arguments: Unpack[Arguments]) -> None:
-    """Submit the request lines of FILE (- is stdin) as one job and print its id.
+    """Submit the request lines of each FILE, in this order, as one job and print its id.
 
-    The id goes to stdout; with -o -, where stdout is the results', to stderr. Ctrl-C while waiting leaves the job
-    running.
+    - is stdin, a pattern in quotes ('day-*.jsonl') all files of such a name, sorted. Gzip is unpacked, whatever its
+    name. The id goes to stdout; with -o -, where stdout is the results', to stderr. Ctrl-C while waiting leaves the
+    job running.
     """
     effective = load_producer_settings(arguments["assignments"], arguments["redis_url"])
     output_path = arguments["output_path"]
     max_line_bytes = effective.settings.limits.max_prompt_bytes
+    files = input_files(arguments["input_paths"])
     if output_path is None:
         with job_client(effective) as client:
-            job_id = _submit(client, arguments, max_line_bytes)
+            job_id = _submit(client, arguments, files, max_line_bytes)
             click.echo(job_id)
             if arguments["wait"]:
                 require_completed(follow_job(client, job_id))
         return
-    refuse_same_file(output_path, other=arguments["input_path"], role="input")
+    paths = RecordPaths.of(output_path)
+    for path in paths:
+        for file in files:
+            refuse_same_file(path, other=file.name, role="input")
     # The output is opened first: a job whose results cannot be written is not worth submitting.
-    with open_output(output_path) as target, job_client(effective) as client:
-        job_id = _submit(client, arguments, max_line_bytes)
+    with record_output(paths) as write, job_client(effective) as client:
+        job_id = _submit(client, arguments, files, max_line_bytes)
         click.echo(job_id, err=output_path == STANDARD)
-        write_records(client.results(job_id, follow=True), target)
+        write_records(client.results(job_id, follow=True), write)
         require_completed(client.status(job_id))
 
 
-def _submit(client: BatchClient, arguments: Arguments, max_line_bytes: int) -> str:
+def _submit(client: BatchClient, arguments: Arguments, files: Sequence[InputFile], max_line_bytes: int) -> str:
     metadata = parse_metadata(arguments["metadata"])
-    with open_input(arguments["input_path"]) as source:
+    try:
         return client.submit(
-            read_raw_lines(source, max_line_bytes),
+            read_input_files(files, max_line_bytes),
             priority=arguments["priority"],
             deadline_s=arguments["deadline"],
             tenant=arguments["tenant"],
             metadata=metadata,
             idempotency_key=arguments["idempotency_key"],
+            endpoint=arguments["endpoint"],
+            strict=arguments["strict"],
         )
+    except UnreadableInput as error:
+        raise BadUsage(f"{error}; nothing was submitted") from error

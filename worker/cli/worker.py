@@ -8,8 +8,8 @@ import click
 import redis
 
 # This module is imported for `millrace worker` alone, so it may import the engine, and torch with it.
-from engine.engine import Engine
 from engine.errors import CapabilityError, EngineError
+from engine.load_engine import load_engine
 from settings import SettingsError
 from worker.cli.bad_usage import BadUsage
 from worker.cli.command_error import CommandError
@@ -33,7 +33,7 @@ def command(model: str | None, concurrency: str | None, redis_url: str | None, a
     effective = load_command_settings(assignments, named)
     try:
         with stdout_to_stderr():
-            code = run_worker(effective, Engine.load)
+            code = run_worker(effective, load_engine)
     except (SettingsError, CapabilityError) as error:
         raise BadUsage(str(error)) from error
     except EngineError as error:

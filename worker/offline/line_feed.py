@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import queue
 import threading
-from typing import BinaryIO
+from collections.abc import Iterable
 
 from settings import LimitSettings
 from worker.offline.run_order import Line, in_file_order, in_prefix_order
 
 
 class LineFeed:
-    """Reads a file on a thread of its own, so that a slow producer on a pipe never stalls the engine.
+    """Reads raw lines on a thread of its own, so that a slow producer on a pipe never stalls the engine.
 
-    A file that can be read again is taken in prefix order, a pipe as it comes. At most `capacity` lines are held, and
-    keys, see run_order. The thread is a daemon and closes the file itself: a read from a terminal or a pipe cannot be
-    interrupted, and closing a file under a read waits for it.
+    `by_prefix` sorts them, see run_order: for files that are complete; a pipe is taken as it comes. At most `capacity`
+    lines are held, and keys. The thread is a daemon: a read from a terminal or a pipe cannot be interrupted, and
+    closing a file under a read waits for it.
     """
 
-    def __init__(self, file: BinaryIO, limits: LimitSettings, *, capacity: int) -> None:
-        self._file = file
+    def __init__(self, raw_lines: Iterable[bytes], limits: LimitSettings, *, capacity: int, by_prefix: bool) -> None:
+        self._raw_lines = raw_lines
+        self._order = in_prefix_order if by_prefix else in_file_order
         self._limits = limits
         self._lines: queue.Queue[Line | None] = queue.Queue(maxsize=capacity)  # None: the end
         self._error: Exception | None = None
@@ -51,10 +52,8 @@ class LineFeed:
 
     def _read(self) -> None:
         try:
-            with self._file:
-                order = in_prefix_order if self._file.seekable() else in_file_order
-                for line in order(self._file, self._limits):
-                    self._lines.put(line)
+            for line in self._order(self._raw_lines, self._limits):
+                self._lines.put(line)
         except Exception as error:  # a seam: whatever it was, the end of the lines must come
             self._error = error  # raised where the lines are taken: a thread has nobody to tell
         self._lines.put(None)

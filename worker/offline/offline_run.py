@@ -6,9 +6,10 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+from engine.any_request import AnyRequest
 from engine.errors import EngineError, EngineFatal, InvalidRequest
-from engine.request import Request
 from engine.request_output import RequestOutput
+from worker.answers.answer_formats import AnswerFormats
 from worker.lines.line_error import LineError
 from worker.lines.request_line import RequestLine
 from worker.offline.line_feed import LineFeed
@@ -39,14 +40,21 @@ class OfflineRun:
         model_name: str,
         window: int,
         write: Callable[[Mapping[str, object]], None],
+        formats: AnswerFormats | None = None,
     ) -> None:
         context = RecordContext(JOB_ID, model_name, created_s=int(time.time()))
         self._engine = engine
         self._window = window  # requests in the engine at once: enough to order by prefix, not a whole file
         self._write_record = write
         self._context = context
-        self._requests = RequestBuilder(engine.tokenizer, max_model_len=engine.max_model_len, model_name=model_name)
-        self._records = RecordBuilder(engine.tokenizer, context)
+        self._requests = RequestBuilder(
+            engine.tokenizer,
+            max_model_len=engine.max_model_len,
+            model_name=model_name,
+            formats=formats,
+            generates=engine.generates,
+        )
+        self._records = RecordBuilder(engine.tokenizer, context, self._requests.answers)
         self._running: dict[str, RequestLine] = {}
         self._num_records = self._num_failed = 0
         self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
@@ -104,7 +112,7 @@ class OfflineRun:
             del self._running[request.request_id]
             self._record(self._records.of_error(line, error))
 
-    def _build(self, line: RequestLine) -> Request | None:
+    def _build(self, line: RequestLine) -> AnyRequest | None:
         """The engine's request for `line`, or None once its error record is written."""
         try:
             return self._requests.build(line, str(line.index))

@@ -6,28 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.job_status import job_status
 from worker.cli import follow_job as module
 from worker.cli.command_error import CommandError
 from worker.cli.follow_job import follow_job, require_completed
-from worker.cli.job_text import progress_text
 from worker.client import BatchClient
-from worker.schemas import JobState, JobStatus, JobUsage, RequestCounts
-
-
-def job_status(status: JobState, completed: int = 0, failed: int = 0, error: str | None = None) -> JobStatus:
-    return JobStatus(
-        id="s0-1",
-        status=status,
-        created_at=0.0,
-        request_counts=RequestCounts(total=10, completed=completed, failed=failed),
-        usage=JobUsage(input_tokens=100, cached_tokens=25, output_tokens=7, total_tokens=107),
-        shards_total=1,
-        shards_done=0,
-        priority=5,
-        tenant="default",
-        metadata={},
-        error=error,
-    )
+from worker.schemas import JobState, JobStatus
 
 
 class ToldClient(BatchClient):
@@ -65,11 +49,26 @@ def test_completion_with_failed_lines_and_a_running_job_are_no_errors(state: Job
     require_completed(job_status(state, 8, 2))
 
 
-def test_the_progress_line_has_rate_time_left_and_hit_rate() -> None:
-    text = progress_text(job_status(JobState.IN_PROGRESS, 4, 1), rate_per_s=2.5)
+def test_plain_lines_tell_each_state_and_not_every_look(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.0)
+    story = [job_status(JobState.VALIDATING)] * 3 + [job_status(JobState.IN_PROGRESS, number) for number in range(5)]
 
-    assert text == "in_progress 5/10 (50%), 1 failed, 2.5 requests/s, prefix hits 25%, about 2 s left"
+    follow_job(ToldClient([*story, job_status(JobState.COMPLETED, 9, 1)]), "s0-1", plain_lines=True)
+
+    output = capsys.readouterr()
+    assert output.out == ""
+    lines = output.err.splitlines()
+    assert [line.split()[0] for line in lines] == ["validating", "in_progress", "completed"]
+    assert lines[-1].endswith("prefix hits 25%, 1 errors")
 
 
-def test_an_ended_job_has_no_time_left() -> None:
-    assert "left" not in progress_text(job_status(JobState.COMPLETED, 10), rate_per_s=2.5)
+def test_without_a_terminal_and_unasked_nothing_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.0)
+
+    follow_job(ToldClient([job_status(JobState.VALIDATING), job_status(JobState.COMPLETED, 10)]), "s0-1")
+
+    assert capsys.readouterr().err == ""

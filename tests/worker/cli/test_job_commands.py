@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.free_port import free_port
-from tests.support.millrace import millrace
 from tests.support.request_lines import completion_line
 from worker.cli.main import cli
 from worker.client import BatchClient
@@ -76,14 +75,6 @@ def test_the_same_idempotency_key_is_the_same_job(shell: Shell, requests: Path) 
     first = shell.submit(requests, "--idempotency-key", "k")
 
     assert shell.submit(requests, "--idempotency-key", "k") == first
-
-
-def test_submit_reads_standard_input(shell: Shell, requests: Path) -> None:
-    done = millrace("submit", "-", "--redis-url", shell.redis_url, stdin=requests.read_bytes())
-
-    assert done.returncode == 0, done.stderr
-    with BatchClient(shell.redis_url) as client:
-        assert client.status(done.stdout.decode().strip()).request_counts.total == 3
 
 
 @pytest.mark.parametrize(

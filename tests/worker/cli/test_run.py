@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import signal
@@ -10,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from engine.execution.forward_item import ForwardItem
+from engine.execution.forward_result import ForwardResult
 from engine.execution.step_executor import StepExecutor
 from tests.support.millrace import COMMAND, millrace
 from tests.support.request_lines import chat_line, completion_line, raw_line
@@ -101,6 +102,32 @@ def test_the_input_is_never_overwritten(checkpoint: Path, tmp_path: Path) -> Non
     assert requests.read_bytes() == completion_line()
 
 
+def test_several_files_gzip_or_not_are_one_run_into_a_directory(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "day-1.jsonl").write_bytes(completion_line(max_tokens=1) + b"\nbad")
+    (tmp_path / "day-2.jsonl").write_bytes(gzip.compress(completion_line(max_tokens=1)))
+    (tmp_path / "last").write_bytes(completion_line(max_tokens=1))
+    inputs = ["-i", str(tmp_path / "day-*"), "-i", str(tmp_path / "last")]
+
+    done = CliRunner().invoke(command, [*inputs, "-o", f"{tmp_path}/out/", "--model", str(checkpoint)])
+
+    assert done.exit_code == 0, done.output
+    answered = records_of((tmp_path / "out" / "output.jsonl").read_bytes())
+    assert sorted(str(record["custom_id"]) for record in answered) == ["line-1", "line-3", "line-4"]
+    [refused] = records_of((tmp_path / "out" / "errors.jsonl").read_bytes())
+    assert refused["response"]["body"]["error"]["line"] == 2  # type: ignore[index]  # JSON
+
+
+def test_broken_gzip_is_one_line_and_exit_1_and_runs_nothing_behind_it(checkpoint: Path, tmp_path: Path) -> None:
+    broken, results = tmp_path / "in.gz", tmp_path / "out.jsonl"
+    broken.write_bytes(gzip.compress(completion_line() + b"\n")[:-4])
+
+    done = CliRunner().invoke(command, ["-i", str(broken), "-o", str(results), "--model", str(checkpoint)])
+
+    assert done.exit_code == 1
+    assert f"{broken}: its gzip data is broken" in done.stderr
+    assert results.read_bytes() == b""
+
+
 def test_a_missing_input_is_exit_2(checkpoint: Path) -> None:
     done = millrace("run", "-i", "nowhere.jsonl", "-o", "-", "--model", checkpoint)
 
@@ -147,7 +174,7 @@ def test_a_broken_engine_leaves_a_record_for_what_ran_a_summary_and_exit_1(
     requests.write_bytes(b"\n".join([completion_line(max_tokens=1), completion_line(max_tokens=9, ignore_eos=True)]))
     execute, calls = StepExecutor.execute, itertools.count()
 
-    def break_down(self: StepExecutor, items: Sequence[ForwardItem]) -> torch.Tensor:
+    def break_down(self: StepExecutor, items: Sequence[ForwardItem]) -> ForwardResult:
         if any(item.start > 0 for item in items) and next(calls) > 0:
             raise MemoryError("the device is full")
         return execute(self, items)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Sequence
@@ -91,7 +90,7 @@ def run(engine: Engine, lines: Sequence[bytes]) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     limits = engine.settings.limits
     offline = OfflineRun(engine, model_name="m", window=64, write=lambda record: records.append({**record}))
-    feed = LineFeed(io.BytesIO(b"\n".join(lines)), limits, capacity=64)
+    feed = LineFeed(lines, limits, capacity=64, by_prefix=True)
     feed.start()
     offline.run(feed, lambda: False, lambda: None)
     return [json.loads(json.dumps(record, allow_nan=False)) for record in records]

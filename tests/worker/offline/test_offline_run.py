@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+from engine.any_request import AnyRequest
 from engine.engine_stats import EngineStats
 from engine.errors import EngineFatal, EngineUnavailable, InvalidRequest
 from engine.request import Request
@@ -39,10 +39,12 @@ class ScriptedEngine:
         self.settings = Settings()
         self.tokenizer = tokenizer
         self.max_model_len = 100
+        self.generates = True
         self.waiting: list[Request] = []
         self.most_waiting = 0
 
-    def add_request(self, request: Request) -> None:
+    def add_request(self, request: AnyRequest) -> None:
+        assert isinstance(request, Request)
         if request.params.seed == 400:
             raise InvalidRequest("too odd", param="prompt", code="too_odd")
         self.waiting.append(request)
@@ -85,7 +87,7 @@ class Harness:
         self.offline = OfflineRun(self.engine, model_name="tiny", window=window, write=self.records.append)
 
     def run(self, lines: Iterable[bytes], should_stop: Callable[[], bool] = lambda: False) -> None:
-        feed = LineFeed(io.BytesIO(b"\n".join(lines)), LimitSettings(), capacity=8)
+        feed = LineFeed(lines, LimitSettings(), capacity=8, by_prefix=True)
         feed.start()
         self.offline.run(feed, should_stop, lambda: None)
 
@@ -195,12 +197,12 @@ def test_an_empty_input_is_a_run_of_nothing(tokenizer: Tokenizer) -> None:
 
 
 def test_a_failing_read_is_reported(tokenizer: Tokenizer) -> None:
-    class Broken(io.BytesIO):
-        def readline(self, size: int | None = -1, /) -> bytes:
-            raise OSError("disk on fire")
+    def broken() -> Iterator[bytes]:
+        yield completion_line()
+        raise OSError("disk on fire")
 
     harness = Harness(tokenizer)
-    feed = LineFeed(Broken(), LimitSettings(), capacity=8)
+    feed = LineFeed(broken(), LimitSettings(), capacity=8, by_prefix=False)
     feed.start()
 
     with pytest.raises(OSError, match="disk on fire"):

@@ -1,20 +1,24 @@
 from __future__ import annotations
 
-import io
 import json
-import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+
+import pytest
 
 from settings import LimitSettings
+from tests.support.request_lines import parse
 from worker.lines.line_error import LineError
+from worker.lines.request_line import RequestLine
+from worker.offline import run_order
 from worker.offline.line_feed import LineFeed
 from worker.offline.run_order import Line, in_file_order, in_prefix_order
 
 LIMITS = LimitSettings(max_prompt_bytes=200)
 
 
-def _file(*prompts: str) -> bytes:
-    return b"".join(json.dumps({"prompt": prompt}).encode() + b"\n" for prompt in prompts)
+def _raw(*prompts: str) -> list[bytes]:
+    return [json.dumps({"prompt": prompt}).encode() for prompt in prompts]
 
 
 def _indices(lines: Iterable[Line]) -> list[int]:
@@ -26,48 +30,56 @@ def _errors(lines: Iterable[Line]) -> dict[int, str]:
 
 
 def test_prompts_that_begin_alike_stand_side_by_side_and_keep_their_numbers() -> None:
-    file = io.BytesIO(b"\n\n" + _file("b: 1", "a: 2") + b"  \r\n" + _file("b: 0", "a: 1"))
-    lines = list(in_prefix_order(file, LIMITS))
+    lines = list(in_prefix_order(_raw("b: 1", "a: 2", "b: 0", "a: 1"), LIMITS))
     assert _indices(lines) == [3, 1, 2, 0]
     assert [line.custom_id for line in lines] == ["line-4", "line-2", "line-3", "line-1"]
 
 
 def test_so_many_lines_are_sorted_together() -> None:
-    file = io.BytesIO(_file("e", "d", "c", "b", "a"))
-    assert _indices(in_prefix_order(file, LIMITS, max_sorted=2)) == [1, 0, 3, 2, 4]
-    assert _indices(in_prefix_order(io.BytesIO(_file("b", "a")), LIMITS, max_sorted=2)) == [1, 0]
-    assert _indices(in_prefix_order(io.BytesIO(b""), LIMITS, max_sorted=2)) == []
+    raw_lines = _raw("e", "d", "c", "b", "a")
+    assert _indices(in_prefix_order(raw_lines, LIMITS, max_sorted=2)) == [1, 0, 3, 2, 4]
+    assert _indices(in_prefix_order(_raw("b", "a"), LIMITS, max_sorted=2)) == [1, 0]
+    assert _indices(in_prefix_order([], LIMITS, max_sorted=2)) == []
+
+
+def test_no_more_bytes_than_the_bound_wait_to_be_sorted() -> None:
+    raw_lines = _raw("e", "d", "c", "b", "a")
+    two_lines = len(raw_lines[0]) + 1
+    assert _indices(in_prefix_order(raw_lines, LIMITS, max_sorted_bytes=two_lines)) == [1, 0, 3, 2, 4]
+    assert _indices(in_prefix_order(raw_lines, LIMITS, max_sorted_bytes=1)) == [0, 1, 2, 3, 4]
+
+
+def test_lines_too_many_for_memory_wait_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_order, "BYTES_IN_MEMORY", 30)
+    prompts = [f"{number:03}" for number in range(100)]
+    lines = list(in_prefix_order(_raw(*reversed(prompts)), LIMITS))
+    assert [line.prompt_key() for line in lines if isinstance(line, RequestLine)] == [
+        parse(raw).prompt_key() for raw in _raw(*prompts)
+    ]
 
 
 def test_both_orders_find_the_same_lines_and_the_same_errors() -> None:
-    again = b'{"prompt": "0", "custom_id": "twice"}\n'
-    content = _file("z") + again + b"{\n" + again + _file("x" * 300) + b'{"prompt": 3}\n' + _file("a")
+    again = b'{"prompt": "0", "custom_id": "twice"}'
+    raw_lines = [*_raw("z"), again, b"{", again, *_raw("x" * 300), b'{"prompt": 3}', *_raw("a")]
     sequential, by_prefix = (
-        list(in_file_order(io.BytesIO(content), LIMITS)),
-        list(in_prefix_order(io.BytesIO(content), LIMITS, max_sorted=3)),
+        list(in_file_order(raw_lines, LIMITS)),
+        list(in_prefix_order(raw_lines, LIMITS, max_sorted=3)),
     )
     assert _indices(sequential) == sorted(_indices(by_prefix)) == list(range(7))
     expected = {2: "invalid_json_line", 3: "duplicate_custom_id", 4: "line_too_long", 5: "invalid_type"}
     assert _errors(sequential) == _errors(by_prefix) == expected
 
 
-def test_a_file_that_was_cut_meanwhile_has_bad_lines_and_no_missing_ones() -> None:
-    file = io.BytesIO(_file("b", "a"))
-    lines = in_prefix_order(file, LIMITS)
-    found = [next(lines)]
-    file.truncate(3)
-    found += lines
-    assert _indices(found) == [1, 0]
-    assert _errors(found) == {0: "invalid_json_line"}
-
-
 def test_a_pipe_is_taken_as_it_comes() -> None:
-    reading, writing = os.pipe()
-    with os.fdopen(writing, "wb") as pipe:
-        pipe.write(_file("b", "a"))
-    feed = LineFeed(os.fdopen(reading, "rb"), LIMITS, capacity=1)
+    def slow_pipe() -> Iterator[bytes]:
+        yield from _raw("b", "a")
+        assert has_both.wait(5.0)
+
+    has_both = threading.Event()
+    feed = LineFeed(slow_pipe(), LIMITS, capacity=2, by_prefix=False)
     feed.start()
     lines = [feed.take(5.0), feed.take(5.0)]
+    has_both.set()
     assert _indices(line for line in lines if line is not None) == [0, 1]
     assert feed.take(5.0) is None
     assert feed.ended

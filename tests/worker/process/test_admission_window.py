@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.request import Request
 from tests.support.feeds import make_feed, prompts
 from worker.process.admission_window import OVERTAKES, AdmissionWindow
 from worker.process.prompt_feed import LOW_WATER, PromptFeed
@@ -37,7 +38,7 @@ class Harness:
 
     def take(self) -> str:
         """Texts of what goes in now."""
-        taken = [request for request, _ in self.window.take()]
+        taken = [request for request, _ in self.window.take() if isinstance(request, Request)]
         self.open += [request.request_id for request in taken]
         self.ranks |= {request.request_id.partition("#")[0]: request.priority for request in taken}
         return "".join(bytes(request.prompt_token_ids).decode() for request in taken)

@@ -1,0 +1,36 @@
+"""celery-node submits to a real worker and polls plain Redis: `make test-interop`."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.millrace import millrace
+from tests.support.records import essences, read_records
+from tests.support.request_lines import chat_line, completion_line
+from tests.support.workers import ONE_THREAD, running_workers
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.interop
+def test_a_node_producer_gets_the_records_of_an_offline_run(redis_url: str, tiny_model: Path, tmp_path: Path) -> None:
+    requests, offline, results = (tmp_path / f"{name}.jsonl" for name in ("requests", "offline", "results"))
+    lines = [completion_line(custom_id=f"c{number}", max_tokens=8, temperature=0) for number in range(600)]
+    lines += [b'{"prompt": "\xc3\xa4 \xf0\x9f\x8c\x8a", "max_tokens": 4, "temperature": 0}']
+    lines += [chat_line(max_tokens=4, temperature=0), b"{not json"]
+    requests.write_bytes(b"\n".join(lines) + b"\n")
+    done = millrace("run", "-i", requests, "-o", offline, "--model", tiny_model, *ONE_THREAD)
+    assert done.returncode == 0, done.stderr.decode()
+
+    with running_workers(redis_url, tiny_model, 1), results.open("wb") as output:
+        command = ["node", str(HERE / "submit_and_poll.js"), redis_url, str(requests)]
+        node = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, check=False, timeout=90)
+
+    assert node.returncode == 0, node.stderr.decode()
+    assert node.stderr == b"done\n"
+    records = read_records(results)
+    assert len(records) == len(lines)
+    assert essences(records) == essences(read_records(offline))

@@ -1,0 +1,103 @@
+"""What is shown of a job that runs: its rates, the line's words, the bar."""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.job_status import job_status
+from worker.cli import progress_line as module
+from worker.cli.job_progress import JobProgress
+from worker.cli.job_rates import WINDOW_S, JobRates
+from worker.cli.job_text import progress_text
+from worker.cli.progress_line import ProgressLine
+from worker.schemas import JobState, JobStatus
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 2
+
+    def rows(self) -> list[str]:
+        return [row.strip() for row in self.getvalue().split("\r")[1:]]
+
+
+class Size(NamedTuple):
+    columns: int
+
+
+def rates_of(*seen: tuple[float, JobStatus]) -> JobRates:
+    rates = JobRates()
+    for now_s, job in seen:
+        rates.add(job, now_s)
+    return rates
+
+
+def running(completed: int, failed: int = 0, output_tokens: int = 0) -> JobStatus:
+    return job_status(JobState.IN_PROGRESS, completed, failed, output_tokens=output_tokens)
+
+
+def test_rates_are_those_of_prompts_and_tokens_since_the_first_look() -> None:
+    rates = rates_of((100.0, running(1)), (102.0, running(4, 1, 300)))
+    assert (rates.prompts_per_s, rates.output_tokens_per_s) == (2.0, 150.0)
+
+
+def test_before_the_second_look_there_is_no_rate() -> None:
+    assert rates_of().prompts_per_s == 0.0
+    assert rates_of((1.0, running(5))).prompts_per_s == 0.0
+    assert rates_of((1.0, running(5)), (1.0, running(6))).prompts_per_s == 0.0
+
+
+def test_what_is_longer_ago_than_the_window_does_not_count() -> None:
+    seen = [(float(second), running(min(second, 10))) for second in range(30)]
+    assert rates_of(*seen[:11]).prompts_per_s == 1.0
+    assert rates_of(*seen[:21]).prompts_per_s == pytest.approx(5 / WINDOW_S)
+    assert rates_of(*seen).prompts_per_s == 0.0
+
+
+def test_the_line_has_rates_time_left_hit_rate_and_errors() -> None:
+    rates = rates_of((0.0, running(0)), (2.0, running(4, 1, 301)))
+    assert progress_text(running(4, 1), rates) == (
+        "in_progress 5/10 (50%), 2.5 prompts/s, 150 tokens/s out, ETA 2 s, prefix hits 25%, 1 errors"
+    )
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "left"), [(0.9, "ETA 8 s"), (60.0, "ETA 9 min 00 s"), (1000.0, "ETA 2 h 30 min")]
+)
+def test_time_left_is_told_in_what_people_count_it_in(elapsed_s: float, left: str) -> None:
+    assert left in progress_text(running(1), rates_of((0.0, running(0)), (elapsed_s, running(1))))
+
+
+def test_an_unknown_time_is_said_to_be_and_an_ended_job_has_none_left() -> None:
+    assert "ETA unknown" in progress_text(running(0), JobRates())
+    assert "ETA" not in progress_text(job_status(JobState.COMPLETED, 10), JobRates())
+
+
+@pytest.mark.parametrize(
+    ("columns", "row"),
+    [(40, "[" + "#" * 15 + "-" * 15 + "] abcd"), (20, "[######------] abcd"), (16, "abcd"), (4, "abc")],
+)
+def test_the_bar_takes_the_room_there_is(monkeypatch: pytest.MonkeyPatch, columns: int, row: str) -> None:
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: Size(columns))
+    terminal = Terminal()
+    ProgressLine(terminal).show("abcd", 0.5)
+    assert terminal.rows() == [row]
+
+
+def test_the_bar_grows_to_its_end_and_the_last_line_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REFRESH_S", 0.0)
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: Size(200))
+    terminal = Terminal()
+    progress = JobProgress(terminal, plain_lines=True)
+    for job in (running(0), running(5), job_status(JobState.COMPLETED, 10)):
+        progress.show(job)
+    assert [row.count("#") for row in terminal.rows()] == [0, 15, 30]
+    assert terminal.getvalue().count("\n") == 1
+    assert terminal.getvalue().endswith("\n")

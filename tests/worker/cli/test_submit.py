@@ -1,0 +1,104 @@
+"""`millrace submit`: one file, several, patterns, standard input, gzip or not; against a Redis where no worker runs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import redis
+from click.testing import CliRunner, Result
+
+from tests.support.millrace import millrace
+from tests.support.registry import TestRegistry
+from tests.support.request_lines import completion_line
+from worker.cli.main import cli
+
+
+@pytest.fixture
+def registry(redis_url: str) -> TestRegistry:
+    return TestRegistry.at(redis_url)
+
+
+def submit(redis_url: str, *arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["submit", *arguments, "--redis-url", redis_url])
+
+
+def staged_ids(registry: TestRegistry, printed: str) -> list[str]:
+    """The custom ids of a job's lines, in their order."""
+    job_id = printed.strip()
+    total = registry.reader.status(job_id).request_counts.total
+    return [json.loads(line or b"")["custom_id"] for line in registry.leases().lines(job_id, range(total))]
+
+
+def write(path: Path, *custom_ids: str, packed: bool = False) -> Path:
+    data = b"\n".join(completion_line(custom_id=custom_id) for custom_id in custom_ids)
+    path.write_bytes(gzip.compress(data) if packed else data)
+    return path
+
+
+def test_files_and_patterns_are_one_job_in_the_order_they_are_given(
+    redis_url: str, registry: TestRegistry, tmp_path: Path
+) -> None:
+    last = write(tmp_path / "a-last.jsonl", "5", "6")
+    write(tmp_path / "day-1.jsonl", "1", "2")
+    write(tmp_path / "day-2.jsonl.gz", "3", packed=True)
+    write(tmp_path / "day-3.txt", "4", packed=True)
+
+    done = submit(redis_url, str(tmp_path / "day-*"), str(last))
+
+    assert done.exit_code == 0, done.output
+    assert staged_ids(registry, done.stdout) == ["1", "2", "3", "4", "5", "6"]
+
+
+def test_gzip_comes_by_standard_input_too(redis_url: str, registry: TestRegistry, tmp_path: Path) -> None:
+    first = write(tmp_path / "first.jsonl", "0")
+    packed = write(tmp_path / "in.gz", "1", "2", packed=True)
+
+    done = millrace("submit", first, "-", "--redis-url", redis_url, stdin=packed.read_bytes())
+
+    assert done.returncode == 0, done.stderr
+    assert staged_ids(registry, done.stdout.decode()) == ["0", "1", "2"]
+
+
+def test_broken_gzip_is_exit_2_and_nothing_is_submitted(redis_url: str, tmp_path: Path) -> None:
+    good = write(tmp_path / "good.jsonl", "1")
+    broken = write(tmp_path / "broken.jsonl", *map(str, range(5000)), packed=True)
+    broken.write_bytes(broken.read_bytes()[:-20])
+
+    done = submit(redis_url, str(good), str(broken))
+
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"millrace: {broken}: its gzip data is broken")
+    assert line.endswith("nothing was submitted")
+    with redis.Redis.from_url(redis_url) as client:
+        assert client.keys("*") == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["none-*.jsonl"], ["-", "-"]])
+def test_no_input_is_exit_2(redis_url: str, arguments: list[str]) -> None:
+    assert submit(redis_url, *arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("output", ["in/output.jsonl", "in/", "in"])
+def test_no_input_is_overwritten(redis_url: str, tmp_path: Path, output: str) -> None:
+    (tmp_path / "in").mkdir()
+    names = ("output.jsonl", "errors.jsonl")
+    paths = [str(write(tmp_path / "in" / name, "1")) for name in names]
+
+    assert submit(redis_url, *paths, "-o", output).exit_code == 2
+
+    assert all(Path(path).read_bytes() for path in paths)
+
+
+def test_strict_and_the_endpoint_are_passed_on(redis_url: str, registry: TestRegistry, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", "1")
+
+    done = submit(redis_url, str(path), "--strict", "--endpoint", "/v1/completions")
+
+    fields = registry.redis.hgetall(registry.keys.job(done.stdout.strip()))
+    assert (fields[b"strict"], fields[b"url"]) == (b"1", b"/v1/completions")
+    assert submit(redis_url, str(path), "--endpoint", "/v1/nonsense").exit_code == 2

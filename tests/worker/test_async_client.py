@@ -1,0 +1,179 @@
+"""The producer's client in an event loop, where no worker runs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+from pydantic import ValidationError
+
+from settings import LimitSettings
+from tests.support.registry import TestRegistry, must_claim, ok
+from worker.async_client import AsyncBatchClient
+from worker.registry.errors import EmptyJob, InvalidJobId, JobNotFound, JobTooLarge
+from worker.registry.unit_ref import UnitRef
+from worker.schemas import JobState
+
+T = TypeVar("T")
+
+
+class Loop:
+    """Runs a coroutine with a client, in a loop of its own."""
+
+    def __init__(self, redis_url: str) -> None:
+        self._redis_url = redis_url
+
+    def __call__(self, main: Callable[[AsyncBatchClient], Awaitable[T]], limits: LimitSettings | None = None) -> T:
+        async def with_client() -> T:
+            async with AsyncBatchClient(self._redis_url, limits=limits) as client:
+                return await main(client)
+
+        return asyncio.run(with_client())
+
+
+@pytest.fixture
+def loop(redis_url: str) -> Loop:
+    return Loop(redis_url)
+
+
+async def numbers(records: AsyncIterator[dict[str, Any]]) -> list[int]:
+    return [record["i"] async for record in records]
+
+
+async def rising(count: int) -> AsyncIterator[bytes]:
+    for number in range(count):
+        await asyncio.sleep(0)
+        yield b"%d" % number
+
+
+def test_lines_of_plain_and_of_asynchronous_iterables_are_staged_in_order(loop: Loop, registry: TestRegistry) -> None:
+    async def submit_both(client: AsyncBatchClient) -> list[str]:
+        plain = await client.submit([b"%d" % number for number in range(1201)], priority=3)
+        return [plain, await client.submit(rising(1201), priority=3)]
+
+    for job_id in loop(submit_both):
+        assert registry.leases().lines(job_id, [0, 499, 500, 1000, 1200]) == [b"0", b"499", b"500", b"1000", b"1200"]
+        status = registry.reader.status(job_id)
+        assert (status.request_counts.total, status.priority) == (1201, 3)
+    assert registry.redis.llen("millrace") == 2
+
+
+@pytest.mark.parametrize("count", [0, 500, 1000])
+def test_an_asynchronous_iterable_that_ends_with_a_chunk_loses_nothing(
+    loop: Loop, registry: TestRegistry, count: int
+) -> None:
+    if count == 0:
+        with pytest.raises(EmptyJob):
+            loop(lambda client: client.submit(rising(0)))
+    else:
+        job_id = loop(lambda client: client.submit(rising(count)))
+        assert registry.reader.status(job_id).request_counts.total == count
+
+
+def test_errors_are_those_of_the_other_client_and_leave_nothing_behind(loop: Loop, registry: TestRegistry) -> None:
+    async def failing() -> AsyncIterator[bytes]:
+        yield b"1"
+        raise ZeroDivisionError
+
+    unknown = registry.keys.new_job_id()
+    with pytest.raises(ZeroDivisionError):
+        loop(lambda client: client.submit(failing()))
+    with pytest.raises(JobTooLarge):
+        loop(lambda client: client.submit(rising(3)), LimitSettings(max_prompts_per_job=2))
+    with pytest.raises(ValidationError):
+        loop(lambda client: client.submit([b"x"], priority=10))
+    for verb in (AsyncBatchClient.status, AsyncBatchClient.cancel, AsyncBatchClient.wait):
+        with pytest.raises(JobNotFound, match=unknown):
+            loop(lambda client, verb=verb: verb(client, unknown))  # type: ignore[misc]  # a loop's variable
+        with pytest.raises(InvalidJobId):
+            loop(lambda client, verb=verb: verb(client, "nonsense"))  # type: ignore[misc]
+    with pytest.raises(JobNotFound):
+        loop(lambda client: numbers(client.results(unknown)))
+    assert registry.redis.keys("*:in") == []
+
+
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+def test_a_cancelled_task_submits_nothing(loop: Loop, registry: TestRegistry, is_asynchronous: bool) -> None:
+    goes_on = threading.Event()
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x"
+            await asyncio.sleep(0.001)
+
+    def stuck() -> Iterator[bytes]:
+        yield b"x"
+        goes_on.wait(10)
+        yield b"x"
+
+    async def cancel_soon(client: AsyncBatchClient) -> None:
+        task = asyncio.create_task(client.submit(endless() if is_asynchronous else stuck()))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        goes_on.set()
+
+    loop(cancel_soon)
+    assert registry.reader.jobs(10) == []
+    assert registry.redis.keys("*:in") == []
+
+
+def test_results_come_in_either_order_while_the_job_runs(loop: Loop, registry: TestRegistry) -> None:
+    job_id = registry.running_job([0, 1, 2])
+    leases = registry.leases()
+    shard = must_claim(leases, UnitRef.shard(job_id, 0))
+    leases.put(shard, [ok(2, '{"i": 2}'), ok(0, '{"i": 0}')])
+
+    async def read(client: AsyncBatchClient) -> None:
+        assert await numbers(client.results(job_id)) == [2, 0]
+        assert await numbers(client.results(job_id, cursor=1)) == [0]
+        assert await numbers(client.results(job_id, order="input")) == [0]
+        following = [asyncio.create_task(numbers(client.results(job_id, follow=True, order=order))) for order in ORDERS]
+        waiting = asyncio.create_task(client.wait(job_id))
+        await asyncio.sleep(0.1)
+        leases.put(shard, [ok(1, '{"i": 1}')])
+        assert await asyncio.gather(*following) == [[2, 0, 1], [0, 1, 2]]
+        assert (await waiting).status is JobState.COMPLETED
+        with pytest.raises(ValueError, match="order is 'random'; accepted: completion, input"):
+            client.results(job_id, order="random")  # type: ignore[arg-type]  # that is what is tested
+
+    loop(read)
+
+
+ORDERS: tuple[Any, ...] = ("completion", "input")
+
+
+def test_cancelling_writes_error_records_and_waiting_has_an_end(loop: Loop, registry: TestRegistry) -> None:
+    async def cancel(client: AsyncBatchClient) -> None:
+        job_id = await client.submit([{"prompt": "a"}, b"{bad"])
+        with pytest.raises(TimeoutError, match="0 of 2 prompts"):
+            await client.wait(job_id, timeout_s=0.05)
+        assert (await client.cancel(job_id)).status is JobState.CANCELLED
+        errors = [record async for record in client.errors(job_id)]
+        assert [record["custom_id"] for record in errors] == ["line-1", None]
+        assert [job.id for job in await client.jobs()] == [job_id]
+        assert await client.workers() == []
+
+    loop(cancel)
+    assert len(registry.reader.jobs(10)) == 1
+
+
+def test_many_jobs_are_followed_without_a_thread_for_each(loop: Loop, registry: TestRegistry) -> None:
+    job_ids = [registry.running_job([0]) for _ in range(20)]
+
+    async def follow_all(client: AsyncBatchClient) -> int:
+        waiting = [asyncio.create_task(client.wait(job_id)) for job_id in job_ids]
+        await asyncio.sleep(0.2)
+        num_threads = threading.active_count()
+        leases = registry.leases()
+        for job_id in job_ids:
+            leases.put(must_claim(leases, UnitRef.shard(job_id, 0)), [ok(0)])
+        assert {job.status for job in await asyncio.gather(*waiting)} == {JobState.COMPLETED}
+        return num_threads
+
+    before = threading.active_count()
+    assert loop(follow_all) <= before + 1

@@ -1,0 +1,128 @@
+"""The producer's side in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from types import TracebackType
+from typing import Any, Literal, Self, Unpack
+
+from pydantic import SecretStr
+
+from settings import LimitSettings, RedisSettings
+from worker.client import BatchClient
+from worker.intake.line_staging import RequestObject
+from worker.intake.lines_in_thread import LinesInThread
+from worker.poll_pauses import PollPauses
+from worker.records.encode_record import has_failed
+from worker.registry.connect import connect_async
+from worker.registry.exchange import perform_async
+from worker.registry.job_queries import JobQueries
+from worker.registry.keys import Keys
+from worker.registry.result_order import ResultOrder
+from worker.schemas.job_status import JobStatus
+from worker.schemas.submit_arguments import SubmitArguments
+from worker.schemas.worker_info import WorkerInfo
+
+
+class AsyncBatchClient:
+    """BatchClient for asyncio: the same verbs, arguments and errors. For one event loop, the one it is first used in.
+
+    Looking and waiting hold no thread, so that one loop may follow any number of jobs. `submit` and `cancel`, which
+    send several scripts and a Celery message, run BatchClient's in a thread of the loop's default executor.
+    """
+
+    def __init__(self, redis: str | RedisSettings, *, limits: LimitSettings | None = None) -> None:
+        settings = RedisSettings(url=SecretStr(redis)) if isinstance(redis, str) else redis
+        self._blocking = BatchClient(settings, limits=limits)  # connects when first used
+        self._client = connect_async(settings)
+        self._queries = JobQueries(Keys())
+
+    async def submit(
+        self,
+        lines: Iterable[bytes | str | RequestObject] | AsyncIterable[bytes | str | RequestObject],
+        *,
+        job_id: str | None = None,
+        **options: Unpack[SubmitArguments],
+    ) -> str:
+        """Submit request lines as one job and return its id, see BatchClient.submit.
+
+        An asynchronous iterable runs in the loop, a plain one in a thread. A task that is cancelled while the lines
+        are read submits nothing; later than that the job may have been accepted, and a submit with the same `job_id`
+        or `idempotency_key` finds it.
+        """
+        source = LinesInThread(lines, asyncio.get_running_loop())
+        try:
+            return await asyncio.to_thread(self._blocking.submit, source, job_id=job_id, **options)
+        except asyncio.CancelledError:
+            source.abandon()
+            raise
+
+    async def status(self, job_id: str) -> JobStatus:
+        """The job as it stands."""
+        return await perform_async(self._client, self._queries.status(job_id))
+
+    async def jobs(self, limit: int = 1000) -> list[JobStatus]:
+        """The newest jobs, newest first."""
+        return await perform_async(self._client, self._queries.jobs(limit))
+
+    async def workers(self) -> list[WorkerInfo]:
+        """The workers that are there."""
+        return await perform_async(self._client, self._queries.workers())
+
+    def results(
+        self,
+        job_id: str,
+        cursor: int = 0,
+        follow: bool = False,
+        *,
+        order: Literal["completion", "input"] = "completion",
+    ) -> AsyncIterator[dict[str, Any]]:
+        """A job's records, to be read with `async for`; see BatchClient.results for cursor, follow and order."""
+        return self._read(job_id, cursor, ResultOrder.checked(order, cursor), follow)
+
+    async def errors(self, job_id: str) -> AsyncIterator[dict[str, Any]]:
+        """The records, so far, of requests without an answer."""
+        async for record in self.results(job_id):
+            if has_failed(record):
+                yield record
+
+    async def cancel(self, job_id: str) -> JobStatus:
+        """Cancel a job, see BatchClient.cancel."""
+        return await asyncio.to_thread(self._blocking.cancel, job_id)
+
+    async def wait(self, job_id: str, timeout_s: float | None = None) -> JobStatus:
+        """Wait until the job has ended. Raises TimeoutError after `timeout_s` seconds."""
+        pauses = PollPauses(timeout_s)
+        while not (job := await self.status(job_id)).status.is_terminal:
+            pauses.check_time(job)
+            await asyncio.sleep(pauses.next_s())
+        return job
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+        await asyncio.to_thread(self._blocking.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _read(self, job_id: str, cursor: int, order: ResultOrder, follow: bool) -> AsyncIterator[dict[str, Any]]:
+        pauses = PollPauses()
+        while True:
+            page = await perform_async(self._client, self._queries.page(job_id, cursor, order))
+            cursor = page.cursor
+            for record in page.records:
+                yield json.loads(record)
+            if page.is_last:
+                if page.has_ended or not follow:
+                    return
+                if page.records:
+                    pauses.restart()
+                await asyncio.sleep(pauses.next_s())
