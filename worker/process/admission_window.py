@@ -31,12 +31,13 @@ class AdmissionWindow:
     """
 
     def __init__(self, max_open: int, *, ageing_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._max_open = max_open  # more stay with their shards: bounds memory
+        self._max_open = max_open  # sequences; more stay with their shards: bounds memory
         self._enough = max(max_open // ENOUGH_SHARE, 1)
         self._ageing_s = ageing_s
         self._clock = clock
         self._sweeps: dict[tuple[int, str], FeedSweep] = {}  # by priority and tenant
-        self._open: dict[str, tuple[int, str, int]] = {}  # by request id: rank, tenant, tokens
+        self._open: dict[str, tuple[int, str, int, int]] = {}  # by request id: rank, tenant, tokens, inputs
+        self._num_inputs = 0  # of all open requests: an embedding request has up to 2,048, each a sequence
         self._open_tokens: dict[str, int] = {}  # by tenant
         self._entered_s: dict[int, dict[str, float]] = {}  # by rank: when each open request went in, oldest first
         self._passed_over_since_s: dict[int, float] = {}  # by priority that waits behind a better one
@@ -67,7 +68,7 @@ class AdmissionWindow:
     def take(self) -> list[tuple[AnyRequest, PromptFeed]]:
         """As many prompts as there is room for, in the order to add them."""
         taken: list[tuple[AnyRequest, PromptFeed]] = []
-        while len(self._open) < self._max_open:
+        while self._num_inputs < self._max_open:
             found = self._choose()
             if found is None:
                 break
@@ -79,7 +80,8 @@ class AdmissionWindow:
 
     def end(self, request_id: str) -> None:
         """A request that was taken has ended."""
-        rank, tenant, tokens = self._open.pop(request_id)
+        rank, tenant, tokens, inputs = self._open.pop(request_id)
+        self._num_inputs -= inputs
         self._open_tokens[tenant] -= tokens
         if not self._open_tokens[tenant]:
             del self._open_tokens[tenant]
@@ -97,7 +99,7 @@ class AdmissionWindow:
         due = self._sweeps[self._least_served(live, level)].due()
         if due.num_waiting:
             return due, priority
-        if len(self._open) >= self._enough:
+        if self._num_inputs >= self._enough:
             return None
         best = min(priority for priority, _ in ready)
         return self._sweeps[self._least_served(ready, best)].due(must_wait=True), best
@@ -135,7 +137,9 @@ class AdmissionWindow:
     def _enter(self, request: AnyRequest, tenant: str) -> None:
         # At least 1, of a prompt too that the engine will refuse as empty: a tenant is forgotten at 0.
         tokens = max(_num_tokens(request), 1)
-        self._open[request.request_id] = (request.priority, tenant, tokens)
+        inputs = len(request.inputs) if isinstance(request, EmbeddingRequest) else 1
+        self._open[request.request_id] = (request.priority, tenant, tokens, inputs)
+        self._num_inputs += inputs
         self._open_tokens[tenant] = self._open_tokens.get(tenant, 0) + tokens
         self._entered_s.setdefault(request.priority, {})[request.request_id] = self._clock()
 

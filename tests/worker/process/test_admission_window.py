@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.embedding_request import EmbeddingRequest
 from engine.request import Request
 from tests.support.feeds import make_feed, prompts
 from worker.process.admission_window import OVERTAKES, AdmissionWindow
@@ -209,3 +210,14 @@ def test_a_feed_asks_once_for_more_before_it_runs_dry() -> None:
     assert not feed.is_low
     harness.take()
     assert (len(calls), feed.is_low) == (1, True)
+
+
+def test_an_embedding_request_takes_the_room_of_all_its_inputs() -> None:
+    window = AdmissionWindow(10, ageing_s=AGEING_S)
+    feed = make_feed()
+    window.join(feed)
+    requests = [EmbeddingRequest(str(number), ((1, 2), (3,), (4,), (5,))) for number in range(5)]
+    feed.offer([((b"a",), request) for request in requests], is_last=True)
+    assert [request.request_id for request, _ in window.take()] == ["0", "1", "2"]  # 8 inputs leave room
+    window.end("0")
+    assert [request.request_id for request, _ in window.take()] == ["3"]
