@@ -21,8 +21,9 @@ def check_request(request: Request, *, vocab_size: int, capacity: int, taken: Co
     _check_ids("logit_bias", request.params.logit_bias, vocab_size)
     _check_ids("stop_token_ids", request.params.stop_token_ids, vocab_size)
     length = len(request.prompt_token_ids)
-    if length >= capacity:
-        raise PromptTooLong(length + 1, capacity, param="prompt")
+    least = length + (request.params.max_tokens != 0)  # a prompt that is only scored may fill all of it
+    if least > capacity:
+        raise PromptTooLong(least, capacity, param="prompt")
     if length + request.params.min_tokens > capacity:
         raise PromptTooLong(length + request.params.min_tokens, capacity, param="min_tokens")
     if request.params.max_tokens is not None and length + request.params.max_tokens > capacity:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -10,8 +10,10 @@ from engine.embedding.embedding_state import EmbeddingState
 from engine.errors import EngineError, EngineFatal, NonFiniteLogits
 from engine.execution.forward_item import ForwardItem
 from engine.execution.step_executor import StepExecutor
+from engine.finish_reason import FinishReason
 from engine.kv_cache.block_manager import BlockManager
 from engine.output_processor import OutputProcessor
+from engine.prompt_scorer import PromptScorer
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampled_token import SampledToken
 from engine.sampling.sampler import Sampler
@@ -23,7 +25,7 @@ from engine.step_answers import StepAnswers
 
 
 class BatchRunner:
-    """Forward pass and sampling of a step, and the look at whether its KV is good.
+    """Forward pass, scoring of prompts and sampling of a step, and the look at whether its KV is good.
 
     A chunk's last token sees all of its others, so its values tell whether the chunk's KV is good: without that look,
     NaN would be offered to other requests before their own request fails.
@@ -42,6 +44,7 @@ class BatchRunner:
         self._blocks = blocks
         self._outputs = outputs
         self._sampler = sampler
+        self._scorer = PromptScorer(executor.model)
 
     def run(self, batch: ScheduledBatch) -> StepAnswers:
         """Run the items.
@@ -52,44 +55,65 @@ class BatchRunner:
         embedding = [(item, item.state) for item in batch.items if isinstance(item.state, EmbeddingState)]
         try:
             result = self._executor.execute([self._forward_item(item) for item in batch.items])
+            wanting = [item for item in batch.items if _wants_hidden(item)]
+            hidden = {item.state.sequence_id: rows for item, rows in zip(wanting, result.hidden, strict=True)}
+            bad_prompts = self._score(generating, hidden)
             tokens = self._sample(generating, result.logits)
-            are_good = _are_finite(result.hidden)
+            embedded = [hidden[state.sequence_id] for _, state in embedding]
+            are_good = _are_finite(embedded)
         except Exception as error:
             self._runner.mark_failed(f"{type(error).__name__}: {error}")
             raise EngineFatal(f"a step failed: {type(error).__name__}: {error}") from error
-        checked = zip(embedding, result.hidden, are_good, strict=True)
+        checked = zip(embedding, embedded, are_good, strict=True)
         return StepAnswers(
-            tokens=[(*pair, answer) for pair, answer in zip(generating, tokens, strict=True)],
+            tokens=[
+                (item, state, _not_finite(item) if state.sequence_id in bad_prompts else answer)
+                for (item, state), answer in zip(generating, tokens, strict=True)
+            ],
             hidden=[(*pair, rows if is_good else _not_finite(pair[0])) for pair, rows, is_good in checked],
         )
 
     def _forward_item(self, item: ScheduledItem) -> ForwardItem:
         state = item.state
         tokens = state.token_ids[item.start : item.start + item.num_scheduled_tokens]
-        embeds = isinstance(state, EmbeddingState)
         return ForwardItem(
             tokens,
             item.start,
             self._blocks.block_table(state.sequence_id),
-            wants_logits=not embeds,
-            wants_hidden=embeds,
+            wants_logits=isinstance(state, RequestState),
+            wants_hidden=_wants_hidden(item),
             is_final=item.samples,
         )
 
+    def _score(
+        self, generating: Sequence[tuple[ScheduledItem, RequestState]], hidden: Mapping[str, torch.Tensor]
+    ) -> set[str]:
+        """Fill in log-probabilities of prompts from the hidden states, by sequence; those that were not finite."""
+        scored = [
+            (state.sequence_id, (state.prompt_logprobs, item.start, hidden[state.sequence_id]))
+            for item, state in generating
+            if state.scores_prompt and state.prompt_logprobs is not None
+        ]
+        are_good = self._scorer.score([prompt for _, prompt in scored])
+        return {sequence_id for (sequence_id, _), is_good in zip(scored, are_good, strict=True) if not is_good}
+
     def _sample(
         self, generating: Sequence[tuple[ScheduledItem, RequestState]], logits: torch.Tensor
-    ) -> Sequence[SampledToken | EngineError | None]:
+    ) -> Sequence[SampledToken | FinishReason | EngineError | None]:
         """Answers of the items that generate, which have a row of logits [S, V] each."""
         if not generating:
             return []
-        rows = [self._sampling_row(state) for item, state in generating if item.samples]
+        draws = [item.samples and state.max_tokens > 0 for item, state in generating]
+        rows = [self._sampling_row(state) for (_, state), is_drawn in zip(generating, draws, strict=True) if is_drawn]
         if len(rows) == len(generating):  # nearly always: the logits, up to 40 MB, are not copied
             return self._sampler.sample(logits, rows)
-        items = [item for item, _ in generating]
-        samples = torch.tensor([item.samples for item in items], device=logits.device)
-        sampled = iter(self._sampler.sample(logits[samples], rows) if rows else [])
-        are_good = iter(torch.isfinite(logits[~samples].amax(dim=-1)).tolist())
-        return [next(sampled) if item.samples else (None if next(are_good) else _not_finite(item)) for item in items]
+        drawn = torch.tensor(draws, device=logits.device)
+        sampled = iter(self._sampler.sample(logits[drawn], rows) if rows else [])
+        are_good = iter(torch.isfinite(logits[~drawn].amax(dim=-1)).tolist())
+        return [
+            next(sampled) if is_drawn else (_undrawn(item) if next(are_good) else _not_finite(item))
+            for (item, _), is_drawn in zip(generating, draws, strict=True)
+        ]
 
     def _sampling_row(self, state: RequestState) -> SamplingRow:
         return SamplingRow(
@@ -100,6 +124,16 @@ class BatchRunner:
             banned_token_ids=self._outputs.banned_token_ids(state),
             matcher=state.matcher,
         )
+
+
+def _wants_hidden(item: ScheduledItem) -> bool:
+    state = item.state
+    return isinstance(state, EmbeddingState) or (isinstance(state, RequestState) and state.scores_prompt)
+
+
+def _undrawn(item: ScheduledItem) -> FinishReason | None:
+    """The answer of a chunk whose KV is good: nothing yet or, behind a prompt that is not to be continued, its end."""
+    return FinishReason.LENGTH if item.samples else None
 
 
 def _are_finite(hidden: Sequence[torch.Tensor]) -> list[bool]:

@@ -239,10 +239,13 @@ class Engine:
             else:
                 self._append(state, answer)
 
-    def _append(self, state: RequestState, sampled: SampledToken) -> None:
-        self._outputs.append(state, sampled)
-        self._generated_tokens += 1
-        self._checkpoints.note_token(state)
+    def _append(self, state: RequestState, answer: SampledToken | FinishReason) -> None:
+        if isinstance(answer, FinishReason):
+            state.finish_reason = answer  # its prompt was to be scored, not continued
+        else:
+            self._outputs.append(state, answer)
+            self._generated_tokens += 1
+            self._checkpoints.note_token(state)
         if state.finish_reason is not None:
             self._scheduler.finish(state)
             self._hand_out_if_complete(self._groups_by_arrival[state.arrival])

@@ -38,6 +38,7 @@ class FinishedRequests:
             completions=() if group.error is not None else completions,
             error=group.error,
             num_resumed_tokens=group.num_resumed_tokens,
+            prompt_logprobs=group.prompt_logprobs if group.error is None else None,
         )
         self._add(output, is_duplicate=is_duplicate)
         self.output_tokens += sum(state.num_output_tokens for state in group.states)

@@ -87,10 +87,16 @@ class RequestCheckpoints:
         for state, sequence in zip(states, checkpoint.sequences, strict=True):
             if not self._replay(state, sequence):
                 _warn_dropped(state.request, f"sequence {state.index} goes on after its end")
-                for replayed in states:
-                    self._outputs.forget(replayed)
-                return False
+                return self._forget_replayed(states)
+        if states[0].scores_prompt and all(state.is_finished for state in states):
+            _warn_dropped(states[0].request, "nothing is left to run, and its prompt has no log-probabilities yet")
+            return self._forget_replayed(states)
         return True
+
+    def _forget_replayed(self, states: Sequence[RequestState]) -> bool:
+        for state in states:
+            self._outputs.forget(state)
+        return False
 
     def _replay(self, state: RequestState, sequence: SequenceCheckpoint) -> bool:
         for position, token_id in enumerate(sequence.token_ids):

@@ -6,7 +6,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
+from engine.finish_reason import FinishReason
 from engine.kv_cache.block_manager import BlockManager
+from engine.prompt_logprobs import PromptLogprobs
 from engine.request import Request
 from engine.request_checkpoints import RequestCheckpoints
 from engine.sampling.token_counts import TokenCounts
@@ -46,6 +48,7 @@ class RequestIntake:
             group = self._new_group([request], checkpoint.base_seed, key)
             if self._checkpoints.restore(checkpoint, group.states):
                 group.num_resumed_tokens = checkpoint.num_tokens
+                _score_with_unfinished(group)
                 for state in group.unfinished:
                     state.chain = self._blocks.new_chain(state.token_ids, request.tenant)
                 return group
@@ -72,21 +75,33 @@ class RequestIntake:
 
     def _new_group(self, requests: list[Request], base_seed: int, key: bytes | None) -> RequestGroup:
         request, arrival = requests[0], next(self._arrivals)
-        room = self._max_model_len - len(request.prompt_token_ids)
+        params, room = request.params, self._max_model_len - len(request.prompt_token_ids)
         states = tuple(
             RequestState(
                 request=request,
                 index=index,
                 arrival=arrival,
                 seed=_signed_64(base_seed + index * SEED_STRIDE),
-                max_tokens=min(request.params.max_tokens or room, room),
+                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
                 chain=self._blocks.new_chain(request.prompt_token_ids, request.tenant),
                 token_ids=list(request.prompt_token_ids),
-                counts=TokenCounts(request.prompt_token_ids) if request.params.has_penalties else None,
+                counts=TokenCounts(request.prompt_token_ids) if params.has_penalties else None,
             )
-            for index in range(request.params.n)
+            for index in range(params.n)
         )
+        if params.prompt_logprobs is not None:  # the prompt is the same for all: one of them is enough
+            states[0].prompt_logprobs = PromptLogprobs(request.prompt_token_ids, params.prompt_logprobs)
+        for state in states:
+            if state.max_tokens == 0 and not state.scores_prompt:
+                state.finish_reason = FinishReason.LENGTH  # there is nothing to run
         return RequestGroup(requests, states, base_seed, key)
+
+
+def _score_with_unfinished(group: RequestGroup) -> None:
+    """Have the prompt scored by a sequence that is still to be run: the first may have ended before a checkpoint."""
+    first = group.states[0]
+    if first.is_finished and group.unfinished:
+        group.unfinished[0].prompt_logprobs, first.prompt_logprobs = first.prompt_logprobs, None
 
 
 def _signed_64(value: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from engine.completion import Completion
 from engine.errors import EngineError
 from engine.finish_reason import FinishReason
+from engine.prompt_logprobs import PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class RequestOutput:
     error: EngineError | None = None
     num_resumed_tokens: int = 0  # of the completions: taken over from a checkpoint, not generated here
     embeddings: tuple[array[float], ...] = ()  # float32, of length 1, in the order of the inputs
+    prompt_logprobs: PromptLogprobs | None = None  # one a prompt token; None unless asked for, or where it was aborted
 
     @property
     def was_aborted(self) -> bool:

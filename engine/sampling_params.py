@@ -29,7 +29,7 @@ class SamplingParams:
     then temperature, top_k, top_p, min_p, then one draw. Raises InvalidRequest naming the parameter.
     """
 
-    max_tokens: int | None = None  # None: what the context leaves
+    max_tokens: int | None = None  # None: what the context leaves; 0: nothing is generated
     min_tokens: int = 0  # end-of-sequence and stop token ids are banned until then
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # 0: off
@@ -41,6 +41,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # over output
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # alternatives a position; None: off, 0: the chosen token's only
+    prompt_logprobs: int | None = None  # the same for the prompt: all of it is computed then
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -52,7 +53,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            self._check("max_tokens", self.max_tokens >= 1, "a whole number, at least 1")
+            self._check("max_tokens", self.max_tokens >= 0, "a whole number, at least 0")
         limit = math.inf if self.max_tokens is None else self.max_tokens
         self._check("min_tokens", 0 <= self.min_tokens <= limit, "0 to max_tokens")
         is_drawn = MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
@@ -72,8 +73,8 @@ class SamplingParams:
                     f"logit_bias of token {token_id} is {bias}; accepted: -100 to 100",
                     param="logit_bias", value=bias, accepted="-100 to 100",
                 )  # fmt: skip
-        if self.logprobs is not None:
-            self._check("logprobs", self.logprobs >= 0, "a whole number, at least 0")
+        for name in ("logprobs", "prompt_logprobs"):
+            self._check(name, (getattr(self, name) or 0) >= 0, "a whole number, at least 0")
         self._check("stop", all(self.stop), "strings that are not empty")
         self._check("n", self.n >= 1, "a whole number, at least 1")
         if self.grammar is not None:  # it decides alone where the output may end

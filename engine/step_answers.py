@@ -8,6 +8,7 @@ import torch
 
 from engine.embedding.embedding_state import EmbeddingState
 from engine.errors import EngineError
+from engine.finish_reason import FinishReason
 from engine.sampling.sampled_token import SampledToken
 from engine.scheduling.request_state import RequestState
 from engine.scheduling.scheduled_item import ScheduledItem
@@ -17,5 +18,6 @@ from engine.scheduling.scheduled_item import ScheduledItem
 class StepAnswers:
     """What model and sampler answered for each item of a step, or why they did not."""
 
-    tokens: list[tuple[ScheduledItem, RequestState, SampledToken | EngineError | None]]  # None: not its last chunk
+    # None: not its last chunk. A reason: it ends here without a token.
+    tokens: list[tuple[ScheduledItem, RequestState, SampledToken | FinishReason | EngineError | None]]
     hidden: list[tuple[ScheduledItem, EmbeddingState, torch.Tensor | EngineError]]  # [n, H]: of all the item's tokens

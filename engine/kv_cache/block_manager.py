@@ -17,8 +17,9 @@ class BlockManager:
     """Blocks of all sequences: probe -> pin -> allocate the remainder -> (run) -> commit -> free.
 
     A hit covers at most `(len - 1) // block_size` blocks, so the last token is always computed and a shared block is
-    never written. Blocks that some sequence is computing are known as such (`pending_block`), so that identical
-    prefixes that arrive together are computed once; those that waiting sequences will need (`want`) are evicted last.
+    never written; `max_hit_tokens` asks for more to be computed. Blocks that some sequence is computing are known as
+    such (`pending_block`), so that identical prefixes that arrive together are computed once; those that waiting
+    sequences will need (`want`) are evicted last.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool) -> None:
@@ -60,10 +61,11 @@ class BlockManager:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def pending_block(self, chain: BlockHashChain, token_ids: Sequence[int]) -> int | None:
+    def pending_block(
+        self, chain: BlockHashChain, token_ids: Sequence[int], max_hit_tokens: int | None = None
+    ) -> int | None:
         """Index of the first block this sequence could share but does not find yet, where another is computing it."""
-        limit = min(len(chain.digests), (len(token_ids) - 1) // self.block_size)
-        for index in range(limit):
+        for index in range(self._max_hits(chain, token_ids, max_hit_tokens)):
             digest = chain.digests[index]
             if self._pool.lookup(digest) is None:
                 return index if digest in self._computing else None
@@ -77,13 +79,15 @@ class BlockManager:
         """It waits no more."""
         self._pool.unwant(chain.digests)
 
-    def blocks_needed(self, chain: BlockHashChain, token_ids: Sequence[int]) -> int:
+    def blocks_needed(self, chain: BlockHashChain, token_ids: Sequence[int], max_hit_tokens: int | None = None) -> int:
         """Free blocks that `open` would take now: those it cannot share, and shared ones nobody holds at the moment."""
-        hits = self._probe(chain, token_ids)
+        hits = self._probe(chain, token_ids, max_hit_tokens)
         resurrected = sum(self._pool.ref_count(block.block_id) == 0 for block in hits)
         return self.blocks_for(len(token_ids)) - len(hits) + resurrected
 
-    def open(self, sequence_id: str, chain: BlockHashChain, token_ids: Sequence[int]) -> int:
+    def open(
+        self, sequence_id: str, chain: BlockHashChain, token_ids: Sequence[int], max_hit_tokens: int | None = None
+    ) -> int:
         """Give a new sequence blocks for all of `token_ids`; returns how many of these tokens are in KV already.
 
         Raises KVPoolExhausted, having changed nothing, when the blocks it cannot share are more than are free.
@@ -92,7 +96,7 @@ class BlockManager:
             raise InvalidRequest(
                 f"sequence {sequence_id!r} holds blocks already", param="request_id", value=sequence_id
             )
-        hits = self._probe(chain, token_ids)
+        hits = self._probe(chain, token_ids, max_hit_tokens)
         for block in hits:  # pinned first: what we are about to share must not be evicted for what we allocate
             self._pool.acquire(block.block_id)
         try:
@@ -196,11 +200,17 @@ class BlockManager:
         if strays:
             raise EngineFatal(f"blocks wait for sequences that hold none: {sorted(strays)}")
 
-    def _probe(self, chain: BlockHashChain, token_ids: Sequence[int]) -> list[CachedBlock]:
+    def _max_hits(self, chain: BlockHashChain, token_ids: Sequence[int], max_hit_tokens: int | None) -> int:
+        limit = len(token_ids) - 1
+        if max_hit_tokens is not None:
+            limit = min(limit, max_hit_tokens)
+        return min(len(chain.digests), limit // self.block_size)
+
+    def _probe(self, chain: BlockHashChain, token_ids: Sequence[int], max_hit_tokens: int | None) -> list[CachedBlock]:
         """The longest run of leading blocks found, each verified by its tokens and its parent."""
         size = self.block_size
         hits: list[CachedBlock] = []
-        for index in range(min(len(chain.digests), (len(token_ids) - 1) // size)):
+        for index in range(self._max_hits(chain, token_ids, max_hit_tokens)):
             block = self._pool.lookup(chain.digests[index])
             tokens = tuple(token_ids[index * size : (index + 1) * size])
             if block is None or block.token_ids != tokens or block.parent != chain.parent_of(index):

@@ -56,7 +56,7 @@ def load_parts(effective: EffectiveSettings, pass_trace: PassTrace | None = None
     )
     with Checkpoint.open(path) as checkpoint:
         model = load_decoder(config, checkpoint, placement)
-        if settings.quantization != "none" and model.lm_head is not None:
+        if settings.quantization != "none" and model.lm_head is not None:  # what is compared is logits
             error = measure_quantization_error(model, config, checkpoint, placement, kv_cache_spec(effective, config))
             _log.info("quantization_error", quantization=settings.quantization, **asdict(error))
     kv_cache = KVCacheTensors.allocate(kv_cache_spec(effective, config), num_blocks, device)

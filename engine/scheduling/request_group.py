@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.errors import EngineError
+from engine.prompt_logprobs import PromptLogprobs
 from engine.request import Request
 from engine.scheduling.request_state import RequestState
 
@@ -34,6 +35,12 @@ class RequestGroup:
     def priority(self) -> int:
         """That of the most urgent request it ever had."""
         return self.states[0].priority
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Those of the prompt, once they are complete, where the request asks for them."""
+        found = (state.prompt_logprobs for state in self.states if state.prompt_logprobs is not None)
+        return next((entries for entries in found if entries.is_complete), None)
 
     @property
     def unfinished(self) -> tuple[RequestState, ...]:

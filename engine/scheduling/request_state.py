@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.finish_reason import FinishReason
 from engine.kv_cache.block_hash_chain import BlockHashChain
+from engine.prompt_logprobs import PromptLogprobs
 from engine.request import Request
 from engine.sampling.token_counts import TokenCounts
 from engine.scheduling.sequence_state import SequenceState
@@ -32,6 +33,7 @@ class RequestState(SequenceState):
     counts: TokenCounts | None = None  # output processor; None without penalties
     matcher: GrammarMatcher | None = None  # output processor; None without a grammar, or while that is compiled
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None  # of one of a request's sequences, where it asks for them
     text_parts: list[str] = field(default_factory=list)  # output processor: text released so far
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -57,6 +59,18 @@ class RequestState(SequenceState):
     def num_output_tokens(self) -> int:
         """Number of tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """See SequenceState. The model must say something about each prompt token that has no log-probability yet."""
+        if self.scores_prompt and self.prompt_logprobs is not None:
+            return self.prompt_logprobs.num_scored
+        return len(self.token_ids) - 1
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be computed for it."""
+        return self.prompt_logprobs is not None and not self.prompt_logprobs.is_complete
 
     @property
     def is_finished(self) -> bool:

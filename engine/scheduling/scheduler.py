@@ -163,7 +163,7 @@ class Scheduler:
         return ScheduledItem(state, state.num_computed_tokens, count, samples=count == state.num_uncomputed_tokens)
 
     def _blocked_at(self, state: SequenceState) -> int | None:
-        return self._blocks.pending_block(state.chain, state.token_ids)
+        return self._blocks.pending_block(state.chain, state.token_ids, state.max_cached_tokens)
 
     def _admit(self, budget: int) -> list[ScheduledItem]:
         """Admit in queue order, but for those whose next block another sequence is computing right now.
@@ -184,15 +184,17 @@ class Scheduler:
 
     def _has_headroom(self, state: SequenceState) -> bool:
         """A preempted sequence comes back only where every running one can still take a block: no ping-pong."""
-        need = self._blocks.blocks_needed(state.chain, state.token_ids) + len(self._running)
-        return not self._running or need <= self._blocks.num_free_blocks
+        need = self._blocks.blocks_needed(state.chain, state.token_ids, state.max_cached_tokens)
+        return not self._running or need + len(self._running) <= self._blocks.num_free_blocks
 
     def _open(self, state: SequenceState) -> bool:
         """Give a waiting sequence its blocks and make it run; False, and no change, where there are too few."""
         if state.num_preemptions and not self._has_headroom(state):
             return False
         try:
-            state.num_computed_tokens = self._blocks.open(state.sequence_id, state.chain, state.token_ids)
+            state.num_computed_tokens = self._blocks.open(
+                state.sequence_id, state.chain, state.token_ids, state.max_cached_tokens
+            )
         except KVPoolExhausted:
             return False
         self._waiting.admit(state)

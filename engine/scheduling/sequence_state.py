@@ -40,6 +40,11 @@ class SequenceState:
         raise NotImplementedError
 
     @property
+    def max_cached_tokens(self) -> int:
+        """Leading tokens whose KV may come from the prefix cache: all but the last, which is always computed."""
+        return len(self.token_ids) - 1
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens known but not in KV: 1 in decode, more in prefill."""
         return len(self.token_ids) - self.num_computed_tokens

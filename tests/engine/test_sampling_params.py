@@ -11,7 +11,7 @@ from engine.sampling_params import SamplingParams
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_tokens", 0),
+        ("max_tokens", -1),
         ("min_tokens", -1),
         ("temperature", -0.1),
         ("temperature", float("nan")),
@@ -30,6 +30,7 @@ from engine.sampling_params import SamplingParams
         ("seed", 2**63),
         ("logit_bias", {3: 101.0}),
         ("logprobs", -1),
+        ("prompt_logprobs", -1),
         ("stop", ("a", "")),
         ("n", 0),
     ],

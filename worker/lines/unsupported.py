@@ -14,7 +14,6 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "stream": (False,),
     "modalities": (["text"],),
     "best_of": (1,),
-    "echo": (False,),
     "suffix": ("",),
     # Tools are carried out for conversations; their forms of 2023 would need answers of 2023.
     "tools": ([],),
@@ -37,7 +36,7 @@ _REFUSED = frozenset(
 )  # fmt: skip
 _KNOWN = _REFUSED | _NEUTRAL.keys()
 # What only one endpoint has: to the others the first are unknown, and chats judge the second themselves.
-_OF_COMPLETIONS = frozenset({"best_of", "echo", "suffix"})
+_OF_COMPLETIONS = frozenset({"best_of", "suffix"})
 _OF_CHAT = frozenset({"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"})
 
 

@@ -54,7 +54,7 @@ class OfflineRun:
             formats=formats,
             generates=engine.generates,
         )
-        self._records = RecordBuilder(engine.tokenizer, context, self._requests.answers)
+        self._records = RecordBuilder(engine.tokenizer, context, self._requests.answers, self._requests.echoes)
         self._running: dict[str, RequestLine] = {}
         self._num_records = self._num_failed = 0
         self._prompt_tokens = self._cached_tokens = self._output_tokens = 0

@@ -1,10 +1,13 @@
-"""Log-probabilities in the two endpoints' shapes. One entry a generated token, the ending token included."""
+"""Log-probabilities in the two endpoints' shapes. One entry a generated token, the ending token included, and one a
+token of an echoed prompt.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from worker.records.chosen_token import ChosenToken
+from worker.records.echoed_prompt import EchoedPrompt
 from worker.records.token_spelling import TokenSpelling
 
 LOWEST_LOGPROB = -9999.0  # OpenAI's and vLLM's stand-in for minus infinity, which JSON cannot write
@@ -22,29 +25,41 @@ def chat_logprobs(chosen: Sequence[ChosenToken], spelling: TokenSpelling) -> dic
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(chosen: Sequence[ChosenToken], spelling: TokenSpelling) -> dict[str, object]:
-    """`choices[].logprobs` of a text completion. `top_logprobs` always holds the chosen token too.
+def text_logprobs(
+    chosen: Sequence[ChosenToken], spelling: TokenSpelling, echo: EchoedPrompt | None = None
+) -> dict[str, object]:
+    """`choices[].logprobs` of a text completion, behind those of the prompt where it is echoed.
 
-    Two tokens may have the same text; the more likely one keeps the key.
+    `top_logprobs` always holds the token itself too. Two tokens may have the same text; the more likely one keeps the
+    key. Of a prompt's first token, which nothing predicts, both are null.
     """
-    tokens = [spelling.token_text(token.token_id) for token in chosen]
-    tops: list[dict[str, float]] = []
+    token_ids = [token.token_id for token in chosen]
+    entries: list[ChosenToken | None] = list(chosen)
     offsets: list[int] = []
     offset = 0
-    for text, token in zip(tokens, chosen, strict=True):
+    if echo is not None:
+        token_ids, entries = [*echo.token_ids, *token_ids], [*echo.entries, *entries]
+        offsets, offset = list(echo.offsets), len(echo.text)
+    tokens = [spelling.token_text(token_id) for token_id in token_ids]
+    for text in tokens[len(offsets) :]:
         offsets.append(offset)
         offset += len(text)
-        top: dict[str, float] = {}
-        for token_id, logprob in token.top:
-            top.setdefault(spelling.token_text(token_id), _finite(logprob))
-        top.setdefault(text, _finite(token.logprob))
-        tops.append(top)
     return {
         "tokens": tokens,
-        "token_logprobs": [_finite(token.logprob) for token in chosen],
-        "top_logprobs": tops,
+        "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
+        "top_logprobs": [_top(*pair, spelling) for pair in zip(entries, tokens, strict=True)],
         "text_offset": offsets,
     }
+
+
+def _top(entry: ChosenToken | None, text: str, spelling: TokenSpelling) -> dict[str, float] | None:
+    if entry is None:
+        return None
+    top: dict[str, float] = {}
+    for token_id, logprob in entry.top:
+        top.setdefault(spelling.token_text(token_id), _finite(logprob))
+    top.setdefault(text, _finite(entry.logprob))
+    return top
 
 
 def _chat_token(token_id: int, logprob: float, spelling: TokenSpelling) -> dict[str, object]:

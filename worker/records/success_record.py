@@ -9,6 +9,7 @@ from worker.lines.chat_body import ChatBody
 from worker.lines.embedding_body import EmbeddingBody
 from worker.lines.request_line import GeneratingBody, RequestLine
 from worker.records.answer_message import answer_message
+from worker.records.echoed_prompt import EchoedPrompt
 from worker.records.embedding_record import embedding_record
 from worker.records.finished_completion import FinishedCompletion
 from worker.records.finished_request import FinishedRequest
@@ -23,10 +24,12 @@ def success_record(
     spelling: TokenSpelling,
     context: RecordContext,
     answers: Sequence[ChatAnswer] | None = None,
+    echo: EchoedPrompt | None = None,
 ) -> dict[str, object]:
     """The result line of `line`: a `chat.completion`, a `text_completion` or a list of embeddings, as OpenAI has them.
 
     `answers`: what was read out of the completions of a chat; None: a completion's text is its content.
+    `echo`: the prompt of a text completion that is to come back with it.
 
     Beyond OpenAI: `stop_reason` in each choice (the stop string or token id that ended it, else null), where
     return_token_ids asks for it `token_ids`: everything generated, the ending token included, and where the model
@@ -34,20 +37,19 @@ def success_record(
     """
     if isinstance(line.body, EmbeddingBody):
         return embedding_record(line, line.body, output, context)
-    said: list[dict[str, object]]
     if isinstance(line.body, ChatBody):
         completion_id, kind = f"chatcmpl-{context.job_id}-{line.index}", "chat.completion"
         read = answers or [ChatAnswer(completion.text) for completion in output.completions]
-        said = [{"message": answer_message(read[at], completion_id, at)} for at in range(len(output.completions))]
+        said = [_chat_answer(*pair, completion_id, spelling) for pair in zip(output.completions, read, strict=True)]
     else:
         completion_id, kind = f"cmpl-{context.job_id}-{line.index}", "text_completion"
-        said = [{"text": completion.text} for completion in output.completions]
+        said = [_text_answer(completion, spelling, echo) for completion in output.completions]
     body: dict[str, object] = {
         "id": completion_id,
         "object": kind,
         "created": context.created_s,
         "model": context.model_name,
-        "choices": [_choice(line.body, *pair, spelling) for pair in zip(output.completions, said, strict=True)],
+        "choices": [_choice(line.body, *pair) for pair in zip(output.completions, said, strict=True)],
         "usage": _usage(output, answers or ()),
     }
     return {
@@ -58,14 +60,24 @@ def success_record(
     }
 
 
-def _choice(
-    body: GeneratingBody, completion: FinishedCompletion, said: Mapping[str, object], spelling: TokenSpelling
+def _chat_answer(
+    completion: FinishedCompletion, answer: ChatAnswer, completion_id: str, spelling: TokenSpelling
 ) -> dict[str, object]:
-    to_shape = chat_logprobs if isinstance(body, ChatBody) else text_logprobs
+    logprobs = None if completion.logprobs is None else chat_logprobs(completion.logprobs, spelling)
+    return {"message": answer_message(answer, completion_id, completion.index), "logprobs": logprobs}
+
+
+def _text_answer(
+    completion: FinishedCompletion, spelling: TokenSpelling, echo: EchoedPrompt | None
+) -> dict[str, object]:
+    logprobs = None if completion.logprobs is None else text_logprobs(completion.logprobs, spelling, echo)
+    return {"text": completion.text if echo is None else echo.text + completion.text, "logprobs": logprobs}
+
+
+def _choice(body: GeneratingBody, completion: FinishedCompletion, said: Mapping[str, object]) -> dict[str, object]:
     choice: dict[str, object] = {
         "index": completion.index,
         **said,
-        "logprobs": None if completion.logprobs is None else to_shape(completion.logprobs, spelling),
         "finish_reason": _finish_reason(completion, said),
         "stop_reason": completion.stop_reason,
     }

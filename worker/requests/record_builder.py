@@ -6,6 +6,7 @@ from engine.errors import EngineError, EngineFatal, EngineUnavailable, InvalidRe
 from engine.request_output import RequestOutput
 from worker.answers.chat_answer import ChatAnswer
 from worker.lines.chat_body import ChatBody
+from worker.lines.completion_body import CompletionBody
 from worker.lines.request_line import RequestLine
 from worker.records.error_record import error_record
 from worker.records.failure import Failure
@@ -15,15 +16,19 @@ from worker.records.token_spelling import TokenSpelling
 from worker.records.unfinished import Unfinished
 from worker.records.unfinished_record import unfinished_record
 from worker.requests.answer_reader import AnswerReader
+from worker.requests.prompt_echoes import PromptEchoes
 
 
 class RecordBuilder:
     """Translates the engine's outputs and errors for one job."""
 
-    def __init__(self, spelling: TokenSpelling, context: RecordContext, answers: AnswerReader) -> None:
+    def __init__(
+        self, spelling: TokenSpelling, context: RecordContext, answers: AnswerReader, echoes: PromptEchoes
+    ) -> None:
         self._spelling = spelling
         self._context = context
         self._answers = answers
+        self._echoes = echoes
 
     def of_output(self, line: RequestLine, output: RequestOutput) -> dict[str, object]:
         """The record of `line`, whatever its request ended in."""
@@ -34,7 +39,8 @@ class RecordBuilder:
         answers: list[ChatAnswer] | None = None
         if isinstance(line.body, ChatBody):
             answers = [self._answers.read(line.body, completion) for completion in output.completions]
-        return success_record(line, output, self._spelling, self._context, answers)
+        echo = self._echoes.of(line.body, output) if isinstance(line.body, CompletionBody) else None
+        return success_record(line, output, self._spelling, self._context, answers, echo)
 
     def of_error(self, line: RequestLine, error: EngineError) -> dict[str, object]:
         """The record of `line` when the engine, or the request builder before it, raised `error`."""

@@ -13,7 +13,7 @@ from engine.structured.grammar import Grammar
 from engine.text.tokenizer import Tokenizer
 from worker.answers.answer_formats import AnswerFormats
 from worker.lines.chat_body import ChatBody
-from worker.lines.completion_body import DEFAULT_MAX_TOKENS
+from worker.lines.completion_body import DEFAULT_MAX_TOKENS, CompletionBody
 from worker.lines.embedding_body import EmbeddingBody
 from worker.lines.endpoint import Endpoint
 from worker.lines.names_model import names_model
@@ -22,6 +22,7 @@ from worker.requests.answer_reader import AnswerReader
 from worker.requests.call_grammar import CallGrammar
 from worker.requests.chat_prompts import ChatPrompts
 from worker.requests.embedding_builder import EmbeddingBuilder
+from worker.requests.prompt_echoes import PromptEchoes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,6 +49,7 @@ class RequestBuilder:
         self._generates = generates
         self._chat_prompts = ChatPrompts(tokenizer.chat_template, formats or AnswerFormats())
         self.answers = AnswerReader(tokenizer, self._chat_prompts)
+        self.echoes = PromptEchoes(tokenizer)
         self._call_grammar = CallGrammar(self._chat_prompts.formats, self.answers.special_marks)
         self._max_model_len = max_model_len  # tokens one request may have, prompt and output together
         self._model_name = model_name
@@ -133,7 +135,7 @@ class RequestBuilder:
 
     def _request(self, body: GeneratingBody, token_ids: list[int], request_id: str, tenant: str) -> Request:
         max_tokens = body.max_output_tokens
-        self._check_fits(token_ids, "messages" if isinstance(body, ChatBody) else "prompt")
+        self._check_fits(len(token_ids) + (max_tokens != 0), "messages" if isinstance(body, ChatBody) else "prompt")
         if max_tokens is None and not isinstance(body, ChatBody):
             max_tokens = min(DEFAULT_MAX_TOKENS, self._max_model_len - len(token_ids))
         params = _sampling_params(body, max_tokens, self._grammar(body))
@@ -155,12 +157,12 @@ class RequestBuilder:
                 code="model_not_found",
             )
 
-    def _check_fits(self, token_ids: Sequence[int], param: str) -> None:
-        """That one token fits behind them: what can never run must not wait at full size until it is its turn.
+    def _check_fits(self, num_tokens: int, param: str) -> None:
+        """That a prompt and one token fit: what can never run must not wait at full size until it is its turn.
         Raises PromptTooLong naming `param`.
         """
-        if len(token_ids) >= self._max_model_len:
-            raise PromptTooLong(len(token_ids) + 1, self._max_model_len, param=param)
+        if num_tokens > self._max_model_len:
+            raise PromptTooLong(num_tokens, self._max_model_len, param=param)
 
 
 def _takes_special_tokens(body: GeneratingBody) -> bool:
@@ -189,6 +191,7 @@ def _sampling_params(body: GeneratingBody, max_tokens: int | None, grammar: Gram
         frequency_penalty=body.frequency_penalty,
         logit_bias=body.logit_bias,
         logprobs=body.num_logprobs,
+        prompt_logprobs=body.num_prompt_logprobs if isinstance(body, CompletionBody) else None,
         stop=body.stop,
         stop_token_ids=body.stop_token_ids,
         ignore_eos=body.ignore_eos,

@@ -44,7 +44,7 @@ class ShardPrompts:
         self._requests = requests
         self._limits = limits
         self._context = RecordContext(claim.ref.job_id, model_name, claim.created_s)
-        self._records = RecordBuilder(spelling, self._context, requests.answers)
+        self._records = RecordBuilder(spelling, self._context, requests.answers, requests.echoes)
 
     def prepare(self, raw_lines: Iterable[tuple[int, bytes | None]]) -> list[Prepared | PromptRecord]:
         """For each (index, raw line): what to run, or the record that says why that cannot be run.

@@ -153,7 +153,6 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 UNSUPPORTED: list[tuple[str, object]] = [
     ("stream", True),
     ("best_of", 2),
-    ("echo", True),
     ("suffix", "end"),
     ("guided_whitespace_pattern", " "),
     ("use_beam_search", False),
@@ -180,8 +179,22 @@ def test_a_parameter_that_is_not_carried_out_is_refused_by_name(name: str, value
 
 
 def test_one_is_not_true_where_a_neutral_value_is_asked_for() -> None:
-    assert error_of(completion_line(echo=0)).param == "echo"
     assert error_of(completion_line(best_of=True)).param == "best_of"
+
+
+def test_echo_is_for_completions() -> None:
+    error = error_of(chat_line(echo=True))
+
+    assert (error.code, error.param) == ("unknown_parameter", "echo")
+    assert error_of(completion_line(echo=1)).param == "echo"
+
+
+def test_no_tokens_at_all_are_asked_for_only_with_echo() -> None:
+    error = error_of(completion_line(max_tokens=0, echo=False))
+
+    assert (error.code, error.param) == ("invalid_value", "max_tokens")
+    assert error.message == "max_tokens is 0; accepted: a whole number, 1 to 2147483647; 0 only with echo true"
+    assert error_of(chat_line(max_tokens=0)).param == "max_tokens"
 
 
 ENVELOPES: list[tuple[bytes, str, str]] = [

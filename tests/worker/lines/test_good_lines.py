@@ -62,6 +62,19 @@ def test_chat_spells_logprobs_in_two_parameters(parameters: dict[str, object], n
     assert body_of(chat_line(**parameters)).num_logprobs == num_logprobs
 
 
+@pytest.mark.parametrize(
+    ("parameters", "num_logprobs", "num_prompt_logprobs"),
+    [({"echo": True}, None, None), ({"echo": True, "logprobs": 2}, 2, 2), ({"logprobs": 2}, 2, None)],
+)
+def test_log_probabilities_of_the_prompt_are_those_that_are_echoed(
+    parameters: dict[str, object], num_logprobs: int | None, num_prompt_logprobs: int | None
+) -> None:
+    body = body_of(completion_line(max_tokens=0 if "echo" in parameters else 1, **parameters))
+
+    assert isinstance(body, CompletionBody)
+    assert (body.num_logprobs, body.num_prompt_logprobs) == (num_logprobs, num_prompt_logprobs)
+
+
 def test_chat_has_two_names_for_the_output_limit() -> None:
     assert body_of(chat_line()).max_output_tokens is None
     assert body_of(chat_line(max_tokens=3)).max_output_tokens == 3

@@ -34,7 +34,7 @@ class Model:
     def record(self, *completions: Completion, job_id: str = "s0-1", **parameters: object) -> dict[str, object]:
         line = parse(chat_line(**{"tools": TOOLS, **parameters}), index=3)
         context = RecordContext(job_id, "m", created_s=1_700_000_000)
-        records = RecordBuilder(self.tokenizer, context, self.requests.answers)
+        records = RecordBuilder(self.tokenizer, context, self.requests.answers, self.requests.echoes)
         return records.of_output(line, request_output("3", *completions))
 
     def parsed(self, *completions: Completion, job_id: str = "s0-1", **parameters: object) -> ChatCompletion:
