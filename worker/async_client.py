@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import json
-from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, Self, TypeVar, Unpack
 
 from pydantic import SecretStr
 
@@ -14,6 +17,7 @@ from settings import LimitSettings, RedisSettings
 from worker.client import BatchClient
 from worker.intake.line_staging import RequestObject
 from worker.intake.lines_in_thread import LinesInThread
+from worker.intake.refuse_single_line import refuse_single_line
 from worker.poll_pauses import PollPauses
 from worker.records.encode_record import has_failed
 from worker.registry.connect import connect_async
@@ -25,12 +29,18 @@ from worker.schemas.job_status import JobStatus
 from worker.schemas.submit_arguments import SubmitArguments
 from worker.schemas.worker_info import WorkerInfo
 
+T = TypeVar("T")
+
+MAX_SUBMITS = 32  # at once, each in a thread of its own
+
 
 class AsyncBatchClient:
     """BatchClient for asyncio: the same verbs, arguments and errors. For one event loop, the one it is first used in.
 
     Looking and waiting hold no thread, so that one loop may follow any number of jobs. `submit` and `cancel`, which
-    send several scripts and a Celery message, run BatchClient's in a thread of the loop's default executor.
+    send several scripts and a Celery message, run BatchClient's in threads of this client's own, never in those of
+    asyncio.to_thread, which the lines may need. 32 submits run at once (MAX_SUBMITS), further ones wait their turn;
+    a thread is left for `cancel`.
     """
 
     def __init__(self, redis: str | RedisSettings, *, limits: LimitSettings | None = None) -> None:
@@ -38,6 +48,8 @@ class AsyncBatchClient:
         self._blocking = BatchClient(settings, limits=limits)  # connects when first used
         self._client = connect_async(settings)
         self._queries = JobQueries(Keys())
+        self._submits = asyncio.Semaphore(MAX_SUBMITS)
+        self._executor = ThreadPoolExecutor(MAX_SUBMITS + 1, thread_name_prefix="millrace-client")
 
     async def submit(
         self,
@@ -48,16 +60,13 @@ class AsyncBatchClient:
     ) -> str:
         """Submit request lines as one job and return its id, see BatchClient.submit.
 
-        An asynchronous iterable runs in the loop, a plain one in a thread. A task that is cancelled while the lines
-        are read submits nothing; later than that the job may have been accepted, and a submit with the same `job_id`
-        or `idempotency_key` finds it.
+        An asynchronous iterable runs in the loop, in one task, and a generator is closed however the submit ends; a
+        plain one runs in a thread. A task that is cancelled while the lines are read submits nothing; later than that
+        the job may have been accepted, and a submit with the same `job_id` or `idempotency_key` finds it.
         """
-        source = LinesInThread(lines, asyncio.get_running_loop())
-        try:
-            return await asyncio.to_thread(self._blocking.submit, source, job_id=job_id, **options)
-        except asyncio.CancelledError:
-            source.abandon()
-            raise
+        refuse_single_line(lines)
+        async with self._submits, LinesInThread(lines) as source:
+            return await self._in_thread(partial(self._blocking.submit, source, job_id=job_id, **options))
 
     async def status(self, job_id: str) -> JobStatus:
         """The job as it stands."""
@@ -90,7 +99,7 @@ class AsyncBatchClient:
 
     async def cancel(self, job_id: str) -> JobStatus:
         """Cancel a job, see BatchClient.cancel."""
-        return await asyncio.to_thread(self._blocking.cancel, job_id)
+        return await self._in_thread(partial(self._blocking.cancel, job_id))
 
     async def wait(self, job_id: str, timeout_s: float | None = None) -> JobStatus:
         """Wait until the job has ended. Raises TimeoutError after `timeout_s` seconds."""
@@ -101,9 +110,10 @@ class AsyncBatchClient:
         return job
 
     async def close(self) -> None:
-        """Close the connections."""
-        await self._client.aclose()
+        """Wait for the threads of submits and cancels that still run, then close the connections."""
+        await asyncio.to_thread(self._executor.shutdown)
         await asyncio.to_thread(self._blocking.close)
+        await self._client.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -112,6 +122,10 @@ class AsyncBatchClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        context = contextvars.copy_context()  # as asyncio.to_thread does
+        return await asyncio.get_running_loop().run_in_executor(self._executor, context.run, call)
 
     async def _read(self, job_id: str, cursor: int, order: ResultOrder, follow: bool) -> AsyncIterator[dict[str, Any]]:
         pauses = PollPauses()

@@ -16,6 +16,7 @@ from settings import LimitSettings, RedisSettings, Settings, WorkerSettings
 from worker.app import create_app
 from worker.broker.announcer import Announcer
 from worker.intake.line_staging import LineStaging, RequestObject
+from worker.intake.refuse_single_line import refuse_single_line
 from worker.poll_pauses import PollPauses
 from worker.records.encode_record import has_failed
 from worker.registry.admission_limits import AdmissionLimits
@@ -76,9 +77,11 @@ class BatchClient:
         are read, so a job larger than memory is fine. Options are the fields of SubmitOptions. A second submit with
         the same `job_id` or `idempotency_key` returns the first job and leaves it as it is.
 
-        Raises EmptyJob, JobTooLarge, QueueFull (with retry_after_s), and pydantic.ValidationError
-        for options out of range. A bad line is no error here: its record says what is wrong with it.
+        Raises EmptyJob, JobTooLarge, QueueFull (with retry_after_s), pydantic.ValidationError for options out of
+        range, and TypeError for one line in place of several and for a line of another type. A bad
+        line is no error here: its record says what is wrong with it.
         """
+        refuse_single_line(lines)
         checked = SubmitOptions.model_validate(options)
         job_id = self._keys.new_job_id() if job_id is None else self._keys.check_job_id(job_id)
         if checked.idempotency_key is not None:

@@ -72,6 +72,8 @@ class EncoderConfig:
         if hidden_size % num_heads:
             raise config.refuse("hidden_size", hidden_size, f"a multiple of num_attention_heads ({num_heads})")
         trained = ConfigReader(sentence, "sentence_bert_config.json")
+        if trained.flag("do_lower_case", default=False):
+            raise trained.refuse("do_lower_case", True, "false: a text is lower-cased by its tokenizer only")
         return cls(
             vocab_size=config.integer("vocab_size"),
             hidden_size=hidden_size,

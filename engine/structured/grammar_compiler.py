@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,14 +19,17 @@ from engine.structured.token_masks import TokenMasks
 from engine.text.tokenizer import Tokenizer
 from settings import StructuredOutputSettings
 
+# Twice that of the process that tries grammars (trial_main). The default is no measure: glibc gives a thread 2 MiB
+# where the stack's limit is "unlimited", and there 1,200 chained $refs that passed the trial ended the process.
+STACK_BYTES = 8 << 20
 MAX_LINE_CHARS, MAX_LINES = 120, 6  # of why a grammar was refused
 
 
 class GrammarCompiler:
     """Compiles grammars for one model on a thread of its own, one at a time; the least recently used are forgotten.
 
-    Nothing is started before the first grammar, which also waits for the vocabulary (0.3 s for 150,000 tokens). The
-    engine's thread calls it.
+    Nothing is started before the first grammar, which also waits for the vocabulary (1.2 s for 150,000 tokens, under
+    the interpreter's lock). The engine's thread calls it.
     """
 
     def __init__(
@@ -40,26 +44,46 @@ class GrammarCompiler:
         self._settings = settings
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._trials = GrammarTrials(timeout_s=settings.compile_timeout_s, max_bytes=settings.max_compile_bytes)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._trials: GrammarTrials | None = None
+        self._thread: ThreadPoolExecutor | None = None
         self._compiled: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
         self._vocabulary: LLTokenizer | None = None
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
         """The grammar compiled, sooner or later; refused ones are remembered as well.
 
-        The future raises InvalidRequest without `param`: invalid_grammar, grammar_too_large or grammar_too_complex.
+        The future raises InvalidRequest without `param`: invalid_grammar, grammar_too_large or grammar_too_complex;
+        EngineUnavailable, which is not remembered, where it could not be tried.
         """
         found = self._compiled.get(grammar)
         if found is None or _may_pass(found):
-            found = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
+            found = self._compiled[grammar] = self._submit(grammar)
             self._forget_oldest()
         self._compiled.move_to_end(grammar)
         return found
 
     def close(self) -> None:
-        """End the process that tries grammars; another grammar starts it again."""
-        self._trials.close()
+        """End the thread, without waiting for it, and the process that tries grammars; what was not compiled yet is
+        cancelled. Another grammar starts them again.
+        """
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._trials is not None:
+            self._trials.close()
+        self._thread = self._trials = None
+        kept = [(grammar, future) for grammar, future in self._compiled.items() if future.done()]
+        self._compiled = OrderedDict(kept)
+
+    def _submit(self, grammar: Grammar) -> Future[CompiledGrammar]:
+        if self._thread is None or self._trials is None:
+            limits = self._settings
+            self._trials = GrammarTrials(timeout_s=limits.compile_timeout_s, max_bytes=limits.max_compile_bytes)
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        default_bytes = threading.stack_size(STACK_BYTES)  # the first grammar starts the thread
+        try:
+            return self._thread.submit(self._compile, grammar, self._trials)
+        finally:
+            threading.stack_size(default_bytes)
 
     def _forget_oldest(self) -> None:
         over = len(self._compiled) - self._settings.cached_grammars
@@ -67,13 +91,13 @@ class GrammarCompiler:
         for grammar in [grammar for grammar, _ in zip(done, range(over), strict=False)]:
             del self._compiled[grammar]
 
-    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+    def _compile(self, grammar: Grammar, trials: GrammarTrials) -> CompiledGrammar:
         size, most = len(grammar.text.encode(errors="surrogatepass")), self._settings.max_grammar_bytes
         if size > most:
             limit = "engine.structured_output.max_grammar_bytes"
             raise InvalidRequest(f"has {size} bytes; accepted: at most {most} ({limit})", code="grammar_too_large")
         try:
-            definition = self._trials.definition(grammar)
+            definition = trials.definition(grammar)
             return self._first_state(definition)
         except ValueError as error:
             raise InvalidRequest(f"cannot be compiled: {_shortened(str(error))}", code="invalid_grammar") from error
@@ -97,7 +121,9 @@ class GrammarCompiler:
 
 
 def _may_pass(compiled: Future[CompiledGrammar]) -> bool:
-    """Whether it failed for no fault of the grammar's."""
+    """Whether it was cancelled, or failed for no fault of the grammar's."""
+    if compiled.cancelled():
+        return True
     return compiled.done() and not isinstance(compiled.exception(), InvalidRequest | None)
 
 

@@ -53,8 +53,15 @@ class HeldGroups:
         return True
 
     def release(self, group: RequestGroup) -> bool:
-        """Hold it no more; False if it was not held."""
-        return self._held.pop(group.arrival, None) is not None
+        """Hold it no more; False if it was not held. A grammar that nobody else waits for is not compiled any more,
+        unless that has begun.
+        """
+        _, future = self._held.pop(group.arrival, (None, None))
+        if future is None:
+            return False
+        if not future.done() and all(other is not future for _, other in self._held.values()):
+            future.cancel()
+        return True
 
     def take_ready(self, *, may_wait: bool) -> list[RequestGroup]:
         """Groups that wait no longer, in the order they came: ready to be scheduled, or with the error their grammar

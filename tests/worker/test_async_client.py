@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
@@ -120,6 +121,73 @@ def test_a_cancelled_task_submits_nothing(loop: Loop, registry: TestRegistry, is
     loop(cancel_soon)
     assert registry.reader.jobs(10) == []
     assert registry.redis.keys("*:in") == []
+
+
+def test_submits_whose_lines_need_the_default_threads_all_end(loop: Loop, registry: TestRegistry) -> None:
+    count = min(32, (os.cpu_count() or 1) + 4)  # the threads of a loop's default executor
+
+    async def lines() -> AsyncIterator[bytes]:
+        for number in range(3):
+            yield await asyncio.to_thread(b"%d".__mod__, number)
+
+    async def submit_all(client: AsyncBatchClient) -> list[str]:
+        async with asyncio.timeout(20):
+            return await asyncio.gather(*(client.submit(lines()) for _ in range(count)))
+
+    assert len(set(loop(submit_all))) == count
+    assert len(registry.reader.jobs(100)) == count
+
+
+@pytest.mark.parametrize("ending", ["refused", "cancelled", "invalid"])
+def test_a_generator_is_closed_however_its_submit_ends(loop: Loop, ending: str) -> None:
+    ends: list[str] = []
+
+    async def lines() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"x"
+                await asyncio.sleep(0.0001)
+        finally:
+            await asyncio.sleep(0)
+            ends.append("closed")
+
+    async def submit(client: AsyncBatchClient) -> None:
+        generator = lines()
+        if ending == "invalid":
+            await anext(generator)
+        timeout_s = 0.2 if ending == "cancelled" else 20
+        try:
+            await asyncio.wait_for(client.submit(generator, priority=99 if ending == "invalid" else 5), timeout_s)
+        except (JobTooLarge, TimeoutError, ValidationError) as error:
+            ends.append(type(error).__name__)
+
+    loop(submit, LimitSettings(max_prompts_per_job=600) if ending == "refused" else None)
+    name = {"refused": "JobTooLarge", "cancelled": "TimeoutError", "invalid": "ValidationError"}[ending]
+    assert ends == ["closed", name]
+
+
+def test_a_generator_runs_in_one_task_and_may_hold_a_timeout_open(loop: Loop, registry: TestRegistry) -> None:
+    tasks: set[object] = set()
+
+    async def lines() -> AsyncIterator[bytes]:
+        async with asyncio.timeout(20):
+            async for line in rising(1201):
+                tasks.add(asyncio.current_task())
+                yield line
+
+    job_id = loop(lambda client: client.submit(lines()))
+    assert registry.reader.status(job_id).request_counts.total == 1201
+    assert len(tasks) == 1
+
+
+def test_one_line_in_place_of_lines_is_a_type_error(loop: Loop, registry: TestRegistry) -> None:
+    one: Any
+    for one in (b"{}", "{}", {"prompt": "a"}):
+        with pytest.raises(TypeError, match=r"^lines is one (bytes|str|dict); accepted: an iterable of lines"):
+            loop(lambda client, one=one: client.submit(one))  # type: ignore[misc]  # a loop's variable
+    with pytest.raises(TypeError, match=r"^line 2 is of type int; accepted: "):
+        loop(lambda client: client.submit([b"x", 3]))  # type: ignore[list-item]  # that is what is tested
+    assert registry.redis.keys("*") == []
 
 
 def test_results_come_in_either_order_while_the_job_runs(loop: Loop, registry: TestRegistry) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from pydantic import ValidationError
 from settings import LimitSettings
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.client import BatchClient
+from worker.lines import read_raw_lines
 from worker.registry.errors import EmptyJob, InvalidJobId, JobNotFound, JobTooLarge, QueueFull
 from worker.registry.unit_ref import UnitRef
 from worker.schemas import JobState
@@ -37,6 +40,32 @@ def test_lines_of_every_kind_are_staged_as_they_are(client: BatchClient, registr
     assert client.status(job_id).request_counts.total == 4
     staged = registry.leases().lines(job_id, range(4))
     assert staged == [b'{"prompt": "a"}', b'{"prompt": "\xed\xa0\x80"}', b'{"prompt": "\\ud800"}', b"\xff{"]
+
+
+@pytest.mark.parametrize("one", [b"{}", "{}", bytearray(b"{}"), {"prompt": "a"}])
+def test_one_line_in_place_of_lines_is_a_type_error(client: BatchClient, registry: TestRegistry, one: Any) -> None:
+    with pytest.raises(TypeError, match=f"^lines is one {type(one).__name__}; accepted: an iterable of lines"):
+        client.submit(one)
+    assert registry.redis.keys("*") == []
+
+
+@pytest.mark.parametrize("line", [3, None, True, ["{}"]])
+def test_a_line_of_another_type_is_a_type_error(client: BatchClient, registry: TestRegistry, line: Any) -> None:
+    with pytest.raises(TypeError, match=f"^line 3 is of type {type(line).__name__}; accepted: bytes, str, a mapping"):
+        client.submit([b"x", b"", line])
+    assert registry.redis.keys("*") == []
+
+
+def test_any_mapping_is_a_line(client: BatchClient, registry: TestRegistry) -> None:
+    job_id = client.submit([MappingProxyType({"prompt": "a"})])
+    assert registry.leases().lines(job_id, [0]) == [b'{"prompt": "a"}']
+
+
+def test_a_cut_line_with_a_blank_head_is_staged(redis_url: str, registry: TestRegistry) -> None:
+    file = io.BytesIO(b" " * 1000 + b"{}\n{}\n")
+    with BatchClient(redis_url, limits=LimitSettings(max_prompt_bytes=10)) as client:
+        job_id = client.submit(read_raw_lines(file, 10))
+    assert registry.leases().lines(job_id, [0, 1]) == [b" " * 11, b"{}"]
 
 
 def test_a_submitted_job_is_announced_in_the_first_lane_whatever_its_priority(

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection
 
 from worker.answers.called_tool import CalledTool
+from worker.lines.strict_json import has_surrogate
 
 _ARGUMENTS = ("arguments", "parameters")  # Qwen3's word, Llama 3's word
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -30,8 +31,13 @@ def read_call(text: str, start: int, names: Collection[str]) -> tuple[CalledTool
 
 
 def arguments_text(value: object, spelling: str) -> str | None:
-    """The arguments as JSON text: an object, or, as some models write it, a string that holds one; else None."""
+    """The arguments as JSON text: an object, or, as some models write it, a string that holds one; else None.
+
+    None too for a string with half a surrogate pair, which no record can hold: in the text it is still escaped.
+    """
     if isinstance(value, str):
+        if has_surrogate(value):
+            return None
         spelling, value = value, whole_value(value)
     return spelling if isinstance(value, dict) else None
 

@@ -38,6 +38,17 @@ def open_output(path: str) -> Iterator[BinaryIO]:
             yield cast("BinaryIO", compressed)
 
 
+def check_output(path: str) -> None:
+    """Raise BadUsage where open_output would; a file that exists is left as it is, one that does not is made, empty."""
+    # Opening a pipe and closing it would be its end for whoever reads it.
+    if path == STANDARD or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)):
+        return
+    try:
+        Path(path).open("ab").close()
+    except OSError as error:
+        raise BadUsage(f"{path}: {error.strerror}") from error
+
+
 def refuse_same_file(path: str, *, other: str, role: str) -> None:
     """Raise BadUsage where writing `path` would destroy the other file, the command's `role`: "input"."""
     if STANDARD in (path, other):
@@ -51,6 +62,9 @@ def refuse_same_file(path: str, *, other: str, role: str) -> None:
 
 
 def write_line(file: BinaryIO, line: str) -> None:
-    """Write one line and flush it: a reader of the file never waits for a buffer, nor loses one to a kill."""
+    """Write one line and flush it: a reader of the file never waits for a buffer, nor loses one to a kill.
+
+    A compressed file may lag by a second's lines, see GzipOutput.
+    """
     file.write(line.encode("ascii") + b"\n")
     file.flush()

@@ -37,6 +37,8 @@ def _paths(name: str) -> list[str]:
 
 def _input_file(path: str) -> InputFile:
     if path == STANDARD:
+        if sys.stdin is None:  # so Python has it where descriptor 0 is closed
+            raise BadUsage("-: standard input is closed; accepted: a file, a pipe or a terminal")
         return InputFile(STANDARD, _open_stdin, stat.S_ISREG(os.fstat(sys.stdin.fileno()).st_mode))
     try:
         is_complete = stat.S_ISREG(os.stat(path).st_mode)

@@ -9,7 +9,7 @@ import click
 
 from worker.cli.bad_usage import BadUsage
 from worker.cli.command_settings import load_producer_settings, producer_options
-from worker.cli.data_files import STANDARD, refuse_same_file
+from worker.cli.data_files import STANDARD, check_output, refuse_same_file
 from worker.cli.duration import Duration
 from worker.cli.follow_job import follow_job, require_completed
 from worker.cli.input_files import input_files
@@ -85,11 +85,13 @@ def command(**arguments: Unpack[Arguments]) -> None:
     for path in paths:
         for file in files:
             refuse_same_file(path, other=file.name, role="input")
-    # The output is opened first: a job whose results cannot be written is not worth submitting.
-    with record_output(paths) as write, job_client(effective) as client:
+        check_output(path)  # a job whose results cannot be written is not worth submitting
+    with job_client(effective) as client:
         job_id = _submit(client, arguments, files, max_line_bytes)
         click.echo(job_id, err=output_path == STANDARD)
-        write_records(client.results(job_id, follow=True), write)
+        # Only now: what replaces the last results is a job that is there.
+        with record_output(paths) as write:
+            write_records(client.results(job_id, follow=True), write)
         require_completed(client.status(job_id))
 
 

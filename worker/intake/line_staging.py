@@ -27,7 +27,8 @@ class LineStaging:
     def stage(self, job_id: str, lines: Iterable[bytes | str | RequestObject]) -> int | None:
         """Stage the lines of a new job; their number, or None if the job is accepted already.
 
-        On any error, that of the iterable included, what was staged is forgotten. Raises JobTooLarge.
+        On any error, that of the iterable included, what was staged is forgotten. Raises JobTooLarge, and TypeError
+        for what is no line.
         """
         num_lines = 0
         try:
@@ -59,13 +60,21 @@ class LineStaging:
             yield chunk
 
     def _raw(self, lines: Iterable[bytes | str | RequestObject]) -> Iterator[bytes]:
-        for line in lines:
-            if isinstance(line, Mapping):
-                # ASCII: a lone surrogate travels as its escape, and the worker's parser says what is wrong with it.
-                raw = json.dumps(line, ensure_ascii=True).encode("ascii")
-            else:
-                raw = line.encode("utf-8", "surrogatepass") if isinstance(line, str) else bytes(line)
-                raw = raw.rstrip(b"\r\n")
-            if raw.strip():
+        max_bytes = self._limits.max_prompt_bytes
+        for number, line in enumerate(lines, 1):
+            raw = _encoded(line, number)
+            # A blank one that is too long may be one that was cut, see read_raw_lines.
+            if raw.strip() or len(raw) > max_bytes:
                 # One byte too long is as refused as a gigabyte too long.
-                yield raw[: self._limits.max_prompt_bytes + 1]
+                yield raw[: max_bytes + 1]
+
+
+def _encoded(line: object, number: int) -> bytes:
+    if isinstance(line, Mapping):
+        # ASCII: a lone surrogate travels as its escape, and the worker's parser says what is wrong with it.
+        return json.dumps(dict(line), ensure_ascii=True).encode("ascii")
+    if isinstance(line, str):
+        return line.encode("utf-8", "surrogatepass").rstrip(b"\r\n")
+    if isinstance(line, (bytes, bytearray, memoryview)):
+        return bytes(line).rstrip(b"\r\n")
+    raise TypeError(f"line {number} is of type {type(line).__name__}; accepted: bytes, str, a mapping")

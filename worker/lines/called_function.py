@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
+from settings import LimitSettings
 from worker.lines.given_model import GivenModel
+from worker.lines.json_in_string import json_in_string
 
 
-def _arguments(value: object) -> Mapping[str, object]:
+def _arguments(value: object, info: ValidationInfo[LimitSettings]) -> Mapping[str, object]:
     """OpenAI writes arguments as JSON in a string, sometimes none as an empty one; templates want the object."""
     if isinstance(value, str):
-        try:
-            value = json.loads(value, parse_constant=_refuse_constant) if value else {}
-        except (ValueError, RecursionError) as error:
-            raise PydanticCustomError("invalid_value", "a JSON object in a string") from error
+        value = json_in_string(value, info, "a JSON object in a string") if value else {}
     if not isinstance(value, dict):
         raise PydanticCustomError("invalid_type", "a JSON object in a string")
     return value
-
-
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON")
 
 
 class CalledFunction(GivenModel):

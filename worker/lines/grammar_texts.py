@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, ValidationInfo
 from pydantic_core import PydanticCustomError
 
+from settings import LimitSettings
+from worker.lines.json_in_string import json_in_string
 
-def _schema_text(value: object) -> str:
+
+def _schema_text(value: object, info: ValidationInfo[LimitSettings]) -> str:
     """A JSON schema, as an object or as JSON in a string (vLLM takes both), as JSON text in its own key order."""
     if isinstance(value, str):
-        try:
-            value = json.loads(value, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise PydanticCustomError("invalid_value", "a JSON schema, an object") from error
+        value = json_in_string(value, info, "a JSON schema, an object")
     if not isinstance(value, dict):
         raise PydanticCustomError("invalid_type", "a JSON schema, an object")
     return _json(value)
@@ -34,10 +34,6 @@ def _choices_text(value: object) -> str:
 
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON")
 
 
 SchemaText = Annotated[str, BeforeValidator(_schema_text)]

@@ -155,7 +155,7 @@ def _endpoint(url: object) -> Endpoint:
 def _parse_body(body: Mapping[str, object], endpoint: Endpoint, limits: LimitSettings) -> RequestBody:
     model = _BODIES[endpoint]
     try:
-        parsed = model.model_validate(without_neutral(body, endpoint))
+        parsed = model.model_validate(without_neutral(body, endpoint), context=limits)
     except ValidationError as error:
         raise refusal_of_pydantic(error, model) from error
     check_limits(parsed, limits)

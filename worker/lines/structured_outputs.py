@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -19,7 +19,7 @@ class StructuredOutputs(BodyModel):
     regex: Annotated[str, Field(min_length=1)] | None = None
     choice: ChoicesText | None = None
     grammar_text: Annotated[str | None, Field(alias="grammar", min_length=1)] = None
-    json_object: Literal[True] | None = None
+    json_object: bool | None = None  # false: not asked for
 
     @model_validator(mode="after")
     def _has_one(self) -> Self:

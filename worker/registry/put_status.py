@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class PutStatus(StrEnum):
-    """Where a unit stands after a write. Values are those of put.lua."""
+    """Where a unit stands after a write. Values are those of put.lua and fail.lua."""
 
     OPEN = "open"  # prompts are missing
     UNIT_DONE = "unit_done"

@@ -123,11 +123,15 @@ class UnitLeases:
             arguments += [",".join(map(str, shard)), head]
         return bool(self._scripts.run("planned", self._keys.of_unit_scripts(claim.ref), arguments))
 
-    def fail(self, claim: Claim, reason: str, errors: Sequence[BatchError]) -> bool:
-        """End a job whose plan this is without running a line of it. False if the plan was not ours any more."""
+    def fail(self, claim: Claim, reason: str, errors: Sequence[BatchError]) -> tuple[PutStatus, RunMode]:
+        """End a job whose plan this is without running a line of it; as `put` answers.
+
+        A job that is cancelled or past its deadline is not failed: it stays open, to be closed as its mode says.
+        """
         entries = json.dumps([error.model_dump() for error in errors])
         arguments: list[Argument] = [claim.ref.job_id, claim.token, reason, entries]
-        return bool(self._scripts.run("fail", self._keys.of_unit_scripts(claim.ref), arguments))
+        reply = self._scripts.run("fail", self._keys.of_unit_scripts(claim.ref), arguments)
+        return PutStatus(text(reply[0])), RunMode(text(reply[1]) or RunMode.RUN)
 
     def can_be_had(self) -> bool:
         """Whether Redis answers at this moment."""

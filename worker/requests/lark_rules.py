@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from engine.errors import InvalidRequest
-from engine.structured.definition import JSON_READING
+from engine.structured.definition import JSON_READING, choice_rules
 from engine.structured.json_schema_checks import check_json_schema
 from worker.lines.chat_body import ChatBody
 from worker.lines.given_grammar import GivenGrammar
@@ -17,7 +17,9 @@ from worker.lines.tool_function import ToolFunction
 _ANY_OBJECT: Mapping[str, object] = {"type": "object"}
 _NO_ARGUMENTS: Mapping[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
 _SAY_WHAT = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "const", "enum"})
-_UNESCAPED_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
+_ESCAPED_OR_SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
+# Lark ends a regular expression at a slash and at a line's end; escaped, a newline still means itself.
+_IN_LARK = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
 
 def call_rules(body: ChatBody, *, key: str, is_forced: bool) -> list[str]:
@@ -48,10 +50,10 @@ def shape_rule(given: GivenGrammar) -> str:
         _check(schema, given.param)
         return f"shape: {_json(schema)}"
     if given.kind == "choice":
-        return f"shape: {' | '.join(quoted(choice) for choice in json.loads(given.text))}"
+        return "\n".join(choice_rules("shape", json.loads(given.text)))
     if given.kind == "regex":
-        escaped = _UNESCAPED_SLASH.sub(lambda found: found.group(1) or r"\/", given.text)
-        return f"shape: /{escaped}/".replace("\n", r"\n")
+        escaped = _ESCAPED_OR_SLASH.sub(lambda found: _IN_LARK.get(found.group(), found.group()), given.text)
+        return f"shape: /{escaped}/"
     raise InvalidRequest(
         f"{given.param} is a grammar of its own, which neither tools nor a prompt that begins the reasoning leave room "
         "for; accepted: a JSON schema, a regular expression or choices",

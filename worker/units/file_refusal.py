@@ -7,6 +7,7 @@ from worker.schemas.batch_error import BatchError
 
 MAX_ERRORS = 100  # kept: enough to see what is wrong with a file, and they travel with every status of the job
 MAX_MESSAGE_CHARS = 400
+MAX_PARAM_CHARS = 200  # a key of the line, which may be as long as that
 
 # What a file is refused for, by the code of the line; what is not here is an invalid_request.
 _CODES = {code: code for code in (
@@ -43,4 +44,5 @@ class FileRefusal:
         if len(self._errors) < MAX_ERRORS:
             code = _CODES.get(error.code, "invalid_request")
             message = error.message[:MAX_MESSAGE_CHARS]
-            self._errors.append(BatchError(code=code, message=message, line=error.index + 1, param=error.param))
+            param = None if error.param is None else error.param[:MAX_PARAM_CHARS]
+            self._errors.append(BatchError(code=code, message=message, line=error.index + 1, param=param))

@@ -27,6 +27,7 @@ from worker.units.unit_closer import UnitCloser
 
 Finding = tuple[PrefixKey, int] | LineError
 
+MAX_MODEL_CHARS = 200  # of the model that the lines name: it travels with every status of the job
 CHUNK = 64  # lines of one read: at most 16 MiB with the default limits
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class Planner:
         return not bad or self._put(held, bad)
 
     def _refuse_file(self, held: HeldUnit, findings: Iterator[Finding], good: list[tuple[PrefixKey, int]]) -> bool:
-        """Fail the job if a line is bad, and answer False then; else put its lines into `good`."""
+        """Fail the job if a line is bad, unless it is to end otherwise, else fill `good`; False if the job is over."""
         refusal = FileRefusal(held.claim.num_lines)
         for finding in findings:
             if isinstance(finding, LineError):
@@ -99,12 +100,10 @@ class Planner:
                 good.append(finding)
         if not refusal or held.stop_reason is not None:  # told to stop, it has not seen the whole file
             return True
-        if self._leases.fail(held.claim, refusal.reason, refusal.errors):
-            held.set_written()
+        status, mode = self._leases.fail(held.claim, refusal.reason, refusal.errors)
+        if status is PutStatus.JOB_DONE:
             logger.info("job %s was refused: %s", held.claim.ref.job_id, refusal.reason)
-        else:
-            held.stop(StopReason.FENCED)
-        return False
+        return self._stays_open(held, status, mode)
 
     def _findings(self, held: HeldUnit, checks: FileChecks) -> Iterator[Finding]:
         """For each line without a record: where it sorts and its index, or its error. Ends early if told to stop."""
@@ -133,6 +132,11 @@ class Planner:
         """Write records and forget them; False if there is nothing more to plan."""
         status, mode = self._leases.put(held.claim, records)
         records.clear()
+        return self._stays_open(held, status, mode)
+
+    @staticmethod
+    def _stays_open(held: HeldUnit, status: PutStatus, mode: RunMode) -> bool:
+        """Tell `held` what a write's answer means for it; False if there is nothing more to plan."""
         if status is PutStatus.FENCED:
             held.stop(StopReason.FENCED)
         elif status is not PutStatus.OPEN:
@@ -146,8 +150,9 @@ class Planner:
         order = [index for _, index in good]
         shards = [order[start : start + self._shard_size] for start in range(0, len(order), self._shard_size)]
         heads = [shard_head(key) for key, _ in good[:: self._shard_size]]
+        model = checks.model and checks.model[:MAX_MODEL_CHARS]
         is_ours = self._leases.planned(
-            held.claim, shards, heads, ageing_s=self._ageing_s, endpoints=checks.endpoints, model=checks.model
+            held.claim, shards, heads, ageing_s=self._ageing_s, endpoints=checks.endpoints, model=model
         )
         if not is_ours:
             held.stop(StopReason.FENCED)

@@ -49,6 +49,11 @@ def test_what_is_not_bert_is_refused_by_key(change: dict[str, Any]) -> None:
         EncoderConfig.from_hf(MINILM | change, {})
 
 
+def test_a_text_is_not_lower_cased_before_its_tokenizer() -> None:
+    with pytest.raises(CheckpointError, match=r"sentence_bert_config\.json: do_lower_case is True; accepted: false"):
+        EncoderConfig.from_hf(MINILM, {"do_lower_case": True})
+
+
 def test_the_kind_of_model_is_read_off_config_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MINILM))
     assert isinstance(read_config(tmp_path), EncoderConfig)

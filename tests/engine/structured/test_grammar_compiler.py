@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from engine.errors import GrammarFailed
+from engine.errors import EngineUnavailable, GrammarFailed
 from engine.structured.grammar import Grammar
 from engine.structured.grammar_compiler import GrammarCompiler
 from engine.structured.grammar_matcher import GrammarMatcher
+from engine.structured.grammar_trials import GrammarTrials
 from engine.structured.token_masks import TokenMasks
 from engine.text.tokenizer import Tokenizer
 from settings import StructuredOutputSettings
 from tests.support.tiny_tokenizer import make_tokenizer
 
 EOS = 295
+# A thread's stack is 2 MiB by default, as glibc has it under "ulimit -s unlimited"; the chain passes the trial's 4 MiB.
+DEEP_COMPILE = """
+import json, sys, threading
+from pathlib import Path
+from engine.structured.grammar import Grammar
+from engine.structured.grammar_compiler import GrammarCompiler
+from engine.text.tokenizer import Tokenizer
+from settings import StructuredOutputSettings
+
+defs = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(1200)} | {"a1200": {"type": "integer"}}
+threading.stack_size(2 << 20)
+tokenizer = Tokenizer.from_directory(Path(sys.argv[1]))
+compiler = GrammarCompiler(tokenizer, StructuredOutputSettings(), vocab_size=320, eos_token_ids={295})
+compiler.compile(Grammar("json_schema", json.dumps({"$ref": "#/$defs/a0", "$defs": defs}))).result()
+assert threading.stack_size() == 2 << 20
+compiler.close()
+"""
 
 
 @pytest.fixture
@@ -68,6 +89,48 @@ def test_several_masks_are_computed_together_and_one_that_fails_fails_alone(
     masks = TokenMasks(2).allowed(matchers)
     assert isinstance(masks[1], GrammarFailed)
     assert [mask.nonzero()[0].tolist() for mask in masks if not isinstance(mask, GrammarFailed)] == [[a], [b]]
+
+
+def test_a_grammar_that_passes_its_trial_has_the_stack_it_needs(compiler: GrammarCompiler, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DEEP_COMPILE, str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_grammar_that_could_not_be_tried_is_tried_again(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def popen(*_: object, **__: object) -> None:
+        raise OSError("Cannot allocate memory")
+
+    grammar = Grammar("regex", "a")
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", popen)
+        assert isinstance(compiler.compile(grammar).exception(), EngineUnavailable)
+    assert compiler.compile(grammar).exception() is None
+
+
+def test_after_a_close_nothing_that_waited_is_compiled_until_it_is_asked_for_again(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, go_on, definition = threading.Event(), threading.Event(), GrammarTrials.definition
+    tried: list[str] = []
+
+    def definition_later(self: GrammarTrials, grammar: Grammar) -> str:
+        tried.append(grammar.text)
+        has_begun.set()
+        go_on.wait(10)
+        return definition(self, grammar)
+
+    monkeypatch.setattr(GrammarTrials, "definition", definition_later)
+    begun, waiting = compiler.compile(Grammar("regex", "1")), compiler.compile(Grammar("regex", "2"))
+    assert has_begun.wait(10)
+    compiler.close()
+    go_on.set()
+    assert isinstance(begun.exception(), EngineUnavailable)
+    assert waiting.cancelled()
+    assert tried == ["1"]
+    assert [compiler.compile(Grammar("regex", text)).exception() for text in "12"] == [None, None]
 
 
 def _allowed(matcher: GrammarMatcher) -> list[int]:

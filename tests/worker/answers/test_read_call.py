@@ -41,6 +41,7 @@ def test_arguments_keep_the_models_spelling(text: str, arguments: str) -> None:
         '{"name": "f", "arguments": []}', '{"name": "f", "arguments": null}', '{"name": "f", "arguments": "x"}',
         '{"name": "f", "arguments": "[1]"}', '{"name": "f", "arguments": {}, "parameters": {}}',
         '{"name": "f", "name": "g", "arguments": {}}', '{"name": "f", "arguments": {"a": NaN}}',
+        '{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}',
         '{"name": "f", "arguments": {"a": Infinity}}', '{1: 2}', "{'name': 'f', 'arguments': {}}",
         '{"name": "f", "arguments": ' + '{"a":' * 100_000 + "1" + "}" * 100_001,
         '{"name": "f", "arguments": {"a": ' + "1" * 5000 + "}}",

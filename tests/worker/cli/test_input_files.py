@@ -55,3 +55,9 @@ def test_what_is_not_there_is_refused_before_anything_is_read(given: list[str], 
 def test_a_file_on_disk_is_complete_and_a_pipe_is_not(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert [file.is_complete for file in input_files(["other.jsonl", "pipe"])] == [True, False]
+
+
+def test_a_closed_standard_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)  # what Python makes of `<&-`
+    with pytest.raises(BadUsage, match="-: standard input is closed; accepted: "):
+        input_files(["-"])

@@ -102,3 +102,26 @@ def test_strict_and_the_endpoint_are_passed_on(redis_url: str, registry: TestReg
     fields = registry.redis.hgetall(registry.keys.job(done.stdout.strip()))
     assert (fields[b"strict"], fields[b"url"]) == (b"1", b"/v1/completions")
     assert submit(redis_url, str(path), "--endpoint", "/v1/nonsense").exit_code == 2
+
+
+def test_the_last_results_stay_where_nothing_was_submitted(redis_url: str, tmp_path: Path) -> None:
+    last = tmp_path / "out.jsonl"
+    last.write_text("the last run's")
+    path = write(tmp_path / "in.jsonl", *map(str, range(5000)), packed=True)
+    path.write_bytes(path.read_bytes()[:-20])
+
+    assert submit(redis_url, str(path), "-o", str(last)).exit_code == 2
+
+    assert last.read_text() == "the last run's"
+
+
+def test_an_output_that_cannot_be_written_is_exit_2_before_anything_is_submitted(
+    redis_url: str, registry: TestRegistry, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "in.jsonl", "1")
+
+    done = submit(redis_url, str(path), "-o", str(tmp_path / "none" / "out.jsonl"))
+
+    assert done.exit_code == 2
+    assert "none/out.jsonl: No such file" in done.stderr
+    assert registry.redis.keys("*") == []

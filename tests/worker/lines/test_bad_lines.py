@@ -133,6 +133,18 @@ BAD_PARAMETERS: list[tuple[bytes, str, str]] = [
         "invalid_type",
         "messages[0].tool_calls[0].function.arguments",
     ),
+    *(
+        (
+            raw_line({"messages": [{"role": "assistant", "tool_calls": [{"function": call}]}]}),
+            "invalid_value",
+            "messages[0].tool_calls[0].function.arguments",
+        )
+        for call in (
+            {"name": "f", "arguments": '{"a":' * 33 + "1" + "}" * 33},
+            {"name": "f", "arguments": '{"a": 1, "a": 2}'},
+            {"name": "f", "arguments": '{"a": -1e999}'},
+        )
+    ),
     (
         raw_line({"messages": [{"role": "assistant", "content": "a", "refusal": "b"}]}),
         "invalid_value",

@@ -29,6 +29,10 @@ GIVEN: list[tuple[dict[str, object], GivenGrammar | None]] = [
     ({"structured_outputs": {"choice": ["a"]}}, GivenGrammar("choice", '["a"]', "structured_outputs")),
     ({"structured_outputs": {"grammar": "start: a"}}, GivenGrammar("lark", "start: a", "structured_outputs")),
     ({"structured_outputs": {"json_object": True}}, GivenGrammar("json_object", "", "structured_outputs")),
+    (
+        {"structured_outputs": {"regex": "a", "json_object": False}},
+        GivenGrammar("regex", "a", "structured_outputs"),
+    ),
 ]
 
 
@@ -74,6 +78,9 @@ BAD: list[tuple[dict[str, object], str, str]] = [
     ({"guided_json": "{"}, "invalid_value", "guided_json"),
     ({"guided_json": "[" * 100_000}, "invalid_value", "guided_json"),
     ({"guided_json": '{"minimum": NaN}'}, "invalid_value", "guided_json"),
+    ({"guided_json": '{"minimum": 1e999}'}, "invalid_value", "guided_json"),
+    ({"guided_json": '{"const": 1, "const": 2}'}, "invalid_value", "guided_json"),
+    ({"guided_json": '{"const": "\\ud800"}'}, "invalid_value", "guided_json"),
     ({"guided_json": "true"}, "invalid_type", "guided_json"),
     ({"guided_regex": ""}, "invalid_value", "guided_regex"),
     ({"guided_regex": 1}, "invalid_type", "guided_regex"),
@@ -84,7 +91,8 @@ BAD: list[tuple[dict[str, object], str, str]] = [
     ({"guided_grammar": ""}, "invalid_value", "guided_grammar"),
     ({"structured_outputs": {}}, "invalid_value", "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "json_object": True}}, "invalid_value", "structured_outputs"),
-    ({"structured_outputs": {"json_object": False}}, "invalid_value", "structured_outputs.json_object"),
+    ({"structured_outputs": {"json_object": False}}, "invalid_value", "structured_outputs"),
+    ({"structured_outputs": {"json_object": 1}}, "invalid_type", "structured_outputs.json_object"),
     ({"structured_outputs": {"grammar": ""}}, "invalid_value", "structured_outputs.grammar"),
     ({"structured_outputs": {"structural_tag": "a"}}, "unknown_parameter", "structured_outputs.structural_tag"),
     ({"response_format": FORMAT, "guided_regex": "a"}, "invalid_value", "guided_regex"),
@@ -103,3 +111,16 @@ def test_a_bad_form_is_named(parameters: dict[str, object], code: str, param: st
 def test_of_two_grammars_the_second_is_refused_and_the_first_named() -> None:
     error = error_of(chat_line(guided_json={}, response_format={"type": "json_object"}))
     assert error.message == "guided_json is {}; accepted: a line without it, or without response_format"
+
+
+@pytest.mark.parametrize("depth", [33, 500, 980, 988, 1000, 20_000])
+def test_json_in_a_string_may_nest_as_deep_as_a_line_whatever_the_readers_stack(depth: int) -> None:
+    nested = '{"not":' * depth + "{}" + "}" * depth
+    error = error_of(chat_line(guided_json=nested))
+
+    assert (error.code, error.param) == ("invalid_value", "guided_json")
+    assert error.message.endswith(
+        "accepted: a JSON schema, an object, as JSON of at most 32 levels (limits.max_json_depth), no key twice in an "
+        "object, finite numbers"
+    )
+    assert body_of(chat_line(guided_json='{"not":' * 31 + "{}" + "}" * 31)).grammar is not None

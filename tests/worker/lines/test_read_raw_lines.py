@@ -38,3 +38,17 @@ def test_a_cut_line_is_refused() -> None:
 
     with pytest.raises(LineError, match="more than 10 bytes"):
         parse_request_line(raw, 0, limits)
+
+
+@pytest.mark.parametrize("blank", [b" ", b"\t", b"\r"])
+def test_a_line_that_is_blank_up_to_the_cut_is_refused_and_not_dropped(blank: bytes) -> None:
+    limits = LimitSettings(max_prompt_bytes=100)
+    raw, after = lines_of(blank * 200_000 + completion_line() + b"\nb", 100)
+
+    assert after == b"b"
+    with pytest.raises(LineError, match="more than 100 bytes"):
+        parse_request_line(raw, 0, limits)
+
+
+def test_a_carriage_return_at_the_end_of_a_file_counts_for_no_length() -> None:
+    assert lines_of(b"x" * 100 + b"\r", 100) == [b"x" * 100]

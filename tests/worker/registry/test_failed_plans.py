@@ -7,17 +7,20 @@ import pytest
 from tests.support.lost_replies import lose_next_script_reply
 from tests.support.registry import TestRegistry, must_claim
 from worker.registry.claim_refusal import ClaimRefusal
+from worker.registry.put_status import PutStatus
+from worker.registry.run_mode import RunMode
 from worker.registry.unit_ref import UnitRef
 from worker.schemas import BatchError, JobState, SubmitOptions
 
 BAD = (BatchError(code="invalid_json_line", message="not JSON", line=2),)
+FAILED = (PutStatus.JOB_DONE, RunMode.RUN)
 
 
 def test_a_refused_file_gives_back_what_its_job_had(registry: TestRegistry) -> None:
     options = SubmitOptions(strict=True, tenant="acme", idempotency_key="k")
     job_id = registry.submit([b"a", b"b", b"c"], options)
     leases = registry.leases()
-    assert leases.fail(must_claim(leases, UnitRef.plan(job_id)), "1 line is bad", BAD)
+    assert leases.fail(must_claim(leases, UnitRef.plan(job_id)), "1 line is bad", BAD) == FAILED
     job = registry.reader.status(job_id)
     assert (job.status, job.error, job.errors) == (JobState.FAILED, "1 line is bad", BAD)
     assert job.finished_at is not None
@@ -32,11 +35,11 @@ def test_a_refused_file_gives_back_what_its_job_had(registry: TestRegistry) -> N
 def test_a_refusal_whose_reply_is_lost_is_one_refusal(registry: TestRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     leases = registry.leases()
     other = registry.submit([b"so that Redis knows the script"])
-    assert leases.fail(must_claim(leases, UnitRef.plan(other)), "bad", BAD)
+    assert leases.fail(must_claim(leases, UnitRef.plan(other)), "bad", BAD) == FAILED
     job_id = registry.submit([b"a"])
     claim = must_claim(leases, UnitRef.plan(job_id))
     lost = lose_next_script_reply(registry.redis, monkeypatch)
-    assert leases.fail(claim, "bad", BAD)
+    assert leases.fail(claim, "bad", BAD) == FAILED
     assert lost
     assert registry.redis.hget(registry.keys.admission, "jobs") == b"0"
 
@@ -47,7 +50,7 @@ def test_a_plan_that_is_another_workers_cannot_be_refused(registry: TestRegistry
     old = must_claim(leases, UnitRef.plan(job_id))
     leases.release(old, count_attempt=False)
     must_claim(leases, UnitRef.plan(job_id))
-    assert not leases.fail(old, "bad", BAD)
+    assert leases.fail(old, "bad", BAD) == (PutStatus.FENCED, RunMode.RUN)
     assert registry.reader.status(job_id).status is JobState.VALIDATING
 
 

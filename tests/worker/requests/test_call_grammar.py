@@ -136,7 +136,9 @@ SHAPES = [
     ({"response_format": {"type": "json_object"}}, '{"a": 1}', "[1]"),
     ({"guided_json": {"type": "integer"}}, "12", '"12"'),
     ({"guided_choice": ["yes/no", 'a "b"']}, 'a "b"', "yes"),
+    ({"guided_choice": [f"entry {i}" for i in range(2500)]}, "entry 24", "entry 2500"),
     ({"guided_regex": "a/b\\/\n[0-9]+"}, "a/b/\n12", "a/b"),
+    ({"guided_regex": "a\\\nb"}, "a\nb", "a\\nb"),
 ]
 
 

@@ -6,8 +6,8 @@ from worker.lines.line_error import LineError
 from worker.units.file_refusal import MAX_ERRORS, FileRefusal
 
 
-def _error(code: str, index: int = 0, message: str = "bad") -> LineError:
-    return LineError(message, code=code, index=index, param="url")
+def _error(code: str, index: int = 0, message: str = "bad", param: str = "url") -> LineError:
+    return LineError(message, code=code, index=index, param=param)
 
 
 def test_nothing_bad_is_no_refusal() -> None:
@@ -31,7 +31,8 @@ def test_a_line_has_the_code_that_a_file_is_refused_with(of_line: str, of_file: 
 def test_all_bad_lines_are_counted_and_the_first_hundred_kept() -> None:
     refusal = FileRefusal(1000)
     for index in range(1, 501):
-        refusal.add(_error("invalid_json_line", index, message="x" * 10_000))
+        refusal.add(_error("invalid_json_line", index, message="x" * 10_000, param="p" * 10_000))
     assert [error.line for error in refusal.errors] == list(range(2, MAX_ERRORS + 2))
     assert all(len(error.message) <= 400 for error in refusal.errors)
+    assert all(error.param == "p" * 200 for error in refusal.errors)
     assert refusal.reason.startswith("500 of the file's 1000 lines are bad; line 2: xxx")

@@ -115,3 +115,10 @@ def test_a_plan_holds_some_of_the_lines_at_a_time(registry: TestRegistry) -> Non
         finally:
             tracemalloc.stop()
     assert peak < size / 2, f"{peak} of {size} bytes"
+
+
+def test_of_a_models_long_name_a_job_keeps_the_beginning(registry: TestRegistry) -> None:
+    job_id = registry.submit([json.dumps({"prompt": "a", "model": "m" * 100_000}).encode()])
+    with running_units(registry) as units:
+        units.planner().plan(units.hold(UnitRef.plan(job_id)))
+    assert registry.reader.status(job_id).model == "m" * 200

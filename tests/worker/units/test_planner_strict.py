@@ -77,6 +77,17 @@ def test_a_plan_told_to_stop_refuses_no_file(registry: TestRegistry, reason: Sto
     assert (job.status, job.errors) == (expected, ())
 
 
+def test_a_job_cancelled_while_its_plan_ends_is_cancelled_and_not_failed(registry: TestRegistry) -> None:
+    job_id = registry.submit([b"{", completion_line()], STRICT)
+    with running_units(registry) as units:
+        held = units.hold(UnitRef.plan(job_id))
+        registry.control.cancel(job_id)  # the planner has not heard of it yet
+        units.planner().plan(held)
+    job = registry.reader.status(job_id)
+    assert (job.status, job.errors, job.request_counts.failed) == (JobState.CANCELLED, (), 2)
+    assert b"batch_cancelled" in registry.reader.records(job_id, 0, 10)[1]
+
+
 def test_a_fenced_planner_refuses_no_file(registry: TestRegistry) -> None:
     job_id = registry.submit([b"{"], STRICT)
     with running_units(registry) as units:
