@@ -58,9 +58,15 @@ class RequestCheckpoints:
         return self._take(group) if self._are_on and has_output else None
 
     def copy_progress(self, group: RequestGroup, states: Sequence[RequestState]) -> None:
-        """Replay what a group has generated over new sequences of an equal request."""
-        for state, sequence in zip(states, _sequences(group), strict=True):
+        """Replay what a group has generated over new sequences of an equal request.
+
+        These follow no grammar, so that the end of a sequence that its grammar ended is taken over.
+        """
+        for state, source, sequence in zip(states, group.states, _sequences(group), strict=True):
             self._replay(state, sequence)
+            if source.is_finished and not state.is_finished:
+                state.finish_reason = source.finish_reason
+                self._outputs.flush(state)
 
     def _take(self, group: RequestGroup) -> TokenCheckpoint:
         """All sequences of a request are written down, so none of them is due for a while."""

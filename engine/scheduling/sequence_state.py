@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, TypeVar
 
 from engine.any_request import AnyRequest
 from engine.kv_cache.block_hash_chain import BlockHashChain
 
 
-class SequenceState:
+class SequenceState(ABC):
     """The part of a sequence's life that is the scheduler's, whether tokens or a vector are wanted of it.
 
     Its subclasses are dataclasses with these fields.
@@ -30,14 +31,14 @@ class SequenceState:
     sequence_id: str  # key of its blocks
 
     @property
+    @abstractmethod
     def num_prompt_tokens(self) -> int:
         """Tokens that were given, not generated."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def is_finished(self) -> bool:
         """Whether nothing more is to be computed for it."""
-        raise NotImplementedError
 
     @property
     def max_cached_tokens(self) -> int:

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from engine.engine import Engine
+from engine.finish_reason import FinishReason
 from engine.structured.grammar import Grammar
 from engine.structured.grammar_trials import GrammarTrials
 from tests.support.grammars import held_request
@@ -43,3 +44,27 @@ def _texts(engine: Engine) -> dict[str, str]:
     while engine.has_unfinished():
         texts |= {output.request_id: output.completions[0].text for output in engine.step()}
     return texts
+
+
+def test_an_equal_that_is_aborted_keeps_the_end_its_grammar_gave_a_sequence(engine: Engine) -> None:
+    # Two sequences of the same draws in each engine run: one that is over at once, one that goes on for long.
+    either = Grammar("regex", "x|y{90}")
+    seed = next(seed for seed in range(50) if _lengths(engine, either, seed) == {1, 90})
+    for name in ("runs", "leaves"):
+        engine.add_request(held_request(name, either, seed=seed, n=2))
+    while engine.stats().num_running + engine.stats().num_waiting != 1:  # until the first sequence is over
+        engine.step()
+    assert engine.abort("leaves")
+    (left,) = [output for output in engine.step() if output.request_id == "leaves"]
+    ended = {completion.text: completion.finish_reason for completion in left.completions}
+    assert ended.pop("x") is FinishReason.STOP
+    assert list(ended.values()) == [FinishReason.CANCELLED]
+    assert "runs" in _texts(engine)
+
+
+def _lengths(engine: Engine, grammar: Grammar, seed: int) -> set[int]:
+    engine.add_request(held_request("probe", grammar, seed=seed, n=2))
+    outputs = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+    return {len(completion.text) for completion in outputs[0].completions}
