@@ -25,7 +25,8 @@ numbers silently replaced by the default), and their names here:
     MAX_BATCHED_TOKENS                   engine.max_num_batched_tokens
     PAGED_MAX_SEQS                       engine.max_num_seqs
     KV_CAPACITY                          engine.max_model_len (unset: what model and pool hold, not a silent 512)
-    KV_MAX_BLOCKS                        engine.kv_cache.num_blocks, else engine.kv_cache.memory_fraction
+    KV_MAX_BLOCKS                        engine.kv_cache.num_blocks, else engine.kv_cache.memory_fraction (CPU) or
+                                         engine.gpu_memory_utilization (CUDA)
     PREFIX_CACHE                         engine.prefix_cache.enabled
     MOE_BATCHED, MOE_BATCHED_DECODE      engine.decode.batched
     MOE_BATCH_THRESHOLD                  engine.decode.batch_threshold
@@ -52,7 +53,7 @@ Without a meaning here:
     FA_LAYOUT_VARLEN, USE_VLLM_PAGED_ATTN, VLLM_DECODE_VARLEN, VLLM_VARLEN_TILED_Q4
                                          one KV layout, one set of attention kernels; a second layout doubled KV memory
     VLLM_MOE, MOE_HOST_ROUTE             one expert path, routed on the device: graph capture has nothing to choose
-    initial scratch tokens               scratch is made once for engine.max_num_batched_tokens and never grows
+    initial scratch tokens               no scratch is kept: each step allocates what it needs
     DISABLE_CUDA_RUNNER                  no second runner with a KV cache of its own; engine.device chooses
 """
 
@@ -68,7 +69,7 @@ from settings.kv_cache import KVCacheSettings
 from settings.limits import LimitSettings
 from settings.loading import load_settings
 from settings.log import LogSettings
-from settings.model import ModelSettings
+from settings.model import ModelSettings, ReasoningFormat, ToolCallFormat
 from settings.moe import MoeSettings
 from settings.prefix_cache import PrefixCacheSettings
 from settings.profile import ProfileSettings
@@ -88,6 +89,8 @@ __all__ = [
     "load_settings",
     "parse_assignments",
     "ModelSettings",
+    "ToolCallFormat",
+    "ReasoningFormat",
     "RedisSettings",
     "EngineSettings",
     "KVCacheSettings",

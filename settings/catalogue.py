@@ -29,7 +29,7 @@ class Catalogue:
 
     @classmethod
     def read(cls) -> Catalogue:
-        """The catalogue of `Settings`; about 60 settings, made in milliseconds."""
+        """The catalogue of `Settings`; 77 settings, made in milliseconds."""
         specs = {spec.key: spec for spec in _walk(Settings, "")}
         groups = {key[:index] for key in specs for index, letter in enumerate(key) if letter == "."}
         return cls(MappingProxyType(specs), frozenset(groups))

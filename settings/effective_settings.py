@@ -38,20 +38,22 @@ class EffectiveSettings:
         """Where the value of a dotted key came from. Raises KeyError for a key that does not exist."""
         return self.origins[key].source
 
-    def with_derived(self, derived: Mapping[str, object]) -> EffectiveSettings:
+    def with_derived(self, derived: Mapping[str, object], *, is_estimate: bool = False) -> EffectiveSettings:
         """The same settings with values the engine found out, where nobody decided them.
 
-        Filled in are keys that still have their default, and keys somebody set to `auto` or none, which leaves the
-        decision to the engine. Values have their setting's type;
+        Filled in are keys that still have their default, keys that were only estimated (`is_estimate`), and keys
+        somebody set to `auto` or none, which leaves the decision to the engine. Values have their setting's type;
         text is not read as a number. Raises SettingsError for an unknown key or a value that is not accepted.
         """
         values = {key: value_of(self.settings, key) for key, origin in self.origins.items() if self._decided(origin)}
         origins = {key: origin for key, origin in self.origins.items() if self._decided(origin)}
+        source = Source.ESTIMATED if is_estimate else Source.DERIVED
         for name, raw in derived.items():
             spec, value = resolve(Entry(Source.DERIVED, name, raw), self.catalogue)
-            if spec.key not in values or spec.leaves_open(values[spec.key]):
+            is_estimated = spec.key in origins and origins[spec.key].source is Source.ESTIMATED
+            if spec.key not in values or is_estimated or spec.leaves_open(values[spec.key]):
                 values[spec.key] = value
-                origins[spec.key] = Origin(Source.DERIVED, spec.key)
+                origins[spec.key] = Origin(source, spec.key)
         return EffectiveSettings.build(values, origins, self.catalogue)
 
     @staticmethod

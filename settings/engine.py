@@ -16,7 +16,7 @@ from settings.prefix_cache import PrefixCacheSettings
 from settings.profile import ProfileSettings
 from settings.shared_prefix import SharedPrefixSettings
 from settings.structured_output import StructuredOutputSettings
-from settings.units import Requests, Tokens, Unit
+from settings.units import Sequences, Tokens, Unit
 
 
 class EngineSettings(BaseModel):
@@ -40,14 +40,28 @@ class EngineSettings(BaseModel):
         default=None,
         ge=2,
         le=16_777_216,
-        description="Most tokens one request may have, prompt and output together; none: the model's context.",
+        description="Most tokens one request may have, prompt and output together; none: the model's context, or what "
+        "the KV pool holds where that is less.",
     )
-    max_num_seqs: Requests = Field(default=64, ge=1, le=65_536, description="Most requests that run at the same time.")
+    max_num_seqs: Sequences = Field(
+        default=64,
+        ge=1,
+        le=65_536,
+        description="Most sequences that run at the same time: each of n completions, each input of an embedding "
+        "request, is one.",
+    )
     max_num_batched_tokens: Tokens = Field(
         default=2048, ge=1, le=1_048_576, description="Most tokens in one step; longer prompts are prefilled in chunks."
     )
     num_threads: Annotated[int, Unit("threads")] | None = Field(
         default=None, ge=1, le=1024, description="CPU threads for tensor operations; none: one per usable core."
+    )
+    gpu_memory_utilization: float = Field(
+        default=0.9,
+        gt=0,
+        le=1,
+        description="Part of the GPU's memory that may be in use, other processes' included: what weights, the largest "
+        "step and the decode graphs leave of it is the KV pool, where kv_cache.num_blocks is none. CUDA only.",
     )
     seed: int | None = Field(
         default=None,
@@ -93,4 +107,10 @@ class EngineSettings(BaseModel):
         # A decode step spends one token per running request; with fewer, some would never advance.
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise FieldOrderError("max_num_seqs", "max_num_batched_tokens")
+        return self
+
+    @model_validator(mode="after")
+    def _every_captured_size_can_occur(self) -> EngineSettings:
+        if max(self.cuda_graphs.sizes or (1,)) > self.max_num_seqs:
+            raise FieldOrderError("cuda_graphs.batch_sizes", "max_num_seqs")
         return self

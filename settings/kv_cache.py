@@ -29,11 +29,13 @@ class KVCacheSettings(BaseModel):
         default=None,
         ge=2,
         le=2**31 - 1,
-        description="Blocks in the pool, the null block included; none: derived from memory_fraction.",
+        description="Blocks in the pool, the null block included; none: on a CPU derived from memory_fraction, on CUDA "
+        "what engine.gpu_memory_utilization leaves, measured at start.",
     )
     memory_fraction: float = Field(
         default=0.5,
         gt=0,
         le=1,
-        description="Part of the memory left free by the weights that the pool takes, where num_blocks is none.",
+        description="Part of the memory left free by the weights that the pool takes, where num_blocks is none. "
+        "CPU only.",
     )

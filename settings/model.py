@@ -10,6 +10,9 @@ from pydantic import BaseModel, Field
 from settings.accepted import Accepted
 from settings.group_config import GROUP_CONFIG
 
+ToolCallFormat = Literal["auto", "qwen3", "llama3", "none"]
+ReasoningFormat = Literal["auto", "qwen3", "none"]
+
 
 class ModelSettings(BaseModel):
     """Which model runs, and what it is called in results."""
@@ -29,12 +32,12 @@ class ModelSettings(BaseModel):
         max_length=256,
         description="Model name accepted in requests and written in results; none: the directory's name.",
     )
-    tool_call_format: Literal["auto", "qwen3", "llama3", "none"] = Field(
+    tool_call_format: ToolCallFormat = Field(
         default="auto",
         description="How the model writes tool calls: between <tool_call> marks (also Hermes), or as bare JSON; none: "
         "calls stay text; auto: what the chat template shows, and tools are refused where it shows neither.",
     )
-    reasoning_format: Literal["auto", "qwen3", "none"] = Field(
+    reasoning_format: ReasoningFormat = Field(
         default="auto",
         description="How the model writes reasoning: before </think>; none: it stays text; auto: what the chat "
         "template shows.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, Field
 
 from settings.group_config import GROUP_CONFIG
-from settings.units import Requests, Steps, Tokens
+from settings.units import Sequences, Steps, Tokens
 
 
 class ProfileSettings(BaseModel):
@@ -23,8 +23,8 @@ class ProfileSettings(BaseModel):
     max_tokens: Tokens | None = Field(
         default=None, ge=1, le=1_048_576, description="Select only steps with at most so many tokens; none: any."
     )
-    min_seqs: Requests | None = Field(
-        default=None, ge=1, le=65_536, description="Select only steps with at least so many requests; none: any."
+    min_seqs: Sequences | None = Field(
+        default=None, ge=1, le=65_536, description="Select only steps with at least so many sequences; none: any."
     )
 
     max_steps: Steps = Field(
@@ -32,7 +32,7 @@ class ProfileSettings(BaseModel):
     )
 
     def selects(self, step: int, num_tokens: int, num_seqs: int) -> bool:
-        """Whether step number `step` (from 0), with `num_tokens` tokens of `num_seqs` requests, is selected."""
+        """Whether step number `step` (from 0), with `num_tokens` tokens of `num_seqs` sequences, is selected."""
         if step % self.every_steps != 0:
             return False
         if self.max_tokens is not None and num_tokens > self.max_tokens:

@@ -17,6 +17,7 @@ class Source(Enum):
     DOTENV = ".env"
     PROFILE = "profile"
     DERIVED = "derived"
+    ESTIMATED = "estimated"  # without loading the model, which measures it
     DEFAULT = "default"
 
     def overrides(self, other: Source) -> bool:

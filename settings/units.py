@@ -8,7 +8,7 @@ from typing import Annotated
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What a number counts, in the plural where it has one: `s`, `bytes`, `tokens`, `requests`."""
+    """What a number counts, in the plural where it has one: `s`, `bytes`, `tokens`, `sequences`."""
 
     name: str
 
@@ -19,6 +19,6 @@ Bytes = Annotated[int, Unit("bytes")]
 Tokens = Annotated[int, Unit("tokens")]
 Blocks = Annotated[int, Unit("blocks")]
 Steps = Annotated[int, Unit("steps")]
-Requests = Annotated[int, Unit("requests")]
+Sequences = Annotated[int, Unit("sequences")]
 Prompts = Annotated[int, Unit("prompts")]
 Jobs = Annotated[int, Unit("jobs")]

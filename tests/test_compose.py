@@ -23,7 +23,8 @@ from worker.registry.connect import connect
 
 
 def services(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((ROOT / name).read_text())["services"]
+    # Compose's own tag: the list stands in place of the other file's.
+    found: dict[str, Any] = yaml.safe_load((ROOT / name).read_text().replace("!override", ""))["services"]
     return found
 
 
@@ -87,6 +88,13 @@ def test_the_encrypted_redis_is_the_other_one_with_tls_and_no_plain_port() -> No
     encrypted = services("worker/compose.tls.yaml")["redis"]["command"]
     assert encrypted[: len(plain)] == plain
     assert encrypted[len(plain) :][:2] == ["--port", "0"]
+
+
+def test_only_the_encrypted_redis_is_published_to_other_machines() -> None:
+    assert services("compose.yaml")["redis"]["ports"] == ["127.0.0.1:6379:6379"]
+    assert services("worker/compose.tls.yaml")["redis"]["ports"] == ["6379:6379"]
+    # Merged without the tag, both would be published, of which one address is part of the other.
+    assert "ports: !override\n" in (ROOT / "worker/compose.tls.yaml").read_text()
 
 
 def _wait(client: redis.Redis) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import json
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack
@@ -39,8 +39,8 @@ class AsyncBatchClient:
 
     Looking and waiting hold no thread, so that one loop may follow any number of jobs. `submit` and `cancel`, which
     send several scripts and a Celery message, run BatchClient's in threads of this client's own, never in those of
-    asyncio.to_thread, which the lines may need. 32 submits run at once (MAX_SUBMITS), further ones wait their turn;
-    a thread is left for `cancel`.
+    asyncio.to_thread, which the lines may need. 32 submits run at once (MAX_SUBMITS), further ones wait their turn: a
+    thread goes on, after its task was cancelled, until it sees that. `cancel` has a thread that no submit can take.
     """
 
     def __init__(self, redis: str | RedisSettings, *, limits: LimitSettings | None = None) -> None:
@@ -48,8 +48,8 @@ class AsyncBatchClient:
         self._blocking = BatchClient(settings, limits=limits)  # connects when first used
         self._client = connect_async(settings)
         self._queries = JobQueries(Keys())
-        self._submits = asyncio.Semaphore(MAX_SUBMITS)
-        self._executor = ThreadPoolExecutor(MAX_SUBMITS + 1, thread_name_prefix="millrace-client")
+        self._submits = ThreadPoolExecutor(MAX_SUBMITS, thread_name_prefix="millrace-submit")
+        self._cancels = ThreadPoolExecutor(1, thread_name_prefix="millrace-cancel")
 
     async def submit(
         self,
@@ -65,8 +65,8 @@ class AsyncBatchClient:
         the job may have been accepted, and a submit with the same `job_id` or `idempotency_key` finds it.
         """
         refuse_single_line(lines)
-        async with self._submits, LinesInThread(lines) as source:
-            return await self._in_thread(partial(self._blocking.submit, source, job_id=job_id, **options))
+        async with LinesInThread(lines) as source:
+            return await _run_in(self._submits, partial(self._blocking.submit, source, job_id=job_id, **options))
 
     async def status(self, job_id: str) -> JobStatus:
         """The job as it stands."""
@@ -99,7 +99,7 @@ class AsyncBatchClient:
 
     async def cancel(self, job_id: str) -> JobStatus:
         """Cancel a job, see BatchClient.cancel."""
-        return await self._in_thread(partial(self._blocking.cancel, job_id))
+        return await _run_in(self._cancels, partial(self._blocking.cancel, job_id))
 
     async def wait(self, job_id: str, timeout_s: float | None = None) -> JobStatus:
         """Wait until the job has ended. Raises TimeoutError after `timeout_s` seconds."""
@@ -111,7 +111,8 @@ class AsyncBatchClient:
 
     async def close(self) -> None:
         """Wait for the threads of submits and cancels that still run, then close the connections."""
-        await asyncio.to_thread(self._executor.shutdown)
+        for executor in (self._submits, self._cancels):
+            await asyncio.to_thread(executor.shutdown)
         await asyncio.to_thread(self._blocking.close)
         await self._client.aclose()
 
@@ -122,10 +123,6 @@ class AsyncBatchClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-    async def _in_thread(self, call: Callable[[], T]) -> T:
-        context = contextvars.copy_context()  # as asyncio.to_thread does
-        return await asyncio.get_running_loop().run_in_executor(self._executor, context.run, call)
 
     async def _read(self, job_id: str, cursor: int, order: ResultOrder, follow: bool) -> AsyncIterator[dict[str, Any]]:
         pauses = PollPauses()
@@ -140,3 +137,8 @@ class AsyncBatchClient:
                 if page.records:
                     pauses.restart()
                 await asyncio.sleep(pauses.next_s())
+
+
+async def _run_in(executor: Executor, call: Callable[[], T]) -> T:
+    context = contextvars.copy_context()  # as asyncio.to_thread does
+    return await asyncio.get_running_loop().run_in_executor(executor, context.run, call)

@@ -21,9 +21,10 @@ from worker.poll_pauses import PollPauses
 from worker.records.encode_record import has_failed
 from worker.registry.admission_limits import AdmissionLimits
 from worker.registry.connect import connect
+from worker.registry.exchange import perform
 from worker.registry.job_control import JobControl
 from worker.registry.job_intake import JobIntake
-from worker.registry.job_reader import JobReader
+from worker.registry.job_queries import JobQueries
 from worker.registry.keys import Keys
 from worker.registry.result_order import ResultOrder
 from worker.registry.unit_leases import UnitLeases
@@ -58,7 +59,7 @@ class BatchClient:
             grace_s=settings.worker.reap_grace_s,
         )
         self._limits = limits
-        self._reader = JobReader(self._client, keys)
+        self._queries = JobQueries(keys)
         self._control = JobControl(self._client, keys)
         self._closer = UnitCloser(_closing_leases(self._client, keys, settings.worker), limits)
         self._app = create_app(settings)
@@ -98,15 +99,15 @@ class BatchClient:
 
     def status(self, job_id: str) -> JobStatus:
         """The job as it stands."""
-        return self._reader.status(job_id)
+        return perform(self._client, self._queries.status(job_id))
 
     def jobs(self, limit: int = 1000) -> list[JobStatus]:
         """The newest jobs, newest first."""
-        return self._reader.jobs(limit)
+        return perform(self._client, self._queries.jobs(limit))
 
     def workers(self) -> list[WorkerInfo]:
         """The workers that are there."""
-        return self._reader.workers()
+        return perform(self._client, self._queries.workers())
 
     def results(
         self,
@@ -163,7 +164,7 @@ class BatchClient:
     def _read(self, job_id: str, cursor: int, order: ResultOrder, follow: bool) -> Iterator[dict[str, Any]]:
         pauses = PollPauses()
         while True:
-            page = self._reader.page(job_id, cursor, order)
+            page = perform(self._client, self._queries.page(job_id, cursor, order))
             cursor = page.cursor
             for record in page.records:
                 yield json.loads(record)

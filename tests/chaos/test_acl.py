@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -103,18 +104,22 @@ def test_every_command_of_the_command_line_works(
 
 
 @pytest.mark.usefixtures("nothing_denied")
-def test_the_readmes_plain_celery_producer_works(
+def test_the_readmes_python_producers_work_with_a_password(
     server: AclRedis, client: BatchClient, workers: WorkerProcesses
 ) -> None:
-    code = python_block(after="From a plain Celery producer")
-    code = replace_line(code, "url = ", f"url = {server.producer_url!r}")
+    plain_celery = python_block(after="From a plain Celery producer")
+    plain_celery = replace_line(plain_celery, "url = ", f"url = {server.producer_url!r}")
+    environment = {**os.environ, "MILLRACE_REDIS__URL": server.producer_url}
     workers.start()
     workers.wait_up(client)
 
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=60)
+    for code in (plain_celery, python_block(after="From Python:")):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, check=False, timeout=60, env=environment
+        )
 
-    assert done.returncode == 0, done.stderr.decode()
-    assert b"'status_code': 200" in done.stdout
+        assert done.returncode == 0, done.stderr.decode()
+        assert b"'status_code': 200" in done.stdout
 
 
 def test_a_user_that_lacks_a_permission_is_found_by_doctor(server: AclRedis, tmp_path: Path) -> None:

@@ -11,12 +11,11 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from engine.engine import Engine
-from settings import LimitSettings
+from settings import LimitSettings, ModelSettings
 from tests.support.chat_models import LLAMA3_TOKENS, QWEN3_TOKENS, chat_model, template_source
 from tests.support.engines import load_engine
 from tests.support.request_lines import chat_line
 from tests.support.tiny_checkpoint import make_checkpoint
-from worker.answers.answer_formats import AnswerFormats
 from worker.offline.line_feed import LineFeed
 from worker.offline.offline_run import OfflineRun
 
@@ -48,8 +47,8 @@ def run(engine: Engine, lines: list[bytes]) -> dict[str, ChatCompletion]:
     """The answers by custom_id, as OpenAI's client reads them."""
     records: list[Mapping[str, Any]] = []
     # Random weights that begin to reason do not stop; tests of reasoning have answers written by hand.
-    formats = AnswerFormats(reasoning="none")
-    offline = OfflineRun(engine, model_name="m", window=16, write=records.append, formats=formats)
+    settings = ModelSettings(name="m", reasoning_format="none")
+    offline = OfflineRun(engine, settings, window=16, write=records.append)
     feed = LineFeed(lines, LimitSettings(), capacity=16, by_prefix=True)
     feed.start()
     offline.run(feed, lambda: False, lambda: None)

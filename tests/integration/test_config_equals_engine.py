@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.engine import Engine
 from settings import load_settings
+from tests.support.engines import load_decoder_engine
 from tests.support.millrace import millrace
 
 
@@ -17,7 +17,7 @@ def test_config_prints_what_the_engine_holds(tiny_model: Path) -> None:
     overrides = {"model.path": str(tiny_model), "engine.max_num_seqs": "3", "engine.prefix_cache.enabled": "off"}
     options = [f"{key}={value}" for key, value in overrides.items() if key != "model.path"]
     shown = millrace("config", "--json", "--model", tiny_model, "--set", options[0], "--set", options[1])
-    engine = Engine.load(load_settings(overrides, environ={}, dotenv_path=Path(os.devnull)))
+    engine = load_decoder_engine(load_settings(overrides, environ={}, dotenv_path=Path(os.devnull)))
     held = engine.effective.as_json()
     assert json.loads(shown.stdout) == held
     assert held["engine.kv_cache.num_blocks"]["value"] == engine.stats().num_blocks

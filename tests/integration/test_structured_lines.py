@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from settings import LimitSettings
+from settings import LimitSettings, ModelSettings
 from tests.support.engines import load_engine
 from tests.support.grammars import POINT, SLOW_SCHEMA
 from tests.support.request_lines import chat_line, completion_line
@@ -24,7 +24,7 @@ def _run(model: Path, lines: list[bytes]) -> dict[str, Mapping[str, Any]]:
     engine = load_engine(model, LIMITS)
     feed = LineFeed(lines, LimitSettings(), capacity=16, by_prefix=True)
     feed.start()
-    OfflineRun(engine, model_name="m", window=16, write=records.append).run(feed, lambda: False, lambda: None)
+    OfflineRun(engine, ModelSettings(name="m"), window=16, write=records.append).run(feed, lambda: False, lambda: None)
     engine.close()
     return {record["custom_id"]: record["response"] for record in records}
 

@@ -13,7 +13,7 @@ from settings import SettingRow, load_settings
 from settings.catalogue import Catalogue
 
 SPECS = list(Catalogue.read().specs.values())
-UNITS_BY_SUFFIX = {"_s": "s", "_bytes": "bytes", "_tokens": "tokens", "_seqs": "requests", "_blocks": "blocks"}
+UNITS_BY_SUFFIX = {"_s": "s", "_bytes": "bytes", "_tokens": "tokens", "_seqs": "sequences", "_blocks": "blocks"}
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.key)
@@ -74,8 +74,9 @@ def test_a_row_carries_all_that_a_table_needs() -> None:
         value_text="8",
         source=settings.Source.COMMAND_LINE,
         accepted="a whole number, 1 to 65536",
-        unit="requests",
-        description="Most requests that run at the same time.",
+        unit="sequences",
+        description="Most sequences that run at the same time: each of n completions, each input of an embedding "
+        "request, is one.",
         default=64,
         default_text="64",
     )
@@ -84,7 +85,8 @@ def test_a_row_carries_all_that_a_table_needs() -> None:
 def test_the_public_names_are_those_promised() -> None:
     assert settings.__all__ == [
         "Settings", "EffectiveSettings", "SettingRow", "Source", "SettingsError", "load_settings",
-        "parse_assignments", "ModelSettings", "RedisSettings", "EngineSettings", "KVCacheSettings",
+        "parse_assignments", "ModelSettings", "ToolCallFormat", "ReasoningFormat", "RedisSettings", "EngineSettings",
+        "KVCacheSettings",
         "PrefixCacheSettings", "DecodeSettings", "MoeSettings", "CudaGraphSettings", "StructuredOutputSettings",
         "ProfileSettings", "WorkerSettings", "LimitSettings", "LogSettings",
     ]  # fmt: skip

@@ -32,10 +32,10 @@ class OpenAIBatch:
 
     @classmethod
     def read(cls, registry: TestRegistry, job_id: str) -> Self:
-        batch = Batch.model_validate(batch_object(registry.reader.status(job_id)), strict=True)
+        batch = Batch.model_validate(batch_object(registry.status(job_id)), strict=True)
         output: dict[str, Any] = {}
         errors: dict[str | None, ErrorObject | BatchError] = {}
-        for raw in registry.reader.records(job_id, 0, 1000):
+        for raw in registry.records(job_id):
             record = json.loads(raw)
             assert record.keys() == {"id", "custom_id", "response", "error"}
             if BatchFile.of_record(record) is BatchFile.OUTPUT:

@@ -14,18 +14,20 @@ from worker.registry.admission_limits import AdmissionLimits
 from worker.registry.claim import Claim
 from worker.registry.claim_refusal import ClaimRefusal
 from worker.registry.connect import connect
+from worker.registry.exchange import perform
 from worker.registry.job_control import JobControl
 from worker.registry.job_intake import JobIntake
-from worker.registry.job_reader import JobReader
+from worker.registry.job_queries import JobQueries
 from worker.registry.keys import Keys
 from worker.registry.outcome import Outcome
 from worker.registry.prompt_record import PromptRecord
 from worker.registry.reap_queue import ReapQueue
 from worker.registry.redis_reply import text
+from worker.registry.result_order import ResultOrder
 from worker.registry.shard_queue import ShardQueue
 from worker.registry.unit_leases import UnitLeases
 from worker.registry.unit_ref import UnitRef
-from worker.schemas import SubmitOptions
+from worker.schemas import JobStatus, SubmitOptions, WorkerInfo
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,6 @@ class TestRegistry:
     def at(cls, url: str) -> TestRegistry:
         settings = RedisSettings(url=SecretStr(url))
         return cls(connect(settings), Keys(), settings)
-
-    @property
-    def reader(self) -> JobReader:
-        return JobReader(self.redis, self.keys)
 
     @property
     def control(self) -> JobControl:
@@ -84,6 +82,19 @@ class TestRegistry:
         leases = self.leases()
         assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), shards, ageing_s=60.0)
         return job_id
+
+    def status(self, job_id: str) -> JobStatus:
+        return perform(self.redis, JobQueries(self.keys).status(job_id))
+
+    def jobs(self, limit: int = 100) -> list[JobStatus]:
+        return perform(self.redis, JobQueries(self.keys).jobs(limit))
+
+    def workers(self) -> list[WorkerInfo]:
+        return perform(self.redis, JobQueries(self.keys).workers())
+
+    def records(self, job_id: str) -> Sequence[bytes]:
+        """The first page of them, as they were written."""
+        return perform(self.redis, JobQueries(self.keys).page(job_id, 0, ResultOrder.COMPLETION)).records
 
     def make_due(self) -> None:
         """Let every open unit be due for a look."""

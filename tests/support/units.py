@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from celery import Celery
 
-from settings import LimitSettings, WorkerSettings
+from settings import LimitSettings, ModelSettings, WorkerSettings
 from tests.support.fake_engine import FakeEngine
 from tests.support.registry import TestRegistry, must_claim
 from tests.support.running_thread import running_thread
@@ -20,7 +20,7 @@ from worker.process.held_units import HeldUnits
 from worker.process.result_writer import ResultWriter
 from worker.registry.unit_leases import UnitLeases
 from worker.registry.unit_ref import UnitRef
-from worker.requests.request_builder import RequestBuilder
+from worker.requests.served_model import ServedModel
 from worker.units.planner import Planner
 from worker.units.refused_record import refused_record
 from worker.units.shard_prompts import ShardPrompts
@@ -76,16 +76,12 @@ class Units:
     def run_job(self, job_id: str) -> None:
         """Plan the job and run its shards, one after the other; all of it must be queued."""
         self.planner().plan(self.hold(UnitRef.plan(job_id)))
-        for number in range(self.registry.reader.status(job_id).shards_total):
+        for number in range(self.registry.status(job_id).shards_total):
             self.shard_run(self.hold(UnitRef.shard(job_id, number))).run()
 
     def shard_run(self, held: HeldUnit) -> ShardRun:
-        requests = RequestBuilder(
-            self.engine.tokenizer, max_model_len=self.engine.max_model_len, model_name=self.model_name
-        )
-        prompts = ShardPrompts(
-            held.claim, requests, self.engine.tokenizer, model_name=self.model_name, limits=LimitSettings()
-        )
+        served = ServedModel(self.engine, ModelSettings(name=self.model_name))
+        prompts = ShardPrompts(held.claim, served, limits=LimitSettings())
         return ShardRun(
             held,
             prompts,

@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
@@ -57,7 +58,7 @@ def test_lines_of_plain_and_of_asynchronous_iterables_are_staged_in_order(loop: 
 
     for job_id in loop(submit_both):
         assert registry.leases().lines(job_id, [0, 499, 500, 1000, 1200]) == [b"0", b"499", b"500", b"1000", b"1200"]
-        status = registry.reader.status(job_id)
+        status = registry.status(job_id)
         assert (status.request_counts.total, status.priority) == (1201, 3)
     assert registry.redis.llen("millrace") == 2
 
@@ -71,7 +72,7 @@ def test_an_asynchronous_iterable_that_ends_with_a_chunk_loses_nothing(
             loop(lambda client: client.submit(rising(0)))
     else:
         job_id = loop(lambda client: client.submit(rising(count)))
-        assert registry.reader.status(job_id).request_counts.total == count
+        assert registry.status(job_id).request_counts.total == count
 
 
 def test_errors_are_those_of_the_other_client_and_leave_nothing_behind(loop: Loop, registry: TestRegistry) -> None:
@@ -86,14 +87,20 @@ def test_errors_are_those_of_the_other_client_and_leave_nothing_behind(loop: Loo
         loop(lambda client: client.submit(rising(3)), LimitSettings(max_prompts_per_job=2))
     with pytest.raises(ValidationError):
         loop(lambda client: client.submit([b"x"], priority=10))
-    for verb in (AsyncBatchClient.status, AsyncBatchClient.cancel, AsyncBatchClient.wait):
-        with pytest.raises(JobNotFound, match=unknown):
-            loop(lambda client, verb=verb: verb(client, unknown))  # type: ignore[misc]  # a loop's variable
-        with pytest.raises(InvalidJobId):
-            loop(lambda client, verb=verb: verb(client, "nonsense"))  # type: ignore[misc]
     with pytest.raises(JobNotFound):
         loop(lambda client: numbers(client.results(unknown)))
     assert registry.redis.keys("*:in") == []
+
+
+@pytest.mark.parametrize("verb", [AsyncBatchClient.status, AsyncBatchClient.cancel, AsyncBatchClient.wait])
+def test_a_job_that_is_not_there_is_an_error_to_every_verb(
+    loop: Loop, registry: TestRegistry, verb: Callable[[AsyncBatchClient, str], Awaitable[object]]
+) -> None:
+    unknown = registry.keys.new_job_id()
+    with pytest.raises(JobNotFound, match=unknown):
+        loop(lambda client: verb(client, unknown))
+    with pytest.raises(InvalidJobId):
+        loop(lambda client: verb(client, "nonsense"))
 
 
 @pytest.mark.parametrize("is_asynchronous", [True, False])
@@ -119,8 +126,38 @@ def test_a_cancelled_task_submits_nothing(loop: Loop, registry: TestRegistry, is
         goes_on.set()
 
     loop(cancel_soon)
-    assert registry.reader.jobs(10) == []
+    assert registry.jobs(10) == []
     assert registry.redis.keys("*:in") == []
+
+
+def test_submits_that_were_cancelled_but_go_on_leave_a_thread_for_cancel(
+    loop: Loop, registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.async_client.MAX_SUBMITS", 2)
+    goes_on = threading.Event()
+    has_begun = threading.Semaphore(0)
+    job_id = registry.submit([b"{}"])
+
+    def stuck() -> Iterator[bytes]:
+        yield b"x"
+        has_begun.release()
+        goes_on.wait(10)
+
+    async def cancel_beside_stuck_submits(client: AsyncBatchClient) -> JobState:
+        try:
+            for number in range(3):
+                task = asyncio.create_task(client.submit(stuck()))
+                await (asyncio.to_thread(has_begun.acquire, timeout=5) if number < 2 else asyncio.sleep(0.2))
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            async with asyncio.timeout(5):
+                return (await client.cancel(job_id)).status
+        finally:
+            goes_on.set()
+
+    assert loop(cancel_beside_stuck_submits) is JobState.CANCELLED
+    assert [job.id for job in registry.jobs()] == [job_id]
 
 
 def test_submits_whose_lines_need_the_default_threads_all_end(loop: Loop, registry: TestRegistry) -> None:
@@ -135,7 +172,7 @@ def test_submits_whose_lines_need_the_default_threads_all_end(loop: Loop, regist
             return await asyncio.gather(*(client.submit(lines()) for _ in range(count)))
 
     assert len(set(loop(submit_all))) == count
-    assert len(registry.reader.jobs(100)) == count
+    assert len(registry.jobs(100)) == count
 
 
 @pytest.mark.parametrize("ending", ["refused", "cancelled", "invalid"])
@@ -176,15 +213,15 @@ def test_a_generator_runs_in_one_task_and_may_hold_a_timeout_open(loop: Loop, re
                 yield line
 
     job_id = loop(lambda client: client.submit(lines()))
-    assert registry.reader.status(job_id).request_counts.total == 1201
+    assert registry.status(job_id).request_counts.total == 1201
     assert len(tasks) == 1
 
 
 def test_one_line_in_place_of_lines_is_a_type_error(loop: Loop, registry: TestRegistry) -> None:
-    one: Any
-    for one in (b"{}", "{}", {"prompt": "a"}):
+    ones: tuple[Any, ...] = (b"{}", "{}", {"prompt": "a"})
+    for one in ones:
         with pytest.raises(TypeError, match=r"^lines is one (bytes|str|dict); accepted: an iterable of lines"):
-            loop(lambda client, one=one: client.submit(one))  # type: ignore[misc]  # a loop's variable
+            loop(partial(AsyncBatchClient.submit, lines=one))
     with pytest.raises(TypeError, match=r"^line 2 is of type int; accepted: "):
         loop(lambda client: client.submit([b"x", 3]))  # type: ignore[list-item]  # that is what is tested
     assert registry.redis.keys("*") == []
@@ -227,7 +264,7 @@ def test_cancelling_writes_error_records_and_waiting_has_an_end(loop: Loop, regi
         assert await client.workers() == []
 
     loop(cancel)
-    assert len(registry.reader.jobs(10)) == 1
+    assert len(registry.jobs(10)) == 1
 
 
 def test_many_jobs_are_followed_without_a_thread_for_each(loop: Loop, registry: TestRegistry) -> None:

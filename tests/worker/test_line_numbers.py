@@ -6,7 +6,7 @@ import io
 import json
 from typing import Any
 
-from settings import LimitSettings
+from settings import LimitSettings, ModelSettings
 from tests.support.fake_engine import FakeEngine
 from tests.support.registry import TestRegistry
 from tests.support.units import running_units
@@ -29,7 +29,7 @@ def numbered(records: list[dict[str, Any]]) -> list[tuple[int, str | None, str |
 def test_offline_counts_requests_and_not_blank_lines() -> None:
     records: list[dict[str, Any]] = []
     engine = FakeEngine()
-    run = OfflineRun(engine, model_name="m", window=4, write=lambda record: records.append({**record}))
+    run = OfflineRun(engine, ModelSettings(name="m"), window=4, write=lambda record: records.append({**record}))
     raw_lines = read_raw_lines(io.BytesIO(FILE), MAX_LINE_BYTES)
     feed = LineFeed(raw_lines, LimitSettings(), capacity=4, by_prefix=True)
     feed.start()
@@ -47,5 +47,5 @@ def test_the_queue_counts_as_offline_does(redis_url: str, registry: TestRegistry
         for job_id in (from_file, from_list):
             units.planner().plan(units.hold(UnitRef.plan(job_id)))
 
-            records = [json.loads(record) for record in registry.reader.records(job_id, 0, 100)]
+            records = [json.loads(record) for record in registry.records(job_id)]
             assert numbered(records) == EXPECTED

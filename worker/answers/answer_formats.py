@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+
+from settings import ReasoningFormat, ToolCallFormat
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -12,9 +13,6 @@ REASONING_BEGIN, REASONING_END = "<think>", "</think>"
 
 # Other models put XML between the same marks; in their templates stands one of these.
 _OTHER_CALLS = ("<function=", "<arg_key>")
-
-ToolCallFormat = Literal["auto", "qwen3", "llama3", "none"]
-ReasoningFormat = Literal["auto", "qwen3", "none"]
 
 
 @dataclass(frozen=True, slots=True)

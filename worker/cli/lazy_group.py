@@ -32,6 +32,13 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.summary) for name, command in self._lazy_commands.items()])
 
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command. Raises CommandError where what it imports on its way, as torch, is not installed."""
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            raise CommandError(_missing(ctx.invoked_subcommand, error)) from error
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the command. Raises CommandError where its module is not installed."""
         lazy = self._lazy_commands.get(cmd_name)
@@ -40,14 +47,14 @@ class LazyGroup(click.Group):
         try:
             module = importlib.import_module(lazy.module)
         except ModuleNotFoundError as error:
-            raise CommandError(_missing(cmd_name, lazy.module, error)) from error
+            if error.name == lazy.module:
+                raise CommandError(f"{cmd_name} is not part of this installation") from error
+            raise CommandError(_missing(cmd_name, error)) from error
         command = module.command
         if not isinstance(command, click.Command):
             raise TypeError(f"{lazy.module}.command is {command!r}, not a click command")
         return command
 
 
-def _missing(command: str, path: str, error: ModuleNotFoundError) -> str:
-    if error.name == path:
-        return f"{command} is not part of this installation"
+def _missing(command: str | None, error: ModuleNotFoundError) -> str:
     return f"{command} needs {error.name}, which is not installed: {INSTALL_ENGINE}"

@@ -11,21 +11,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import click
 
-# This module is imported for `millrace run` alone, so it may import the engine, and torch with it.
-from engine.embedding.encoder_engine import EncoderEngine
-from engine.engine import Engine
 from engine.errors import CapabilityError, EngineError
-from engine.execution.pass_trace import PassTrace
-from engine.load_engine import load_engine
 from settings import EffectiveSettings, SettingsError
-from worker.answers.answer_formats import AnswerFormats
 from worker.cli.bad_usage import BadUsage
 from worker.cli.command_error import CommandError
 from worker.cli.command_settings import load_command_settings, set_option
-from worker.cli.data_files import STANDARD, open_output, refuse_same_file, write_line
+from worker.cli.data_files import STANDARD, check_output, open_output, refuse_same_file, write_line
 from worker.cli.exit_code import ExitCode
 from worker.cli.input_files import input_files
 from worker.cli.progress_line import ProgressLine
@@ -36,8 +31,13 @@ from worker.lines.read_input_files import read_input_files
 from worker.offline.line_feed import LineFeed
 from worker.offline.offline_run import OfflineRun
 from worker.offline.run_summary import RunSummary
-from worker.requests.model_name import served_model_name
 from worker.requests.request_window import request_window
+
+# With these comes torch, 2 to 5 s: they are imported where they are used, once settings and arguments are checked.
+if TYPE_CHECKING:
+    from engine.embedding.encoder_engine import EncoderEngine
+    from engine.engine import Engine
+    from engine.execution.pass_trace import PassTrace
 
 
 @click.command("run")
@@ -73,11 +73,12 @@ def command(
     effective = load_command_settings(assignments, {"model.path": model})
     files, paths = input_files(input_paths), RecordPaths.of(output_path)
     _refuse_overwriting(files, paths, profile_path)
+    for path in paths:
+        check_output(path)  # results that cannot be written are not worth loading a model for
     with _pass_trace(profile_path, effective) as trace:
-        with record_output(paths) as write, _stop_signals() as should_stop:
-            started_s = time.monotonic()
-            engine = _load_engine(effective, trace)
-            load_s = time.monotonic() - started_s
+        # What replaces the last results is a model that runs: until it does, Ctrl-C ends the command at once.
+        engine, load_s = _load_engine(effective, trace)
+        with _stop_signals() as should_stop, record_output(paths) as write:
             summary, failure = _run(engine, files, write, load_s, should_stop)
         if summary_path is not None:
             with open_output(summary_path) as file:
@@ -108,6 +109,8 @@ def _pass_trace(path: str | None, effective: EffectiveSettings) -> Iterator[Pass
         return
     try:
         with open_output(path) as file:
+            from engine.execution.pass_trace import PassTrace  # noqa: PLC0415
+
             trace = PassTrace(file, effective.settings.engine.profile.max_steps)
             try:
                 yield trace
@@ -117,9 +120,13 @@ def _pass_trace(path: str | None, effective: EffectiveSettings) -> Iterator[Pass
         raise CommandError(f"{path}: the trace is not complete: {error}") from error
 
 
-def _load_engine(effective: EffectiveSettings, trace: PassTrace | None) -> Engine | EncoderEngine:
+def _load_engine(effective: EffectiveSettings, trace: PassTrace | None) -> tuple[Engine | EncoderEngine, float]:
+    """The engine, and the seconds that loading it took, less torch's import."""
+    from engine.load_engine import load_engine  # noqa: PLC0415
+
+    started_s = time.monotonic()
     try:
-        return load_engine(effective, trace)
+        return load_engine(effective, trace), time.monotonic() - started_s
     except (SettingsError, CapabilityError) as error:
         raise BadUsage(str(error)) from error
     except EngineError as error:
@@ -135,10 +142,7 @@ def _run(
 ) -> tuple[RunSummary, CommandError | None]:
     """The figures, and what ended the run before its end: they tell how far it came."""
     window = request_window(engine.settings.engine.max_num_seqs)
-
-    model = engine.settings.model
-    formats = AnswerFormats(model.tool_call_format, model.reasoning_format)
-    run = OfflineRun(engine, model_name=served_model_name(model), window=window, write=write, formats=formats)
+    run = OfflineRun(engine, engine.settings.model, window=window, write=write)
     progress = ProgressLine(sys.stderr)
 
     def show_progress() -> None:

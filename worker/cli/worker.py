@@ -7,16 +7,15 @@ import sys
 import click
 import redis
 
-# This module is imported for `millrace worker` alone, so it may import the engine, and torch with it.
 from engine.errors import CapabilityError, EngineError
-from engine.load_engine import load_engine
-from settings import SettingsError
+from settings import EffectiveSettings, SettingsError
 from worker.cli.bad_usage import BadUsage
 from worker.cli.command_error import CommandError
 from worker.cli.command_settings import load_command_settings, redis_options
 from worker.cli.job_client import shown_redis_url
 from worker.cli.stdout_to_stderr import stdout_to_stderr
 from worker.process.worker_process import run_worker
+from worker.requests.step_engine import StepEngine
 
 
 @click.command("worker")
@@ -33,7 +32,7 @@ def command(model: str | None, concurrency: str | None, redis_url: str | None, a
     effective = load_command_settings(assignments, named)
     try:
         with stdout_to_stderr():
-            code = run_worker(effective, load_engine)
+            code = run_worker(effective, _load_engine)
     except (SettingsError, CapabilityError) as error:
         raise BadUsage(str(error)) from error
     except EngineError as error:
@@ -41,3 +40,10 @@ def command(model: str | None, concurrency: str | None, redis_url: str | None, a
     except redis.RedisError as error:
         raise CommandError(f"Redis at {shown_redis_url(effective)}: {error}") from error
     sys.exit(code)
+
+
+def _load_engine(effective: EffectiveSettings) -> StepEngine:
+    # Not above: with it comes torch, 2 to 5 s, and a wrong setting or a Redis that does not answer is said before.
+    from engine.load_engine import load_engine  # noqa: PLC0415
+
+    return load_engine(effective)

@@ -6,10 +6,12 @@ the same words, and a test holds the two together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
+
+from worker.lines.shorten import shorten
 
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
@@ -47,4 +49,23 @@ COUNT_PENALTY = _within(lambda number: -2.0 <= number <= 2.0, "-2 to 2")
 SEED = _within(lambda number: -MAX_SEED - 1 <= number <= MAX_SEED, "a 64-bit whole number")
 AT_LEAST_ONE = _within(lambda number: 1 <= number <= MAX_TOKENS, f"a whole number, 1 to {MAX_TOKENS}")
 AT_LEAST_NONE = _within(lambda number: 0 <= number <= MAX_TOKENS, f"a whole number, 0 to {MAX_TOKENS}")
-TOKEN_ID = _within(lambda number: 0 <= number <= MAX_TOKEN_ID, f"token ids of 0 to {MAX_TOKEN_ID}")
+TOKEN_IDS = f"token ids of 0 to {MAX_TOKEN_ID}"
+TOKEN_ID = _within(lambda number: 0 <= number <= MAX_TOKEN_ID, TOKEN_IDS)
+
+
+def token_ids(values: Sequence[object], *, at: int | None = None, accepted: str = TOKEN_IDS) -> tuple[int, ...]:
+    """`values`, each of them a token id; otherwise PydanticCustomError, which shows the value at fault.
+
+    It names the value's position, or `at`, that of the list. `accepted`: what may stand in a value's place that is no
+    whole number at all.
+    """
+    checked: list[int] = []
+    for position, value in enumerate(values):
+        if type(value) is int and 0 <= value <= MAX_TOKEN_ID:  # true is none
+            checked.append(value)
+            continue
+        is_number = type(value) is int
+        context = {"at": position if at is None else at, "value": shorten(value)}
+        context["accepted"] = TOKEN_IDS if is_number else accepted
+        raise PydanticCustomError("invalid_value" if is_number else "invalid_type", "{accepted}", context)
+    return tuple(checked)

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import BeforeValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from worker.lines.bounds import AT_LEAST_NONE, MAX_TOKEN_ID, MAX_TOKENS
+from worker.lines.bounds import AT_LEAST_NONE, MAX_TOKENS, token_ids
 from worker.lines.sampling_body import SamplingBody
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -22,14 +22,7 @@ def _prompt(value: object) -> str | tuple[int, ...]:
         raise PydanticCustomError("invalid_type", "a string or a list of token ids")
     if not value:
         raise PydanticCustomError("empty_prompt", "a prompt that is not empty")
-    for position, token_id in enumerate(value):
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise PydanticCustomError(
-                "invalid_type", "a string or a list of token ids: one prompt a line", {"at": position}
-            )
-        if not 0 <= token_id <= MAX_TOKEN_ID:
-            raise PydanticCustomError("invalid_value", f"token ids of 0 to {MAX_TOKEN_ID}", {"at": position})
-    return tuple(value)
+    return token_ids(value, accepted="a string or a list of token ids: one prompt a line")
 
 
 class CompletionBody(SamplingBody):

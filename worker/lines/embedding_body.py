@@ -7,14 +7,12 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from worker.lines.bounds import AT_LEAST_ONE, MAX_TOKEN_ID
+from worker.lines.bounds import AT_LEAST_ONE, token_ids
 from worker.lines.service_fields import ServiceFields
-from worker.lines.shorten import shorten
 
 EmbeddingInput = str | tuple[int, ...]  # a text, or token ids
 
 _SHAPES = "a string, a list of strings, a list of token ids or a list of lists of token ids"
-_TOKEN_IDS = f"token ids of 0 to {MAX_TOKEN_ID}"
 
 
 def _inputs(value: object) -> tuple[EmbeddingInput, ...]:
@@ -45,14 +43,7 @@ def _token_ids(value: object, position: int | None) -> tuple[int, ...]:
         raise PydanticCustomError("invalid_type", _SHAPES, _at(position))
     if not value:
         raise PydanticCustomError("empty_prompt", "an input that is not empty", _at(position))
-    for index, token_id in enumerate(value):
-        # Of a list of lists the list at fault is named, and the id shown.
-        at = {"at": index if position is None else position, "value": shorten(token_id)}
-        if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise PydanticCustomError("invalid_type", _TOKEN_IDS, at)
-        if not 0 <= token_id <= MAX_TOKEN_ID:
-            raise PydanticCustomError("invalid_value", _TOKEN_IDS, at)
-    return tuple(value)
+    return token_ids(value, at=position)  # of a list of lists the list at fault is named
 
 
 def _at(position: int | None) -> dict[str, object]:

@@ -36,19 +36,24 @@ class LineFeed:
         """Whether the last line was taken."""
         return self._ended
 
-    def take(self, wait_s: float) -> Line | None:
-        """The next line, or None if there is none within `wait_s` seconds. Raises what reading the file raised."""
-        if self._ended:
-            return None
-        try:
-            line = self._lines.get(timeout=wait_s)
-        except queue.Empty:
-            return None
-        if line is None:
-            self._ended = True
-            if self._error is not None:
-                raise self._error
-        return line
+    def take(self, max_lines: int, wait_s: float) -> list[Line]:
+        """The next lines, as far as they are there; none if there is none within `wait_s` seconds.
+
+        Behind the last of them raises what reading the file raised.
+        """
+        lines: list[Line] = []
+        while len(lines) < max_lines and not self._ended:
+            try:
+                line = self._lines.get_nowait() if lines else self._lines.get(timeout=wait_s)
+            except queue.Empty:
+                break
+            if line is None:
+                self._ended = True
+            else:
+                lines.append(line)
+        if not lines and self._ended and self._error is not None:
+            raise self._error
+        return lines
 
     def _read(self) -> None:
         try:

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 from engine.any_request import AnyRequest
 from engine.errors import EngineError, EngineFatal, InvalidRequest
 from engine.request_output import RequestOutput
-from worker.answers.answer_formats import AnswerFormats
+from settings import ModelSettings
 from worker.lines.line_error import LineError
 from worker.lines.request_line import RequestLine
 from worker.offline.line_feed import LineFeed
 from worker.offline.run_order import Line
 from worker.offline.run_summary import RunSummary
 from worker.records.encode_record import has_failed
-from worker.records.error_record import line_error_record
-from worker.records.record_context import RecordContext
-from worker.requests.record_builder import RecordBuilder
-from worker.requests.request_builder import RequestBuilder
+from worker.requests.request_window import request_room
+from worker.requests.served_model import ServedModel
 from worker.requests.step_engine import StepEngine
 
 JOB_ID = "run"  # stands in the record ids where a job's id would
 # While requests run, a line that is not there yet is waited for no longer than this before the next step.
 BUSY_WAIT_S = 0.001
+BUILT_TOGETHER = 32  # lines at most: their texts are tokenised together
 IDLE_WAIT_S = 0.1  # how soon a request to stop is seen while the input is silent
-
-logger = logging.getLogger(__name__)
 
 
 class OfflineRun:
@@ -36,26 +33,22 @@ class OfflineRun:
     def __init__(
         self,
         engine: StepEngine,
+        model: ModelSettings,
         *,
-        model_name: str,
         window: int,
         write: Callable[[Mapping[str, object]], None],
-        formats: AnswerFormats | None = None,
     ) -> None:
-        context = RecordContext(JOB_ID, model_name, created_s=int(time.time()))
+        """`model`: which one `engine` runs. Raises SettingsError for a model.path that is not under model.root."""
+        served = ServedModel(engine, model)
         self._engine = engine
-        self._window = window  # requests in the engine at once: enough to order by prefix, not a whole file
+        self._window = window  # sequences in the engine at once: enough to order by prefix, not a whole file
         self._write_record = write
-        self._context = context
-        self._requests = RequestBuilder(
-            engine.tokenizer,
-            max_model_len=engine.max_model_len,
-            model_name=model_name,
-            formats=formats,
-            generates=engine.generates,
-        )
-        self._records = RecordBuilder(engine.tokenizer, context, self._requests.answers, self._requests.echoes)
-        self._running: dict[str, RequestLine] = {}
+        self._requests = served.requests
+        self._created_s = int(time.time())
+        self._records = served.records(JOB_ID, created_s=self._created_s)
+        self._built: deque[tuple[RequestLine, AnyRequest]] = deque()  # next to go into the engine
+        self._room_taken = 0
+        self._running: dict[str, tuple[RequestLine, int]] = {}  # with the room it takes
         self._num_records = self._num_failed = 0
         self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
         self._started_s = time.monotonic()
@@ -92,48 +85,53 @@ class OfflineRun:
         )
 
     def _admit(self, feed: LineFeed) -> None:
-        while len(self._running) < self._window:
-            line = feed.take(BUSY_WAIT_S if self._running else IDLE_WAIT_S)
-            if line is None:
+        while self._room_taken < self._window:
+            if self._built:
+                self._add(*self._built.popleft())
+                continue
+            lines = feed.take(BUILT_TOGETHER, BUSY_WAIT_S if self._running else IDLE_WAIT_S)
+            if not lines:
                 return
-            self._accept(line)
+            self._build(lines)
 
-    def _accept(self, line: Line) -> None:
-        if isinstance(line, LineError):
-            self._record(line_error_record(line, self._context))
-            return
-        request = self._build(line)
-        if request is None:
-            return
-        self._running[request.request_id] = line
+    def _build(self, lines: Sequence[Line]) -> None:
+        parsed = [line for line in lines if isinstance(line, RequestLine)]
+        for line in lines:
+            if isinstance(line, LineError):
+                self._record(self._records.of_line_error(line))
+        built = self._requests.build_all([(line, str(line.index)) for line in parsed], created_s=self._created_s)
+        for line, request in zip(parsed, built, strict=True):
+            if isinstance(request, Exception):
+                self._record(self._records.of_unbuilt(line, request))
+            else:
+                self._built.append((line, request))
+
+    def _add(self, line: RequestLine, request: AnyRequest) -> None:
+        room = request_room(request)
+        self._running[request.request_id] = line, room
+        self._room_taken += room
         try:
             self._engine.add_request(request)
         except InvalidRequest as error:
-            del self._running[request.request_id]
-            self._record(self._records.of_error(line, error))
+            self._record(self._records.of_error(self._take_out(request.request_id), error))
 
-    def _build(self, line: RequestLine) -> AnyRequest | None:
-        """The engine's request for `line`, or None once its error record is written."""
-        try:
-            return self._requests.build(line, str(line.index))
-        except EngineError as error:
-            self._record(self._records.of_error(line, error))
-        except Exception as error:  # a seam: what a template or tokeniser may raise over one prompt stays with it
-            logger.exception("line %d could not be prepared", line.index + 1)
-            self._record(self._records.of_unexpected(line, error))
-        return None
+    def _take_out(self, request_id: str) -> RequestLine:
+        line, room = self._running.pop(request_id)
+        self._room_taken -= room
+        return line
 
     def _finish(self, output: RequestOutput) -> None:
-        line = self._running.pop(output.request_id, None)
-        if line is None:
+        if output.request_id not in self._running:
             raise EngineFatal(f"the engine returned {output.request_id!r}, which is not running")
+        line = self._take_out(output.request_id)
         self._prompt_tokens += output.num_prompt_tokens
         self._cached_tokens += output.num_cached_tokens
         self._output_tokens += sum(len(completion.token_ids) for completion in output.completions)
-        self._record(self._records.of_output(line, output))
+        record, _ = self._records.of_output(line, output)
+        self._record(record)
 
     def _fail_running(self, error: EngineError) -> None:
-        for line in self._running.values():
+        for line, _ in self._running.values():
             self._record(self._records.of_error(line, error))
         self._running.clear()
 

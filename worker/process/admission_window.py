@@ -10,6 +10,7 @@ from engine.any_request import AnyRequest
 from engine.embedding_request import EmbeddingRequest
 from worker.process.feed_sweep import FeedSweep
 from worker.process.prompt_feed import PromptFeed
+from worker.requests.request_window import request_room
 
 # Below this share of the window the engine gets whatever is there, in whatever order: it must not run out of work.
 ENOUGH_SHARE = 4
@@ -36,17 +37,12 @@ class AdmissionWindow:
         self._ageing_s = ageing_s
         self._clock = clock
         self._sweeps: dict[tuple[int, str], FeedSweep] = {}  # by priority and tenant
-        self._open: dict[str, tuple[int, str, int, int]] = {}  # by request id: rank, tenant, tokens, inputs
-        self._num_inputs = 0  # of all open requests: an embedding request has up to 2,048, each a sequence
+        self._open: dict[str, tuple[int, str, int, int]] = {}  # by request id: rank, tenant, tokens, room
+        self._room_taken = 0  # by all open requests
         self._open_tokens: dict[str, int] = {}  # by tenant
         self._entered_s: dict[int, dict[str, float]] = {}  # by rank: when each open request went in, oldest first
         self._passed_over_since_s: dict[int, float] = {}  # by priority that waits behind a better one
         self._turn_since_s: dict[int, float] = {}  # by priority whose turn has begun
-
-    @property
-    def num_open(self) -> int:
-        """Requests that were taken and have not ended."""
-        return len(self._open)
 
     @property
     def has_waiting(self) -> bool:
@@ -68,7 +64,7 @@ class AdmissionWindow:
     def take(self) -> list[tuple[AnyRequest, PromptFeed]]:
         """As many prompts as there is room for, in the order to add them."""
         taken: list[tuple[AnyRequest, PromptFeed]] = []
-        while self._num_inputs < self._max_open:
+        while self._room_taken < self._max_open:
             found = self._choose()
             if found is None:
                 break
@@ -80,8 +76,8 @@ class AdmissionWindow:
 
     def end(self, request_id: str) -> None:
         """A request that was taken has ended."""
-        rank, tenant, tokens, inputs = self._open.pop(request_id)
-        self._num_inputs -= inputs
+        rank, tenant, tokens, room = self._open.pop(request_id)
+        self._room_taken -= room
         self._open_tokens[tenant] -= tokens
         if not self._open_tokens[tenant]:
             del self._open_tokens[tenant]
@@ -99,7 +95,7 @@ class AdmissionWindow:
         due = self._sweeps[self._least_served(live, level)].due()
         if due.num_waiting:
             return due, priority
-        if self._num_inputs >= self._enough:
+        if self._room_taken >= self._enough:
             return None
         best = min(priority for priority, _ in ready)
         return self._sweeps[self._least_served(ready, best)].due(must_wait=True), best
@@ -137,9 +133,9 @@ class AdmissionWindow:
     def _enter(self, request: AnyRequest, tenant: str) -> None:
         # At least 1, of a prompt too that the engine will refuse as empty: a tenant is forgotten at 0.
         tokens = max(_num_tokens(request), 1)
-        inputs = len(request.inputs) if isinstance(request, EmbeddingRequest) else 1
-        self._open[request.request_id] = (request.priority, tenant, tokens, inputs)
-        self._num_inputs += inputs
+        room = request_room(request)
+        self._open[request.request_id] = (request.priority, tenant, tokens, room)
+        self._room_taken += room
         self._open_tokens[tenant] = self._open_tokens.get(tenant, 0) + tokens
         self._entered_s.setdefault(request.priority, {})[request.request_id] = self._clock()
 

@@ -148,8 +148,8 @@ class EngineThread:
             logger.exception("the engine broke")
             self._has_failed = True
             self._on_failure(error)
-        finally:
-            engine.close()
+            return  # the engine is left as it is: after a fault of the device each further call may hang
+        engine.close()
 
     def _wait_for_work(self, engine: StepEngine) -> bool:
         with self._changed:

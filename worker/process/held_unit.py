@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 
 from worker.registry.claim import Claim
+from worker.registry.put_status import PutStatus
+from worker.registry.run_mode import RunMode
 from worker.registry.stop_reason import StopReason
 
 
@@ -62,6 +64,21 @@ class HeldUnit:
                 self._released_at = time.monotonic()
             self._changed.notify_all()
         self._on_change()
+
+    def hear(self, status: PutStatus, mode: RunMode) -> None:
+        """What a write's answer means for the unit: it is lost, all written, or to be run in `mode`."""
+        if status is PutStatus.FENCED:
+            self.stop(StopReason.FENCED)
+        elif status is not PutStatus.OPEN:
+            self.set_written()
+        else:
+            self.hear_mode(mode)
+
+    def hear_mode(self, mode: RunMode) -> None:
+        """Whoever runs the unit is to stop, unless `mode` says to run it."""
+        reason = StopReason.of_mode(mode)
+        if reason is not None:
+            self.stop(reason)
 
     def add_unwritten(self, count: int) -> None:
         """`count` records were handed to the writer, or, below 0, left it."""

@@ -99,7 +99,4 @@ def _apply(unit: HeldUnit, is_ours: bool, mode: RunMode, time_left_s: float | No
             unit.stop(StopReason.FENCED)
         return
     unit.set_time_left(time_left_s)
-    if mode is RunMode.CANCELLED:
-        unit.stop(StopReason.CANCELLED)
-    elif mode is RunMode.EXPIRED:
-        unit.stop(StopReason.EXPIRED)
+    unit.hear_mode(mode)

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import redis
@@ -16,9 +16,7 @@ from worker.process.item_queue import ItemQueue
 from worker.registry.claim import Claim
 from worker.registry.prompt_checkpoint import PromptCheckpoint
 from worker.registry.prompt_record import PromptRecord
-from worker.registry.put_status import PutStatus
 from worker.registry.redis_faults import is_refusal
-from worker.registry.run_mode import RunMode
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_leases import UnitLeases
 
@@ -28,11 +26,12 @@ FULL_WAIT_S = 1.0  # for room in a full queue, from when a unit is to be given b
 # Of one write. Redis does nothing else meanwhile (4 MiB: some 10 ms), and takes no value above proto-max-bulk-len
 # (512 MiB) nor a command above client-query-buffer-limit (1 GiB): 200 records with many logprobs can come to that.
 MAX_BATCH_BYTES = 4 * 1024 * 1024
+MAX_QUEUED_BYTES = 64 * 1024 * 1024  # of records and checkpoints that wait: a record may be of 23 MB (embeddings)
 # Redis closes the connection on a value that is too large for it, without an answer. A record larger than a batch that
 # ends this many writes so, each with the client's own six retries, while Redis is well, is taken to be one.
 OVERSIZE_TRIES = 3
 
-Item = TypeVar("Item", PromptRecord, PromptCheckpoint)
+Item = TypeVar("Item", bound=PromptRecord | PromptCheckpoint)
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +56,10 @@ class ResultWriter:
         self._leases = leases
         self._batch_size = batch_size
         self._replace_refused = replace_refused
-        self._items = ItemQueue(10 * batch_size)
+        self._items = ItemQueue(10 * batch_size, MAX_QUEUED_BYTES)
 
     def offer(self, held: HeldUnit, checkpoint: PromptCheckpoint) -> bool:
-        """Queue a checkpoint; False, and it is dropped, if a tenth of the queue waits: they may be of 1 MiB each."""
+        """Queue a checkpoint; False, and it is dropped, if a tenth of the queue waits, or it is full."""
         if self._items.qsize() >= self._batch_size:
             return False
         held.add_unwritten(1)
@@ -71,10 +70,15 @@ class ResultWriter:
             return False
         return True
 
-    def put(self, held: HeldUnit, *items: PromptRecord | PromptCheckpoint) -> bool:
-        """Queue records, or last checkpoints, of a unit; waits while the queue is full. False if they were dropped
-        because the unit is lost, or is to be given back and there was no room for a while.
+    def put(self, held: HeldUnit, items: Iterable[PromptRecord | PromptCheckpoint]) -> bool:
+        """Queue records, or last checkpoints, of a unit, taking one after the other; waits while the queue is full.
+
+        False if the rest was dropped because the unit is lost, or is to be given back and there was no room for a
+        while.
         """
+        return all(self._put(held, together) for together in _batches(items, self._batch_size))
+
+    def _put(self, held: HeldUnit, items: Sequence[PromptRecord | PromptCheckpoint]) -> bool:
         held.add_unwritten(len(items))
         while held.stop_reason is not StopReason.FENCED:
             try:
@@ -110,7 +114,7 @@ class ResultWriter:
                 break
             by_unit.setdefault(id(held), (held, []))[1].extend(items)
             num_items += len(items)
-            num_bytes += sum(map(_num_bytes, items))
+            num_bytes += sum(item.num_bytes for item in items)
         return list(by_unit.values())
 
     def _write(self, held: HeldUnit, records: Sequence[PromptRecord], stopping: threading.Event) -> None:
@@ -128,7 +132,7 @@ class ResultWriter:
                     return  # the unit is given back or its lease runs out; these prompts run again
                 time.sleep(RETRY_S)
                 continue
-            self._tell(held, status, mode)
+            held.hear(status, mode)
             return
 
     def _write_checkpoints(self, held: HeldUnit, checkpoints: Sequence[PromptCheckpoint]) -> None:
@@ -144,7 +148,7 @@ class ResultWriter:
 
     def _is_refused(self, records: Sequence[PromptRecord], error: redis.RedisError, num_tries: int) -> bool:
         """Whether trying these records once more is of no use."""
-        is_oversize = len(records) == 1 and len(records[0].record) > MAX_BATCH_BYTES
+        is_oversize = len(records) == 1 and records[0].num_bytes > MAX_BATCH_BYTES
         if not is_refusal(error) and not (is_oversize and num_tries >= OVERSIZE_TRIES):
             return False
         return self._leases.can_be_had()
@@ -163,31 +167,16 @@ class ResultWriter:
         logger.error("record %d of %s was refused and is replaced by an error", records[0].index, held.claim.ref)
         self._write(held, [replacement], stopping)
 
-    @staticmethod
-    def _tell(held: HeldUnit, status: PutStatus, mode: RunMode) -> None:
-        if status is PutStatus.FENCED:
-            held.stop(StopReason.FENCED)
-        elif status is not PutStatus.OPEN:
-            held.set_written()
-        elif mode is RunMode.CANCELLED:
-            held.stop(StopReason.CANCELLED)
-        elif mode is RunMode.EXPIRED:
-            held.stop(StopReason.EXPIRED)
 
-
-def _batches(items: Sequence[Item], batch_size: int) -> Iterator[list[Item]]:
-    """The items in writes of at most `batch_size` items and MAX_BATCH_BYTES, or of one item."""
+def _batches(items: Iterable[Item], batch_size: int) -> Iterator[list[Item]]:
+    """The items in lists of at most `batch_size` items and MAX_BATCH_BYTES, or of one item."""
     batch: list[Item] = []
     num_bytes = 0
     for item in items:
-        if batch and (len(batch) == batch_size or num_bytes + _num_bytes(item) > MAX_BATCH_BYTES):
+        if batch and (len(batch) == batch_size or num_bytes + item.num_bytes > MAX_BATCH_BYTES):
             yield batch
             batch, num_bytes = [], 0
         batch.append(item)
-        num_bytes += _num_bytes(item)
+        num_bytes += item.num_bytes
     if batch:
         yield batch
-
-
-def _num_bytes(item: PromptRecord | PromptCheckpoint) -> int:
-    return len(item.record if isinstance(item, PromptRecord) else item.checkpoint)

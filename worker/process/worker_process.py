@@ -23,7 +23,11 @@ from worker.tasks import register_tasks
 logger = logging.getLogger(__name__)
 
 
-def run_worker(effective: EffectiveSettings, load_engine: Callable[[EffectiveSettings], StepEngine]) -> int:
+def run_worker(
+    effective: EffectiveSettings,
+    load_engine: Callable[[EffectiveSettings], StepEngine],
+    exit_process: Callable[[int], object] = os._exit,
+) -> int:
     """Run a worker on the main thread of this process until a signal, or an engine that broke or hung, ends it; the
     exit code.
 
@@ -49,7 +53,12 @@ def run_worker(effective: EffectiveSettings, load_engine: Callable[[EffectiveSet
             quiet=True,  # no banner: stdout is for data
         )
         worker.start()
-    return os.EX_SOFTWARE if runtime.has_failed else int(worker.exitcode or 0)
+    if runtime.has_failed:
+        # Not through the interpreter's end, which frees tensors and graphs: on a device that hangs that never returns.
+        logging.shutdown()
+        exit_process(os.EX_SOFTWARE)
+        return os.EX_SOFTWARE
+    return int(worker.exitcode or 0)
 
 
 def _ask_celery_to_stop() -> None:

@@ -12,7 +12,6 @@ from importlib import metadata
 from celery import Celery
 
 from settings import Settings
-from worker.answers.answer_formats import AnswerFormats
 from worker.app import SPARE_THREADS
 from worker.broker.announcer import Announcer
 from worker.broker.message_end import MessageEnd
@@ -31,8 +30,8 @@ from worker.process.watchdog import Watchdog
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_ref import UnitRef
 from worker.requests.model_name import served_model_name
-from worker.requests.request_builder import RequestBuilder
 from worker.requests.request_window import request_window
+from worker.requests.served_model import ServedModel
 from worker.requests.step_engine import StepEngine
 from worker.schemas.worker_info import WorkerInfo
 from worker.units.engine_state import EngineState
@@ -67,7 +66,7 @@ class WorkerRuntime:
         self._on_failure = on_failure  # the engine, or a thread around it, broke: this process is to end
         self._has_failed = False
         self._has_started = False
-        self._loaded: tuple[StepEngine, RequestBuilder] | None = None
+        self._served: ServedModel | None = None  # None: not loaded yet
         self._activity = Activity(settings.worker.concurrency + SPARE_THREADS)
         self._held_units = held_units = HeldUnits()
         self._registry = registry = RegistryParts.connect(settings, self.worker_id)
@@ -107,16 +106,7 @@ class WorkerRuntime:
     def load(self) -> None:
         """Check that Redis answers, then load the engine. Raises redis.RedisError, EngineError."""
         self._registry.client.ping()
-        engine = self._engine.start()
-        model = self._settings.model
-        requests = RequestBuilder(
-            engine.tokenizer,
-            max_model_len=engine.max_model_len,
-            model_name=self._model_name,
-            formats=AnswerFormats(model.tool_call_format, model.reasoning_format),
-            generates=engine.generates,
-        )
-        self._loaded = engine, requests
+        self._served = ServedModel(self._engine.start(), self._settings.model)
 
     def start(self) -> None:
         """Start the threads around the engine."""
@@ -170,14 +160,9 @@ class WorkerRuntime:
         self._registry.client.close()
 
     def _run_claimed_shard(self, held: HeldUnit) -> None:
-        engine, requests = self._engine_in_service()
-        prompts = ShardPrompts(
-            held.claim,
-            requests,
-            engine.tokenizer,
-            model_name=self._model_name,
-            limits=self._settings.limits,
-        )
+        if self._served is None:
+            raise RuntimeError("a shard was taken before the engine was loaded")
+        prompts = ShardPrompts(held.claim, self._served, limits=self._settings.limits)
         ShardRun(
             held,
             prompts,
@@ -186,11 +171,6 @@ class WorkerRuntime:
             writer=self._writer,
             closer=self._closer,
         ).run()
-
-    def _engine_in_service(self) -> tuple[StepEngine, RequestBuilder]:
-        if self._loaded is None:
-            raise RuntimeError("a shard was taken before the engine was loaded")
-        return self._loaded
 
     def _make_threads(self, announcer: Announcer) -> list[SupervisedThread]:
         """The threads around the engine, in the order of their start; the last of them stops first."""

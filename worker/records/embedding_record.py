@@ -11,16 +11,17 @@ from worker.lines.request_line import RequestLine
 from worker.records.finished_request import FinishedRequest
 from worker.records.record_context import RecordContext
 
-FLOAT32_DIGITS = 9  # enough for every float32 number to come back; a vector takes half of what 17 digits would
-
 
 def embedding_record(
     line: RequestLine, body: EmbeddingBody, output: FinishedRequest, context: RecordContext
 ) -> dict[str, object]:
-    """The result line of `line`, whose body is `body`: a list of embeddings as OpenAI has it."""
-    write = _base64 if body.encoding_format == "base64" else _numbers
+    """The result line of `line`, whose body is `body`: a list of embeddings as OpenAI has it.
+
+    Numbers stay an array, which `encode_record` writes.
+    """
+    in_base64 = body.encoding_format == "base64"
     data = [
-        {"object": "embedding", "index": index, "embedding": write(embedding)}
+        {"object": "embedding", "index": index, "embedding": _base64(embedding) if in_base64 else embedding}
         for index, embedding in enumerate(output.embeddings)
     ]
     response = {
@@ -29,16 +30,7 @@ def embedding_record(
         "model": context.model_name,
         "usage": {"prompt_tokens": output.num_prompt_tokens, "total_tokens": output.num_prompt_tokens},
     }
-    return {
-        "id": context.record_id(line.index),
-        "custom_id": line.custom_id,
-        "response": {"status_code": 200, "request_id": context.request_id(line.index), "body": response},
-        "error": None,
-    }
-
-
-def _numbers(embedding: array[float]) -> list[float]:
-    return [float(f"{number:.{FLOAT32_DIGITS}g}") for number in embedding]
+    return context.answered(line.index, line.custom_id, 200, response)
 
 
 def _base64(embedding: array[float]) -> str:

@@ -10,8 +10,8 @@ from worker.records.record_context import RecordContext
 def error_record(failure: Failure, index: int, custom_id: str | None, context: RecordContext) -> dict[str, object]:
     """The result line of line `index` (0-based).
 
-    `error.line` is the number of the request in its job: from 1, blank lines not counted. Blank lines are never sent
-    to Redis, so that a queued job could not count them.
+    `error.line` is the number of the request in its job: from 1, blank lines not counted. Our clients send none to
+    Redis; a line of white space that a plain Celery producer stages is counted, and ends as an error record.
     """
     error = {
         "message": failure.message,
@@ -20,16 +20,7 @@ def error_record(failure: Failure, index: int, custom_id: str | None, context: R
         "code": failure.code,
         "line": index + 1,
     }
-    return {
-        "id": context.record_id(index),
-        "custom_id": custom_id,
-        "response": {
-            "status_code": failure.status_code,
-            "request_id": context.request_id(index),
-            "body": {"error": error},
-        },
-        "error": None,
-    }
+    return context.answered(index, custom_id, failure.status_code, {"error": error})
 
 
 def line_error_record(error: LineError, context: RecordContext) -> dict[str, object]:

@@ -17,6 +17,11 @@ class RecordContext:
         """`id` of the record of line `index` (0-based)."""
         return f"batch_req_{self.job_id}_{index}"
 
-    def request_id(self, index: int) -> str:
-        """`response.request_id` of the record of line `index` (0-based)."""
-        return f"req_{self.job_id}_{index}"
+    def answered(self, index: int, custom_id: str | None, status_code: int, body: object) -> dict[str, object]:
+        """The record of line `index` (0-based) with a response: OpenAI's result line."""
+        return {
+            "id": self.record_id(index),
+            "custom_id": custom_id,
+            "response": {"status_code": status_code, "request_id": f"req_{self.job_id}_{index}", "body": body},
+            "error": None,
+        }

@@ -23,12 +23,12 @@ def success_record(
     output: FinishedRequest,
     spelling: TokenSpelling,
     context: RecordContext,
-    answers: Sequence[ChatAnswer] | None = None,
+    answers: Sequence[ChatAnswer],
     echo: EchoedPrompt | None = None,
 ) -> dict[str, object]:
     """The result line of `line`: a `chat.completion`, a `text_completion` or a list of embeddings, as OpenAI has them.
 
-    `answers`: what was read out of the completions of a chat; None: a completion's text is its content.
+    `answers`: what was read out of the completions of a chat, one each; none of another line.
     `echo`: the prompt of a text completion that is to come back with it.
 
     Beyond OpenAI: `stop_reason` in each choice (the stop string or token id that ended it, else null), where
@@ -39,8 +39,7 @@ def success_record(
         return embedding_record(line, line.body, output, context)
     if isinstance(line.body, ChatBody):
         completion_id, kind = f"chatcmpl-{context.job_id}-{line.index}", "chat.completion"
-        read = answers or [ChatAnswer(completion.text) for completion in output.completions]
-        said = [_chat_answer(*pair, completion_id, spelling) for pair in zip(output.completions, read, strict=True)]
+        said = [_chat_answer(*pair, completion_id, spelling) for pair in zip(output.completions, answers, strict=True)]
     else:
         completion_id, kind = f"cmpl-{context.job_id}-{line.index}", "text_completion"
         said = [_text_answer(completion, spelling, echo) for completion in output.completions]
@@ -50,47 +49,38 @@ def success_record(
         "created": context.created_s,
         "model": context.model_name,
         "choices": [_choice(line.body, *pair) for pair in zip(output.completions, said, strict=True)],
-        "usage": _usage(output, answers or ()),
+        "usage": _usage(output, answers),
     }
-    return {
-        "id": context.record_id(line.index),
-        "custom_id": line.custom_id,
-        "response": {"status_code": 200, "request_id": context.request_id(line.index), "body": body},
-        "error": None,
-    }
+    return context.answered(line.index, line.custom_id, 200, body)
 
 
 def _chat_answer(
     completion: FinishedCompletion, answer: ChatAnswer, completion_id: str, spelling: TokenSpelling
 ) -> dict[str, object]:
-    logprobs = None if completion.logprobs is None else chat_logprobs(completion.logprobs, spelling)
-    return {"message": answer_message(answer, completion_id, completion.index), "logprobs": logprobs}
+    """What of a choice is a conversation's."""
+    reason = completion.finish_reason.value
+    return {
+        "message": answer_message(answer, completion_id, completion.index),
+        "logprobs": None if completion.logprobs is None else chat_logprobs(completion.logprobs, spelling),
+        "finish_reason": "tool_calls" if answer.calls and reason == "stop" else reason,  # one that was cut says so
+    }
 
 
 def _text_answer(
     completion: FinishedCompletion, spelling: TokenSpelling, echo: EchoedPrompt | None
 ) -> dict[str, object]:
-    logprobs = None if completion.logprobs is None else text_logprobs(completion.logprobs, spelling, echo)
-    return {"text": completion.text if echo is None else echo.text + completion.text, "logprobs": logprobs}
+    return {
+        "text": completion.text if echo is None else echo.text + completion.text,
+        "logprobs": None if completion.logprobs is None else text_logprobs(completion.logprobs, spelling, echo),
+        "finish_reason": completion.finish_reason.value,
+    }
 
 
 def _choice(body: GeneratingBody, completion: FinishedCompletion, said: Mapping[str, object]) -> dict[str, object]:
-    choice: dict[str, object] = {
-        "index": completion.index,
-        **said,
-        "finish_reason": _finish_reason(completion, said),
-        "stop_reason": completion.stop_reason,
-    }
+    choice: dict[str, object] = {"index": completion.index, **said, "stop_reason": completion.stop_reason}
     if body.return_token_ids:
         choice["token_ids"] = list(completion.token_ids)
     return choice
-
-
-def _finish_reason(completion: FinishedCompletion, said: Mapping[str, object]) -> object:
-    message = said.get("message")
-    reason = completion.finish_reason.value
-    has_calls = isinstance(message, Mapping) and "tool_calls" in message
-    return "tool_calls" if has_calls and reason == "stop" else reason  # an answer that was cut says so
 
 
 def _usage(output: FinishedRequest, answers: Sequence[ChatAnswer]) -> dict[str, object]:

@@ -13,7 +13,7 @@ from worker.registry.redis_reply import RedisReply
 T = TypeVar("T")
 
 Command = Sequence[str | int]  # its name, then its arguments
-# Yields commands that may travel together, is sent their answers, and returns what came of it.
+# Yields commands that may travel together, is sent their answers (or NoScriptError), and returns what came of it.
 Exchange = Generator[Sequence[Command], list[RedisReply], T]
 
 
@@ -25,8 +25,12 @@ def perform(client: redis.Redis, exchange: Exchange[T]) -> T:
             with client.pipeline(transaction=False) as pipeline:
                 for command in commands:
                     pipeline.execute_command(*command)  # type: ignore[no-untyped-call]  # redis has no type here
-                answers = pipeline.execute()
-            commands = exchange.send(answers)
+                try:
+                    answers = pipeline.execute()
+                except redis.exceptions.NoScriptError as error:
+                    commands = exchange.throw(error)
+                else:
+                    commands = exchange.send(answers)
     except StopIteration as end:
         result: T = end.value
         return result
@@ -40,8 +44,12 @@ async def perform_async(client: AsyncRedis, exchange: Exchange[T]) -> T:
             async with client.pipeline(transaction=False) as pipeline:
                 for command in commands:
                     pipeline.execute_command(*command)
-                answers = await pipeline.execute()
-            commands = exchange.send(answers)
+                try:
+                    answers = await pipeline.execute()
+                except redis.exceptions.NoScriptError as error:
+                    commands = exchange.throw(error)
+                else:
+                    commands = exchange.send(answers)
     except StopIteration as end:
         result: T = end.value
         return result

@@ -11,3 +11,8 @@ class PromptCheckpoint:
 
     index: int
     checkpoint: str  # JSON, ASCII
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in Redis."""
+        return len(self.checkpoint)

@@ -19,3 +19,8 @@ class PromptRecord:
     output_tokens: int = 0
     resumed_tokens: int = 0  # of output_tokens: taken over from a checkpoint, not generated again
     reasoning_tokens: int = 0  # of output_tokens: thinking before the answer
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in Redis."""
+        return len(self.record)

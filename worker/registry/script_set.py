@@ -23,7 +23,7 @@ class ScriptSet:
 
     def __init__(self, client: redis.Redis) -> None:
         self._client = client
-        self._scripts = {name: client.register_script(_source(name)) for name in _names()}
+        self._scripts = {name: client.register_script(script_source(name)) for name in _names()}
 
     def run(self, name: str, keys: Sequence[str], arguments: Sequence[Argument]) -> RedisReply:
         """Run one script and return its reply. Raises redis.RedisError."""
@@ -42,7 +42,8 @@ def _names() -> list[str]:
     return sorted(name.removesuffix(".lua") for name in files if name.endswith(".lua") and name != "prelude.lua")
 
 
-def _source(name: str) -> str:
+def script_source(name: str) -> str:
+    """The text of one script, with the prelude if it is about a unit."""
     folder = resources.files(scripts)
     body = folder.joinpath(f"{name}.lua").read_text(encoding="ascii")
     if name not in _UNIT_SCRIPTS:

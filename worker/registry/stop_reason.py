@@ -18,6 +18,11 @@ class StopReason(IntEnum):
     # Another worker has the unit, or the job is over, or Redis takes no record of it: nothing more is written.
     FENCED = 6
 
+    @classmethod
+    def of_mode(cls, mode: RunMode) -> StopReason | None:
+        """Why whoever runs a unit stops when it is to be run in this mode; None: there is no reason."""
+        return {RunMode.CANCELLED: cls.CANCELLED, RunMode.EXPIRED: cls.EXPIRED}.get(mode)
+
     @property
     def closing_mode(self) -> RunMode | None:
         """What the records of the prompts that were not run say; None: they are for another worker to run."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from engine.completion import Completion
-from engine.text.tokenizer import Tokenizer
 from worker.answers.chat_answer import ChatAnswer
 from worker.answers.read_calls import read_calls
 from worker.answers.split_reasoning import split_reasoning
@@ -15,43 +17,41 @@ from worker.requests.token_text import TokenText
 class AnswerReader:
     """Reads reasoning and tool calls out of one model's answers. What cannot be read stays text; it never raises."""
 
-    def __init__(self, tokenizer: Tokenizer, prompts: ChatPrompts) -> None:
+    def __init__(self, prompts: ChatPrompts, token_text: TokenText) -> None:
+        """`token_text`: of the marks of the same formats."""
         self._prompts = prompts
         self._formats = prompts.formats
-        marks = prompts.formats.marks
-        self._token_text = TokenText(tokenizer, marks) if marks else None
-        self.special_marks = {} if self._token_text is None else self._token_text.special_marks  # mark -> token id
+        self._token_text = token_text
 
-    def read(self, body: ChatBody, completion: Completion) -> ChatAnswer:
-        """The parts of `completion`, an answer to `body`."""
-        if self._token_text is None:
-            return ChatAnswer(completion.text)
-        text = self._token_text.of(completion)
-        split = self._split(body, text)
-        answer = text if split is None else text[split[1] :].lstrip("\n")
-        names = {tool.function.name for tool in body.offered_tools}
+    def read(self, body: ChatBody, completions: Sequence[Completion]) -> list[ChatAnswer]:
+        """The parts of each of `completions`, the answers to `body`."""
+        if not self._formats.marks:
+            return [ChatAnswer(completion.text) for completion in completions]
+        opened = self._prompts.opens_reasoning(body)
+        names = frozenset(tool.function.name for tool in body.offered_tools)
+        answers = [self._read(completion, names, opened=opened) for completion in completions]
+        if body.parallel_tool_calls:
+            return answers
+        return [replace(answer, calls=answer.calls[:1]) for answer in answers]
+
+    def _read(self, completion: Completion, names: frozenset[str], *, opened: bool) -> ChatAnswer:
+        reasons = self._formats.reasoning != "none"
+        spelled = self._token_text.of(completion)
+        split = split_reasoning(spelled.text, opened=opened) if reasons else None
+        answer = spelled.text if split is None else spelled.text[split[1] :].lstrip("\n")
         found = read_calls(answer, self._formats, names) if names else None
         calls, beside = ((), answer) if found is None else found
         content = completion.text if split is None and found is None else self._plain(beside)
+        num_reasoning_tokens = 0 if split is None else spelled.num_tokens_of(split[1])
         return ChatAnswer(
             content=None if calls and not content else content,
-            calls=calls if body.parallel_tool_calls else calls[:1],
+            calls=calls,
             reasoning=None if split is None else self._plain(split[0]),
-            num_reasoning_tokens=self._num_reasoning_tokens(completion, split),
+            num_reasoning_tokens=num_reasoning_tokens if reasons else None,
         )
-
-    def _split(self, body: ChatBody, text: str) -> tuple[str, int] | None:
-        if self._formats.reasoning == "none":
-            return None
-        return split_reasoning(text, opened=self._prompts.opens_reasoning(body))
-
-    def _num_reasoning_tokens(self, completion: Completion, split: tuple[str, int] | None) -> int | None:
-        if self._token_text is None or self._formats.reasoning == "none":
-            return None
-        return 0 if split is None else self._token_text.num_tokens(completion, split[1])
 
     def _plain(self, text: str) -> str:
         """Without the marks that are special tokens, as in any other text."""
-        for mark in self.special_marks:
+        for mark in self._token_text.special_marks:
             text = text.replace(mark, "")
         return text

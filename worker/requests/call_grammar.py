@@ -6,18 +6,13 @@ from collections.abc import Mapping
 
 from engine.errors import InvalidRequest
 from engine.structured.grammar import Grammar
-from worker.answers.answer_formats import (
-    CALL_BEGIN,
-    CALL_END,
-    PYTHON_TAG,
-    REASONING_BEGIN,
-    REASONING_END,
-    AnswerFormats,
-)
+from engine.structured.lark_rules import form_rules, quoted
+from worker.answers.answer_formats import CALL_BEGIN, CALL_END, PYTHON_TAG, REASONING_BEGIN, REASONING_END
 from worker.lines.chat_body import ChatBody
 from worker.lines.given_grammar import GivenGrammar
 from worker.lines.tool_choice import ToolChoice
-from worker.requests.lark_rules import call_rules, quoted, shape_rule
+from worker.requests.call_rules import call_rules
+from worker.requests.chat_prompts import ChatPrompts
 
 
 class CallGrammar:
@@ -26,13 +21,14 @@ class CallGrammar:
     The marks of calls stand as the model was trained to write them, so a forced call is no text it has never seen.
     """
 
-    def __init__(self, formats: AnswerFormats, special: Mapping[str, int]) -> None:
+    def __init__(self, prompts: ChatPrompts, special: Mapping[str, int]) -> None:
         """`special`: the formats' marks that are special tokens, with their ids; the others are text."""
-        self._formats = formats
+        self._prompts = prompts
+        self._formats = prompts.formats
         self._special = special
 
-    def of(self, body: ChatBody, *, opened: bool) -> Grammar | None:
-        """What the answer to `body` is held to; None: nothing. `opened`: the prompt ends inside the reasoning.
+    def of(self, body: ChatBody) -> Grammar | None:
+        """What the answer to `body` is held to; None: nothing.
 
         With tool_choice required or a function's name it must be calls. Otherwise the arguments of strict functions
         keep to their schema, and an answer that is held to a form may be calls instead. Raises InvalidRequest.
@@ -43,14 +39,24 @@ class CallGrammar:
         if is_forced or is_strict or (given and body.offered_tools and self._reads_calls):
             self._check(given, is_forced=is_forced)
             rules = self._with_calls(body, given, is_forced=is_forced)
-            param = "tool_choice" if is_forced else "tools"
-        elif given is None:
-            return None
-        elif self._formats.reasoning == "none" or (given.kind == "lark" and not opened):
+            param = "tool_choice" if is_forced else "tools" if given is None else given.param
+            return self._from_the_start(body, rules, param)
+        return None if given is None else self._of_form(body, given)
+
+    def _of_form(self, body: ChatBody, given: GivenGrammar) -> Grammar:
+        stands_alone = given.kind == "lark" and not self._prompts.opens_reasoning(body)
+        if self._formats.reasoning == "none" or stands_alone:
             return Grammar(given.kind, given.text, given.param)
-        else:
-            rules, param = ["answer: shape", shape_rule(given)], given.param
-        return Grammar("lark", "\n".join([*self._start(opened=opened), *rules]), param)
+        return self._from_the_start(body, ["answer: shape", _shape(given)], given.param)
+
+    def _from_the_start(self, body: ChatBody, answer: list[str], param: str) -> Grammar:
+        """The grammar of the rules of `answer`, with the reasoning before it."""
+        rules = ["start: answer"]
+        if self._formats.reasoning != "none":
+            begin, end = self._mark(REASONING_BEGIN), self._mark(REASONING_END)
+            reasoning = "inside GAP?" if self._prompts.opens_reasoning(body) else f"({begin} inside GAP?)?"
+            rules = [f"start: {reasoning} answer", self._up_to("inside", end), r"GAP: /\n{1,2}/"]
+        return Grammar("lark", "\n".join([*rules, *answer]), param)
 
     @property
     def _reads_calls(self) -> bool:
@@ -63,17 +69,10 @@ class CallGrammar:
         if given is not None and is_forced:
             raise _refuse("tool_choice", f"auto or none beside {given.param}")
 
-    def _start(self, *, opened: bool) -> list[str]:
-        if self._formats.reasoning == "none":
-            return ["start: answer"]
-        begin, end = self._mark(REASONING_BEGIN), self._mark(REASONING_END)
-        reasoning = "inside GAP?" if opened else f"({begin} inside GAP?)?"
-        return [f"start: {reasoning} answer", self._up_to("inside", end), r"GAP: /\n{1,2}/"]
-
     def _with_calls(self, body: ChatBody, given: GivenGrammar | None, *, is_forced: bool) -> list[str]:
         rules = call_rules(body, key=self._arguments_key, is_forced=is_forced)
         if given is not None:
-            rules.append(shape_rule(given))
+            rules.append(_shape(given))
         if self._formats.tool_calls == "llama3":
             tag = self._mark(PYTHON_TAG)
             if given is not None:  # also an object, maybe: the tag tells them apart
@@ -107,3 +106,19 @@ class CallGrammar:
 
 def _refuse(param: str, accepted: str) -> InvalidRequest:
     return InvalidRequest(f"{param} cannot be held to here; accepted: {accepted}", param=param, accepted=accepted)
+
+
+def _shape(given: GivenGrammar) -> str:
+    """The rules of `shape`: what a line wants its answer to look like."""
+    if given.kind == "lark":
+        accepted = "a JSON schema, a regular expression or choices"
+        raise InvalidRequest(
+            f"{given.param} is a grammar of its own, which neither tools nor a prompt that begins the reasoning leave "
+            f"room for; accepted: {accepted}",
+            param=given.param,
+            accepted=accepted,
+        )
+    try:
+        return form_rules("shape", given.kind, given.text)
+    except ValueError as error:
+        raise InvalidRequest(f"{given.param}: {error}", param=given.param) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 
 from engine.errors import InvalidRequest
 from engine.text.chat_template import ChatTemplate
@@ -11,6 +12,7 @@ from worker.lines.chat_body import ChatBody
 from worker.lines.chat_message import ChatMessage
 from worker.requests.template_arguments import template_arguments
 
+_ANY_TIME = datetime.fromtimestamp(0, UTC)  # for a trial: no template's prompt ends in a date
 _MAX_REMEMBERED = 64  # different chat_template_kwargs; a job has one or two
 
 
@@ -23,8 +25,9 @@ class ChatPrompts:
         self.formats = formats if template is None else formats.for_template(template.writes)
         self._opens: dict[str, bool] = {}
 
-    def text(self, body: ChatBody) -> str:
-        """The prompt.
+    def text(self, body: ChatBody, created_s: int) -> str:
+        """The prompt. `created_s`: the Unix time that the template takes for now, in UTC: the job's, so that a prompt
+        that is run again on another day, or where clocks show another, is the same prompt.
 
         Raises InvalidRequest where the model has no template, and for what its template cannot show: the conversation
         as the template judges it, template arguments it does not read, tools.
@@ -42,6 +45,7 @@ class ChatPrompts:
             self._check_tools(template)
         return template.render(
             [self._message(template, message, with_tools=bool(tools)) for message in body.messages],
+            datetime.fromtimestamp(created_s, UTC),
             tools=tools or None,
             add_generation_prompt=True,
             **arguments,
@@ -70,7 +74,7 @@ class ChatPrompts:
     ) -> bool:
         try:
             question = [{"role": "user", "content": "x"}]
-            prompt = template.render(question, tools=tools, add_generation_prompt=True, **arguments)
+            prompt = template.render(question, _ANY_TIME, tools=tools, add_generation_prompt=True, **arguments)
         except InvalidRequest:
             return False
         return prompt.rstrip().endswith(REASONING_BEGIN)

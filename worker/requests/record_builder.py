@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from engine.errors import EngineError, EngineFatal, EngineUnavailable, InvalidRequest
 from engine.request_output import RequestOutput
-from worker.answers.chat_answer import ChatAnswer
 from worker.lines.chat_body import ChatBody
 from worker.lines.completion_body import CompletionBody
+from worker.lines.line_error import LineError
 from worker.lines.request_line import RequestLine
-from worker.records.error_record import error_record
+from worker.records.error_record import error_record, line_error_record
 from worker.records.failure import Failure
 from worker.records.record_context import RecordContext
 from worker.records.success_record import success_record
@@ -17,6 +19,8 @@ from worker.records.unfinished import Unfinished
 from worker.records.unfinished_record import unfinished_record
 from worker.requests.answer_reader import AnswerReader
 from worker.requests.prompt_echoes import PromptEchoes
+
+logger = logging.getLogger(__name__)
 
 
 class RecordBuilder:
@@ -30,24 +34,31 @@ class RecordBuilder:
         self._answers = answers
         self._echoes = echoes
 
-    def of_output(self, line: RequestLine, output: RequestOutput) -> dict[str, object]:
-        """The record of `line`, whatever its request ended in."""
+    def of_output(self, line: RequestLine, output: RequestOutput) -> tuple[dict[str, object], int]:
+        """The record of `line`, whatever its request ended in, and how many of its tokens were reasoning."""
         if output.error is not None:
-            return self.of_error(line, output.error)
+            return self.of_error(line, output.error), 0
         if output.was_aborted:
-            return unfinished_record(Unfinished.CANCELLED, line.index, line.custom_id, self._context)
-        answers: list[ChatAnswer] | None = None
-        if isinstance(line.body, ChatBody):
-            answers = [self._answers.read(line.body, completion) for completion in output.completions]
-        echo = self._echoes.of(line.body, output) if isinstance(line.body, CompletionBody) else None
-        return success_record(line, output, self._spelling, self._context, answers, echo)
+            return unfinished_record(Unfinished.CANCELLED, line.index, line.custom_id, self._context), 0
+        body = line.body
+        answers = self._answers.read(body, output.completions) if isinstance(body, ChatBody) else []
+        echo = self._echoes.of(body, output) if isinstance(body, CompletionBody) else None
+        record = success_record(line, output, self._spelling, self._context, answers, echo)
+        return record, sum(answer.num_reasoning_tokens or 0 for answer in answers)
+
+    def of_line_error(self, error: LineError) -> dict[str, object]:
+        """The record of a line that is no request."""
+        return line_error_record(error, self._context)
 
     def of_error(self, line: RequestLine, error: EngineError) -> dict[str, object]:
-        """The record of `line` when the engine, or the request builder before it, raised `error`."""
+        """The record of `line` when the engine raised `error`."""
         return error_record(_failure(error), line.index, line.custom_id, self._context)
 
-    def of_unexpected(self, line: RequestLine, error: Exception) -> dict[str, object]:
-        """The record of `line` when our own code failed over it before it was a request; the details are in the log."""
+    def of_unbuilt(self, line: RequestLine, error: Exception) -> dict[str, object]:
+        """The record of `line` when making its request raised `error`, which is logged where it is our own fault."""
+        if isinstance(error, EngineError):
+            return self.of_error(line, error)
+        logger.error("line %d of job %s could not be prepared", line.index + 1, self._context.job_id, exc_info=error)
         return self.of_error(line, EngineFatal(f"preparing the request failed ({type(error).__name__})"))
 
 

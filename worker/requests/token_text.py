@@ -1,4 +1,4 @@
-"""An answer's text, token by token, with its format's marks."""
+"""The text of answers, token by token, with the marks of one model's formats."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from engine.completion import Completion
 from engine.finish_reason import FinishReason
 from engine.text.tokenizer import Tokenizer
+from worker.requests.answer_text import AnswerText
 
 
 class TokenText:
@@ -14,35 +15,28 @@ class TokenText:
 
     def __init__(self, tokenizer: Tokenizer, marks: Collection[str]) -> None:
         self._tokenizer = tokenizer
-        special = {token_id: tokenizer.token_text(token_id) for token_id in tokenizer.special_token_ids}
-        self._marks = {token_id: text for token_id, text in special.items() if text in marks}
+        ids = tokenizer.special_token_ids if marks else ()
+        self._marks = {token_id: text for token_id in ids if (text := tokenizer.token_text(token_id)) in marks}
+        self.special_marks = {text: token_id for token_id, text in self._marks.items()}  # mark -> id
 
-    @property
-    def special_marks(self) -> dict[str, int]:
-        """The marks that are special tokens, with their ids."""
-        return {text: token_id for token_id, text in self._marks.items()}
-
-    def of(self, completion: Completion) -> str:
+    def of(self, completion: Completion) -> AnswerText:
         """The completion's text with the marks in their places."""
-        if not self._marks or self._marks.keys().isdisjoint(completion.token_ids):
-            return completion.text
+        ends = self._ends(_in_text(completion))
+        num_tokens = len(completion.token_ids)
+        if self._marks.keys().isdisjoint(completion.token_ids):
+            return AnswerText(completion.text, (end for _, end in ends), num_tokens)
         pieces: list[str] = []
+        ends_with_marks: list[int] = []
         position = 0  # in completion.text, which a stop string may have cut
-        for token_id, end in self._ends(_in_text(completion)):
+        marks = 0  # characters of them so far
+        for token_id, end in ends:
             pieces.append(completion.text[position:end])
             position = end
-            if token_id in self._marks and end <= len(completion.text):
-                pieces.append(self._marks[token_id])
-        return "".join((*pieces, completion.text[position:]))
-
-    def num_tokens(self, completion: Completion, num_characters: int) -> int:
-        """How many tokens the first `num_characters` of `of(completion)` took; those that are not text count too."""
-        marks = 0
-        for count, (token_id, end) in enumerate(self._ends(_in_text(completion)), start=1):
-            marks += len(self._marks.get(token_id, ""))
-            if end + marks >= num_characters:
-                return count
-        return len(completion.token_ids)
+            if token_id in self._marks:
+                marks += len(self._marks[token_id])
+                pieces.append(self._marks[token_id] if end <= len(completion.text) else "")
+            ends_with_marks.append(end + marks)
+        return AnswerText("".join((*pieces, completion.text[position:])), ends_with_marks, num_tokens)
 
     def _ends(self, token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Each token with how much of the text without marks is certain behind it."""

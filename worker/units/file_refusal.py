@@ -38,6 +38,12 @@ class FileRefusal:
         first = self._errors[0]
         return f"{self._num_bad} of the file's {self._num_lines} lines are bad; line {first.line}: {first.message}"
 
+    @property
+    def for_log(self) -> str:
+        """The refusal without a word of the file: a message quotes values, and a param may be a key of the line."""
+        first = self._errors[0]
+        return f"{self._num_bad} of {self._num_lines} lines are bad; line {first.line}: {first.code}"
+
     def add(self, error: LineError) -> None:
         """Count a bad line."""
         self._num_bad += 1

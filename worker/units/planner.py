@@ -18,7 +18,6 @@ from worker.records.record_context import RecordContext
 from worker.registry.outcome import Outcome
 from worker.registry.prompt_record import PromptRecord
 from worker.registry.put_status import PutStatus
-from worker.registry.run_mode import RunMode
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_leases import UnitLeases
 from worker.registry.unit_ref import UnitRef
@@ -102,8 +101,9 @@ class Planner:
             return True
         status, mode = self._leases.fail(held.claim, refusal.reason, refusal.errors)
         if status is PutStatus.JOB_DONE:
-            logger.info("job %s was refused: %s", held.claim.ref.job_id, refusal.reason)
-        return self._stays_open(held, status, mode)
+            logger.info("job %s was refused: %s", held.claim.ref.job_id, refusal.for_log)
+        held.hear(status, mode)
+        return status is PutStatus.OPEN
 
     def _findings(self, held: HeldUnit, checks: FileChecks) -> Iterator[Finding]:
         """For each line without a record: where it sorts and its index, or its error. Ends early if told to stop."""
@@ -132,17 +132,7 @@ class Planner:
         """Write records and forget them; False if there is nothing more to plan."""
         status, mode = self._leases.put(held.claim, records)
         records.clear()
-        return self._stays_open(held, status, mode)
-
-    @staticmethod
-    def _stays_open(held: HeldUnit, status: PutStatus, mode: RunMode) -> bool:
-        """Tell `held` what a write's answer means for it; False if there is nothing more to plan."""
-        if status is PutStatus.FENCED:
-            held.stop(StopReason.FENCED)
-        elif status is not PutStatus.OPEN:
-            held.set_written()
-        elif mode is not RunMode.RUN:
-            held.stop(StopReason.CANCELLED if mode is RunMode.CANCELLED else StopReason.EXPIRED)
+        held.hear(status, mode)
         return status is PutStatus.OPEN
 
     def _cut(self, held: HeldUnit, good: list[tuple[PrefixKey, int]], checks: FileChecks) -> None:

@@ -93,7 +93,7 @@ class ShardRun:
             self._engine.abort(list(self._running))
         self._take_what_finished()
         if suspended:
-            self._writer.put(self._held, *self._encoded(suspended))
+            self._writer.put(self._held, self._encoded(suspended))
         mode = self._held.stop_reason.closing_mode if self._held.stop_reason else None
         if mode is not None and self._held.wait_flushed(until=StopReason.RELEASED):
             self._closer.close(self._claim, list(self._unrecorded), mode)
@@ -125,7 +125,8 @@ class ShardRun:
         prompts: list[tuple[PrefixKey, AnyRequest]] = []
         for item in self._prompts.prepare((index, raw) for index, (raw, _) in found.items()):
             if isinstance(item, PromptRecord):
-                self._record([item])
+                del self._unrecorded[item.index]
+                self._writer.put(self._held, [item])
                 continue
             line, request = item
             resume = self._decode(line.index, found[line.index][1])
@@ -200,15 +201,13 @@ class ShardRun:
 
     def _finish(self, outputs: Sequence[RequestOutput]) -> bool:
         """False if the writer takes nothing more."""
-        records: list[PromptRecord] = []
+        return self._writer.put(self._held, self._records(outputs))
+
+    def _records(self, outputs: Sequence[RequestOutput]) -> Iterator[PromptRecord]:
+        """Made as the writer takes them: those of one step may come to gigabytes."""
         for output in outputs:
             line = self._running.pop(output.request_id, None)
             if line is None or output.was_aborted:
                 continue  # aborted by us: whoever asked for that decides on the record
-            records.append(self._prompts.of_output(line, output))
-        return not records or self._record(records)
-
-    def _record(self, records: Sequence[PromptRecord]) -> bool:
-        for record in records:
-            del self._unrecorded[record.index]
-        return self._writer.put(self._held, *records)
+            del self._unrecorded[line.index]
+            yield self._prompts.of_output(line, output)

@@ -10,8 +10,8 @@ import pytest
 from worker.acl.users import PRODUCER, WORKER
 from worker.registry import scripts
 
-# With these a producer stages, submits and cancels, and closes the units of a cancelled job that nobody runs.
-PRODUCER_SCRIPTS = ("cancel", "claim", "discard", "put", "release", "renew", "stage", "submit", "prelude")
+# With these a producer stages, submits, reads and cancels, and closes the units of a cancelled job that nobody runs.
+PRODUCER_SCRIPTS = ("cancel", "claim", "discard", "page", "put", "release", "renew", "stage", "submit", "prelude")
 SCRIPTS = sorted(
     entry.name.removesuffix(".lua") for entry in resources.files(scripts).iterdir() if ".lua" in entry.name
 )

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from engine.engine import Engine
 from settings import load_settings
+from tests.support.engines import load_decoder_engine
 from worker.cli.config import command
 
 
@@ -32,7 +32,7 @@ def test_with_a_model_it_equals_what_the_engine_holds(checkpoint: Path) -> None:
 
     shown = json.loads(config("--json", *arguments).stdout)
 
-    held = Engine.load(load_settings(overrides)).effective.as_json()
+    held = load_decoder_engine(load_settings(overrides)).effective.as_json()
     # How much memory is free changes between two calls, and the pool's size with it.
     assert shown.pop("engine.kv_cache.num_blocks")["source"] == "derived"
     assert held.pop("engine.kv_cache.num_blocks")["source"] == "derived"

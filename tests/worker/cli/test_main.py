@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -23,6 +24,28 @@ def test_a_producers_command_loads_no_torch(module: str) -> None:
         f"import sys, worker.cli.{module}; "
         "bad = {'torch', 'triton', 'engine', 'kernels'} & {name.partition('.')[0] for name in sys.modules}; "
         "assert not bad, bad"
+    )
+
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_what_is_refused_is_refused_before_torch_is_imported() -> None:
+    refused = (
+        ["run", "-i", __file__, "-o", "-", "--set", "engine.max_num_seqs=lots"],
+        ["run", "-i", "nowhere.jsonl", "-o", "-"],
+        ["run", "-i", __file__, "-o", "/nowhere/out.jsonl"],
+        ["run", "-i", __file__, "-o", "-", "--profile", "/nowhere/trace.json"],
+        ["worker", "--concurrency", "many"],
+        ["worker", "--redis-url", "redis://redis.example:6379/0"],
+        ["config", "--model", "m", "--set", "engine.dtype=int3"],
+        ["doctor", "--set", "nothing=1"],
+    )
+    code = (
+        "import sys; from click.testing import CliRunner; from worker.cli.main import cli\n"
+        f"for arguments in {refused!r}:\n"
+        "    done = CliRunner().invoke(cli, arguments)\n"
+        "    assert done.exit_code == 2, (arguments, done.output)\n"
+        "    assert 'torch' not in sys.modules, arguments\n"
     )
 
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
@@ -91,6 +114,18 @@ def test_a_command_without_its_packages_says_how_to_get_them(monkeypatch: pytest
 
     assert result.exit_code == 1
     assert 'thing needs torch, which is not installed: pip install -e ".[engine]" in the checkout' in result.output
+
+
+def test_a_package_that_is_missing_on_the_way_is_said_the_same_way() -> None:
+    result = CliRunner().invoke(group_with(__name__), ["thing"])
+
+    assert result.exit_code == 1
+    assert "thing needs no_such_package, which is not installed: " in result.output
+
+
+@click.command("thing")
+def command() -> None:
+    importlib.import_module("no_such_package")
 
 
 # What a producer's installation does not have.

@@ -83,6 +83,52 @@ def test_a_model_that_cannot_be_had_is_one_line_and_exit_1(tmp_path: Path) -> No
         assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_model_that_does_not_load_leaves_the_last_results_as_they_are(tmp_path: Path) -> None:
+    requests, results = tmp_path / "in.jsonl", tmp_path / "out"
+    requests.write_bytes(completion_line())
+    results.mkdir()
+    for name in ("output.jsonl", "errors.jsonl"):
+        (results / name).write_text("an older run's results")
+
+    done = CliRunner().invoke(command, ["-i", str(requests), "-o", str(results), "--model", str(tmp_path / "none")])
+
+    assert done.exit_code == 1, done.output
+    assert "none" in done.stderr
+    assert [file.read_text() for file in sorted(results.iterdir())] == ["an older run's results"] * 2
+
+
+def test_an_interrupt_while_the_model_loads_leaves_the_last_results_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requests.write_bytes(completion_line())
+    results.write_text("an older run's results")
+
+    def load(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the interrupt has to wait for the model")
+
+    monkeypatch.setattr("engine.load_engine.load_engine", load)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        done = CliRunner().invoke(command, ["-i", str(requests), "-o", str(results)])
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+    assert "Aborted" in done.output  # by click; `main` makes 130 of it
+    assert results.read_text() == "an older run's results"
+
+
+def test_an_output_that_cannot_be_written_is_exit_2_before_the_model_loads(tmp_path: Path) -> None:
+    requests, nowhere = tmp_path / "in.jsonl", tmp_path / "none" / "out.jsonl"
+    requests.write_bytes(completion_line())
+
+    done = CliRunner().invoke(command, ["-i", str(requests), "-o", str(nowhere), "--model", str(tmp_path / "none")])
+
+    assert done.exit_code == 2, done.output
+    assert f"{nowhere}: No such file" in done.stderr
+
+
 def test_a_wrong_setting_is_one_line_and_exit_2(checkpoint: Path) -> None:
     done = millrace("run", "-i", "-", "-o", "-", "--model", checkpoint, "--set", "engine.max_num_seqs=lots")
 

@@ -28,7 +28,7 @@ def submit(redis_url: str, *arguments: str) -> Result:
 def staged_ids(registry: TestRegistry, printed: str) -> list[str]:
     """The custom ids of a job's lines, in their order."""
     job_id = printed.strip()
-    total = registry.reader.status(job_id).request_counts.total
+    total = registry.status(job_id).request_counts.total
     return [json.loads(line or b"")["custom_id"] for line in registry.leases().lines(job_id, range(total))]
 
 

@@ -35,7 +35,7 @@ def test_a_job_that_redis_cannot_take_now_keeps_its_message(
     with redis.Redis(port=1, retry=Retry(NoBackoff(), 0)) as away:
         assert _staged_jobs(registry, announcer, away).submit(job_id, 1, {}) is MessageEnd.REQUEUE
     assert _staged_jobs(registry, announcer).submit(job_id, 1, {}) is MessageEnd.DONE
-    assert registry.reader.status(job_id).status is JobState.VALIDATING
+    assert registry.status(job_id).status is JobState.VALIDATING
     assert announcer.announced == [(UnitRef.plan(job_id), 5)]
 
 
@@ -60,7 +60,7 @@ def test_a_refused_job_says_why_and_its_lines_are_forgotten(
 ) -> None:
     job_id = _stage(registry)
     assert _staged_jobs(registry, RecordingAnnouncer()).submit(job_id, num_lines, options) is MessageEnd.DONE
-    job = registry.reader.status(job_id)
+    job = registry.status(job_id)
     assert job.status is JobState.FAILED
     assert [(error.code, error.param, error.line) for error in job.errors] == [(code, param, None)]
     assert 0 < registry.redis.ttl(registry.keys.lines(job_id)) <= 3600
@@ -70,7 +70,7 @@ def test_lines_that_are_no_hash_are_refused_and_do_not_go_round(registry: TestRe
     job_id = registry.keys.new_job_id()
     registry.redis.rpush(registry.keys.lines(job_id), b"{}")
     assert _staged_jobs(registry, RecordingAnnouncer()).submit(job_id, 1, {}) is MessageEnd.DONE
-    job = registry.reader.status(job_id)
+    job = registry.status(job_id)
     assert job.status is JobState.FAILED
     assert "hash of index and line" in (job.error or "")
     assert registry.redis.ttl(registry.keys.lines(job_id)) > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from settings import LimitSettings
@@ -86,3 +88,15 @@ def test_the_operator_limits_the_inputs_of_a_line() -> None:
 def test_the_first_input_orders_a_line_among_completions() -> None:
     assert parse(raw_line({"input": ["ab", "c"]})).prompt_key() == parse(raw_line({"prompt": "ab"})).prompt_key()
     assert parse(raw_line({"input": [[5]]})).prompt_key() == parse(raw_line({"prompt": [5]})).prompt_key()
+
+
+@pytest.mark.parametrize("value", [True, 0.5, "a", None, -1, 2**31])
+def test_a_token_id_of_a_prompt_is_one_of_an_input(value: object) -> None:
+    prompt, one, of_many = (
+        error_of(raw_line(body)) for body in ({"prompt": [7, value]}, {"input": [7, value]}, {"input": [[7, value]]})
+    )
+
+    assert (prompt.code, prompt.param) == (one.code, "prompt[1]")
+    assert (one.code, one.param, of_many.param) == (of_many.code, "input[1]", "input[0]")
+    for error in (prompt, one, of_many):
+        assert f"is {json.dumps(value)}; accepted: " in error.message

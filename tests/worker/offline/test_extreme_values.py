@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from engine.engine import Engine
-from settings import load_settings
+from settings import ModelSettings, load_settings
+from tests.support.engines import load_decoder_engine
 from tests.support.request_lines import raw_line
 from tests.support.tiny_checkpoint import make_checkpoint
 from worker.offline.line_feed import LineFeed
@@ -82,14 +83,14 @@ def raw_extreme(values: dict[str, Any]) -> bytes:
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     model = make_checkpoint(tmp_path_factory.mktemp("extreme") / "tiny", "qwen3", initializer_range=0.6)
     overrides = {"model.path": str(model), "engine.num_threads": "1", "engine.max_model_len": str(MAX_MODEL_LEN)}
-    return Engine.load(load_settings(overrides, environ={}, dotenv_path=Path(os.devnull)))
+    return load_decoder_engine(load_settings(overrides, environ={}, dotenv_path=Path(os.devnull)))
 
 
 def run(engine: Engine, lines: Sequence[bytes]) -> list[dict[str, Any]]:
     """The lines' records, as they would be written."""
     records: list[dict[str, Any]] = []
     limits = engine.settings.limits
-    offline = OfflineRun(engine, model_name="m", window=64, write=lambda record: records.append({**record}))
+    offline = OfflineRun(engine, ModelSettings(name="m"), window=64, write=lambda record: records.append({**record}))
     feed = LineFeed(lines, limits, capacity=64, by_prefix=True)
     feed.start()
     offline.run(feed, lambda: False, lambda: None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from engine.request import Request
 from engine.request_output import RequestOutput
 from engine.text.tokenizer import Tokenizer
 from engine.token_checkpoint import TokenCheckpoint
-from settings import LimitSettings, Settings
+from settings import LimitSettings, ModelSettings, Settings
 from tests.support.outputs import completion, request_output
 from tests.support.request_lines import completion_line, raw_line
 from tests.support.tiny_tokenizer import make_tokenizer
@@ -84,7 +85,7 @@ class Harness:
     def __init__(self, tokenizer: Tokenizer, window: int = 4) -> None:
         self.engine = ScriptedEngine(tokenizer)
         self.records: list[Record] = []
-        self.offline = OfflineRun(self.engine, model_name="tiny", window=window, write=self.records.append)
+        self.offline = OfflineRun(self.engine, ModelSettings(name="tiny"), window=window, write=self.records.append)
 
     def run(self, lines: Iterable[bytes], should_stop: Callable[[], bool] = lambda: False) -> None:
         feed = LineFeed(lines, LimitSettings(), capacity=8, by_prefix=True)
@@ -137,6 +138,40 @@ def test_never_more_than_the_window_is_in_the_engine(tokenizer: Tokenizer) -> No
     assert len(harness.records) == 30
 
 
+def test_the_window_counts_the_choices_of_a_request(tokenizer: Tokenizer) -> None:
+    harness = Harness(tokenizer, window=6)
+
+    harness.run([completion_line(n=3) for _ in range(30)])
+
+    assert harness.engine.most_waiting == 2
+    assert len(harness.records) == 30
+
+
+def test_lines_that_are_there_are_tokenised_together(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode_batch, sizes = tokenizer.encode_batch, list[int]()
+    are_read = threading.Event()
+
+    def lines() -> Iterator[bytes]:
+        yield from (completion_line() for _ in range(40))
+        are_read.set()
+
+    def counting(texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        sizes.append(len(texts))
+        return encode_batch(texts, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode_batch", counting)
+    harness = Harness(tokenizer)
+    feed = LineFeed(lines(), LimitSettings(), capacity=50, by_prefix=False)
+    feed.start()
+    assert are_read.wait(5.0)
+
+    harness.offline.run(feed, lambda: False, lambda: None)
+
+    assert [size for size in sizes if size] == [32, 8]
+    assert harness.engine.most_waiting <= 4
+    assert len(harness.records) == 40
+
+
 def test_a_stop_between_steps_keeps_what_was_finished(tokenizer: Tokenizer) -> None:
     harness = Harness(tokenizer)
 
@@ -167,7 +202,11 @@ def test_a_line_over_which_the_tokeniser_fails_fails_alone(
             raise RuntimeError("a panic inside the tokeniser")
         return encode(text, add_special_tokens=add_special_tokens)
 
+    def fail_with_poison(texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        return [fail_on_poison(text, add_special_tokens=add_special_tokens) for text in texts]
+
     monkeypatch.setattr(tokenizer, "encode", fail_on_poison)
+    monkeypatch.setattr(tokenizer, "encode_batch", fail_with_poison)
     harness = Harness(tokenizer)
 
     harness.run([completion_line(custom_id="a"), raw_line({"prompt": "poison", "custom_id": "b"}), completion_line()])

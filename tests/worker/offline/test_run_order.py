@@ -78,8 +78,30 @@ def test_a_pipe_is_taken_as_it_comes() -> None:
     has_both = threading.Event()
     feed = LineFeed(slow_pipe(), LIMITS, capacity=2, by_prefix=False)
     feed.start()
-    lines = [feed.take(5.0), feed.take(5.0)]
+    lines = [*feed.take(1, 5.0), *feed.take(1, 5.0)]
     has_both.set()
-    assert _indices(line for line in lines if line is not None) == [0, 1]
-    assert feed.take(5.0) is None
+    assert _indices(lines) == [0, 1]
+    assert feed.take(1, 5.0) == []
     assert feed.ended
+
+
+def test_lines_are_taken_together_as_far_as_they_are_there_and_an_error_behind_them() -> None:
+    def pipe() -> Iterator[bytes]:
+        yield from _raw("a", "b", "c")
+        are_read.set()
+        assert goes_on.wait(5.0)
+        yield from _raw("d")
+        raise OSError("disk on fire")
+
+    are_read, goes_on = threading.Event(), threading.Event()
+    feed = LineFeed(pipe(), LIMITS, capacity=9, by_prefix=False)
+    feed.start()
+    assert are_read.wait(5.0)
+    assert _indices(feed.take(2, 5.0)) == [0, 1]
+    assert _indices(feed.take(2, 5.0)) == [2]
+    assert feed.take(2, 0.01) == []
+    assert not feed.ended
+    goes_on.set()
+    assert _indices(feed.take(1, 5.0)) == [3]
+    with pytest.raises(OSError, match="disk on fire"):
+        feed.take(2, 5.0)

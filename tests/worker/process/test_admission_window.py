@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from engine.embedding_request import EmbeddingRequest
 from engine.request import Request
+from engine.sampling_params import SamplingParams
 from tests.support.feeds import make_feed, prompts
 from worker.process.admission_window import OVERTAKES, AdmissionWindow
 from worker.process.prompt_feed import LOW_WATER, PromptFeed
@@ -93,7 +94,7 @@ def test_no_more_than_the_window_is_in_the_engine() -> None:
     assert harness.take() == ""
     harness.end(2)
     assert harness.take() == "de"
-    assert harness.window.num_open == 3
+    assert len(harness.open) == 3
 
 
 def test_tenants_get_the_same_tokens_and_each_its_own_sweep() -> None:
@@ -219,5 +220,16 @@ def test_an_embedding_request_takes_the_room_of_all_its_inputs() -> None:
     requests = [EmbeddingRequest(str(number), ((1, 2), (3,), (4,), (5,))) for number in range(5)]
     feed.offer([((b"a",), request) for request in requests], is_last=True)
     assert [request.request_id for request, _ in window.take()] == ["0", "1", "2"]  # 8 inputs leave room
+    window.end("0")
+    assert [request.request_id for request, _ in window.take()] == ["3"]
+
+
+def test_a_request_takes_the_room_of_all_its_choices() -> None:
+    window = AdmissionWindow(10, ageing_s=AGEING_S)
+    feed = make_feed()
+    window.join(feed)
+    params = SamplingParams(n=4)
+    feed.offer([((b"a",), Request(str(number), (1,), params)) for number in range(5)], is_last=True)
+    assert [request.request_id for request, _ in window.take()] == ["0", "1", "2"]
     window.end("0")
     assert [request.request_id for request, _ in window.take()] == ["3"]

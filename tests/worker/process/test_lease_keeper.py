@@ -108,6 +108,6 @@ def test_the_owner_is_told_that_another_has_its_unit(registry: TestRegistry) -> 
 def test_the_heartbeat_is_there_while_the_keeper_runs(registry: TestRegistry) -> None:
     with running_units(registry) as units:
         with _keeping(units):
-            wait_until(lambda: registry.reader.workers() == [INFO])
+            wait_until(lambda: registry.workers() == [INFO])
             assert 0 < registry.redis.ttl(f"{registry.keys.workers}w1") <= 30
-        assert registry.reader.workers() == []
+        assert registry.workers() == []

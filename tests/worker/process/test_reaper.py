@@ -46,7 +46,7 @@ def test_units_of_jobs_that_are_to_end_are_closed_without_a_message(registry: Te
     registry.control.cancel(job_id)
     with running_units(registry) as units:
         with running_thread(_reaper(units).run):
-            wait_until(lambda: registry.reader.status(job_id).status is JobState.CANCELLED)
+            wait_until(lambda: registry.status(job_id).status is JobState.CANCELLED)
         assert units.announcer.announced == []
 
 

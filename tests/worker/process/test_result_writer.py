@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import redis
@@ -13,6 +13,7 @@ from tests.support.wait_until import wait_until
 from worker.process.held_unit import HeldUnit
 from worker.process.result_writer import MAX_BATCH_BYTES, ResultWriter
 from worker.registry.claim import Claim
+from worker.registry.prompt_checkpoint import PromptCheckpoint
 from worker.registry.prompt_record import PromptRecord
 from worker.registry.put_status import PutStatus
 from worker.registry.run_mode import RunMode
@@ -36,9 +37,9 @@ def test_records_are_written_in_batches_and_the_owner_hears_of_the_end(registry:
     writer = _writer(leases, 10)
     with running_thread(writer.run):
         for index in range(45):
-            writer.put(held, ok(index))
+            writer.put(held, [ok(index)])
         wait_until(lambda: held.is_written)
-    assert registry.reader.status(held.claim.ref.job_id).request_counts.completed == 45
+    assert registry.status(held.claim.ref.job_id).request_counts.completed == 45
 
 
 def test_records_that_came_together_are_still_written_in_bounded_batches(
@@ -54,7 +55,7 @@ def test_records_that_came_together_are_still_written_in_bounded_batches(
 
     monkeypatch.setattr(leases, "put", counting_put)
     writer = _writer(leases, 10)
-    writer.put(held, *(ok(index) for index in range(25)))
+    writer.put(held, (ok(index) for index in range(25)))
     with running_thread(writer.run):
         assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
     assert sizes == [10, 10, 5]
@@ -65,8 +66,8 @@ def test_a_queue_is_full_of_records_however_they_came(registry: TestRegistry) ->
     leases = registry.leases()
     held = _hold(registry, leases, 12)
     writer = _writer(leases, 1)  # not started: ten records fill it
-    writer.put(held, *(ok(index) for index in range(10)))
-    blocked = threading.Thread(target=writer.put, args=(held, ok(10), ok(11)))
+    writer.put(held, (ok(index) for index in range(10)))
+    blocked = threading.Thread(target=writer.put, args=(held, [ok(10), ok(11)]))
     blocked.start()
     blocked.join(0.3)
     assert blocked.is_alive()
@@ -76,12 +77,51 @@ def test_a_queue_is_full_of_records_however_they_came(registry: TestRegistry) ->
     assert held.is_written
 
 
+def test_a_queue_is_full_of_bytes_too_but_takes_a_record_of_any_size(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.process.result_writer.MAX_QUEUED_BYTES", 1000)
+    leases = registry.leases()
+    held = _hold(registry, leases, 3)
+    writer = _writer(leases, 100)
+    assert writer.put(held, [ok(0, "x" * 999)])
+    assert writer.put(held, [ok(1, "x" * 2000)])  # one byte is left: whoever comes next waits
+    blocked = threading.Thread(target=writer.put, args=(held, [ok(2)]))
+    blocked.start()
+    blocked.join(0.3)
+    assert blocked.is_alive()
+    assert not writer.offer(held, PromptCheckpoint(2, "{}"))
+    with running_thread(writer.run):
+        blocked.join(5)
+        assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
+    assert held.is_written
+
+
+def test_no_more_records_are_made_than_the_queue_takes(registry: TestRegistry) -> None:
+    leases = registry.leases()
+    held, made = _hold(registry, leases, 30), list[int]()
+    writer = _writer(leases, 1)  # not started: ten records fill it
+
+    def records() -> Iterator[PromptRecord]:
+        for index in range(30):
+            made.append(index)
+            yield ok(index)
+
+    blocked = threading.Thread(target=writer.put, args=(held, records()))
+    blocked.start()
+    blocked.join(0.3)
+    assert 10 <= len(made) <= 12  # one waits, the next did not fit beside it
+    with running_thread(writer.run):
+        blocked.join(5)
+        wait_until(lambda: held.is_written)
+
+
 def test_what_is_queued_is_written_before_the_writer_stops(registry: TestRegistry) -> None:
     leases = registry.leases()
     held = _hold(registry, leases, 20)
     writer = _writer(leases, 3)
     for index in range(20):
-        writer.put(held, ok(index))
+        writer.put(held, [ok(index)])
     with running_thread(writer.run) as thread:
         assert thread.stop(5)
     assert held.is_written
@@ -102,7 +142,7 @@ def test_a_redis_that_comes_back_gets_every_record(registry: TestRegistry, monke
     writer = _writer(leases, 5)
     with running_thread(writer.run):
         for index in range(5):
-            writer.put(held, ok(index))
+            writer.put(held, [ok(index)])
         wait_until(lambda: held.is_written)
 
 
@@ -111,8 +151,8 @@ def test_a_full_queue_holds_the_shard_back_until_it_has_to_stop(registry: TestRe
     held = _hold(registry, leases, 1)
     writer = _writer(leases, 1)  # not started: ten records fill it
     for index in range(10):
-        writer.put(held, ok(index))
-    blocked = threading.Thread(target=writer.put, args=(held, ok(10)))
+        writer.put(held, [ok(index)])
+    blocked = threading.Thread(target=writer.put, args=(held, [ok(10)]))
     blocked.start()
     blocked.join(0.3)
     assert blocked.is_alive()
@@ -128,8 +168,8 @@ def test_a_cancelled_or_lost_unit_is_heard_of_from_the_write(registry: TestRegis
     leases.release(lost.claim, count_attempt=False)
     writer = _writer(leases, 5)
     with running_thread(writer.run):
-        writer.put(cancelled, ok(0))
-        writer.put(lost, ok(0))
+        writer.put(cancelled, [ok(0)])
+        writer.put(lost, [ok(0)])
         wait_until(lambda: cancelled.stop_reason is StopReason.CANCELLED and lost.stop_reason is StopReason.FENCED)
 
 
@@ -144,7 +184,7 @@ def test_a_write_is_bounded_by_bytes(registry: TestRegistry, monkeypatch: pytest
     monkeypatch.setattr(leases, "put", watched_put)
     writer = _writer(leases, 10)
     for index in range(7):
-        writer.put(held, ok(index, "x" * (1_500_000 if index < 6 else 5_000_000)))
+        writer.put(held, [ok(index, "x" * (1_500_000 if index < 6 else 5_000_000))])
     with running_thread(writer.run):
         wait_until(lambda: held.is_written)
     assert sum(sizes) == 14_000_000
@@ -155,7 +195,7 @@ def test_a_write_is_bounded_by_bytes(registry: TestRegistry, monkeypatch: pytest
 
 def _codes(registry: TestRegistry, held: HeldUnit) -> list[str]:
     """Of the records in order: ok, or the code of their error."""
-    records = [json.loads(record) for record in registry.reader.records(held.claim.ref.job_id, 0, 100)]
+    records = [json.loads(record) for record in registry.records(held.claim.ref.job_id)]
     return [record["response"]["body"]["error"]["code"] if "response" in record else "ok" for record in records]
 
 
@@ -173,12 +213,12 @@ def test_one_record_that_redis_refuses_becomes_an_error_and_the_others_go_on(
     monkeypatch.setattr(leases, "put", refusing_put)
     writer = _writer(leases, 10)
     for index, record in enumerate(["{}", '{"custom_id": "mine", "text": "poison"}', "{}"]):
-        writer.put(held, ok(index, record))
+        writer.put(held, [ok(index, record)])
     with running_thread(writer.run):
         wait_until(lambda: held.is_written)
     assert _codes(registry, held) == ["ok", "result_refused", "ok"]
-    assert json.loads(registry.reader.records(held.claim.ref.job_id, 1, 1)[0])["custom_id"] == "mine"
-    job = registry.reader.status(held.claim.ref.job_id)
+    assert json.loads(registry.records(held.claim.ref.job_id)[1])["custom_id"] == "mine"
+    job = registry.status(held.claim.ref.job_id)
     assert (job.request_counts.completed, job.request_counts.failed, job.usage.output_tokens) == (2, 1, 9)
 
 
@@ -188,8 +228,8 @@ def test_a_record_too_large_for_redis_becomes_an_error(registry: TestRegistry, m
     held, writer = _hold(registry, leases, 2), _writer(leases, 10)
     registry.redis.config_set("proto-max-bulk-len", 1024 * 1024)
     try:
-        writer.put(held, ok(0, '{"text": "' + "x" * (MAX_BATCH_BYTES + 1) + '"}'))
-        writer.put(held, ok(1))
+        writer.put(held, [ok(0, '{"text": "' + "x" * (MAX_BATCH_BYTES + 1) + '"}')])
+        writer.put(held, [ok(1)])
         with running_thread(writer.run):
             wait_until(lambda: held.is_written, timeout_s=20)
     finally:
@@ -202,7 +242,7 @@ def test_a_unit_of_which_redis_takes_no_record_does_not_hold_up_the_others(regis
     broken, healthy, writer = _hold(registry, leases, 2), _hold(registry, leases, 2), _writer(leases, 10)
     registry.redis.set(registry.keys.records(broken.claim.ref.job_id), "no hash")
     for index in range(2):
-        writer.put(broken, ok(index))
-        writer.put(healthy, ok(index))
+        writer.put(broken, [ok(index)])
+        writer.put(healthy, [ok(index)])
     with running_thread(writer.run):
         wait_until(lambda: healthy.is_written and broken.stop_reason is StopReason.FENCED)

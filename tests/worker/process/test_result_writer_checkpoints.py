@@ -56,10 +56,10 @@ def test_a_record_wins_over_a_checkpoint_of_its_prompt(registry: TestRegistry, i
     held, writer = _hold(registry, leases, 2), _writer(leases)
     checkpoint = PromptCheckpoint(0, "a")
     if is_record_first:
-        assert writer.put(held, ok(0))
+        assert writer.put(held, [ok(0)])
     assert writer.offer(held, checkpoint)
     if not is_record_first:
-        assert writer.put(held, ok(0))
+        assert writer.put(held, [ok(0)])
     with running_thread(writer.run):
         assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
     assert _kept(leases, held, 2) == [None, None]
@@ -89,7 +89,7 @@ def test_a_checkpoint_that_redis_does_not_take_is_dropped_and_records_go_on(
     writer.offer(held, PromptCheckpoint(0, "a"))
     with running_thread(writer.run):
         assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
-        writer.put(held, ok(0))
+        writer.put(held, [ok(0)])
         wait_until(lambda: held.is_written)
 
 
@@ -106,7 +106,7 @@ def test_the_last_records_of_a_unit_and_a_late_checkpoint_do_not_look_like_a_los
     leases = registry.leases()
     held, writer = _hold(registry, leases, 1), _writer(leases)
     writer.offer(held, PromptCheckpoint(0, "a"))
-    writer.put(held, ok(0))
+    writer.put(held, [ok(0)])
     with running_thread(writer.run):
         assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
     assert held.is_written

@@ -12,12 +12,12 @@ from engine.completion import Completion
 from engine.finish_reason import FinishReason
 from engine.request import Request
 from engine.token_logprobs import TokenLogprobs
+from tests.support.build_request import build_request
 from tests.support.chat_models import QWEN3_TOKENS, answered, chat_model, template_source
 from tests.support.outputs import request_output
 from tests.support.request_lines import chat_line, parse
-from worker.records import RecordContext, encode_record
-from worker.requests.record_builder import RecordBuilder
-from worker.requests.request_builder import RequestBuilder
+from tests.support.served_models import served_model
+from worker.records import encode_record
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("weather", "time")]
 ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -29,13 +29,15 @@ class Model:
 
     def __init__(self, path: Path) -> None:
         self.tokenizer = chat_model(path, template_source("marked_calls"), QWEN3_TOKENS)
-        self.requests = RequestBuilder(self.tokenizer, max_model_len=4096, model_name="m")
+        self.served = served_model(self.tokenizer, max_model_len=4096)
+        self.num_reasoning_tokens = 0  # of the last record
 
     def record(self, *completions: Completion, job_id: str = "s0-1", **parameters: object) -> dict[str, object]:
         line = parse(chat_line(**{"tools": TOOLS, **parameters}), index=3)
-        context = RecordContext(job_id, "m", created_s=1_700_000_000)
-        records = RecordBuilder(self.tokenizer, context, self.requests.answers, self.requests.echoes)
-        return records.of_output(line, request_output("3", *completions))
+        record, self.num_reasoning_tokens = self.served.records(job_id, created_s=1_700_000_000).of_output(
+            line, request_output("3", *completions)
+        )
+        return record
 
     def parsed(self, *completions: Completion, job_id: str = "s0-1", **parameters: object) -> ChatCompletion:
         body: Any = self.record(*completions, job_id=job_id, **parameters)["response"]
@@ -68,6 +70,7 @@ def test_calls_reasoning_and_text_in_one_answer(model: Model) -> None:
     assert usage is not None
     assert usage.completion_tokens_details is not None
     assert usage.completion_tokens_details.reasoning_tokens == len(model.tokenizer.encode("<think>\nhm\n</think>"))
+    assert model.num_reasoning_tokens == usage.completion_tokens_details.reasoning_tokens
 
 
 def test_logprobs_of_an_answer_with_calls(model: Model) -> None:
@@ -110,7 +113,7 @@ def test_an_answer_may_go_back_into_the_conversation(model: Model) -> None:
     question = {"role": "user", "content": "Rome?"}
 
     line = parse(chat_line(messages=[question, message, result], tools=TOOLS))
-    request = model.requests.build(line, "r")
+    request = build_request(model.served.requests, line)
 
     assert isinstance(request, Request)
     prompt = model.tokenizer.decode(list(request.prompt_token_ids), skip_special_tokens=False)

@@ -11,13 +11,13 @@ from openai.types import Completion
 from engine.engine import Engine
 from engine.errors import PromptTooLong
 from engine.text.tokenizer import Tokenizer
+from settings import ModelSettings
+from tests.support.build_request import build_request
 from tests.support.engines import load_engine, run_all
 from tests.support.request_lines import completion_line, parse
 from tests.support.tiny_checkpoint import make_checkpoint
-from worker.records import RecordContext
 from worker.requests.prompt_echoes import PromptEchoes
-from worker.requests.record_builder import RecordBuilder
-from worker.requests.request_builder import RequestBuilder
+from worker.requests.served_model import ServedModel
 
 TEXT = "you are the \U0001f642 and<|im_end|> the"
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -28,15 +28,13 @@ class Service:
 
     def __init__(self, path: Path) -> None:
         self.engine: Engine = load_engine(make_checkpoint(path, "qwen3"))
-        self.requests = RequestBuilder(self.engine.tokenizer, max_model_len=self.engine.max_model_len, model_name="m")
+        self.served = ServedModel(self.engine, ModelSettings(name="m"))
 
     def body(self, **parameters: object) -> dict[str, Any]:
         line = parse(completion_line(**{**GREEDY, **parameters}))
-        records = RecordBuilder(
-            self.engine.tokenizer, RecordContext("j", "m", created_s=1), self.requests.answers, self.requests.echoes
-        )
-        output = run_all(self.engine, [self.requests.build(line, "r")])["r"]
-        response: Any = records.of_output(line, output)["response"]
+        output = run_all(self.engine, [build_request(self.served.requests, line)])["r"]
+        record, _ = self.served.records("j", created_s=1).of_output(line, output)
+        response: Any = record["response"]
         body: dict[str, Any] = response["body"]
         return body
 
@@ -127,9 +125,9 @@ def test_a_prompt_alone_may_be_as_long_as_the_context(service: Service) -> None:
     prompt = [5] * service.engine.max_model_len
     line = parse(completion_line(prompt=prompt, max_tokens=0, echo=True))
 
-    service.requests.build(line, "r")
+    build_request(service.served.requests, line)
     with pytest.raises(PromptTooLong):
-        service.requests.build(parse(completion_line(prompt=prompt, max_tokens=1, echo=True)), "r")
+        build_request(service.served.requests, parse(completion_line(prompt=prompt, max_tokens=1, echo=True)))
 
 
 def test_what_a_tokenizer_puts_before_a_text_takes_no_room_in_it(service: Service) -> None:

@@ -7,6 +7,8 @@ from engine.finish_reason import FinishReason
 from engine.token_logprobs import TokenLogprobs
 from tests.support.outputs import completion, request_output
 from tests.support.request_lines import chat_line, completion_line, parse
+from worker.answers.chat_answer import ChatAnswer
+from worker.lines import ChatBody
 from worker.records import RecordContext, success_record
 
 CONTEXT = RecordContext("s0-1", "tiny", created_s=1_700_000_000)
@@ -25,7 +27,7 @@ class Spelling:
 def test_a_chat_completion_is_openais_body() -> None:
     line = parse(chat_line(custom_id="mine"), index=3)
 
-    record = success_record(line, request_output("3", completion("hi")), Spelling(), CONTEXT)
+    record = success_record(line, request_output("3", completion("hi")), Spelling(), CONTEXT, [ChatAnswer("hi")])
 
     assert record == {
         "id": "batch_req_s0-1_3",
@@ -61,7 +63,9 @@ def test_a_chat_completion_is_openais_body() -> None:
 
 def choices_of(raw: bytes, *completions: Completion) -> list[dict[str, object]]:
     output = request_output("0", *completions)
-    record = success_record(parse(raw), output, Spelling(), CONTEXT)
+    line = parse(raw)
+    answers = [ChatAnswer(completion.text) for completion in completions] if isinstance(line.body, ChatBody) else []
+    record = success_record(line, output, Spelling(), CONTEXT, answers)
     return record["response"]["body"]["choices"]  # type: ignore[index, no-any-return]  # JSON
 
 
@@ -77,7 +81,7 @@ def test_each_of_n_completions_is_a_choice_and_counts() -> None:
     line = parse(completion_line(n=2))
     output = request_output("0", completion("x"), completion("y", index=1, token_ids=[1, 2, 3]))
 
-    body = success_record(line, output, Spelling(), CONTEXT)["response"]["body"]  # type: ignore[index]  # JSON
+    body = success_record(line, output, Spelling(), CONTEXT, [])["response"]["body"]  # type: ignore[index]  # JSON
 
     assert [choice["text"] for choice in body["choices"]] == ["x", "y"]
     assert body["usage"]["completion_tokens"] == 5

@@ -21,7 +21,7 @@ def test_a_refused_file_gives_back_what_its_job_had(registry: TestRegistry) -> N
     job_id = registry.submit([b"a", b"b", b"c"], options)
     leases = registry.leases()
     assert leases.fail(must_claim(leases, UnitRef.plan(job_id)), "1 line is bad", BAD) == FAILED
-    job = registry.reader.status(job_id)
+    job = registry.status(job_id)
     assert (job.status, job.error, job.errors) == (JobState.FAILED, "1 line is bad", BAD)
     assert job.finished_at is not None
     keys, bare = registry.keys, registry.redis
@@ -51,7 +51,7 @@ def test_a_plan_that_is_another_workers_cannot_be_refused(registry: TestRegistry
     leases.release(old, count_attempt=False)
     must_claim(leases, UnitRef.plan(job_id))
     assert leases.fail(old, "bad", BAD) == (PutStatus.FENCED, RunMode.RUN)
-    assert registry.reader.status(job_id).status is JobState.VALIDATING
+    assert registry.status(job_id).status is JobState.VALIDATING
 
 
 @pytest.mark.parametrize(
@@ -72,4 +72,4 @@ def test_a_job_of_the_version_before_is_neither_strict_nor_of_one_endpoint(regis
     registry.redis.hdel(registry.keys.job(job_id), "strict", "url")
     claim = must_claim(registry.leases(), UnitRef.plan(job_id))
     assert (claim.is_strict, claim.endpoint) == (False, None)
-    assert registry.reader.status(job_id).endpoint == ""
+    assert registry.status(job_id).endpoint == ""

@@ -22,13 +22,13 @@ def _submit(intake: JobIntake, registry: TestRegistry, num_lines: int, options: 
 def test_a_submitted_job_is_validating_and_keeps_its_lines(registry: TestRegistry) -> None:
     options = SubmitOptions(priority=2, deadline_s=60, tenant="acme", metadata={"run": "7"})
     job_id = registry.submit([b"one", b"\xfftwo"], options)
-    job = registry.reader.status(job_id)
+    job = registry.status(job_id)
     assert (job.status, job.request_counts.total, job.shards_total) == (JobState.VALIDATING, 2, 0)
     assert (job.priority, job.tenant, job.metadata) == (2, "acme", {"run": "7"})
     assert job.expires_at == pytest.approx(job.created_at + 60)
     assert registry.leases().lines(job_id, [1, 0]) == [b"\xfftwo", b"one"]
     assert registry.redis.ttl(registry.keys.lines(job_id)) == -1
-    assert [listed.id for listed in registry.reader.jobs(10)] == [job_id]
+    assert [listed.id for listed in registry.jobs(10)] == [job_id]
 
 
 def test_staged_lines_expire_until_they_are_submitted(registry: TestRegistry) -> None:
@@ -127,12 +127,12 @@ def test_a_refused_job_is_failed_with_its_reason_and_may_be_submitted_again(regi
     job_id = registry.keys.new_job_id()
     error = BatchError(code="queue_full", message="no room")
     registry.intake().refuse(job_id, error, "default")
-    job = registry.reader.status(job_id)
+    job = registry.status(job_id)
     assert (job.status, job.error, job.errors) == (JobState.FAILED, "no room", (error,))
     assert registry.redis.ttl(registry.keys.job(job_id)) > 0
     registry.intake().stage(job_id, 0, [b"a", b"b"])
     assert registry.intake().submit(job_id, 2, SubmitOptions()) == (job_id, True)
-    assert registry.reader.status(job_id).status is JobState.VALIDATING
+    assert registry.status(job_id).status is JobState.VALIDATING
     assert registry.redis.ttl(registry.keys.job(job_id)) == -1
 
 

@@ -34,7 +34,7 @@ def _crash(leases: UnitLeases, ref: UnitRef, *, alone: bool) -> None:
 def _shards(registry: TestRegistry, job_id: str) -> dict[int, list[int]]:
     """The indices of each shard that is there."""
     found = {}
-    for number in range(registry.reader.status(job_id).shards_total):
+    for number in range(registry.status(job_id).shards_total):
         indices = cast("bytes | None", registry.redis.hget(registry.keys.unit(UnitRef.shard(job_id, number)), "idx"))
         if indices is not None:
             found[number] = [int(index) for index in indices.split(b",")]
@@ -134,11 +134,11 @@ def test_only_prompts_without_a_record_are_split_and_the_job_ends_with_all_shard
     assert leases.put(claim, [ok(3)])[0] is PutStatus.FENCED
     assert not leases.renew([claim])[0][0]
     assert _shards(registry, job_id) == {1: [3], 2: [0], 3: [2]}
-    status = registry.reader.status(job_id)
+    status = registry.status(job_id)
     assert (status.shards_total, status.shards_done) == (4, 1)
     for number, index in ((1, 3), (2, 0), (3, 2)):
         leases.put(must_claim(leases, UnitRef.shard(job_id, number), alone=True), [ok(index)])
-    status = registry.reader.status(job_id)
+    status = registry.status(job_id)
     assert (status.status, status.shards_total, status.shards_done) == (JobState.COMPLETED, 4, 4)
     assert registry.redis.zcard(registry.keys.open) == 0
     assert registry.redis.hget(registry.keys.admission, "prompts") == b"0"
@@ -155,7 +155,7 @@ def test_one_prompt_alone_is_lost_after_max_attempts_and_tried_alone_before(regi
     assert (lost.mode, lost.attempts) == (RunMode.LOST, 3)
     assert registry.redis.zscore(registry.keys.dead, str(shard)) is not None
     leases.put(lost, [PromptRecord(0, Outcome.LOST, "{}")])
-    assert registry.reader.status(shard.job_id).status is JobState.COMPLETED
+    assert registry.status(shard.job_id).status is JobState.COMPLETED
 
 
 def test_a_release_that_counts_makes_suspects_in_company_and_guilty_ones_alone(registry: TestRegistry) -> None:

@@ -52,7 +52,7 @@ def test_a_fenced_owner_writes_nothing(registry: TestRegistry) -> None:
     assert leases.put(first, [ok(0)])[0] is PutStatus.FENCED
     assert not leases.renew([first])[0][0]
     assert not leases.release(first, count_attempt=False)
-    assert registry.reader.status(job_id).request_counts.finished == 0
+    assert registry.status(job_id).request_counts.finished == 0
     assert leases.put(second, [ok(0)])[0] is PutStatus.OPEN
 
 
@@ -78,8 +78,8 @@ def test_a_record_is_written_once_and_counted_once(registry: TestRegistry) -> No
     claim = must_claim(leases, UnitRef.shard(job_id, 0))
     leases.put(claim, [ok(1, '"first"')])
     leases.put(claim, [ok(1, '"second"'), PromptRecord(1, Outcome.ERROR, '"third"')])
-    assert registry.reader.records(job_id, 0, 10) == [b'"first"']
-    job = registry.reader.status(job_id)
+    assert registry.records(job_id) == [b'"first"']
+    job = registry.status(job_id)
     assert (job.request_counts.completed, job.request_counts.failed) == (1, 0)
     assert (job.usage.input_tokens, job.usage.cached_tokens, job.usage.output_tokens) == (5, 2, 3)
 
@@ -90,7 +90,7 @@ def test_tokens_are_summed_by_kind(registry: TestRegistry) -> None:
     kinds = {"prompt_tokens": 7, "cached_tokens": 5, "output_tokens": 9, "resumed_tokens": 2, "reasoning_tokens": 4}
     records = [PromptRecord(index, Outcome.OK, "{}", **kinds) for index in (0, 1)]
     leases.put(must_claim(leases, UnitRef.shard(job_id, 0)), records)
-    usage = registry.reader.status(job_id).usage
+    usage = registry.status(job_id).usage
     assert (usage.input_tokens, usage.cached_tokens, usage.output_tokens, usage.total_tokens) == (14, 10, 18, 32)
     assert (usage.resumed_tokens, usage.reasoning_tokens) == (4, 8)
 
@@ -101,9 +101,9 @@ def test_a_job_finishes_with_its_last_record_and_then_everything_expires(registr
     first, second = (must_claim(leases, UnitRef.shard(job_id, number)) for number in (0, 1))
     assert leases.put(second, [ok(2)])[0] is PutStatus.UNIT_DONE
     assert leases.put(first, [ok(1)])[0] is PutStatus.OPEN
-    assert registry.reader.status(job_id).status is JobState.IN_PROGRESS
+    assert registry.status(job_id).status is JobState.IN_PROGRESS
     assert leases.put(first, [ok(0)])[0] is PutStatus.JOB_DONE
-    job = registry.reader.status(job_id)
+    job = registry.status(job_id)
     assert (job.status, job.shards_done, job.request_counts.completed) == (JobState.COMPLETED, 2, 3)
     assert job.results_expire_at == pytest.approx((job.finished_at or 0) + 86_400)
     keys = registry.keys
@@ -131,7 +131,7 @@ def test_a_plan_that_crashed_too_many_workers_fails_its_job(registry: TestRegist
     lost = must_claim(leases, UnitRef.plan(job_id))
     assert lost.mode is RunMode.LOST
     leases.put(lost, [PromptRecord(0, Outcome.LOST, "{}")])
-    job = registry.reader.status(job_id)
+    job = registry.status(job_id)
     assert job.status is JobState.FAILED
     assert job.error is not None
 
@@ -143,14 +143,14 @@ def test_a_cancelled_job_tells_its_owner_and_ends_cancelled(registry: TestRegist
     leases.put(running, [ok(0)])
     units = registry.control.cancel(job_id)
     assert [unit.unit for unit in units] == ["plan", "0", "1"]
-    assert registry.reader.status(job_id).status is JobState.CANCELLING
+    assert registry.status(job_id).status is JobState.CANCELLING
     assert leases.cancelled([job_id, registry.keys.new_job_id()]) == {job_id}
     assert leases.renew([running])[0][1] is RunMode.CANCELLED
     queued = must_claim(leases, units[2])
     assert queued.mode is RunMode.CANCELLED
     leases.put(queued, [PromptRecord(2, Outcome.CANCELLED, "{}")])
     assert leases.put(running, [PromptRecord(1, Outcome.CANCELLED, "{}")])[0] is PutStatus.JOB_DONE
-    job = registry.reader.status(job_id)
+    job = registry.status(job_id)
     assert (job.status, job.request_counts.completed, job.request_counts.failed) == (JobState.CANCELLED, 1, 2)
 
 
@@ -159,7 +159,7 @@ def test_cancelling_is_idempotent_and_leaves_finished_jobs_alone(registry: TestR
     job_id = registry.running_job([0])
     leases.put(must_claim(leases, UnitRef.shard(job_id, 0)), [ok(0)])
     assert registry.control.cancel(job_id) == []
-    assert registry.reader.status(job_id).status is JobState.COMPLETED
+    assert registry.status(job_id).status is JobState.COMPLETED
     with pytest.raises(JobNotFound):
         registry.control.cancel(registry.keys.new_job_id())
 
@@ -176,7 +176,7 @@ def test_a_job_past_its_deadline_expires(registry: TestRegistry) -> None:
     assert late.mode is RunMode.EXPIRED
     leases.put(late, [PromptRecord(2, Outcome.EXPIRED, "{}")])
     leases.put(running, [PromptRecord(1, Outcome.EXPIRED, "{}")])
-    assert registry.reader.status(job_id).status is JobState.EXPIRED
+    assert registry.status(job_id).status is JobState.EXPIRED
 
 
 def test_a_job_that_finishes_after_its_deadline_with_every_answer_is_completed(registry: TestRegistry) -> None:
@@ -185,7 +185,7 @@ def test_a_job_that_finishes_after_its_deadline_with_every_answer_is_completed(r
     running = must_claim(leases, UnitRef.shard(job_id, 0))
     time.sleep(0.06)
     leases.put(running, [ok(0)])
-    assert registry.reader.status(job_id).status is JobState.COMPLETED
+    assert registry.status(job_id).status is JobState.COMPLETED
 
 
 def test_scripts_survive_a_script_flush(registry: TestRegistry) -> None:

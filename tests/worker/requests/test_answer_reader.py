@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from worker.answers.chat_answer import ChatAnswer
 from worker.lines import ChatBody
 from worker.requests.answer_reader import AnswerReader
 from worker.requests.chat_prompts import ChatPrompts
+from worker.requests.token_text import TokenText
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("weather", "time")]
 MARKED = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -35,12 +37,14 @@ class Model:
 
     def __init__(self, path: Path, template: str, tokens: dict[str, bool], formats: AnswerFormats) -> None:
         self.tokenizer = chat_model(path, template, tokens)
-        self.reader = AnswerReader(self.tokenizer, ChatPrompts(self.tokenizer.chat_template, formats))
+        self.prompts = ChatPrompts(self.tokenizer.chat_template, formats)
+        self.reader = AnswerReader(self.prompts, TokenText(self.tokenizer, self.prompts.formats.marks))
 
     def read(self, completion: Completion | str, **parameters: object) -> ChatAnswer:
         if isinstance(completion, str):
             completion = answered(self.tokenizer, completion)
-        return self.reader.read(body(**parameters), completion)
+        (answer,) = self.reader.read(body(**parameters), [completion])
+        return answer
 
     def num_tokens(self, text: str) -> int:
         return len(self.tokenizer.encode(text))
@@ -152,3 +156,37 @@ def test_a_stop_token_is_no_part_of_the_answer(tmp_path: Path) -> None:
     completion = Completion(0, "Sunny.", (*model.tokenizer.encode("Sunny."), *tag), FinishReason.STOP, tag[0], None)
 
     assert model.read(completion) == ChatAnswer("Sunny.")
+
+
+class Counted:
+    """A function, with how often it was called."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self.function = function
+        self.calls = 0
+
+    def __call__(self, *args: object) -> object:
+        self.calls += 1
+        return self.function(*args)
+
+
+def test_all_completions_of_a_line_ask_once_how_its_prompt_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(tmp_path, template_source("marked_calls"), QWEN3_TOKENS, AnswerFormats())
+    opens_reasoning = Counted(model.prompts.opens_reasoning)
+    monkeypatch.setattr(model.prompts, "opens_reasoning", opens_reasoning)
+
+    answers = model.reader.read(body(n=3), [answered(model.tokenizer, text) for text in ("a", "<think>b</think>c", "")])
+
+    assert [answer.content for answer in answers] == ["a", "c", ""]
+    assert opens_reasoning.calls == 1
+
+
+def test_an_answer_is_detokenised_once_for_text_and_count(qwen3: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    completion = answered(qwen3.tokenizer, "<think>hm</think>Sunny.")
+    new_detokenizer = Counted(qwen3.tokenizer.new_detokenizer)
+    monkeypatch.setattr(qwen3.tokenizer, "new_detokenizer", new_detokenizer)
+
+    assert qwen3.read(completion).num_reasoning_tokens == qwen3.num_tokens("<think>hm</think>")
+    assert new_detokenizer.calls == 1

@@ -10,14 +10,16 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from engine.errors import InvalidRequest
+from engine.request import Request
 from engine.structured.compile_matcher import compile_matcher
 from engine.structured.definition import definition
+from engine.structured.grammar import Grammar
 from engine.structured.model_vocabulary import ModelVocabulary
+from tests.support.build_request import build_request
 from tests.support.chat_models import HERMES_TOKENS, LLAMA3_TOKENS, QWEN3_TOKENS, chat_model, template_source
 from tests.support.request_lines import chat_line, parse
-from worker.answers.answer_formats import AnswerFormats
-from worker.lines import ChatBody
-from worker.requests.request_builder import RequestBuilder
+from tests.support.served_models import served_model
+from worker.requests.chat_prompts import ChatPrompts
 
 CITY = {
     "$defs": {"City": {"enum": ["Rome", "Oslo"]}},
@@ -43,21 +45,22 @@ THOUGHT = "<think>\nRome { or Oslo\n</think>\n\n"
 class Model:
     """A model's request builder, and what its grammars let through."""
 
-    def __init__(
-        self, path: Path, template: str, tokens: dict[str, bool], formats: AnswerFormats | None = None
-    ) -> None:
+    def __init__(self, path: Path, template: str, tokens: dict[str, bool], **formats: Any) -> None:
         self.tokenizer = chat_model(path, template, tokens)
-        self.builder = RequestBuilder(self.tokenizer, max_model_len=1 << 20, model_name="m", formats=formats)
+        self.builder = served_model(self.tokenizer, **formats).requests
         vocabulary = ModelVocabulary(
             self.tokenizer, self.tokenizer.vocab_size, [self.tokenizer.encode("<|im_end|>")[0]]
         )
         self._vocabulary = LLTokenizer(TokenizerWrapper(vocabulary))
 
+    def grammar(self, **parameters: object) -> Grammar | None:
+        request = build_request(self.builder, parse(chat_line(**parameters)))
+        assert isinstance(request, Request)
+        return request.params.grammar
+
     def matcher(self, **parameters: object) -> LLMatcher | None:
-        line = parse(chat_line(**parameters))
-        assert isinstance(line.body, ChatBody)
-        grammar = self.builder.build(line, "r").params.grammar  # type: ignore[union-attr]  # a chat is no embedding
-        return None if grammar is None else compile_matcher(self._vocabulary, definition(grammar))
+        grammar = self.grammar(**parameters)
+        return None if grammar is None else compile_matcher(self._vocabulary, definition(grammar))[0]
 
     def takes(self, text: str, **parameters: object) -> bool:
         """Whether `text` may be the whole answer."""
@@ -159,7 +162,7 @@ def test_an_answer_of_a_given_form_may_be_calls_or_begin_with_reasoning(
 
 
 def test_where_the_prompt_begins_the_reasoning_the_answer_ends_it(tmp_path: Path) -> None:
-    model = Model(tmp_path, template_source("parts"), QWEN3_TOKENS, AnswerFormats("qwen3"))
+    model = Model(tmp_path, template_source("parts"), QWEN3_TOKENS, tool_call_format="qwen3")
     shape = {"response_format": {"type": "json_object"}}
 
     assert model.takes('hm\n</think>\n\n{"a": 1}', **shape)
@@ -175,7 +178,7 @@ def test_a_grammar_of_ones_own_stands_alone(qwen3: Model) -> None:
 
 
 def test_what_cannot_be_held_to_is_refused_by_name(qwen3: Model, tmp_path: Path) -> None:
-    untold = Model(tmp_path / "untold", template_source("marked_calls"), {}, AnswerFormats("none"))
+    untold = Model(tmp_path / "untold", template_source("marked_calls"), {}, tool_call_format="none")
     bad = {"type": "function", "function": {"name": "f", "parameters": {"minProperties": 3}}}
 
     assert untold.refusal(tools=[WEATHER], tool_choice="required").param == "tool_choice"
@@ -192,3 +195,27 @@ def test_nothing_in_a_schema_decides_how_it_is_read(qwen3: Model) -> None:
 
     assert qwen3.takes(ROME, tools=[tool], tool_choice="required")
     assert qwen3.takes(ROME.replace('": "Rome', '":"Rome'), tools=[tool], tool_choice="required")
+
+
+def test_a_grammar_bears_the_name_of_the_parameter_that_asked_for_it(qwen3: Model) -> None:
+    form: dict[str, object] = {"response_format": {"type": "json_object"}}
+
+    def param(**parameters: object) -> str:
+        grammar = qwen3.grammar(**parameters)
+        assert grammar is not None
+        return grammar.param
+
+    assert param(**form) == "response_format"
+    assert param(**form, tools=[WEATHER]) == "response_format"
+    assert param(**form, tools=[STRICT]) == "response_format"
+    assert param(tools=[STRICT]) == "tools"
+    assert param(tools=[STRICT], tool_choice="required") == "tool_choice"
+
+
+def test_a_line_that_is_held_to_nothing_does_not_ask_the_template(
+    qwen3: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ChatPrompts, "opens_reasoning", lambda *_: pytest.fail("asked"))
+
+    assert qwen3.grammar(tools=[WEATHER, TIME]) is None
+    assert qwen3.grammar() is None

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from engine.errors import InvalidRequest
@@ -27,12 +29,12 @@ def body(**parameters: object) -> ChatBody:
 
 def refusal(source: str, formats: AnswerFormats | None = None, /, **parameters: object) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as raised:
-        prompts(source, formats).text(body(**parameters))
+        prompts(source, formats).text(body(**parameters), 0)
     return raised.value
 
 
 def test_tools_reach_the_template_as_the_line_had_them() -> None:
-    text = prompts(template_source("marked_calls")).text(body(tools=TOOLS))
+    text = prompts(template_source("marked_calls")).text(body(tools=TOOLS), 0)
 
     assert '{"type": "function", "function": {"name": "weather", "description": null}}' in text
 
@@ -40,7 +42,7 @@ def test_tools_reach_the_template_as_the_line_had_them() -> None:
 def test_a_tool_choice_of_none_keeps_the_tools_from_the_model() -> None:
     source = template_source("marked_calls")
 
-    assert prompts(source).text(body(tools=TOOLS, tool_choice="none")) == prompts(source).text(body())
+    assert prompts(source).text(body(tools=TOOLS, tool_choice="none"), 0) == prompts(source).text(body(), 0)
 
 
 def test_tools_are_refused_where_the_template_does_not_show_them() -> None:
@@ -53,7 +55,7 @@ def test_tools_are_refused_where_calls_could_not_be_read() -> None:
     source = "{{ tools | tojson }}"
 
     assert "model.tool_call_format" in str(refusal(source, tools=TOOLS))
-    assert prompts(source, AnswerFormats("none")).text(body(tools=TOOLS)).startswith("[")
+    assert prompts(source, AnswerFormats("none")).text(body(tools=TOOLS), 0).startswith("[")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +64,7 @@ def test_tools_are_refused_where_calls_could_not_be_read() -> None:
 def test_a_developer_is_the_system_where_the_template_has_no_such_word(template: str, shown: str) -> None:
     messages = [{"role": "developer", "content": "Brief."}, {"role": "user", "content": "hi"}]
 
-    text = prompts(template_source(template)).text(body(messages=messages))
+    text = prompts(template_source(template)).text(body(messages=messages), 0)
 
     assert shown in text
     assert "developer" not in text
@@ -71,7 +73,7 @@ def test_a_developer_is_the_system_where_the_template_has_no_such_word(template:
 def test_a_developer_stays_one_where_the_template_knows_the_word() -> None:
     messages = [{"role": "developer", "content": "Brief."}, {"role": "user", "content": "hi"}]
 
-    text = prompts(template_source("parts")).text(body(messages=messages))
+    text = prompts(template_source("parts")).text(body(messages=messages), 0)
 
     assert text.startswith("[developer]Brief.[user]hi")
 
@@ -80,15 +82,15 @@ def test_text_parts_stay_parts_for_a_template_that_reads_them() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = [{"role": "user", "content": parts}]
 
-    assert "[user]onetwo[" in prompts(template_source("parts")).text(body(messages=messages))
-    assert "user\none\ntwo<|im_end|>" in prompts(template_source("marked_calls")).text(body(messages=messages))
+    assert "[user]onetwo[" in prompts(template_source("parts")).text(body(messages=messages), 0)
+    assert "user\none\ntwo<|im_end|>" in prompts(template_source("marked_calls")).text(body(messages=messages), 0)
 
 
 def test_an_effort_is_the_templates_own_or_turns_thinking_off() -> None:
-    assert "[assistant low]" in prompts(template_source("parts")).text(body(reasoning_effort="low"))
+    assert "[assistant low]" in prompts(template_source("parts")).text(body(reasoning_effort="low"), 0)
     switch = prompts(template_source("marked_calls"))
     off = body(chat_template_kwargs={"enable_thinking": False})
-    assert switch.text(body(reasoning_effort="none")) == switch.text(off)
+    assert switch.text(body(reasoning_effort="none"), 0) == switch.text(off, 0)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +119,18 @@ def test_whether_the_prompt_begins_the_reasoning_is_tried_for_each_set_of_argume
     assert opening.opens_reasoning(body(reasoning_effort="low"))
     assert not switch.opens_reasoning(body())
     assert not switch.opens_reasoning(body(tools=TOOLS, chat_template_kwargs={"enable_thinking": False}))
+
+
+def test_now_is_the_jobs_time_in_utc_wherever_the_clock_of_the_worker_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Pacific/Kiritimati")  # 14 hours ahead
+    time.tzset()
+    try:
+        shown = prompts("{{ strftime_now('%d %b %Y %H:%M') }}").text(body(), 1_700_000_000)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+    assert shown == "14 Nov 2023 22:13"
 
 
 def test_what_is_remembered_of_arguments_is_bounded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from transformers import PreTrainedTokenizerFast
 from engine.errors import InvalidRequest
 from engine.request import Request
 from engine.text.tokenizer import Tokenizer
+from tests.support.build_request import build_request
 from tests.support.chat_models import LLAMA3_TOKENS, QWEN3_TOKENS, chat_model, template_source
 from tests.support.request_lines import parse, raw_line
-from worker.requests.request_builder import RequestBuilder
+from tests.support.served_models import served_model
 
 Message = dict[str, Any]
 
@@ -102,18 +104,19 @@ class Both:
     def __init__(self, path: Path, template: str, tokens: dict[str, bool]) -> None:
         self.ours: Tokenizer = chat_model(path, template_source(template), tokens)
         self.theirs = PreTrainedTokenizerFast.from_pretrained(path)
-        self.builder = RequestBuilder(self.ours, max_model_len=1 << 20, model_name="m")
+        self.builder = served_model(self.ours).requests
         self.num_compared = 0
 
     def check(self, body: dict[str, Any]) -> None:
         expected = by_transformers(self.theirs, body)
+        now_s = int(time.time())  # their templates ask the clock themselves
         line = parse(raw_line(body))
         if expected == "refused":
             with pytest.raises(InvalidRequest) as raised:
-                self.builder.build(line, "r")
+                build_request(self.builder, line, created_s=now_s)
             assert raised.value.param == "messages"
             return
-        request = self.builder.build(line, "r")
+        request = build_request(self.builder, line, created_s=now_s)
         assert isinstance(request, Request)
         assert list(request.prompt_token_ids) == self.ours.encode(expected, add_special_tokens=False), expected
         self.num_compared += 1

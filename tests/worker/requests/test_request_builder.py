@@ -9,7 +9,9 @@ from engine.errors import InvalidRequest, PromptTooLong
 from engine.request import Request
 from engine.structured.grammar import Grammar
 from engine.text.tokenizer import Tokenizer
+from tests.support.build_request import build_request
 from tests.support.request_lines import chat_line, completion_line, parse, raw_line
+from tests.support.served_models import served_model
 from tests.support.tiny_tokenizer import make_tokenizer
 from worker.lines import RequestLine
 from worker.requests.request_builder import RequestBuilder
@@ -40,12 +42,12 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 @pytest.fixture
 def builder(tokenizer: Tokenizer) -> RequestBuilder:
-    return RequestBuilder(tokenizer, max_model_len=64, model_name="tiny")
+    return served_model(tokenizer, max_model_len=64, name="tiny").requests
 
 
 def build(builder: RequestBuilder, line: RequestLine, request_id: str, *, tenant: str = "") -> Request:
     """Of a line that generates."""
-    request = builder.build(line, request_id, tenant=tenant)
+    request = build_request(builder, line, request_id, tenant=tenant)
     assert isinstance(request, Request)
     return request
 
@@ -167,7 +169,7 @@ def test_min_tokens_above_max_tokens_is_refused(builder: RequestBuilder) -> None
 
 
 def test_a_model_without_a_template_takes_prompts_only(tmp_path: Path) -> None:
-    builder = RequestBuilder(tokenizer_at(tmp_path / "plain", None), max_model_len=64, model_name="tiny")
+    builder = served_model(tokenizer_at(tmp_path / "plain", None), max_model_len=64, name="tiny").requests
 
     with pytest.raises(InvalidRequest, match="chat template") as raised:
         build(builder, parse(chat_line()), "r")
@@ -187,7 +189,7 @@ def test_what_the_template_refuses_is_the_requests_fault(builder: RequestBuilder
 
 def test_a_template_argument_that_the_template_does_not_read_is_refused(tmp_path: Path) -> None:
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    builder = RequestBuilder(tokenizer_at(tmp_path / "bare", template), max_model_len=64, model_name="tiny")
+    builder = served_model(tokenizer_at(tmp_path / "bare", template), max_model_len=64, name="tiny").requests
 
     with pytest.raises(InvalidRequest) as raised:
         build(builder, parse(chat_line(chat_template_kwargs={"thinking": True})), "r")
@@ -195,7 +197,7 @@ def test_a_template_argument_that_the_template_does_not_read_is_refused(tmp_path
     assert raised.value.param == "chat_template_kwargs.thinking"
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "strftime_now"])
 def test_template_arguments_of_our_own_cannot_be_replaced(builder: RequestBuilder, name: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         build(builder, parse(chat_line(chat_template_kwargs={name: "x"})), "r")
@@ -213,7 +215,7 @@ def test_requests_built_together_are_those_built_one_by_one(builder: RequestBuil
     ]
     lines = [(parse(raw, index), f"r{index}") for index, raw in enumerate(raw_lines)]
 
-    together = builder.build_all(lines, tenant="t")
+    together = builder.build_all(lines, created_s=0, tenant="t")
 
     assert together == [build(builder, line, name, tenant="t") for line, name in lines]
 
@@ -226,7 +228,7 @@ def test_a_bad_line_among_others_is_refused_alone_and_in_its_place(builder: Requ
         completion_line(prompt="!" * 64),
         chat_line(),
     ]
-    built = builder.build_all([(parse(raw, index), f"r{index}") for index, raw in enumerate(raw_lines)])
+    built = builder.build_all([(parse(raw, index), f"r{index}") for index, raw in enumerate(raw_lines)], created_s=0)
 
     assert [type(item) for item in built] == [Request, InvalidRequest, InvalidRequest, PromptTooLong, Request]
     assert "begins with a tool" in str(built[2])
@@ -249,7 +251,7 @@ def test_a_text_that_the_tokeniser_refuses_leaves_its_neighbours_alone(
     monkeypatch.setattr(tokenizer, "encode_batch", refusing_batch)
     lines = [(parse(completion_line(prompt=prompt)), prompt) for prompt in ("a", "bad", "b")]
 
-    first, second, third = builder.build_all(lines)
+    first, second, third = builder.build_all(lines, created_s=0)
 
     assert isinstance(second, ValueError)
     assert [first, third] == [build(builder, line, name) for line, name in (lines[0], lines[2])]

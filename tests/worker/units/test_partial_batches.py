@@ -24,7 +24,7 @@ def _with_two_of_five_done(registry: TestRegistry, units: Units) -> str:
     job_id = registry.submit([completion_line(custom_id=name, prompt=name) for name in "abcde"])
     units.planner(shard_size=2).plan(units.hold(UnitRef.plan(job_id)))
     units.shard_run(units.hold(UnitRef.shard(job_id, 0))).run()
-    assert registry.reader.status(job_id).request_counts.completed == 2
+    assert registry.status(job_id).request_counts.completed == 2
     return job_id
 
 
@@ -83,4 +83,4 @@ def test_a_batch_may_be_cancelled_while_it_is_validating(registry: TestRegistry,
     found = OpenAIBatch.read(registry, job_id)
     assert (found.batch.status, found.batch.output_file_id) == ("cancelled", None)
     assert {error.code for error in found.errors.values()} == {"batch_cancelled"}
-    assert registry.reader.status(job_id).status is JobState.CANCELLED
+    assert registry.status(job_id).status is JobState.CANCELLED

@@ -21,7 +21,7 @@ def _line(prompt: str, custom_id: str | None = None) -> bytes:
 
 
 def _codes(registry: TestRegistry, job_id: str) -> dict[int, str]:
-    records = [json.loads(record) for record in registry.reader.records(job_id, 0, 100)]
+    records = [json.loads(record) for record in registry.records(job_id)]
     return {
         record["response"]["body"]["error"]["line"]: record["response"]["body"]["error"]["code"] for record in records
     }
@@ -35,7 +35,7 @@ def test_good_lines_are_cut_into_shards_in_prefix_order(registry: TestRegistry) 
         shards = [units.hold(UnitRef.shard(job_id, number)).claim.missing for number in range(3)]
     assert shards == [(3, 1), (2, 0), (4,)]
     assert units.announcer.announced == [(UnitRef.shard(job_id, number), 3) for number in range(3)]
-    assert registry.reader.status(job_id).shards_total == 3
+    assert registry.status(job_id).shards_total == 3
 
 
 def test_bad_lines_get_their_record_at_once_and_the_others_run(registry: TestRegistry) -> None:
@@ -47,7 +47,7 @@ def test_bad_lines_get_their_record_at_once_and_the_others_run(registry: TestReg
     codes = _codes(registry, job_id)
     assert sorted(codes) == [2, 3, 4, 6]
     assert codes[3] == "duplicate_custom_id"
-    assert registry.reader.status(job_id).request_counts.failed == 4
+    assert registry.status(job_id).request_counts.failed == 4
 
 
 def test_a_job_of_bad_lines_only_is_completed_by_its_plan(registry: TestRegistry) -> None:
@@ -56,7 +56,7 @@ def test_a_job_of_bad_lines_only_is_completed_by_its_plan(registry: TestRegistry
         held = units.hold(UnitRef.plan(job_id))
         units.planner().plan(held)
     assert held.is_written
-    job = registry.reader.status(job_id)
+    job = registry.status(job_id)
     assert (job.status, job.request_counts.failed) == (JobState.COMPLETED, 3)
 
 
@@ -97,7 +97,7 @@ def test_a_job_cancelled_while_it_is_planned_is_closed(registry: TestRegistry) -
         held = units.hold(UnitRef.plan(job_id))
         registry.control.cancel(job_id)
         units.planner().plan(held)
-    job = registry.reader.status(job_id)
+    job = registry.status(job_id)
     assert (job.status, job.request_counts.failed) == (JobState.CANCELLED, 3)
 
 
@@ -121,4 +121,4 @@ def test_of_a_models_long_name_a_job_keeps_the_beginning(registry: TestRegistry)
     job_id = registry.submit([json.dumps({"prompt": "a", "model": "m" * 100_000}).encode()])
     with running_units(registry) as units:
         units.planner().plan(units.hold(UnitRef.plan(job_id)))
-    assert registry.reader.status(job_id).model == "m" * 200
+    assert registry.status(job_id).model == "m" * 200

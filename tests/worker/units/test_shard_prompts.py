@@ -1,25 +1,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from engine.request import Request
-from settings import LimitSettings
+from settings import LimitSettings, ModelSettings
 from tests.support.fake_engine import FakeEngine
 from tests.support.registry import TestRegistry, must_claim
+from tests.support.request_lines import chat_line
 from worker.registry.claim import Claim
 from worker.registry.prompt_record import PromptRecord
 from worker.registry.unit_ref import UnitRef
-from worker.requests.request_builder import RequestBuilder
+from worker.requests.served_model import ServedModel
 from worker.schemas import SubmitOptions
 from worker.units.shard_prompts import Prepared, ShardPrompts
 
 
-def _prompts(claim: Claim) -> ShardPrompts:
-    engine = FakeEngine()
-    requests = RequestBuilder(engine.tokenizer, max_model_len=engine.max_model_len, model_name="fake")
-    return ShardPrompts(claim, requests, engine.tokenizer, model_name="fake", limits=LimitSettings())
+def _prompts(claim: Claim, chat_template: str | None = None) -> ShardPrompts:
+    model = ServedModel(FakeEngine(chat_template=chat_template), ModelSettings(name="fake"))
+    return ShardPrompts(claim, model, limits=LimitSettings())
 
 
 def _request(claim: Claim) -> Request:
@@ -54,6 +55,16 @@ def test_a_job_submitted_again_after_a_flush_has_other_request_ids(registry: Tes
     assert _request_id(first) == _request_id(first)
 
 
+def test_a_template_that_writes_the_time_writes_that_of_the_job(registry: TestRegistry) -> None:
+    claim = replace(_claim(registry, registry.keys.new_job_id()), created_s=1_700_000_000)
+    prompts = _prompts(claim, "{{ strftime_now('%d %b %Y %H:%M') }}")
+
+    ((_, request),) = _prepared(prompts.prepare([(0, chat_line())]))
+
+    assert isinstance(request, Request)
+    assert bytes(request.prompt_token_ids) == b"14 Nov 2023 22:13"
+
+
 def test_lines_that_cannot_be_run_become_records_and_the_others_keep_their_order(registry: TestRegistry) -> None:
     raw_lines = [b'{"prompt": "a"}', b"{", None, b'{"prompt": "b", "model": "other"}', b'{"prompt": "c"}']
     items = _prompts(_claim(registry, registry.keys.new_job_id())).prepare(enumerate(raw_lines, 5))
@@ -80,5 +91,5 @@ def test_what_nobody_expected_over_one_prompt_is_its_record_and_stands_in_the_lo
 
     assert isinstance(record, PromptRecord)
     assert json.loads(record.record)["response"]["status_code"] == 500
-    assert "prompt 3 of" in caplog.text
+    assert "line 4 of job" in caplog.text
     assert "ZeroDivisionError" in caplog.text

@@ -31,7 +31,7 @@ def _hold_job(units: Units, prompts: list[str], options: SubmitOptions | None = 
 
 
 def _records(units: Units, held: HeldUnit) -> dict[int, dict[str, Any]]:
-    records = [json.loads(record) for record in units.registry.reader.records(held.claim.ref.job_id, 0, 1000)]
+    records = [json.loads(record) for record in units.registry.records(held.claim.ref.job_id)]
     return {int(record["custom_id"].removeprefix("line-")) - 1: record for record in records}
 
 
@@ -50,7 +50,7 @@ def test_a_shard_runs_to_its_last_record(registry: TestRegistry) -> None:
         assert units.engine.most_open <= 7
     texts = [records[index]["response"]["body"]["choices"][0]["text"] for index in range(100)]
     assert texts == [answer(prompt) for prompt in prompts]
-    job = registry.reader.status(held.claim.ref.job_id)
+    job = registry.status(held.claim.ref.job_id)
     assert (job.status, job.request_counts.completed, job.usage.output_tokens) == (JobState.COMPLETED, 100, 1600)
 
 
@@ -100,7 +100,7 @@ def test_a_shard_whose_job_ends_keeps_what_is_finished_and_says_so_of_the_rest(
     with running_units(registry, FakeEngine(steps_per_request=3, step_s=0.01, slots=2)) as units:
         held = _hold_job(units, [f"p{number}" for number in range(50)])
         thread = _start(units, held)
-        wait_until(lambda: registry.reader.records(held.claim.ref.job_id, 0, 3))
+        wait_until(lambda: registry.records(held.claim.ref.job_id))
         if reason is StopReason.CANCELLED:
             registry.control.cancel(held.claim.ref.job_id)
         held.stop(reason)
@@ -112,7 +112,7 @@ def test_a_shard_whose_job_ends_keeps_what_is_finished_and_says_so_of_the_rest(
     codes = [record["error"]["code"] if record["error"] else "ok" for record in records.values()]
     expected = {StopReason.CANCELLED: "batch_cancelled", StopReason.EXPIRED: "batch_expired"}[reason]
     assert set(codes) == {"ok", expected}
-    state = registry.reader.status(held.claim.ref.job_id).status
+    state = registry.status(held.claim.ref.job_id).status
     assert state.value == expected.removeprefix("batch_")
 
 

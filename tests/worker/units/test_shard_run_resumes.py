@@ -36,7 +36,7 @@ def _kept(units: Units, held: HeldUnit) -> list[int]:
 
 
 def _texts(registry: TestRegistry, job_id: str) -> list[str]:
-    records = [json.loads(record) for record in registry.reader.records(job_id, 0, 100)]
+    records = [json.loads(record) for record in registry.records(job_id)]
     return sorted(record["response"]["body"]["choices"][0]["text"] for record in records)
 
 
@@ -58,7 +58,7 @@ def _finish(registry: TestRegistry, ref: UnitRef) -> WritingEngine:
         units.shard_run(units.hold(ref)).run()
     assert _texts(registry, ref.job_id) == sorted(answer(prompt) for prompt in PROMPTS)
     assert not registry.redis.exists(registry.keys.checkpoints(ref.job_id))
-    usage = registry.reader.status(ref.job_id).usage
+    usage = registry.status(ref.job_id).usage
     assert (usage.resumed_tokens, usage.output_tokens) == (sum(engine.resumed), ANSWER_TOKENS * len(PROMPTS))
     return engine
 
@@ -95,7 +95,7 @@ def test_a_shard_that_ends_for_good_keeps_nothing(registry: TestRegistry, reason
         held = _hold_job(units)
         _stop_in_the_middle(units, held, 9, reason)
         assert _kept_key(registry, held) == 0
-    assert registry.reader.status(held.claim.ref.job_id).status.is_terminal
+    assert registry.status(held.claim.ref.job_id).status.is_terminal
 
 
 def _kept_key(registry: TestRegistry, held: HeldUnit) -> object:

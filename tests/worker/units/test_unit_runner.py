@@ -44,7 +44,7 @@ def test_a_finished_unit_acknowledges_its_message(registry: TestRegistry) -> Non
 
         assert _runner(units).run(UnitRef.shard(job_id, 0), "m", work) is MessageEnd.DONE
         assert len(units.held_units) == 0
-    assert registry.reader.status(job_id).status is JobState.COMPLETED
+    assert registry.status(job_id).status is JobState.COMPLETED
 
 
 def test_messages_of_units_that_are_held_or_finished_are_acknowledged(registry: TestRegistry) -> None:
@@ -111,7 +111,7 @@ def test_units_of_a_cancelled_job_are_closed_instead_of_run(registry: TestRegist
     registry.control.cancel(job_id)
     with running_units(registry) as units:
         assert _runner(units).run(UnitRef.shard(job_id, 0), "m", _no_work) is MessageEnd.DONE
-    job = registry.reader.status(job_id)
+    job = registry.status(job_id)
     assert (job.status, job.request_counts.failed) == (JobState.CANCELLED, 2)
 
 
@@ -166,10 +166,10 @@ def test_a_unit_whose_last_record_is_written_on_the_way_out_is_done(registry: Te
 
         def work(held: HeldUnit) -> None:
             held.stop(StopReason.RELEASED)
-            assert units.writer.put(held, ok(0))
+            assert units.writer.put(held, [ok(0)])
 
         assert _runner(units).run(shard, "m", work) is MessageEnd.DONE
-    assert registry.reader.status(shard.job_id).status is JobState.COMPLETED
+    assert registry.status(shard.job_id).status is JobState.COMPLETED
 
 
 def test_a_message_is_for_the_shard_of_whoever_has_least_here(registry: TestRegistry) -> None:

@@ -96,7 +96,7 @@ def test_a_suspect_sends_long_runners_back_and_runs_alone(worker: Worker, regist
     assert worker.company == {"0": set(), "1": set()}
     assert registry.redis.hmget(registry.keys.unit(long), "st", "att") == [b"queued", b"0"]
     assert worker.message(long).result(5) is MessageEnd.DONE
-    assert registry.reader.status(long.job_id).status is JobState.COMPLETED
+    assert registry.status(long.job_id).status is JobState.COMPLETED
 
 
 def test_suspects_that_come_together_run_one_after_the_other(worker: Worker, registry: TestRegistry) -> None:
@@ -106,7 +106,7 @@ def test_suspects_that_come_together_run_one_after_the_other(worker: Worker, reg
         ends = {shard: worker.message(shard, lasts_s=0.05) for shard in todo}
         todo = {shard for shard, end in ends.items() if end.result(10) is MessageEnd.REQUEUE}
     assert worker.company == {"0": set(), "1": set(), "2": set(), "3": set()}
-    assert registry.reader.status(shards[0].job_id).status is JobState.COMPLETED
+    assert registry.status(shards[0].job_id).status is JobState.COMPLETED
 
 
 def test_nothing_is_claimed_beside_a_suspect_but_a_new_jobs_plan(worker: Worker, registry: TestRegistry) -> None:
@@ -149,4 +149,4 @@ def test_a_guilty_shards_message_is_done_once_it_is_split(worker: Worker, regist
     worker.units.leases.release(claim, count_attempt=True)
     assert worker.message(shard).result(5) is MessageEnd.DONE
     assert worker.company == {}
-    assert registry.reader.status(job_id).shards_total == 3
+    assert registry.status(job_id).shards_total == 3

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import pytest
+
+from engine.any_request import AnyRequest
+from engine.embedding_request import EmbeddingRequest
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from worker.requests.request_window import request_room
+
+
+@pytest.mark.parametrize(
+    ("request_", "room"),
+    [
+        (Request("r", [1, 2], SamplingParams()), 1),
+        (Request("r", [1, 2], SamplingParams(n=3)), 3),
+        (EmbeddingRequest("r", [[1], [2, 3]]), 2),
+    ],
+)
+def test_a_request_takes_the_room_of_its_sequences(request_: AnyRequest, room: int) -> None:
+    assert request_room(request_) == room
