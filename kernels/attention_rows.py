@@ -25,11 +25,12 @@ class AttentionRows:
     `seq_lens[i]` keys (these queries' own included) are already in the paged cache. A decode row has one query.
     """
 
-    block_tables: torch.Tensor  # [num_rows, max_blocks], int32; entries past a row's blocks are 0, the null block
+    block_tables: torch.Tensor  # [num_rows, max_blocks], int32; entries past a row's blocks: any of the pool's
     cu_seqlens_q: torch.Tensor  # [num_rows + 1], int32, starts at 0
     seq_lens: torch.Tensor  # [num_rows], int32, tokens in KV after this step, >= number of queries of the row
     query_lens: tuple[int, ...]  # the same as cu_seqlens_q's differences, on the host
-    kv_lens: tuple[int, ...]  # the same as seq_lens, on the host
+    # The same as seq_lens, on the host. On a GPU these may be bounds of them: a captured launch is sized once for all.
+    kv_lens: tuple[int, ...]
     # Rows that begin with the same blocks: disjoint, in rising order of rows. Not every row is in one, none is in two.
     prefix_groups: tuple[PrefixGroup, ...] = ()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import cast
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from kernels import cpu, deterministic, int8
 from kernels.errors import KernelsUnavailable
 from kernels.interface import Operations
+from kernels.step_shape import StepShape
 
 OLDEST_CAPABILITY = (8, 0)  # Ampere: asynchronous copies and bfloat16; the kernels are compiled for 8.0 and 9.0
 LIBRARY_CALLS = {"linear": "cuBLASLt through PyTorch: a dense product, nothing to fuse or to gather"}
@@ -59,6 +61,15 @@ def int8_operations(device: torch.device) -> Operations:
             str(device), "8-bit kernels need a CPU with AVX-512 VNNI; accepted: weights unquantised"
         )
     return int8
+
+
+def launch_class_of(ops: Operations, shape: StepShape) -> Callable[[int], Hashable] | None:
+    """What a step's number of tokens decides about which kernels are compiled when they are first used; None for an
+    implementation that compiles nothing.
+    """
+    if getattr(ops, "__name__", "") != "kernels.triton":
+        return None
+    return partial(importlib.import_module("kernels.triton.launch_class").launch_class, shape=shape)
 
 
 def has_operations(device: torch.device) -> bool:

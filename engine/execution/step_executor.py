@@ -8,14 +8,19 @@ from itertools import chain
 import structlog
 import torch
 
-from engine.execution.build_forward_batch import build_forward_batch
+from engine.execution.batch_staging import BatchStaging
+from engine.execution.decode_graph_stats import DecodeGraphStats
+from engine.execution.decode_graphs import DecodeGraphs
 from engine.execution.forward_item import ForwardItem
 from engine.execution.forward_result import ForwardResult
 from engine.execution.observed_passes import ObservedPasses
 from engine.execution.pass_trace import PassTrace
+from engine.execution.plan_batch import plan_batch
+from engine.execution.planned_batch import PlannedBatch
 from engine.execution.shared_prefix_gate import DECODE_GATE, PREFILL_GATE
 from engine.kv_cache.kv_cache_tensors import KVCacheTensors
 from engine.models.decoder_model import DecoderModel
+from engine.models.layer_observer import LayerObserver
 from settings import EngineSettings
 
 _log = structlog.get_logger(__name__)
@@ -31,11 +36,15 @@ class StepExecutor:
         kv_cache: KVCacheTensors,
         settings: EngineSettings,
         pass_trace: PassTrace | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
+        """graphs: over the same model and KV cache; None: every step runs eagerly."""
         self.model = model
         self.kv_cache = kv_cache
         self._settings = settings
         self._passes = ObservedPasses(len(model.layers), model.device, settings, pass_trace)
+        self._staging = BatchStaging(model.device)
+        self._graphs = graphs
         self._gates = (DECODE_GATE, PREFILL_GATE) if settings.shared_prefix.enabled else None
 
     def execute(self, items: Sequence[ForwardItem]) -> ForwardResult:
@@ -43,35 +52,58 @@ class StepExecutor:
 
         One forward pass, but for a pure decode below `engine.decode.batch_threshold`, or with `engine.decode.batched`
         off: these run a sequence at a time (seeds A7). The shape of the answer is the same.
+
+        Where decode graphs replay a step, its logits last until the next step.
         """
         if not items:
             return ForwardResult(torch.empty((0, self.model.config.vocab_size), device=self.model.device), ())
         is_decode = all(len(item.token_ids) == 1 for item in items)
         decode = self._settings.decode
-        if is_decode and not (decode.batched and len(items) >= decode.batch_threshold):
-            results = [self._forward([item]) for item in items]
-            logits = torch.cat([result.logits for result in results])
-            return ForwardResult(logits, tuple(chain.from_iterable(result.hidden for result in results)))
+        is_batched = decode.batched and len(items) >= decode.batch_threshold
+        if is_decode and len(items) > 1 and not is_batched:
+            logits, hidden = zip(*(self._run_alone(item) for item in items), strict=True)
+            return ForwardResult(torch.cat(logits), tuple(chain.from_iterable(hidden)))
         return self._forward(items)
+
+    def capture_graphs(self) -> None:
+        """Capture the decode graphs that were not tried yet: at start, before the first step."""
+        if self._graphs is not None:
+            self._graphs.capture_all()
+
+    @property
+    def graph_stats(self) -> DecodeGraphStats | None:
+        """Figures of the decode graphs; None without any."""
+        return None if self._graphs is None else self._graphs.stats()
 
     @property
     def num_forward_passes(self) -> int:
         """Forward passes so far."""
         return self._passes.num_passes
 
+    def _run_alone(self, item: ForwardItem) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        result = self._forward([item])
+        return result.logits.clone(), result.hidden  # a replay for the next item would write the same logits
+
     def _forward(self, items: Sequence[ForwardItem]) -> ForwardResult:
-        batch = build_forward_batch(items, self.kv_cache.spec.block_size, self.model.device, self._gates)
+        planned = plan_batch(items, self.kv_cache.spec.block_size, self._gates)
         if self._settings.trace_steps:
             self._trace(items)
         number = self.num_forward_passes
         result = self._passes.run(
-            lambda observer: self.model.forward(batch, self.kv_cache, observer),
-            num_tokens=batch.num_tokens,
+            lambda observer: self._run(planned, observer),
+            num_tokens=planned.num_tokens,
             num_seqs=len(items),
         )
         if self._settings.trace_tokens:
             self._trace_candidates(number, result.logits)
         return result
+
+    def _run(self, planned: PlannedBatch, observer: LayerObserver | None) -> ForwardResult:
+        """A replay where a graph serves the step; layers are only told apart where they run one by one."""
+        logits = None if self._graphs is None or observer is not None else self._graphs.replay(planned)
+        if logits is not None:
+            return ForwardResult(logits, ())
+        return self.model.forward(self._staging.stage(planned), self.kv_cache, observer)
 
     def _trace(self, items: Sequence[ForwardItem]) -> None:
         _log.info(

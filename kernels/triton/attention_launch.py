@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kernels.triton.decode_splits import DecodeSplits
+
 _MIN_DOT_SIZE = 16  # tl.dot takes no smaller dimension
 # Two tiles: below that a program only starts up. With 8 query heads a KV head and 128 dims, the result of such a split
 # (4 KiB in float32, written and read again) is an eighth of the keys and values it read; of longer splits, less.
@@ -24,7 +26,7 @@ _MIN_SPLIT_TOKENS = 128
 # One program reads some 30 GB/s (32 KiB in flight, 1 us of latency): 8192 tokens of 128 dims take it 0.14 ms. Longer
 # rows are split even where there are enough rows, so that the longest does not run on when the others are done.
 _MAX_SPLIT_TOKENS = 8192
-_SPLIT_MULTIPLE = 64  # of every tile: only the last tile of a row is partly filled
+SPLIT_MULTIPLE = 64  # of every tile: only the last tile of a row is partly filled
 COMBINE_SPLITS_AT_ONCE = 16  # splits read at a time: 8 KiB at 128 dims, 16 numbers a thread
 COMBINE_NUM_WARPS = 4
 MERGE_NUM_WARPS = 4
@@ -58,16 +60,21 @@ def decode_launch(element_bytes: int) -> AttentionLaunch:
     return AttentionLaunch(block_m=16, tile=64, num_warps=4, num_stages=2)
 
 
-def decode_split_tokens(num_programs: int, max_kv_len: int, num_multiprocessors: int) -> int:
-    """Keys of one split of a decode row; a multiple of every tile.
+def decode_splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) -> DecodeSplits:
+    """Into how many splits the programs of a decode step are cut.
 
     num_programs: programs of an unsplit launch; max_kv_len: tokens of the longest row, or a bound.
     Unsplit where that gives each multiprocessor two programs, else enough splits for four of the five that fit on one
     (the rule of TensorRT-LLM's Triton backend, kernels.md 1.1).
     """
-    num_splits = 1 if num_programs >= 2 * num_multiprocessors else -(-4 * num_multiprocessors // num_programs)
+    is_full = num_programs >= 2 * num_multiprocessors
+    num_splits = 1 if is_full else -(-4 * num_multiprocessors // num_programs)
     split_tokens = min(max(-(-max_kv_len // num_splits), _MIN_SPLIT_TOKENS), _MAX_SPLIT_TOKENS)
-    return -(-split_tokens // _SPLIT_MULTIPLE) * _SPLIT_MULTIPLE
+    split_tokens = -(-split_tokens // SPLIT_MULTIPLE) * SPLIT_MULTIPLE
+    return DecodeSplits(
+        num_splits=max(-(-max_kv_len // split_tokens), 1),
+        min_split_tokens=_MAX_SPLIT_TOKENS if is_full else _MIN_SPLIT_TOKENS,
+    )
 
 
 def prefill_launch(head_dim: int, element_bytes: int, capability: int) -> AttentionLaunch:
@@ -111,14 +118,14 @@ def shared_prefix_launch(num_pairs: int, head_dim: int, element_bytes: int, capa
 def shared_prefix_split_tokens(block_m: int, num_programs: int, max_tokens: int, num_multiprocessors: int) -> int:
     """Keys of one part of a shared prefix; a multiple of every tile.
 
-    num_programs: programs of an unsplit launch; max_tokens: of the longest prefix. Split as `decode_split_tokens` does,
+    num_programs: programs of an unsplit launch; max_tokens: of the longest prefix. Split as `decode_splits` does,
     for as many programs as are meant to share a multiprocessor: 4 of 16 rows, 2 of 64, 1 of 128. A part is never so
     short that its float32 result, written and read again, is more than half the keys and values it read.
     """
     num_wanted = num_multiprocessors * min(max(128 // block_m, 1), 4)
     num_splits = 1 if 2 * num_programs >= num_wanted else -(-num_wanted // num_programs)
     split_tokens = min(max(-(-max_tokens // num_splits), _MIN_SPLIT_TOKENS, 4 * block_m), _MAX_SPLIT_TOKENS)
-    return -(-split_tokens // _SPLIT_MULTIPLE) * _SPLIT_MULTIPLE
+    return -(-split_tokens // SPLIT_MULTIPLE) * SPLIT_MULTIPLE
 
 
 def saves_blocks(num_pairs: Sequence[int], block_m: int) -> bool:

@@ -13,18 +13,21 @@ from kernels.attention_state import AttentionState
 from kernels.triton.attention_launch import (
     COMBINE_NUM_WARPS,
     COMBINE_SPLITS_AT_ONCE,
+    SPLIT_MULTIPLE,
     AttentionLaunch,
     decode_launch,
-    decode_split_tokens,
+    decode_splits,
     padded_head_dim,
 )
 from kernels.triton.attention_tile import LOWEST_SCORE, add_tile, load_tile
+from kernels.triton.decode_splits import DecodeSplits
 from kernels.triton.shared_prefix_attention import attend_shared_prefixes
 from kernels.triton.shared_prefix_plan import SharedPrefixPlan, plan_decode
 from kernels.triton.target import num_multiprocessors
 
 LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2.0))
+MULTIPLE = tl.constexpr(SPLIT_MULTIPLE)
 
 
 def paged_decode_attention(
@@ -32,7 +35,8 @@ def paged_decode_attention(
 ) -> AttentionState:
     """See `Operations.paged_decode_attention`. A row without keys gets output 0 and log-sum-exp -inf.
 
-    What is read depends on the lengths on the device alone; those on the host size the grid, so they may be bounds.
+    What is read, and how a row is split, depends on the lengths on the device alone; those on the host size the grid
+    and the room for parts, so they may be bounds, as where a launch is captured once for all lengths.
     Shared prefixes are attended once a group, as further parts of each member. scale must be above 0.
 
     Raises ValueError if there are not as many queries as rows, or if the caches differ in layout.
@@ -52,20 +56,20 @@ def paged_decode_attention(
     plan = plan_decode(q, num_kv_heads, rows)
     programs_per_row = num_kv_heads * triton.cdiv(num_heads // num_kv_heads, launch.block_m)
     max_tokens = max(rows.kv_lens) if plan is None else plan.max_own_tokens
-    split_tokens = decode_split_tokens(num_rows * programs_per_row, max_tokens, num_multiprocessors(q.device))
-    num_splits = max(triton.cdiv(max_tokens, split_tokens), 1)
-    if plan is None and num_splits == 1:
-        _attend(output, lse, q, k_cache, v_cache, rows, plan, scale, launch, split_tokens, num_splits)
+    splits = decode_splits(num_rows * programs_per_row, max_tokens, num_multiprocessors(q.device))
+    if plan is None and splits.num_splits == 1:
+        _attend(output, lse, q, k_cache, v_cache, rows, plan, scale, launch, splits)
         return AttentionState(output, lse)
-    num_parts = num_splits if plan is None else plan.max_parts + num_splits
+    num_parts = splits.num_splits if plan is None else plan.max_parts + splits.num_splits
     parts = torch.empty((*q.shape[:2], num_parts, head_dim), dtype=torch.float32, device=q.device)
     part_lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
     if plan is not None:
         attend_shared_prefixes(parts, part_lse, q, k_cache, v_cache, rows.block_tables, plan, scale)
-    _attend(parts, part_lse, q, k_cache, v_cache, rows, plan, scale, launch, split_tokens, num_splits)
+    _attend(parts, part_lse, q, k_cache, v_cache, rows, plan, scale, launch, splits)
     own_starts, shared_split_tokens = (None, 0) if plan is None else (plan.own_starts, plan.split_tokens)
     _combine_kernel[num_rows, num_heads](
-        *(output, lse, parts, part_lse, rows.seq_lens, own_starts, split_tokens, shared_split_tokens, num_parts),
+        *(output, lse, parts, part_lse, rows.seq_lens, own_starts),
+        *(splits.num_splits, splits.min_split_tokens, shared_split_tokens, num_parts),
         HAS_PREFIX=plan is not None,
         HEAD_DIM=head_dim,
         BLOCK_D=padded_head_dim(head_dim),
@@ -85,19 +89,19 @@ def _attend(
     plan: SharedPrefixPlan | None,
     scale: float,
     launch: AttentionLaunch,
-    split_tokens: int,
-    num_splits: int,
+    splits: DecodeSplits,
 ) -> None:
-    """Launch the decode kernel over splits of split_tokens of the rows' own keys; see there for output and lse."""
+    """Launch the decode kernel over splits of the rows' own keys; see there for output and lse."""
     num_rows, num_heads, head_dim = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group_size = num_heads // num_kv_heads
+    num_splits = splits.num_splits
     num_parts, own_starts, shared_split_tokens = num_splits, None, 0
     if plan is not None:
         num_parts, own_starts, shared_split_tokens = plan.max_parts + num_splits, plan.own_starts, plan.split_tokens
     _decode_kernel[num_rows, num_kv_heads * triton.cdiv(group_size, launch.block_m), num_splits](
         *(output, lse, q, k_cache, v_cache, rows.block_tables, rows.seq_lens, own_starts),
-        *(scale * LOG2E, split_tokens, shared_split_tokens, num_heads, num_parts),
+        *(scale * LOG2E, splits.min_split_tokens, shared_split_tokens, num_heads, num_parts),
         *(*q.stride()[:2], *k_cache.stride()[:3], rows.block_tables.stride(0)),
         GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
@@ -112,10 +116,16 @@ def _attend(
     )
 
 
+@triton.jit
+def _split_tokens(num_tokens, num_splits, min_split_tokens):
+    """Keys of one split of a row with num_tokens own keys: see `DecodeSplits`."""
+    return tl.maximum(tl.cdiv(tl.cdiv(num_tokens, num_splits), MULTIPLE) * MULTIPLE, min_split_tokens)
+
+
 # Counts, and where a side tensor starts, vary from step to step: a kernel specialised on whether 16 divides them would
 # be compiled anew in the middle of a job. Queries and caches, copied 16 bytes at a time, are specialised on.
 @triton.jit(
-    do_not_specialize=["split_tokens", "shared_split_tokens", "num_parts", "stride_block_tables_row"],
+    do_not_specialize=["min_split_tokens", "shared_split_tokens", "num_parts", "stride_block_tables_row"],
     do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "own_starts_ptr"],
 )
 def _decode_kernel(
@@ -128,7 +138,7 @@ def _decode_kernel(
     seq_lens_ptr,  # [num_rows], int32
     own_starts_ptr,  # [num_rows], int32: keys before are not a row's own; None unless HAS_PREFIX
     scale_log2e,
-    split_tokens,
+    min_split_tokens,
     shared_split_tokens,
     num_heads,
     num_parts,
@@ -147,7 +157,7 @@ def _decode_kernel(
     IS_PART: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
 ):
-    """Attention of the query heads of one KV head over one split: split_tokens keys of a row, or those that are left.
+    """Attention of the query heads of one KV head over one split of a row's own keys.
 
     Splits past the end of a row write nothing. Rows run fastest, so that rows with the same blocks meet in the L2.
     A row's own splits follow the parts of its shared prefix, which `_shared_prefix_kernel` writes.
@@ -160,11 +170,12 @@ def _decode_kernel(
     start, end = 0, tl.load(seq_lens_ptr + row)
     part = tl.program_id(2)
     if IS_PART:
-        start = part * split_tokens
+        own_start = 0
         if HAS_PREFIX:
             own_start = tl.load(own_starts_ptr + row)
-            start += own_start
             part += tl.cdiv(own_start, shared_split_tokens)
+        split_tokens = _split_tokens(end - own_start, tl.num_programs(2), min_split_tokens)
+        start = own_start + tl.program_id(2) * split_tokens
         if (start >= end) & (tl.program_id(2) > 0):
             return
         end = tl.minimum(start + split_tokens, end)
@@ -212,7 +223,7 @@ def _decode_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["split_tokens", "shared_split_tokens", "num_parts"],
+    do_not_specialize=["num_splits", "min_split_tokens", "shared_split_tokens", "num_parts"],
     do_not_specialize_on_alignment=["seq_lens_ptr", "own_starts_ptr"],
 )
 def _combine_kernel(
@@ -222,7 +233,8 @@ def _combine_kernel(
     part_lse_ptr,  # [num_rows, num_heads, num_parts], float32, base 2
     seq_lens_ptr,  # [num_rows], int32
     own_starts_ptr,  # [num_rows], int32: keys before are a shared prefix; None unless HAS_PREFIX
-    split_tokens,  # of a row's own keys
+    num_splits,  # of a row's own keys, at most
+    min_split_tokens,
     shared_split_tokens,
     num_parts,
     HAS_PREFIX: tl.constexpr,
@@ -240,6 +252,7 @@ def _combine_kernel(
         own_start = tl.load(own_starts_ptr + row)
         num_tokens -= own_start
         num_shared = tl.cdiv(own_start, shared_split_tokens)
+    split_tokens = _split_tokens(num_tokens, num_splits, min_split_tokens)
     num_filled = num_shared + tl.maximum(tl.cdiv(num_tokens, split_tokens), 1)
     place = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     dims = tl.arange(0, BLOCK_D)

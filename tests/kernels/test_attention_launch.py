@@ -5,7 +5,7 @@ import pytest
 from kernels.triton.attention_launch import (
     AttentionLaunch,
     decode_launch,
-    decode_split_tokens,
+    decode_splits,
     merge_block_rows,
     padded_head_dim,
     prefill_launch,
@@ -13,6 +13,7 @@ from kernels.triton.attention_launch import (
     shared_prefix_launch,
     shared_prefix_split_tokens,
 )
+from kernels.triton.decode_splits import DecodeSplits
 
 H200 = 132
 
@@ -47,7 +48,7 @@ def test_prefill_launches_fit_the_head_dim_and_the_gpu(
 
 
 def num_splits(num_rows: int, num_kv_heads: int, max_kv_len: int) -> int:
-    return -(-max_kv_len // decode_split_tokens(num_rows * num_kv_heads, max_kv_len, H200))
+    return decode_splits(num_rows * num_kv_heads, max_kv_len, H200).num_splits
 
 
 @pytest.mark.parametrize(("num_rows", "max_kv_len"), [(33, 4096), (64, 4096), (256, 1024), (1, 128), (33, 8192)])
@@ -66,10 +67,27 @@ def test_few_or_very_long_rows_are_split(num_rows: int, num_kv_heads: int, max_k
 def test_splits_hold_whole_tiles_and_at_least_two_of_them() -> None:
     for num_rows in (1, 3, 17, 40, 500):
         for max_kv_len in (0, 1, 63, 129, 1000, 4097, 131_072):
-            split_tokens = decode_split_tokens(num_rows * 8, max_kv_len, H200)
+            splits = decode_splits(num_rows * 8, max_kv_len, H200)
+            split_tokens = _split_tokens(splits, max_kv_len)
             assert split_tokens % decode_launch(2).tile == 0
             assert split_tokens % decode_launch(4).tile == 0
             assert 128 <= split_tokens <= 8192
+            assert split_tokens * splits.num_splits >= max_kv_len
+
+
+def _split_tokens(splits: DecodeSplits, num_tokens: int) -> int:
+    """What the kernel makes of them for a row."""
+    return max(-(-num_tokens // splits.num_splits // 64) * 64, splits.min_split_tokens)
+
+
+def test_a_bound_in_the_place_of_the_longest_row_splits_short_rows_as_finely() -> None:
+    for num_rows in (1, 2, 8, 16):
+        bounded = decode_splits(num_rows * 8, 40_960, H200)
+        for kv_len in (100, 500, 2000):
+            known = decode_splits(num_rows * 8, kv_len, H200)
+            assert _split_tokens(bounded, kv_len) <= _split_tokens(known, kv_len)
+    many = decode_splits(64 * 8, 40_960, H200)
+    assert (many.num_splits, _split_tokens(many, 8192)) == (5, 8192)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine.errors import CapabilityError
-from engine.execution import build_forward_batch as builder
+from engine.execution import plan_batch as planner
 from engine.execution import step_executor
-from engine.execution.forward_batch import ForwardBatch
 from engine.execution.forward_item import ForwardItem
+from engine.execution.planned_batch import PlannedBatch
 from engine.execution.prefix_groups import Gate
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -35,14 +34,10 @@ class Seen:
     def __init__(self) -> None:
         self.passes: list[tuple[Groups, Groups]] = []
 
-    def build(
-        self,
-        items: Sequence[ForwardItem],
-        block_size: int,
-        device: torch.device,
-        gates: tuple[Gate, Gate] | None = None,
-    ) -> ForwardBatch:
-        batch = builder.build_forward_batch(items, block_size, device, gates)
+    def plan(
+        self, items: Sequence[ForwardItem], block_size: int, gates: tuple[Gate, Gate] | None = None
+    ) -> PlannedBatch:
+        batch = planner.plan_batch(items, block_size, gates)
         decode, prefill = (rows.prefix_groups if rows else () for rows in (batch.decode, batch.prefill))
         self.passes.append((decode, prefill))
         return batch
@@ -62,7 +57,7 @@ class Seen:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """What the engines of this test see; every group passes their gates, since the models are tiny."""
     seen = Seen()
-    for name, value in {"DECODE_GATE": _always, "PREFILL_GATE": _always, "build_forward_batch": seen.build}.items():
+    for name, value in {"DECODE_GATE": _always, "PREFILL_GATE": _always, "plan_batch": seen.plan}.items():
         monkeypatch.setattr(step_executor, name, value)
     return seen
 
@@ -143,7 +138,7 @@ def test_the_gates_of_the_engine_leave_small_groups_alone(
     moe_checkpoint: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(step_executor, "build_forward_batch", seen.build)
+    monkeypatch.setattr(step_executor, "plan_batch", seen.plan)
     _run(moe_checkpoint, _greedy(_prompts(8, [3, 12], shared_tokens=400)), "on")
     assert 12 in seen.decode_rows
     assert min(seen.decode_rows) >= 8

@@ -12,7 +12,7 @@ from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKe
 
 SOURCES = sorted(Path(kernels.triton.__file__).parent.glob("*.py"))
 # Compiles what the other tests here did not: minutes with an empty cache of triton, seconds with a full one.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 def kernel_names(path: Path) -> list[str]:

@@ -16,6 +16,7 @@ from kernels.attention_state import AttentionState
 from kernels.triton import decode_attention, prefill_attention
 from kernels.triton.attention_merge import merge_attention_states
 from kernels.triton.decode_attention import paged_decode_attention
+from kernels.triton.decode_splits import DecodeSplits
 from kernels.triton.prefill_attention import paged_prefill_attention
 from tests.support.assert_close import assert_close
 from tests.support.guarded_memory import GuardedMemory
@@ -41,23 +42,17 @@ def hostile_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def split_every(monkeypatch: pytest.MonkeyPatch, split_tokens: int) -> None:
-    monkeypatch.setattr(decode_attention, "decode_split_tokens", lambda *_: split_tokens)
+    def splits(_: int, kv_len: int, __: int) -> DecodeSplits:
+        return DecodeSplits(-(-max(kv_len, 1) // split_tokens), split_tokens)
+
+    monkeypatch.setattr(decode_attention, "decode_splits", splits)
 
 
 def to_device(case: PagedCache, device: torch.device) -> PagedCache:
-    rows = case.rows
-    return PagedCache(
-        q=case.q.to(device),
-        k_cache=case.k_cache.to(device),
-        v_cache=case.v_cache.to(device),
-        rows=AttentionRows(
-            block_tables=rows.block_tables.to(device),
-            cu_seqlens_q=rows.cu_seqlens_q.to(device),
-            seq_lens=rows.seq_lens.to(device),
-            query_lens=rows.query_lens,
-            kv_lens=rows.kv_lens,
-        ),
-    )
+    names = ("block_tables", "cu_seqlens_q", "seq_lens")
+    rows = replace(case.rows, **{name: getattr(case.rows, name).to(device) for name in names})
+    q, k_cache, v_cache = (tensor.to(device) for tensor in (case.q, case.k_cache, case.v_cache))
+    return PagedCache(q=q, k_cache=k_cache, v_cache=v_cache, rows=rows)
 
 
 def run(
@@ -142,8 +137,8 @@ def test_the_search_for_a_row_goes_past_the_first_rows(device: torch.device, mon
 
 def test_many_splits_are_combined_in_several_steps(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_attention, "COMBINE_SPLITS_AT_ONCE", 2)
-    split_every(monkeypatch, 16)
-    case = make_paged_cache(DECODE, num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    split_every(monkeypatch, 64)
+    case = make_paged_cache([(1, 300), (1, 5), (1, 129)], num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
     check(paged_decode_attention, case, device, 0.25)
 
 
@@ -235,11 +230,11 @@ def test_decode_refuses_rows_with_several_queries(device: torch.device) -> None:
 
 
 def test_host_lengths_may_be_bounds(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    split_every(monkeypatch, 64)
     case = make_paged_cache(DECODE, num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
-    expected = run(paged_decode_attention, case, 0.25, device)
     bounds = replace(case, rows=replace(case.rows, kv_lens=(1000,) * case.rows.num_rows))
-    check_state(run(paged_decode_attention, bounds, 0.25, device), expected)
+    for splits in (DecodeSplits(3, 64), DecodeSplits(4, 128), DecodeSplits(2, 8192)):
+        monkeypatch.setattr(decode_attention, "decode_splits", lambda *_, splits=splits: splits)
+        check(paged_decode_attention, bounds, device, 0.25)
 
 
 def test_chunking_and_batch_mates_do_not_change_a_bit_of_prefill(

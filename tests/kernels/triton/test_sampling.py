@@ -79,13 +79,13 @@ def mixed_options(vocab: int) -> list[Option]:
     ]
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 137, 700])
+@pytest.mark.parametrize("vocab", [1, 137, 700])
 def test_masks_are_those_of_the_reference(vocab: int, device: torch.device) -> None:
     check_masks(random_logits(10, vocab), mixed_options(vocab), device)
 
 
 @pytest.mark.usefixtures("narrow_blocks")
-@pytest.mark.parametrize("spread", [0.01, 1.0, 6.0])
+@pytest.mark.parametrize("spread", [0.01, 6.0])
 def test_masks_over_several_blocks_are_those_of_the_reference(spread: float, device: torch.device) -> None:
     # spread 0.01: the nucleus is most of the row, so it is searched whole; 6: the nucleus lies within the candidates.
     check_masks(random_logits(10, 461, spread=spread), mixed_options(461), device)
@@ -157,7 +157,7 @@ def test_a_nucleus_edge_on_an_exact_share_is_decided_as_in_the_reference(device:
     assert (kept > -torch.inf).sum(1).tolist() == list(range(1, 16))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_masks_of_random_parameters_are_those_of_the_reference(seed: int, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(seed)
     vocab = 30 + 97 * seed

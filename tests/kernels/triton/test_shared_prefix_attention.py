@@ -14,6 +14,7 @@ from kernels.attention_state import AttentionState
 from kernels.triton import decode_attention, shared_prefix_plan
 from kernels.triton.attention_launch import AttentionLaunch
 from kernels.triton.decode_attention import paged_decode_attention
+from kernels.triton.decode_splits import DecodeSplits
 from kernels.triton.prefill_attention import paged_prefill_attention
 from tests.support.assert_close import assert_close
 from tests.support.guarded_memory import GuardedMemory
@@ -38,7 +39,11 @@ def hostile_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def split_every(monkeypatch: pytest.MonkeyPatch, shared_tokens: int, own_tokens: int) -> None:
     monkeypatch.setattr(shared_prefix_plan, "shared_prefix_split_tokens", lambda *_: shared_tokens)
-    monkeypatch.setattr(decode_attention, "decode_split_tokens", lambda *_: own_tokens)
+
+    def splits(_: int, max_own_tokens: int, __: int) -> DecodeSplits:
+        return DecodeSplits(max(-(-max_own_tokens // own_tokens), 1), own_tokens)
+
+    monkeypatch.setattr(decode_attention, "decode_splits", splits)
 
 
 def share_everything(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,252 @@
+"""Decode steps over static buffers and eagerly: the same answers, the same KV."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from engine.engine import Engine
+from engine.errors import CapabilityError
+from engine.execution.decode_graph_stats import DecodeGraphStats
+from engine.request import Request
+from engine.runner.decode_item import DecodeItem
+from engine.sampling_params import SamplingParams
+from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
+from tests.support.runners import logits_of
+from tests.support.static_runner import StaticRunner, load_static_engine
+from tests.support.tiny_checkpoint import Family, make_checkpoint
+
+MAX_MODEL_LEN = 48
+PROMPT_LENS = {"a": 5, "b": 17, "c": 30, "d": 1, "e": 41}
+
+
+class Pair:
+    """An engine over static buffers and an eager one, driven alike; each decode step's logits are compared."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        options = {"engine.max_model_len": str(MAX_MODEL_LEN), "engine.kv_cache.num_blocks": "24"}
+        self.backend = StaticRunner()
+        self.static = load_static_engine(checkpoint, self.backend, options)
+        self.eager = load_engine(checkpoint, options)
+        self._lens: dict[str, int] = {}
+        self._rng = random.Random(0)
+
+    def prefill(self, *names: str) -> None:
+        for name in names:
+            prompt = [self._rng.randrange(256) for _ in range(PROMPT_LENS[name])]
+            for engine in (self.static, self.eager):
+                engine.runner.prefill(name, prompt)
+            self._lens[name] = len(prompt)
+
+    def decode(self, *names: str) -> None:
+        items = [DecodeItem(name, self._rng.randrange(256), self._lens[name]) for name in names]
+        static, eager = (e.runner.decode_batch(items, full_logits=True) for e in (self.static, self.eager))
+        for found, expected in zip(map(logits_of, static), map(logits_of, eager), strict=True):
+            if len(names) in (1, 2, 4, 8):
+                assert torch.equal(found, expected)
+            else:  # other rows in a product: other blocking, other rounding
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+                assert found.argmax() == expected.argmax()
+        for name in names:
+            self._lens[name] += 1
+
+    def release(self, *names: str) -> None:
+        for name in names:
+            for engine in (self.static, self.eager):
+                engine.runner.release(name)
+
+
+@pytest.fixture(scope="module", params=get_args(Family))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("graphs") / "tiny", request.param)
+
+
+def _caches(engine: Engine) -> list[torch.Tensor]:
+    kv_cache = engine._executor.kv_cache
+    return [*kv_cache.keys, *kv_cache.values]
+
+
+def _stats(engine: Engine) -> DecodeGraphStats:
+    stats = engine.runner.status().decode_graphs
+    assert stats is not None
+    return stats
+
+
+def test_logits_and_kv_are_those_of_eager_steps_as_batches_grow_shrink_and_end(checkpoint: Path) -> None:
+    pair = Pair(checkpoint)
+    pair.backend.replays.clear()
+    pair.prefill("a", "b", "c", "d")
+    pair.decode("a", "b", "c", "d")
+    pair.decode("c", "a", "b")  # three rows after four, in a graph of four
+    pair.release("b")
+    pair.decode("a", "c")
+    pair.prefill("e")
+    for _ in range(MAX_MODEL_LEN - PROMPT_LENS["e"]):  # e comes to its last position
+        pair.decode("e", "d", "c")
+    pair.release("e", "a")
+    pair.prefill("b", "a")
+    pair.decode("a", "b", "c", "d")
+    pair.decode("d")
+    assert pair.backend.sizes[1:] == [4, 4, 2, *[4] * 7, 4, 1]  # the first: a prompt of one token is a decode row
+    assert max(pair.backend.replays)[0] == MAX_MODEL_LEN
+    for mine, theirs in zip(_caches(pair.static), _caches(pair.eager), strict=True):
+        torch.testing.assert_close(mine[1:], theirs[1:], rtol=1e-5, atol=1e-5)  # block 0 is the null block
+        assert not (mine[1:] == 0).all()
+
+
+def test_padding_writes_to_the_first_slot_of_the_null_block_alone(moe_checkpoint: Path) -> None:
+    engine = load_static_engine(moe_checkpoint, StaticRunner(), batch_sizes=(8,))
+    caches = _caches(engine)
+    for cache in caches:
+        cache.fill_(7.0)
+    engine.runner.prefill("a", [1, 2, 3])
+    before = [cache.clone() for cache in caches]
+    engine.runner.decode_batch([DecodeItem("a", 4, 3)])
+    for cache, copy in zip(caches, before, strict=True):
+        changed = (cache != copy).flatten(2).any(2).nonzero().tolist()
+        block = next(place[0] for place in changed if place[0])
+        assert changed == [[0, 0], [block, 3]]
+
+
+def test_sizes_are_captured_once_the_largest_first_with_the_longest_row_as_bound(moe_checkpoint: Path) -> None:
+    backend = StaticRunner()
+    engine = load_static_engine(moe_checkpoint, backend, {"engine.max_model_len": "50"}, batch_sizes=(4, 1, 8, 2))
+    engine.runner.prepare("a", 10)  # warms up again
+    assert backend.captures == [(50,) * 8, (50,) * 4, (50,) * 2, (50,)]
+    assert _stats(engine).captured_sizes == (1, 2, 4, 8)
+    assert engine.runner.capabilities().cuda_graphs
+
+
+def test_a_size_that_cannot_be_captured_runs_in_a_larger_graph_or_eagerly_and_is_counted(
+    moe_checkpoint: Path,
+) -> None:
+    requests = [greedy_request(str(i), [i, 1, 2], 6) for i in range(8)]
+    expected = run_all(load_engine(moe_checkpoint), requests)
+    backend = StaticRunner(failing=(4, 8))
+    with capture_logs() as logs:
+        engine = load_static_engine(moe_checkpoint, backend)
+    failed = [event["batch_size"] for event in logs if event["event"] == "decode_graph_capture_failed"]
+    assert failed == [8, 4]
+    engine_of_all = load_static_engine(moe_checkpoint, StaticRunner(failing=(2, 4)))
+    for found in (run_all(engine, requests), run_all(engine_of_all, requests)):
+        assert {name: tokens_of(output) for name, output in found.items()} == {
+            name: tokens_of(output) for name, output in expected.items()
+        }
+    stats = _stats(engine)
+    assert (stats.captured_sizes, stats.failed_sizes) == ((1, 2), (4, 8))
+    assert (stats.num_replays, stats.num_eager_decode_steps) == (len(backend.sizes), 5)
+    assert len(backend.captures) == 4
+    run_all(engine_of_all, [greedy_request(str(i), [i, 3, 4], 6) for i in range(3)])
+    assert _stats(engine_of_all).num_eager_decode_steps == 0
+
+
+def test_memory_that_is_short_for_a_graph_stops_the_start(
+    moe_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(StaticRunner, "capture", run_out)
+    with pytest.raises(CapabilityError, match=r"out of memory for the decode graphs.*lower engine\."):
+        load_static_engine(moe_checkpoint, StaticRunner())
+
+
+def test_graphs_live_as_long_as_the_model_whatever_is_released(moe_checkpoint: Path) -> None:
+    backend = StaticRunner()
+    engine = load_static_engine(moe_checkpoint, backend)
+    graphs = [weakref.ref(run) for run in backend.runs]
+    backend.runs.clear()
+    run_all(engine, [greedy_request("a", [1, 2], 3)])
+    engine.runner.prefill("b", [1, 2])
+    engine.runner.release("b")
+    engine.runner.prefill("c", [1, 2])
+    engine.runner.reset()
+    engine.close()
+    gc.collect()
+    assert all(graph() is not None for graph in graphs)
+
+
+def test_logits_that_were_handed_out_are_not_written_by_a_later_step(moe_checkpoint: Path) -> None:
+    runner = load_static_engine(moe_checkpoint, StaticRunner(), {"engine.decode.batched": "off"}).runner
+    expected = load_engine(moe_checkpoint, {"engine.decode.batched": "off"}).runner
+    results = []
+    for one in (runner, expected):
+        for name in ("a", "b"):
+            one.prefill(name, [ord(name), 2])
+        items = [DecodeItem("a", 3, 2), DecodeItem("b", 9, 2)]
+        results.append([logits_of(result) for result in one.decode_batch(items, full_logits=True)])
+        one.decode("a", 5, 3)
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_steps_that_are_profiled_run_eagerly(moe_checkpoint: Path) -> None:
+    backend = StaticRunner()
+    options = {"engine.profile.layers": "on", "engine.profile.every_steps": "2"}
+    engine = load_static_engine(moe_checkpoint, backend, options)
+    backend.replays.clear()
+    with capture_logs() as logs:
+        run_all(engine, [greedy_request("a", [1, 2, 3], 9)])
+    profiled = [event["num_tokens"] for event in logs if event["event"] == "layer_profile"]
+    assert (len(backend.sizes), profiled) == (4, [1] * 4)
+
+
+def _workload(seed: int) -> list[Request]:
+    """Prompts of 1 to 60 tokens, some with the same beginning, greedy and drawn, with 10 to 24 new tokens."""
+    rng = random.Random(seed)
+    beginnings = [[rng.randrange(256) for _ in range(32)] for _ in range(3)]
+    requests = []
+    for i in range(11):
+        beginning = rng.choice(beginnings) if rng.random() < 0.5 else []
+        prompt = [*beginning, *(rng.randrange(256) for _ in range(rng.randrange(1, 29)))]
+        temperature = rng.choice([0.0, 0.8])
+        params = SamplingParams(max_tokens=rng.randrange(10, 25), temperature=temperature, seed=i, ignore_eos=True)
+        requests.append(Request(str(i), tuple(prompt), params))
+    return requests
+
+
+def _tokens(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
+    return {name: tokens_of(output) for name, output in run_all(engine, requests).items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"engine.kv_cache.num_blocks": "12", "engine.max_model_len": "128"},
+        {"engine.prefix_cache.enabled": "off", "engine.unified_prefill": "off", "engine.max_num_batched_tokens": "64"},
+    ],
+    ids=["together", "preempted", "apart"],
+)
+def test_the_engine_gives_the_tokens_of_eager_steps(moe_checkpoint: Path, options: dict[str, str]) -> None:
+    requests = _workload(len(options))
+    backend = StaticRunner()
+    static = load_static_engine(moe_checkpoint, backend, options)
+    assert _tokens(static, requests) == _tokens(load_engine(moe_checkpoint, options), requests)
+    assert {4, 8} <= set(backend.sizes)
+    if "engine.kv_cache.num_blocks" in options:
+        assert static.stats().num_preemptions > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu_replayed_graphs_give_the_tokens_of_eager_steps(checkpoint: Path) -> None:
+    def run(enabled: str) -> tuple[dict[str, list[int]], DecodeGraphStats | None]:
+        options = {"engine.device": "cuda", "engine.cuda_graphs.enabled": enabled, "engine.max_num_seqs": "12"}
+        engine = load_engine(checkpoint, options)
+        return _tokens(engine, _workload(7)), engine.runner.status().decode_graphs
+
+    found, stats = run("on")
+    assert (found, None) == run("off")
+    assert stats is not None
+    assert (stats.captured_sizes, stats.failed_sizes) == ((1, 2, 4, 8, 12), ())
+    assert stats.num_replays > 0
+    assert stats.num_eager_decode_steps == 0
