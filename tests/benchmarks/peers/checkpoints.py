@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from itertools import islice, product
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +70,24 @@ def _write(model: str, path: Path) -> None:
     # transformers 4, which OpenVINO's exporter brings, reads the base of the rotary frequencies from here.
     config["rope_theta"] = config["rope_parameters"]["rope_theta"]
     (path / "config.json").write_text(json.dumps(config, indent=1))
-    build_tokenizer().save(str(path / "tokenizer.json"))
+    write_tokenizer(path)
+
+
+def write_tokenizer(path: Path, vocab_size: int = VOCAB_SIZE) -> None:
+    """Its two files."""
+    build_tokenizer(vocab_size).save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(), indent=1))
 
 
-def build_tokenizer() -> Tokenizer:
-    """A byte-level BPE of exactly VOCAB_SIZE tokens: bytes, pairs of bytes, special tokens.
+def build_tokenizer(vocab_size: int = VOCAB_SIZE) -> Tokenizer:
+    """A byte-level BPE of exactly `vocab_size` tokens: bytes, pairs of bytes, then triples, special tokens.
 
     Every id of the model stands for a text, as in a real checkpoint: nothing is masked, everything is detokenised.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = list(islice(product(alphabet, alphabet), VOCAB_SIZE - len(alphabet) - NUM_RESERVED_IDS))
+    pairs = map("".join, product(alphabet, alphabet))
+    longer = chain(product(alphabet, alphabet), product(pairs, alphabet))
+    merges = list(islice(longer, vocab_size - len(alphabet) - NUM_RESERVED_IDS))
     vocab = {symbol: index for index, symbol in enumerate([*alphabet, *(left + right for left, right in merges)])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-from engine.checkpoint.model_config import ModelConfig
 from engine.loading.cpu_threads import usable_cores
 from tests.benchmarks.peers.checkpoints import checkpoint
 from tests.benchmarks.peers.comparison import Comparison, Side, compare
@@ -20,6 +19,7 @@ from tests.benchmarks.peers.peers_machine import PeersMachine
 from tests.benchmarks.peers.queue_side import QueueSide, queue_side
 from tests.benchmarks.peers.trial_server import TrialServer, trial_server
 from tests.benchmarks.peers.workload import WORKLOADS, Workload
+from tests.support.decoder_config import decoder_config
 
 OUR_SERVER = "tests.benchmarks.peers.servers.millrace_server"
 
@@ -40,7 +40,7 @@ class PeersRun:
         """Each workload as it is done. Raises PeerMissing, TrialServerFailed."""
         for model in dict.fromkeys(WORKLOADS[name].model for name in self._options.workloads):
             path = checkpoint(model, self._cache)
-            cost = ModelCost.of(ModelConfig.from_directory(path))
+            cost = ModelCost.of(decoder_config(path))
             with self._both_sides(path) as (ours, other):
                 for workload in map(WORKLOADS.__getitem__, self._options.workloads):
                     if workload.model == model:

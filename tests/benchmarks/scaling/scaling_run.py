@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from engine.checkpoint.model_config import ModelConfig
 from engine.engine import Engine
 from engine.loading.cpu_threads import usable_cores
 from tests.benchmarks.peers.arithmetic import Arithmetic
@@ -17,6 +16,7 @@ from tests.benchmarks.peers.model_cost import ModelCost
 from tests.benchmarks.peers.workload import Workload
 from tests.benchmarks.scaling.axis import Axis
 from tests.benchmarks.scaling.scaling_point import ScalingPoint
+from tests.support.decoder_config import decoder_config
 from tests.support.engines import greedy_request, load_engine, run_all
 from tests.support.tiny_checkpoint import make_checkpoint
 
@@ -41,7 +41,7 @@ def small_model(directory: Path) -> Path:
 
 def measure(model: Path, axes: Sequence[Axis], rounds: int) -> list[ScalingPoint]:
     """Every size once a round; the first round's first size is run once more before, to warm up."""
-    cost = ModelCost.of(ModelConfig.from_directory(model))
+    cost = ModelCost.of(decoder_config(model))
     engine = load_engine(model, {"engine.num_threads": usable_cores(), "engine.kv_cache.num_blocks": NUM_BLOCKS})
     loads = {(axis.name, size): axis.workload(size) for axis in axes for size in axis.sizes}
     _seconds(engine, next(iter(loads.values())), -1)

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import torch
 
-from engine.engine import Engine
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from settings import load_settings, parse_assignments
 from tests.benchmarks.peers.servers.trial_loop import Generate, serve
+from tests.support.engines import load_decoder_engine
 
 
 def load(model: str, assignments: Sequence[str]) -> tuple[Generate, dict[str, str]]:
     """The engine as an offline caller has it: defaults but for the assignments."""
     values = {"model.path": model, "engine.device": "cpu", **parse_assignments(list(assignments))}
-    engine = Engine.load(load_settings(values, environ={}, dotenv_path=Path(os.devnull)))
+    engine = load_decoder_engine(load_settings(values, environ={}, dotenv_path=Path(os.devnull)))
 
     def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
