@@ -3,6 +3,7 @@
 #   make test   runs the checks and the tests
 #   make chaos  runs all of the fault injection, also what takes too long for `make test`
 #   make structured  runs the tests of structured output, also 600 random JSON schemas
+#   make slow   runs the tests that take too long for `make test` and disturb nothing
 #   make test-interop  runs a producer in another language; needs node and npm
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 IN_PARALLEL := --numprocesses $(JOBS) --dist loadfile
 
-.PHONY: demo test chaos structured test-interop check clean
+.PHONY: demo test chaos slow structured test-interop check clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/millrace demo
@@ -22,6 +23,9 @@ test: check
 
 chaos: $(VENV)/.test-installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos -m "chaos or not chaos"
+
+slow: $(VENV)/.test-installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m slow
 
 structured: $(VENV)/.test-installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engine/structured -m "structured or not structured"
@@ -42,11 +46,11 @@ clean:
 
 # The CPU build of torch lies on some machines beside the registry; pip finds it there by its exact version.
 $(VENV)/.demo-installed: pyproject.toml | $(VENV)/.created
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[engine,demo]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[engine,demo]"
 	touch $@
 
 $(VENV)/.test-installed: pyproject.toml | $(VENV)/.created
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[test]"
 	touch $@
 
 $(VENV)/.created:

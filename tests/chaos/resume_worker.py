@@ -6,9 +6,9 @@ import logging
 import sys
 from pathlib import Path
 
-from engine.engine import Engine
 from settings import EffectiveSettings, load_settings, parse_assignments
 from tests.chaos.counted_engine import CountedEngine
+from tests.support.engines import load_decoder_engine
 from worker.process.worker_process import run_worker
 from worker.requests.step_engine import StepEngine
 
@@ -18,7 +18,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(threadName)s %(name)s %(levelname)s %(message)s")
 
     def load(effective: EffectiveSettings) -> StepEngine:
-        engine: StepEngine = CountedEngine(Engine.load(effective), Path(sys.argv[1]))
+        engine: StepEngine = CountedEngine(load_decoder_engine(effective), Path(sys.argv[1]))
         return engine
 
     return run_worker(load_settings(parse_assignments(sys.argv[2:]), environ={}), load)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import redis
 
 from tests.chaos.faults import lanes
@@ -21,7 +22,6 @@ from worker.registry.keys import Keys
 from worker.schemas import JobState
 
 FAKE = WorkerOptions(engine={})
-NUM_FUZZED = 1000
 
 
 @contextmanager
@@ -56,12 +56,13 @@ def test_each_of_the_23_frames_that_stop_a_stock_worker_is_buried(
     assert bare.llen(Keys().dead_frames) == (len(frames) - 1) * len(lanes())
 
 
-def test_a_thousand_fuzzed_frames_do_not_stop_a_worker(
-    client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path
+@pytest.mark.parametrize("num_fuzzed", [200, pytest.param(1000, marks=pytest.mark.chaos)])
+def test_fuzzed_frames_do_not_stop_a_worker(
+    client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path, num_fuzzed: int
 ) -> None:
-    frames = fuzzed_frames(valid_frame(client, bare), NUM_FUZZED)
-    assert len(frames) == NUM_FUZZED
+    frames = fuzzed_frames(valid_frame(client, bare), num_fuzzed)
+    assert len(frames) == num_fuzzed
     with _undisturbed_worker(client, bare, redis_url, tmp_path):
         for number, frame in enumerate(frames):
             bare.lpush(lanes()[number % len(lanes())], frame)
-    assert NUM_FUZZED / 2 < bare.llen(Keys().dead_frames) <= MAX_FRAMES
+    assert num_fuzzed / 2 < bare.llen(Keys().dead_frames) <= MAX_FRAMES

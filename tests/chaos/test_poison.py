@@ -35,7 +35,9 @@ def _poisoned(killers: tuple[int, ...]) -> tuple[list[dict[str, str]], dict[str,
     ("killers", "shard_size", "num_crashes"),
     [
         ((20,), "10", 4),  # in company; alone, in a shard of ten; twice by itself
-        ((20, 21), "16", 6),  # in company; alone, in a shard of sixteen with both; each of them twice by itself
+        pytest.param(  # in company; alone, in a shard of sixteen with both; each of them twice by itself
+            *((20, 21), "16", 6), marks=pytest.mark.chaos
+        ),
     ],
 )
 def test_only_the_prompts_that_kill_have_errors(

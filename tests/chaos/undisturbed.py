@@ -7,11 +7,10 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from settings import LimitSettings
+from settings import LimitSettings, ModelSettings
 from tests.support.fake_engine import FakeEngine
 from worker.offline.line_feed import LineFeed
 from worker.offline.offline_run import OfflineRun
-from worker.requests.model_name import UNNAMED
 
 Record = dict[str, Any]
 WINDOW = 64
@@ -44,7 +43,7 @@ def contents(records: Iterable[Mapping[str, Any]]) -> dict[str, Record]:
 def undisturbed(lines: Iterable[Mapping[str, Any]]) -> dict[str, Record]:
     """The contents of an offline run of these lines with the fake engine, in this process."""
     records: list[Mapping[str, Any]] = []
-    run = OfflineRun(FakeEngine(), model_name=UNNAMED, window=WINDOW, write=records.append)
+    run = OfflineRun(FakeEngine(), ModelSettings(), window=WINDOW, write=records.append)
     raw_lines = [json.dumps(line).encode() for line in lines]
     feed = LineFeed(raw_lines, LimitSettings(), capacity=WINDOW, by_prefix=True)
     feed.start()

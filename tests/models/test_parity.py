@@ -19,7 +19,7 @@ from tests.support.engines import greedy_request, load_engine, run_all, tokens_o
 from tests.support.reference_model import ReferenceContinuation, continue_greedily, count_ties_where_it_differs
 from tests.support.tiny_checkpoint import VOCAB_SIZE, Family, make_checkpoint
 
-NUM_TOKENS = 64
+NUM_TOKENS = 32  # prompts of 33 and 50 tokens cross a block more than once
 LOGITS_TOLERANCE = 1e-4  # float32 over two or three layers: observed below 2e-5
 PROMPT_LENGTHS = (5, 16, 33, 50)
 
@@ -99,7 +99,7 @@ def test_with_31_others(case: Case) -> None:
 
 
 def test_in_chunks_of_seven(case: Case) -> None:
-    case.run(case.engine(engine__max_num_batched_tokens="7", engine__max_num_seqs="7"))
+    case.run(case.engine(engine__max_num_batched_tokens="7", engine__max_num_seqs="7"), range(16))
 
 
 def test_in_chunks_of_exactly_seven(case: Case) -> None:
