@@ -1,6 +1,6 @@
 """Prompts in, tokens out. Knows no Redis and no Celery. Start at `engine.engine.Engine`.
 
-A prompt's way: `Engine.add_request` -> `Scheduler.schedule` (BlockManager) -> `build_forward_batch` ->
+A prompt's way: `Engine.add_request` -> `Scheduler.schedule` (BlockManager) -> `plan_batch` ->
 `StepExecutor.execute` -> `DecoderModel.forward` -> kernels -> `Sampler` -> `OutputProcessor` -> `RequestOutput`.
 
 Embeddings (`EmbeddingRequest`) go the same way up to the hidden states, which `EmbeddingRequests` pools; an encoder has

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 
 from engine.checkpoint.embedding_config import EmbeddingConfig
 from engine.embedding_request import EmbeddingRequest
@@ -10,9 +10,12 @@ from engine.errors import InvalidRequest, PromptTooLong
 from engine.request import RESERVED_PREFIX, Request
 
 
-def check_request(request: Request, *, vocab_size: int, capacity: int, taken: Container[str]) -> None:
-    """Raise InvalidRequest for a request that can never be served: at once, with need and capacity where it is size."""
-    _check_id(request.request_id, taken)
+def check_request(request: Request, *, vocab_size: int, capacity: int, is_taken: bool) -> None:
+    """Raise InvalidRequest for a request that can never be served: at once, with need and capacity where it is size.
+
+    `is_taken`: an unfinished one has its id.
+    """
+    _check_id(request.request_id, is_taken=is_taken)
     if not request.prompt_token_ids:
         raise InvalidRequest(
             "the prompt is empty", param="prompt", value="", accepted="at least one token", code="empty_prompt"
@@ -31,10 +34,10 @@ def check_request(request: Request, *, vocab_size: int, capacity: int, taken: Co
 
 
 def check_embedding_request(
-    request: EmbeddingRequest, *, vocab_size: int, capacity: int, taken: Container[str], config: EmbeddingConfig
+    request: EmbeddingRequest, *, vocab_size: int, capacity: int, is_taken: bool, config: EmbeddingConfig
 ) -> None:
     """The same for a request for embeddings, each of whose inputs may take all of `capacity`."""
-    _check_id(request.request_id, taken)
+    _check_id(request.request_id, is_taken=is_taken)
     if not request.inputs:
         raise InvalidRequest(
             "there is no input", param="input", value=[], accepted="at least one input", code="empty_prompt"
@@ -55,8 +58,8 @@ def check_embedding_request(
             raise PromptTooLong(len(token_ids), capacity, param=param)
 
 
-def _check_id(request_id: str, taken: Container[str]) -> None:
-    if request_id in taken or request_id.startswith(RESERVED_PREFIX):
+def _check_id(request_id: str, *, is_taken: bool) -> None:
+    if is_taken or request_id.startswith(RESERVED_PREFIX):
         raise InvalidRequest(
             f"request_id {request_id!r} is taken; accepted: a new id that does not start with {RESERVED_PREFIX!r}",
             param="request_id", value=request_id,

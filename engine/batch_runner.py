@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from engine.embedding.embedding_state import EmbeddingState
-from engine.errors import EngineError, EngineFatal, NonFiniteLogits
+from engine.embedding.pool import pool
+from engine.errors import EngineError, NonFiniteLogits
 from engine.execution.forward_item import ForwardItem
 from engine.execution.step_executor import StepExecutor
 from engine.finish_reason import FinishReason
 from engine.kv_cache.block_manager import BlockManager
+from engine.out_of_memory import step_failure
 from engine.output_processor import OutputProcessor
 from engine.prompt_scorer import PromptScorer
 from engine.runner.model_runner import ModelRunner
@@ -21,11 +23,11 @@ from engine.sampling.sampling_row import SamplingRow
 from engine.scheduling.request_state import RequestState
 from engine.scheduling.scheduled_batch import ScheduledBatch
 from engine.scheduling.scheduled_item import ScheduledItem
-from engine.step_answers import StepAnswers
+from engine.step_answers import StepAnswers, VectorAnswer
 
 
 class BatchRunner:
-    """Forward pass, scoring of prompts and sampling of a step, and the look at whether its KV is good.
+    """Forward pass, scoring of prompts, pooling and sampling of a step, and the look at whether its KV is good.
 
     A chunk's last token sees all of its others, so its values tell whether the chunk's KV is good: without that look,
     NaN would be offered to other requests before their own request fails.
@@ -52,47 +54,44 @@ class BatchRunner:
         Raises EngineFatal for what is no single item's failure: it leaves KV that nobody can vouch for.
         """
         generating = [(item, item.state) for item in batch.items if isinstance(item.state, RequestState)]
-        embedding = [(item, item.state) for item in batch.items if isinstance(item.state, EmbeddingState)]
         try:
-            result = self._executor.execute([self._forward_item(item) for item in batch.items])
-            wanting = [item for item in batch.items if _wants_hidden(item)]
-            hidden = {item.state.sequence_id: rows for item, rows in zip(wanting, result.hidden, strict=True)}
-            bad_prompts = self._score(generating, hidden)
+            items = [self._forward_item(item) for item in batch.items]
+            result = self._executor.execute(items)
+            wanting = [item for item, forward in zip(batch.items, items, strict=True) if forward.wants_hidden]
+            hidden = list(zip(wanting, result.hidden, strict=True))
+            bad_prompts = self._score(hidden)
+            vectors = _pool(hidden)
             tokens = self._sample(generating, result.logits)
-            embedded = [hidden[state.sequence_id] for _, state in embedding]
-            are_good = _are_finite(embedded)
         except Exception as error:
             self._runner.mark_failed(f"{type(error).__name__}: {error}")
-            raise EngineFatal(f"a step failed: {type(error).__name__}: {error}") from error
-        checked = zip(embedding, embedded, are_good, strict=True)
+            raise step_failure(error, self._executor.model.device) from error
         return StepAnswers(
             tokens=[
                 (item, state, _not_finite(item) if state.sequence_id in bad_prompts else answer)
                 for (item, state), answer in zip(generating, tokens, strict=True)
             ],
-            hidden=[(*pair, rows if is_good else _not_finite(pair[0])) for pair, rows, is_good in checked],
+            vectors=vectors,
         )
 
     def _forward_item(self, item: ScheduledItem) -> ForwardItem:
         state = item.state
-        tokens = state.token_ids[item.start : item.start + item.num_scheduled_tokens]
         return ForwardItem(
-            tokens,
+            state.token_ids[item.start : item.start + item.num_scheduled_tokens],
             item.start,
             self._blocks.block_table(state.sequence_id),
-            wants_logits=isinstance(state, RequestState),
-            wants_hidden=_wants_hidden(item),
+            wants_logits=state.wants_logits,
+            wants_hidden=state.wants_hidden,
             is_final=item.samples,
         )
 
-    def _score(
-        self, generating: Sequence[tuple[ScheduledItem, RequestState]], hidden: Mapping[str, torch.Tensor]
-    ) -> set[str]:
-        """Fill in log-probabilities of prompts from the hidden states, by sequence; those that were not finite."""
+    def _score(self, hidden: Sequence[tuple[ScheduledItem, torch.Tensor]]) -> set[str]:
+        """Fill in log-probabilities of prompts; the ids of the sequences where these are not finite."""
+        if not hidden:  # a step that only decodes
+            return set()
         scored = [
-            (state.sequence_id, (state.prompt_logprobs, item.start, hidden[state.sequence_id]))
-            for item, state in generating
-            if state.scores_prompt and state.prompt_logprobs is not None
+            (item.state.sequence_id, (item.state.prompt_logprobs, item.start, rows))
+            for item, rows in hidden
+            if isinstance(item.state, RequestState) and item.state.prompt_logprobs is not None
         ]
         are_good = self._scorer.score([prompt for _, prompt in scored])
         return {sequence_id for (sequence_id, _), is_good in zip(scored, are_good, strict=True) if not is_good}
@@ -126,22 +125,16 @@ class BatchRunner:
         )
 
 
-def _wants_hidden(item: ScheduledItem) -> bool:
-    state = item.state
-    return isinstance(state, EmbeddingState) or (isinstance(state, RequestState) and state.scores_prompt)
+def _pool(hidden: Sequence[tuple[ScheduledItem, torch.Tensor]]) -> list[VectorAnswer]:
+    """What the items that are embedded answer."""
+    embedded = [(item, item.state, rows) for item, rows in hidden if isinstance(item.state, EmbeddingState)]
+    vectors = pool([(state, item.start, rows) for item, state, rows in embedded])
+    return [(item, state, vector) for (item, state, _), vector in zip(embedded, vectors, strict=True)]
 
 
 def _undrawn(item: ScheduledItem) -> FinishReason | None:
     """The answer of a chunk whose KV is good: nothing yet or, behind a prompt that is not to be continued, its end."""
     return FinishReason.LENGTH if item.samples else None
-
-
-def _are_finite(hidden: Sequence[torch.Tensor]) -> list[bool]:
-    """Whether the last token's hidden states are, of each [n, H]."""
-    if not hidden:
-        return []
-    are_finite: list[bool] = torch.isfinite(torch.stack([rows[-1] for rows in hidden])).all(dim=-1).tolist()
-    return are_finite
 
 
 def _not_finite(item: ScheduledItem) -> NonFiniteLogits:

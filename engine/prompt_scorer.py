@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.errors import CapabilityError, EngineFatal
+from engine.errors import EngineFatal
 from engine.models.decoder_model import DecoderModel
 from engine.prompt_logprobs import PromptLogprobs
 
@@ -61,9 +61,7 @@ class PromptScorer:
         self, rows: torch.Tensor, targets: Sequence[int]
     ) -> tuple[torch.Tensor, Sequence[float], Sequence[bool]]:
         """Of rows [R, H]: raw log-softmax [R, V], that of each row's next token, and which rows are finite."""
-        if self._model.lm_head is None:
-            raise CapabilityError("the model has no lm_head: it makes embeddings only")
-        logits = self._model.ops.linear(rows, self._model.lm_head).float()
+        logits = self._model.logits(rows)
         finite = torch.isfinite(logits.amax(dim=-1))  # NaN propagates through amax
         logprobs = torch.log_softmax(logits, dim=-1)
         chosen = logprobs.gather(1, torch.tensor(targets, dtype=torch.int64, device=rows.device).unsqueeze(1))

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 from engine.model_fingerprint import model_fingerprint
@@ -14,6 +14,7 @@ from engine.models.decoder_model import DecoderModel
 from engine.output_processor import OutputProcessor
 from engine.request import Request
 from engine.sampling.sampled_token import SampledToken
+from engine.scheduling.group_table import GroupTable
 from engine.scheduling.request_group import RequestGroup
 from engine.scheduling.request_state import RequestState
 from engine.sequence_checkpoint import SequenceCheckpoint
@@ -44,11 +45,11 @@ class RequestCheckpoints:
         """A group ended."""
         self._due.pop(group.arrival, None)
 
-    def take_due(self, groups: Mapping[int, RequestGroup]) -> dict[str, TokenCheckpoint]:
-        """Checkpoints of the requests that came due since the last call, by request id. `groups`: by arrival."""
+    def take_due(self, groups: GroupTable[RequestGroup]) -> dict[str, TokenCheckpoint]:
+        """Checkpoints of the requests that came due since the last call, by request id. `groups`: the unfinished."""
         due, self._due = self._due, {}
         found: dict[str, TokenCheckpoint] = {}
-        for group in (groups[arrival] for arrival in due):
+        for group in groups.at(due):
             found |= dict.fromkeys((request.request_id for request in group.requests), self._take(group))
         return found
 

@@ -48,16 +48,15 @@ class RequestIntake:
             group = self._new_group([request], checkpoint.base_seed, key)
             if self._checkpoints.restore(checkpoint, group.states):
                 group.num_resumed_tokens = checkpoint.num_tokens
-                _score_with_unfinished(group)
                 for state in group.unfinished:
                     state.chain = self._blocks.new_chain(state.token_ids, request.tenant)
                 return group
         seed = request.params.seed
         return self._new_group([request], self._entropy.getrandbits(63) if seed is None else seed, key)
 
-    def begin_again(self, group: RequestGroup) -> RequestGroup:
-        """A new group for the requests of one that failed, from their prompts, as urgent and with the same draws."""
-        again = self._new_group(group.requests, group.base_seed, group.key)
+    def begin_again(self, group: RequestGroup, requests: list[Request]) -> RequestGroup:
+        """A new group for requests of one that failed, from their prompts, as urgent and with the same draws."""
+        again = self._new_group(requests, group.base_seed, group.key)
         for state in again.states:
             state.priority = group.priority
         return again
@@ -94,14 +93,7 @@ class RequestIntake:
         for state in states:
             if state.max_tokens == 0 and not state.scores_prompt:
                 state.finish_reason = FinishReason.LENGTH  # there is nothing to run
-        return RequestGroup(requests, states, base_seed, key)
-
-
-def _score_with_unfinished(group: RequestGroup) -> None:
-    """Have the prompt scored by a sequence that is still to be run: the first may have ended before a checkpoint."""
-    first = group.states[0]
-    if first.is_finished and group.unfinished:
-        group.unfinished[0].prompt_logprobs, first.prompt_logprobs = first.prompt_logprobs, None
+        return RequestGroup(requests, states, key, base_seed=base_seed)
 
 
 def _signed_64(value: int) -> int:

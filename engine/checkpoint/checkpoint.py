@@ -22,14 +22,14 @@ class Checkpoint:
     def __init__(self, shards: dict[str, Shard]) -> None:
         """`shards` maps each tensor to the file it is in; `open` is the way to get one."""
         self._shards = shards
-        self.total_bytes = sum(shard.nbytes(name) for name, shard in shards.items())
+        self.total_bytes = sum(shard.data_bytes for shard in set(shards.values()))
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
         """Open the weights of a model directory.
 
-        Raises CheckpointError naming file and tensor: no safetensors files, a damaged file, a dtype other than
-        float32, bfloat16 or float16, an index that does not say what the files hold.
+        Raises CheckpointError naming file and tensor: no safetensors files, a damaged file, an index that does not
+        say what the files hold.
         """
         files = WeightFiles.find(path)
         shards: dict[str, Shard] = {}
@@ -59,14 +59,15 @@ class Checkpoint:
         return self._shard(name).shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor on disk. Raises CheckpointError if there is none of this name."""
+        """Dtype of a tensor on disk. Raises CheckpointError as `read` does."""
         return self._shard(name).dtype(name)
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor in its shape and dtype on disk, memory-mapped: no bytes are read before they are used.
 
         It stays valid after `close`. Writing to it changes a private copy of the touched pages, never the file.
-        Raises CheckpointError if there is none of this name or the checkpoint was closed.
+        Raises CheckpointError if there is none of this name, its dtype is none of float32, bfloat16 and float16, or the
+        checkpoint was closed.
         """
         return self._shard(name).read(name)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from engine.checkpoint.common_config import MAX_CONFIG_BYTES
 from engine.checkpoint.config_reader import ConfigReader
 from engine.checkpoint.json_file import read_json_object, read_text
 from engine.errors import CheckpointError
@@ -15,7 +16,6 @@ from engine.errors import CheckpointError
 Pooling = Literal["mean", "last_token", "cls"]
 
 MODULES_FILE = "modules.json"
-MAX_BYTES = 1 << 20  # published ones are below 1 KB
 # sentence-transformers' switches (before version 5.2) and names (`pooling_mode`, since) of what is pooled here.
 _SWITCHES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
@@ -47,7 +47,7 @@ class EmbeddingConfig:
         `matryoshka_dimensions` (these lengths), as vLLM reads them. Raises CheckpointError for a module or a pooling
         that is not supported.
         """
-        config = ConfigReader(read_json_object(path / "config.json", max_bytes=MAX_BYTES), "config.json")
+        config = ConfigReader(read_json_object(path / "config.json", max_bytes=MAX_CONFIG_BYTES), "config.json")
         return cls(_pooling(path, default), size, _dimensions(config, size))
 
     @property
@@ -93,7 +93,7 @@ def _pooling(path: Path, default: Pooling) -> Pooling:
 
 def _modules(file: Path) -> list[dict[str, object]]:
     try:
-        modules = json.loads(read_text(file, max_bytes=MAX_BYTES))
+        modules = json.loads(read_text(file, max_bytes=MAX_CONFIG_BYTES))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
@@ -104,7 +104,7 @@ def _modules(file: Path) -> list[dict[str, object]]:
 def _configured(file: Path, directory: Path) -> Pooling:
     if not file.resolve().is_relative_to(directory.resolve()):
         raise CheckpointError(f"{directory / MODULES_FILE}: leads to {file}; accepted: a folder of this directory")
-    config = ConfigReader(read_json_object(file, max_bytes=MAX_BYTES), f"{file.parent.name}/config.json")
+    config = ConfigReader(read_json_object(file, max_bytes=MAX_CONFIG_BYTES), f"{file.parent.name}/config.json")
     if config.has("pooling_mode"):
         return _NAMES[config.choice("pooling_mode", tuple(_NAMES))]
     chosen = [name for name in (*_SWITCHES, *_OTHER_SWITCHES) if config.flag(name, default=False)]

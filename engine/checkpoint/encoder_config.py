@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, cast
 
+from engine.checkpoint.common_config import DtypeName, refuse_unsupported, weights_dtype
 from engine.checkpoint.config_reader import ConfigReader
-from engine.checkpoint.json_file import read_json_object
 from engine.errors import CheckpointError
 
 Activation = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "relu"]
-DtypeName = Literal["float32", "bfloat16", "float16"]
 
 CLASSES = ("BertModel", "BertForMaskedLM", "BertForPreTraining")
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
-DTYPES = ("float32", "bfloat16", "float16")
 MUST_BE_FALSE = ("is_decoder", "add_cross_attention")
 MUST_BE_ABSENT = {
     "quantization_config": "null: quantised weights are not supported",
     "auto_map": "null: code from a checkpoint is never run",
 }
-MAX_BYTES = 1 << 20  # published ones are below 2 KB
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +53,8 @@ class EncoderConfig:
         return min(self.max_position_embeddings, self.max_seq_length or self.max_position_embeddings)
 
     @classmethod
-    def from_directory(cls, path: Path) -> EncoderConfig:
-        """Read config.json and, where there is one, sentence_bert_config.json. Raises CheckpointError."""
-        file = path / "sentence_bert_config.json"
-        sentence = read_json_object(file, max_bytes=MAX_BYTES) if file.exists() else {}
-        return cls.from_hf(read_json_object(path / "config.json", max_bytes=MAX_BYTES), sentence)
-
-    @classmethod
     def from_hf(cls, data: Mapping[str, object], sentence: Mapping[str, object]) -> EncoderConfig:
-        """Check and translate the contents of the two files. Raises CheckpointError naming the key."""
+        """Check and translate config.json and sentence_bert_config.json. Raises CheckpointError naming the key."""
         config = ConfigReader(data, "config.json")
         _refuse_what_is_not_supported(config)
         hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
@@ -85,14 +74,8 @@ class EncoderConfig:
             max_position_embeddings=config.integer("max_position_embeddings"),
             max_seq_length=trained.integer("max_seq_length", minimum=2) if trained.has("max_seq_length") else None,
             num_token_types=config.integer("type_vocab_size", default=2),
-            dtype=_dtype(config),
+            dtype=weights_dtype(config, default="float32"),  # files older than the key are float32's
         )
-
-
-def _dtype(config: ConfigReader) -> DtypeName:
-    # Files older than the key are float32's.
-    key = config.first_of("dtype", "torch_dtype")
-    return cast(DtypeName, config.choice(key, DTYPES, default="float32"))
 
 
 def _refuse_what_is_not_supported(config: ConfigReader) -> None:
@@ -100,12 +83,7 @@ def _refuse_what_is_not_supported(config: ConfigReader) -> None:
     classes = config.data.get("architectures")
     if classes is not None and (not isinstance(classes, list) or len(classes) != 1 or classes[0] not in CLASSES):
         raise config.refuse("architectures", classes, f"one of {', '.join(CLASSES)}")
-    for key, accepted in MUST_BE_ABSENT.items():
-        if config.has(key):
-            raise config.refuse(key, config.data[key], accepted)
-    for key in MUST_BE_FALSE:
-        if config.flag(key, default=False):
-            raise config.refuse(key, True, "false")
+    refuse_unsupported(config, absent=MUST_BE_ABSENT, false=MUST_BE_FALSE)
     config.choice("position_embedding_type", ("absolute",), default="absolute")
     if config.data.get("embedding_size") not in (None, config.data.get("hidden_size")):
         raise CheckpointError("config.json: embedding_size differs from hidden_size; accepted: the same number")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.checkpoint.common_config import MAX_CONFIG_BYTES
 from engine.checkpoint.config_reader import ConfigReader
 from engine.checkpoint.json_file import read_json_object
-from engine.checkpoint.model_config import MAX_CONFIG_BYTES
 
 
 @dataclass(frozen=True, slots=True)

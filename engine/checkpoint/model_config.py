@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, cast
 
+from engine.checkpoint.common_config import DtypeName, refuse_unsupported, weights_dtype
 from engine.checkpoint.config_reader import ConfigReader
-from engine.checkpoint.json_file import read_json_object
 from engine.checkpoint.moe_config import MoeConfig
 from engine.checkpoint.rope_config import RopeConfig
 
 Architecture = Literal["llama", "qwen3", "qwen3_moe"]
-DtypeName = Literal["float32", "bfloat16", "float16"]
 
 # model_type -> the class in config.json's `architectures` that generates; the other one that is accepted is its body
 # alone (Qwen3Model), of which embeddings are made
@@ -22,7 +20,6 @@ MODEL_CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
-DTYPES = ("float32", "bfloat16", "float16")
 MUST_BE_FALSE = ("attention_bias", "mlp_bias", "use_sliding_window", "add_cross_attention", "is_encoder_decoder")
 MUST_BE_ABSENT = {
     "quantization_config": "null: quantised weights are not supported",
@@ -45,7 +42,6 @@ MUST_BE_ABSENT = {
     ),
 }
 QWEN3_HEAD_DIM = 128  # Qwen3's value where config.json names none; the other families divide
-MAX_CONFIG_BYTES = 1 << 20  # published ones are below 10 KB
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +63,6 @@ class ModelConfig:
     qk_norm: bool  # RMSNorm over each query and key head
     moe: MoeConfig | None
     dtype: DtypeName  # of the weights on disk
-
-    @classmethod
-    def from_directory(cls, path: Path) -> ModelConfig:
-        """Read config.json of a model directory. Raises CheckpointError."""
-        return cls.from_hf(read_json_object(path / "config.json", max_bytes=MAX_CONFIG_BYTES))
 
     @classmethod
     def from_hf(cls, data: Mapping[str, object]) -> ModelConfig:
@@ -99,7 +90,7 @@ class ModelConfig:
             tie_word_embeddings=config.flag("tie_word_embeddings", default=False),
             qk_norm=architecture != "llama",
             moe=MoeConfig.from_reader(config, num_layers) if architecture == "qwen3_moe" else None,
-            dtype=cast(DtypeName, config.choice(config.first_of("dtype", "torch_dtype"), DTYPES)),
+            dtype=weights_dtype(config),
         )
 
     def is_moe_layer(self, layer: int) -> bool:
@@ -118,12 +109,7 @@ def _architecture(config: ConfigReader) -> Architecture:
 
 
 def _refuse_what_is_not_supported(config: ConfigReader) -> None:
-    for key, accepted in MUST_BE_ABSENT.items():
-        if config.has(key):
-            raise config.refuse(key, config.data[key], accepted)
-    for key in MUST_BE_FALSE:
-        if config.flag(key, default=False):
-            raise config.refuse(key, True, "false")
+    refuse_unsupported(config, absent=MUST_BE_ABSENT, false=MUST_BE_FALSE)
     if config.has("sliding_window") and config.data["model_type"] == "llama":
         raise config.refuse("sliding_window", config.data["sliding_window"], "null")  # Qwen3 has a switch beside it
     config.choice("hidden_act", ("silu",), default="silu")

@@ -5,29 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import count
 
-import structlog
-import torch
-
 from engine.admission import check_embedding_request
 from engine.any_request import AnyRequest
 from engine.embedding.embedding_requests import EmbeddingRequests
 from engine.embedding.embedding_state import EmbeddingState
-from engine.embedding.encoder_parts import EncoderParts
 from engine.embedding.encoder_queue import EncoderQueue
+from engine.embedding.pool import pool
 from engine.embedding_request import EmbeddingRequest
-from engine.errors import EngineFatal, InvalidRequest, NonFiniteLogits
+from engine.errors import InvalidRequest
 from engine.finished_requests import FinishedRequests
 from engine.kv_cache.block_hash_chain import BlockHashChain
-from engine.models.packed_tokens import PackedTokens
+from engine.loading.encoder_parts import EncoderParts
+from engine.out_of_memory import step_failure
 from engine.request_output import RequestOutput
 from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.text.tokenizer import Tokenizer
 from engine.token_checkpoint import TokenCheckpoint
 from settings import EffectiveSettings, Settings
-
-WARM_UP_TOKEN = 0  # a valid id in every vocabulary
-
-_log = structlog.get_logger(__name__)
 
 
 class EncoderEngine:
@@ -43,9 +37,7 @@ class EncoderEngine:
         self.effective: EffectiveSettings = parts.effective
         self.tokenizer: Tokenizer = parts.tokenizer
         self.max_model_len: int = parts.max_model_len  # tokens one input may have
-        self._model = parts.model
-        self._passes = parts.passes
-        self._trace_steps = settings.trace_steps
+        self._executor = parts.executor
         limits = SchedulerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.unified_prefill)
         self._queue = EncoderQueue(limits)
         self._finished = FinishedRequests()
@@ -63,20 +55,15 @@ class EncoderEngine:
         """What the engine holds, derived values included."""
         return self.effective.settings
 
-    def warm_up(self) -> None:
-        """Run one token. Raises NonFiniteLogits if that answers NaN."""
-        if not bool(torch.isfinite(self._forward([[WARM_UP_TOKEN]])).all()):
-            raise NonFiniteLogits("the hidden states of the warm-up token are not finite")
-
     def add_request(self, request: AnyRequest) -> None:
         """Queue a request. Raises InvalidRequest (PromptTooLong, ...) for one that can never be served."""
         if not isinstance(request, EmbeddingRequest):
             raise InvalidRequest("this model is an encoder: it makes embeddings only", code="unsupported_endpoint")
         check_embedding_request(
             request,
-            vocab_size=self._model.config.vocab_size,
+            vocab_size=self._executor.model.config.vocab_size,
             capacity=self.max_model_len,
-            taken=self._embeddings,
+            is_taken=request.request_id in self._embeddings,
             config=self._embeddings.config,
         )
         self._embeddings.add(request)
@@ -111,20 +98,10 @@ class EncoderEngine:
         self._embeddings.close()
 
     def _run(self, states: Sequence[EmbeddingState]) -> None:
-        sequences = [state.token_ids for state in states]
         try:
-            hidden = torch.split(self._forward(sequences), [len(token_ids) for token_ids in sequences])
+            hidden = self._executor.execute([state.token_ids for state in states])
+            vectors = pool([(state, 0, rows) for state, rows in zip(states, hidden, strict=True)])
         except Exception as error:
-            raise EngineFatal(f"a step failed: {type(error).__name__}: {error}") from error
-        for state, rows in zip(states, hidden, strict=True):
-            self._embeddings.take(state, 0, rows)
-
-    def _forward(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        tokens = PackedTokens.of(sequences, self._model.device)
-        if self._trace_steps:
-            _log.info("step", forward_pass=self._passes.num_passes, num_seqs=len(sequences), lens=list(tokens.lengths))
-        return self._passes.run(
-            lambda observer: self._model.forward(tokens, observer),
-            num_tokens=sum(tokens.lengths),
-            num_seqs=len(sequences),
-        )
+            raise step_failure(error, self._executor.model.device) from error
+        for state, vector in zip(states, vectors, strict=True):
+            self._embeddings.take(state, vector)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 import torch
 
 from engine.checkpoint.embedding_config import Pooling
@@ -53,12 +51,3 @@ class Pooler:
         terms = rows.double() if self._sum is None else torch.cat([self._sum, rows.double()])
         self._sum = terms.cumsum(dim=0)[-1:]
         self._vector = (self._sum[0] / self._num_seen).float()
-
-
-def finished_vector(vector: torch.Tensor, dimensions: int | None) -> array[float] | None:
-    """The first `dimensions` elements of a pooled vector [H], scaled to length 1; None if it is not finite."""
-    cut = vector[:dimensions]
-    if not bool(torch.isfinite(cut).all()):
-        return None
-    values = torch.nn.functional.normalize(cut, dim=0).cpu()
-    return array("f", values.tolist())

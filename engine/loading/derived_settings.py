@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,27 +13,35 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.model_directory import check_files_are_under_root, model_directory
 from engine.checkpoint.read_config import read_config
 from engine.errors import CapabilityError
-from engine.kv_cache.kv_cache_spec import KVCacheSpec
 from engine.loading.bfloat16_support import computes_bfloat16
 from engine.loading.cpu_threads import usable_cores
-from engine.loading.dtypes import DTYPES, supported_dtypes
-from engine.loading.expected_weights import expected_weights_bytes
-from engine.loading.memory import free_memory_bytes, num_blocks_that_fit
+from engine.loading.dtypes import supported_dtypes
+from engine.loading.pool_settings import derive_pool, device_memory, with_pool
 from kernels.dispatch import has_operations, int8_operations, operations
 from kernels.errors import KernelsUnavailable
-from settings import EffectiveSettings, EngineSettings
+from settings import EffectiveSettings, EngineSettings, Source
 
 # Of 512 the prefill kernel would need 262,400 bytes of shared memory; an H100 has 232,448.
 MAX_CUDA_HEAD_DIM = 256
 
 
 def derive_settings(effective: EffectiveSettings) -> EffectiveSettings:
-    """Fill in what follows from the model and the machine: the one function behind `millrace config` and the engine.
+    """Fill in what follows from the model of model.path and the machine: what `millrace config` shows, an engine holds.
 
-    Raises CheckpointError (no model, or one that cannot run), CapabilityError (a setting this machine cannot honour).
+    Raises CheckpointError (no model, or one that cannot run), SettingsError (model.path leads out of model.root),
+    CapabilityError (a setting this machine cannot honour).
     """
     path = model_path(effective)
-    config = read_config(path)
+    return derive_for(effective, path, read_config(path))
+
+
+def derive_for(
+    effective: EffectiveSettings,
+    path: Path,
+    config: ModelConfig | EncoderConfig,
+    open_checkpoint: Callable[[Path], Checkpoint] = Checkpoint.open,
+) -> EffectiveSettings:
+    """The same for a model that was found at `path` and says `config` of itself."""
     effective = effective.with_derived(
         {
             "model.name": path.resolve().name,
@@ -42,20 +51,23 @@ def derive_settings(effective: EffectiveSettings) -> EffectiveSettings:
     )
     device = torch.device(effective.settings.engine.device)
     is_deterministic = effective.settings.engine.deterministic
+    captures = device.type == "cuda" and not is_deterministic and isinstance(config, ModelConfig)
     effective = effective.with_derived(
         {
             "engine.dtype": _default_dtype(config.dtype, device),
             "engine.shared_prefix.enabled": device.type == "cpu" and not is_deterministic,
+            "engine.cuda_graphs.enabled": captures,
         }
     )
     _check_capabilities(effective, config, device)
     if isinstance(config, EncoderConfig):
         _check_encoder(effective.settings.engine)
         return effective.with_derived({"engine.max_model_len": config.default_max_len})
-    if effective.settings.engine.kv_cache.num_blocks is None:
-        num_blocks = _num_blocks(effective, config, device)
-        effective = effective.with_derived({"engine.kv_cache.num_blocks": num_blocks})
-    return _with_max_model_len(effective, config)
+    num_blocks = effective.settings.engine.kv_cache.num_blocks
+    if num_blocks is not None:
+        return with_pool(effective, config, num_blocks)
+    with open_checkpoint(path) as checkpoint:
+        return derive_pool(effective, checkpoint, config, device_memory(device))
 
 
 def model_path(effective: EffectiveSettings) -> Path:
@@ -71,18 +83,6 @@ def model_path(effective: EffectiveSettings) -> Path:
 def default_device() -> str:
     """CUDA where there is a GPU that the kernels run on."""
     return "cuda" if has_operations(torch.device("cuda")) else "cpu"
-
-
-def kv_cache_spec(effective: EffectiveSettings, config: ModelConfig) -> KVCacheSpec:
-    """Shape of the KV cache under fully derived settings."""
-    settings = effective.settings.engine
-    return KVCacheSpec(
-        num_layers=config.num_layers,
-        block_size=settings.kv_cache.block_size,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=DTYPES[settings.dtype],
-    )
 
 
 def _default_dtype(checkpoint_dtype: str, device: torch.device) -> str:
@@ -105,6 +105,7 @@ def _check_capabilities(
             f"engine.device=cuda: head_dim is {config.head_dim}; accepted: up to {MAX_CUDA_HEAD_DIM}, "
             f"or engine.device=cpu"
         )
+    _check_memory(effective, device)
     if settings.deterministic:
         _check_deterministic(settings, device)
     if settings.quantization == "int8":
@@ -120,15 +121,26 @@ def _check_capabilities(
         raise CapabilityError(
             f"engine.dtype={settings.dtype}: not on {device.type}; accepted: auto, {', '.join(dtypes)}"
         )
-    if settings.cuda_graphs.enabled:
+    if settings.cuda_graphs.enabled and device.type != "cuda":
         raise CapabilityError(
-            f"engine.cuda_graphs.enabled=true: this build captures no graphs on {device.type}; accepted: false"
+            f"engine.cuda_graphs.enabled=true: {device.type} has no CUDA graphs; accepted: none, false"
         )
+
+
+def _check_memory(effective: EffectiveSettings, device: torch.device) -> None:
+    """Each kind of device has its own way to size the KV pool; a value set for the other one would mean nothing."""
+    of_gpu, of_machine = "engine.gpu_memory_utilization", "engine.kv_cache.memory_fraction"
+    meant, other = (of_gpu, of_machine) if device.type == "cuda" else (of_machine, of_gpu)
+    if effective.source_of(other) is not Source.DEFAULT:
+        row = next(row for row in effective.rows() if row.key == other)
+        raise CapabilityError(f"{other}={row.value_text}: not on {device.type}; accepted: not set, or {meant} instead")
 
 
 def _check_encoder(settings: EngineSettings) -> None:
     if settings.deterministic:
         raise CapabilityError("engine.deterministic=true: not available for an encoder; accepted: false")
+    if settings.cuda_graphs.enabled:
+        raise CapabilityError("engine.cuda_graphs.enabled=true: an encoder decodes nothing; accepted: none, false")
     if settings.quantization != "none":
         raise CapabilityError(
             f"engine.quantization={settings.quantization}: not available for an encoder; accepted: none"
@@ -157,27 +169,3 @@ def _check_int8(settings: EngineSettings, device: torch.device) -> None:
         int8_operations(device)
     except KernelsUnavailable as error:
         raise CapabilityError(f"engine.quantization=int8: {error}, or engine.quantization=none") from error
-
-
-def _num_blocks(effective: EffectiveSettings, config: ModelConfig, device: torch.device) -> int:
-    settings = effective.settings.engine
-    spec = kv_cache_spec(effective, config)
-    with Checkpoint.open(model_path(effective)) as checkpoint:
-        weights = expected_weights_bytes(checkpoint, config, settings)
-    budget = int((free_memory_bytes(device) - weights) * settings.kv_cache.memory_fraction)
-    longest = settings.max_model_len or config.max_position_embeddings
-    blocks_per_sequence = -(-longest // spec.block_size)
-    return num_blocks_that_fit(budget, spec.bytes_per_block, settings.max_num_seqs * blocks_per_sequence)
-
-
-def _with_max_model_len(effective: EffectiveSettings, config: ModelConfig) -> EffectiveSettings:
-    """What one request may hold: the model's context, or the whole pool where that is less."""
-    settings = effective.settings.engine
-    blocks = settings.kv_cache.num_blocks or 0
-    pool = (blocks - 1) * settings.kv_cache.block_size
-    if settings.max_model_len is not None and settings.max_model_len > pool:
-        raise CapabilityError(
-            f"engine.max_model_len={settings.max_model_len}: the KV pool of {blocks} blocks holds {pool} tokens; "
-            f"lower it, or raise engine.kv_cache.num_blocks or engine.kv_cache.memory_fraction"
-        )
-    return effective.with_derived({"engine.max_model_len": min(config.max_position_embeddings, pool)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.checkpoint.body_alone import is_body_alone
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
 from engine.loading.dtypes import DTYPES
@@ -19,8 +20,7 @@ def expected_weights_bytes(checkpoint: Checkpoint, config: ModelConfig, settings
     num_elements = checkpoint.total_bytes // DTYPES[config.dtype].itemsize
     embedding = config.vocab_size * config.hidden_size
     is_packed = settings.device == "cpu" and not settings.deterministic
-    has_head = "embed_tokens.weight" not in checkpoint.names()  # see load_decoder
-    if config.tie_word_embeddings and is_packed and has_head:
+    if config.tie_word_embeddings and is_packed and not is_body_alone(checkpoint.names()):
         num_elements += embedding
     if settings.quantization == "int8":
         return embedding * itemsize + (num_elements - embedding)

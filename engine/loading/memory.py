@@ -1,10 +1,8 @@
-"""How much memory is free, and how many KV blocks fit."""
+"""How much memory the machine has free, and how many KV blocks fit."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-import torch
 
 from engine.errors import CapabilityError
 
@@ -12,13 +10,10 @@ MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def free_memory_bytes(device: torch.device) -> int:
-    """Bytes that an allocation could still get: on CUDA what the driver reports, on a CPU MemAvailable of the machine
-    or what the container's limit leaves, whichever is less. Raises CapabilityError where neither can be read.
+def free_memory_bytes() -> int:
+    """Bytes that an allocation could still get: MemAvailable of the machine or what the container's limit leaves,
+    whichever is less. Raises CapabilityError where neither can be read.
     """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
     available = meminfo_available_bytes(MEMINFO)
     headroom = cgroup_headroom_bytes(CGROUP)
     return available if headroom is None else min(available, headroom)
@@ -52,15 +47,15 @@ def cgroup_headroom_bytes(root: Path) -> int | None:
     return None if limit == "max" else max(0, int(limit) - used + reclaimable)
 
 
-def num_blocks_that_fit(budget_bytes: int, bytes_per_block: int, useful_blocks: int) -> int:
+def num_blocks_that_fit(budget_bytes: int, bytes_per_block: int, useful_blocks: int, settings: str) -> int:
     """Blocks for a budget, the null block included, and no more than can ever be of use.
 
-    Raises CapabilityError when not even one block besides the null block fits.
+    Raises CapabilityError, which says to raise `settings`, when not even one block besides the null block fits.
     """
     fit = budget_bytes // bytes_per_block
     if fit < 2:
         raise CapabilityError(
             f"the memory left for the KV cache is {max(0, budget_bytes)} bytes, two blocks need {2 * bytes_per_block}: "
-            "raise engine.kv_cache.memory_fraction, free memory, or set engine.kv_cache.num_blocks"
+            f"raise {settings}, or free memory"
         )
     return min(fit, useful_blocks + 1)

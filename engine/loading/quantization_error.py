@@ -8,8 +8,9 @@ import torch
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
-from engine.execution.build_forward_batch import build_forward_batch
+from engine.execution.batch_staging import BatchStaging
 from engine.execution.forward_item import ForwardItem
+from engine.execution.plan_batch import plan_batch
 from engine.kv_cache.kv_cache_spec import KVCacheSpec
 from engine.kv_cache.kv_cache_tensors import KVCacheTensors
 from engine.models.decoder_model import DecoderModel
@@ -55,4 +56,5 @@ def _logits(model: DecoderModel, spec: KVCacheSpec) -> torch.Tensor:
         first = 1 + index * blocks_each  # block 0 is the null block
         items.append(ForwardItem(row, 0, range(first, first + blocks_each), wants_logits=True))
     kv_cache = KVCacheTensors.allocate(spec, 1 + NUM_SEQUENCES * blocks_each, model.device)
-    return model.forward(build_forward_batch(items, spec.block_size, model.device), kv_cache).logits
+    batch = BatchStaging(model.device).stage(plan_batch(items, spec.block_size))
+    return model.forward(batch, kv_cache).logits

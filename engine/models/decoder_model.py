@@ -42,12 +42,18 @@ class DecoderModel:
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, kv_cache: KVCacheTensors, observer: LayerObserver | None = None
+        self,
+        batch: ForwardBatch,
+        kv_cache: KVCacheTensors,
+        observer: LayerObserver | None = None,
+        *,
+        logits_out: torch.Tensor | None = None,
     ) -> ForwardResult:
         """Run the batch, writing its keys and values into the cache.
 
-        Only the tokens of `batch.logits_indices` see the vocabulary. Raises CapabilityError where there are any and
-        the model has no head.
+        Only the tokens of `batch.logits_indices` see the vocabulary. logits_out [S, V] float32: where to write their
+        logits, which then are the result's; None: a new tensor. Raises CapabilityError where there are any and the
+        model has no head.
         """
         x = torch.nn.functional.embedding(batch.token_ids, self.embed_tokens)
         residual = torch.zeros_like(x)
@@ -58,17 +64,29 @@ class DecoderModel:
             if observer is not None:
                 observer.after(index)
         residual += x
-        result = ForwardResult(self._logits(residual, batch), self._hidden(residual, batch))
+        logits = self._logits(residual, batch)
+        if logits_out is not None:
+            logits = logits_out.copy_(logits)
+        result = ForwardResult(logits.float(), self._hidden(residual, batch))
         if observer is not None:
             observer.after(len(self.layers))
         return result
 
-    def _logits(self, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        if not batch.logits_indices.shape[0]:
-            return torch.empty((0, self.config.vocab_size), device=self.device)
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """[n, V] float32 of hidden states [n, H] behind the final norm. Raises CapabilityError without a head."""
+        return self._head(normed).float()
+
+    def _head(self, normed: torch.Tensor) -> torch.Tensor:
+        """The same in the model dtype."""
         if self.lm_head is None:
             raise CapabilityError("the model has no lm_head: it makes embeddings only")
-        return self.ops.linear(self._normed(residual, batch.logits_indices), self.lm_head).float()
+        return self.ops.linear(normed, self.lm_head)
+
+    def _logits(self, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[S, V], model dtype."""
+        if not batch.logits_indices.shape[0]:
+            return torch.empty((0, self.config.vocab_size), dtype=self.dtype, device=self.device)
+        return self._head(self._normed(residual, batch.logits_indices))
 
     def _hidden(self, residual: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, ...]:
         if not batch.hidden_lens:

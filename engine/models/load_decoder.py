@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from engine.checkpoint.body_alone import is_body_alone
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.moe_config import MoeConfig
@@ -24,7 +25,7 @@ from engine.models.tensor_source import TensorSource
 def load_decoder(config: ModelConfig, checkpoint: Checkpoint, placement: ModelPlacement) -> DecoderModel:
     """Load the weights. Raises CheckpointError naming a missing, extra or misshapen tensor."""
     source = TensorSource(checkpoint, placement.device, placement.dtype)
-    streamed = _stream(config, source, placement)
+    streamed = _stream(config, source, placement, is_body=is_body_alone(checkpoint.names()))
     model = replace(streamed, layers=tuple(streamed.layers))
     source.finish()
     return replace(model, weights_digest=source.digest())
@@ -35,12 +36,11 @@ def stream_decoder(config: ModelConfig, checkpoint: Checkpoint, placement: Model
 
     Its `weights_digest` is of what is read here, no layer. Raises CheckpointError, and so does the pass.
     """
-    return _stream(config, TensorSource(checkpoint, placement.device, placement.dtype), placement)
+    source = TensorSource(checkpoint, placement.device, placement.dtype)
+    return _stream(config, source, placement, is_body=is_body_alone(checkpoint.names()))
 
 
-def _stream(config: ModelConfig, source: TensorSource, placement: ModelPlacement) -> DecoderModel:
-    """Of a checkpoint that names its tensors without `model.`, as a body alone is saved, no head is made."""
-    is_body = source.has("embed_tokens.weight")
+def _stream(config: ModelConfig, source: TensorSource, placement: ModelPlacement, *, is_body: bool) -> DecoderModel:
     root = "" if is_body else "model."
     vocabulary = (config.vocab_size, config.hidden_size)
     embed_tokens = source.take(f"{root}embed_tokens.weight", vocabulary)

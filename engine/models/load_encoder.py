@@ -28,6 +28,7 @@ def load_encoder(config: EncoderConfig, checkpoint: Checkpoint, placement: Model
     root = "bert." if source.has("bert.embeddings.word_embeddings.weight") else ""
     source.leave_out("cls.")
     source.leave_out(f"{root}pooler.")
+    source.leave_out(f"{root}embeddings.position_ids")  # 0, 1, 2, ... in int64, saved by transformers before 4.31
     hidden = config.hidden_size
     words = source.take(f"{root}embeddings.word_embeddings.weight", (config.vocab_size, hidden))
     places = source.take(f"{root}embeddings.position_embeddings.weight", (config.max_position_embeddings, hidden))

@@ -92,5 +92,5 @@ class TensorSource:
             raise CheckpointError(f"tensor {name} has shape {list(found)}; config.json asks for {list(shape)}")
         self._left.remove(name)
         tensor = self._checkpoint.read(name)
-        self._digest.update(tensor.flatten()[:SAMPLED_ELEMENTS].float().numpy().tobytes())
+        self._digest.update(tensor.flatten()[:SAMPLED_ELEMENTS].float().cpu().numpy().tobytes())
         return tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine.execution.step_executor import StepExecutor
 from engine.kv_cache.block_manager import BlockManager
 from engine.loading.dtypes import DTYPE_NAMES, supported_dtypes
+from engine.loading.memory_profile import MemoryProfile
 from engine.models.weights_bytes import weights_bytes
 from engine.runner.model_capabilities import ModelCapabilities
 from engine.runner.model_status import ModelStatus
@@ -14,15 +15,23 @@ from settings import EngineSettings
 class ModelReport:
     """Computed figures, none of them constant (seeds E11, E12)."""
 
-    def __init__(self, executor: StepExecutor, block_manager: BlockManager, settings: EngineSettings) -> None:
+    def __init__(
+        self,
+        executor: StepExecutor,
+        block_manager: BlockManager,
+        settings: EngineSettings,
+        memory_profile: MemoryProfile | None,
+    ) -> None:
+        """memory_profile: measured at start; None on a CPU."""
         self._executor = executor
         self._blocks = block_manager
         self._settings = settings
+        self._memory_profile = memory_profile
 
     def capabilities(self, max_sequence_tokens: int) -> ModelCapabilities:
         """What the model can do on this device."""
         model = self._executor.model
-        config = model.config
+        config, graphs = model.config, self._executor.graph_stats
         groups = {config.num_heads: "mha", 1: "mqa"}
         return ModelCapabilities(
             architecture=config.architecture,
@@ -39,7 +48,7 @@ class ModelReport:
             chunked_prefill=True,
             unified_prefill=self._settings.unified_prefill,
             prefix_cache=self._blocks.prefix_caching,
-            cuda_graphs=self._settings.cuda_graphs.enabled,
+            cuda_graphs=graphs is not None and bool(graphs.captured_sizes),
         )
 
     def status(self, *, failure: str | None) -> ModelStatus:
@@ -55,4 +64,6 @@ class ModelReport:
             free_blocks=self._blocks.num_free_blocks,
             kv_bytes=kv_cache.spec.bytes_per_block * kv_cache.num_blocks,
             weights_bytes=weights_bytes(self._executor.model),
+            decode_graphs=self._executor.graph_stats,
+            memory_profile=self._memory_profile,
         )

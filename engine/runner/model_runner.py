@@ -11,6 +11,7 @@ from engine.execution.forward_item import ForwardItem
 from engine.execution.step_executor import StepExecutor
 from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.prefix_cache_metrics import PrefixCacheMetrics
+from engine.loading.memory_profile import MemoryProfile
 from engine.request import RESERVED_PREFIX
 from engine.runner.cache_entry import CacheEntry
 from engine.runner.decode_item import DecodeItem
@@ -34,12 +35,18 @@ class ModelRunner:
     """
 
     def __init__(
-        self, executor: StepExecutor, block_manager: BlockManager, settings: EngineSettings, max_model_len: int
+        self,
+        executor: StepExecutor,
+        block_manager: BlockManager,
+        settings: EngineSettings,
+        max_model_len: int,
+        memory_profile: MemoryProfile | None = None,
     ) -> None:
         self._executor = executor
         self._blocks = block_manager
         self._settings = settings
         self._max_model_len = max_model_len
+        self._report = ModelReport(executor, block_manager, settings, memory_profile)
         self._entries: dict[str, CacheEntry] = {}
         self._failure: str | None = None
 
@@ -52,7 +59,11 @@ class ModelRunner:
         self._failure = reason
 
     def warm_up(self) -> None:
-        """Run one token under a reserved id and give its block back. Raises NonFiniteLogits if that answers NaN."""
+        """Capture the decode graphs, once; run one token under a reserved id and give its block back.
+
+        Raises NonFiniteLogits if that answers NaN.
+        """
+        self._executor.capture_graphs()
         if self._executor.model.lm_head is None:
             self._warm_up_body()
             return
@@ -122,8 +133,7 @@ class ModelRunner:
         num_tokens = sum(len(item.token_ids) for item in items)
         reason = self._refusal(items, num_tokens)
         if reason is not None:
-            limit = self._settings.max_num_batched_tokens
-            raise UnifiedRefused(reason, num_tokens=num_tokens, limit=limit)
+            raise UnifiedRefused(reason, num_tokens=num_tokens, limit=self._settings.max_num_batched_tokens)
         return self._run(items, full_logits, may_open=True)
 
     def release(self, cache_id: str) -> None:
@@ -143,12 +153,11 @@ class ModelRunner:
 
     def capabilities(self) -> ModelCapabilities:
         """What the model can do here."""
-        return ModelReport(self._executor, self._blocks, self._settings).capabilities(self.kv_capacity())
+        return self._report.capabilities(self.kv_capacity())
 
     def status(self) -> ModelStatus:
         """How the model is doing."""
-        report = ModelReport(self._executor, self._blocks, self._settings)
-        return report.status(failure=self._failure)
+        return self._report.status(failure=self._failure)
 
     def _refusal(self, items: Sequence[UnifiedItem], num_tokens: int) -> UnifiedRefusal | None:
         if all(self._is_decode(item) for item in items):
@@ -263,14 +272,11 @@ class ModelRunner:
         if not bool(torch.isfinite(logits.amax())):
             self._drop(cache_id, trusted=False)
             return ErrorResult(NonFiniteLogits(f"the logits of {cache_id!r} are not finite"))
-        self._commit(cache_id)
-        if wants_token:
-            return TokenResult(int(self._executor.model.ops.argmax(logits.unsqueeze(0))[0]))
-        return LogitsResult(logits)
-
-    def _commit(self, cache_id: str) -> None:
         entry = self._entries[cache_id]
         self._blocks.commit(_sequence_id(cache_id), entry.token_ids, len(entry.token_ids))
+        if wants_token:
+            return TokenResult(int(self._executor.model.ops.argmax(logits.unsqueeze(0))[0]))
+        return LogitsResult(logits.clone())  # the caller's; those of a replay last until the next step
 
     def _check_new_id(self, cache_id: str) -> None:
         if cache_id in self._entries or cache_id.startswith(RESERVED_PREFIX):

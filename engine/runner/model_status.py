@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.execution.decode_graph_stats import DecodeGraphStats
+from engine.loading.memory_profile import MemoryProfile
+
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
@@ -19,3 +22,5 @@ class ModelStatus:
     free_blocks: int
     kv_bytes: int  # of the whole pool
     weights_bytes: int
+    decode_graphs: DecodeGraphStats | None  # None where decode steps are not captured
+    memory_profile: MemoryProfile | None  # where a GPU's memory went at start; None on a CPU

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -12,6 +12,8 @@ from engine.sampling.sampling_row import SamplingRow
 from engine.structured.token_masks import TokenMasks
 from engine.token_logprobs import TokenLogprobs
 from kernels.interface import Operations
+
+Forbidden = tuple[Sequence[int], torch.Tensor]  # rows that a grammar holds, and what each may not draw: [n, V] bool
 
 
 class Sampler:
@@ -31,12 +33,14 @@ class Sampler:
 
         A row that is not finite (NonFiniteLogits), or whose grammar fails (GrammarFailed), fails alone.
         """
+        # From what the host knows: computed while the device still works on the logits, for which `tolist` waits.
+        forbidden, failures = self._masks_of(rows)
         is_finite = torch.isfinite(logits.amax(dim=-1))  # NaN propagates through amax
         finite = is_finite.tolist()
         if not all(finite):
             logits[~is_finite] = 0.0  # whatever is chosen there is thrown away below
         logprobs = self._raw_logprob_rows(logits, rows)
-        failures = self._edit(logits, rows)
+        self._edit(logits, rows, forbidden)
         token_ids = self._choose(logits, rows)
         results: list[SampledToken | EngineError] = []
         for index, row in enumerate(rows):
@@ -61,8 +65,17 @@ class Sampler:
         top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
         return TokenLogprobs(token_id, float(raw[token_id]), top)
 
-    def _edit(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, EngineError]:
-        """Bias, penalties, bans and grammars, in place. Returns the failures by row: what is chosen there is void."""
+    def _masks_of(self, rows: Sequence[SamplingRow]) -> tuple[Forbidden | None, Mapping[int, GrammarFailed]]:
+        """What grammars forbid, None where no row has one; the failures by row: what is chosen there is void."""
+        held = {index: row.matcher for index, row in enumerate(rows) if row.matcher is not None}
+        if not held:
+            return None, {}
+        masks, faults = self._masks.forbidden(list(held.values()))
+        failures = {index: fault for index, fault in zip(held, faults, strict=True) if fault is not None}
+        return (list(held), torch.from_numpy(masks)), failures
+
+    def _edit(self, logits: torch.Tensor, rows: Sequence[SamplingRow], forbidden: Forbidden | None) -> None:
+        """Bias, penalties, bans and grammars, in place."""
         for index, row in enumerate(rows):
             if row.params.logit_bias:
                 ids = torch.tensor(list(row.params.logit_bias), dtype=torch.int64, device=logits.device)
@@ -74,19 +87,12 @@ class Sampler:
                 logits[index, list(row.banned_token_ids)] = -torch.inf
         if self._unknown_ids is not None:
             logits.index_fill_(1, self._unknown_ids, -torch.inf)
-        return self._constrain(logits, rows)
-
-    def _constrain(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, EngineError]:
-        """Leave the rows that have a grammar only the tokens it allows; the other rows are not touched."""
-        held = {index: row.matcher for index, row in enumerate(rows) if row.matcher is not None}
-        masks = self._masks.allowed(list(held.values()))
-        failures: dict[int, EngineError] = {}
-        for index, allowed in zip(held, masks, strict=True):
-            if isinstance(allowed, GrammarFailed):
-                failures[index] = allowed
+        if forbidden is not None:
+            held, masks = forbidden
+            if len(held) == len(rows):
+                logits.masked_fill_(masks.to(logits.device), -torch.inf)
             else:
-                logits[index].masked_fill_(~torch.from_numpy(allowed).to(logits.device), -torch.inf)
-        return failures
+                logits[held] = logits[held].masked_fill_(masks.to(logits.device), -torch.inf)
 
     def _penalise(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
         row_ids: list[int] = []

@@ -1,4 +1,4 @@
-"""The sequences of one request, and who else waits for them."""
+"""The sequences of one request for tokens."""
 
 from __future__ import annotations
 
@@ -8,33 +8,16 @@ from engine.errors import EngineError
 from engine.prompt_logprobs import PromptLogprobs
 from engine.request import Request
 from engine.scheduling.request_state import RequestState
+from engine.scheduling.sequence_group import SequenceGroup
 
 
-@dataclass(slots=True, eq=False)
-class RequestGroup:
-    """A request's `n` sequences, until the last of them ends, and the requests that get what they generate."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class RequestGroup(SequenceGroup[Request, RequestState]):
+    """A request's `n` sequences, and the requests that get what they generate."""
 
-    requests: list[Request]  # equal but for id and priority; the first is the one the work is accounted to
-    states: tuple[RequestState, ...]  # at least one
     base_seed: int  # of the draws: the request's, or drawn for it
-    key: bytes | None  # names the tokens: equal requests have the same; None where nobody else may share them
     error: EngineError | None = None
     num_resumed_tokens: int = 0  # generated before, in all sequences
-
-    @property
-    def request(self) -> Request:
-        """The first of the requests."""
-        return self.requests[0]
-
-    @property
-    def arrival(self) -> int:
-        """Number of the group among all that the engine ever began."""
-        return self.states[0].arrival
-
-    @property
-    def priority(self) -> int:
-        """That of the most urgent request it ever had."""
-        return self.states[0].priority
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
@@ -42,7 +25,8 @@ class RequestGroup:
         found = (state.prompt_logprobs for state in self.states if state.prompt_logprobs is not None)
         return next((entries for entries in found if entries.is_complete), None)
 
-    @property
-    def unfinished(self) -> tuple[RequestState, ...]:
-        """Sequences still to be run."""
-        return tuple(state for state in self.states if not state.is_finished)
+    def choose_scorer(self) -> None:
+        """Have the prompt scored by a sequence that is to be run: the first may have ended before a checkpoint."""
+        first, unfinished = self.states[0], self.unfinished
+        if first.is_finished and unfinished:
+            unfinished[0].prompt_logprobs, first.prompt_logprobs = first.prompt_logprobs, None

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from engine.any_request import AnyRequest
 from engine.kv_cache.block_hash_chain import BlockHashChain
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class SequenceState(ABC):
-    """The part of a sequence's life that is the scheduler's, whether tokens or a vector are wanted of it.
-
-    Its subclasses are dataclasses with these fields.
-    """
-
-    if not TYPE_CHECKING:
-        __slots__ = ()  # those of its fields are the subclasses'
+    """The part of a sequence's life that is the scheduler's, whether tokens or a vector are wanted of it."""
 
     request: AnyRequest
     index: int  # among the sequences of its request
     arrival: int  # number of the group among all that the engine ever began
     chain: BlockHashChain
     token_ids: list[int]  # what is known of it
-    num_computed_tokens: int  # in KV; 0 while waiting
-    num_cached_tokens: int  # prompt tokens found in the prefix cache at first admission
-    admission: int | None  # order of first admission over the engine's life; None before
-    num_preemptions: int
-    priority: int  # the request's, or that of a more urgent duplicate of it
-    sequence_id: str  # key of its blocks
+    num_computed_tokens: int = 0  # in KV; 0 while waiting
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    admission: int | None = None  # order of first admission over the engine's life; None before
+    num_preemptions: int = 0
+    priority: int = field(init=False)  # the request's, or that of a more urgent duplicate of it
+    sequence_id: str = field(init=False)  # key of its blocks and of its text
+
+    def __post_init__(self) -> None:
+        self.priority = self.request.priority
+        # Not the request's id alone: the sequence may outlive its request, whose id may then come again.
+        self.sequence_id = f"{self.request.request_id}/{self.arrival}/{self.index}"
 
     @property
     @abstractmethod
@@ -41,9 +42,19 @@ class SequenceState(ABC):
         """Whether nothing more is to be computed for it."""
 
     @property
-    def max_cached_tokens(self) -> int:
-        """Leading tokens whose KV may come from the prefix cache: all but the last, which is always computed."""
-        return len(self.token_ids) - 1
+    @abstractmethod
+    def wants_logits(self) -> bool:
+        """Whether the logits of its last scheduled token are needed."""
+
+    @property
+    @abstractmethod
+    def wants_hidden(self) -> bool:
+        """Whether the hidden states of all its scheduled tokens are needed."""
+
+    @property
+    def max_cached_tokens(self) -> int | None:
+        """Leading tokens whose KV may come from the prefix cache; None: all but the last, as for any sequence."""
+        return None
 
     @property
     def num_uncomputed_tokens(self) -> int:

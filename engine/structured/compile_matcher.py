@@ -16,16 +16,19 @@ _TOKEN_FAULT = re.compile(r"unknown special token: .*|Token range end too large:
 _TOKEN_RULE = "accepted for a token: <[id]>, one id that the model has, in place of its text, a range or a list"
 
 
-def compile_matcher(tokenizer: LLTokenizer, definition: str) -> LLMatcher:
-    """The matcher, its first mask computed, which costs most of all. Raises ValueError saying why it cannot be."""
+def compile_matcher(tokenizer: LLTokenizer, definition: str) -> tuple[LLMatcher, bytes]:
+    """The matcher and its first mask, a bit a token in words of 32, which costs most of all.
+
+    Raises ValueError saying why they cannot be.
+    """
     limits = LLParserLimits(max_items_in_row=MAX_ITEMS_IN_ROW, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     matcher = LLMatcher(tokenizer, definition, log_level=0, limits=limits)
     if matcher.is_error():
         raise ValueError(_reason(matcher))
-    matcher.compute_bitmask()
+    mask = matcher.compute_bitmask()
     if matcher.is_error():
         raise ValueError(f"nothing can be written by it ({_reason(matcher)})")
-    return matcher
+    return matcher, mask
 
 
 def _reason(matcher: LLMatcher) -> str:

@@ -7,15 +7,16 @@ from collections import OrderedDict
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from engine.errors import GrammarFailed, InvalidRequest
+from engine.errors import InvalidRequest
 from engine.structured.compile_matcher import compile_matcher
 from engine.structured.compiled_grammar import CompiledGrammar
 from engine.structured.grammar import Grammar
 from engine.structured.grammar_trials import GrammarTrials
 from engine.structured.model_vocabulary import ModelVocabulary
-from engine.structured.token_masks import TokenMasks
+from engine.structured.token_masks import unpack
 from engine.text.tokenizer import Tokenizer
 from settings import StructuredOutputSettings
 
@@ -106,10 +107,11 @@ class GrammarCompiler:
 
     def _first_state(self, definition: str) -> CompiledGrammar:
         tokens = self._tokens()
-        first_state = compile_matcher(tokens, definition)
+        first_state, mask = compile_matcher(tokens, definition)
         compiled = CompiledGrammar(first_state, vocab_size=self._vocab_size, mask_size=tokens.vocab_size)
-        fault = TokenMasks(1).allowed([compiled.new_matcher(self._eos_token_ids)])[0]
-        if isinstance(fault, GrammarFailed):
+        matcher = compiled.new_matcher(self._eos_token_ids)
+        _, (fault,) = unpack(np.frombuffer(mask, dtype=np.int32)[None], [matcher])
+        if fault is not None:
             raise ValueError("nothing can be written by it")
         return compiled
 

@@ -20,7 +20,7 @@ class GrammarMatcher:
         """`ending_ids`: tokens that end it. `mask_size`: tokens of the library's masks, vocab_size or more."""
         self.following = following  # the library's
         self._ending_ids = np.array(ending_ids, dtype=np.int64)
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.num_mask_words = (mask_size + BITS_PER_WORD - 1) // BITS_PER_WORD
 
     @property
@@ -32,14 +32,15 @@ class GrammarMatcher:
         """A token was chosen. If it does not fit, or that took over a limit, the sequence fails with its next mask."""
         self.following.consume_token(token_id)
 
-    def allowed(self, packed: NDArray[np.int32]) -> NDArray[np.bool_] | GrammarFailed:
-        """Which tokens may come next, [vocab_size], from the library's mask [num_mask_words], a bit a token.
+    def complete(self, forbidden: NDArray[np.bool_]) -> GrammarFailed | None:
+        """Set in the library's mask [vocab_size] whether it may end here.
 
-        GrammarFailed where none may: the vocabulary has none that fits, or the grammar is too complex here.
+        GrammarFailed, and a mask that forbids nothing, where no token may come next: the vocabulary has none that fits,
+        or the grammar is too complex here.
         """
         if not self.following.is_error():
-            bits = np.unpackbits(packed.view(np.uint8), count=self._vocab_size, bitorder="little").view(np.bool_)
-            bits[self._ending_ids] = self.following.is_accepting()
-            if bits.any():
-                return bits
+            forbidden[self._ending_ids] = not self.following.is_accepting()
+            if not forbidden.all():
+                return None
+        forbidden[:] = False
         return GrammarFailed(self.following.get_error() or "no token of the vocabulary continues this text")

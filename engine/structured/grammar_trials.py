@@ -27,7 +27,7 @@ class GrammarTrials:
     """Tries grammars in a child process, which a bad one may hang, exhaust or kill. One caller at a time; `close` may
     come from another thread.
 
-    The child is started with the first grammar (some 0.1 s) and again after one that it did not survive.
+    The child is started with the first grammar (0.17 s) and again after one that it did not survive.
     """
 
     def __init__(self, *, timeout_s: float, max_bytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import partial
 
 from jinja2 import Template, meta, nodes
@@ -14,7 +15,7 @@ from engine.text.template_environment import template_environment
 from engine.text.text_parts import takes_parts
 
 MAX_PROMPT_CHARACTERS = 4 << 20  # far above any context; stops a loop that writes without end
-RESERVED = ("messages", "tools", "add_generation_prompt")
+RESERVED = ("messages", "tools", "add_generation_prompt", "strftime_now")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -48,9 +49,9 @@ class ChatTemplate:
                 self._variables[name] = meta.find_undeclared_variables(tree)  # folds constants of the tree: last
             except TemplateSyntaxError as error:
                 raise CheckpointError(f"chat template {name!r}, line {error.lineno}: {error.message}") from error
+        trial = {**self._special_tokens, "strftime_now": datetime.fromtimestamp(0, UTC).strftime}
         self._takes_parts = {
-            name: takes_parts(partial(_run, template), self._special_tokens)
-            for name, template in self._templates.items()
+            name: takes_parts(partial(_run, template), trial) for name, template in self._templates.items()
         }
 
     def reads(self, variable: str, *, with_tools: bool) -> bool:
@@ -72,6 +73,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, object]],
+        now: datetime,
         /,
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
@@ -79,6 +81,9 @@ class ChatTemplate:
         **kwargs: object,
     ) -> str:
         """The prompt; `kwargs` (`enable_thinking`...) are variables of the template and may override special tokens.
+
+        `now`: the time that the template's `strftime_now` writes; the caller's, since a prompt made again is to be the
+        same one.
 
         Raises InvalidRequest with param "messages" if the template refuses the conversation or fails on it, or if
         the prompt exceeds 4 Mi characters or cannot be encoded.
@@ -98,6 +103,7 @@ class ChatTemplate:
             "messages": [_normalise(message) for message in messages],
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
+            "strftime_now": now.strftime,
         }
         text = _run(self._templates[self._name(with_tools=tools is not None)], variables)
         check_encodable(text, param="messages")

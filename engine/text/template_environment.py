@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
 from typing import NoReturn
 
 from jinja2 import nodes
@@ -27,7 +26,6 @@ def template_environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
     environment.globals["dict"] = _PlainDict()
     environment.globals["namespace"] = _PlainNamespace
     return environment
@@ -92,7 +90,3 @@ def _to_json(
 
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

@@ -9,15 +9,16 @@ from engine.errors import InvalidRequest
 _FIRST, _SECOND = "first-part", "second-part"
 
 
-def takes_parts(run: Callable[[Mapping[str, object]], str], special_tokens: Mapping[str, object]) -> bool:
+def takes_parts(run: Callable[[Mapping[str, object]], str], variables: Mapping[str, object]) -> bool:
     """Whether the template behind `run` (variables to prompt) writes both texts of two parts, and not the list itself.
 
-    Tried, not read off the source: templates reach the parts through macros, filters and variables of their own.
+    `variables`: what it reads beside the conversation. Tried, not read off the source: templates reach the parts
+    through macros, filters and variables of their own.
     """
     content = [{"type": "text", "text": _FIRST}, {"type": "text", "text": _SECOND}]
     messages = [{"role": "user", "content": content}]
     try:
-        prompt = run({**special_tokens, "messages": messages, "tools": None, "add_generation_prompt": False})
+        prompt = run({**variables, "messages": messages, "tools": None, "add_generation_prompt": False})
     except InvalidRequest:
         return False
     _, first, behind = prompt.partition(_FIRST)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import time
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import torch
 from kombu.transport.redis import QoS
 
 from tests.support.fake_engine import FakeEngine
@@ -74,6 +77,18 @@ def _break_engine() -> None:
     raise RuntimeError("broken for a test")
 
 
+def _fault_device() -> None:
+    """The step raises what PyTorch makes of a kernel's fault; whatever touches the device from then on never returns."""
+
+    def hang(*_: Any) -> None:
+        time.sleep(3600)
+
+    for name in ("close", "abort", "checkpoint", "due_checkpoints", "add_request", "step"):
+        setattr(FakeEngine, name, hang)
+    atexit.register(hang)  # as a driver whose context is torn down over a kernel that hangs
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
 DEATHS: dict[str, Callable[[], None]] = {
     # The message is out of its list and not yet in `unacked`: nobody has it.
     "after BRPOP": lambda: _die_before(QoS, "append"),
@@ -91,4 +106,5 @@ DEATHS_OF_PLANS: dict[str, Callable[[], None]] = {
 # Not by a signal: the worker ends itself, with 70.
 BREAKAGES: dict[str, Callable[[], None]] = {
     "engine breaks": lambda: _die_before(FakeEngine, "step", _steps_are_up(), _break_engine),
+    "device faults": lambda: _die_before(FakeEngine, "step", _steps_are_up(), _fault_device),
 }

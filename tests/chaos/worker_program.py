@@ -57,15 +57,15 @@ def _run(options: WorkerOptions, assignments: list[str]) -> int:
 def _change_scripts() -> None:
     from worker.registry import script_set
 
-    source = script_set._source
-    script_set._source = lambda name: f"{source(name)}-- of another version\n"
+    source = script_set.script_source
+    script_set.script_source = lambda name: f"{source(name)}-- of another version\n"
 
 
 def _load_engine(effective: Any) -> Any:
-    from engine.engine import Engine
     from tests.chaos.checked_engine import CheckedEngine
+    from tests.support.engines import load_decoder_engine
 
-    return CheckedEngine(Engine.load(effective))
+    return CheckedEngine(load_decoder_engine(effective))
 
 
 def _fake(engine: dict[str, Any]) -> Any:

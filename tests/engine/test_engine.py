@@ -17,7 +17,7 @@ from engine.request import Request
 from engine.request_output import RequestOutput
 from engine.sampling_params import SamplingParams
 from settings import load_settings
-from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
+from tests.support.engines import greedy_request, load_decoder_engine, load_engine, run_all, tokens_of
 
 PROMPT = tuple(range(30))
 
@@ -258,7 +258,7 @@ def _load(path: Path | None, **overrides: str) -> Engine:
     values: dict[str, object] = {f"engine.{key.replace('__', '.')}": value for key, value in overrides.items()}
     if path is not None:
         values["model.path"] = str(path)
-    return Engine.load(load_settings(values, environ={}, dotenv_path=Path(os.devnull)))
+    return load_decoder_engine(load_settings(values, environ={}, dotenv_path=Path(os.devnull)))
 
 
 def test_what_nobody_set_is_derived_and_shown_as_derived(moe_checkpoint: Path) -> None:

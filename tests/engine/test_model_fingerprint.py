@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.model_config import ModelConfig
 from engine.model_fingerprint import model_fingerprint
 from engine.models.load_decoder import load_decoder
 from engine.models.model_placement import ModelPlacement
 from kernels.dispatch import deterministic_operations, operations
+from tests.support.decoder_config import decoder_config
 from tests.support.tiny_checkpoint import make_checkpoint
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def fingerprint(path: Path, *, deterministic: bool = False) -> str:
     ops = deterministic_operations(CPU) if deterministic else operations(CPU)
     placement = ModelPlacement(CPU, torch.float32, ops, max_positions=64, bucketed_min_tokens=8)
     with Checkpoint.open(path) as checkpoint:
-        model = load_decoder(ModelConfig.from_directory(path), checkpoint, placement)
+        model = load_decoder(decoder_config(path), checkpoint, placement)
     return model_fingerprint(model)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from engine.any_request import AnyRequest
 from engine.engine import Engine
 from engine.execution.pass_trace import PassTrace
-from engine.loading.load_parts import load_parts
+from engine.load_engine import load_engine as load_any_engine
 from engine.request import Request
 from engine.request_output import RequestOutput
 from engine.sampling_params import SamplingParams
-from settings import load_settings
+from settings import EffectiveSettings, load_settings
 
 MAX_STEPS = 20_000
 
@@ -30,7 +30,14 @@ def load_engine(
         "engine.kv_cache.num_blocks": "400",
     }
     effective = load_settings(values | dict(overrides or {}), environ={}, dotenv_path=Path(os.devnull))
-    return Engine(load_parts(effective, pass_trace))
+    return load_decoder_engine(effective, pass_trace)
+
+
+def load_decoder_engine(effective: EffectiveSettings, pass_trace: PassTrace | None = None) -> Engine:
+    """The engine of a model that is a decoder."""
+    engine = load_any_engine(effective, pass_trace)
+    assert isinstance(engine, Engine)
+    return engine
 
 
 def greedy_request(request_id: str, prompt: Sequence[int], max_tokens: int = 64) -> Request:

@@ -111,11 +111,16 @@ def test_tensors_at_odd_addresses_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["F64", "F8_E4M3", "I8", "U8", "BOOL"])
-def test_other_dtypes_are_refused_with_the_tensor_named(tmp_path: Path, dtype: str) -> None:
+def test_other_dtypes_are_refused_with_the_tensor_named_once_it_is_taken(tmp_path: Path, dtype: str) -> None:
     header = {"layer.weight": {"dtype": dtype, "shape": [2], "data_offsets": [0, 16 if dtype == "F64" else 2]}}
     save_raw(tmp_path / "model.safetensors", header, b"\0" * (16 if dtype == "F64" else 2))
-    with pytest.raises(CheckpointError, match=f"tensor layer.weight has dtype {dtype}; accepted: F32, BF16, F16"):
-        Checkpoint.open(tmp_path)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert checkpoint.shape("layer.weight") == (2,)
+        for method in (checkpoint.read, checkpoint.dtype):
+            with pytest.raises(
+                CheckpointError, match=f"tensor layer.weight has dtype {dtype}; accepted: F32, BF16, F16"
+            ):
+                method("layer.weight")
 
 
 @pytest.mark.parametrize(

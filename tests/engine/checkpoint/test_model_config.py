@@ -10,6 +10,7 @@ import pytest
 from engine.checkpoint.llama3_scaling import Llama3Scaling
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import CheckpointError
+from tests.support.decoder_config import decoder_config
 from tests.support.tiny_checkpoint import Family, make_checkpoint, make_model
 
 # The keys of the published files, in the form transformers wrote before version 5.
@@ -108,7 +109,7 @@ def test_a_published_mixture_of_experts_file_is_read() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
 def test_what_transformers_5_writes_is_read(tmp_path: Path, family: Family) -> None:
-    config = ModelConfig.from_directory(make_checkpoint(tmp_path, family, dtype="bfloat16"))
+    config = decoder_config(make_checkpoint(tmp_path, family, dtype="bfloat16"))
     assert (config.architecture, config.dtype, config.head_dim) == (family, "bfloat16", 16)
     assert (config.rope.scaling is not None) == (family == "llama")
     assert (config.moe is not None) == (family == "qwen3_moe")
@@ -246,5 +247,5 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: byt
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=re.escape(named)) as caught:
-        ModelConfig.from_directory(tmp_path)
+        decoder_config(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.model_directory import check_files_are_under_root, model_directory
 from engine.errors import CheckpointError
 from engine.loading.derived_settings import derive_settings
 from settings import ModelSettings, SettingsError, load_settings
+from tests.support.decoder_config import decoder_config
 from tests.support.tiny_checkpoint import make_checkpoint
 
 
@@ -55,7 +55,7 @@ def test_links_within_the_root_are_as_good_as_files(tmp_path: Path) -> None:
         (snapshot / file.name).symlink_to(Path("..", "..", "blobs", file.name))
     effective = load_settings({"model.root": str(tmp_path), "model.path": "snapshots/1"}, environ={})
     assert derive_settings(effective).settings.model.name == "1"
-    assert ModelConfig.from_directory(snapshot).architecture == "qwen3"
+    assert decoder_config(snapshot).architecture == "qwen3"
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "additional_chat_templates"])

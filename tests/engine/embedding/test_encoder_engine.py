@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from engine.checkpoint.embedding_config import Pooling
@@ -114,8 +116,6 @@ def test_what_an_encoder_cannot_do_is_refused_by_name(bert: Path, options: dict[
 
 
 def test_names_of_tensorflow_and_an_old_buffer_are_understood(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     make_bert_checkpoint(tmp_path)
     expected = run(load(tmp_path), EmbeddingRequest("e", [[2, 9, 3]]))["e"].embeddings
     tensors = load_file(tmp_path / "model.safetensors")
@@ -128,9 +128,21 @@ def test_names_of_tensorflow_and_an_old_buffer_are_understood(tmp_path: Path) ->
     assert run(load(tmp_path), EmbeddingRequest("e", [[2, 9, 3]]))["e"].embeddings == expected
 
 
-def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
+@pytest.mark.parametrize("prefix", ["", "bert."])
+def test_an_old_buffer_may_be_in_an_index_too(tmp_path: Path, prefix: str) -> None:
+    make_bert_checkpoint(tmp_path, masked_lm=bool(prefix))
+    expected = run(load(tmp_path), EmbeddingRequest("e", [[2, 9, 3]]))["e"].embeddings
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    shards = {"a.safetensors": tensors, "b.safetensors": {f"{prefix}embeddings.position_ids": torch.arange(128)[None]}}
+    for file_name, held in shards.items():
+        save_file(held, tmp_path / file_name, metadata={"format": "pt"})
+    weight_map = {name: file_name for file_name, held in shards.items() for name in held}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert run(load(tmp_path), EmbeddingRequest("e", [[2, 9, 3]]))["e"].embeddings == expected
 
+
+def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
     make_bert_checkpoint(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | {"dense.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
@@ -162,7 +174,7 @@ def test_closing_ends_what_waits(bert: Path) -> None:
 
 def test_values_that_are_not_finite_fail_the_request_alone(bert: Path) -> None:
     engine = load(bert)
-    engine._model.word_embeddings[9] = torch.nan
+    engine._executor.model.word_embeddings[9] = torch.nan
     outputs = run(engine, EmbeddingRequest("bad", [[5], [9], [6]]), EmbeddingRequest("good", [[5]]))
     assert isinstance(outputs["bad"].error, EngineError)
     assert outputs["good"].error is None

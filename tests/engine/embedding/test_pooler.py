@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.checkpoint.embedding_config import Pooling
-from engine.embedding.pooler import Pooler, finished_vector
+from engine.embedding.pooler import Pooler
 
 NUM_TOKENS = 37
 HIDDEN = torch.randn(NUM_TOKENS, 8, generator=torch.Generator().manual_seed(0))
@@ -47,14 +47,3 @@ def test_there_is_no_vector_before_the_last_position() -> None:
     pooler.add(0, HIDDEN[:5])
     with pytest.raises(ValueError, match="5 of 37 positions"):
         _ = pooler.vector
-
-
-def test_a_vector_is_cut_before_it_is_scaled() -> None:
-    vector = finished_vector(torch.tensor([3.0, 4.0, 12.0]), 2)
-    assert vector is not None
-    assert list(vector) == pytest.approx([0.6, 0.8])
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_vector_that_is_not_finite_is_none(bad: float) -> None:
-    assert finished_vector(torch.tensor([1.0, bad]), None) is None

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.model_config import ModelConfig
 from engine.loading.expected_weights import expected_weights_bytes
 from engine.models.weights_bytes import weights_bytes
+from tests.support.decoder_config import decoder_config
 from tests.support.engines import load_engine
 from tests.support.needs_vnni import needs_vnni
 from tests.support.tiny_checkpoint import make_checkpoint
@@ -35,6 +35,6 @@ def test_what_is_expected_is_within_a_hundredth_of_what_is_loaded(
     make_checkpoint(tmp_path, "qwen3", tie_word_embeddings=tied, **SHAPE)
     engine = load_engine(tmp_path, overrides)
     with Checkpoint.open(tmp_path) as checkpoint:
-        expected = expected_weights_bytes(checkpoint, ModelConfig.from_directory(tmp_path), engine.settings.engine)
+        expected = expected_weights_bytes(checkpoint, decoder_config(tmp_path), engine.settings.engine)
     actual = weights_bytes(engine._executor.model)
     assert abs(actual - expected) < 0.01 * actual

@@ -11,17 +11,17 @@ from engine.loading.memory import cgroup_headroom_bytes, meminfo_available_bytes
 
 
 def test_the_pool_fills_its_budget() -> None:
-    assert num_blocks_that_fit(1000, bytes_per_block=100, useful_blocks=1000) == 10
+    assert num_blocks_that_fit(1000, bytes_per_block=100, useful_blocks=1000, settings="") == 10
 
 
 def test_the_pool_is_no_larger_than_all_sequences_at_full_length() -> None:
-    assert num_blocks_that_fit(10**12, bytes_per_block=100, useful_blocks=640) == 641
+    assert num_blocks_that_fit(10**12, bytes_per_block=100, useful_blocks=640, settings="") == 641
 
 
 @pytest.mark.parametrize("budget", [-5, 0, 199])
-def test_a_budget_without_room_for_a_block_names_the_knobs(budget: int) -> None:
-    with pytest.raises(CapabilityError, match=r"two blocks need 200.*engine\.kv_cache\.memory_fraction"):
-        num_blocks_that_fit(budget, bytes_per_block=100, useful_blocks=10)
+def test_a_budget_without_room_for_a_block_names_the_settings(budget: int) -> None:
+    with pytest.raises(CapabilityError, match=r"two blocks need 200.*raise engine.x"):
+        num_blocks_that_fit(budget, bytes_per_block=100, useful_blocks=10, settings="engine.x")
 
 
 def test_available_memory_is_read_from_meminfo(tmp_path: Path) -> None:

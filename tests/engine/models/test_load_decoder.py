@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.model_config import ModelConfig
 from engine.errors import CheckpointError
 from engine.models.decoder_model import DecoderModel
 from engine.models.load_decoder import load_decoder
 from engine.models.model_placement import ModelPlacement
 from engine.models.weights_bytes import weights_bytes
 from kernels.dispatch import operations
+from tests.support.decoder_config import decoder_config
 from tests.support.tiny_checkpoint import Family, make_checkpoint
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 def _load(path: Path) -> DecoderModel:
     placement = ModelPlacement(CPU, torch.float32, operations(CPU), max_positions=64, bucketed_min_tokens=8)
     with Checkpoint.open(path) as checkpoint:
-        return load_decoder(ModelConfig.from_directory(path), checkpoint, placement)
+        return load_decoder(decoder_config(path), checkpoint, placement)
 
 
 def _edit(path: Path, **tensors: torch.Tensor | None) -> None:

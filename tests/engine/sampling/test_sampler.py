@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from engine.errors import NonFiniteLogits
+from engine.errors import GrammarFailed, NonFiniteLogits
 from engine.sampling.sampled_token import SampledToken
 from engine.sampling.sampler import Sampler
 from engine.sampling.sampling_row import SamplingRow
@@ -28,6 +29,8 @@ from engine.structured.compile_matcher import compile_matcher
 from engine.structured.compiled_grammar import CompiledGrammar
 from engine.structured.definition import definition
 from engine.structured.grammar import Grammar
+from engine.structured.grammar_matcher import GrammarMatcher
+from engine.structured.token_masks import Forbidden
 from kernels.dispatch import operations
 
 VOCAB = 97
@@ -150,11 +153,15 @@ def test_logprobs_are_taken_before_anything_changes_the_logits() -> None:
     assert [token for token, _ in result.logprobs.top] == expected.topk(2).indices.tolist()
 
 
-def test_a_grammar_leaves_the_other_rows_bits_as_they_were() -> None:
+def _grammar(regex: str) -> CompiledGrammar:
+    """Over the 256 bytes."""
     tokenizer = LLTokenizer(TokenizerWrapper(ByteVocabulary()), slices=[])
-    grammar = CompiledGrammar(
-        compile_matcher(tokenizer, definition(Grammar("regex", "[xy]"))), vocab_size=256, mask_size=tokenizer.vocab_size
-    )
+    first_state, _ = compile_matcher(tokenizer, definition(Grammar("regex", regex)))
+    return CompiledGrammar(first_state, vocab_size=256, mask_size=tokenizer.vocab_size)
+
+
+def test_a_grammar_leaves_the_other_rows_bits_as_they_were() -> None:
+    grammar = _grammar("[xy]")
     logits = torch.randn(3, 256, generator=torch.Generator().manual_seed(5))
     held, alone = logits.clone(), logits.clone()
     row, sampler = _row(temperature=0.0, repetition_penalty=1.3), Sampler(operations(torch.device("cpu")))
@@ -166,6 +173,37 @@ def test_a_grammar_leaves_the_other_rows_bits_as_they_were() -> None:
     assert torch.equal(held[1, allowed], alone[1, allowed])
     assert isinstance(results[1], SampledToken)
     assert results[1].token_id in allowed
+
+
+def test_each_row_is_held_to_its_own_grammar_and_one_that_nothing_continues_fails_alone() -> None:
+    logits = torch.randn(3, 256, generator=torch.Generator().manual_seed(6))
+    matchers = [_grammar(regex).new_matcher(()) for regex in ("[ab]", "c", "[de]")]
+    matchers[1].accept(ord("z"))
+    rows = [replace(_row(), matcher=matcher) for matcher in matchers]
+    first, failed, last = Sampler(operations(torch.device("cpu"))).sample(logits, rows)
+    assert isinstance(failed, GrammarFailed)
+    assert isinstance(first, SampledToken)
+    assert isinstance(last, SampledToken)
+    assert chr(first.token_id) in "ab"
+    assert chr(last.token_id) in "de"
+
+
+def test_what_grammars_forbid_is_known_before_the_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, order = Sampler(operations(torch.device("cpu"))), []
+    forbidden, to_list = sampler._masks.forbidden, torch.Tensor.tolist
+
+    def forbidden_and_note(matchers: Sequence[GrammarMatcher]) -> Forbidden:
+        order.append("masks")
+        return forbidden(matchers)
+
+    def to_list_and_note(tensor: torch.Tensor) -> Any:
+        order.append("wait")
+        return to_list(tensor)
+
+    monkeypatch.setattr(sampler._masks, "forbidden", forbidden_and_note)
+    monkeypatch.setattr(torch.Tensor, "tolist", to_list_and_note)
+    sampler.sample(torch.zeros(1, 256), [replace(_row(), matcher=_grammar("[ab]").new_matcher(()))])
+    assert order[:2] == ["masks", "wait"]
 
 
 def test_ids_without_a_token_are_never_chosen() -> None:

@@ -26,7 +26,9 @@ class SweepHarness:
         chain.extend(tokens)
         self._arrivals += 1
         request = make_request(str(self._arrivals), tokens)
-        state = RequestState(request, 0, self._arrivals, 0, 1, chain, list(tokens))
+        state = RequestState(
+            request=request, index=0, arrival=self._arrivals, seed=0, max_tokens=1, chain=chain, token_ids=list(tokens)
+        )
         self.sweep.add(state)
         return state
 

@@ -27,7 +27,16 @@ class QueueHarness:
             request = Request(str(self._arrivals), tokens, SamplingParams(), priority, tenant)
             chain = BlockHashChain(1, tenant)
             chain.extend(tokens)
-            self.queue.add(RequestState(request, 0, self._arrivals, 0, 1, chain, list(tokens)))
+            state = RequestState(
+                request=request,
+                index=0,
+                arrival=self._arrivals,
+                seed=0,
+                max_tokens=1,
+                chain=chain,
+                token_ids=list(tokens),
+            )
+            self.queue.add(state)
 
     def admit(self, count: int, cost: int = 1) -> list[RequestState]:
         """Admit so many, in one step, each at `cost` tokens."""

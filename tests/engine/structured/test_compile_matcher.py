@@ -23,7 +23,7 @@ def tokenizer() -> LLTokenizer:
 
 def _takes(tokenizer: LLTokenizer, grammar: Grammar, text: str) -> bool:
     """Whether `text` may be the whole text."""
-    matcher = compile_matcher(tokenizer, definition(grammar))
+    matcher, _ = compile_matcher(tokenizer, definition(grammar))
     return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
 
 

@@ -86,9 +86,10 @@ def test_several_masks_are_computed_together_and_one_that_fails_fails_alone(
     a, b = (tokenizer.encode(letter)[0] for letter in "ab")
     matchers = [compiler.compile(Grammar("regex", text)).result().new_matcher({EOS}) for text in ("a", "b", "bb")]
     matchers[1].accept(a)
-    masks = TokenMasks(2).allowed(matchers)
-    assert isinstance(masks[1], GrammarFailed)
-    assert [mask.nonzero()[0].tolist() for mask in masks if not isinstance(mask, GrammarFailed)] == [[a], [b]]
+    masks, faults = TokenMasks(2).forbidden(matchers)
+    assert isinstance(faults[1], GrammarFailed)
+    assert [(~masks[row]).nonzero()[0].tolist() for row in (0, 2)] == [[a], [b]]
+    assert not masks[1].any()
 
 
 def test_a_grammar_that_passes_its_trial_has_the_stack_it_needs(compiler: GrammarCompiler, tmp_path: Path) -> None:
@@ -134,7 +135,6 @@ def test_after_a_close_nothing_that_waited_is_compiled_until_it_is_asked_for_aga
 
 
 def _allowed(matcher: GrammarMatcher) -> list[int]:
-    (mask,) = TokenMasks(1).allowed([matcher])
-    assert not isinstance(mask, GrammarFailed)
-    assert mask.shape == (320,)
-    return [int(token_id) for token_id in mask.nonzero()[0]]
+    masks, faults = TokenMasks(1).forbidden([matcher])
+    assert (masks.shape, faults) == ((1, 320), [None])
+    return [int(token_id) for token_id in (~masks[0]).nonzero()[0]]

@@ -168,13 +168,39 @@ def test_a_request_goes_on_from_a_checkpoint_where_it_stood_in_its_grammar(engin
     assert resumed.num_resumed_tokens == checkpoint.num_tokens
 
 
+def test_a_prompt_is_scored_behind_a_checkpoint_in_which_its_grammar_had_ended_the_first_sequence(
+    engine: Engine,
+) -> None:
+    """That it had ended is known only once the grammar is compiled, when its sequences are there already."""
+    params: dict[str, Any] = {"n": 2, "temperature": 1.0, "prompt_logprobs": 1}
+    probes = (held_request("r", Grammar("regex", "x|y{12}"), seed=seed, **params) for seed in range(50))
+    request, whole = next(
+        (probe, output)
+        for probe, output in ((probe, run_all(engine, [probe])["r"]) for probe in probes)
+        if [len(completion.text) for completion in output.completions] == [1, 12]
+    )
+    engine.add_request(request)
+    while (checkpoint := engine.checkpoint("r")) is None or checkpoint.num_tokens < 5:
+        assert engine.step() == []
+    engine.abort("r")
+    engine.step()
+    resumed = run_all(engine, [replace(request, resume=checkpoint)])["r"]
+    assert resumed.completions == whole.completions
+    assert resumed.num_resumed_tokens == checkpoint.num_tokens
+    assert whole.prompt_logprobs is not None
+    assert resumed.prompt_logprobs is not None
+    found, expected = ([entry.logprob for entry in o.prompt_logprobs or () if entry] for o in (resumed, whole))
+    assert len(expected) == len(request.prompt_token_ids) - 1
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
 def test_equal_requests_are_computed_once_and_others_of_another_grammar_are_not(engine: Engine) -> None:
     before = engine.stats()
     outputs = run_all(
         engine,
         [
             held_request("a", Grammar("regex", "[ab]{40}", "guided_regex")),
-            held_request("b", Grammar("regex", "[ab]{40}", "structured_outputs")),
+            held_request("b", Grammar("regex", "[ab]{40}", "guided_regex")),
             held_request("c", Grammar("regex", "[ab]{41}")),
         ],
     )

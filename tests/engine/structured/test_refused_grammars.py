@@ -100,11 +100,12 @@ def test_others_generate_while_a_grammar_is_compiled(strict: Engine) -> None:
         strict.step()
 
 
-def test_a_request_that_shares_a_refused_grammar_gets_its_own_error(engine: Engine) -> None:
+@pytest.mark.parametrize("seed", [1, 2], ids=["an equal request", "other draws"])
+def test_a_request_that_shares_a_refused_grammar_is_told_of_its_own_parameter(engine: Engine, seed: int) -> None:
     requests = [
         held_request("a", Grammar("regex", "(a|", "guided_regex")),
         held_request("b", Grammar("regex", "(a|", "guided_regex")),
-        held_request("c", Grammar("regex", "(a|", "structured_outputs"), seed=2),
+        held_request("c", Grammar("regex", "(a|", "structured_outputs"), seed=seed),
     ]
     outputs = run_all(engine, requests)
     errors = {name: output.error for name, output in outputs.items()}
@@ -112,10 +113,19 @@ def test_a_request_that_shares_a_refused_grammar_gets_its_own_error(engine: Engi
     assert params == {"a": "guided_regex", "b": "guided_regex", "c": "structured_outputs"}
 
 
-def test_a_matcher_that_fails_on_the_way_fails_its_request_alone(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = run_all(engine, [held_request(MATE, schema_grammar(POINT))])[MATE]
+def test_equals_of_a_refused_request_are_refused_with_it(engine: Engine) -> None:
+    for name in "abc":
+        engine.add_request(held_request(name, Grammar("regex", "(b|")))
+    ended: list[str] = []
+    while not ended:
+        ended = [output.request_id for output in engine.step() if isinstance(output.error, InvalidRequest)]
+    assert ended == ["a", "b", "c"]
+    assert not engine.has_unfinished()
+
+
+@pytest.fixture
+def q_does_not_fit(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matcher fails behind a "q"."""
     accept = GrammarMatcher.accept
 
     def accept_wrongly(self: GrammarMatcher, token_id: int) -> None:
@@ -123,11 +133,27 @@ def test_a_matcher_that_fails_on_the_way_fails_its_request_alone(
         accept(self, engine.tokenizer.encode("?")[0] if text == "q" else token_id)
 
     monkeypatch.setattr(GrammarMatcher, "accept", accept_wrongly)
-    requests = [held_request("bad", Grammar("regex", "[aq]{30}")), held_request(MATE, schema_grammar(POINT))]
-    outputs = run_all(engine, requests)
+
+
+@pytest.mark.usefixtures("q_does_not_fit")
+def test_a_matcher_that_fails_on_the_way_fails_its_request_alone(engine: Engine) -> None:
+    mate = held_request(MATE, schema_grammar(POINT))
+    whole = run_all(engine, [mate])[MATE]
+    outputs = run_all(engine, [held_request("bad", Grammar("regex", "[aq]{30}")), mate])
     assert isinstance(outputs["bad"].error, GrammarFailed)
     assert outputs["bad"].error.code == "grammar_failed"
     assert outputs[MATE].completions == whole.completions
+
+
+@pytest.mark.usefixtures("q_does_not_fit")
+def test_what_fails_for_each_of_some_equals_is_generated_once(engine: Engine) -> None:
+    def work(names: str) -> int:
+        before = engine.stats().generated_tokens
+        outputs = run_all(engine, [held_request(name, Grammar("regex", "[aq]{30}")) for name in names])
+        assert [type(outputs[name].error) for name in names] == [GrammarFailed] * len(names)
+        return engine.stats().generated_tokens - before
+
+    assert work("abc") == work("a")
 
 
 def test_an_engine_that_was_closed_compiles_again(strict: Engine) -> None:

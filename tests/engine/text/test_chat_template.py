@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def render_both(path: Path, messages: list[dict[str, Any]], **options: Any) -> t
     assert template is not None
     options.setdefault("add_generation_prompt", True)
     try:
-        ours = template.render(messages, **options)
+        ours = template.render(messages, datetime.now(), **options)
     except InvalidRequest:
         ours = "refused"
     theirs_tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
@@ -145,8 +146,11 @@ def test_a_model_without_a_template_has_none(tmp_path: Path) -> None:
     assert Tokenizer.from_directory(write_model(tmp_path, None)).chat_template is None
 
 
+NOW = datetime(2023, 11, 14, 22, 13, tzinfo=UTC)
+
+
 def render(source: str, messages: list[dict[str, Any]] = CONVERSATIONS["question"], /, **options: Any) -> str:
-    return ChatTemplate({"default": source}, {"eos_token": "</s>"}).render(messages, **options)
+    return ChatTemplate({"default": source}, {"eos_token": "</s>"}).render(messages, NOW, **options)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +198,13 @@ def test_the_messages_cannot_be_overridden_by_a_variable() -> None:
     with pytest.raises(InvalidRequest, match="chat_template_kwargs has 'messages'") as caught:
         render("x", messages=[])
     assert caught.value.param == "chat_template_kwargs"
+
+
+def test_the_date_is_the_callers_and_no_variable_stands_in_its_way() -> None:
+    source = "{{ now }} {{ strftime_now('%d %b %Y %H:%M') }}"
+    assert render(source, now="It is") == "It is 14 Nov 2023 22:13"
+    with pytest.raises(InvalidRequest, match="chat_template_kwargs has 'strftime_now'"):
+        render(source, strftime_now="x")
 
 
 def test_a_variable_may_override_a_special_token() -> None:

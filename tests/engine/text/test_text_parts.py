@@ -18,8 +18,14 @@ def takes_parts(source: str, *, with_tools: bool = False, **others: str) -> bool
 
 @pytest.mark.parametrize(
     "source",
-    [LOOP, EITHER, "{{ bos_token + 'x' }}" + LOOP, LOOP.replace("part.text", "part['text'] + '\\n'")],
-    ids=["loop", "either", "behind a special token", "lines"],
+    [
+        LOOP,
+        EITHER,
+        "{{ bos_token + 'x' }}" + LOOP,
+        LOOP.replace("part.text", "part['text'] + '\\n'"),
+        "{{ strftime_now('%Y') }}" + LOOP,
+    ],
+    ids=["loop", "either", "behind a special token", "lines", "behind a date"],
 )
 def test_a_template_that_writes_the_texts_takes_parts(source: str) -> None:
     assert takes_parts(source)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,9 @@ def test_a_template_comes_with_the_tokenizer(tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     template = Tokenizer.from_directory(tmp_path).chat_template
     assert template is not None
-    assert template.render([{"role": "user", "content": "hi"}]).startswith("<|im_start|>user\nhi<|im_end|>\n")
+    assert template.render([{"role": "user", "content": "hi"}], datetime.now(UTC)).startswith(
+        "<|im_start|>user\nhi<|im_end|>\n"
+    )
     assert BYTE_LEVEL.chat_template is None
 
 

@@ -172,7 +172,7 @@ def test_a_failure_is_one_requests_own_and_the_others_are_tried_without_it(engin
     for name in "abc":
         engine.add_request(_request(name, **SEEDED))
     _steps(engine, 3)
-    (block, *_) = engine._blocks.block_table(next(iter(engine._groups_by_arrival.values())).states[0].sequence_id)
+    (block, *_) = engine._blocks.block_table(engine._scheduler.running[0].sequence_id)
     engine._executor.kv_cache.values[1][block] = torch.nan
     outputs = run_all(engine, [])
     assert isinstance(outputs["a"].error, NonFiniteLogits)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from engine.errors import EngineError, EngineFatal, InvalidRequest
-from engine.loading.engine_parts import EngineParts
-from engine.output_processor import OutputProcessor
 from engine.scheduling.request_group import RequestGroup
 from engine.structured.compiled_grammar import CompiledGrammar
 from engine.structured.grammar import Grammar
@@ -18,18 +16,10 @@ WAIT_S = 0.01  # for a grammar, in a step that has nothing else to do
 class HeldGroups:
     """Groups whose grammar is being compiled. They are not scheduled yet; whatever runs goes on meanwhile."""
 
-    def __init__(self, parts: EngineParts, outputs: OutputProcessor) -> None:
-        self._compiler = GrammarCompiler(
-            parts.tokenizer,
-            parts.effective.settings.engine.structured_output,
-            vocab_size=parts.executor.model.config.vocab_size,
-            eos_token_ids=parts.eos_token_ids,
-        )
-        self._outputs = outputs
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        """It closes the compiler."""
+        self._compiler = compiler
         self._held: dict[int, tuple[RequestGroup, Future[CompiledGrammar]]] = {}  # by arrival
-
-    def __len__(self) -> int:
-        return len(self._held)
 
     @property
     def num_sequences(self) -> int:
@@ -39,7 +29,7 @@ class HeldGroups:
     def hold(self, group: RequestGroup) -> bool:
         """Have its grammar compiled; False for a group that has none, or has ended."""
         grammar = group.request.params.grammar
-        if grammar is None or not group.unfinished:
+        if grammar is None or group.is_complete:
             return False
         self._held[group.arrival] = (group, self._compiler.compile(grammar))
         return True
@@ -63,28 +53,29 @@ class HeldGroups:
             future.cancel()
         return True
 
-    def take_ready(self, *, may_wait: bool) -> list[RequestGroup]:
-        """Groups that wait no longer, in the order they came: ready to be scheduled, or with the error their grammar
-        is refused with. Those stay here until they are released.
+    def take_ready(self, *, may_wait: bool) -> list[tuple[RequestGroup, CompiledGrammar | EngineError]]:
+        """Groups that wait no longer, in the order they came, with their grammar or the error it is refused with.
+
+        The refused stay here until they are released.
         """
         if not self._held:
             return []
         if may_wait:
             wait({future for _, future in self._held.values()}, WAIT_S, FIRST_COMPLETED)
-        ready = [(group, future) for group, future in self._held.values() if future.done()]
-        for group, future in ready:
-            error = future.exception()
-            if error is None:
+        ready = [(group, _outcome(group, future)) for group, future in self._held.values() if future.done()]
+        for group, outcome in ready:
+            if isinstance(outcome, CompiledGrammar):
                 self.release(group)
-                for state in group.unfinished:
-                    self._outputs.constrain(state, future.result())
-            else:
-                group.error = _error_of(group.request.params.grammar, error)
-        return [group for group, _ in ready]
+        return ready
 
     def close(self) -> None:
         """Give back what compiles grammars."""
         self._compiler.close()
+
+
+def _outcome(group: RequestGroup, future: Future[CompiledGrammar]) -> CompiledGrammar | EngineError:
+    error = future.exception()
+    return future.result() if error is None else _error_of(group.request.params.grammar, error)
 
 
 def _error_of(grammar: Grammar | None, error: BaseException) -> EngineError:

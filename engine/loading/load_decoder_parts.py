@@ -1,0 +1,140 @@
+"""From derived settings to a loaded, warmed-up decoder with its KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import structlog
+
+from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.embedding_config import EmbeddingConfig
+from engine.checkpoint.generation_config import read_generation_config
+from engine.checkpoint.model_config import ModelConfig
+from engine.errors import CheckpointError, EngineFatal
+from engine.execution.decode_graphs import DecodeGraphs
+from engine.execution.make_decode_graphs import make_decode_graphs
+from engine.execution.pass_trace import PassTrace
+from engine.execution.step_executor import StepExecutor
+from engine.kv_cache.block_manager import BlockManager
+from engine.kv_cache.kv_cache_tensors import KVCacheTensors
+from engine.loading.engine_parts import EngineParts
+from engine.loading.expected_step import expected_step_bytes
+from engine.loading.expected_weights import expected_weights_bytes
+from engine.loading.log_memory_profile import log_memory_profile
+from engine.loading.measure_memory import measure_memory
+from engine.loading.memory_profile import MemoryProfile
+from engine.loading.pool_settings import NUM_BLOCKS, device_memory, kv_cache_spec, longest_row, with_measured_pool
+from engine.loading.prepare_placement import prepare_placement
+from engine.loading.quantization_error import measure_quantization_error
+from engine.models.decoder_model import DecoderModel
+from engine.models.load_decoder import load_decoder
+from engine.out_of_memory import POOL_SETTINGS, naming_settings
+from engine.runner.model_runner import ModelRunner
+from engine.text.tokenizer import Tokenizer
+from settings import EffectiveSettings, Source
+
+_log = structlog.get_logger(__name__)
+WEIGHTS_ADVICE = (
+    "free memory, or take a smaller model; engine.dtype=bfloat16 is half of float32, and on a CPU "
+    "engine.quantization=int8 a quarter"
+)
+GRAPH_ADVICE = "lower engine.gpu_memory_utilization, engine.kv_cache.num_blocks or engine.max_num_seqs"
+
+
+def load_decoder_parts(
+    effective: EffectiveSettings,
+    path: Path,
+    config: ModelConfig,
+    pass_trace: PassTrace | None = None,
+    open_checkpoint: Callable[[Path], Checkpoint] = Checkpoint.open,
+) -> EngineParts:
+    """Load everything a decoder's engine needs, and warm up. effective: fully derived.
+
+    Pools, hash table and weights are made here and live as long as the engine. Forward passes that engine.profile
+    selects go into `pass_trace`, the warm-up's too. On a GPU kernels are compiled and memory is measured first, and an
+    estimated pool is replaced. Raises CheckpointError, NonFiniteLogits, CapabilityError (memory ran out).
+    """
+    settings = effective.settings.engine
+    if settings.kv_cache.num_blocks is None or settings.max_model_len is None:
+        raise EngineFatal("derive_settings left engine.max_model_len or kv_cache.num_blocks unset")
+    with open_checkpoint(path) as checkpoint:
+        model = _load_model(effective, config, checkpoint)
+    effective, profile = _measured(effective, config, model)
+    executor = _make_executor(effective, config, model, pass_trace)
+    settings, max_model_len = effective.settings.engine, effective.settings.engine.max_model_len or 0
+    block_manager = BlockManager(
+        executor.kv_cache.num_blocks, settings.kv_cache.block_size, prefix_caching=settings.prefix_cache.enabled
+    )
+    runner = ModelRunner(executor, block_manager, settings, max_model_len, profile)
+    with naming_settings("the decode graphs and a first step", expected_step_bytes(config, settings), GRAPH_ADVICE):
+        runner.warm_up()
+    return EngineParts(
+        effective=effective,
+        executor=executor,
+        runner=runner,
+        block_manager=block_manager,
+        tokenizer=Tokenizer.from_directory(path),
+        eos_token_ids=_eos_token_ids(path, config),
+        embedding=EmbeddingConfig.from_directory(path, size=config.hidden_size, default="last_token"),
+    )
+
+
+def _load_model(effective: EffectiveSettings, config: ModelConfig, checkpoint: Checkpoint) -> DecoderModel:
+    settings = effective.settings.engine
+    placement = prepare_placement(settings, max_positions=longest_row(effective, config))
+    num_bytes = expected_weights_bytes(checkpoint, config, settings)
+    with naming_settings("the weights", num_bytes, WEIGHTS_ADVICE):
+        model = load_decoder(config, checkpoint, placement)
+        if settings.quantization != "none" and model.lm_head is not None:  # what is compared is logits
+            spec = kv_cache_spec(effective, config)
+            error = measure_quantization_error(model, config, checkpoint, placement, spec)
+            _log.info("quantization_error", quantization=settings.quantization, **asdict(error))
+    return model
+
+
+def _measured(
+    effective: EffectiveSettings, config: ModelConfig, model: DecoderModel
+) -> tuple[EffectiveSettings, MemoryProfile | None]:
+    """The settings with the pool that fits, unless somebody set one, and where the memory goes; None on a CPU."""
+    memory = device_memory(model.device)
+    if memory is None:
+        return effective, None
+    settings, longest, spec = (
+        effective.settings.engine,
+        longest_row(effective, config),
+        kv_cache_spec(effective, config),
+    )
+
+    def make_graphs(kv_cache: KVCacheTensors) -> DecodeGraphs | None:
+        return make_decode_graphs(model, kv_cache, settings, longest)
+
+    profile = measure_memory(model, spec, settings, longest, memory, make_graphs)
+    if effective.source_of(NUM_BLOCKS) is Source.ESTIMATED:
+        effective = with_measured_pool(effective, config, profile)
+    log_memory_profile(profile, spec, effective.settings.engine)
+    return effective, profile
+
+
+def _make_executor(
+    effective: EffectiveSettings, config: ModelConfig, model: DecoderModel, pass_trace: PassTrace | None
+) -> StepExecutor:
+    """With its KV pool, and graphs that are not captured yet."""
+    settings, spec = effective.settings.engine, kv_cache_spec(effective, config)
+    num_blocks, max_model_len = settings.kv_cache.num_blocks or 0, settings.max_model_len or 0
+    with naming_settings("the KV pool", num_blocks * spec.bytes_per_block, f"lower {POOL_SETTINGS[model.device.type]}"):
+        kv_cache = KVCacheTensors.allocate(spec, num_blocks, model.device)
+    with naming_settings("the decode graphs", expected_step_bytes(config, settings), GRAPH_ADVICE):
+        graphs = make_decode_graphs(model, kv_cache, settings, max_model_len)
+    return StepExecutor(model, kv_cache, settings, pass_trace, graphs)
+
+
+def _eos_token_ids(path: Path, config: ModelConfig) -> frozenset[int]:
+    ids = read_generation_config(path).eos_token_ids
+    beyond = sorted(token_id for token_id in ids if not 0 <= token_id < config.vocab_size)
+    if beyond:
+        raise CheckpointError(
+            f"eos_token_id {beyond[0]} is outside the vocabulary; accepted: 0 to {config.vocab_size - 1}"
+        )
+    return ids

@@ -1,0 +1,53 @@
+"""Memory that cannot be had, told with the settings that ask for less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from engine.errors import CapabilityError, EngineFatal
+
+# PyTorch's CPU allocator has no error of its own: c10/core/impl/alloc_cpu.cpp raises RuntimeError with this text.
+CPU_ALLOCATOR_TEXT = "DefaultCPUAllocator: can't allocate memory"
+STEP_SETTINGS = "engine.max_num_batched_tokens or engine.max_num_seqs"
+POOL_SETTINGS = {
+    "cuda": "engine.gpu_memory_utilization or engine.kv_cache.num_blocks",
+    "cpu": "engine.kv_cache.memory_fraction or engine.kv_cache.num_blocks",
+}
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a GPU or on the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and CPU_ALLOCATOR_TEXT in str(error)
+
+
+@contextmanager
+def naming_settings(what: str, num_bytes: int, advice: str) -> Iterator[None]:
+    """Within the block, memory that runs out is a CapabilityError: for what, how many bytes that is, and which settings
+    to change.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CapabilityError(
+            f"out of memory for {what}, {num_bytes} bytes ({_first_line(error)}): {advice}"
+        ) from error
+
+
+def step_failure(error: Exception, device: torch.device) -> EngineFatal:
+    """What a step that failed on `device` raises: its engine is lost, whatever the reason."""
+    said = f"a step failed: {type(error).__name__}: {error}"
+    if is_out_of_memory(error):
+        said = f"a step ran out of memory ({_first_line(error)}): lower {POOL_SETTINGS[device.type]}, {STEP_SETTINGS}"
+    return EngineFatal(said)
+
+
+def _first_line(error: BaseException) -> str:
+    """PyTorch adds a page of advice."""
+    return str(error).partition("\n")[0] or type(error).__name__
