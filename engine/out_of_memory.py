@@ -12,6 +12,10 @@ from engine.errors import CapabilityError, EngineFatal
 # PyTorch's CPU allocator has no error of its own: c10/core/impl/alloc_cpu.cpp raises RuntimeError with this text.
 CPU_ALLOCATOR_TEXT = "DefaultCPUAllocator: can't allocate memory"
 STEP_SETTINGS = "engine.max_num_batched_tokens or engine.max_num_seqs"
+WEIGHTS_ADVICE = (
+    "free memory, or take a smaller model; engine.dtype=bfloat16 is half of float32, and on a CPU "
+    "engine.quantization=int8 a quarter"
+)
 POOL_SETTINGS = {
     "cuda": "engine.gpu_memory_utilization or engine.kv_cache.num_blocks",
     "cpu": "engine.kv_cache.memory_fraction or engine.kv_cache.num_blocks",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+# PyTorch's allocator asks the driver for multiples of 2 MiB for tensors from 10 MiB on.
+ROUNDING_BYTES = 2 << 20
+
 
 class CudaDeviceMemory:
     """A GPU as the driver and PyTorch's allocator account for it.
@@ -20,6 +23,11 @@ class CudaDeviceMemory:
         """What the GPU has."""
         _, total = torch.cuda.mem_get_info(self._device)
         return int(total)
+
+    @property
+    def rounding_bytes(self) -> int:
+        """The allocator's."""
+        return ROUNDING_BYTES
 
     def free_bytes(self) -> int:
         """What the driver could still give."""

@@ -13,6 +13,11 @@ class DeviceMemory(Protocol):
         """What the device has."""
         ...
 
+    @property
+    def rounding_bytes(self) -> int:
+        """What a large tensor may take beyond its own size."""
+        ...
+
     def free_bytes(self) -> int:
         """What nobody holds now, other processes and this one's caches included."""
         ...

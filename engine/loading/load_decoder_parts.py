@@ -30,16 +30,12 @@ from engine.loading.prepare_placement import prepare_placement
 from engine.loading.quantization_error import measure_quantization_error
 from engine.models.decoder_model import DecoderModel
 from engine.models.load_decoder import load_decoder
-from engine.out_of_memory import POOL_SETTINGS, naming_settings
+from engine.out_of_memory import POOL_SETTINGS, WEIGHTS_ADVICE, naming_settings
 from engine.runner.model_runner import ModelRunner
 from engine.text.tokenizer import Tokenizer
 from settings import EffectiveSettings, Source
 
 _log = structlog.get_logger(__name__)
-WEIGHTS_ADVICE = (
-    "free memory, or take a smaller model; engine.dtype=bfloat16 is half of float32, and on a CPU "
-    "engine.quantization=int8 a quarter"
-)
 GRAPH_ADVICE = "lower engine.gpu_memory_utilization, engine.kv_cache.num_blocks or engine.max_num_seqs"
 
 

@@ -44,11 +44,12 @@ def measure_memory(
     gc.collect()  # whatever of it refers to itself
     memory.reset_peak()
     weights = weights_bytes(model)
+    rounding_bytes = 2 * spec.num_layers * memory.rounding_bytes  # of keys and values, a tensor a layer each
     return MemoryProfile(
         total_bytes=memory.total_bytes,
         usable_bytes=int(memory.total_bytes * settings.gpu_memory_utilization),
         weights_bytes=weights,
-        other_bytes=max(memory.total_bytes - memory.free_bytes() - weights, 0),
+        other_bytes=max(memory.total_bytes - memory.free_bytes() - weights, 0) + rounding_bytes,
         activations_bytes=activations_bytes,
         graphs_bytes=graphs_bytes,
     )

@@ -12,7 +12,9 @@ class MemoryProfile:
     total_bytes: int
     usable_bytes: int  # engine.gpu_memory_utilization of the total
     weights_bytes: int
-    other_bytes: int  # other processes, the CUDA context, the code of kernels, workspaces of libraries
+    # Other processes, the CUDA context, the code of kernels, workspaces of libraries, and what the pool's tensors are
+    # rounded up by.
+    other_bytes: int
     activations_bytes: int  # the most that a step takes beside weights and KV
     graphs_bytes: int  # decode graphs with their buffers
 

@@ -78,7 +78,7 @@ def _break_engine() -> None:
 
 
 def _fault_device() -> None:
-    """The step raises what PyTorch makes of a kernel's fault; whatever touches the device from then on never returns."""
+    """The step raises what PyTorch makes of a kernel's fault; what touches the device from then on never returns."""
 
     def hang(*_: Any) -> None:
         time.sleep(3600)

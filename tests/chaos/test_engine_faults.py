@@ -33,3 +33,18 @@ def test_a_broken_engine_ends_its_worker_and_the_next_one_finishes(
         check_invariants(client, bare, jobs)
         assert worker.exit_codes == [70]
         assert fleet.stop() == [0]
+
+
+def test_after_a_fault_of_the_device_nobody_touches_it_and_another_worker_goes_on_at_once(
+    client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    lease = {"worker.lease_s": "300"}  # who waits for a lease to run out waits longer than this test does
+    with running_fleet(redis_url, tmp_path, SLOW, lease) as fleet:
+        faulty = fleet.start(die_at="device faults", is_supervised=False)
+        fleet.wait_up(client)
+        jobs = submit_jobs(client, num_jobs=2, num_prompts=40)
+        assert faulty.wait(20) == 70
+        assert "an illegal memory access was encountered" in faulty.log
+        fleet.start()
+        wait_all(client, jobs, timeout_s=20)
+        check_invariants(client, bare, jobs)

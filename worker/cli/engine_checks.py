@@ -16,7 +16,7 @@ from engine.loading.derived_settings import default_device, derive_settings, mod
 from engine.text.tokenizer import Tokenizer
 from kernels.dispatch import implementation_names, operations
 from kernels.errors import KernelsUnavailable
-from settings import EffectiveSettings, SettingsError
+from settings import EffectiveSettings, SettingsError, Source
 from worker.cli.finding import Finding
 from worker.cli.install_hint import INSTALL_ENGINE
 from worker.cli.level import Level
@@ -94,7 +94,7 @@ def _model(effective: EffectiveSettings) -> Iterator[Finding]:
         with Checkpoint.open(path) as checkpoint:
             size_bytes = checkpoint.total_bytes
         tokenizer = Tokenizer.for_encoding(path) if is_encoder else Tokenizer.from_directory(path)
-        derived = derive_settings(effective).settings.engine
+        derived = derive_settings(effective)
     except (EngineError, SettingsError) as error:
         yield Finding("model", Level.FAILED, str(error), "give the directory of a supported checkpoint")
         return
@@ -102,10 +102,18 @@ def _model(effective: EffectiveSettings) -> Iterator[Finding]:
     if is_encoder:
         yield Finding("endpoints", Level.OK, "an encoder: /v1/embeddings only")
         return
-    blocks, block_size = derived.kv_cache.num_blocks, derived.kv_cache.block_size
-    yield Finding("kv cache", Level.OK, f"{blocks} blocks of {block_size} tokens in {derived.dtype}")
+    yield Finding("kv cache", Level.OK, _kv_cache(derived))
     if tokenizer.chat_template is None:
         fix = "add chat_template.jinja to the checkpoint, or send prompts only"
         yield Finding("chat template", Level.WARNING, "none: lines with messages will be refused", fix)
     else:
         yield Finding("chat template", Level.OK, "found")
+
+
+def _kv_cache(derived: EffectiveSettings) -> str:
+    engine = derived.settings.engine
+    size = f"{engine.kv_cache.num_blocks} blocks of {engine.kv_cache.block_size} tokens in {engine.dtype}"
+    if derived.source_of("engine.kv_cache.num_blocks") is not Source.ESTIMATED:
+        return size
+    leaves = f"engine.gpu_memory_utilization={engine.gpu_memory_utilization} leaves"
+    return f"{size}, estimated: a worker measures what {leaves}"

@@ -18,17 +18,17 @@ from tests.support.tiny_checkpoint import make_checkpoint
 
 # The interpreter takes a second for a step and everything the sampler can do to its rows.
 LIMITS = {
-    "engine.max_num_seqs": "2",
-    "engine.max_num_batched_tokens": "8",
+    "engine.max_num_seqs": "1",
+    "engine.max_num_batched_tokens": "4",
     "engine.kv_cache.num_blocks": "9",
-    "engine.moe.bucketed_min_tokens": "6",
+    "engine.shared_prefix.enabled": "off",
 }
 
 
 def test_after_the_warm_up_nothing_is_compiled(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=1, max_position_embeddings=32)
+    make_checkpoint(tmp_path, "llama", num_hidden_layers=1, max_position_embeddings=16)
     is_gpu = device.type == "cuda"
     if not is_gpu:
         monkeypatch.setattr("engine.loading.choose_operations.operations", lambda _: kernels.triton)
@@ -38,7 +38,7 @@ def test_after_the_warm_up_nothing_is_compiled(
         assert bool(compiled) is is_gpu  # the interpreter compiles nothing
         del compiled[:]
         run_all(
-            engine, [greedy_request("greedy", range(5, 15), 3), Request("drawn", (7, 8), SamplingParams(4, top_k=5))]
+            engine, [greedy_request("greedy", range(5, 13), 2), Request("drawn", (7, 8), SamplingParams(2, top_k=5))]
         )
         assert compiled == []
     profile = engine.runner.status().memory_profile

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -39,6 +41,12 @@ def test_each_operation_is_listed_once_with_its_implementation_on_a_gpu(gpu: pyt
     assert library.startswith("cuBLASLt")
     assert library.endswith(": linear")
     assert "gpu" not in found
+
+
+def test_on_a_gpu_the_pool_is_estimated_and_says_so(gpu: pytest.MonkeyPatch, checkpoint: Path) -> None:
+    effective = load_settings({"model.path": str(checkpoint), "engine.device": "cuda"}, environ={}, dotenv_path=None)
+    (detail,) = (finding.detail for finding in engine_findings(effective) if finding.check == "kv cache")
+    assert detail.endswith("estimated: a worker measures what engine.gpu_memory_utilization=0.9 leaves")
 
 
 def test_a_gpu_that_is_too_old_is_left_alone_with_the_reason(gpu: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def _running(engine: FakeEngine, *, max_open: int = 100) -> Iterator[tuple[Engin
         yield thread, failures
     finally:
         assert thread.stop(WAIT_S)
-    assert engine.is_closed
+    assert engine.is_closed is not bool(failures)  # one that broke is touched no more
 
 
 def _request(request_id: str, prompt: str = "p") -> Request:
