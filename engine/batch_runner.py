@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import TypeVar
 
 import torch
 
 from engine.embedding.embedding_state import EmbeddingState
 from engine.embedding.pool import pool
 from engine.errors import EngineError, NonFiniteLogits
+from engine.execution.device_stream import DeviceStream
 from engine.execution.forward_item import ForwardItem
+from engine.execution.pending_result import PendingResult
+from engine.execution.pending_tokens import pending_token
 from engine.execution.step_executor import StepExecutor
 from engine.finish_reason import FinishReason
 from engine.kv_cache.block_manager import BlockManager
@@ -17,6 +23,7 @@ from engine.out_of_memory import step_failure
 from engine.output_processor import OutputProcessor
 from engine.prompt_scorer import PromptScorer
 from engine.runner.model_runner import ModelRunner
+from engine.sampling.chosen_tokens import ChosenTokens
 from engine.sampling.sampled_token import SampledToken
 from engine.sampling.sampler import Sampler
 from engine.sampling.sampling_row import SamplingRow
@@ -24,6 +31,9 @@ from engine.scheduling.request_state import RequestState
 from engine.scheduling.scheduled_batch import ScheduledBatch
 from engine.scheduling.scheduled_item import ScheduledItem
 from engine.step_answers import StepAnswers, VectorAnswer
+from engine.step_in_flight import StepInFlight
+
+R = TypeVar("R")
 
 
 class BatchRunner:
@@ -31,6 +41,9 @@ class BatchRunner:
 
     A chunk's last token sees all of its others, so its values tell whether the chunk's KV is good: without that look,
     NaN would be offered to other requests before their own request fails.
+
+    A step is launched and collected. Launching queues everything on the device and waits for nothing; collecting waits
+    for the one copy in which all that a step answers comes to the host.
     """
 
     def __init__(
@@ -40,43 +53,83 @@ class BatchRunner:
         blocks: BlockManager,
         outputs: OutputProcessor,
         sampler: Sampler,
+        stream: DeviceStream,
     ) -> None:
         self._executor = executor
         self._runner = runner  # is told when a step fails
         self._blocks = blocks
         self._outputs = outputs
         self._sampler = sampler
+        self._stream = stream
         self._scorer = PromptScorer(executor.model)
 
-    def run(self, batch: ScheduledBatch) -> StepAnswers:
-        """Run the items.
+    def launch(self, batch: ScheduledBatch, before: StepInFlight | None) -> StepInFlight:
+        """Queue the items. before: the step whose tokens are pending in them, if any are.
 
         Raises EngineFatal for what is no single item's failure: it leaves KV that nobody can vouch for.
         """
-        generating = [(item, item.state) for item in batch.items if isinstance(item.state, RequestState)]
-        try:
-            items = [self._forward_item(item) for item in batch.items]
-            result = self._executor.execute(items)
+        with self._failing():
+            items, chosen = self._forward_items(batch, before)
+            result = self._executor.execute(items, chosen)
             wanting = [item for item, forward in zip(batch.items, items, strict=True) if forward.wants_hidden]
             hidden = list(zip(wanting, result.hidden, strict=True))
-            bad_prompts = self._score(hidden)
-            vectors = _pool(hidden)
-            tokens = self._sample(generating, result.logits)
-        except Exception as error:
-            self._runner.mark_failed(f"{type(error).__name__}: {error}")
-            raise step_failure(error, self._executor.model.device) from error
+            scores, vectors = self._score(hidden), _pool(hidden)
+            generating = [(item, item.state) for item in batch.items if isinstance(item.state, RequestState)]
+            tokens = self._sample(generating, result.logits) if generating else None
+            answers = () if tokens is None else tokens.answers.tensors
+            return StepInFlight(
+                generating,
+                tokens,
+                scores,
+                vectors,
+                self._stream.copy_back((*answers, *scores.tensors, *vectors.tensors)),
+            )
+
+    def collect(self, step: StepInFlight) -> StepAnswers:
+        """Wait for a step and read its answers; to be called once. Raises EngineFatal as `launch` does."""
+        with self._failing():
+            on_host = iter(step.copy())
+            tokens = [] if step.tokens is None else _read(step.tokens.answers, on_host)
+            bad_prompts = _read(step.scores, on_host)
+            vectors = _read(step.vectors, on_host)
         return StepAnswers(
             tokens=[
-                (item, state, _not_finite(item) if state.sequence_id in bad_prompts else answer)
-                for (item, state), answer in zip(generating, tokens, strict=True)
+                (item, state, _answer(item, answer, is_bad=state.sequence_id in bad_prompts))
+                for (item, state), answer in zip(step.generating, tokens, strict=True)
             ],
             vectors=vectors,
         )
 
-    def _forward_item(self, item: ScheduledItem) -> ForwardItem:
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._runner.mark_failed(f"{type(error).__name__}: {error}")
+            raise step_failure(error, self._executor.model.device) from error
+
+    def _forward_items(
+        self, batch: ScheduledBatch, before: StepInFlight | None
+    ) -> tuple[list[ForwardItem], torch.Tensor | None]:
+        """The items, and on the device the tokens that are pending in them; None where the host knows all."""
+        pending = [item for item in batch.items if item.start >= len(item.state.token_ids)]
+        if not pending:
+            return [self._forward_item(item, None) for item in batch.items], None
+        if before is None or before.tokens is None:
+            raise EngineFatal("tokens are pending, and no step is under way that chooses them")
+        rows = {state: row for row, (_, state) in enumerate(before.generating)}
+        items = [
+            self._forward_item(item, rows[item.state] if item.start >= len(item.state.token_ids) else None)
+            for item in batch.items
+        ]
+        return items, before.tokens.token_ids
+
+    def _forward_item(self, item: ScheduledItem, row: int | None) -> ForwardItem:
+        """row: of the step before, that chooses the item's one token."""
         state = item.state
+        known = state.token_ids[item.start : item.start + item.num_scheduled_tokens]
         return ForwardItem(
-            state.token_ids[item.start : item.start + item.num_scheduled_tokens],
+            known if row is None else (pending_token(row),),
             item.start,
             self._blocks.block_table(state.sequence_id),
             wants_logits=state.wants_logits,
@@ -84,59 +137,67 @@ class BatchRunner:
             is_final=item.samples,
         )
 
-    def _score(self, hidden: Sequence[tuple[ScheduledItem, torch.Tensor]]) -> set[str]:
-        """Fill in log-probabilities of prompts; the ids of the sequences where these are not finite."""
-        if not hidden:  # a step that only decodes
-            return set()
+    def _score(self, hidden: Sequence[tuple[ScheduledItem, torch.Tensor]]) -> PendingResult[set[str]]:
+        """Log-probabilities of prompts; the ids of the sequences where these are not finite."""
         scored = [
             (item.state.sequence_id, (item.state.prompt_logprobs, item.start, rows))
             for item, rows in hidden
             if isinstance(item.state, RequestState) and item.state.prompt_logprobs is not None
         ]
-        are_good = self._scorer.score([prompt for _, prompt in scored])
-        return {sequence_id for (sequence_id, _), is_good in zip(scored, are_good, strict=True) if not is_good}
+        if not scored:  # as in a step that only decodes
+            return PendingResult((), lambda _: set())
+        result = self._scorer.score([prompt for _, prompt in scored])
 
-    def _sample(
-        self, generating: Sequence[tuple[ScheduledItem, RequestState]], logits: torch.Tensor
-    ) -> Sequence[SampledToken | FinishReason | EngineError | None]:
-        """Answers of the items that generate, which have a row of logits [S, V] each."""
-        if not generating:
-            return []
-        draws = [item.samples and state.max_tokens > 0 for item, state in generating]
-        rows = [self._sampling_row(state) for (_, state), is_drawn in zip(generating, draws, strict=True) if is_drawn]
-        if len(rows) == len(generating):  # nearly always: the logits, up to 40 MB, are not copied
-            return self._sampler.sample(logits, rows)
-        drawn = torch.tensor(draws, device=logits.device)
-        sampled = iter(self._sampler.sample(logits[drawn], rows) if rows else [])
-        are_good = iter(torch.isfinite(logits[~drawn].amax(dim=-1)).tolist())
-        return [
-            next(sampled) if is_drawn else (_undrawn(item) if next(are_good) else _not_finite(item))
-            for (item, _), is_drawn in zip(generating, draws, strict=True)
-        ]
+        def read(on_host: Sequence[torch.Tensor]) -> set[str]:
+            are_good = result.read(on_host)
+            return {sequence_id for (sequence_id, _), is_good in zip(scored, are_good, strict=True) if not is_good}
 
-    def _sampling_row(self, state: RequestState) -> SamplingRow:
+        return PendingResult(result.tensors, read)
+
+    def _sample(self, generating: Sequence[tuple[ScheduledItem, RequestState]], logits: torch.Tensor) -> ChosenTokens:
+        """Choose for the items that generate, which have a row of logits [S, V] each."""
+        return self._sampler.sample(
+            logits,
+            [
+                self._sampling_row(state, item.start + item.num_scheduled_tokens)
+                if item.samples and state.max_tokens > 0
+                else None
+                for item, state in generating
+            ],
+        )
+
+    def _sampling_row(self, state: RequestState, position: int) -> SamplingRow:
         return SamplingRow(
             params=state.request.params,
-            position=len(state.token_ids),
+            position=position,
             seed=state.seed,
             counts=state.counts,
-            banned_token_ids=self._outputs.banned_token_ids(state),
+            banned_token_ids=self._outputs.banned_token_ids(state, position),
             matcher=state.matcher,
         )
 
 
-def _pool(hidden: Sequence[tuple[ScheduledItem, torch.Tensor]]) -> list[VectorAnswer]:
+def _read(result: PendingResult[R], on_host: Iterator[torch.Tensor]) -> R:
+    return result.read(list(islice(on_host, len(result.tensors))))
+
+
+def _pool(hidden: Sequence[tuple[ScheduledItem, torch.Tensor]]) -> PendingResult[list[VectorAnswer]]:
     """What the items that are embedded answer."""
     embedded = [(item, item.state, rows) for item, rows in hidden if isinstance(item.state, EmbeddingState)]
-    vectors = pool([(state, item.start, rows) for item, state, rows in embedded])
-    return [(item, state, vector) for (item, state, _), vector in zip(embedded, vectors, strict=True)]
+    result = pool([(state, item.start, rows) for item, state, rows in embedded])
+
+    def read(on_host: Sequence[torch.Tensor]) -> list[VectorAnswer]:
+        vectors = result.read(on_host)
+        return [(item, state, vector) for (item, state, _), vector in zip(embedded, vectors, strict=True)]
+
+    return PendingResult(result.tensors, read)
 
 
-def _undrawn(item: ScheduledItem) -> FinishReason | None:
-    """The answer of a chunk whose KV is good: nothing yet or, behind a prompt that is not to be continued, its end."""
-    return FinishReason.LENGTH if item.samples else None
-
-
-def _not_finite(item: ScheduledItem) -> NonFiniteLogits:
-    end = item.start + item.num_scheduled_tokens
-    return NonFiniteLogits(f"the model's values are not finite before position {end}")
+def _answer(
+    item: ScheduledItem, answer: SampledToken | EngineError | None, *, is_bad: bool
+) -> SampledToken | FinishReason | EngineError | None:
+    """None from the sampler: a chunk whose KV is good. Nothing yet or, behind a prompt that is only scored, its end."""
+    if is_bad or isinstance(answer, NonFiniteLogits):
+        end = item.start + item.num_scheduled_tokens
+        return NonFiniteLogits(f"the model's values are not finite before position {end}")
+    return FinishReason.LENGTH if answer is None and item.samples else answer

@@ -13,6 +13,7 @@ from engine.embedding.embedding_requests import EmbeddingRequests
 from engine.embedding_request import EmbeddingRequest
 from engine.engine_stats import EngineStats
 from engine.errors import InvalidRequest, NonFiniteLogits
+from engine.execution.make_device_stream import make_device_stream
 from engine.finished_requests import FinishedRequests
 from engine.generation_requests import GenerationRequests
 from engine.loading.engine_parts import EngineParts
@@ -20,9 +21,9 @@ from engine.output_processor import OutputProcessor
 from engine.request_output import RequestOutput
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import Sampler
-from engine.scheduling.scheduled_batch import ScheduledBatch
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.step_in_flight import StepInFlight
 from engine.text.tokenizer import Tokenizer
 from engine.token_checkpoint import TokenCheckpoint
 from settings import EffectiveSettings, Settings
@@ -45,10 +46,15 @@ class Engine:
         self._blocks = parts.block_manager
         limits = SchedulerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.unified_prefill)
         self._scheduler = Scheduler(limits, parts.block_manager)
+        device = parts.executor.model.device
         unknown_ids = torch.tensor(parts.tokenizer.unknown_ids(self.vocab_size), dtype=torch.int64)
-        self._sampler = Sampler(parts.executor.model.ops, unknown_ids.to(parts.executor.model.device))
+        self._sampler = Sampler(parts.executor.model.ops, device, unknown_ids.to(device))
         outputs = OutputProcessor(parts.tokenizer, parts.eos_token_ids)
-        self._batches = BatchRunner(parts.executor, parts.runner, parts.block_manager, outputs, self._sampler)
+        self._batches = BatchRunner(
+            parts.executor, parts.runner, parts.block_manager, outputs, self._sampler, make_device_stream(device)
+        )
+        self._runs_ahead = settings.async_scheduling
+        self._in_flight: StepInFlight | None = None  # launched, not collected
         arrivals = count(1)
         self._finished = FinishedRequests()
         self._generation = GenerationRequests(parts, outputs, self._scheduler, self._finished, arrivals)
@@ -115,17 +121,29 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs of the requests that ended since the last call, aborted ones included.
 
+        With engine.async_scheduling the step is left running, and it is the one before whose answers are taken: while
+        the device works on a step, the host takes the answers of the last one and schedules the next. Where a sequence
+        needs its answer first, that is waited for before anything is scheduled.
+
         Raises EngineFatal when the step itself failed (out of memory, a fault of the device): stop the engine then.
         """
         self._generation.take_compiled(may_wait=not self._scheduler.has_work and self._finished.is_empty)
-        batch = self._scheduler.schedule()
-        if batch is not None:
-            self._run(batch)
+        batch = self._scheduler.schedule(is_ahead=self._in_flight is not None)
+        if batch is None and self._in_flight is not None:
+            self._collect()
+            batch = self._scheduler.schedule()
+        launched = None if batch is None else self._batches.launch(batch, self._in_flight)
+        self._num_steps += launched is not None
+        self._collect()
+        self._in_flight = launched
+        if not self._runs_ahead:
+            self._collect()
         return self._finished.take()
 
     def has_unfinished(self) -> bool:
         """Whether `step` has something to run or to hand out."""
-        return self._scheduler.has_work or self._generation.num_held_sequences > 0 or not self._finished.is_empty
+        has_work = self._scheduler.has_work or self._generation.num_held_sequences > 0
+        return has_work or self._in_flight is not None or not self._finished.is_empty
 
     def stats(self) -> EngineStats:
         """Figures at this moment."""
@@ -152,13 +170,17 @@ class Engine:
         """End every unfinished request as cancelled; `step` hands their outputs out."""
         self._generation.close()
         self._embeddings.close()
+        self._in_flight = None  # nobody waits for it
         self.runner.reset()
 
-    def _run(self, batch: ScheduledBatch) -> None:
-        self._num_steps += 1
-        answers = self._batches.run(batch)
+    def _collect(self) -> None:
+        """Take what the step under way answers, if one is."""
+        if self._in_flight is None:
+            return
+        answers = self._batches.collect(self._in_flight)
+        self._in_flight = None
         outcomes = (*answers.tokens, *answers.vectors)
-        self._scheduler.advance(item for item, _, answer in outcomes if not isinstance(answer, NonFiniteLogits))
+        self._scheduler.commit(item for item, _, answer in outcomes if not isinstance(answer, NonFiniteLogits))
         for _, embedded, vector in answers.vectors:
             self._embeddings.take(embedded, vector)
         for _, state, answer in answers.tokens:

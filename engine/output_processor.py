@@ -24,10 +24,10 @@ class OutputProcessor:
         self._eos_token_ids = eos_token_ids
         self._texts: dict[str, tuple[IncrementalDetokenizer, StopStrings]] = {}
 
-    def banned_token_ids(self, state: RequestState) -> tuple[int, ...]:
-        """Tokens that would end the sequence before its min_tokens."""
+    def banned_token_ids(self, state: RequestState, position: int) -> tuple[int, ...]:
+        """Tokens that, chosen for this position, would end the sequence before its min_tokens."""
         params = state.request.params
-        if state.num_output_tokens >= params.min_tokens:
+        if position - state.num_prompt_tokens >= params.min_tokens:
             return ()
         ending = frozenset() if params.ignore_eos else self._eos_token_ids
         return tuple(sorted(ending | frozenset(params.stop_token_ids)))

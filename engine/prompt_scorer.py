@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from engine.errors import EngineFatal
+from engine.execution.array_staging import ArrayStaging
+from engine.execution.pending_result import PendingResult
 from engine.models.decoder_model import DecoderModel
 from engine.prompt_logprobs import PromptLogprobs
 
@@ -20,15 +23,16 @@ class PromptScorer:
 
     def __init__(self, model: DecoderModel, *, max_logits_bytes: int = MAX_LOGITS_BYTES) -> None:
         self._model = model
+        self._staging = ArrayStaging(model.device)
         self._max_rows = max(1, max_logits_bytes // (4 * model.config.vocab_size))
 
     @torch.inference_mode()
-    def score(self, prompts: Sequence[tuple[PromptLogprobs, int, torch.Tensor]]) -> list[bool]:
-        """Fill in what these make known: (entries, start, hidden), hidden [n, H] those of positions start .. start + n.
+    def score(self, prompts: Sequence[tuple[PromptLogprobs, int, torch.Tensor]]) -> PendingResult[list[bool]]:
+        """Compute what these make known: (entries, start, hidden), hidden [n, H] those of positions start .. start + n.
 
         Positions that have their entry, as after a preemption, and the last one, which predicts nothing of the prompt,
-        are left out; none before `start` may lack its entry. Returns for each whether its logits were finite: where
-        they are not, entries stop before them.
+        are left out; none before `start` may lack its entry. Reading the result fills the entries in, and says of each
+        prompt whether its logits were finite: where they are not, entries stop before them.
         """
         pieces: list[torch.Tensor] = []
         targets: list[int] = []
@@ -41,34 +45,48 @@ class PromptScorer:
                 pieces.append(hidden[first - start : end - start])
                 owners.append((index, len(targets), len(targets) + end - first))
                 targets += entries.token_ids[first + 1 : end + 1]
-        are_good = [True] * len(prompts)
-        if not targets:
-            return are_good
-        rows = torch.cat(pieces)
+        scored = [entries for entries, _, _ in prompts]
+        tensors, shares = self._launch(torch.cat(pieces), targets, owners, scored) if targets else ([], [])
+        return PendingResult(tuple(tensors), lambda on_host: _read(on_host, shares, scored))
+
+    def _launch(
+        self,
+        rows: torch.Tensor,
+        targets: Sequence[int],
+        owners: Sequence[tuple[int, int, int]],
+        prompts: Sequence[PromptLogprobs],
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """Four tensors for each share of a prompt in a slice: log-probabilities of the next tokens [r], which rows are
+        finite [r], best log-probabilities and their ids [r, n]; and of which prompt each share is.
+        """
+        (next_ids,) = self._staging.send([np.array(targets, dtype=np.int64)])
+        tensors: list[torch.Tensor] = []
+        shares: list[int] = []
         for first in range(0, len(targets), self._max_rows):
             end = min(first + self._max_rows, len(targets))
-            logprobs, chosen, finite = self._logprobs(rows[first:end], targets[first:end])
+            logprobs, chosen, finite = self._logprobs(rows[first:end], next_ids[first:end])
             for index, own_first, own_end in owners:
                 those = slice(max(own_first, first) - first, min(own_end, end) - first)
-                if those.start < those.stop and are_good[index]:
-                    are_good[index] = all(finite[those])
-                    if are_good[index]:
-                        _add(prompts[index][0], chosen[those], logprobs[those])
+                if those.start < those.stop:
+                    best, best_ids = logprobs[those].topk(min(prompts[index].num_top, logprobs.shape[-1]), dim=-1)
+                    tensors += [chosen[those], finite[those], best, best_ids.int()]
+                    shares.append(index)
             del logprobs  # else it would still be there while the next ones are made
-        return are_good
+        return tensors, shares
 
-    def _logprobs(
-        self, rows: torch.Tensor, targets: Sequence[int]
-    ) -> tuple[torch.Tensor, Sequence[float], Sequence[bool]]:
-        """Of rows [R, H]: raw log-softmax [R, V], that of each row's next token, and which rows are finite."""
+    def _logprobs(self, rows: torch.Tensor, next_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of rows [R, H]: raw log-softmax [R, V], that of each row's next token [R], and which rows are finite [R]."""
         logits = self._model.logits(rows)
         finite = torch.isfinite(logits.amax(dim=-1))  # NaN propagates through amax
         logprobs = torch.log_softmax(logits, dim=-1)
-        chosen = logprobs.gather(1, torch.tensor(targets, dtype=torch.int64, device=rows.device).unsqueeze(1))
-        return logprobs, chosen[:, 0].tolist(), finite.tolist()
+        return logprobs, logprobs.gather(1, next_ids.unsqueeze(1)).squeeze(1), finite
 
 
-def _add(entries: PromptLogprobs, chosen: Sequence[float], logprobs: torch.Tensor) -> None:
-    """logprobs: [r, V]."""
-    values, token_ids = logprobs.topk(min(entries.num_top, logprobs.shape[-1]), dim=-1)
-    entries.add(chosen, token_ids.flatten().tolist(), values.flatten().tolist())
+def _read(on_host: Sequence[torch.Tensor], shares: Sequence[int], prompts: Sequence[PromptLogprobs]) -> list[bool]:
+    are_good = [True] * len(prompts)
+    for number, index in enumerate(shares):
+        chosen, finite, best, best_ids = on_host[4 * number : 4 * number + 4]
+        are_good[index] = are_good[index] and all(finite.tolist())
+        if are_good[index]:
+            prompts[index].add(chosen.tolist(), best_ids.flatten().tolist(), best.flatten().tolist())
+    return are_good

@@ -80,6 +80,10 @@ class EngineSettings(BaseModel):
         description="A request's tokens do not depend, bit for bit, on what runs beside it, on chunks, prefix hits or "
         "preemption, at the same num_threads on the same machine; slower, CPU only.",
     )
+    async_scheduling: bool | None = Field(
+        default=None,
+        description="Schedule a step while the device runs the one before it; none: on a GPU. A CPU gains nothing.",
+    )
     deduplicate: bool = Field(
         default=True,
         description="Equal requests of one tenant, greedy or with the same seed, are computed once while one of them "

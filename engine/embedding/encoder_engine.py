@@ -100,7 +100,7 @@ class EncoderEngine:
     def _run(self, states: Sequence[EmbeddingState]) -> None:
         try:
             hidden = self._executor.execute([state.token_ids for state in states])
-            vectors = pool([(state, 0, rows) for state, rows in zip(states, hidden, strict=True)])
+            vectors = pool([(state, 0, rows) for state, rows in zip(states, hidden, strict=True)]).now()
         except Exception as error:
             raise step_failure(error, self._executor.model.device) from error
         for state, vector in zip(states, vectors, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -11,30 +12,38 @@ from numpy.typing import NDArray
 
 from engine.embedding.embedding_state import EmbeddingState
 from engine.errors import NonFiniteLogits
+from engine.execution.pending_result import PendingResult
+
+Vector: TypeAlias = "array[float] | NonFiniteLogits | None"
 
 
 @torch.inference_mode()
-def pool(chunks: Sequence[tuple[EmbeddingState, int, torch.Tensor]]) -> list[array[float] | NonFiniteLogits | None]:
-    """Pool what a step computed, copied to the host once: (state, start, hidden), hidden [n, H] from `start` on.
+def pool(chunks: Sequence[tuple[EmbeddingState, int, torch.Tensor]]) -> PendingResult[list[Vector]]:
+    """Pool what a step computed: (state, start, hidden), hidden [n, H] from `start` on, to be read as one tensor.
 
     For each the vector it completes, float32, cut to what its request asks for and of length 1; None where more chunks
     are to come. NonFiniteLogits for a vector that is not finite, or a chunk whose last row is not: that token saw all
     others, so it tells whether their KV is good.
     """
     if not chunks:
-        return []
+        return PendingResult((), lambda _: [])
     for state, start, hidden in chunks:
         state.pooler.add(start, hidden)
+    # Known now: when this is read, the chunk behind it may have been pooled, too.
+    ends = [(state, start + hidden.shape[0], state.pooler.is_complete) for state, start, hidden in chunks]
     rows = [state.pooler.vector if state.pooler.is_complete else hidden[-1].float() for state, _, hidden in chunks]
-    on_host = torch.stack(rows).cpu().numpy()
-    are_finite = np.isfinite(on_host).all(axis=1).tolist()
-    answers: list[array[float] | NonFiniteLogits | None] = []
-    for (state, start, hidden), row, is_finite in zip(chunks, on_host, are_finite, strict=True):
+    return PendingResult((torch.stack(rows),), lambda on_host: _vectors(ends, on_host[0].numpy()))
+
+
+def _vectors(ends: Sequence[tuple[EmbeddingState, int, bool]], rows: NDArray[np.float32]) -> list[Vector]:
+    """ends: states, the position behind each chunk, and whether that is the last. rows [chunks, H]."""
+    are_finite = np.isfinite(rows).all(axis=1).tolist()
+    answers: list[Vector] = []
+    for (state, end, is_complete), row, is_finite in zip(ends, rows, are_finite, strict=True):
         if not is_finite:
-            end = start + hidden.shape[0]
             answers.append(NonFiniteLogits(f"the model's hidden states are not finite before position {end}"))
         else:
-            answers.append(_unit_vector(row[: state.request.dimensions]) if state.pooler.is_complete else None)
+            answers.append(_unit_vector(row[: state.request.dimensions]) if is_complete else None)
     return answers
 
 

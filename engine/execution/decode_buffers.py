@@ -7,6 +7,7 @@ import torch
 
 from engine.errors import EngineFatal
 from engine.execution.forward_batch import ForwardBatch
+from engine.execution.pending_tokens import fill_in
 from engine.execution.planned_batch import PlannedBatch
 from engine.execution.staging_buffer import StagingBuffer
 from kernels.attention_rows import AttentionRows
@@ -31,8 +32,10 @@ class DecodeBuffers:
         self._cu_seqlens_q = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(max_rows, dtype=torch.int64, device=device)
 
-    def fill(self, planned: PlannedBatch, size: int) -> None:
+    def fill(self, planned: PlannedBatch, size: int, chosen: torch.Tensor | None = None) -> None:
         """Write a plain decode step (`PlannedBatch.is_plain_decode`) and padding up to `size` rows.
+
+        chosen: see `StepExecutor.execute`.
 
         One copy to the device and two on it, in the order of the current stream. Of the block tables only as many
         columns are written as the longest row has blocks: nobody reads a table past its row's length.
@@ -49,6 +52,8 @@ class DecodeBuffers:
         tables[:count] = rows.block_tables
         staged_state, staged_tables = next(self._staging).send([state, tables])
         self._state.copy_(staged_state)
+        if chosen is not None:
+            fill_in(self._state[0], chosen)
         self._block_tables[:size, : tables.shape[1]].copy_(staged_tables)
 
     def batch(self, kv_lens: tuple[int, ...]) -> ForwardBatch:

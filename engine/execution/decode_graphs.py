@@ -66,11 +66,13 @@ class DecodeGraphs:
             duration_s=round(time.monotonic() - started_s, 3),
         )
 
-    def replay(self, planned: PlannedBatch) -> torch.Tensor | None:
+    def replay(self, planned: PlannedBatch, chosen: torch.Tensor | None = None) -> torch.Tensor | None:
         """Logits [num_rows, V] float32 of a decode step, in the order of its items; None: to be run eagerly.
 
         The logits are a view of one buffer that every replay writes. What reads them on the same stream before the next
         replay, as the sampler does, is ordered by the stream; what is to last longer must be copied.
+
+        chosen: see `StepExecutor.execute`.
         """
         if planned.prefill is not None:
             return None
@@ -80,7 +82,7 @@ class DecodeGraphs:
             self._num_eager_decode_steps += 1
             return None
         size = sizes[place]
-        self._buffers.fill(planned, size)
+        self._buffers.fill(planned, size, chosen)
         kv_lens = planned.decode.seq_lens.tolist()
         self._captured[size]((*kv_lens, *[1] * (size - len(kv_lens))))
         self._num_replays += 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class ForwardItem:
     """Tokens to run for one sequence, and where its KV lies."""
 
-    token_ids: Sequence[int]  # not empty
+    token_ids: Sequence[int]  # not empty; one that only the device knows yet as `pending_token` writes it
     start: int  # position of token_ids[0]; everything before it is in KV
     block_table: Sequence[int]  # covers start + len(token_ids) tokens
     wants_logits: bool  # of its last token

@@ -15,6 +15,7 @@ from engine.execution.forward_item import ForwardItem
 from engine.execution.forward_result import ForwardResult
 from engine.execution.observed_passes import ObservedPasses
 from engine.execution.pass_trace import PassTrace
+from engine.execution.pending_tokens import fill_in
 from engine.execution.plan_batch import plan_batch
 from engine.execution.planned_batch import PlannedBatch
 from engine.execution.shared_prefix_gate import DECODE_GATE, PREFILL_GATE
@@ -47,8 +48,8 @@ class StepExecutor:
         self._graphs = graphs
         self._gates = (DECODE_GATE, PREFILL_GATE) if settings.shared_prefix.enabled else None
 
-    def execute(self, items: Sequence[ForwardItem]) -> ForwardResult:
-        """Run the items.
+    def execute(self, items: Sequence[ForwardItem], chosen: torch.Tensor | None = None) -> ForwardResult:
+        """Run the items. chosen [S] int64: what the step before chose, where items have a `pending_token` of it.
 
         One forward pass, but for a pure decode below `engine.decode.batch_threshold`, or with `engine.decode.batched`
         off: these run a sequence at a time (seeds A7). The shape of the answer is the same.
@@ -61,9 +62,9 @@ class StepExecutor:
         decode = self._settings.decode
         is_batched = decode.batched and len(items) >= decode.batch_threshold
         if is_decode and len(items) > 1 and not is_batched:
-            logits, hidden = zip(*(self._run_alone(item) for item in items), strict=True)
+            logits, hidden = zip(*(self._run_alone(item, chosen) for item in items), strict=True)
             return ForwardResult(torch.cat(logits), tuple(chain.from_iterable(hidden)))
-        return self._forward(items)
+        return self._forward(items, chosen)
 
     def capture_graphs(self) -> None:
         """Capture the decode graphs that were not tried yet: at start, before the first step."""
@@ -80,17 +81,19 @@ class StepExecutor:
         """Forward passes so far."""
         return self._passes.num_passes
 
-    def _run_alone(self, item: ForwardItem) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        result = self._forward([item])
+    def _run_alone(
+        self, item: ForwardItem, chosen: torch.Tensor | None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        result = self._forward([item], chosen)
         return result.logits.clone(), result.hidden  # a replay for the next item would write the same logits
 
-    def _forward(self, items: Sequence[ForwardItem]) -> ForwardResult:
+    def _forward(self, items: Sequence[ForwardItem], chosen: torch.Tensor | None) -> ForwardResult:
         planned = plan_batch(items, self.kv_cache.spec.block_size, self._gates)
         if self._settings.trace_steps:
             self._trace(items)
         number = self.num_forward_passes
         result = self._passes.run(
-            lambda observer: self._run(planned, observer),
+            lambda observer: self._run(planned, chosen, observer),
             num_tokens=planned.num_tokens,
             num_seqs=len(items),
         )
@@ -98,12 +101,15 @@ class StepExecutor:
             self._trace_candidates(number, result.logits)
         return result
 
-    def _run(self, planned: PlannedBatch, observer: LayerObserver | None) -> ForwardResult:
+    def _run(self, planned: PlannedBatch, chosen: torch.Tensor | None, observer: LayerObserver | None) -> ForwardResult:
         """A replay where a graph serves the step; layers are only told apart where they run one by one."""
-        logits = None if self._graphs is None or observer is not None else self._graphs.replay(planned)
+        logits = None if self._graphs is None or observer is not None else self._graphs.replay(planned, chosen)
         if logits is not None:
             return ForwardResult(logits, ())
-        return self.model.forward(self._staging.stage(planned), self.kv_cache, observer)
+        batch = self._staging.stage(planned)
+        if chosen is not None:
+            fill_in(batch.token_ids, chosen)
+        return self.model.forward(batch, self.kv_cache, observer)
 
     def _trace(self, items: Sequence[ForwardItem]) -> None:
         _log.info(

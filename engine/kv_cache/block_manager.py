@@ -117,10 +117,13 @@ class BlockManager:
 
     def grow(self, sequence_id: str, num_tokens: int) -> None:
         """Make room for `num_tokens` in all. Raises KVPoolExhausted, having changed nothing, when too few are free."""
-        table = self._sequence(sequence_id).block_table
-        missing = self.blocks_for(num_tokens) - len(table)
-        if missing > 0:
-            table.extend(self._pool.allocate(missing))
+        missing = self.missing_blocks(sequence_id, num_tokens)
+        if missing:
+            self._sequence(sequence_id).block_table.extend(self._pool.allocate(missing))
+
+    def missing_blocks(self, sequence_id: str, num_tokens: int) -> int:
+        """Blocks that `grow` would take."""
+        return max(0, self.blocks_for(num_tokens) - len(self._sequence(sequence_id).block_table))
 
     def commit(self, sequence_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
         """The first `num_computed_tokens` of `token_ids` are in KV and good: offer their full blocks to later hits."""

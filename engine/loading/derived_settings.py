@@ -57,6 +57,7 @@ def derive_for(
             "engine.dtype": _default_dtype(config.dtype, device),
             "engine.shared_prefix.enabled": device.type == "cpu" and not is_deterministic,
             "engine.cuda_graphs.enabled": captures,
+            "engine.async_scheduling": device.type == "cuda" and isinstance(config, ModelConfig),
         }
     )
     _check_capabilities(effective, config, device)
@@ -141,6 +142,10 @@ def _check_encoder(settings: EngineSettings) -> None:
         raise CapabilityError("engine.deterministic=true: not available for an encoder; accepted: false")
     if settings.cuda_graphs.enabled:
         raise CapabilityError("engine.cuda_graphs.enabled=true: an encoder decodes nothing; accepted: none, false")
+    if settings.async_scheduling:
+        raise CapabilityError(
+            "engine.async_scheduling=true: an encoder runs an input in one step; accepted: none, false"
+        )
     if settings.quantization != "none":
         raise CapabilityError(
             f"engine.quantization={settings.quantization}: not available for an encoder; accepted: none"

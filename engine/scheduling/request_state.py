@@ -45,6 +45,18 @@ class RequestState(SequenceState):
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_uncomputed_tokens(self) -> int:
+        """See SequenceState. A pending token counts, unless the sequence ends with it."""
+        known, pending = len(self.token_ids) - self.num_computed_tokens, self.num_pending_tokens
+        return known + pending if pending and self.num_output_tokens + pending < self.max_tokens else known
+
+    @property
+    def needs_answer(self) -> bool:
+        """See SequenceState. Penalties and grammars follow each token, and a prompt is scored in order."""
+        follows_tokens = self.counts is not None or self.matcher is not None
+        return self.scores_prompt or (follows_tokens and self.num_pending_tokens > 0)
+
+    @property
     def max_cached_tokens(self) -> int | None:
         """See SequenceState. The model must say something about each prompt token that has no log-probability yet."""
         if self.prompt_logprobs is None or self.prompt_logprobs.is_complete:

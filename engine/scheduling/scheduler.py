@@ -23,6 +23,9 @@ class Scheduler:
 
     A sequence is in exactly one place: waiting (holding no blocks) or running (holding blocks for all its known
     tokens). It leaves by `finish`, called by the engine for whatever reason it ended.
+
+    One step may be scheduled ahead, while the one before it runs. Tokens that this one chooses are pending then: they
+    are scheduled by their place, and blocks are offered to the prefix cache only once a step has been found good.
     """
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
@@ -64,24 +67,37 @@ class Scheduler:
             state.priority = priority
             self._waiting.add(state)
 
-    def schedule(self) -> ScheduledBatch | None:
-        """Plan the next step and allocate what it needs; None when there is nothing to run."""
-        if not self.has_work:
+    def schedule(self, *, is_ahead: bool = False) -> ScheduledBatch | None:
+        """Plan the next step and allocate what it needs; None when there is nothing to run.
+
+        is_ahead: the step before is under way. None also where its answers are needed first: by a sequence that cannot
+        go on without, or since one would have to be preempted, which one that ends may make unnecessary.
+        """
+        if not self.has_work or (is_ahead and not self._can_run_ahead()):
             return None
         items = self._schedule_mixed() if self._limits.unified_prefill else self._schedule_one_phase()
+        if not items and is_ahead:
+            return None
         if not items:
             raise EngineFatal(
                 f"nothing can run: {len(self._running)} running, {len(self._waiting)} waiting, "
                 f"{self._blocks.num_free_blocks} of {self._blocks.num_blocks} KV blocks free"
             )
+        for item in items:
+            item.state.num_computed_tokens += item.num_scheduled_tokens
+            item.state.num_pending_tokens += item.samples
         return ScheduledBatch(tuple(items))
 
-    def advance(self, items: Iterable[ScheduledItem]) -> None:
-        """These ran and their KV is good: move them on and offer their full blocks to later hits."""
+    def commit(self, items: Iterable[ScheduledItem]) -> None:
+        """These ran and their KV is good: offer their full blocks to later hits. What they chose is pending no more.
+
+        Those that ended meanwhile have no blocks, and nothing is done for them.
+        """
         for item in items:
             state = item.state
-            state.num_computed_tokens = item.start + item.num_scheduled_tokens
-            self._blocks.commit(state.sequence_id, state.token_ids, state.num_computed_tokens)
+            if not state.is_finished:
+                state.num_pending_tokens -= item.samples
+                self._blocks.commit(state.sequence_id, state.token_ids, item.start + item.num_scheduled_tokens)
 
     def finish(self, state: SequenceState, *, kv_is_good: bool = True) -> None:
         """Take out an unfinished sequence and free its blocks at once."""
@@ -98,6 +114,16 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise EngineFatal unless the account of the blocks, and of what waits for them, adds up. O(num_blocks)."""
         self._blocks.check_integrity(state.chain for state in self._waiting)
+
+    def _can_run_ahead(self) -> bool:
+        if any(state.needs_answer for state in self._running):
+            return False
+        num_free = self._blocks.num_free_blocks
+        if num_free >= len(self._running):  # a decode takes a block at most
+            return True
+        decodes = (state for state in self._running if state.num_uncomputed_tokens == 1)
+        needs = (self._blocks.missing_blocks(state.sequence_id, state.num_computed_tokens + 1) for state in decodes)
+        return sum(needs) <= num_free
 
     def _schedule_mixed(self) -> list[ScheduledItem]:
         preempted_before = self.num_preemptions
@@ -124,10 +150,10 @@ class Scheduler:
         return items
 
     def _grow_or_preempt(self, state: SequenceState) -> bool:
-        """Room for all known tokens of a running sequence, at the cost of those behind it; False: it was preempted."""
+        """Room for the next token of a decoding sequence, at the cost of those behind it; False: it was preempted."""
         while True:
             try:
-                self._blocks.grow(state.sequence_id, len(state.token_ids))
+                self._blocks.grow(state.sequence_id, state.num_computed_tokens + 1)
             except KVPoolExhausted:
                 victim = self._running[-1]
                 self._preempt(victim)

@@ -19,7 +19,8 @@ class SequenceState(ABC):
     arrival: int  # number of the group among all that the engine ever began
     chain: BlockHashChain
     token_ids: list[int]  # what is known of it
-    num_computed_tokens: int = 0  # in KV; 0 while waiting
+    num_pending_tokens: int = 0  # behind these: chosen by steps whose answers are not known yet
+    num_computed_tokens: int = 0  # in KV once the steps scheduled so far have run; 0 while waiting
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     admission: int | None = None  # order of first admission over the engine's life; None before
     num_preemptions: int = 0
@@ -57,8 +58,13 @@ class SequenceState(ABC):
         return None
 
     @property
+    def needs_answer(self) -> bool:
+        """Whether it cannot be run on before the answer of the step under way is known."""
+        return False
+
+    @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens known but not in KV: 1 in decode, more in prefill."""
+        """Tokens to be run that are not in KV: 1 in decode, more in prefill."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property

@@ -59,7 +59,7 @@ class DryEngine:
         for item in batch.items:
             end = min(item.start + item.num_scheduled_tokens, item.state.num_prompt_tokens)
             self.prompt_tokens_run += max(end - item.start, 0)
-        self.scheduler.advance(batch.items)
+        self.scheduler.commit(batch.items)
         finished: list[RequestState] = []
         for item in batch.items:
             state = item.state

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import and_
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.engine import Engine
 from engine.errors import NonFiniteLogits, PromptTooLong
+from engine.execution.pending_result import PendingResult
 from engine.finish_reason import FinishReason
 from engine.prompt_logprobs import PromptLogprobs
 from engine.prompt_scorer import PromptScorer
@@ -98,9 +100,9 @@ def test_a_bounded_number_of_positions_at_a_time(case: Case, monkeypatch: pytest
     scorer = PromptScorer(engine._executor.model, max_logits_bytes=5 * VOCAB_SIZE * 4 + 3)
     logprobs_of, sizes = scorer._logprobs, []
 
-    def observed(rows: torch.Tensor, targets: Sequence[int]) -> Any:
+    def observed(rows: torch.Tensor, next_ids: torch.Tensor) -> Any:
         sizes.append(rows.shape[0])
-        return logprobs_of(rows, targets)
+        return logprobs_of(rows, next_ids)
 
     monkeypatch.setattr(scorer, "_logprobs", observed)
     monkeypatch.setattr(engine._batches, "_scorer", scorer)
@@ -276,11 +278,9 @@ def test_one_position_that_is_not_finite_fails_a_request_whose_last_one_is_good(
     scorer = engine._batches._scorer
     score = scorer.score
 
-    def spoilt(prompts: Sequence[tuple[PromptLogprobs, int, torch.Tensor]]) -> list[bool]:
-        found = score(prompts)
-        return [
-            good and entries.token_ids != case.prompts[8] for good, (entries, *_) in zip(found, prompts, strict=True)
-        ]
+    def spoilt(prompts: Sequence[tuple[PromptLogprobs, int, torch.Tensor]]) -> PendingResult[list[bool]]:
+        result, is_other = score(prompts), [entries.token_ids != case.prompts[8] for entries, _, _ in prompts]
+        return replace(result, read=lambda on_host: [*map(and_, result.read(on_host), is_other)])
 
     monkeypatch.setattr(scorer, "score", spoilt)
     outputs = run_all(engine, [case.request(8, max_tokens=3), case.request(10, max_tokens=3, ignore_eos=True)])

@@ -23,7 +23,7 @@ def test_one_position_that_is_not_finite_is_enough(model: DecoderModel) -> None:
     hidden[3, 0] = torch.nan
     spoilt, good = (PromptLogprobs(list(range(10)), 1) for _ in range(2))
     scorer = PromptScorer(model, max_logits_bytes=8 * VOCAB_SIZE)
-    assert scorer.score([(spoilt, 0, hidden), (good, 0, hidden[4:])]) == [False, True]
+    assert scorer.score([(spoilt, 0, hidden), (good, 0, hidden[4:])]).now() == [False, True]
     assert good.num_scored == 5
     assert not spoilt.is_complete
 
@@ -38,9 +38,9 @@ def test_positions_that_have_their_entries_and_those_behind_the_prompt_are_left_
     hidden = torch.randn(12, model.config.hidden_size)
     whole, pieces = (PromptLogprobs(list(range(10)), 2) for _ in range(2))
     scorer = PromptScorer(model)
-    assert scorer.score([(whole, 0, hidden)]) == [True]
+    assert scorer.score([(whole, 0, hidden)]).now() == [True]
     for start, end in ((0, 4), (0, 3), (2, 6), (0, 12), (9, 12)):
-        assert scorer.score([(pieces, start, hidden[start:end])]) == [True]
+        assert scorer.score([(pieces, start, hidden[start:end])]).now() == [True]
     for one, other in zip(whole, pieces, strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
@@ -50,7 +50,7 @@ def test_positions_that_have_their_entries_and_those_behind_the_prompt_are_left_
 
 def test_no_more_alternatives_than_the_vocabulary_has(model: DecoderModel) -> None:
     entries = PromptLogprobs([1, 2, 3], 1000)
-    assert PromptScorer(model).score([(entries, 0, torch.randn(3, model.config.hidden_size))]) == [True]
+    assert PromptScorer(model).score([(entries, 0, torch.randn(3, model.config.hidden_size))]).now() == [True]
     first, *others = entries
     assert first is None
     for entry in others:

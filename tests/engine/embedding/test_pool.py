@@ -34,7 +34,7 @@ def _hidden(*last_row: float) -> torch.Tensor:
 
 def test_a_vector_is_cut_to_what_its_own_request_asks_for_before_it_is_scaled() -> None:
     hidden = _hidden(3.0, 4.0, 12.0)
-    cut, whole = pool([(_state(dimensions=2), 0, hidden), (_state(), 0, hidden)])
+    cut, whole = pool([(_state(dimensions=2), 0, hidden), (_state(), 0, hidden)]).now()
     assert not isinstance(cut, NonFiniteLogits | None)
     assert not isinstance(whole, NonFiniteLogits | None)
     assert list(cut) == pytest.approx([0.6, 0.8])
@@ -44,8 +44,8 @@ def test_a_vector_is_cut_to_what_its_own_request_asks_for_before_it_is_scaled() 
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_only_the_last_chunk_brings_the_vector(pooling: Pooling) -> None:
     state = _state(4, pooling)
-    assert pool([(state, 0, _hidden(3.0, 4.0))]) == [None]
-    (vector,) = pool([(state, 2, _hidden(3.0, 4.0))])
+    assert pool([(state, 0, _hidden(3.0, 4.0))]).now() == [None]
+    (vector,) = pool([(state, 2, _hidden(3.0, 4.0))]).now()
     assert not isinstance(vector, NonFiniteLogits | None)
     assert math.hypot(*vector) == pytest.approx(1)
 
@@ -55,7 +55,9 @@ def test_only_the_last_chunk_brings_the_vector(pooling: Pooling) -> None:
 def test_a_last_row_that_is_not_finite_fails_its_own_sequence_whether_or_not_more_is_to_come(
     bad: float, num_tokens: int
 ) -> None:
-    spoilt, good = pool([(_state(num_tokens, dimensions=1), 0, _hidden(1.0, bad)), (_state(), 0, _hidden(1.0, 0.0))])
+    spoilt, good = pool(
+        [(_state(num_tokens, dimensions=1), 0, _hidden(1.0, bad)), (_state(), 0, _hidden(1.0, 0.0))]
+    ).now()
     assert isinstance(spoilt, NonFiniteLogits)
     assert "before position 2" in str(spoilt)
     assert not isinstance(good, NonFiniteLogits | None)
@@ -63,19 +65,19 @@ def test_a_last_row_that_is_not_finite_fails_its_own_sequence_whether_or_not_mor
 
 
 def test_a_mean_of_finite_rows_behind_one_that_is_not_fails_all_the_same() -> None:
-    (spoilt,) = pool([(_state(2, "mean"), 0, torch.tensor([[math.nan, 1.0], [1.0, 1.0]]))])
+    (spoilt,) = pool([(_state(2, "mean"), 0, torch.tensor([[math.nan, 1.0], [1.0, 1.0]]))]).now()
     assert isinstance(spoilt, NonFiniteLogits)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
 def test_no_size_is_too_small_or_too_large_to_be_scaled(size: float) -> None:
-    (vector,) = pool([(_state(), 0, _hidden(3 * size, 4 * size))])
+    (vector,) = pool([(_state(), 0, _hidden(3 * size, 4 * size))]).now()
     assert not isinstance(vector, NonFiniteLogits | None)
     assert list(vector) == pytest.approx([0.6, 0.8])
 
 
 def test_a_vector_of_zeros_stays_one() -> None:
-    (vector,) = pool([(_state(), 0, _hidden(0.0, 0.0))])
+    (vector,) = pool([(_state(), 0, _hidden(0.0, 0.0))]).now()
     assert not isinstance(vector, NonFiniteLogits | None)
     assert list(vector) == [0.0, 0.0]
 
@@ -89,5 +91,5 @@ def test_the_vectors_of_a_step_are_copied_to_the_host_together(monkeypatch: pyte
         return cpu(self)
 
     monkeypatch.setattr(torch.Tensor, "cpu", counted)
-    assert None not in pool([(_state(), 0, _hidden(3.0, 4.0)) for _ in range(5)])
+    assert None not in pool([(_state(), 0, _hidden(3.0, 4.0)) for _ in range(5)]).now()
     assert copies == [(5, 2)]

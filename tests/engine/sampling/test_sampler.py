@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,10 +28,9 @@ from engine.structured.compile_matcher import compile_matcher
 from engine.structured.compiled_grammar import CompiledGrammar
 from engine.structured.definition import definition
 from engine.structured.grammar import Grammar
-from engine.structured.grammar_matcher import GrammarMatcher
-from engine.structured.token_masks import Forbidden
 from kernels.dispatch import operations
 
+CPU = torch.device("cpu")
 VOCAB = 97
 PROMPT = (3, 5, 5, 8)
 OUTPUT = (9, 9, 11)
@@ -49,8 +47,12 @@ def _logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
+def _sampler(unknown_ids: torch.Tensor | None = None) -> Sampler:
+    return Sampler(operations(CPU), CPU, unknown_ids)
+
+
 def _sample(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
-    results = Sampler(operations(torch.device("cpu"))).sample(logits.clone(), rows)
+    results = _sampler().sample(logits.clone(), rows).answers.now()
     assert all(isinstance(result, SampledToken) for result in results)
     return [result.token_id for result in results if isinstance(result, SampledToken)]
 
@@ -135,7 +137,7 @@ def test_a_row_that_is_not_finite_fails_and_the_others_do_not(value: float) -> N
     logits = _logits(3)
     expected = _sample(logits, [_row(seed=i) for i in range(3)])
     logits[1, 50] = value
-    results = Sampler(operations(torch.device("cpu"))).sample(logits, [_row(seed=i) for i in range(3)])
+    results = _sampler().sample(logits, [_row(seed=i) for i in range(3)]).answers.now()
     assert isinstance(results[1], NonFiniteLogits)
     tokens = [result.token_id for result in results if isinstance(result, SampledToken)]
     assert tokens == [expected[0], expected[2]]
@@ -144,7 +146,7 @@ def test_a_row_that_is_not_finite_fails_and_the_others_do_not(value: float) -> N
 def test_logprobs_are_taken_before_anything_changes_the_logits() -> None:
     logits = _logits()
     row = _row(temperature=0.3, top_k=1, logprobs=2, logit_bias={60: 50.0}, repetition_penalty=1.5)
-    (result,) = Sampler(operations(torch.device("cpu"))).sample(logits.clone(), [row])
+    (result,) = _sampler().sample(logits.clone(), [row]).answers.now()
     assert isinstance(result, SampledToken)
     assert result.logprobs is not None
     expected = torch.log_softmax(logits[0], dim=-1)
@@ -164,8 +166,8 @@ def test_a_grammar_leaves_the_other_rows_bits_as_they_were() -> None:
     grammar = _grammar("[xy]")
     logits = torch.randn(3, 256, generator=torch.Generator().manual_seed(5))
     held, alone = logits.clone(), logits.clone()
-    row, sampler = _row(temperature=0.0, repetition_penalty=1.3), Sampler(operations(torch.device("cpu")))
-    results = sampler.sample(held, [row, replace(row, matcher=grammar.new_matcher(())), row])
+    row, sampler = _row(temperature=0.0, repetition_penalty=1.3), _sampler()
+    results = sampler.sample(held, [row, replace(row, matcher=grammar.new_matcher(())), row]).answers.now()
     sampler.sample(alone, [row, row, row])
     assert torch.equal(held[[0, 2]], alone[[0, 2]])
     allowed = [ord("x"), ord("y")]
@@ -180,7 +182,7 @@ def test_each_row_is_held_to_its_own_grammar_and_one_that_nothing_continues_fail
     matchers = [_grammar(regex).new_matcher(()) for regex in ("[ab]", "c", "[de]")]
     matchers[1].accept(ord("z"))
     rows = [replace(_row(), matcher=matcher) for matcher in matchers]
-    first, failed, last = Sampler(operations(torch.device("cpu"))).sample(logits, rows)
+    first, failed, last = _sampler().sample(logits, rows).answers.now()
     assert isinstance(failed, GrammarFailed)
     assert isinstance(first, SampledToken)
     assert isinstance(last, SampledToken)
@@ -188,29 +190,55 @@ def test_each_row_is_held_to_its_own_grammar_and_one_that_nothing_continues_fail
     assert chr(last.token_id) in "de"
 
 
-def test_what_grammars_forbid_is_known_before_the_device_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler, order = Sampler(operations(torch.device("cpu"))), []
-    forbidden, to_list = sampler._masks.forbidden, torch.Tensor.tolist
-
-    def forbidden_and_note(matchers: Sequence[GrammarMatcher]) -> Forbidden:
-        order.append("masks")
-        return forbidden(matchers)
-
-    def to_list_and_note(tensor: torch.Tensor) -> Any:
-        order.append("wait")
-        return to_list(tensor)
-
-    monkeypatch.setattr(sampler._masks, "forbidden", forbidden_and_note)
-    monkeypatch.setattr(torch.Tensor, "tolist", to_list_and_note)
-    sampler.sample(torch.zeros(1, 256), [replace(_row(), matcher=_grammar("[ab]").new_matcher(()))])
-    assert order[:2] == ["masks", "wait"]
-
-
 def test_ids_without_a_token_are_never_chosen() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 90:] = 100.0
-    sampler = Sampler(operations(torch.device("cpu")), unknown_ids=torch.arange(90, VOCAB))
+    sampler = _sampler(unknown_ids=torch.arange(90, VOCAB))
     for row in (_row(temperature=0.0, logit_bias={95: 100.0}), _row(seed=3)):
-        (result,) = sampler.sample(logits.clone(), [row])
+        (result,) = sampler.sample(logits.clone(), [row]).answers.now()
         assert isinstance(result, SampledToken)
         assert result.token_id < 90
+
+
+def test_rows_with_log_probabilities_get_as_many_as_they_ask_for() -> None:
+    logits = _logits(5)
+    counts = (3, None, 0, 400, 3)
+    rows = [_row(seed=i, logprobs=count) for i, count in enumerate(counts)]
+    for logit, count, result in zip(logits, counts, _sampler().sample(logits.clone(), rows).answers.now(), strict=True):
+        assert isinstance(result, SampledToken)
+        if count is None:
+            assert result.logprobs is None
+            continue
+        expected = torch.log_softmax(logit, dim=-1)
+        assert result.logprobs is not None
+        assert result.logprobs.token_id == result.token_id
+        assert result.logprobs.logprob == pytest.approx(float(expected[result.token_id]))
+        assert [token_id for token_id, _ in result.logprobs.top] == expected.topk(min(count, VOCAB)).indices.tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_drawn_is_only_looked_at(temperature: float) -> None:
+    logits = _logits(4)
+    logits[3, 7] = torch.nan
+    row = _row(seed=9, temperature=temperature)
+    first, second, good, bad = _sampler().sample(logits.clone(), [row, row, None, None]).answers.now()
+    assert isinstance(first, SampledToken)
+    assert isinstance(second, SampledToken)
+    assert [first.token_id, second.token_id] == _sample(logits[:2], [row, row])
+    assert good is None
+    assert isinstance(bad, NonFiniteLogits)
+
+
+def test_the_next_step_gets_a_valid_id_of_a_row_that_failed() -> None:
+    logits = _logits(4)
+    logits[0] = torch.nan
+    logits[1] = -torch.inf
+    logits[2, 5] = torch.inf
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 3, "top_p": 0.8, "min_p": 0.1}]
+    for params in kinds:
+        chosen = _sampler().sample(logits.clone(), [_row(seed=i, **params) for i in range(4)])
+        *failed, good = chosen.answers.now()
+        assert all(isinstance(answer, NonFiniteLogits) for answer in failed)
+        assert isinstance(good, SampledToken)
+        assert chosen.token_ids[3] == good.token_id
+        assert ((chosen.token_ids >= 0) & (chosen.token_ids < VOCAB)).all()

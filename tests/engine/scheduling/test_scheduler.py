@@ -52,7 +52,7 @@ class SchedulerHarness:
         return {i.state.request.request_id: (i.start, i.num_scheduled_tokens) for i in batch.items}
 
     def _apply(self, batch: ScheduledBatch) -> None:
-        self.scheduler.advance(batch.items)
+        self.scheduler.commit(batch.items)
         for item in batch.items:
             state = item.state
             assert isinstance(state, RequestState)
