@@ -30,6 +30,7 @@ from engine.sampling.sampling_row import SamplingRow
 from engine.scheduling.request_state import RequestState
 from engine.scheduling.scheduled_batch import ScheduledBatch
 from engine.scheduling.scheduled_item import ScheduledItem
+from engine.scheduling.sequence_state import SequenceState
 from engine.step_answers import StepAnswers, VectorAnswer
 from engine.step_in_flight import StepInFlight
 
@@ -117,7 +118,7 @@ class BatchRunner:
             return [self._forward_item(item, None) for item in batch.items], None
         if before is None or before.tokens is None:
             raise EngineFatal("tokens are pending, and no step is under way that chooses them")
-        rows = {state: row for row, (_, state) in enumerate(before.generating)}
+        rows: dict[SequenceState, int] = {state: row for row, (_, state) in enumerate(before.generating)}
         items = [
             self._forward_item(item, rows[item.state] if item.start >= len(item.state.token_ids) else None)
             for item in batch.items

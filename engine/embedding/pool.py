@@ -37,7 +37,7 @@ def pool(chunks: Sequence[tuple[EmbeddingState, int, torch.Tensor]]) -> PendingR
 
 def _vectors(ends: Sequence[tuple[EmbeddingState, int, bool]], rows: NDArray[np.float32]) -> list[Vector]:
     """ends: states, the position behind each chunk, and whether that is the last. rows [chunks, H]."""
-    are_finite = np.isfinite(rows).all(axis=1).tolist()
+    are_finite = np.isfinite(rows).all(axis=1)
     answers: list[Vector] = []
     for (state, end, is_complete), row, is_finite in zip(ends, rows, are_finite, strict=True):
         if not is_finite:
