@@ -96,6 +96,8 @@ class BatchRunner:
         return StepAnswers(
             tokens=[
                 (item, state, _answer(item, answer, is_bad=state.sequence_id in bad_prompts))
+                if bad_prompts or not isinstance(answer, SampledToken)
+                else (item, state, answer)
                 for (item, state), answer in zip(step.generating, tokens, strict=True)
             ],
             vectors=vectors,
@@ -113,11 +115,8 @@ class BatchRunner:
         self, batch: ScheduledBatch, before: StepInFlight | None
     ) -> tuple[list[ForwardItem], torch.Tensor | None]:
         """The items, and on the device the tokens that are pending in them; None where the host knows all."""
-        pending = [item for item in batch.items if item.start >= len(item.state.token_ids)]
-        if not pending:
-            return [self._forward_item(item, None) for item in batch.items], None
         if before is None or before.tokens is None:
-            raise EngineFatal("tokens are pending, and no step is under way that chooses them")
+            return [self._forward_item(item, None) for item in batch.items], None
         rows: dict[SequenceState, int] = {state: row for row, (_, state) in enumerate(before.generating)}
         items = [
             self._forward_item(item, rows[item.state] if item.start >= len(item.state.token_ids) else None)

@@ -37,10 +37,9 @@ def pool(chunks: Sequence[tuple[EmbeddingState, int, torch.Tensor]]) -> PendingR
 
 def _vectors(ends: Sequence[tuple[EmbeddingState, int, bool]], rows: NDArray[np.float32]) -> list[Vector]:
     """ends: states, the position behind each chunk, and whether that is the last. rows [chunks, H]."""
-    are_finite = np.isfinite(rows).all(axis=1)
     answers: list[Vector] = []
-    for (state, end, is_complete), row, is_finite in zip(ends, rows, are_finite, strict=True):
-        if not is_finite:
+    for (state, end, is_complete), row in zip(ends, rows, strict=True):
+        if not np.isfinite(row).all():
             answers.append(NonFiniteLogits(f"the model's hidden states are not finite before position {end}"))
         else:
             answers.append(_unit_vector(row[: state.request.dimensions]) if is_complete else None)

@@ -117,9 +117,10 @@ class BlockManager:
 
     def grow(self, sequence_id: str, num_tokens: int) -> None:
         """Make room for `num_tokens` in all. Raises KVPoolExhausted, having changed nothing, when too few are free."""
-        missing = self.missing_blocks(sequence_id, num_tokens)
-        if missing:
-            self._sequence(sequence_id).block_table.extend(self._pool.allocate(missing))
+        table = self._sequence(sequence_id).block_table
+        missing = self.blocks_for(num_tokens) - len(table)
+        if missing > 0:
+            table.extend(self._pool.allocate(missing))
 
     def missing_blocks(self, sequence_id: str, num_tokens: int) -> int:
         """Blocks that `grow` would take."""

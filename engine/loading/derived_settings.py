@@ -143,9 +143,7 @@ def _check_encoder(settings: EngineSettings) -> None:
     if settings.cuda_graphs.enabled:
         raise CapabilityError("engine.cuda_graphs.enabled=true: an encoder decodes nothing; accepted: none, false")
     if settings.async_scheduling:
-        raise CapabilityError(
-            "engine.async_scheduling=true: an encoder runs an input in one step; accepted: none, false"
-        )
+        raise CapabilityError("engine.async_scheduling=true: not available for an encoder; accepted: none, false")
     if settings.quantization != "none":
         raise CapabilityError(
             f"engine.quantization={settings.quantization}: not available for an encoder; accepted: none"

@@ -35,7 +35,9 @@ class Sampler:
         self._staging = ArrayStaging(device)
         self._unknown_ids = unknown_ids
         self._masks = TokenMasks(torch.get_num_threads())
+        # On the device: a number of Python's would be copied there, and waited for, by some operations.
         self._minus_infinity = torch.full((), -torch.inf, device=device)
+        self._not_finite = torch.full((), NOT_FINITE, device=device)
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: Rows) -> ChosenTokens:
@@ -53,7 +55,7 @@ class Sampler:
         raw = None if scored is None else torch.log_softmax(logits.index_select(0, scored), dim=-1)
         self._edit(logits, given)
         token_ids = self._choose(logits, given)  # of a row that is not finite a valid one, too
-        tensors = [torch.where(is_finite, token_ids, NOT_FINITE)]
+        tensors = [torch.where(is_finite, token_ids, self._not_finite)]
         if scored is not None and raw is not None:
             tensors += _logprobs(raw, token_ids.index_select(0, scored), [count for count, _ in scored_rows(rows)])
         return ChosenTokens(token_ids, PendingResult(tuple(tensors), lambda on_host: _answers(on_host, rows, failures)))

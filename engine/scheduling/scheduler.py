@@ -83,9 +83,6 @@ class Scheduler:
                 f"nothing can run: {len(self._running)} running, {len(self._waiting)} waiting, "
                 f"{self._blocks.num_free_blocks} of {self._blocks.num_blocks} KV blocks free"
             )
-        for item in items:
-            item.state.num_computed_tokens += item.num_scheduled_tokens
-            item.state.num_pending_tokens += item.samples
         return ScheduledBatch(tuple(items))
 
     def commit(self, items: Iterable[ScheduledItem]) -> None:
@@ -183,10 +180,16 @@ class Scheduler:
         return items
 
     def _item(self, state: SequenceState, budget: int) -> ScheduledItem:
-        """As many of its tokens as the budget allows; its tenant is charged at once, which the next admission sees."""
-        count = min(state.num_uncomputed_tokens, budget)
+        """As many of its tokens as the budget allows, which are computed from here on; its tenant is charged at once,
+        which the next admission sees.
+        """
+        num_uncomputed, start = state.num_uncomputed_tokens, state.num_computed_tokens
+        count = min(num_uncomputed, budget)
+        samples = count == num_uncomputed
         self._waiting.charge(state, count)
-        return ScheduledItem(state, state.num_computed_tokens, count, samples=count == state.num_uncomputed_tokens)
+        state.num_computed_tokens = start + count
+        state.num_pending_tokens += samples
+        return ScheduledItem(state, start, count, samples)
 
     def _blocked_at(self, state: SequenceState) -> int | None:
         return self._blocks.pending_block(state.chain, state.token_ids, state.max_cached_tokens)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.any_request import AnyRequest
 from engine.embedding_request import EmbeddingRequest
 from engine.engine import Engine
 from engine.errors import EngineFatal, NonFiniteLogits
@@ -125,7 +126,7 @@ def test_one_that_ends_where_only_the_host_can_see_it_costs_a_row_that_nobody_se
     engine.check_integrity()
 
 
-EVERYTHING = [
+EVERYTHING: list[AnyRequest] = [
     Request("greedy", PROMPT, SamplingParams(temperature=0.0, max_tokens=9, min_tokens=4, logprobs=2)),
     Request("drawn", PROMPT[3:], SamplingParams(seed=1, max_tokens=9, top_k=20, top_p=0.9, min_p=0.01, n=2)),
     Request("plain", PROMPT[4:], SamplingParams(seed=2, max_tokens=9, logit_bias={3: 1.0}, logprobs=4)),
@@ -180,6 +181,7 @@ def _read(output: RequestOutput) -> Any:
         lambda tensor: tensor[tensor > 0],
         lambda tensor: tensor[[0, 1]],
         lambda tensor: torch.tensor([1.0]),
+        lambda tensor: torch.where(tensor > 0, tensor, 1.0),
         lambda tensor: tensor.cpu(),
     ],
 )

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-# They read a tensor on the host, or copy between host and device through memory that is not pinned.
+# They read a tensor on the host, or copy between host and device through memory that is not pinned; so does torch.where
+# with a number.
 READS = {
     "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__len__", "__iter__", "__contains__",
     "numpy", "__array__", "cpu", "cuda", "to", "nonzero", "masked_select", "unique",
@@ -31,7 +32,8 @@ class NoHostReads(TorchFunctionMode):
         if not self._num_kernels:
             name = getattr(func, "__name__", "")
             self.num_calls += 1
-            if name in READS or (name in INDEXING and _has_mask_or_list(args[1])):
+            has_number = name == "where" and not all(isinstance(arg, torch.Tensor) for arg in args)
+            if name in READS or has_number or (name in INDEXING and _has_mask_or_list(args[1])):
                 raise AssertionError(f"the host waits for the device: {name}")
         return func(*args, **(kwargs or {}))
 

@@ -109,7 +109,7 @@ def test_a_prompt_to_continue_is_refused(bert: Path) -> None:
     assert caught.value.code == "unsupported_endpoint"
 
 
-@pytest.mark.parametrize("options", [{"deterministic": "true"}, {"quantization": "int8"}])
+@pytest.mark.parametrize("options", [{"deterministic": "true"}, {"quantization": "int8"}, {"async_scheduling": "true"}])
 def test_what_an_encoder_cannot_do_is_refused_by_name(bert: Path, options: dict[str, str]) -> None:
     with pytest.raises(CapabilityError, match=f"engine.{next(iter(options))}=.*not available for an encoder"):
         load(bert, **options)
