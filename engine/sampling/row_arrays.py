@@ -14,21 +14,38 @@ from engine.sampling.sampling_row import SamplingRow
 Arrays = tuple[npt.NDArray[Any], ...]
 Part = Literal["logprobs", "bias", "penalties", "banned", "forbidden", "places", "draws", "truncation"]
 Rows = Sequence[SamplingRow | None]
+_Owned = list[tuple[int, SamplingRow]]  # index and row
 
 
 def row_arrays(rows: Rows, vocab_size: int) -> dict[Part, Arrays]:
     """What the parameters of these rows ask for, part by part; a part that no row asks for is not there.
 
-    None: a row that is not drawn, which no part touches. logprobs: rows, in the order of `scored_rows`.
+    None: a row that is not drawn, which no part touches. logprobs: rows, in the order of `scored_rows`. bias: rows,
+    token ids, what to add. penalties: as `Operations.apply_penalties` takes them. banned: rows, token ids. Of the rows
+    that are not greedy, draws: temperatures, seeds, positions; truncation: top_k, top_p, min_p, off where a row has
+    none; places: their indices and those of the greedy ones, where not all rows have a draw.
     """
-    drawn = [(index, row) for index, row in enumerate(rows) if row is not None]
     parts: dict[Part, Arrays] = {}
-    scored = scored_rows(rows)
-    if scored:
-        parts["logprobs"] = (_int64([index for _, index in scored]),)
-    _add_edits(parts, drawn, len(rows))
-    _add_draws(parts, drawn, len(rows), vocab_size)
+    asking = [  # most steps have greedy rows and nothing else: one look at each
+        (index, row)
+        for index, row in enumerate(rows)
+        if row is not None
+        and (row.params.temperature or row.params.logprobs is not None or row.params.logit_bias
+             or row.counts is not None or row.banned_token_ids)
+    ]  # fmt: skip
+    if asking:
+        scored = scored_rows(rows)
+        if scored:
+            parts["logprobs"] = (_int64([index for _, index in scored]),)
+        _add_edits(parts, asking, len(rows))
+        _add_draws(parts, asking, rows, vocab_size)
     return parts
+
+
+def scored_rows(rows: Rows) -> list[tuple[int, int]]:
+    """Alternatives and index of each row with log-probabilities, by the number of alternatives."""
+    params = [(index, row.params) for index, row in enumerate(rows) if row is not None]
+    return sorted((p.logprobs, index) for index, p in params if p.logprobs is not None)
 
 
 def arrays_to_tensors(
@@ -39,49 +56,33 @@ def arrays_to_tensors(
     return {part: tuple(next(tensors) for _ in arrays) for part, arrays in parts.items()}
 
 
-def scored_rows(rows: Rows) -> list[tuple[int, int]]:
-    """Alternatives and index of each row with log-probabilities, by the number of alternatives."""
-    params = [(index, row.params) for index, row in enumerate(rows) if row is not None]
-    return sorted((p.logprobs, index) for index, p in params if p.logprobs is not None)
-
-
-def _add_edits(parts: dict[Part, Arrays], drawn: Sequence[tuple[int, SamplingRow]], num_rows: int) -> None:
-    """bias: rows, token ids, what to add. penalties: as `Operations.apply_penalties` takes them. banned: rows, token
-    ids.
-    """
-    biased = [(index, row.params.logit_bias) for index, row in drawn if row.params.logit_bias]
+def _add_edits(parts: dict[Part, Arrays], asking: _Owned, num_rows: int) -> None:
+    biased = [(index, row.params.logit_bias) for index, row in asking if row.params.logit_bias]
     if biased:
-        owners, values = _pairs(biased), [value for _, bias in biased for value in bias.values()]
-        parts["bias"] = (*owners, _float32(values))
-    penalised = [(index, row) for index, row in drawn if row.params.has_penalties and row.counts is not None]
-    counted = [(index, row.counts.generated) for index, row in penalised if row.counts is not None]
+        parts["bias"] = (*_pairs(biased), _float32([value for _, bias in biased for value in bias.values()]))
+    counted = [(i, row.counts.generated) for i, row in asking if row.counts is not None and row.params.has_penalties]
     if counted:
         counts = np.array([count for _, generated in counted for count in generated.values()], dtype=np.int32)
-        penalties = np.ones((3, num_rows), dtype=np.float32)
-        for index, row in penalised:
-            params = row.params
-            penalties[:, index] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        penalties = np.ones((3, num_rows), dtype=np.float32)  # of rows that are not counted nothing is looked up
+        for index, row in asking:
+            p = row.params
+            penalties[:, index] = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
         parts["penalties"] = (*_pairs(counted), counts, *penalties)
-    banned = [(index, row.banned_token_ids) for index, row in drawn if row.banned_token_ids]
+    banned = [(index, row.banned_token_ids) for index, row in asking if row.banned_token_ids]
     if banned:
         parts["banned"] = _pairs(banned)
 
 
-def _add_draws(
-    parts: dict[Part, Arrays], drawn: Sequence[tuple[int, SamplingRow]], num_rows: int, vocab_size: int
-) -> None:
-    """draws: temperatures, seeds, positions, of the rows with a draw. places: these rows and the greedy ones, where not
-    all have a draw. truncation: top_k, top_p, min_p, likewise; off where a row has none.
-    """
-    random = [(index, row) for index, row in drawn if not row.params.is_greedy]
-    if not random:
+def _add_draws(parts: dict[Part, Arrays], asking: _Owned, rows: Rows, vocab_size: int) -> None:
+    drawn = [(index, row) for index, row in asking if not row.params.is_greedy]
+    if not drawn:
         return
-    params = [row.params for _, row in random]
-    seeds, positions = _int64([row.seed for _, row in random]), _int64([row.position for _, row in random])
+    params = [row.params for _, row in drawn]
+    seeds, positions = _int64([row.seed for _, row in drawn]), _int64([row.position for _, row in drawn])
     parts["draws"] = (_float32([p.temperature for p in params]), seeds, positions)
-    if len(random) < num_rows:
-        greedy = [index for index, row in drawn if row.params.is_greedy]
-        parts["places"] = (_int64([index for index, _ in random]), _int64(greedy))
+    if len(drawn) < len(rows):
+        greedy = [index for index, row in enumerate(rows) if row is not None and row.params.is_greedy]
+        parts["places"] = (_int64([index for index, _ in drawn]), _int64(greedy))
     if any(p.truncates for p in params):
         top_k = _int64([min(p.top_k or vocab_size, vocab_size) for p in params])
         parts["truncation"] = (top_k, _float32([p.top_p for p in params]), _float32([p.min_p for p in params]))
