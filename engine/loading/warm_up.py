@@ -49,7 +49,7 @@ class WarmUp:
         self._settings = settings
         self._max_model_len = max_model_len
         self._staging = BatchStaging(model.device)
-        self._sampler = Sampler(model.ops)
+        self._sampler = Sampler(model.ops, model.device)
         self._scorer = PromptScorer(model)
 
     @property
