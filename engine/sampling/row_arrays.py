@@ -63,10 +63,14 @@ def _add_edits(parts: dict[Part, Arrays], asking: _Owned, num_rows: int) -> None
     counted = [(i, row.counts.generated) for i, row in asking if row.counts is not None and row.params.has_penalties]
     if counted:
         counts = np.array([count for _, generated in counted for count in generated.values()], dtype=np.int32)
-        penalties = np.ones((3, num_rows), dtype=np.float32)  # of rows that are not counted nothing is looked up
+        # Rows that are not counted keep ones, unread. Three arrays, not one: each is aligned as kernels like it.
+        penalties = [np.ones(num_rows, dtype=np.float32) for _ in range(3)]
         for index, row in asking:
             p = row.params
-            penalties[:, index] = p.repetition_penalty, p.presence_penalty, p.frequency_penalty
+            for column, penalty in zip(
+                penalties, (p.repetition_penalty, p.presence_penalty, p.frequency_penalty), strict=True
+            ):
+                column[index] = penalty
         parts["penalties"] = (*_pairs(counted), counts, *penalties)
     banned = [(index, row.banned_token_ids) for index, row in asking if row.banned_token_ids]
     if banned:
