@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from engine.execution.forward_item import ForwardItem
@@ -220,10 +221,10 @@ def test_a_broken_engine_leaves_a_record_for_what_ran_a_summary_and_exit_1(
     requests.write_bytes(b"\n".join([completion_line(max_tokens=1), completion_line(max_tokens=9, ignore_eos=True)]))
     execute, calls = StepExecutor.execute, itertools.count()
 
-    def break_down(self: StepExecutor, items: Sequence[ForwardItem]) -> ForwardResult:
+    def break_down(self: StepExecutor, items: Sequence[ForwardItem], *chosen: torch.Tensor | None) -> ForwardResult:
         if any(item.start > 0 for item in items) and next(calls) > 0:
             raise MemoryError("the device is full")
-        return execute(self, items)
+        return execute(self, items, *chosen)
 
     monkeypatch.setattr(StepExecutor, "execute", break_down)
     arguments = ["-i", str(requests), "-o", str(results), "--summary", str(summary), "--model", str(checkpoint)]
