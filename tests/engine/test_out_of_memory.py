@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -11,7 +10,6 @@ import torch
 
 from engine.engine import Engine
 from engine.errors import CapabilityError, EngineFatal
-from engine.execution.forward_item import ForwardItem
 from engine.execution.graph_backend import DecodeRun
 from engine.execution.step_executor import StepExecutor
 from engine.out_of_memory import is_out_of_memory, naming_settings, step_failure
@@ -76,7 +74,7 @@ def test_a_step_that_ran_out_of_memory_names_what_sizes_the_pool(device: str, se
 def test_a_step_that_fails_on_the_device_ends_the_engine(tmp_path: Path, error: Exception, said: str) -> None:
     engine = _engine(tmp_path)
 
-    def fail(_: StepExecutor, __: Sequence[ForwardItem]) -> None:
+    def fail(*_: object) -> None:
         raise error
 
     with mock.patch.object(StepExecutor, "execute", fail), pytest.raises(EngineFatal, match=said):
