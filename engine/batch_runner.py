@@ -147,10 +147,11 @@ class BatchRunner:
         if not scored:  # as in a step that only decodes
             return PendingResult((), lambda _: set())
         result = self._scorer.score([prompt for _, prompt in scored])
+        sequence_ids = [sequence_id for sequence_id, _ in scored]  # not the rows: they would outlive the next launch
 
         def read(on_host: Sequence[torch.Tensor]) -> set[str]:
             are_good = result.read(on_host)
-            return {sequence_id for (sequence_id, _), is_good in zip(scored, are_good, strict=True) if not is_good}
+            return {sequence_id for sequence_id, is_good in zip(sequence_ids, are_good, strict=True) if not is_good}
 
         return PendingResult(result.tensors, read)
 
@@ -185,10 +186,11 @@ def _pool(hidden: Sequence[tuple[ScheduledItem, torch.Tensor]]) -> PendingResult
     """What the items that are embedded answer."""
     embedded = [(item, item.state, rows) for item, rows in hidden if isinstance(item.state, EmbeddingState)]
     result = pool([(state, item.start, rows) for item, state, rows in embedded])
+    states = [(item, state) for item, state, _ in embedded]  # not the rows: they would outlive the next launch
 
     def read(on_host: Sequence[torch.Tensor]) -> list[VectorAnswer]:
         vectors = result.read(on_host)
-        return [(item, state, vector) for (item, state, _), vector in zip(embedded, vectors, strict=True)]
+        return [(item, state, vector) for (item, state), vector in zip(states, vectors, strict=True)]
 
     return PendingResult(result.tensors, read)
 

@@ -4,6 +4,7 @@ the parity tests, which is printed at the end of every run.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 import redis
+import structlog
 
 from tests.support.free_port import free_port
 from tests.support.redis_server import private_redis
@@ -51,6 +53,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             f"parity with transformers: {account['continuations']} greedy continuations of 64 tokens compared, "
             f"{account['ties']} differ from a step on where the reference's two best logits lie within 1e-4"
         )
+
+
+@pytest.fixture(autouse=True)
+def _restored_logging() -> Iterator[None]:
+    """A command that a test runs in its own process sets up logging; the next test must not see that."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers, root.level = handlers, level
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")

@@ -44,10 +44,11 @@ class Pooler:
         if self._pooling == "mean":
             self._add_to_mean(rows)
         elif self._pooling == "last_token" or is_first:
-            self._vector = rows[-1 if self._pooling == "last_token" else 0].float()
+            # A copy: a view would keep the states of the whole chunk until the request is done.
+            self._vector = rows[-1 if self._pooling == "last_token" else 0].clone().float()
 
     def _add_to_mean(self, rows: torch.Tensor) -> None:
         # cumsum adds row after row (on CPUs), so that chunks do not change the bits; sum adds in pairs.
         terms = rows.double() if self._sum is None else torch.cat([self._sum, rows.double()])
-        self._sum = terms.cumsum(dim=0)[-1:]
+        self._sum = terms.cumsum(dim=0)[-1:].clone()  # a view would keep all of the chunk's sums
         self._vector = (self._sum[0] / self._num_seen).float()

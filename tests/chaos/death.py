@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import torch
 from kombu.transport.redis import QoS
 
 from tests.support.fake_engine import FakeEngine
@@ -79,6 +78,7 @@ def _break_engine() -> None:
 
 def _fault_device() -> None:
     """The step raises what PyTorch makes of a kernel's fault; what touches the device from then on never returns."""
+    import torch  # here: it costs each worker of these tests 3 s, and one of them needs it
 
     def hang(*_: Any) -> None:
         time.sleep(3600)

@@ -93,8 +93,10 @@ def _record_logits(engine: Engine) -> dict[str, dict[int, bytes]]:
     record: dict[str, dict[int, bytes]] = {}
     sample = engine._sampler.sample
 
-    def recording(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> object:
+    def recording(logits: torch.Tensor, rows: Sequence[SamplingRow | None]) -> object:
         for row, values in zip(rows, logits, strict=True):  # before the sampler edits them
+            if row is None:  # a chunk: nothing is chosen yet
+                continue
             digest = blake2b(values.numpy().tobytes(), digest_size=16).digest()
             positions = record.setdefault(f"r{row.params.seed}", {})
             assert row.position not in positions

@@ -95,6 +95,7 @@ def test_200_ms_of_latency_and_one_reset_in_a_hundred_chunks_lose_nothing(
     assert fleet.stop() == [0, 0]
 
 
+@pytest.mark.chaos
 def test_records_that_arrive_after_another_worker_took_the_shard_are_fenced_off(
     forgetful_redis: RestartableRedis, proxy: TcpProxy, client: BatchClient, bare: redis.Redis, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 import redis
 
 from tests.chaos.fleet import running_fleet
@@ -21,6 +22,7 @@ from worker.client import BatchClient
 SLOW = WorkerOptions(engine={"steps_per_request": 5, "step_s": 0.01, "slots": 2})
 
 
+@pytest.mark.chaos
 def test_a_worker_frozen_past_its_lease_wakes_up_and_disturbs_nobody(
     client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 import redis
 
 from tests.chaos.faults import drop_connections, flush_scripts
@@ -17,6 +18,7 @@ from worker.client import BatchClient
 SLOW = WorkerOptions(engine={"steps_per_request": 8, "step_s": 0.01})
 
 
+@pytest.mark.chaos
 def test_a_storm_of_lost_connections_and_forgotten_scripts_changes_no_record(
     client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from tests.chaos.worker_options import WorkerOptions
 from worker.client import BatchClient
 
 
+@pytest.mark.chaos
 def test_a_job_whose_every_message_was_stolen_is_announced_again(
     client: BatchClient, bare: redis.Redis, fleet: Fleet
 ) -> None:

@@ -57,7 +57,8 @@ def _lose_all(server: RestartableRedis, bare: redis.Redis, how: str) -> None:
         _restart(server, "SIGTERM")
 
 
-@pytest.mark.parametrize("how", ["FLUSHALL", pytest.param("restart", marks=pytest.mark.chaos)])
+@pytest.mark.chaos
+@pytest.mark.parametrize("how", ["FLUSHALL", "restart"])
 def test_without_one_lost_jobs_are_not_found_and_may_be_submitted_again(
     how: str, forgetful_redis: RestartableRedis, tmp_path: Path
 ) -> None:

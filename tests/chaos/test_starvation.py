@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.fleet import running_fleet
 from tests.chaos.jobs import prompts
 from tests.chaos.worker_options import WorkerOptions
@@ -19,6 +21,7 @@ AGEING_S = 0.3
 BOUND_S = 7 * AGEING_S + 0.3 + 0.5 + 2.0 + 10.0
 
 
+@pytest.mark.chaos
 def test_the_least_urgent_job_starts_within_its_bound_in_an_endless_flood(
     client: BatchClient, redis_url: str, tmp_path: Path
 ) -> None:

@@ -16,6 +16,8 @@ from engine.finish_reason import FinishReason
 from engine.request import Request
 from engine.request_output import RequestOutput
 from engine.sampling_params import SamplingParams
+from engine.scheduling.scheduled_batch import ScheduledBatch
+from engine.scheduling.scheduler import Scheduler
 from engine.structured.grammar import Grammar
 from engine.token_logprobs import TokenLogprobs
 from tests.support.engines import load_engine, run_all
@@ -127,13 +129,31 @@ def _check_scores(mine: Sequence[TokenLogprobs | None], theirs: Sequence[TokenLo
             assert [token_id for token_id, _ in one.top] == [token_id for token_id, _ in other.top]
 
 
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of every step that was asked for while one was under way, whether it was scheduled ahead."""
+    seen: list[bool] = []
+    schedule = Scheduler.schedule
+
+    def noted(scheduler: Scheduler, *, is_ahead: bool = False) -> ScheduledBatch | None:
+        batch = schedule(scheduler, is_ahead=is_ahead)
+        if is_ahead:
+            seen.append(batch is not None)
+        return batch
+
+    monkeypatch.setattr(Scheduler, "schedule", noted)
+    return seen
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-def test_outputs_and_usage_are_those_of_steps_that_are_waited_for(model: Path, shape: str) -> None:
+def test_outputs_and_usage_are_those_of_steps_that_are_waited_for(model: Path, shape: str, ahead: list[bool]) -> None:
     options = SHAPES[shape]
     off, on = load_engine(model, options), load_engine(model, options | {"engine.async_scheduling": "on"})
     requests = _requests(1, next(iter(off.eos_token_ids)))
     expected = _run(off, requests, [], 1)
+    assert ahead == []
     found = _run(on, requests, [], 2)
+    assert sum(ahead) > 0.25 * len(ahead) > 0
     assert found.keys() == expected.keys()
     for name, output in found.items():
         _check(output, expected[name], may_be_cut=False)
@@ -145,7 +165,7 @@ def test_outputs_and_usage_are_those_of_steps_that_are_waited_for(model: Path, s
         _check(output, expected[name], may_be_cut=name in doomed)
 
 
-def test_captured_decode_steps_read_the_tokens_of_the_step_before(model: Path) -> None:
+def test_captured_decode_steps_read_the_tokens_of_the_step_before(model: Path, ahead: list[bool]) -> None:
     options: dict[str, object] = {"engine.max_model_len": "64", "engine.kv_cache.num_blocks": "40"}
     requests = [
         Request(f"r{i}", tuple(range(i, 20)), SamplingParams(max_tokens=9 + i, seed=i, ignore_eos=True))
@@ -156,3 +176,4 @@ def test_captured_decode_steps_read_the_tokens_of_the_step_before(model: Path) -
     found = run_all(load_static_engine(model, backend, options | {"engine.async_scheduling": "on"}), requests)
     assert {name: o.completions for name, o in found.items()} == {n: o.completions for n, o in expected.items()}
     assert len(backend.replays) >= 12
+    assert sum(ahead) >= 10

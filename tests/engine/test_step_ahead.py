@@ -244,11 +244,6 @@ def test_closing_ends_everyone_with_a_step_under_way(engine: Engine) -> None:
     assert not engine.has_unfinished()
 
 
-def test_a_prefix_that_is_being_computed_is_waited_for_until_it_has_been_looked_at(engine: Engine) -> None:
-    outputs = run_all(engine, [greedy_request(str(i), (*PROMPT, 40 + i), 4) for i in range(5)])
-    assert sorted(output.num_cached_tokens for output in outputs.values()) == [0, 16, 16, 16, 16]
-
-
 def test_a_checkpoint_holds_what_has_been_collected(engine: Engine) -> None:
     engine.add_request(greedy_request("a", PROMPT, 20))
     for _ in range(4):

@@ -31,6 +31,7 @@ def test_a_process_has_at_most_its_peak() -> None:
     assert 10 < rss_mib() <= peak_rss_mib()
 
 
+@pytest.mark.slow
 def test_a_run_takes_every_line_through_a_real_worker(tmp_path: Path) -> None:
     figures = measure(tmp_path, num_lines=200, line_bytes=1000)
     assert 190_000 < figures.input_bytes < 210_000

@@ -53,6 +53,7 @@ def test_its_lines_are_good_ones() -> None:
     assert len({line.endpoint for line in lines}) == 2
 
 
+@pytest.mark.slow
 def test_a_run_takes_every_prompt_through_a_real_worker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "queue.json"
     assert main(["--prompts", "300", "--workers", "1", "--repeats", "1", "--json", str(report)]) == 0

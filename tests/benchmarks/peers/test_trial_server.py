@@ -62,6 +62,7 @@ def test_answers_of_another_length_are_no_measurement(tmp_path: Path) -> None:
         server.run([[1]], 5)
 
 
+@pytest.mark.slow
 def test_our_server_runs_the_engine_with_the_settings_given(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model")
     module = "tests.benchmarks.peers.servers.millrace_server"

@@ -61,6 +61,7 @@ def test_every_size_is_measured(tmp_path: Path) -> None:
     assert points[0].flop < points[1].flop
 
 
+@pytest.mark.slow
 def test_memory_is_read_while_requests_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting_memory, "SETTLE_S", 0.0)
     memory = waiting_memory.of_run(make_checkpoint(tmp_path / "model"), 200)
