@@ -9,8 +9,13 @@ import torch
 
 from engine.errors import CapabilityError, EngineFatal
 
-# PyTorch's CPU allocator has no error of its own: c10/core/impl/alloc_cpu.cpp raises RuntimeError with this text.
-CPU_ALLOCATOR_TEXT = "DefaultCPUAllocator: can't allocate memory"
+# What has no error of its own says so in the text of a RuntimeError.
+OUT_OF_MEMORY_TEXTS = (
+    "DefaultCPUAllocator: can't allocate memory",  # PyTorch, c10/core/impl/alloc_cpu.cpp
+    "CUDA error: out of memory",  # AcceleratorError: cudaGraphInstantiate, cudaHostAlloc
+    "CUBLAS_STATUS_ALLOC_FAILED",  # cublasCreate
+    "Triton Error [CUDA]: out of memory",  # loading a kernel's code
+)
 STEP_SETTINGS = "engine.max_num_batched_tokens or engine.max_num_seqs"
 WEIGHTS_ADVICE = (
     "free memory, or take a smaller model; engine.dtype=bfloat16 is half of float32, and on a CPU "
@@ -26,7 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on a GPU or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and CPU_ALLOCATOR_TEXT in str(error)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY_TEXTS)
 
 
 @contextmanager

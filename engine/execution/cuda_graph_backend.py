@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from engine.errors import EngineFatal
 from engine.execution.graph_backend import DecodeRun
 
 
@@ -20,6 +21,7 @@ class CudaGraphBackend:
 
         The run before the capture compiles and loads kernels, which a capture forbids, and has cuBLAS take the
         workspace of this stream, which the graph then points to and which torch keeps to the end of the process.
+        Raises EngineFatal where not the capture but the device failed.
         """
         current = torch.cuda.current_stream(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -34,6 +36,16 @@ class CudaGraphBackend:
             # Where ending the capture fails, torch leaves the stream current and the pool as one that is recorded to.
             torch.cuda.set_stream(current)
             self._pool = torch.cuda.graph_pool_handle()
+            self._require_device()
             raise
         current.wait_stream(self._stream)
         return lambda _: graph.replay()
+
+    def _require_device(self) -> None:
+        """A fault of the device stays and shows in every later call; a capture that was refused leaves none. Waits for
+        what the side stream still runs, too.
+        """
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError as fault:
+            raise EngineFatal(f"the device failed while a decode step was captured: {fault}") from fault

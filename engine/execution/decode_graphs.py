@@ -15,6 +15,7 @@ from engine.execution.graph_backend import DecodeRun, GraphBackend
 from engine.execution.planned_batch import PlannedBatch
 from engine.kv_cache.kv_cache_tensors import KVCacheTensors
 from engine.models.decoder_model import DecoderModel
+from engine.out_of_memory import is_out_of_memory
 
 _log = structlog.get_logger(__name__)
 
@@ -52,7 +53,8 @@ class DecodeGraphs:
         """Capture every size that was not tried yet, the largest first: the others fit into the memory it took.
 
         Runs each, over padding alone. A size that cannot be captured is logged and never tried again; its steps run in
-        a larger graph or eagerly. Must not run while a step does. Raises torch.OutOfMemoryError.
+        a larger graph or eagerly. Must not run while a step does. Raises what `is_out_of_memory` knows,
+        and EngineFatal where the device failed.
         """
         started_s = time.monotonic()
         if not self._untried:
@@ -100,9 +102,9 @@ class DecodeGraphs:
     def _capture(self, size: int) -> None:
         try:
             self._captured[size] = self._backend.capture(self._run, (self._max_model_len,) * size)
-        except torch.OutOfMemoryError:
-            raise  # eager steps would run out as well, later
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise  # eager steps would run out as well, later
             self._failed.append(size)
             _log.warning("decode_graph_capture_failed", batch_size=size, error=f"{type(error).__name__}: {error}")
 

@@ -262,7 +262,7 @@ def _load(path: Path | None, **overrides: str) -> Engine:
 
 
 def test_what_nobody_set_is_derived_and_shown_as_derived(moe_checkpoint: Path) -> None:
-    engine = _load(moe_checkpoint, max_num_seqs="2")
+    engine = _load(moe_checkpoint, device="cpu", max_num_seqs="2")
     shown = engine.effective.as_json()
     assert shown["engine.kv_cache.num_blocks"] == {"value": 2 * 64 + 1, "source": "derived"}
     assert shown["engine.dtype"] == {"value": "float32", "source": "derived"}
@@ -275,8 +275,8 @@ def test_what_nobody_set_is_derived_and_shown_as_derived(moe_checkpoint: Path) -
     ("overrides", "message"),
     [
         ({"device": "cuda"}, r"engine\.device=cuda.*accepted: cpu"),
-        ({"dtype": "float16"}, r"engine\.dtype=float16.*accepted: auto, float32, bfloat16"),
-        ({"cuda_graphs__enabled": "true"}, r"engine\.cuda_graphs\.enabled=true"),
+        ({"device": "cpu", "dtype": "float16"}, r"engine\.dtype=float16.*accepted: auto, float32, bfloat16"),
+        ({"device": "cpu", "cuda_graphs__enabled": "true"}, r"engine\.cuda_graphs\.enabled=true"),
         ({"max_model_len": "4096"}, r"engine\.max_model_len=4096: the model was made for 1024 tokens"),
         ({"max_model_len": "65", "kv_cache__num_blocks": "5"}, r"the KV pool of 5 blocks holds 64 tokens"),
     ],

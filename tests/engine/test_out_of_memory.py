@@ -39,6 +39,21 @@ def test_gpu_and_host_have_errors_of_their_own() -> None:
     assert not is_out_of_memory(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported later."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+)
+def test_what_runs_out_outside_the_allocator_is_known_by_its_text(tmp_path: Path, error: RuntimeError) -> None:
+    make_checkpoint(tmp_path, num_hidden_layers=1)
+    assert is_out_of_memory(error)
+    with pytest.raises(CapabilityError, match="the decode graphs"):
+        load_static_engine(tmp_path, _FullGpu(error))
+
+
 def test_what_was_allocated_is_named_with_its_size_and_the_settings() -> None:
     with (
         pytest.raises(
@@ -91,11 +106,15 @@ def test_weights_for_which_there_is_no_memory_are_named(tmp_path: Path) -> None:
 
 
 class _FullGpu(StaticRunner):
+    def __init__(self, error: RuntimeError) -> None:
+        super().__init__()
+        self._error = error
+
     def capture(self, run: DecodeRun, kv_len_bounds: tuple[int, ...]) -> DecodeRun:
-        raise torch.OutOfMemoryError(GPU_SAYS)
+        raise self._error
 
 
 def test_graphs_for_which_there_is_no_memory_are_no_reason_to_run_eagerly(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, num_hidden_layers=1)
     with pytest.raises(CapabilityError, match=r"the decode graphs .* lower engine\.gpu_memory_utilization"):
-        load_static_engine(tmp_path, _FullGpu())
+        load_static_engine(tmp_path, _FullGpu(torch.OutOfMemoryError(GPU_SAYS)))

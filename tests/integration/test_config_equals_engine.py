@@ -14,9 +14,10 @@ from tests.support.millrace import millrace
 
 
 def test_config_prints_what_the_engine_holds(tiny_model: Path) -> None:
-    overrides = {"model.path": str(tiny_model), "engine.max_num_seqs": "3", "engine.prefix_cache.enabled": "off"}
-    options = [f"{key}={value}" for key, value in overrides.items() if key != "model.path"]
-    shown = millrace("config", "--json", "--model", tiny_model, "--set", options[0], "--set", options[1])
+    chosen = {"engine.device": "cpu", "engine.max_num_seqs": "3", "engine.prefix_cache.enabled": "off"}
+    options = [f"--set={key}={value}" for key, value in chosen.items()]
+    shown = millrace("config", "--json", "--model", tiny_model, *options)
+    overrides = {"model.path": str(tiny_model), **chosen}
     engine = load_decoder_engine(load_settings(overrides, environ={}, dotenv_path=Path(os.devnull)))
     held = engine.effective.as_json()
     assert json.loads(shown.stdout) == held

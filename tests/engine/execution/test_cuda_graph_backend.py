@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.errors import EngineFatal
 from engine.execution.cuda_graph_backend import CudaGraphBackend
 
 DEVICE = torch.device("cuda")
@@ -22,6 +23,7 @@ class FakeCuda:
         self.stream = "main"
         self.num_pools = 0
         self.ending_fails = False
+        self.is_lost = False
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         replaced = {
@@ -32,12 +34,17 @@ class FakeCuda:
             "graph_pool_handle": self._new_pool,
             "CUDAGraph": lambda: FakeGraph(self),
             "graph": self._capturing,
+            "synchronize": self._synchronize,
         }
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
 
     def note(self, call: str) -> None:
         self.calls.append(f"{self.stream}: {call}")
+
+    def _synchronize(self, _: torch.device) -> None:
+        if self.is_lost:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     def _new_pool(self) -> int:
         self.num_pools += 1
@@ -123,3 +130,10 @@ def test_all_captures_share_a_pool_until_one_fails_and_leaves_its_pool_open(cuda
     backend.capture(lambda _: None, (1,))
     pools = [call.split("pool ")[1][0] for call in cuda.calls if "begin" in call]
     assert pools == ["1", "1", "2", "3"]
+
+
+def test_a_fault_of_the_device_is_no_capture_that_failed(cuda: FakeCuda) -> None:
+    cuda.ending_fails = cuda.is_lost = True
+    with pytest.raises(EngineFatal, match="illegal memory access"):
+        CudaGraphBackend(DEVICE).capture(lambda _: None, (1,))
+    assert cuda.stream == "main"

@@ -15,6 +15,13 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if IS_INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs a GPU is not for the interpreter, on a machine with a GPU neither."""
+    for item in items:
+        if IS_INTERPRETED and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs Triton's kernels on an NVIDIA GPU"))
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """Where tensors are made: the interpreter works on CPU tensors."""

@@ -82,7 +82,12 @@ def raw_extreme(values: dict[str, Any]) -> bytes:
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     model = make_checkpoint(tmp_path_factory.mktemp("extreme") / "tiny", "qwen3", initializer_range=0.6)
-    overrides = {"model.path": str(model), "engine.num_threads": "1", "engine.max_model_len": str(MAX_MODEL_LEN)}
+    overrides = {
+        "model.path": str(model),
+        "engine.device": "cpu",
+        "engine.num_threads": "1",
+        "engine.max_model_len": str(MAX_MODEL_LEN),
+    }
     return load_decoder_engine(load_settings(overrides, environ={}, dotenv_path=Path(os.devnull)))
 
 
