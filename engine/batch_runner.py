@@ -107,7 +107,7 @@ class BatchRunner:
     def _failing(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # a seam: whatever a step raised, its KV is nobody's to vouch for
             self._runner.mark_failed(f"{type(error).__name__}: {error}")
             raise step_failure(error, self._executor.model.device) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import count
 
 import torch
@@ -12,7 +13,7 @@ from engine.batch_runner import BatchRunner
 from engine.embedding.embedding_requests import EmbeddingRequests
 from engine.embedding_request import EmbeddingRequest
 from engine.engine_stats import EngineStats
-from engine.errors import InvalidRequest, NonFiniteLogits
+from engine.errors import EngineFatal, InvalidRequest, NonFiniteLogits
 from engine.execution.make_device_stream import make_device_stream
 from engine.finished_requests import FinishedRequests
 from engine.generation_requests import GenerationRequests
@@ -21,9 +22,11 @@ from engine.output_processor import OutputProcessor
 from engine.request_output import RequestOutput
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.sampler import Sampler
+from engine.scheduling.scheduled_batch import ScheduledBatch
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.step_in_flight import StepInFlight
+from engine.steps import Steps
 from engine.text.tokenizer import Tokenizer
 from engine.token_checkpoint import TokenCheckpoint
 from settings import EffectiveSettings, Settings
@@ -57,6 +60,7 @@ class Engine:
         self._in_flight: StepInFlight | None = None  # launched, not collected
         arrivals = count(1)
         self._finished = FinishedRequests()
+        self._steps = Steps(self._finished)
         self._generation = GenerationRequests(parts, outputs, self._scheduler, self._finished, arrivals)
         self._embeddings = EmbeddingRequests(
             self._scheduler,
@@ -67,6 +71,7 @@ class Engine:
             deduplicate=settings.deduplicate,
         )
         self._num_steps = 0
+        self._step_size = (0, 0)
 
     @property
     def settings(self) -> Settings:
@@ -84,11 +89,13 @@ class Engine:
         return self._executor.model.lm_head is not None
 
     def add_request(self, request: AnyRequest) -> None:
-        """Queue a request. Raises InvalidRequest (PromptTooLong, ...) for one that can never be served.
+        """Queue a request. Raises InvalidRequest (PromptTooLong, ...) for one that can never be served,
+        EngineFatal once a step has failed.
 
         One that is to get the same tokens as an unfinished one (see GenerationRequests) gets what that one generates; a
         checkpoint it brings is set aside, since the work behind it is done for the other anyway.
         """
+        self._steps.check()
         is_taken = request.request_id in self._generation or request.request_id in self._embeddings
         vocab_size, capacity, config = self.vocab_size, self.max_model_len, self._embeddings.config
         if isinstance(request, EmbeddingRequest):
@@ -125,29 +132,27 @@ class Engine:
         the device works on a step, the host takes the answers of the last one and schedules the next. Where a sequence
         needs its answer first, that is waited for before anything is scheduled.
 
-        Raises EngineFatal when the step itself failed (out of memory, a fault of the device): stop the engine then.
+        Raises EngineFatal when the step itself failed (out of memory, a fault of the device), and from then on: stop
+        the engine. What had ended by then, in the step before too, is handed out first; the next call raises.
         """
-        self._generation.take_compiled(may_wait=not self._scheduler.has_work and self._finished.is_empty)
-        batch = self._scheduler.schedule(is_ahead=self._in_flight is not None)
-        if batch is None and self._in_flight is not None:
-            self._collect()
-            batch = self._scheduler.schedule()
-        launched = None if batch is None else self._batches.launch(batch, self._in_flight)
-        self._num_steps += launched is not None
-        self._collect()
-        self._in_flight = launched
-        if not self._runs_ahead:
-            self._collect()
-        return self._finished.take()
+        return self._steps.run(self._advance)
 
     def has_unfinished(self) -> bool:
-        """Whether `step` has something to run or to hand out."""
-        has_work = self._scheduler.has_work or self._generation.num_held_sequences > 0
+        """Whether `step` has something to run, to hand out or to raise."""
+        has_work = self._scheduler.has_work or self._generation.num_held_sequences > 0 or self._steps.have_failed
         return has_work or self._in_flight is not None or not self._finished.is_empty
+
+    @property
+    def step_size(self) -> tuple[int, int]:
+        """Sequences and tokens of the step that the last call of `step` began; (0, 0) where it began none."""
+        return self._step_size
 
     def stats(self) -> EngineStats:
         """Figures at this moment."""
+        settings = self.settings.engine
         return EngineStats(
+            device=settings.device,
+            dtype=settings.dtype,
             num_steps=self._num_steps,
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting) + self._generation.num_held_sequences,
@@ -160,6 +165,8 @@ class Engine:
             num_preemptions=self._scheduler.num_preemptions,
             num_blocks=self._blocks.num_blocks,
             num_free_blocks=self._blocks.num_free_blocks,
+            prefix_cache=self.runner.cache_metrics_snapshot(),
+            decode_graphs=self._executor.graph_stats,
         )
 
     def check_integrity(self) -> None:
@@ -172,6 +179,29 @@ class Engine:
         self._embeddings.close()
         self._in_flight = None  # nobody waits for it
         self.runner.reset()
+
+    def _advance(self) -> None:
+        self._step_size = (0, 0)
+        self._generation.take_compiled(may_wait=not self._scheduler.has_work and self._finished.is_empty)
+        batch = self._scheduler.schedule(is_ahead=self._in_flight is not None)
+        if batch is None and self._in_flight is not None:
+            self._collect()
+            batch = self._scheduler.schedule()
+        launched = None if batch is None else self._launch(batch)
+        self._collect()
+        self._in_flight = launched
+        if not self._runs_ahead:
+            self._collect()
+
+    def _launch(self, batch: ScheduledBatch) -> StepInFlight:
+        self._num_steps += 1
+        self._step_size = (len(batch.items), batch.num_tokens)
+        try:
+            return self._batches.launch(batch, self._in_flight)
+        except EngineFatal:
+            with suppress(EngineFatal):  # of the same fault, where that is one of the device
+                self._collect()  # computed already: whoever ended in it has its output
+            raise
 
     def _collect(self) -> None:
         """Take what the step under way answers, if one is."""

@@ -8,6 +8,7 @@ from engine.completion import Completion
 from engine.errors import EngineError
 from engine.request import Request
 from engine.request_output import RequestOutput
+from engine.request_timings import RequestTimings
 from engine.scheduling.request_group import RequestGroup
 
 
@@ -39,6 +40,7 @@ class FinishedRequests:
             error=group.error,
             num_resumed_tokens=group.num_resumed_tokens,
             prompt_logprobs=group.prompt_logprobs if group.error is None else None,
+            timings=None if is_duplicate else group.timings_now(),
         )
         self._add(output, is_duplicate=is_duplicate)
         self.output_tokens += sum(state.num_output_tokens for state in group.states)
@@ -50,15 +52,20 @@ class FinishedRequests:
         num_cached_tokens: int,
         embeddings: tuple[array[float], ...],
         *,
+        timings: RequestTimings | None = None,
         is_duplicate: bool = False,
     ) -> None:
         """An embedding request ended with these vectors; none of one that was aborted."""
-        output = RequestOutput(request_id, num_prompt_tokens, num_cached_tokens, (), embeddings=embeddings)
+        output = RequestOutput(
+            request_id, num_prompt_tokens, num_cached_tokens, (), embeddings=embeddings, timings=timings
+        )
         self._add(output, is_duplicate=is_duplicate)
 
-    def add_failed_embeddings(self, request_id: str, num_prompt_tokens: int, error: EngineError) -> None:
+    def add_failed_embeddings(
+        self, request_id: str, num_prompt_tokens: int, error: EngineError, timings: RequestTimings | None
+    ) -> None:
         """An embedding request ended with an error."""
-        self._add(RequestOutput(request_id, num_prompt_tokens, 0, (), error), is_duplicate=False)
+        self._add(RequestOutput(request_id, num_prompt_tokens, 0, (), error, timings=timings), is_duplicate=False)
 
     def _add(self, output: RequestOutput, *, is_duplicate: bool) -> None:
         self._ready.append(output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
@@ -113,6 +114,8 @@ class GenerationRequests:
             state.finish_reason = answer  # its prompt was to be scored, not continued
         else:
             self._outputs.append(state, answer)
+            if state.first_token_s is None:
+                state.first_token_s = time.monotonic()
             self.num_generated_tokens += 1
             self._checkpoints.note_token(state)
         if state.finish_reason is not None:

@@ -41,7 +41,7 @@ def naming_settings(what: str, num_bytes: int, advice: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # a seam: torch, NumPy, Triton and cuBLAS each say in their own way that memory is full
         if not is_out_of_memory(error):
             raise
         raise CapabilityError(

@@ -157,4 +157,7 @@ def _has_its_logprobs(sequence: SequenceCheckpoint, *, is_asked: bool) -> bool:
 
 
 def _warn_dropped(request: Request, fault: str) -> None:
-    logger.warning("the checkpoint of request %s is dropped, it starts over: %s", request.request_id, fault)
+    fields = {"request_id": request.request_id}
+    logger.warning(
+        "the checkpoint of request %s is dropped, it starts over: %s", request.request_id, fault, extra=fields
+    )

@@ -9,6 +9,7 @@ from engine.completion import Completion
 from engine.errors import EngineError
 from engine.finish_reason import FinishReason
 from engine.prompt_logprobs import PromptLogprobs
+from engine.request_timings import RequestTimings
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class RequestOutput:
     num_resumed_tokens: int = 0  # of the completions: taken over from a checkpoint, not generated here
     embeddings: tuple[array[float], ...] = ()  # float32, of length 1, in the order of the inputs
     prompt_logprobs: PromptLogprobs | None = None  # one a prompt token; None unless asked for, or where it was aborted
+    timings: RequestTimings | None = None  # None where nothing was run for it: refused, or an equal request was run
 
     @property
     def was_aborted(self) -> bool:

@@ -71,6 +71,8 @@ def _open(path: Path) -> Any:  # noqa: ANN401 (safetensors has no types)
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: not a valid safetensors file: {error}") from error
+    except RuntimeError as error:  # torch's, where the kernel maps no file that is larger than the machine's memory
+        raise CheckpointError(f"{path}: cannot be mapped into memory: {error}") from error
 
 
 def _header_bytes(path: Path) -> int:

@@ -127,8 +127,9 @@ class EmbeddingRequests:
         self._queue.finish(state, kv_is_good=False)
         self._drop(group)
         ended, others = group.parted(error)
-        for request in ended:
-            self._finished.add_failed_embeddings(request.request_id, request.num_prompt_tokens, error)
+        for position, request in enumerate(ended):
+            timings = None if position else group.timings_now()
+            self._finished.add_failed_embeddings(request.request_id, request.num_prompt_tokens, error, timings)
         if others:
             self._start(others, group.key, group.priority)
 
@@ -145,8 +146,14 @@ class EmbeddingRequests:
         num_cached_tokens = sum(state.num_cached_tokens for state in group.states)
         for position, request in enumerate(group.requests):
             num_tokens = request.num_prompt_tokens
-            cached = num_tokens if position else num_cached_tokens  # nothing was computed for the others
-            self._finished.add_embeddings(request.request_id, num_tokens, cached, embeddings, is_duplicate=position > 0)
+            self._finished.add_embeddings(
+                request.request_id,
+                num_tokens,
+                num_tokens if position else num_cached_tokens,  # nothing was computed for the others
+                embeddings,
+                timings=None if position else group.timings_now(),
+                is_duplicate=position > 0,
+            )
 
     def _drop(self, group: _Group) -> None:
         """Forget a group, and take out of the queue what it still has there."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from engine.embedding.embedding_state import EmbeddingState
 from engine.scheduling.scheduler_limits import SchedulerLimits
 from engine.scheduling.waiting_queue import WaitingQueue
@@ -19,9 +21,14 @@ class EncoderQueue:
         self._scheduled: list[EmbeddingState] = []
 
     @property
+    def num_waiting(self) -> int:
+        """Sequences that wait."""
+        return len(self._waiting)
+
+    @property
     def has_work(self) -> bool:
         """Whether any sequence waits."""
-        return len(self._waiting) > 0
+        return self.num_waiting > 0
 
     def add(self, state: EmbeddingState) -> None:
         """Queue a new sequence."""
@@ -41,11 +48,13 @@ class EncoderQueue:
     def schedule(self) -> list[EmbeddingState]:
         """Take the sequences of the next step out; a sequence longer than the budget gets a step of its own."""
         self._scheduled = []
+        now_s = time.monotonic()
         budget = self._limits.max_num_batched_tokens
         for state in self._waiting.candidates(_blocked_at):
             if self._scheduled and len(state.token_ids) > budget:
                 break
             self._waiting.admit(state)
+            state.scheduled_s = now_s
             self._waiting.charge(state, len(state.token_ids))
             self._scheduled.append(state)
             budget -= len(state.token_ids)

@@ -21,7 +21,7 @@ class CudaStream:
         packed = pack(tensors)
         on_host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
         on_host.copy_(packed, non_blocking=True)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]  # of torch
         copied.record()
 
         def wait() -> Sequence[torch.Tensor]:

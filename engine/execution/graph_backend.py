@@ -16,7 +16,9 @@ class GraphBackend(Protocol):
         """`run`, captured with bounds in the place of lengths: what is captured reads the lengths on the device.
 
         All that is captured shares one memory pool, so a run may overwrite whatever an earlier one left there. The
-        caller keeps what it gets for as long as a run of it may be queued. Raises RuntimeError where `run` cannot be
-        captured.
+        caller keeps what it gets for as long as a run of it may be queued.
+
+        Raises what `run` raised, or RuntimeError, where `run` cannot be captured; memory that ran out is among these
+        (`is_out_of_memory`). Raises EngineFatal where the device failed: no other capture can succeed.
         """
         ...

@@ -21,7 +21,11 @@ class KVCacheTensors:
 
     @classmethod
     def allocate(cls, spec: KVCacheSpec, num_blocks: int, device: torch.device) -> KVCacheTensors:
-        """Zeroed pools. On a CPU a page takes memory only once it is written."""
+        """Zeroed pools of `num_blocks` blocks, the null block included: num_blocks * spec.bytes_per_block bytes.
+
+        On a CPU a page takes memory only once it is written. Memory that cannot be had raises what the device's
+        allocator raises, see `engine.out_of_memory`.
+        """
         shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         keys = tuple(_zeros(shape, spec.dtype, device) for _ in range(spec.num_layers))
         values = tuple(_zeros(shape, spec.dtype, device) for _ in range(spec.num_layers))

@@ -57,7 +57,10 @@ def derive_for(
             "engine.dtype": _default_dtype(config.dtype, device),
             "engine.shared_prefix.enabled": device.type == "cpu" and not is_deterministic,
             "engine.cuda_graphs.enabled": captures,
-            "engine.async_scheduling": device.type == "cuda" and isinstance(config, ModelConfig),
+            # Decoded one by one, each sequence is staged by itself, and the third waits for the first.
+            "engine.async_scheduling": device.type == "cuda"
+            and isinstance(config, ModelConfig)
+            and effective.settings.engine.decode.batched,
         }
     )
     _check_capabilities(effective, config, device)

@@ -10,6 +10,7 @@ from settings import EngineSettings
 # float32 copies of the logits of all rows: themselves, their log-probabilities, the rows that are drawn, those of them
 # that are truncated.
 LOGITS_COPIES = 4
+MASK_BYTES = 2  # of a token of the vocabulary and a row held to a grammar: one in each of two buffers
 
 
 def expected_step_bytes(config: ModelConfig, settings: EngineSettings) -> int:
@@ -24,6 +25,6 @@ def expected_step_bytes(config: ModelConfig, settings: EngineSettings) -> int:
     if config.moe is not None:
         feed_forward = config.moe.experts_per_token * (3 * config.moe.intermediate_size + config.hidden_size)
     layer = settings.max_num_batched_tokens * (4 * config.hidden_size + max(attention, feed_forward)) * itemsize
-    logits = settings.max_num_seqs * config.vocab_size * (itemsize + 4 * LOGITS_COPIES)
+    logits = settings.max_num_seqs * config.vocab_size * (itemsize + 4 * LOGITS_COPIES + MASK_BYTES)
     scored_tokens = min(settings.max_num_batched_tokens, MAX_LOGITS_BYTES // (4 * config.vocab_size))
     return max(layer, logits, scored_tokens * config.vocab_size * 8)

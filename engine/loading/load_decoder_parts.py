@@ -72,9 +72,20 @@ def load_decoder_parts(
         runner=runner,
         block_manager=block_manager,
         tokenizer=Tokenizer.from_directory(path),
-        eos_token_ids=_eos_token_ids(path, config),
+        eos_token_ids=read_eos_token_ids(path, config),
         embedding=EmbeddingConfig.from_directory(path, size=config.hidden_size, default="last_token"),
     )
+
+
+def read_eos_token_ids(path: Path, config: ModelConfig) -> frozenset[int]:
+    """The token ids that end a sequence. Raises CheckpointError for one that the model does not have."""
+    ids = read_generation_config(path).eos_token_ids
+    beyond = sorted(token_id for token_id in ids if not 0 <= token_id < config.vocab_size)
+    if beyond:
+        raise CheckpointError(
+            f"eos_token_id {beyond[0]} is outside the vocabulary; accepted: 0 to {config.vocab_size - 1}"
+        )
+    return ids
 
 
 def _load_model(effective: EffectiveSettings, config: ModelConfig, checkpoint: Checkpoint) -> DecoderModel:
@@ -124,13 +135,3 @@ def _make_executor(
     with naming_settings("the decode graphs", expected_step_bytes(config, settings), GRAPH_ADVICE):
         graphs = make_decode_graphs(model, kv_cache, settings, max_model_len)
     return StepExecutor(model, kv_cache, settings, pass_trace, graphs)
-
-
-def _eos_token_ids(path: Path, config: ModelConfig) -> frozenset[int]:
-    ids = read_generation_config(path).eos_token_ids
-    beyond = sorted(token_id for token_id in ids if not 0 <= token_id < config.vocab_size)
-    if beyond:
-        raise CheckpointError(
-            f"eos_token_id {beyond[0]} is outside the vocabulary; accepted: 0 to {config.vocab_size - 1}"
-        )
-    return ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from engine.checkpoint.model_config import ModelConfig
@@ -26,7 +27,7 @@ from kernels.step_shape import StepShape
 from settings import EngineSettings
 
 WARM_UP_BLOCKS = 2  # the null block, and one that holds every key of every row
-PENALISED_TOKENS = 1024  # distinct ones of a row; each takes 20 bytes for the length of a step
+PENALISED_TOKENS = 1024  # distinct ones of a row; each takes 20 bytes in each of two buffers
 GREEDY = SamplingParams(temperature=0.0)
 # Every operation of the sampler, and what it keeps: the raw log-probabilities of all rows.
 EVERYTHING = SamplingParams(
@@ -99,8 +100,13 @@ class WarmUp:
 
     def _sample(self, logits: torch.Tensor, params: SamplingParams) -> None:
         if logits.shape[0]:
-            counts = TokenCounts(range(min(PENALISED_TOKENS, logits.shape[1])))
-            self._sampler.sample(logits, [SamplingRow(params, 1, seed, counts) for seed in range(logits.shape[0])])
+            num_rows, vocab_size = logits.shape
+            counts = TokenCounts(range(min(PENALISED_TOKENS, vocab_size)))
+            rows = [SamplingRow(params, 1, seed, counts) for seed in range(num_rows)]
+            # All of them are held to grammars. Where only some are, their logits are copied; with raw log-probabilities
+            # those are three tensors of all logits at once, as many as log_softmax has.
+            masks = np.arange(num_rows), np.zeros((num_rows, vocab_size), np.bool_)
+            self._sampler.sample_masked(logits, rows, masks, {})
 
     def _shape(self) -> StepShape:
         config, moe = self._model.config, self._model.config.moe

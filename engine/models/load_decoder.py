@@ -18,6 +18,8 @@ from engine.models.decoder_model import DecoderModel
 from engine.models.dense_mlp import DenseMLP
 from engine.models.model_placement import ModelPlacement
 from engine.models.moe_mlp import MoeMLP
+from engine.models.shape_source import ShapeSource
+from engine.models.shapes_only import SHAPES_ONLY
 from engine.models.streamed_layers import StreamedLayers
 from engine.models.tensor_source import TensorSource
 
@@ -25,10 +27,16 @@ from engine.models.tensor_source import TensorSource
 def load_decoder(config: ModelConfig, checkpoint: Checkpoint, placement: ModelPlacement) -> DecoderModel:
     """Load the weights. Raises CheckpointError naming a missing, extra or misshapen tensor."""
     source = TensorSource(checkpoint, placement.device, placement.dtype)
-    streamed = _stream(config, source, placement, is_body=is_body_alone(checkpoint.names()))
-    model = replace(streamed, layers=tuple(streamed.layers))
-    source.finish()
+    model = _load(config, source, placement, is_body=is_body_alone(checkpoint.names()))
     return replace(model, weights_digest=source.digest())
+
+
+def check_decoder(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for the names, shapes and dtypes that `load_decoder` would refuse; no weight is read.
+
+    Whether a head that is stored beside the embedding it is tied to equals it, only `load_decoder` finds out.
+    """
+    _load(config, ShapeSource(checkpoint), SHAPES_ONLY, is_body=is_body_alone(checkpoint.names()))
 
 
 def stream_decoder(config: ModelConfig, checkpoint: Checkpoint, placement: ModelPlacement) -> DecoderModel:
@@ -38,6 +46,13 @@ def stream_decoder(config: ModelConfig, checkpoint: Checkpoint, placement: Model
     """
     source = TensorSource(checkpoint, placement.device, placement.dtype)
     return _stream(config, source, placement, is_body=is_body_alone(checkpoint.names()))
+
+
+def _load(config: ModelConfig, source: TensorSource, placement: ModelPlacement, *, is_body: bool) -> DecoderModel:
+    streamed = _stream(config, source, placement, is_body=is_body)
+    model = replace(streamed, layers=tuple(streamed.layers))
+    source.finish()
+    return model
 
 
 def _stream(config: ModelConfig, source: TensorSource, placement: ModelPlacement, *, is_body: bool) -> DecoderModel:

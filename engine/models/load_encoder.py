@@ -9,6 +9,8 @@ from engine.models.encoder_layer import EncoderLayer, GeluForm
 from engine.models.encoder_model import EncoderModel
 from engine.models.layer_norm import LayerNorm
 from engine.models.model_placement import ModelPlacement
+from engine.models.shape_source import ShapeSource
+from engine.models.shapes_only import SHAPES_ONLY
 from engine.models.tensor_source import TensorSource
 
 _GELU_FORMS: dict[str, GeluForm | None] = {
@@ -24,7 +26,15 @@ def load_encoder(config: EncoderConfig, checkpoint: Checkpoint, placement: Model
 
     Raises CheckpointError naming a missing, extra or misshapen tensor.
     """
-    source = TensorSource(checkpoint, placement.device, placement.dtype)
+    return _load(config, TensorSource(checkpoint, placement.device, placement.dtype), placement)
+
+
+def check_encoder(config: EncoderConfig, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for the names, shapes and dtypes that `load_encoder` would refuse; no weight is read."""
+    _load(config, ShapeSource(checkpoint), SHAPES_ONLY)
+
+
+def _load(config: EncoderConfig, source: TensorSource, placement: ModelPlacement) -> EncoderModel:
     root = "bert." if source.has("bert.embeddings.word_embeddings.weight") else ""
     source.leave_out("cls.")
     source.leave_out(f"{root}pooler.")

@@ -85,12 +85,16 @@ class TensorSource:
             row += shape[0]
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        self._strike_off(name, shape)
+        tensor = self._checkpoint.read(name)
+        self._digest.update(tensor.flatten()[:SAMPLED_ELEMENTS].float().cpu().numpy().tobytes())
+        return tensor
+
+    def _strike_off(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises CheckpointError for a tensor that is not there, was taken before, or has another shape."""
         if name not in self._left:
             raise CheckpointError(f"tensor {name} is missing")
         found = self._checkpoint.shape(name)
         if tuple(found) != shape:
             raise CheckpointError(f"tensor {name} has shape {list(found)}; config.json asks for {list(shape)}")
         self._left.remove(name)
-        tensor = self._checkpoint.read(name)
-        self._digest.update(tensor.flatten()[:SAMPLED_ELEMENTS].float().cpu().numpy().tobytes())
-        return tensor

@@ -29,7 +29,7 @@ class ModelReport:
         self._memory_profile = memory_profile
 
     def capabilities(self, max_sequence_tokens: int) -> ModelCapabilities:
-        """What the model can do on this device."""
+        """What the model can do on this device. max_sequence_tokens: of one sequence, prompt and output together."""
         model = self._executor.model
         config, graphs = model.config, self._executor.graph_stats
         groups = {config.num_heads: "mha", 1: "mqa"}
@@ -52,7 +52,7 @@ class ModelReport:
         )
 
     def status(self, *, failure: str | None) -> ModelStatus:
-        """How the model is doing now."""
+        """How the model is doing now. failure: why its engine broke; None: it did not."""
         kv_cache = self._executor.kv_cache
         return ModelStatus(
             state="ready" if failure is None else "failed",

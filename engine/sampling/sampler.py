@@ -39,13 +39,18 @@ class Sampler:
         self._minus_infinity = torch.full((), -torch.inf, device=device)
         self._not_finite = torch.full((), NOT_FINITE, device=device)
 
-    @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: Rows) -> ChosenTokens:
         """logits [S, V] float32, one row each, None for one that is only looked at; they are overwritten.
 
         A row that is not finite (NonFiniteLogits), or whose grammar fails (GrammarFailed), fails alone.
         """
-        forbidden, failures = self._masks_of(rows)  # on the host, while the device still works on the logits
+        return self.sample_masked(logits, rows, *self._masks_of(rows))  # masks while the device works on the logits
+
+    @torch.inference_mode()
+    def sample_masked(
+        self, logits: torch.Tensor, rows: Rows, forbidden: Arrays | None, failures: Mapping[int, GrammarFailed]
+    ) -> ChosenTokens:
+        """The same with the grammars' part known: rows and what is forbidden there [n, V], and the rows that failed."""
         parts = row_arrays(rows, logits.shape[1])
         if forbidden is not None:
             parts["forbidden"] = forbidden

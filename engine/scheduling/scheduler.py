@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Iterable, Sequence
 
@@ -231,6 +232,7 @@ class Scheduler:
         if state.admission is None:
             self._num_admitted += 1
             state.admission = self._num_admitted
+            state.scheduled_s = time.monotonic()
             # A resumed sequence may find tokens of its output as well.
             state.num_cached_tokens = min(state.num_computed_tokens, state.num_prompt_tokens)
         insort(self._running, state, key=_rank)

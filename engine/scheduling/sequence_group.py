@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from engine.any_request import AnyRequest
 from engine.errors import EngineError, InvalidRequest
+from engine.request_timings import RequestTimings
 from engine.scheduling.sequence_state import State
 
 Asked = TypeVar("Asked", bound=AnyRequest)
@@ -49,6 +51,14 @@ class SequenceGroup(Generic[Asked, State]):
                 return False
             self._num_leading_finished += 1
         return True
+
+    def timings_now(self) -> RequestTimings:
+        """How far it got, and that it ends now."""
+        scheduled = [state.scheduled_s for state in self.states if state.scheduled_s is not None]
+        first_tokens = [state.first_token_s for state in self.states if state.first_token_s is not None]
+        return RequestTimings(
+            self.states[0].arrived_s, min(scheduled, default=None), min(first_tokens, default=None), time.monotonic()
+        )
 
     def request_named(self, request_id: str) -> Asked:
         """The one of its requests that has this id."""

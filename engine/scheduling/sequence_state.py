@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -24,6 +25,9 @@ class SequenceState(ABC):
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     admission: int | None = None  # order of first admission over the engine's life; None before
     num_preemptions: int = 0
+    arrived_s: float = field(default_factory=time.monotonic)
+    scheduled_s: float | None = None  # time.monotonic() of the first admission
+    first_token_s: float | None = None  # time.monotonic() when the first token generated here was known
     priority: int = field(init=False)  # the request's, or that of a more urgent duplicate of it
     sequence_id: str = field(init=False)  # key of its blocks and of its text
 

@@ -22,7 +22,6 @@ from engine.structured.grammar import Grammar
 from engine.token_logprobs import TokenLogprobs
 from tests.support.engines import load_engine, run_all
 from tests.support.static_runner import StaticRunner, load_static_engine
-from tests.support.tiny_checkpoint import make_checkpoint
 
 NUM_REQUESTS = 20
 TOLERANCE = 1e-3  # of log-probabilities: the other rows of a batch change the rounding
@@ -42,12 +41,6 @@ SHAPES: dict[str, dict[str, object]] = {
     },
     "deterministic": {"engine.deterministic": "on", "engine.max_num_seqs": "8"},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights wide enough apart that no choice hangs on the rounding of another batch."""
-    return make_checkpoint(tmp_path_factory.mktemp("async") / "tiny", "qwen3", initializer_range=0.6)
 
 
 def _params(rng: random.Random, eos: int) -> SamplingParams:
@@ -146,9 +139,11 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_outputs_and_usage_are_those_of_steps_that_are_waited_for(model: Path, shape: str, ahead: list[bool]) -> None:
+def test_outputs_and_usage_are_those_of_steps_that_are_waited_for(
+    tiny_model: Path, shape: str, ahead: list[bool]
+) -> None:
     options = SHAPES[shape]
-    off, on = load_engine(model, options), load_engine(model, options | {"engine.async_scheduling": "on"})
+    off, on = load_engine(tiny_model, options), load_engine(tiny_model, options | {"engine.async_scheduling": "on"})
     requests = _requests(1, next(iter(off.eos_token_ids)))
     expected = _run(off, requests, [], 1)
     assert ahead == []
@@ -165,15 +160,15 @@ def test_outputs_and_usage_are_those_of_steps_that_are_waited_for(model: Path, s
         _check(output, expected[name], may_be_cut=name in doomed)
 
 
-def test_captured_decode_steps_read_the_tokens_of_the_step_before(model: Path, ahead: list[bool]) -> None:
+def test_captured_decode_steps_read_the_tokens_of_the_step_before(tiny_model: Path, ahead: list[bool]) -> None:
     options: dict[str, object] = {"engine.max_model_len": "64", "engine.kv_cache.num_blocks": "40"}
     requests = [
         Request(f"r{i}", tuple(range(i, 20)), SamplingParams(max_tokens=9 + i, seed=i, ignore_eos=True))
         for i in range(6)
     ]
-    expected = run_all(load_engine(model, options), requests)
+    expected = run_all(load_engine(tiny_model, options), requests)
     backend = StaticRunner()
-    found = run_all(load_static_engine(model, backend, options | {"engine.async_scheduling": "on"}), requests)
+    found = run_all(load_static_engine(tiny_model, backend, options | {"engine.async_scheduling": "on"}), requests)
     assert {name: o.completions for name, o in found.items()} == {n: o.completions for n, o in expected.items()}
     assert len(backend.replays) >= 12
     assert sum(ahead) >= 10

@@ -16,7 +16,6 @@ from engine.request import Request
 from engine.request_output import RequestOutput
 from engine.sampling_params import SamplingParams
 from tests.support.engines import load_engine, run_all, tokens_of
-from tests.support.tiny_checkpoint import make_checkpoint
 
 PROMPT = tuple(range(30))
 MAX_TOKENS = 20
@@ -25,19 +24,13 @@ SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 7}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights wide enough apart that no choice hangs on the rounding of another batch."""
-    return make_checkpoint(tmp_path_factory.mktemp("duplicates") / "tiny", "qwen3", initializer_range=0.6)
+def engine(tiny_model: Path) -> Engine:
+    return load_engine(tiny_model)
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path) -> Engine:
-    return load_engine(model)
-
-
-@pytest.fixture(scope="module")
-def without(model: Path) -> Engine:
-    return load_engine(model, {"engine.deduplicate": "off"})
+def without(tiny_model: Path) -> Engine:
+    return load_engine(tiny_model, {"engine.deduplicate": "off"})
 
 
 def _request(name: str, *, tenant: str = "", priority: int = 0, **params: Any) -> Request:
@@ -193,8 +186,8 @@ def test_a_request_that_always_fails_fails_each_of_its_equals(engine: Engine) ->
     assert engine.stats().num_finished_requests - before == 4
 
 
-def test_each_of_them_gets_the_checkpoints(model: Path) -> None:
-    engine = load_engine(model, {"engine.checkpoint_tokens": "8"})
+def test_each_of_them_gets_the_checkpoints(tiny_model: Path) -> None:
+    engine = load_engine(tiny_model, {"engine.checkpoint_tokens": "8"})
     for name in "abc":
         engine.add_request(_request(name, **SEEDED))
     _steps(engine, 7)
@@ -229,8 +222,8 @@ def test_a_checkpoint_is_set_aside_for_an_equal_request_that_runs(engine: Engine
     assert _work(engine) - before == MAX_TOKENS
 
 
-def test_a_more_urgent_equal_makes_the_one_that_waits_more_urgent(model: Path) -> None:
-    engine = load_engine(model, {"engine.max_num_seqs": "1"})
+def test_a_more_urgent_equal_makes_the_one_that_waits_more_urgent(tiny_model: Path) -> None:
+    engine = load_engine(tiny_model, {"engine.max_num_seqs": "1"})
     engine.add_request(replace(_request("first"), prompt_token_ids=PROMPT[::-1]))
     engine.step()
     engine.add_request(replace(_request("second"), prompt_token_ids=PROMPT[1:]))
@@ -243,8 +236,8 @@ def test_a_more_urgent_equal_makes_the_one_that_waits_more_urgent(model: Path) -
     assert order == ["first", "late", "urgent", "second"]
 
 
-def test_closing_ends_all_of_them(model: Path) -> None:
-    engine = load_engine(model)
+def test_closing_ends_all_of_them(tiny_model: Path) -> None:
+    engine = load_engine(tiny_model)
     for name in "abc":
         engine.add_request(_request(name))
     _steps(engine, 2)

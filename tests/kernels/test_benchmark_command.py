@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +14,7 @@ from kernels.dispatch import operation_names
 from tests.benchmarks import gpu_timer, machine
 from tests.benchmarks.case import Case, Workload
 from tests.benchmarks.checkout import Checkout
-from tests.benchmarks.kernels import all_cases, measure_all, parse
+from tests.benchmarks.kernels import all_cases, main, measure_all, parse
 from tests.benchmarks.machine import Machine
 from tests.benchmarks.measurement import measure
 from tests.benchmarks.model_shape import MODELS, ModelShape
@@ -35,12 +32,6 @@ MACHINE = Machine("GPU", "1", "13", "2", "3", Checkout("abc", True), 4e12, 8e14,
 DRAWS = {"gumbel_argmax"}  # ours and the library's draw differently
 
 
-def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "tests.benchmarks.kernels", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-
-
 def in_order_of(values: float) -> Callable[..., float]:
     """A clock: our run takes 4 us, the libraries' one after the other less."""
     times: Iterator[float] = iter((values, values / 2, values / 4))
@@ -56,10 +47,12 @@ def fake_case(run: Callable[[], torch.Tensor], **libraries: Callable[[], torch.T
     return Case("argmax", "m", "s", "bandwidth", lambda device: Workload(8_000_000, "8 MB", run, libraries), 60.0)
 
 
-def test_without_a_gpu_it_says_so_in_one_line_and_exits_1() -> None:
-    done = run_command()
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "no CUDA GPU: nothing was measured\n"
+def test_without_a_gpu_it_says_so_in_one_line_and_returns_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([]) == 1
+    assert capsys.readouterr() == ("", "no CUDA GPU: nothing was measured\n")
 
 
 @pytest.mark.parametrize("arguments", [["--jsn"], ["--json", "/nowhere/x.json"], ["--only", "softmax"]])

@@ -74,11 +74,13 @@ def test_the_largest_noise_is_within_the_bound_that_prunes() -> None:
 @pytest.mark.parametrize("spread", [0.0, 1.0, 8.0, 300.0])
 @pytest.mark.parametrize("vocab", [1, 37, 1000])
 def test_both_implementations_draw_the_same_tokens(vocab: int, spread: float) -> None:
-    logits = torch.randn(19, vocab, generator=torch.Generator().manual_seed(vocab)) * spread
+    num_rows = 19 if vocab < 1000 else 5  # the reference goes through the tokens one by one
+    logits = torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(vocab)) * spread
     for seed in SEEDS[:3]:
         assert draw(cpu, logits, seed).tolist() == draw(reference, logits, seed).tolist()
 
 
+@pytest.mark.slow
 def test_draws_follow_the_softmax() -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.125, 0.1, 0.02, 0.005])
     n = 5_000

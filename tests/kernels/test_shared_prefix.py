@@ -41,7 +41,7 @@ def grouped_rows(draw: st.DrawFn, query_lens: tuple[int, ...]) -> tuple[Lens, Gr
     return lens, groups
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(grouped_rows((1,)), st.sampled_from([(2, 2), (4, 2), (8, 1)]), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_decode_agrees_with_the_reference(
     rows: tuple[Lens, Groups], heads: tuple[int, int], dtype: torch.dtype
@@ -53,7 +53,7 @@ def test_decode_agrees_with_the_reference(
     check(case, is_decode=True)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(grouped_rows((1, 2, 5, 19)), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_chunks_agree_with_the_reference(rows: tuple[Lens, Groups], dtype: torch.dtype) -> None:
     lens, groups = rows

@@ -1,4 +1,6 @@
-"""The engine against transformers in float32, for each family and each way a prompt can be run."""
+"""The engine against transformers in float32, for each family and each way a prompt can be run; `make slow`: for each
+variant of a family.
+"""
 
 from __future__ import annotations
 
@@ -66,6 +68,7 @@ class Case:
         outputs = run_all(engine, [greedy_request(str(i), self.prompts[i], NUM_TOKENS) for i in indices])
         ties = sum(count_ties_where_it_differs(self.expected[i], tokens_of(outputs[str(i)])) for i in indices)
         self._account["continuations"] += len(indices)
+        self._account["tokens"] += len(indices) * NUM_TOKENS
         self._account["ties"] += ties
 
 
@@ -74,6 +77,13 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     family, options = VARIANTS[request.param]
     path = tmp_path_factory.mktemp("checkpoint") / request.param
     return Case(path, family, options, request.config.stash[TIES])
+
+
+def by_default_on(*variants: str) -> pytest.MarkDecorator:
+    """A way of running is tried on one variant of each family; on the others by `make slow`."""
+    assert set(variants) <= VARIANTS.keys()
+    params = [pytest.param(v, marks=[] if v in variants else pytest.mark.slow) for v in VARIANTS]
+    return pytest.mark.parametrize("case", params, indirect=True)
 
 
 def test_logits_of_prefill_and_of_every_decode_are_transformers(case: Case) -> None:
@@ -88,6 +98,7 @@ def test_logits_of_prefill_and_of_every_decode_are_transformers(case: Case) -> N
         runner.release(name)
 
 
+@by_default_on("qwen3-gqa7-untied", "llama-tied-sharded", "moe-top1")
 def test_alone(case: Case) -> None:
     engine = case.engine()
     for index in (0, 1, 2, 3):
@@ -98,20 +109,24 @@ def test_with_31_others(case: Case) -> None:
     case.run(case.engine())
 
 
+@by_default_on("qwen3-gqa7-untied", "llama-gqa4-llama3-rope", "moe-top5-mixed-layers-sharded")
 def test_in_chunks_of_seven(case: Case) -> None:
     case.run(case.engine(engine__max_num_batched_tokens="7", engine__max_num_seqs="7"), range(16))
 
 
+@by_default_on("qwen3-mha-tied", "llama-tied-sharded", "moe-every-second-layer-tied")
 def test_in_chunks_of_exactly_seven(case: Case) -> None:
     engine = case.engine(engine__max_num_batched_tokens="7", engine__max_num_seqs="7", engine__unified_prefill="false")
     case.run(engine, [3, 7, 11])
     assert engine.stats().num_steps >= 3 * (50 // 7)
 
 
+@by_default_on("qwen3-mha-tied", "llama-gqa4-llama3-rope", "moe-top1")
 def test_prefill_and_decode_apart(case: Case) -> None:
     case.run(case.engine(engine__unified_prefill="false"))
 
 
+@by_default_on("qwen3-mha-tied", "llama-tied-sharded", "moe-top5-mixed-layers-sharded")
 def test_on_prefix_hits(case: Case) -> None:
     engine = case.engine(engine__deduplicate="false")  # some prompts are equal: all of a duplicate counts as cached
     case.run(engine)
@@ -120,27 +135,45 @@ def test_on_prefix_hits(case: Case) -> None:
     assert engine.stats().cached_tokens - before == sum((len(p) - 1) // 16 * 16 for p in case.prompts)
 
 
+@by_default_on("qwen3-gqa7-untied", "llama-gqa4-llama3-rope", "moe-every-second-layer-tied")
 def test_without_the_prefix_cache(case: Case) -> None:
     engine = case.engine(engine__prefix_cache__enabled="false", engine__deduplicate="false")
     case.run(engine)
     assert engine.stats().cached_tokens == 0
 
 
-@pytest.mark.parametrize("prefix_cache", ["true", "false"])
-def test_preempted_and_recomputed(case: Case, prefix_cache: str) -> None:
+def check_preempted(case: Case, prefix_cache: str) -> None:
     engine = case.engine(engine__kv_cache__num_blocks="40", engine__prefix_cache__enabled=prefix_cache)
     case.run(engine)
     assert engine.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("enabled", ["true", "false"])
-def test_shared_prefixes_attended_once_or_by_each(case: Case, enabled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@by_default_on("qwen3-mha-tied", "llama-gqa4-llama3-rope", "moe-top5-mixed-layers-sharded")
+def test_preempted_and_found_in_the_prefix_cache(case: Case) -> None:
+    check_preempted(case, prefix_cache="true")
+
+
+@by_default_on("qwen3-gqa7-untied", "llama-tied-sharded", "moe-top1")
+def test_preempted_and_recomputed(case: Case) -> None:
+    check_preempted(case, prefix_cache="false")
+
+
+@by_default_on("qwen3-gqa7-untied", "llama-tied-sharded", "moe-top5-mixed-layers-sharded")
+def test_shared_prefixes_attended_once(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.execution.step_executor.DECODE_GATE", lambda num_rows, num_tokens: True)
-    engine = case.engine(engine__shared_prefix__enabled=enabled)
+    engine = case.engine(engine__shared_prefix__enabled="true")
     case.run(engine)
     case.run(engine)  # on prefix hits: chunks share prefixes too
 
 
+@by_default_on("qwen3-mha-tied", "llama-gqa4-llama3-rope", "moe-every-second-layer-tied")
+def test_shared_prefixes_attended_by_each(case: Case) -> None:
+    engine = case.engine(engine__shared_prefix__enabled="false")
+    case.run(engine)
+    case.run(engine)
+
+
+@by_default_on("qwen3-gqa7-untied", "llama-tied-sharded", "moe-every-second-layer-tied")
 def test_after_idle(case: Case) -> None:
     engine = case.engine()
     case.run(engine, [0, 1])
@@ -149,9 +182,11 @@ def test_after_idle(case: Case) -> None:
     case.run(engine, [0, 1, 2])
 
 
+@by_default_on("qwen3-mha-tied", "llama-gqa4-llama3-rope", "moe-every-second-layer-tied")
 def test_one_sequence_at_a_time_and_experts_one_by_one(case: Case) -> None:
     case.run(case.engine(engine__decode__batched="false", engine__moe__bucketed="false"), range(8))
 
 
+@by_default_on("moe-top1", "moe-top5-mixed-layers-sharded", "moe-every-second-layer-tied")
 def test_every_expert_layer_bucketed(case: Case) -> None:
     case.run(case.engine(engine__moe__bucketed_min_tokens="1"), range(8))

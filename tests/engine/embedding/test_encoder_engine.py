@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from engine.checkpoint.embedding_config import Pooling
 from engine.embedding.encoder_engine import EncoderEngine
 from engine.embedding_request import EmbeddingRequest
-from engine.errors import CapabilityError, CheckpointError, EngineError, InvalidRequest, PromptTooLong
+from engine.errors import CapabilityError, CheckpointError, EngineError, EngineFatal, InvalidRequest, PromptTooLong
 from engine.load_engine import load_engine
 from engine.request_output import RequestOutput
 from settings import load_settings
@@ -72,6 +72,22 @@ def test_embeddings_are_transformers(tmp_path: Path, variant: str, max_num_batch
             torch.testing.assert_close(torch.tensor(list(found)), reference.embed(token_ids), atol=TOLERANCE, rtol=0)
 
 
+def test_after_a_step_that_failed_nothing_runs_any_more(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(bert)
+    engine.add_request(EmbeddingRequest("a", [[1, 2, 3]]))
+
+    def fail(*_: object) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(engine._executor, "execute", fail)
+    for _ in range(2):
+        with pytest.raises(EngineFatal, match="a step ran out of memory"):
+            engine.step()
+    assert engine.has_unfinished()
+    with pytest.raises(EngineFatal, match="a step ran out of memory"):
+        engine.add_request(EmbeddingRequest("b", [[1, 2, 3]]))
+
+
 def test_texts_become_the_ids_of_transformers_uncut_and_unpadded(bert: Path) -> None:
     expected = AutoTokenizer.from_pretrained(bert)(TEXTS, truncation=False, padding=False)["input_ids"]
     assert load(bert).tokenizer.encode_batch(TEXTS) == expected
@@ -81,7 +97,11 @@ def test_a_step_takes_whole_inputs_up_to_its_budget(bert: Path) -> None:
     engine = load(bert, max_num_batched_tokens="64")
     engine.add_request(EmbeddingRequest("many", [[2, 3]] * 40))  # 80 tokens
     assert engine.step() == []
+    assert (engine.step_size, engine.stats().num_waiting) == ((32, 64), 8)
     assert len(engine.step()[0].embeddings) == 40
+    assert (engine.step_size, engine.stats().num_waiting, engine.stats().prompt_tokens) == ((8, 16), 0, 80)
+    assert engine.step() == []
+    assert (engine.step_size, engine.stats().num_steps) == ((0, 0), 2)
     assert run(engine, EmbeddingRequest("long", [[5] * 100]))["long"].error is None  # longer than a step's budget
 
 

@@ -25,7 +25,7 @@ def test_free_and_total_are_the_drivers() -> None:
 def test_the_peak_is_what_was_reserved_once_everything_has_run() -> None:
     with _cuda(synchronize=None, max_memory_reserved=5):
         assert CudaDeviceMemory(GPU).peak_bytes() == 5
-        torch.cuda.synchronize.assert_called_once_with(GPU)  # type: ignore[attr-defined]
+        torch.cuda.synchronize.assert_called_once_with(GPU)  # type: ignore[attr-defined]  # a Mock here
 
 
 def test_a_new_peak_begins_after_what_runs_with_an_empty_cache() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
+import torch
+from numpy.typing import NDArray
 
 from engine.engine import Engine
 from engine.errors import CapabilityError
+from engine.execution.array_staging import ArrayStaging
 from engine.execution.decode_graphs import DecodeGraphs
 from engine.kv_cache.kv_cache_tensors import KVCacheTensors
 from engine.loading import load_decoder_parts
@@ -16,6 +21,7 @@ from engine.loading.memory_profile import MemoryProfile
 from engine.models.decoder_model import DecoderModel
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from engine.structured.grammar import Grammar
 from settings import EngineSettings, Source
 from tests.support.engines import load_engine, run_all
 from tests.support.simulated_memory import simulated_device
@@ -79,6 +85,28 @@ def test_no_job_takes_more_than_the_usable_part(model: Path) -> None:
     taken = memory.peak_bytes()
     assert taken <= profile_of(engine).usable_bytes
     assert taken > 0.8 * profile_of(engine).usable_bytes  # and little is left lying
+
+
+def test_a_job_with_grammars_and_penalties_stages_no_more_than_was_measured(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged: list[int] = []
+    send = ArrayStaging.send
+
+    def noted(staging: ArrayStaging, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+        staged.append(sum(array.nbytes for array in arrays))
+        return send(staging, arrays)
+
+    monkeypatch.setattr(ArrayStaging, "send", noted)
+    with simulated_device(TOTAL, held_bytes=6 * MIB):
+        engine = load(model)
+        measured = max(staged)
+        staged.clear()
+        params = SamplingParams(
+            max_tokens=9, seed=1, top_k=40, repetition_penalty=1.2, logprobs=5, grammar=Grammar("regex", "[a-z]{9}")
+        )
+        run_all(engine, [Request(f"r{index}", tuple(range(index, index + 20)), params) for index in range(8)])
+    assert 8 * 8192 < max(staged) <= measured  # a byte a token of the vocabulary for each of the rows
 
 
 def test_what_other_processes_hold_is_not_ours(model: Path) -> None:

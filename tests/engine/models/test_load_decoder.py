@@ -10,23 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint.checkpoint import Checkpoint
 from engine.errors import CheckpointError
-from engine.models.decoder_model import DecoderModel
-from engine.models.load_decoder import load_decoder
-from engine.models.model_placement import ModelPlacement
 from engine.models.weights_bytes import weights_bytes
-from kernels.dispatch import operations
-from tests.support.decoder_config import decoder_config
+from tests.support.load_alone import load_alone
 from tests.support.tiny_checkpoint import Family, make_checkpoint
-
-CPU = torch.device("cpu")
-
-
-def _load(path: Path) -> DecoderModel:
-    placement = ModelPlacement(CPU, torch.float32, operations(CPU), max_positions=64, bucketed_min_tokens=8)
-    with Checkpoint.open(path) as checkpoint:
-        return load_decoder(decoder_config(path), checkpoint, placement)
 
 
 def _edit(path: Path, **tensors: torch.Tensor | None) -> None:
@@ -42,7 +29,7 @@ def _edit(path: Path, **tensors: torch.Tensor | None) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
 def test_every_family_loads_whole(tmp_path: Path, family: Family) -> None:
-    model = _load(make_checkpoint(tmp_path, family))
+    model = load_alone(make_checkpoint(tmp_path, family))
     assert len(model.layers) == 2
     stored = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
     assert weights_bytes(model) == stored
@@ -52,40 +39,40 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3")
     _edit(tmp_path, model__layers__1__self_attn__k_norm__weight=None)
     with pytest.raises(CheckpointError, match=r"tensor model\.layers\.1\.self_attn\.k_norm\.weight is missing"):
-        _load(tmp_path)
+        load_alone(tmp_path)
 
 
 def test_an_extra_tensor_is_named(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     _edit(tmp_path, model__layers__0__self_attn__q_proj__bias=torch.zeros(64))
     with pytest.raises(CheckpointError, match=r"no place for tensor model\.layers\.0\.self_attn\.q_proj\.bias"):
-        _load(tmp_path)
+        load_alone(tmp_path)
 
 
 def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3_moe")
     _edit(tmp_path, model__layers__0__mlp__experts__3__down_proj__weight=torch.zeros(64, 31))
     with pytest.raises(CheckpointError, match=r"experts\.3\.down_proj\.weight has shape \[64, 31\].*\[64, 32\]"):
-        _load(tmp_path)
+        load_alone(tmp_path)
 
 
 def test_a_layer_that_config_does_not_know_is_an_extra(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3")
     _edit(tmp_path, model__layers__2__mlp__up_proj__weight=torch.zeros(96, 64))
     with pytest.raises(CheckpointError, match=r"model\.layers\.2\.mlp\.up_proj\.weight"):
-        _load(tmp_path)
+        load_alone(tmp_path)
 
 
 def test_a_tied_head_may_be_stored_twice_but_only_if_it_is_the_embedding(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3", tie_word_embeddings=True)
     embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     _edit(tmp_path, lm_head__weight=embedding.clone())
-    model = _load(tmp_path)
+    model = load_alone(tmp_path)
     stored = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
     assert weights_bytes(model) == stored  # rows to look up, and the head's own layout
     _edit(tmp_path, lm_head__weight=embedding + 1)
     with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from the embedding"):
-        _load(tmp_path)
+        load_alone(tmp_path)
 
 
 def test_loading_makes_no_second_copy_of_the_weights(tmp_path: Path) -> None:
@@ -96,10 +83,10 @@ def test_loading_makes_no_second_copy_of_the_weights(tmp_path: Path) -> None:
     code = f"""
 import re, sys
 from pathlib import Path
-from tests.engine.models.test_load_decoder import _load
+from tests.support.load_alone import load_alone
 anonymous_kb = lambda: int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 before = anonymous_kb()
-model = _load(Path({str(tmp_path)!r}))
+model = load_alone(Path({str(tmp_path)!r}))
 print(anonymous_kb() - before)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

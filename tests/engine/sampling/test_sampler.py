@@ -83,7 +83,10 @@ CHAINS: list[tuple[dict[str, Any], list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("params", "chain"), CHAINS)
+# All of them at once; each by itself takes as long, and that the masks are transformers' is in tests/kernels.
+@pytest.mark.parametrize(
+    ("params", "chain"), [*(pytest.param(*each, marks=pytest.mark.slow) for each in CHAINS[:-1]), CHAINS[-1]]
+)
 def test_tokens_are_drawn_from_transformers_distribution(params: dict[str, Any], chain: list[Any]) -> None:
     expected = torch.softmax(LogitsProcessorList(chain)(torch.tensor([[*PROMPT, *OUTPUT]]), _logits()), dim=-1)[0]
     found = _frequencies(params)

@@ -9,16 +9,10 @@ import pytest
 
 from engine.engine import Engine
 from tests.support.engines import load_engine
-from tests.support.tiny_checkpoint import make_checkpoint
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("structured") / "tiny", "qwen3", initializer_range=0.6)
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path) -> Iterator[Engine]:
-    engine = load_engine(model)
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    engine = load_engine(tiny_model)
     yield engine
     engine.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +13,10 @@ from engine.errors import EngineUnavailable, GrammarFailed
 from engine.structured.grammar import Grammar
 from engine.structured.grammar_compiler import GrammarCompiler
 from engine.structured.grammar_matcher import GrammarMatcher
-from engine.structured.grammar_trials import GrammarTrials
 from engine.structured.token_masks import TokenMasks
 from engine.text.tokenizer import Tokenizer
 from settings import StructuredOutputSettings
+from tests.support.held_trials import HeldTrials
 from tests.support.tiny_tokenizer import make_tokenizer
 
 EOS = 295
@@ -114,23 +113,14 @@ def test_a_grammar_that_could_not_be_tried_is_tried_again(
 def test_after_a_close_nothing_that_waited_is_compiled_until_it_is_asked_for_again(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    has_begun, go_on, definition = threading.Event(), threading.Event(), GrammarTrials.definition
-    tried: list[str] = []
-
-    def definition_later(self: GrammarTrials, grammar: Grammar) -> str:
-        tried.append(grammar.text)
-        has_begun.set()
-        go_on.wait(10)
-        return definition(self, grammar)
-
-    monkeypatch.setattr(GrammarTrials, "definition", definition_later)
+    trials = HeldTrials(monkeypatch)
     begun, waiting = compiler.compile(Grammar("regex", "1")), compiler.compile(Grammar("regex", "2"))
-    assert has_begun.wait(10)
+    trials.wait_begun()
     compiler.close()
-    go_on.set()
+    trials.go_on()
     assert isinstance(begun.exception(), EngineUnavailable)
     assert waiting.cancelled()
-    assert tried == ["1"]
+    assert trials.tried == ["1"]
     assert [compiler.compile(Grammar("regex", text)).exception() for text in "12"] == [None, None]
 
 

@@ -25,8 +25,8 @@ LETTERS = Grammar("regex", "[a-z ]*")
 
 
 @pytest.fixture(scope="module")
-def small_pool(model: Path) -> Iterator[Engine]:
-    engine = load_engine(model, {"engine.kv_cache.num_blocks": "16", "engine.deterministic": "true"})
+def small_pool(tiny_model: Path) -> Iterator[Engine]:
+    engine = load_engine(tiny_model, {"engine.kv_cache.num_blocks": "16", "engine.deterministic": "true"})
     yield engine
     engine.close()
 

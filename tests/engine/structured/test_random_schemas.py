@@ -84,25 +84,25 @@ def _assert_unnoticed(
     }
 
 
-def test_completed_results_validate_and_lines_beside_them_are_as_without(model: Path) -> None:
-    engine = load_engine(model)
+def test_completed_results_validate_and_lines_beside_them_are_as_without(tiny_model: Path) -> None:
+    engine = load_engine(tiny_model)
     _assert_unnoticed(engine, [random_schema(seed) for seed in range(500, 528)], _free(16), max_tokens=120)
     engine.close()
 
 
 @pytest.mark.structured
 @pytest.mark.timeout(900)
-def test_five_hundred_schemas(model: Path) -> None:
-    engine = load_engine(model)
+def test_five_hundred_schemas(tiny_model: Path) -> None:
+    engine = load_engine(tiny_model)
     _assert_unnoticed(engine, [random_schema(seed) for seed in range(500)], _free(200))
     engine.close()
 
 
 @pytest.mark.structured
 @pytest.mark.timeout(900)
-def test_a_hundred_schemas_bit_for_bit_with_preemptions(model: Path) -> None:
+def test_a_hundred_schemas_bit_for_bit_with_preemptions(tiny_model: Path) -> None:
     """Deterministic, in a pool too small for all: the free lines' log-probabilities have the same bits too."""
-    engine = load_engine(model, {"engine.deterministic": "true", "engine.kv_cache.num_blocks": "120"})
+    engine = load_engine(tiny_model, {"engine.deterministic": "true", "engine.kv_cache.num_blocks": "120"})
     schemas = [random_schema(seed) for seed in range(1000, 1100)]
     _assert_unnoticed(engine, schemas, [_with_logprobs(request) for request in _free(50)])
     assert engine.stats().num_preemptions > 0

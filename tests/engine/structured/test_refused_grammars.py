@@ -20,9 +20,9 @@ MATE = "mate"
 
 
 @pytest.fixture(scope="module")
-def strict(model: Path) -> Iterator[Engine]:
+def strict(tiny_model: Path) -> Iterator[Engine]:
     limits = {"compile_timeout_s": "0.5", "max_grammar_bytes": "100000"}
-    engine = load_engine(model, {f"engine.structured_output.{name}": value for name, value in limits.items()})
+    engine = load_engine(tiny_model, {f"engine.structured_output.{name}": value for name, value in limits.items()})
     yield engine
     engine.close()
 

@@ -67,27 +67,40 @@ def write_model(path: Path, template: object, *, file: str | None = None) -> Pat
     return path
 
 
-def render_both(path: Path, messages: list[dict[str, Any]], **options: Any) -> tuple[str, str]:
-    """By us and by transformers; "refused" where the template refuses."""
-    template = Tokenizer.from_directory(path).chat_template
-    assert template is not None
-    options.setdefault("add_generation_prompt", True)
-    try:
-        ours = template.render(messages, datetime.now(), **options)
-    except InvalidRequest:
-        ours = "refused"
-    theirs_tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-    try:
-        theirs = theirs_tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except (TemplateError, TypeError):
-        theirs = "refused"
-    return ours, theirs
+class Both:
+    """A model's template as we read it, and as transformers does."""
+
+    def __init__(self, path: Path) -> None:
+        template = Tokenizer.from_directory(path).chat_template
+        assert template is not None
+        self._ours = template
+        self._theirs = PreTrainedTokenizerFast.from_pretrained(path)
+
+    def render(self, messages: list[dict[str, Any]], **options: Any) -> tuple[str, str]:
+        """By us and by transformers; "refused" where the template refuses."""
+        options.setdefault("add_generation_prompt", True)
+        try:
+            ours = self._ours.render(messages, datetime.now(), **options)
+        except InvalidRequest:
+            ours = "refused"
+        try:
+            theirs = self._theirs.apply_chat_template(messages, tokenize=False, **options)
+        except (TemplateError, TypeError):
+            theirs = "refused"
+        return ours, theirs
 
 
-@pytest.mark.parametrize("template", [THINKING, HEADERS, BRACKETS, EVERYTHING], ids=["qwen", "llama", "old", "all"])
+TEMPLATES = {"qwen": THINKING, "llama": HEADERS, "old": BRACKETS, "all": EVERYTHING}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Both]:
+    return {name: Both(write_model(tmp_path_factory.mktemp(name), text)) for name, text in TEMPLATES.items()}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("conversation", sorted(CONVERSATIONS))
-def test_prompts_are_byte_equal_with_transformers(tmp_path: Path, template: str, conversation: str) -> None:
-    write_model(tmp_path, template)
+def test_prompts_are_byte_equal_with_transformers(models: dict[str, Both], template: str, conversation: str) -> None:
     messages = CONVERSATIONS[conversation]
     for options in (
         {},
@@ -97,16 +110,15 @@ def test_prompts_are_byte_equal_with_transformers(tmp_path: Path, template: str,
         {"enable_thinking": True, "extra": {"a": [1, None, "é"]}, "eos_token": "<other>"},
         {"documents": [{"title": "t", "text": "x"}], "date_string": "1 May 2026"},
     ):
-        ours, theirs = render_both(tmp_path, messages, **options)
+        ours, theirs = models[template].render(messages, **options)
         assert ours == theirs
 
 
-def test_the_prompts_compared_are_not_refusals(tmp_path: Path) -> None:
-    for name, template in {"qwen": THINKING, "llama": HEADERS, "all": EVERYTHING}.items():
-        path = write_model(tmp_path / name, template)
+def test_the_prompts_compared_are_not_refusals(models: dict[str, Both]) -> None:
+    for name in ("qwen", "llama", "all"):
         for messages in CONVERSATIONS.values():
-            assert render_both(path, messages, tools=[TOOL])[1] != "refused"
-    assert render_both(write_model(tmp_path / "old", BRACKETS), CONVERSATIONS["turns"])[1].startswith("<|endoftext|>")
+            assert models[name].render(messages, tools=[TOOL])[1] != "refused"
+    assert models["old"].render(CONVERSATIONS["turns"])[1].startswith("<|endoftext|>")
 
 
 NAMED = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
@@ -121,7 +133,7 @@ def test_the_template_is_the_one_transformers_picks(
     tmp_path: Path, config: object, file: str | None, tools: Any
 ) -> None:
     write_model(tmp_path, config, file=file)
-    ours, theirs = render_both(tmp_path, CONVERSATIONS["question"], tools=tools)
+    ours, theirs = Both(tmp_path).render(CONVERSATIONS["question"], tools=tools)
     assert ours == theirs != "refused"
 
 
@@ -129,8 +141,9 @@ def test_additional_template_files_are_read(tmp_path: Path) -> None:
     write_model(tmp_path, "in the configuration", file="from the file")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools: {{ tools | length }}")
-    assert render_both(tmp_path, CONVERSATIONS["question"], tools=[TOOL]) == ("tools: 1", "tools: 1")
-    assert render_both(tmp_path, CONVERSATIONS["question"]) == ("from the file", "from the file")
+    both = Both(tmp_path)
+    assert both.render(CONVERSATIONS["question"], tools=[TOOL]) == ("tools: 1", "tools: 1")
+    assert both.render(CONVERSATIONS["question"]) == ("from the file", "from the file")
 
 
 def test_a_template_says_which_variables_it_reads() -> None:

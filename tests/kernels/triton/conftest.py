@@ -7,9 +7,13 @@ The interpreter is chosen when a kernel is decorated, so it needs a pytest run o
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+import triton.language as tl
+from triton.language import core
+from triton.runtime import interpreter
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if IS_INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
@@ -20,6 +24,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if IS_INTERPRETED and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs Triton's kernels on an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _language_patched_once() -> Iterator[None]:
+    """The interpreter puts its own functions in the place of Triton's language at every launch, which takes 10 ms, and
+    once more at every call of a device function, which changes nothing. Here it does so once.
+    """
+    if not IS_INTERPRETED:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        scope = interpreter._patch_lang(lambda: (tl, core))  # for what is seen by this function: both
+        patch.setattr(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope())
+        yield
+    scope.restore()
 
 
 @pytest.fixture(scope="session")

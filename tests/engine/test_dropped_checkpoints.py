@@ -1,0 +1,99 @@
+"""A checkpoint that is not of the request, or not of the model, is dropped: the request starts over."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.completion import Completion
+from engine.engine import Engine
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from engine.sequence_checkpoint import SequenceCheckpoint
+from engine.token_checkpoint import TokenCheckpoint
+from tests.support.engines import load_engine, run_all
+from tests.support.interrupted import interrupted
+from tests.support.tiny_checkpoint import make_checkpoint
+
+PROMPT = tuple(range(30))
+MAX_TOKENS = 20
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Engine:
+    return load_engine(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Engine) -> Sequence[Completion]:
+    """What the request comes to that nothing happens to."""
+    return run_all(engine, [_request()])["r"].completions
+
+
+def _request(**params: Any) -> Request:
+    drawn: Mapping[str, Any] = {"temperature": 1.0, "top_p": 0.9, "seed": 7}
+    options = {"max_tokens": MAX_TOKENS, "ignore_eos": True, **drawn, **params}
+    return Request("r", PROMPT, SamplingParams(**options))
+
+
+def _generated(engine: Engine) -> int:
+    return engine.stats().generated_tokens
+
+
+def _damaged(checkpoint: TokenCheckpoint) -> dict[str, TokenCheckpoint]:
+    (sequence,) = checkpoint.sequences
+    long = SequenceCheckpoint((65,) * (MAX_TOKENS + 1), None)
+    return {
+        "another model": replace(checkpoint, identity="0" * 32),
+        "sequences": replace(checkpoint, sequences=(sequence, sequence)),
+        "vocabulary": replace(checkpoint, sequences=(SequenceCheckpoint((65, 320), None),)),
+        "negative": replace(checkpoint, sequences=(SequenceCheckpoint((-1,), None),)),
+        "goes on after its end": replace(checkpoint, sequences=(long,)),
+        "logprobs": replace(checkpoint, sequences=(replace(sequence, logprobs=()),)),
+        "its seed": replace(checkpoint, base_seed=8),
+    }
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["another model", "sequences", "vocabulary", "negative", "goes on after its end", "logprobs", "its seed"],
+)
+def test_a_checkpoint_that_is_not_of_the_request_is_dropped_with_a_warning(
+    engine: Engine, expected: Sequence[Completion], caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    request = _request()
+    checkpoint = _damaged(interrupted(engine, request, 10))[damage]
+    before = _generated(engine)
+    with caplog.at_level(logging.WARNING, logger="engine.request_checkpoints"):
+        output = run_all(engine, [replace(request, resume=checkpoint)])["r"]
+    assert output.completions == expected
+    assert output.num_resumed_tokens == 0
+    assert _generated(engine) - before == MAX_TOKENS
+    assert "request r is dropped" in caplog.text
+
+
+@pytest.mark.parametrize("changed", [{"seed": 8}, {"max_tokens": 19}, {"stop": ("x",)}, {"logprobs": 1}])
+def test_other_parameters_are_another_request(
+    engine: Engine, caplog: pytest.LogCaptureFixture, changed: dict[str, Any]
+) -> None:
+    checkpoint = interrupted(engine, _request(), 10)
+    request = _request(**changed)
+    expected = run_all(engine, [request])["r"].completions
+    assert run_all(engine, [replace(request, resume=checkpoint)])["r"].completions == expected
+    assert "another model, prompt or parameters" in caplog.text
+
+
+def test_another_model_of_the_same_shape_takes_no_checkpoint(
+    engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = _request()
+    checkpoint = interrupted(engine, request, 10)
+    tuned = load_engine(make_checkpoint(tmp_path / "tiny", "qwen3", seed=1, initializer_range=0.6))
+    run_all(tuned, [replace(request, resume=checkpoint)])
+    assert "another model" in caplog.text
+    assert _generated(tuned) == MAX_TOKENS
