@@ -6,17 +6,18 @@ import dataclasses
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import click
 
 from settings import EffectiveSettings
 from worker.cli.command_settings import load_command_settings, redis_options
 from worker.cli.exit_code import ExitCode
-from worker.cli.finding import Finding
 from worker.cli.install_hint import INSTALL_ENGINE
-from worker.cli.level import Level
-from worker.cli.redis_checks import redis_findings
+from worker.doctor.finding import Finding
+from worker.doctor.level import Level
+from worker.doctor.redis_findings import redis_findings
 
 
 @click.command("doctor")
@@ -24,17 +25,21 @@ from worker.cli.redis_checks import redis_findings
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of findings.")
 @redis_options
 def command(model: str | None, as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
-    """Look at Redis, torch, the device, the kernels and the model, and say how to mend what is wrong.
+    """Look at Redis, the workers, this machine and the model, and say how to mend what is wrong.
 
-    Exit code 1 if something will not work.
+    With a model this machine is to be a worker, else a producer. Nothing is changed and no weight is loaded. Exit code
+    1 if something will not work; a warning is not that.
     """
     effective = load_command_settings(assignments, {"model.path": model, "redis.url": redis_url})
-    findings = list(_findings(effective))
+    findings = []
+    for finding in _findings(effective):
+        findings.append(finding)
+        if not as_json:
+            _show(finding)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
-        for finding in findings:
-            _show(finding)
+        click.echo(_summary(findings))
     if any(finding.level is Level.FAILED for finding in findings):
         sys.exit(ExitCode.FAILED)
 
@@ -52,7 +57,7 @@ def _findings(effective: EffectiveSettings) -> Iterator[Finding]:
         )
         return
     # Imported here: a producer has no torch, and doctor must tell it so.
-    from worker.cli.engine_checks import engine_findings  # noqa: PLC0415
+    from worker.doctor.engine_findings import engine_findings  # noqa: PLC0415  # torch comes with it
 
     yield from engine_findings(effective)
 
@@ -61,3 +66,8 @@ def _show(finding: Finding) -> None:
     click.echo(f"{finding.level.value:8} {finding.check}: {finding.detail}")
     if finding.fix is not None:
         click.echo(f"{'':8} fix: {finding.fix}")
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    counts = Counter(finding.level for finding in findings)
+    return ", ".join(f"{counts[level]} {level.value}" for level in Level)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from worker.cli.level import Level
+from worker.doctor.level import Level
 
 
 @dataclass(frozen=True, slots=True)
