@@ -1,60 +1,50 @@
-"""The sample the demo submits."""
+"""The job the demo submits: one system prompt, many tickets, answers in the form of one schema."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-NUM_REQUESTS = 240
-MAX_TOKENS = 24
+from worker.demo.ticket import Ticket
+from worker.demo.ticket_words import COMPLAINTS, URGENCY
 
-_TASKS = (
-    "You sort support tickets of a hardware shop. Answer with one of: delivery, invoice, defect, return, other. "
-    "A late or missing parcel is a delivery ticket. A wrong sum or a missing receipt is an invoice ticket. A part that "
-    "broke, leaks, rattles or does not start is a defect ticket. Whoever wants to send something back, for whatever "
-    "reason, has a return ticket. If two fit, take the one the customer asks to have solved first.",
-    "You write the date that a sentence speaks of as YYYY-MM-DD. Today is a Thursday, the fifth of March. A weekday "
-    "without more means the next one. 'Last' means the one before today. If the sentence names no year, take this "
-    "year. If it speaks of no date at all, answer none. Answer with the date alone, without a sentence around it.",
-    "You condense a note of a service technician into one line for the customer: what was wrong, what was done, what "
-    "the customer should do next. Leave out part numbers, internal names and prices. Write in the past tense, at most "
-    "twenty words, and never promise anything the note does not promise itself.",
-    "You check the arithmetic of a till receipt. Add the positions, apply the discount to the sum and compare with the "
-    "total on the receipt. Answer ok if they agree to the cent, else answer with the difference, with a sign.",
+# The model was trained with this very text: one word changed and its answers get worse.
+SYSTEM_PROMPT = (
+    "You read support tickets of a hardware shop and answer with five fields as JSON. "
+    "category: delivery (late or lost), invoice (a wrong sum, a missing receipt), defect (broken), return (to be sent "
+    "back) or question. product: what the ticket is about, not what it only mentions. order: all digits of the order "
+    "number, no price, no days. customer: who wrote it. urgency: high (today, at once), low (it can wait) or normal."
 )
-_SUBJECTS = ("pump", "heater", "drill", "lamp", "valve", "saw", "fan", "sander", "kettle", "mower", "charger", "hose")
-_EVENTS = (
-    "arrived two days after the date on the invoice",
-    "makes a grinding sound since the second of May",
-    "was billed twice, once at 19.90 and once at 24.90",
-    "should go back, the box has not been opened",
-    "lost its seal; replaced it, ran it for ten minutes, dry",
-)
+# Longest answer: 32 tokens.
+MAX_TOKENS = 48
 
 
-def demo_lines() -> Iterator[dict[str, object]]:
-    """OpenAI Batch lines: every fourth shares one of four system prompts, shuffled as a real file would be."""
-    for number in range(NUM_REQUESTS):
-        task = _TASKS[number % len(_TASKS)]
-        subject = _SUBJECTS[number * 7 % len(_SUBJECTS)]
-        event = _EVENTS[number * 3 % len(_EVENTS)]
+def answer_schema() -> dict[str, object]:
+    """What an answer looks like. Product, order and customer are free: the model must find them in the ticket."""
+    fields = {
+        "category": {"type": "string", "enum": list(COMPLAINTS)},
+        "product": {"type": "string"},
+        "order": {"type": "string", "pattern": "^[0-9]{5,6}$"},
+        "customer": {"type": "string"},
+        "urgency": {"type": "string", "enum": list(URGENCY)},
+    }
+    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+
+
+def demo_lines(tickets: Mapping[str, Ticket]) -> Iterator[dict[str, object]]:
+    """OpenAI Batch lines of tickets by custom_id."""
+    schema = {"name": "ticket", "schema": answer_schema(), "strict": True}
+    for custom_id, ticket in tickets.items():
         yield {
-            "custom_id": f"ticket-{number:03d}",
+            "custom_id": custom_id,
             "method": "POST",
             "url": "/v1/chat/completions",
             "body": {
                 "messages": [
-                    {"role": "system", "content": task},
-                    {"role": "user", "content": f"Ticket {number}: the {subject} {event}."},
+                    {"role": "system", "content": SYSTEM_PROMPT},
+                    {"role": "user", "content": ticket.text},
                 ],
                 "max_tokens": MAX_TOKENS,
                 "temperature": 0,
+                "response_format": {"type": "json_schema", "json_schema": schema},
             },
         }
-
-
-def demo_corpus() -> Iterator[str]:
-    """The sample's text, to train the demo's tokenizer on."""
-    for line in demo_lines():
-        yield json.dumps(line)
-    yield from _TASKS

@@ -1,0 +1,51 @@
+"""The demo's model under kill -9: wrong bytes anywhere would be wrong answers, and the right ones are known."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import redis
+
+from tests.chaos.fleet import running_fleet
+from tests.chaos.invariants import check_invariants
+from tests.chaos.undisturbed import contents
+from tests.chaos.worker_options import WorkerOptions
+from tests.support.demo_tickets import CHECKPOINT, GOAL, run_lines, ticket_lines
+from tests.support.engines import load_engine
+from tests.support.wait_until import wait_until
+from worker.client import BatchClient
+from worker.demo.graded_answers import GradedAnswers
+from worker.demo.make_tickets import numbered_tickets
+
+TIMEOUT_S = 100.0
+ENGINE = {"engine.deterministic": "true", "engine.num_threads": "1", "engine.dtype": "float32"}
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+def test_tickets_are_answered_right_though_their_worker_is_killed_twice(
+    client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    tickets = numbered_tickets(seed=4, count=300)
+    engine = load_engine(CHECKPOINT, ENGINE)
+    expected = contents(run_lines(engine, ticket_lines(tickets)))
+    engine.close()
+    with running_fleet(redis_url, tmp_path, WorkerOptions(), {**ENGINE, "model.path": str(CHECKPOINT)}) as fleet:
+        worker = fleet.start()
+        fleet.wait_up(client)
+        job_id = client.submit(ticket_lines(tickets))
+        for num_finished in (75, 190):
+            wait_until(partial(_has_finished, client, job_id, num_finished), timeout_s=TIMEOUT_S)
+            worker.kill()
+        client.wait(job_id, timeout_s=TIMEOUT_S)
+        check_invariants(client, bare, {job_id: expected})
+        graded = GradedAnswers.of_records(tickets, client.results(job_id))
+        assert fleet.stop() == [0]
+    assert worker.exit_codes == [-9, -9]
+    assert graded.accuracy >= GOAL, graded.wrong
+
+
+def _has_finished(client: BatchClient, job_id: str, count: int) -> bool:
+    return client.status(job_id).request_counts.finished >= count

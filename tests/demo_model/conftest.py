@@ -1,0 +1,14 @@
+"""The tokenizer, which takes two seconds to make."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.demo_model.tasks import all_tasks
+from tests.demo_model.tokenizer import make_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return make_tokenizer(all_tasks(), seed=0)
