@@ -1,0 +1,89 @@
+"""The dashboard's file. What it looks like: test_dashboard_in_browser.py."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.promql import DASHBOARD, MONITOR, expressions, metric_names, panels
+from worker.metrics.catalogue import METRICS
+
+GRAFANA_COLUMNS = 24
+
+
+@pytest.mark.parametrize("panel", panels(), ids=lambda panel: f"{panel['id']}-{panel['title']}")
+def test_a_panel_has_a_title_a_unit_a_description_and_metrics_that_exist(panel: dict[str, Any]) -> None:
+    assert panel["title"]
+    assert panel["description"].endswith(".")
+    assert panel["fieldConfig"]["defaults"]["unit"]
+    assert panel["targets"]
+    for target in panel["targets"]:
+        assert target["datasource"]["uid"] == "millrace"
+        assert target["legendFormat"]
+    for expression in expressions(panel):
+        assert "$" not in expression, "a variable that nobody replaces"
+        assert metric_names(expression) <= {metric.name for metric in METRICS}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool (Debian: prometheus)")
+def test_every_expression_is_promql(tmp_path: Path) -> None:
+    texts = [text for panel in panels() for text in expressions(panel)]
+    rules = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(texts)]
+    file = tmp_path / "rules.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+
+    done = subprocess.run(["promtool", "check", "rules", file], capture_output=True, check=False, text=True)
+
+    assert done.returncode == 0, done.stderr
+    assert f"{len(texts)} rules found" in done.stdout
+
+
+def test_panels_lie_side_by_side_and_in_rows() -> None:
+    taken: set[tuple[int, int]] = set()
+    everything = json.loads(DASHBOARD.read_text())["panels"]
+    for panel in everything:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, f"{panel['title']} covers another panel"
+        assert place["x"] + place["w"] <= GRAFANA_COLUMNS
+        taken |= cells
+    assert len({panel["id"] for panel in everything}) == len(everything)
+    assert [panel["gridPos"]["y"] for panel in everything] == sorted(panel["gridPos"]["y"] for panel in everything)
+
+
+def test_dashboard_data_source_and_compose_name_each_other_rightly() -> None:
+    compose = yaml.safe_load((MONITOR.parents[1] / "compose.yaml").read_text())["services"]
+    source = yaml.safe_load((MONITOR / "grafana/provisioning/datasources/prometheus.yml").read_text())["datasources"][0]
+    provider = yaml.safe_load((MONITOR / "grafana/provisioning/dashboards/millrace.yml").read_text())["providers"][0]
+    scrape = yaml.safe_load((MONITOR / "prometheus.yml").read_text())
+    mounts = dict(volume.split(":")[:2][::-1] for volume in compose["grafana"]["volumes"])
+
+    assert source["uid"] == "millrace"
+    assert source["url"] == "http://prometheus:9090"
+    assert source["jsonData"]["timeInterval"] == scrape["global"]["scrape_interval"]
+    assert mounts[provider["options"]["path"]] == "./worker/monitor/grafana/dashboards"
+    assert mounts["/etc/grafana/provisioning"] == "./worker/monitor/grafana/provisioning"
+    found = scrape["scrape_configs"][0]["dns_sd_configs"][0]
+    assert set(found["names"]) <= set(compose)
+    assert f"MILLRACE_METRICS__PORT={found['port']}\n" in (MONITOR.parent / "Dockerfile").read_text()
+
+
+def test_whoever_looks_at_it_comes_from_this_machine_and_can_change_nothing() -> None:
+    compose = yaml.safe_load((MONITOR.parents[1] / "compose.yaml").read_text())["services"]
+    for name in ("flower", "prometheus", "grafana"):
+        assert compose[name]["profiles"] == ["monitor"]
+        assert all(port.startswith("127.0.0.1:") for port in compose[name]["ports"])
+    grafana = compose["grafana"]["environment"]
+    assert grafana["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+    assert grafana["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+    assert "FLOWER_UNAUTHENTICATED_API" not in compose["flower"]["environment"]
