@@ -69,6 +69,7 @@ from settings.kv_cache import KVCacheSettings
 from settings.limits import LimitSettings
 from settings.loading import load_settings
 from settings.log import LogSettings
+from settings.metrics import MetricsSettings
 from settings.model import ModelSettings, ReasoningFormat, ToolCallFormat
 from settings.moe import MoeSettings
 from settings.prefix_cache import PrefixCacheSettings
@@ -78,6 +79,7 @@ from settings.root import Settings
 from settings.setting_row import SettingRow
 from settings.source import Source
 from settings.structured_output import StructuredOutputSettings
+from settings.tracing import TracingSettings
 from settings.worker import WorkerSettings
 
 __all__ = [
@@ -103,4 +105,6 @@ __all__ = [
     "WorkerSettings",
     "LimitSettings",
     "LogSettings",
+    "MetricsSettings",
+    "TracingSettings",
 ]

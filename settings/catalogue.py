@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Literal, Union, cast, get_args, get_origin
 
@@ -28,8 +29,9 @@ class Catalogue:
     groups: frozenset[str]
 
     @classmethod
+    @cache  # 16 ms, and always the same
     def read(cls) -> Catalogue:
-        """The catalogue of `Settings`; 77 settings, made in milliseconds."""
+        """The catalogue of `Settings`."""
         specs = {spec.key: spec for spec in _walk(Settings, "")}
         groups = {key[:index] for key in specs for index, letter in enumerate(key) if letter == "."}
         return cls(MappingProxyType(specs), frozenset(groups))

@@ -82,7 +82,8 @@ class EngineSettings(BaseModel):
     )
     async_scheduling: bool | None = Field(
         default=None,
-        description="Schedule a step while the device runs the one before it; none: on a GPU. A CPU gains nothing.",
+        description="Schedule a step while the device runs the one before it; none: on a GPU, unless "
+        "engine.decode.batched is off, which has the host wait. A CPU gains nothing.",
     )
     deduplicate: bool = Field(
         default=True,

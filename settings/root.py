@@ -8,9 +8,11 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from settings.engine import EngineSettings
 from settings.limits import LimitSettings
 from settings.log import LogSettings
+from settings.metrics import MetricsSettings
 from settings.model import ModelSettings
 from settings.redis import RedisSettings
 from settings.source import ENV_DELIMITER, ENV_PREFIX
+from settings.tracing import TracingSettings
 from settings.worker import WorkerSettings
 
 
@@ -31,6 +33,8 @@ class Settings(BaseSettings):
     worker: WorkerSettings = Field(default_factory=WorkerSettings)
     limits: LimitSettings = Field(default_factory=LimitSettings)
     log: LogSettings = Field(default_factory=LogSettings)
+    metrics: MetricsSettings = Field(default_factory=MetricsSettings)
+    tracing: TracingSettings = Field(default_factory=TracingSettings)
 
     @classmethod
     def settings_customise_sources(

@@ -52,6 +52,9 @@ class WorkerSettings(BaseModel):
     result_batch_size: Annotated[int, Unit("results")] = Field(
         default=200, ge=1, le=100_000, description="Most results written to Redis in one call."
     )
+    send_events: bool = Field(
+        default=False, description="Whether Flower is told of this worker, every 2 s, and of each shard: three events."
+    )
 
     @model_validator(mode="after")
     def _a_lease_outlives_one_missed_renewal(self) -> WorkerSettings:

@@ -28,7 +28,7 @@ _OF_WORKER = "parity"  # where a process of pytest-xdist leaves its account
 
 def pytest_configure(config: pytest.Config) -> None:
     """An empty account."""
-    config.stash[TIES] = {"continuations": 0, "ties": 0}
+    config.stash[TIES] = {"continuations": 0, "tokens": 0, "ties": 0}
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -50,8 +50,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     account = config.stash[TIES]
     if account["continuations"]:
         terminalreporter.write_line(
-            f"parity with transformers: {account['continuations']} greedy continuations of 64 tokens compared, "
-            f"{account['ties']} differ from a step on where the reference's two best logits lie within 1e-4"
+            f"parity with transformers: {account['continuations']} greedy continuations, {account['tokens']} tokens, "
+            f"compared; {account['ties']} differ from a step on where the reference's two best logits lie within 1e-4"
         )
 
 
@@ -62,7 +62,24 @@ def _restored_logging() -> Iterator[None]:
     handlers, level = root.handlers[:], root.level
     yield
     root.handlers, root.level = handlers, level
+    logging.captureWarnings(False)
     structlog.reset_defaults()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense checkpoint, its weights so wide apart that no choice of a token hangs on the rounding of another batch:
+    two runs agree to the byte.
+    """
+    from tests.support.tiny_checkpoint import make_checkpoint  # here: torch and transformers come with it
+
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny", "qwen3", initializer_range=0.6)
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Redis that cannot be had is tried as often as ever, but without the three seconds between the tries."""
+    monkeypatch.setattr("worker.registry.connect._RETRY_CAP_S", 0.01)
 
 
 @pytest.fixture(scope="session")

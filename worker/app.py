@@ -54,7 +54,7 @@ def create_app(settings: Settings) -> Celery:
         # Threads cannot be cancelled, and a unit's lease outlives a lost connection.
         worker_cancel_long_running_tasks_on_connection_loss=False,
         worker_enable_remote_control=False,  # anyone who reaches the broker could stop workers
-        worker_send_task_events=False,
+        worker_send_task_events=settings.worker.send_events,
         task_send_sent_event=False,
         worker_hijack_root_logger=False,
         worker_redirect_stdouts=False,

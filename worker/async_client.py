@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack
 
 from pydantic import SecretStr
 
-from settings import LimitSettings, RedisSettings
+from settings import LimitSettings, RedisSettings, TracingSettings
 from worker.client import BatchClient
 from worker.intake.line_staging import RequestObject
 from worker.intake.lines_in_thread import LinesInThread
@@ -43,9 +43,15 @@ class AsyncBatchClient:
     thread goes on, after its task was cancelled, until it sees that. `cancel` has a thread that no submit can take.
     """
 
-    def __init__(self, redis: str | RedisSettings, *, limits: LimitSettings | None = None) -> None:
+    def __init__(
+        self,
+        redis: str | RedisSettings,
+        *,
+        limits: LimitSettings | None = None,
+        tracing: TracingSettings | None = None,
+    ) -> None:
         settings = RedisSettings(url=SecretStr(redis)) if isinstance(redis, str) else redis
-        self._blocking = BatchClient(settings, limits=limits)  # connects when first used
+        self._blocking = BatchClient(settings, limits=limits, tracing=tracing)  # connects when first used
         self._client = connect_async(settings)
         self._queries = JobQueries(Keys())
         self._submits = ThreadPoolExecutor(MAX_SUBMITS, thread_name_prefix="millrace-submit")

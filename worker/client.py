@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, Unpack
 from pydantic import SecretStr
 from redis import Redis
 
-from settings import LimitSettings, RedisSettings, Settings, WorkerSettings
+from settings import LimitSettings, RedisSettings, Settings, TracingSettings, WorkerSettings
 from worker.app import create_app
 from worker.broker.announcer import Announcer
 from worker.intake.line_staging import LineStaging, RequestObject
@@ -33,6 +33,7 @@ from worker.schemas.job_status import JobStatus
 from worker.schemas.submit_arguments import SubmitArguments
 from worker.schemas.submit_options import SubmitOptions
 from worker.schemas.worker_info import WorkerInfo
+from worker.tracing.make_tracing import make_tracing
 from worker.units.unit_closer import UnitCloser
 
 
@@ -41,10 +42,17 @@ class BatchClient:
 
     Needs neither torch nor a model. Every method raises redis.RedisError when Redis cannot be had, InvalidJobId for
     what is no job id, and JobNotFound for a job that was never submitted or is forgotten. Making one raises
-    SettingsError for a Redis on another machine without a password, unless its settings allow it.
+    SettingsError for a Redis on another machine without a password, unless its settings allow it, and for tracing that
+    is on without its packages.
     """
 
-    def __init__(self, redis: str | RedisSettings, *, limits: LimitSettings | None = None) -> None:
+    def __init__(
+        self,
+        redis: str | RedisSettings,
+        *,
+        limits: LimitSettings | None = None,
+        tracing: TracingSettings | None = None,
+    ) -> None:
         redis_settings = RedisSettings(url=SecretStr(redis)) if isinstance(redis, str) else redis
         limits = LimitSettings() if limits is None else limits
         settings = Settings(redis=redis_settings, limits=limits)
@@ -64,6 +72,9 @@ class BatchClient:
         self._closer = UnitCloser(_closing_leases(self._client, keys, settings.worker), limits)
         self._app = create_app(settings)
         self._announcer = Announcer(self._app)
+        self._tracing = make_tracing(
+            tracing or TracingSettings(), service="millrace-producer", instance=uuid.uuid4().hex[:12]
+        )
 
     def submit(
         self,
@@ -89,13 +100,8 @@ class BatchClient:
             known = self._intake.find(checked.tenant, checked.idempotency_key)
             if known is not None:
                 return known
-        num_lines = LineStaging(self._intake, self._limits).stage(job_id, lines)
-        if num_lines is None:
-            return job_id
-        accepted_id, should_announce = self._submit_staged(job_id, num_lines, checked)
-        if should_announce:
-            self._announcer.announce(UnitRef.plan(job_id), checked.priority)
-        return accepted_id
+        with self._tracing.submit(job_id, checked) as traceparent:
+            return self._submit(job_id, lines, checked.model_copy(update={"traceparent": traceparent or None}))
 
     def status(self, job_id: str) -> JobStatus:
         """The job as it stands."""
@@ -149,7 +155,8 @@ class BatchClient:
         return job
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections. Spans that wait are sent first, within 2 s."""
+        self._tracing.close()
         self._app.close()
         self._client.close()
 
@@ -174,6 +181,15 @@ class BatchClient:
                 if page.records:
                     pauses.restart()
                 time.sleep(pauses.next_s())
+
+    def _submit(self, job_id: str, lines: Iterable[bytes | str | RequestObject], options: SubmitOptions) -> str:
+        num_lines = LineStaging(self._intake, self._limits).stage(job_id, lines)
+        if num_lines is None:
+            return job_id
+        accepted_id, should_announce = self._submit_staged(job_id, num_lines, options)
+        if should_announce:
+            self._announcer.announce(UnitRef.plan(job_id), options.priority)
+        return accepted_id
 
     def _submit_staged(self, job_id: str, num_lines: int, options: SubmitOptions) -> tuple[str, bool]:
         accepted_id = None

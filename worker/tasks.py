@@ -27,12 +27,12 @@ def register_tasks(app: Celery, runtime: WorkerRuntime) -> None:
         """Accept a job whose lines a plain Celery producer has staged."""
         _conclude(runtime.submit(job_id, n, options))
 
-    @app.task(name=PLAN_TASK, base=base, shared=False, bind=True)  # type: ignore[untyped-decorator]
+    @app.task(name=PLAN_TASK, base=base, shared=False, bind=True)  # type: ignore[untyped-decorator]  # the same
     def plan(task: Task, job_id: str) -> None:
         """Cut a job into shards."""
         _conclude(runtime.plan(task.request.id, job_id))
 
-    @app.task(name=RUN_SHARD_TASK, base=base, shared=False, bind=True)  # type: ignore[untyped-decorator]
+    @app.task(name=RUN_SHARD_TASK, base=base, shared=False, bind=True)  # type: ignore[untyped-decorator]  # the same
     def run_shard(task: Task, job_id: str, shard: int) -> None:
         """Run one shard of a job."""
         _conclude(runtime.run_shard(task.request.id, job_id, shard))

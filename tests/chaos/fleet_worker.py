@@ -13,6 +13,10 @@ from pathlib import Path
 
 from tests.chaos.worker_options import WorkerOptions
 from tests.support.millrace import ROOT
+from tests.support.warm_interpreter import warm_interpreter
+from tests.support.warm_process import WarmProcess
+
+PROGRAM = "tests.chaos.worker_program"
 
 
 class FleetWorker:
@@ -83,10 +87,14 @@ class FleetWorker:
                 self._process = self._begin(self._later_options)
                 self.num_lives += 1
 
-    def _begin(self, options: WorkerOptions) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "tests.chaos.worker_program", json.dumps(asdict(options)), *self._settings]
+    def _begin(self, options: WorkerOptions) -> subprocess.Popen[bytes] | WarmProcess:
+        arguments = [json.dumps(asdict(options)), *self._settings]
         with self._log.open("ab") as log:
             self._life_begins_at = log.tell()
+            if not options.clock_shift_s:
+                return warm_interpreter().start(PROGRAM, arguments, log)
+            # kombu takes its own reference to time.time when it is imported.
+            command = [sys.executable, "-m", PROGRAM, *arguments]
             return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
 
     def _send(self, number: signal.Signals) -> None:

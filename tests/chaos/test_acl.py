@@ -62,7 +62,7 @@ def workers(server: AclRedis, tmp_path: Path) -> Iterator[WorkerProcesses]:
 def test_jobs_are_done_cancelled_expired_refused_and_outlive_a_killed_worker(
     client: BatchClient, workers: WorkerProcesses
 ) -> None:
-    first = workers.start(engine=SLOW, worker__lease_s=LEASE_S)
+    first = workers.start(engine=SLOW, worker__lease_s=LEASE_S, metrics__port=str(free_port()))
     workers.wait_up(client)
     job_id = client.submit(prompts(40), idempotency_key="a key of our own")
     wait_until(lambda: client.status(job_id).request_counts.completed >= 3, timeout_s=ENDED_S)
@@ -70,7 +70,7 @@ def test_jobs_are_done_cancelled_expired_refused_and_outlive_a_killed_worker(
     cancelled, expired = client.submit(prompts(30), priority=8), client.submit(prompts(30), deadline_s=0.2)
     refused = client.submit([*prompts(3), b"{"], strict=True)
     client.cancel(cancelled)
-    workers.start(worker__lease_s=LEASE_S)
+    workers.start(worker__lease_s=LEASE_S, worker__send_events="true")
 
     assert client.wait(job_id, ENDED_S).request_counts.completed == 40
     assert client.wait(cancelled, ENDED_S).status is JobState.CANCELLED
@@ -138,12 +138,19 @@ DENIED_TO_BOTH = [
     "KEYS *", "RANDOMKEY", "GET foreign", "SET foreign 1", "DEL foreign", "HGETALL foreign", "MOVE foreign 1",
     "LPUSH celery x", "LRANGE celery 0 -1", "RESTORE foreign 0 x", "MIGRATE 127.0.0.1 1 foreign 0 1",
     f"DUMP {JOB}:in", f"RENAME {JOB}:in foreign", f"COPY {JOB}:in foreign", f"SORT {JOB}:ord",
-    "PUBLISH channel x", "SUBSCRIBE channel", "MONITOR", "SLOWLOG GET", "LATENCY RESET", "CLUSTER INFO", "WAIT 0 0",
+    "PUBLISH channel x", "PUBLISH /0.celery.pidbox x", "SUBSCRIBE channel", "PSUBSCRIBE *",
+    "MONITOR", "SLOWLOG GET", "LATENCY RESET", "CLUSTER INFO", "WAIT 0 0",
 ]  # fmt: skip
 DENIED_TO_THE_PRODUCER = [
     "BRPOP millrace 1", "RPOP millrace", "LPOP millrace", "LREM millrace 0 x", "LTRIM millrace 1 0",
     "HGETALL unacked", "DEL unacked", "ZRANGE unacked_index 0 -1", "DEL unacked_mutex", "HSET unacked x y",
     "LRANGE millrace:{s0}:deadraw 0 -1", "LPUSH millrace:{s0}:deadraw x", "ZRANGEBYSCORE millrace:{s0}:open 0 1",
+]  # fmt: skip
+# Neither what is queued nor what is in it, and not a word to workers.
+DENIED_TO_FLOWER = [
+    "LPUSH millrace x", "LLEN millrace", "BRPOP millrace 1", "DEL millrace", "SADD _kombu.binding.millrace x",
+    f"HGETALL {JOB}:job", f"HGETALL {JOB}:in", "HGETALL millrace:{s0}:adm", "HGETALL unacked", "SCAN 0",
+    "PUBLISH /0.celeryev/worker.online x",
 ]  # fmt: skip
 DENIED_TO_THE_WORKER = ["SCAN 0", "BLPOP foreign 1", "BRPOP celery 1", "RPUSH celery x", "SADD _kombu.binding.celery x"]
 
@@ -156,6 +163,11 @@ def test_the_producer_may_not(server: AclRedis, call: str) -> None:
 @pytest.mark.parametrize("call", [*DENIED_TO_BOTH, *DENIED_TO_THE_WORKER])
 def test_the_worker_may_not(server: AclRedis, call: str) -> None:
     _assert_denied(server.worker_url, call)
+
+
+@pytest.mark.parametrize("call", [*DENIED_TO_BOTH, *DENIED_TO_FLOWER])
+def test_flower_may_not(server: AclRedis, call: str) -> None:
+    _assert_denied(server.flower_url, call)
 
 
 def test_a_script_may_touch_no_other_key_than_its_caller(server: AclRedis) -> None:

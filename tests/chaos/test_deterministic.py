@@ -28,8 +28,8 @@ def shuffled_runs(path: Path, dtype: str, *, count: int, num_runs: int, determin
     return runs
 
 
-def test_sixty_requests_in_three_runs(checkpoints: dict[Family, Path]) -> None:
-    runs = shuffled_runs(checkpoints["qwen3_moe"], "bfloat16", count=60, num_runs=3, deterministic=True)
+def test_forty_requests_in_three_runs(checkpoints: dict[Family, Path]) -> None:
+    runs = shuffled_runs(checkpoints["qwen3_moe"], "bfloat16", count=40, num_runs=3, deterministic=True)
     assert differing(runs) == (0, 0)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +15,11 @@ import redis
 from tests.chaos.counted_engine import read_count
 from tests.chaos.invariants import check_admission, check_records
 from tests.chaos.undisturbed import Record, contents
-from tests.support.millrace import ROOT, millrace
+from tests.support.millrace import millrace
 from tests.support.records import read_records
-from tests.support.tiny_checkpoint import make_checkpoint
 from tests.support.wait_until import wait_until
+from tests.support.warm_interpreter import warm_interpreter
+from tests.support.warm_process import WarmProcess
 from tests.support.worker_processes import QUICK
 from worker.client import BatchClient
 from worker.registry.keys import Keys
@@ -74,23 +73,22 @@ class Load:
         self.expected = contents(read_records(output))
 
 
-Start = Callable[..., tuple[subprocess.Popen[bytes], Path]]
+Start = Callable[..., tuple[WarmProcess, Path]]
 
 
 @pytest.fixture
 def start(redis_url: str, tmp_path: Path) -> Iterator[Start]:
     """Starts workers, each with the file in which it counts its tokens; none outlives the test."""
-    processes: list[subprocess.Popen[bytes]] = []
+    processes: list[WarmProcess] = []
 
-    def start(load: Load, **settings: str) -> tuple[subprocess.Popen[bytes], Path]:
+    def start(load: Load, **settings: str) -> tuple[WarmProcess, Path]:
         count = tmp_path / f"count-{len(processes)}"
         values = {"redis.url": redis_url, **QUICK, "worker.shard_size": "100", **load.settings}
         values["engine.checkpoint_tokens"] = str(load.checkpoint_tokens)
         values |= {name.replace("__", "."): value for name, value in settings.items()}
         arguments = [f"{key}={value}" for key, value in values.items()]
-        command = [sys.executable, "-m", "tests.chaos.resume_worker", str(count), *arguments]
         with (tmp_path / f"log-{len(processes)}").open("wb") as log:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            process = warm_interpreter().start("tests.chaos.resume_worker", [str(count), *arguments], log)
         processes.append(process)
         return process, count
 
@@ -132,17 +130,15 @@ def _finish(client: BatchClient, bare: redis.Redis, start: Start, load: Load, jo
 
 
 @pytest.fixture(scope="module")
-def short_load(tmp_path_factory: pytest.TempPathFactory) -> Load:
-    model = make_checkpoint(tmp_path_factory.mktemp("resume") / "tiny", "qwen3", initializer_range=0.6)
-    load = Load(model, num_prompts=9, num_tokens=100, checkpoint_tokens=8)
+def short_load(tiny_model: Path) -> Load:
+    load = Load(tiny_model, num_prompts=9, num_tokens=100, checkpoint_tokens=8)
     load.run_undisturbed()
     return load
 
 
 @pytest.fixture(scope="module")
-def long_load(tmp_path_factory: pytest.TempPathFactory) -> Load:
-    model = make_checkpoint(tmp_path_factory.mktemp("resume") / "tiny", "qwen3", initializer_range=0.6)
-    load = Load(model, num_prompts=24, num_tokens=600, checkpoint_tokens=32)
+def long_load(tiny_model: Path) -> Load:
+    load = Load(tiny_model, num_prompts=24, num_tokens=600, checkpoint_tokens=32)
     load.run_undisturbed()
     return load
 

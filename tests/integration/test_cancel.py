@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support.wait_until import wait_until
-from tests.support.workers import running_workers
+from tests.support.workers import QUICK_HEARTBEATS, running_workers
 from worker.client import BatchClient
 
 
 def test_cancel_keeps_what_is_finished_and_ends_the_rest_with_a_record_each(redis_url: str, tiny_model: Path) -> None:
     short = [{"prompt": f"short {i}", "max_tokens": 2, "temperature": 0} for i in range(8)]
     long = [{"prompt": f"long {i}", "max_tokens": 900, "temperature": 0, "ignore_eos": True} for i in range(40)]
-    with running_workers(redis_url, tiny_model, 1) as (worker,), BatchClient(redis_url) as client:
+    with running_workers(redis_url, tiny_model, 1, *QUICK_HEARTBEATS) as (worker,), BatchClient(redis_url) as client:
         job_id = client.submit([*short, *long])
         wait_until(lambda: client.status(job_id).request_counts.completed >= len(short), timeout_s=30.0)
         client.cancel(job_id)

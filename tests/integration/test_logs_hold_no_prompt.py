@@ -6,8 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.support.collector import running_collector
+from tests.support.fake_engine import QUOTE
 from tests.support.millrace import millrace
+from tests.support.worker_processes import STOP_TIMEOUT_S, worker_processes
 from tests.support.workers import ONE_THREAD, running_workers
+from worker.client import BatchClient
 
 CANARY = "canary-sings-7c1e"
 
@@ -47,12 +53,15 @@ def test_no_log_of_worker_or_producer_holds_a_word_of_a_prompt(
 ) -> None:
     requests, results = tmp_path / "requests.jsonl", tmp_path / "results.jsonl"
     requests.write_text("\n".join(lines()))
-    options = ("--redis-url", redis_url, "--set", "log.level=info")
-    with running_workers(redis_url, tiny_model, 1, *options[2:]):
-        submitted = millrace("submit", requests, "--wait", "-o", results, *options)
-        job_id = submitted.stdout.decode().strip()
-        watched = millrace("watch", job_id, *options)
-        listed = millrace("jobs", *options)
+    options = ["--redis-url", redis_url, "--set", "log.level=info"]
+    with running_collector() as collector:
+        traced = ("tracing.enabled=on", f"tracing.endpoint={collector.url}")
+        options += [word for assignment in traced for word in ("--set", assignment)]
+        with running_workers(redis_url, tiny_model, 1, *options[2:]):
+            submitted = millrace("submit", requests, "--wait", "-o", results, *options)
+            job_id = submitted.stdout.decode().strip()
+            watched = millrace("watch", job_id, *options)
+            listed = millrace("jobs", *options)
     log = (tiny_model.parent / "worker-0.log").read_text()
 
     records = [json.loads(record) for record in results.read_bytes().splitlines()]
@@ -64,6 +73,24 @@ def test_no_log_of_worker_or_producer_holds_a_word_of_a_prompt(
     for done in (submitted, watched, listed):
         assert CANARY.encode() not in done.stderr
     assert CANARY.encode() not in listed.stdout + watched.stdout
+    assert {span.name for span in collector.spans} == {"submit", "plan", "claim", "prefill", "decode", "record"}
+    assert not any(CANARY.encode() in raw for raw in collector.raw)
+
+
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_no_traceback_of_a_worker_holds_a_word_of_the_prompt_it_broke_over(
+    redis_url: str, tmp_path: Path, log_format: str
+) -> None:
+    with worker_processes(redis_url, tmp_path) as workers, BatchClient(redis_url) as client:
+        worker = workers.start(log__format=log_format)
+        workers.wait_up(client)
+        client.submit([{"prompt": f"{QUOTE} {CANARY}", "metadata": {"note": CANARY}}])
+        assert worker.wait(STOP_TIMEOUT_S) == 70
+
+        assert "the engine broke" in workers.log()
+        assert "ValueError" in workers.log()
+        assert "fake_engine.py:" in workers.log()  # the traceback's frames
+        assert CANARY not in workers.log()
 
 
 def test_neither_does_an_offline_run(tiny_model: Path, tmp_path: Path) -> None:

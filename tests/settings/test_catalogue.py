@@ -88,7 +88,7 @@ def test_the_public_names_are_those_promised() -> None:
         "parse_assignments", "ModelSettings", "ToolCallFormat", "ReasoningFormat", "RedisSettings", "EngineSettings",
         "KVCacheSettings",
         "PrefixCacheSettings", "DecodeSettings", "MoeSettings", "CudaGraphSettings", "StructuredOutputSettings",
-        "ProfileSettings", "WorkerSettings", "LimitSettings", "LogSettings",
+        "ProfileSettings", "WorkerSettings", "LimitSettings", "LogSettings", "MetricsSettings", "TracingSettings",
     ]  # fmt: skip
     assert all(hasattr(settings, name) for name in settings.__all__)
 

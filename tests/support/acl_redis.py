@@ -13,11 +13,12 @@ import redis
 
 from tests.support.redis_server import START_TIMEOUT_S, redis_executable
 from worker.acl.acl_file import acl_file
-from worker.acl.users import ADMIN, PRODUCER, WORKER
+from worker.acl.users import ADMIN, FLOWER, PRODUCER, WORKER
 
 _PASSWORDS = {
     PRODUCER: "a-producer's p@ss/word",
     WORKER: "a-worker's p@ss/word #2",
+    FLOWER: "flower's p@ss/word #4",
     ADMIN: "an-admin's p@ss/word :3",
 }
 
@@ -36,6 +37,10 @@ class AclRedis:
     @property
     def worker_url(self) -> str:
         return self.url(WORKER.name, "a-worker's%20p%40ss%2Fword%20%232")
+
+    @property
+    def flower_url(self) -> str:
+        return self.url(FLOWER.name, "flower's%20p%40ss%2Fword%20%234")
 
     def url(self, user: str, quoted_password: str) -> str:
         return f"redis://{user}:{quoted_password}@127.0.0.1:{self.port}/0"

@@ -7,23 +7,28 @@ import os
 import signal
 import time
 from array import array
+from dataclasses import replace
 from typing import cast
 
 from engine.any_request import AnyRequest
 from engine.completion import Completion
 from engine.embedding_request import EmbeddingRequest
+from engine.engine_stats import EngineStats
 from engine.errors import EngineUnavailable, InvalidRequest
 from engine.finish_reason import FinishReason
 from engine.request import Request
 from engine.request_output import RequestOutput
+from engine.request_timings import RequestTimings
 from engine.text.tokenizer import Tokenizer
 from engine.token_checkpoint import TokenCheckpoint
 from tests.support.byte_tokenizer import ByteTokenizer
+from tests.support.engine_stats import engine_stats
 
 # Words in a prompt, and what they make the engine do.
 REFUSE = "*refuse*"  # add_request raises InvalidRequest
 FAIL = "*fail*"  # the request ends in an error of its own
 BREAK = "*break*"  # step raises: the engine is broken
+QUOTE = "*quote*"  # likewise, with the prompt in the error's text and in local variables
 HANG = "*hang*"  # step does not return for a minute
 KILL = "*kill*"  # the process dies by kill -9
 
@@ -58,6 +63,9 @@ class FakeEngine:
         self._slots = slots
         self._open: dict[str, tuple[Request, int]] = {}  # request id -> request, steps left
         self._ready: list[RequestOutput] = []
+        self._num_steps = 0
+        self.step_size = (0, 0)
+        self._began_s: dict[str, tuple[float, float | None]] = {}  # by request id: arrived, first advanced
 
     def add_request(self, request: AnyRequest) -> None:
         if isinstance(request, EmbeddingRequest):
@@ -71,6 +79,7 @@ class FakeEngine:
         if REFUSE in self._prompt(request):
             raise InvalidRequest("refused by the fake engine", param="prompt", value="...", code="refused")
         self._open[request.request_id] = (request, self._steps_per_request)
+        self._began_s[request.request_id] = (time.monotonic(), None)
         self.most_open = max(self.most_open, len(self._open))
 
     def abort(self, request_id: str) -> bool:
@@ -89,7 +98,12 @@ class FakeEngine:
 
     def step(self) -> list[RequestOutput]:
         time.sleep(self._step_s)
-        for request_id, (request, steps_left) in list(self._open.items())[: self._slots]:
+        scheduled = list(self._open.items())[: self._slots]
+        self._num_steps += 1
+        self.step_size = (len(scheduled), len(scheduled))
+        for request_id, (request, steps_left) in scheduled:
+            arrived_s, scheduled_s = self._began_s[request_id]
+            self._began_s[request_id] = (arrived_s, scheduled_s or time.monotonic())
             self._misbehave(self._prompt(request))
             if steps_left > 1:
                 self._open[request_id] = (request, steps_left - 1)
@@ -102,18 +116,33 @@ class FakeEngine:
     def has_unfinished(self) -> bool:
         return bool(self._open or self._ready)
 
+    def stats(self) -> EngineStats:
+        return engine_stats(
+            num_steps=self._num_steps,
+            num_running=min(len(self._open), self._slots),
+            num_waiting=max(len(self._open) - self._slots, 0),
+        )
+
     def close(self) -> None:
         self.is_closed = True
 
     def _end(self, request: Request) -> RequestOutput:
         if FAIL in self._prompt(request):
-            return RequestOutput(request.request_id, 1, 0, (), EngineUnavailable("failed by the fake engine"))
+            error = EngineUnavailable("failed by the fake engine")
+            timings = replace(self._timings(request.request_id), first_token_s=None)
+            return RequestOutput(request.request_id, 1, 0, (), error, timings=timings)
         return self._output(request, FinishReason.STOP)
 
     def _output(self, request: Request, reason: FinishReason) -> RequestOutput:
         text = answer(self._prompt(request))
         completion = Completion(0, text, tuple(text.encode()), reason, None, None)
-        return RequestOutput(request.request_id, len(request.prompt_token_ids), 1, (completion,))
+        timings = self._timings(request.request_id)
+        return RequestOutput(request.request_id, len(request.prompt_token_ids), 1, (completion,), timings=timings)
+
+    def _timings(self, request_id: str) -> RequestTimings:
+        arrived_s, scheduled_s = self._began_s.pop(request_id)
+        now_s = time.monotonic()
+        return RequestTimings(arrived_s, scheduled_s, None if scheduled_s is None else now_s, now_s)
 
     @staticmethod
     def _prompt(request: Request) -> str:
@@ -125,5 +154,7 @@ class FakeEngine:
             os.kill(os.getpid(), signal.SIGKILL)
         if BREAK in prompt:
             raise RuntimeError("broken by the fake engine")
+        if QUOTE in prompt:
+            raise ValueError(f"broken by {prompt!r}")
         if HANG in prompt:
             time.sleep(60)

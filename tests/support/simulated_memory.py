@@ -24,7 +24,7 @@ class SimulatedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
     """
 
     def __init__(self, total_bytes: int, held_bytes: int = 0) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.total_bytes = total_bytes
         self.rounding_bytes = 0
         self.held_bytes = held_bytes

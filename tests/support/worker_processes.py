@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.wait_until import wait_until
+from tests.support.warm_interpreter import warm_interpreter
+from tests.support.warm_process import WarmProcess
 from worker.client import BatchClient
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 STOP_TIMEOUT_S = 15.0
 
 # Times short enough for a test.
@@ -33,15 +32,15 @@ class WorkerProcesses:
     def __init__(self, redis_url: str, directory: Path) -> None:
         self._redis_url = redis_url
         self._directory = directory
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[WarmProcess] = []
 
-    def start(self, *, engine: Mapping[str, object] | None = None, **settings: str) -> subprocess.Popen[bytes]:
+    def start(self, *, engine: Mapping[str, object] | None = None, **settings: str) -> WarmProcess:
         """Start a worker; settings as `worker__lease_s="2"`, over QUICK."""
         values = {**QUICK, **{name.replace("__", "."): value for name, value in settings.items()}}
         arguments = [f"{key}={value}" for key, value in {"redis.url": self._redis_url, **values}.items()]
-        command = [sys.executable, "-m", "tests.support.worker_program", json.dumps(engine or {}), *arguments]
+        program = "tests.support.worker_program"
         with self._log_path(len(self._processes)).open("wb") as log:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            process = warm_interpreter().start(program, [json.dumps(engine or {}), *arguments], log)
         self._processes.append(process)
         return process
 

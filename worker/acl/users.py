@@ -39,13 +39,26 @@ PRODUCER = RedisUser(
     "millrace-producer", (*_JOB_KEYS, *_QUEUE_KEYS), (*_CONNECTION, *_SCRIPTS, *_SENDING, *_JOBS, "scan")
 )
 
+# Celery's events, for Flower: kombu's channel of a topic in each of the databases that Redis has by default.
+_EVENT_CHANNELS = tuple(f"/{database}.celeryev/*" for database in range(16))
+
 # Beside a producer's: taking messages, giving them back, choosing a shard, the reaper's look at what is due,
-# the list of bad frames.
-_CONSUMING = ("brpop", "watch", "unwatch", "discard", "zrangebyscore", "zrevrangebyscore", "zscore", "ltrim")
+# the list of bad frames, how long the queue is (metrics).
+_CONSUMING = ("brpop", "watch", "unwatch", "discard", "zrangebyscore", "zrevrangebyscore", "zscore", "zcard", "ltrim")
 WORKER = RedisUser(
     "millrace-worker",
     ("millrace:{*}:*", *_QUEUE_KEYS, "unacked", "unacked_index", "unacked_mutex"),
-    (*_CONNECTION, *_SCRIPTS, *_SENDING, *_JOBS, *_CONSUMING),
+    (*_CONNECTION, *_SCRIPTS, *_SENDING, *_JOBS, *_CONSUMING, "publish"),
+    _EVENT_CHANNELS,
+)
+
+# Hears events, and can neither send anything nor read a job or the queue. kombu notes the channel it listens to in a
+# set, and takes the note back, with the queue that it never was, when it closes.
+FLOWER = RedisUser(
+    "millrace-flower",
+    ("_kombu.binding.celeryev", "_kombu.binding_permanent.celeryev", "celeryev.*"),
+    (*_CONNECTION, "psubscribe", "punsubscribe", "llen", "sadd", "srem", "del", "multi", "exec"),
+    _EVENT_CHANNELS,
 )
 
 # For people: backups, CONFIG, ACL LOG.

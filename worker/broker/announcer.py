@@ -30,4 +30,4 @@ class Announcer:
         try:
             self._app.send_task(task, args=arguments, queue=QUEUE, priority=priority)
         except (OperationalError, redis.RedisError, OSError) as error:
-            logger.warning("could not announce %s, a reaper will: %s", ref, error)
+            logger.warning("a unit could not be announced, a reaper will: %s", error, extra=ref.log_fields)

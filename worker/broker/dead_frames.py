@@ -18,10 +18,11 @@ logger = logging.getLogger(__name__)
 def bury(channel: Untyped, frame: object) -> None:
     """Put the beginning of a frame on the dead list. Never raises: losing a bad frame is no reason to stop."""
     data = frame if isinstance(frame, bytes) else str(frame).encode("utf-8", "backslashreplace")
-    key = Keys().dead_frames
+    keys = Keys()
     try:
         with channel.conn_or_acquire() as client:
-            client.lpush(key, data[:MAX_FRAME_BYTES])
-            client.ltrim(key, 0, MAX_FRAMES - 1)
+            client.hincrby(keys.admission, "frames", 1)
+            client.lpush(keys.dead_frames, data[:MAX_FRAME_BYTES])
+            client.ltrim(keys.dead_frames, 0, MAX_FRAMES - 1)
     except (redis.RedisError, OSError) as error:
         logger.warning("a bad frame of %d bytes was dropped: %s", len(data), error)

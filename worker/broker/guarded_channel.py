@@ -20,6 +20,7 @@ _FRAME_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RecursionEr
 class GuardedChannel(Channel):  # type: ignore[misc]  # kombu has no types
     """Puts a frame that is no message on the dead list, where kombu would raise and so stop the worker."""
 
+    num_answers = 0  # to BRPOP, with a message or without
     _last_frame: bytes | None = None  # what BRPOP returned last
 
     def _create_client(self, asynchronous: bool = False) -> Untyped:
@@ -33,6 +34,8 @@ class GuardedChannel(Channel):  # type: ignore[misc]  # kombu has no types
 
         def parse_and_remember(connection: Untyped, command_name: str, **options: Untyped) -> Untyped:
             reply = parse_response(connection, command_name, **options)
+            if command_name == "BRPOP":
+                self.num_answers += 1
             self._last_frame = reply[1] if command_name == "BRPOP" and reply else None
             return reply
 

@@ -14,7 +14,7 @@ from worker.process.log_setup import configure_logging
 Command = TypeVar("Command", bound=Callable[..., object])
 
 # The settings that a producer reads; the others are its workers'.
-PRODUCER_SECTIONS = ("redis", "limits", "log")
+PRODUCER_SECTIONS = ("redis", "limits", "log", "tracing")
 
 
 def set_option(command: Command) -> Command:

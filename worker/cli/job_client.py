@@ -19,7 +19,8 @@ from worker.registry.errors import InvalidJobId, InvalidSubmission, RegistryErro
 def job_client(effective: EffectiveSettings) -> Iterator[BatchClient]:
     """A client for the Redis of these settings. Inside, a bad job id or job is BadUsage, anything else CommandError."""
     try:
-        with BatchClient(effective.settings.redis, limits=effective.settings.limits) as client:
+        settings = effective.settings
+        with BatchClient(settings.redis, limits=settings.limits, tracing=settings.tracing) as client:
             yield client
     except (InvalidJobId, InvalidSubmission, SettingsError) as error:
         raise BadUsage(str(error)) from error

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import click
 
 from worker.cli.command_error import CommandError
-from worker.cli.install_hint import INSTALL_ENGINE
+from worker.cli.install_hint import INSTALL_ENGINE, INSTALL_MONITOR
 from worker.cli.lazy_command import LazyCommand
 
 
@@ -26,6 +26,10 @@ class LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names in the order in which they are listed."""
         return list(self._lazy_commands)
+
+    def summary_of(self, name: str) -> str:
+        """What the list of commands says of one. Raises KeyError for a name it does not have."""
+        return self._lazy_commands[name].summary
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them: some need packages that a producer does not have."""
@@ -57,4 +61,5 @@ class LazyGroup(click.Group):
 
 
 def _missing(command: str | None, error: ModuleNotFoundError) -> str:
-    return f"{command} needs {error.name}, which is not installed: {INSTALL_ENGINE}"
+    hint = INSTALL_MONITOR if error.name == "flower" else INSTALL_ENGINE
+    return f"{command} needs {error.name}, which is not installed: {hint}"

@@ -27,9 +27,14 @@ cli = LazyGroup(
         "cancel": LazyCommand("worker.cli.cancel", "Cancel a job; finished records stay."),
         "jobs": LazyCommand("worker.cli.jobs", "List jobs, newest first."),
         "config": LazyCommand("worker.cli.config", "Show every setting: value, source, what is accepted."),
-        "doctor": LazyCommand("worker.cli.doctor", "Check Redis, torch, the device, the kernels and the model."),
+        "doctor": LazyCommand(
+            "worker.cli.doctor", "Check Redis, its workers, this machine and the model; say how to mend what is wrong."
+        ),
         "acl": LazyCommand("worker.cli.acl", "Print the Redis users that producers and workers need."),
-        "demo": LazyCommand("worker.cli.demo", "Redis, a worker and 240 prompts on this machine, from nothing."),
+        "flower": LazyCommand("worker.cli.flower", "Serve Celery's own page about the workers, behind a password."),
+        "demo": LazyCommand(
+            "worker.cli.demo", "Redis, a worker and 300 support tickets on this machine, from nothing."
+        ),
     },
 )
 

@@ -109,7 +109,7 @@ def _pass_trace(path: str | None, effective: EffectiveSettings) -> Iterator[Pass
         return
     try:
         with open_output(path) as file:
-            from engine.execution.pass_trace import PassTrace  # noqa: PLC0415
+            from engine.execution.pass_trace import PassTrace  # noqa: PLC0415  # torch comes with it
 
             trace = PassTrace(file, effective.settings.engine.profile.max_steps)
             try:
@@ -122,7 +122,7 @@ def _pass_trace(path: str | None, effective: EffectiveSettings) -> Iterator[Pass
 
 def _load_engine(effective: EffectiveSettings, trace: PassTrace | None) -> tuple[Engine | EncoderEngine, float]:
     """The engine, and the seconds that loading it took, less torch's import."""
-    from engine.load_engine import load_engine  # noqa: PLC0415
+    from engine.load_engine import load_engine  # noqa: PLC0415  # torch comes with it
 
     started_s = time.monotonic()
     try:

@@ -56,18 +56,22 @@ class StagedJobs:
             self._submit_or_refuse(checked_id, num_lines, options)
         except redis.RedisError as error:
             if is_refusal(error):  # its keys are broken: it can be neither accepted nor refused
-                logger.error("job %s was not submitted: %s", checked_id, error)
+                logger.error("the job was not submitted: %s", error, extra={"job_id": checked_id})
                 return MessageEnd.DONE
-            logger.warning("job %s could not be submitted, its message goes back: %s", checked_id, error)
+            logger.warning(
+                "the job could not be submitted, its message goes back: %s", error, extra={"job_id": checked_id}
+            )
             time.sleep(RETRY_WAIT_S)
             return MessageEnd.REQUEUE
         return MessageEnd.DONE
 
     def _submit_or_refuse(self, job_id: str, num_lines: object, options: Mapping[str, object]) -> None:
         refusal = self._try_to_submit(job_id, num_lines, options)
-        if refusal is not None:
-            logger.warning("job %s was refused: %s", job_id, refusal.message)
-            self._intake.refuse(job_id, refusal, "default")
+        if refusal is None:
+            logger.info("job accepted", extra={"job_id": job_id, "prompts": num_lines})
+            return
+        logger.warning("the job was refused: %s", refusal.message, extra={"job_id": job_id})
+        self._intake.refuse(job_id, refusal, "default")
 
     def _try_to_submit(self, job_id: str, num_lines: object, options: Mapping[str, object]) -> BatchError | None:
         """None, or why the job is refused. Raises redis.RedisError when Redis cannot be had."""

@@ -14,6 +14,7 @@ from engine.errors import EngineFatal, InvalidRequest
 from engine.request_output import RequestOutput
 from engine.token_checkpoint import TokenCheckpoint
 from worker.lines.prefix_order import PrefixKey
+from worker.metrics.engine_meter import EngineMeter
 from worker.process.admission_window import AdmissionWindow
 from worker.process.prompt_feed import PromptFeed
 from worker.requests.step_engine import StepEngine
@@ -21,6 +22,7 @@ from worker.requests.step_engine import StepEngine
 OnSuspended = Callable[[Mapping[str, TokenCheckpoint]], None]
 
 SUSPEND_POLL_S = 0.1
+IDLE_LOOK_S = 1.0  # between looks for work, for which it is woken anyway: they show that it could be
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,12 @@ class EngineThread:
     """
 
     def __init__(
-        self, load: Callable[[], StepEngine], *, window: AdmissionWindow, on_failure: Callable[[BaseException], None]
+        self,
+        load: Callable[[], StepEngine],
+        *,
+        window: AdmissionWindow,
+        on_failure: Callable[[BaseException], None],
+        meter: EngineMeter | None = None,
     ) -> None:
         self._load = load
         self._window = window
@@ -49,6 +56,8 @@ class EngineThread:
         self._is_idle = True
         self._num_steps = 0
         self._step_began_at = 0.0  # time.monotonic()
+        self._looked_at = 0.0  # time.monotonic(): for work, while idle
+        self._meter = meter or EngineMeter()  # is told about each step, on this thread
         self._ready = threading.Event()
         # A daemon: a step that hangs on the device must not keep the process from exiting.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -75,6 +84,11 @@ class EngineThread:
     def stalled_for_s(self) -> float:
         """How long the step that runs has been running; 0 while idle."""
         return 0.0 if self._is_idle else time.monotonic() - self._step_began_at
+
+    @property
+    def idle_overdue_s(self) -> float:
+        """While idle, how long past its time it has not looked for work; else 0."""
+        return max(0.0, time.monotonic() - self._looked_at - IDLE_LOOK_S) if self._is_idle else 0.0
 
     @property
     def num_open_requests(self) -> int:
@@ -139,6 +153,7 @@ class EngineThread:
             self._ready.set()
             return
         self._engine = engine
+        self._meter.publish(engine.stats())
         self._ready.set()
         try:
             while self._wait_for_work(engine):
@@ -154,8 +169,9 @@ class EngineThread:
     def _wait_for_work(self, engine: StepEngine) -> bool:
         with self._changed:
             while not self._stopping and not (self._is_called() or engine.has_unfinished()):
+                self._looked_at = time.monotonic()  # before _is_idle, which other threads read first
                 self._is_idle = True
-                self._changed.wait()
+                self._changed.wait(IDLE_LOOK_S)
             self._step_began_at = time.monotonic()  # before _is_idle, which other threads read first
             self._is_idle = False
             return not self._stopping
@@ -194,8 +210,12 @@ class EngineThread:
     def _step(self, engine: StepEngine) -> None:
         if not engine.has_unfinished():
             return
+        began_at = time.perf_counter()
         outputs = engine.step()
+        self._meter.step(time.perf_counter() - began_at, engine.step_size)
         self._num_steps += 1
+        if self._meter.is_due or not engine.has_unfinished():
+            self._meter.publish(engine.stats())
         self._deliver(outputs)
         for request_id, checkpoint in engine.due_checkpoints().items():
             feed = self._open[request_id]

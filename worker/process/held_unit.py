@@ -10,14 +10,16 @@ from worker.registry.claim import Claim
 from worker.registry.put_status import PutStatus
 from worker.registry.run_mode import RunMode
 from worker.registry.stop_reason import StopReason
+from worker.tracing.unit_span import UnitSpan
 
 
 class HeldUnit:
     """A claimed unit while it is worked on: what the threads around it tell its owner. Thread-safe."""
 
-    def __init__(self, claim: Claim, *, message_id: str) -> None:
+    def __init__(self, claim: Claim, *, message_id: str, span: UnitSpan | None = None) -> None:
         self.claim = claim
         self.message_id = message_id  # of the Celery message that brought it
+        self.span = span or UnitSpan()
         self._changed = threading.Condition()
         self._stop_reason: StopReason | None = None
         self._is_written = False
@@ -26,6 +28,12 @@ class HeldUnit:
         self._released_at: float | None = None
         self._on_change: Callable[[], None] = lambda: None
         self.set_time_left(claim.time_left_s)
+
+    @property
+    def log_fields(self) -> dict[str, str | int]:
+        """What every log event about it is to say."""
+        trace_id = self.span.trace_id
+        return self.claim.ref.log_fields if trace_id is None else {**self.claim.ref.log_fields, "trace_id": trace_id}
 
     @property
     def stop_reason(self) -> StopReason | None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 
 from worker.process.held_unit import HeldUnit
+from worker.registry.claim import Claim
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_ref import UnitRef
+from worker.tracing.tracing import Tracing
 
 
 class HeldUnits:
     """The units this process holds a lease on. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracing: Tracing | None = None, on_removed: Callable[[HeldUnit], None] = lambda _: None) -> None:
+        self._tracing = tracing or Tracing()
+        self._on_removed = on_removed
         self._changed = threading.Condition()
         self._held: dict[UnitRef, HeldUnit] = {}
+        self._stopped: dict[str, StopReason] = {}  # by message: those of which a unit may be on its way from Redis
 
     def __len__(self) -> int:
         return len(self._held)
@@ -23,10 +30,20 @@ class HeldUnits:
         with self._changed:
             return ref in self._held
 
+    def hold(self, claim: Claim, *, message_id: str) -> HeldUnit:
+        """A unit was claimed on this Celery message: its span begins, and what it brings about belongs to that."""
+        span = self._tracing.hold(claim)
+        held = HeldUnit(replace(claim, traceparent=span.traceparent), message_id=message_id, span=span)
+        self.add(held)
+        return held
+
     def add(self, held: HeldUnit) -> None:
         """A unit was claimed."""
         with self._changed:
             self._held[held.claim.ref] = held
+            reason = self._stopped.pop(held.message_id, None)
+        if reason is not None:
+            held.stop(reason)
 
     def remove(self, held: HeldUnit) -> None:
         """Its owner is done with it."""
@@ -34,6 +51,7 @@ class HeldUnits:
             if self._held.get(held.claim.ref) is held:
                 del self._held[held.claim.ref]
             self._changed.notify_all()
+        self._on_removed(held)
 
     def all(self) -> list[HeldUnit]:
         """The units at this moment."""
@@ -46,10 +64,13 @@ class HeldUnits:
             held.stop(reason)
 
     def stop_message(self, message_id: str, reason: StopReason) -> None:
-        """Tell the owner of the unit that came with a Celery message to stop."""
-        for held in self.all():
-            if held.message_id == message_id:
-                held.stop(reason)
+        """Tell the owner of a Celery message's unit to stop; if that is still being claimed, as soon as it is held."""
+        with self._changed:
+            found = [held for held in self._held.values() if held.message_id == message_id]
+            if not found:
+                self._stopped[message_id] = reason
+        for held in found:
+            held.stop(reason)
 
     def wait_empty(self, timeout_s: float) -> bool:
         """Wait until nothing is held; False if that takes longer."""

@@ -24,6 +24,11 @@ class ItemQueue(queue.Queue[Together]):
         super().__init__(max_items)
         self._max_bytes = max_bytes
 
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """How many items wait, and their bytes."""
+        return self._num_items, self._num_bytes
+
     def _init(self, maxsize: int) -> None:
         self._waiting: deque[Together] = deque()
         self._num_items = self._num_bytes = 0

@@ -5,9 +5,8 @@ from __future__ import annotations
 from celery import bootsteps
 
 from worker.broker.untyped import Untyped
+from worker.process.activity import TICK_INTERVAL_S
 from worker.process.worker_runtime import WorkerRuntime
-
-TICK_INTERVAL_S = 1.0  # of the sign of life that the watchdog waits for
 
 
 def worker_step(runtime: WorkerRuntime) -> type[bootsteps.StartStopStep]:
@@ -26,7 +25,7 @@ def worker_step(runtime: WorkerRuntime) -> type[bootsteps.StartStopStep]:
             runtime.start()
             if parent.hub is not None:  # Celery has none on Windows
                 # Before the Consumer's own timers, so that it does not go with them when a connection is lost.
-                parent.hub.call_repeatedly(TICK_INTERVAL_S, runtime.tick)
+                parent.hub.call_repeatedly(TICK_INTERVAL_S, lambda: runtime.tick(_num_answers(parent)))
 
         def stop(self, parent: Untyped) -> None:
             runtime.stop(runtime.drain_timeout_s)
@@ -36,3 +35,11 @@ def worker_step(runtime: WorkerRuntime) -> type[bootsteps.StartStopStep]:
             runtime.stop(0.0)
 
     return RuntimeStep
+
+
+def _num_answers(worker: Untyped) -> tuple[int, int] | None:
+    """How often Redis has answered this connection's questions for messages; None while there is no connection."""
+    consumer = worker.consumer and worker.consumer.task_consumer
+    if not consumer or consumer.channel is None:
+        return None
+    return id(consumer.channel), consumer.channel.num_answers

@@ -55,5 +55,5 @@ class Reaper:
             if due.should_close:
                 self._closer.close_unclaimed(due.ref)
             else:
-                logger.info("announcing %s again", due.ref)
+                logger.info("announcing the unit again", extra=due.ref.log_fields)
                 self._announcer.announce(due.ref, due.priority)

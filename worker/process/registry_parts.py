@@ -8,6 +8,8 @@ from typing import Self
 import redis
 
 from settings import Settings
+from worker.metrics.counted_leases import CountedLeases
+from worker.metrics.unit_counts import UnitCounts
 from worker.registry.connect import connect
 from worker.registry.heartbeats import Heartbeats
 from worker.registry.keys import Keys
@@ -28,17 +30,10 @@ class RegistryParts:
     heartbeats: Heartbeats
 
     @classmethod
-    def connect(cls, settings: Settings, owner: str) -> Self:
+    def connect(cls, settings: Settings, owner: str, counts: UnitCounts) -> Self:
         """For a worker called `owner`. Nothing connects before it is used."""
         client, keys, worker = connect(settings.redis), Keys(), settings.worker
-        leases = UnitLeases(
-            client,
-            keys,
-            owner=owner,
-            lease_s=worker.lease_s,
-            max_attempts=worker.max_attempts,
-            grace_s=worker.reap_grace_s,
-        )
+        leases = CountedLeases(client, keys, owner=owner, settings=worker, counts=counts)
         reap_queue = ReapQueue(client, keys, grace_s=worker.reap_grace_s, ageing_s=worker.ageing_s)
         shard_queue = ShardQueue(client, keys, ageing_s=worker.ageing_s)
         return cls(client, keys, leases, reap_queue, shard_queue, Heartbeats(client, keys))

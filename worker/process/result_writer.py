@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import redis
+from structlog.contextvars import bound_contextvars
 
 from worker.process.held_unit import HeldUnit
 from worker.process.item_queue import ItemQueue
 from worker.registry.claim import Claim
 from worker.registry.prompt_checkpoint import PromptCheckpoint
 from worker.registry.prompt_record import PromptRecord
+from worker.registry.put_status import PutStatus
 from worker.registry.redis_faults import is_refusal
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_leases import UnitLeases
@@ -58,6 +60,11 @@ class ResultWriter:
         self._replace_refused = replace_refused
         self._items = ItemQueue(10 * batch_size, MAX_QUEUED_BYTES)
 
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """How many records and checkpoints wait for Redis, and their bytes."""
+        return self._items.waiting
+
     def offer(self, held: HeldUnit, checkpoint: PromptCheckpoint) -> bool:
         """Queue a checkpoint; False, and it is dropped, if a tenth of the queue waits, or it is full."""
         if self._items.qsize() >= self._batch_size:
@@ -95,13 +102,8 @@ class ResultWriter:
         """Write until told to stop and the queue is empty."""
         while not (stopping.is_set() and self._items.empty()):
             for held, items in self._next_batch():
-                records = [item for item in items if isinstance(item, PromptRecord)]
-                for batch in _batches(records, self._batch_size):
-                    self._write(held, batch, stopping)
-                # After the records: a checkpoint of a prompt whose record is in this batch is refused by its script.
-                newest = {item.index: item for item in items if isinstance(item, PromptCheckpoint)}
-                for checkpoints in _batches(list(newest.values()), self._batch_size):
-                    self._write_checkpoints(held, checkpoints)
+                with bound_contextvars(**held.log_fields):
+                    self._write_items(held, items, stopping)
                 held.add_unwritten(-len(items))
 
     def _next_batch(self) -> list[tuple[HeldUnit, list[PromptRecord | PromptCheckpoint]]]:
@@ -117,14 +119,26 @@ class ResultWriter:
             num_bytes += sum(item.num_bytes for item in items)
         return list(by_unit.values())
 
+    def _write_items(
+        self, held: HeldUnit, items: Sequence[PromptRecord | PromptCheckpoint], stopping: threading.Event
+    ) -> None:
+        records = [item for item in items if isinstance(item, PromptRecord)]
+        for batch in _batches(records, self._batch_size):
+            self._write(held, batch, stopping)
+        # After the records: a checkpoint of a prompt whose record is in this batch is refused by its script.
+        newest = {item.index: item for item in items if isinstance(item, PromptCheckpoint)}
+        for checkpoints in _batches(list(newest.values()), self._batch_size):
+            self._write_checkpoints(held, checkpoints)
+
     def _write(self, held: HeldUnit, records: Sequence[PromptRecord], stopping: threading.Event) -> None:
         num_tries = 0
         while held.stop_reason is not StopReason.FENCED:
             num_tries += 1
+            began_s = time.monotonic()
             try:
                 status, mode = self._leases.put(held.claim, records)
             except redis.RedisError as error:
-                logger.warning("could not write %d records of %s: %s", len(records), held.claim.ref, error)
+                logger.warning("could not write %d records: %s", len(records), error)
                 if self._is_refused(records, error, num_tries):
                     self._write_refused(held, records, stopping)
                     return
@@ -132,6 +146,9 @@ class ResultWriter:
                     return  # the unit is given back or its lease runs out; these prompts run again
                 time.sleep(RETRY_S)
                 continue
+            held.span.add_write(records, began_s)
+            if status is PutStatus.JOB_DONE:
+                logger.info("job finished")
             held.hear(status, mode)
             return
 
@@ -141,7 +158,7 @@ class ResultWriter:
         try:
             is_ours = self._leases.checkpoint(held.claim, checkpoints)
         except redis.RedisError as error:
-            logger.warning("could not keep %d checkpoints of %s: %s", len(checkpoints), held.claim.ref, error)
+            logger.warning("could not keep %d checkpoints: %s", len(checkpoints), error)
             return
         if not is_ours and not held.is_written:
             held.stop(StopReason.FENCED)
@@ -161,10 +178,10 @@ class ResultWriter:
         replacement = self._replace_refused(held.claim, records[0])
         if replacement == records[0]:
             # Not the record's fault, then: its job's keys are broken. Its lease runs out, and that is an attempt.
-            logger.error("Redis takes no record of %s: it is given up", held.claim.ref)
+            logger.error("Redis takes no record of it: the unit is given up")
             held.stop(StopReason.FENCED)
             return
-        logger.error("record %d of %s was refused and is replaced by an error", records[0].index, held.claim.ref)
+        logger.error("a record was refused and is replaced by an error", extra={"index": records[0].index})
         self._write(held, [replacement], stopping)
 
 

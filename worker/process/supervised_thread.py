@@ -6,13 +6,16 @@ import logging
 import threading
 from collections.abc import Callable
 
+from worker.process.stop_signal import StopSignal
+
 logger = logging.getLogger(__name__)
 
 
 class SupervisedThread:
     """Runs `run` until it is told to stop; whatever `run` raises is logged and handed to `on_failure`, once.
 
-    `run` gets the event that tells it to stop. A daemon: a thread that hangs must not keep the process from exiting.
+    `run` gets the event that tells it to stop, and is to ask it at least once a round: see StopSignal. A daemon: a
+    thread that hangs must not keep the process from exiting.
     """
 
     def __init__(
@@ -20,8 +23,18 @@ class SupervisedThread:
     ) -> None:
         self._run = run
         self._on_failure = on_failure  # called on this thread
-        self._stopping = threading.Event()
+        self._stopping = StopSignal()
         self._thread = threading.Thread(target=self._supervise, name=name, daemon=True)
+
+    @property
+    def name(self) -> str:
+        """The thread's name."""
+        return self._thread.name
+
+    @property
+    def overdue_s(self) -> float:
+        """How long past its time it has not come round; see StopSignal."""
+        return self._stopping.overdue_s
 
     def start(self) -> None:
         """Begin."""

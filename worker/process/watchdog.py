@@ -54,6 +54,11 @@ class Watchdog:
         self._engine_still_s = 0.0
         self._untaken_s = 0.0
 
+    @property
+    def untaken_s(self) -> float:
+        """How long messages have waited beside free threads with none taken, as of the last look."""
+        return self._untaken_s
+
     def run(self, stopping: threading.Event) -> None:
         """Look until told to stop, or until there is trouble."""
         interval_s = min(LOOK_INTERVAL_S, self._hang_timeout_s / 4)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from celery import signals
 from celery.app import trace
-from celery.worker import state
+from celery.exceptions import CPendingDeprecationWarning
+from celery.platforms import SecurityWarning
+from celery.worker import state, strategy
+from celery.worker.consumer import consumer
 
 from settings import EffectiveSettings
 from worker.app import create_app
+from worker.broker.first_event import send_first_event
+from worker.broker.quiet_worker import QuietWorker
 from worker.broker.untyped import Untyped
-from worker.process.given_back_filter import GivenBackFilter
+from worker.process.celery_log_filter import CeleryLogFilter
 from worker.process.lifecycle import worker_step
 from worker.process.worker_runtime import WorkerRuntime
 from worker.requests.step_engine import StepEngine
@@ -42,14 +48,18 @@ def run_worker(
     runtime.load()
     register_tasks(app, runtime)
     app.steps["worker"].add(worker_step(runtime))
+    hostname = f"millrace@{runtime.worker_id}"
+    if settings.worker.send_events:
+        send_first_event(app, hostname)
     with _our_own_logging():
-        worker = app.Worker(
-            hostname=f"millrace@{runtime.worker_id}",
+        worker = QuietWorker(
+            app=app,
+            hostname=hostname,
             loglevel=settings.log.level.upper(),
             # Workers need to know nothing of each other: Redis has it all.
             without_gossip=True,
             without_mingle=True,
-            without_heartbeat=True,
+            without_heartbeat=not settings.worker.send_events,
             quiet=True,  # no banner: stdout is for data
         )
         worker.start()
@@ -74,10 +84,17 @@ def _our_own_logging() -> Iterator[None]:
         return
 
     signals.setup_logging.connect(leave_it_alone, weak=False)
-    given_back = GivenBackFilter()
-    logging.getLogger(trace.__name__).addFilter(given_back)
+    # To root: about pickle, which is refused here, and about an option --uid, which is not ours.
+    warnings.filterwarnings("ignore", category=SecurityWarning)
+    # At each lost connection: six lines about a setting that `create_app` sets.
+    warnings.filterwarnings("ignore", category=CPendingDeprecationWarning)
+    filtered = [logging.getLogger(module.__name__) for module in (trace, strategy, consumer)]
+    log_filter = CeleryLogFilter()
+    for tasks_logger in filtered:
+        tasks_logger.addFilter(log_filter)
     try:
         yield
     finally:
-        logging.getLogger(trace.__name__).removeFilter(given_back)
+        for tasks_logger in filtered:
+            tasks_logger.removeFilter(log_filter)
         signals.setup_logging.disconnect(leave_it_alone)

@@ -7,7 +7,6 @@ import os
 import socket
 import uuid
 from collections.abc import Callable, Mapping
-from importlib import metadata
 
 from celery import Celery
 
@@ -16,17 +15,25 @@ from worker.app import SPARE_THREADS
 from worker.broker.announcer import Announcer
 from worker.broker.message_end import MessageEnd
 from worker.intake.staged_jobs import StagedJobs
+from worker.metrics.catalogue import TOP_TENANTS
+from worker.metrics.engine_meter import EngineMeter
+from worker.metrics.queue_reader import QueueReader
+from worker.metrics.unit_counts import UnitCounts
+from worker.metrics.watched_worker import Phase, WatchedWorker
+from worker.metrics.worker_metrics import WorkerMetrics
 from worker.process.activity import Activity
 from worker.process.admission_window import AdmissionWindow
 from worker.process.engine_thread import EngineThread
 from worker.process.held_unit import HeldUnit
 from worker.process.held_units import HeldUnits
 from worker.process.lease_keeper import LeaseKeeper
+from worker.process.package_version import package_version
 from worker.process.reaper import Reaper
 from worker.process.registry_parts import RegistryParts
 from worker.process.result_writer import ResultWriter
 from worker.process.supervised_thread import SupervisedThread
 from worker.process.watchdog import Watchdog
+from worker.registry.queue_figures import QueueFigures
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_ref import UnitRef
 from worker.requests.model_name import served_model_name
@@ -34,6 +41,7 @@ from worker.requests.request_window import request_window
 from worker.requests.served_model import ServedModel
 from worker.requests.step_engine import StepEngine
 from worker.schemas.worker_info import WorkerInfo
+from worker.tracing.make_tracing import make_tracing
 from worker.units.engine_state import EngineState
 from worker.units.planner import Planner
 from worker.units.refused_record import refused_record
@@ -65,33 +73,29 @@ class WorkerRuntime:
         self._model_name = served_model_name(settings.model)
         self._on_failure = on_failure  # the engine, or a thread around it, broke: this process is to end
         self._has_failed = False
-        self._has_started = False
+        self._phase: Phase = "starting"
         self._served: ServedModel | None = None  # None: not loaded yet
         self._activity = Activity(settings.worker.concurrency + SPARE_THREADS)
-        self._held_units = held_units = HeldUnits()
-        self._registry = registry = RegistryParts.connect(settings, self.worker_id)
-        self._engine = EngineThread(
-            load_engine,
-            window=AdmissionWindow(request_window(settings.engine.max_num_seqs), ageing_s=settings.worker.ageing_s),
-            on_failure=self._engine_failed,
+        self._counts, self._meter = UnitCounts(), EngineMeter()
+        self._tracing = make_tracing(
+            settings.tracing, service="millrace-worker", instance=self.worker_id, model_name=self._model_name
         )
+        self._held_units = HeldUnits(self._tracing, self._counts.add_end)
+        self._registry = registry = RegistryParts.connect(settings, self.worker_id, self._counts)
         worker, leases, announcer = settings.worker, registry.leases, Announcer(app)
+        window = AdmissionWindow(request_window(settings.engine.max_num_seqs), ageing_s=worker.ageing_s)
+        self._engine = EngineThread(load_engine, window=window, on_failure=self._engine_failed, meter=self._meter)
         self._closer = closer = UnitCloser(leases, settings.limits)
-        self._runner = UnitRunner(
-            leases,
-            closer,
-            held_units,
-            give_back_for_s=worker.lease_s,
-            slots=ShardSlots(registry.shard_queue, held_units, worker.concurrency),
-            engine=EngineState(self._is_well, lambda: self._engine.num_open_requests == 0),
-        )
+        self._runner = self._make_runner()
         self._planner = Planner(
             leases, announcer, closer, settings=worker, limits=settings.limits, model_name=self._model_name
         )
         self._staged_jobs = StagedJobs(registry.client, registry.keys, announcer, settings=settings)
         self._writer = ResultWriter(leases, batch_size=worker.result_batch_size, replace_refused=refused_record)
         self._threads = self._make_threads(announcer)
-        self._watchdog = self._make_watchdog()
+        watchdog = self._make_watchdog()
+        self._watchdog = SupervisedThread("watchdog", watchdog.run, on_failure=self._thread_failed)
+        self._metrics = self._make_metrics(watchdog)
 
     @property
     def drain_timeout_s(self) -> float:
@@ -104,20 +108,27 @@ class WorkerRuntime:
         return self._has_failed
 
     def load(self) -> None:
-        """Check that Redis answers, then load the engine. Raises redis.RedisError, EngineError."""
+        """Check that Redis answers and metrics.port is free, then load the engine, which may take minutes.
+
+        Raises redis.RedisError, SettingsError, EngineError.
+        """
         self._registry.client.ping()
+        self._metrics.serve()
+        logger.info("loading the model", extra={"model": self._model_name})
         self._served = ServedModel(self._engine.start(), self._settings.model)
 
     def start(self) -> None:
         """Start the threads around the engine."""
         for thread in (*self._threads, self._watchdog):
             thread.start()
-        self._has_started = True
-        logger.info("worker %s is up", self.worker_id)
+        self._phase = "up"
+        worker = self._settings.worker
+        fields = {"model": self._model_name, "version": package_version(), "concurrency": worker.concurrency}
+        logger.info("worker %s is up", self.worker_id, extra=fields)
 
-    def tick(self) -> None:
-        """Celery's event loop turns."""
-        self._activity.tick()
+    def tick(self, num_answers: object) -> None:
+        """Celery's event loop turns; see Activity.tick."""
+        self._activity.tick(num_answers)
 
     def submit(self, job_id: str, num_lines: int, options: Mapping[str, object]) -> MessageEnd:
         """Accept, or remember as refused, a job that a plain Celery producer staged."""
@@ -143,9 +154,10 @@ class WorkerRuntime:
 
         Waits at most that long and half a minute, even if the engine hangs. Once more does nothing.
         """
-        if not self._has_started:
+        if self._phase != "up":
             return
-        self._has_started = False
+        self._phase = "draining"
+        logger.info("worker %s stops", self.worker_id, extra={"units": len(self._held_units)})
         # From here on Celery's event loop stands still while this thread waits.
         self._watchdog.stop(THREAD_TIMEOUT_S)
         self._runner.drain()
@@ -157,6 +169,8 @@ class WorkerRuntime:
             thread.stop(THREAD_TIMEOUT_S)
         if not self._engine.stop(THREAD_TIMEOUT_S):
             logger.warning("the engine hangs in a step and is left behind")
+        self._tracing.close()
+        self._metrics.close()
         self._registry.client.close()
 
     def _run_claimed_shard(self, held: HeldUnit) -> None:
@@ -171,6 +185,17 @@ class WorkerRuntime:
             writer=self._writer,
             closer=self._closer,
         ).run()
+
+    def _make_runner(self) -> UnitRunner:
+        registry, worker = self._registry, self._settings.worker
+        return UnitRunner(
+            registry.leases,
+            self._closer,
+            self._held_units,
+            give_back_for_s=worker.lease_s,
+            slots=ShardSlots(registry.shard_queue, self._held_units, worker.concurrency),
+            engine=EngineState(self._is_well, lambda: self._engine.num_open_requests == 0),
+        )
 
     def _make_threads(self, announcer: Announcer) -> list[SupervisedThread]:
         """The threads around the engine, in the order of their start; the last of them stops first."""
@@ -192,15 +217,38 @@ class WorkerRuntime:
             SupervisedThread("reaper", reaper.run, on_failure=self._thread_failed),
         ]
 
-    def _make_watchdog(self) -> SupervisedThread:
-        watchdog = Watchdog(
+    def _make_watchdog(self) -> Watchdog:
+        return Watchdog(
             self._engine,
             self._activity,
             self._registry.reap_queue,
             hang_timeout_s=self._settings.worker.hang_timeout_s,
             on_trouble=self._fail,
         )
-        return SupervisedThread("watchdog", watchdog.run, on_failure=self._thread_failed)
+
+    def _make_metrics(self, watchdog: Watchdog) -> WorkerMetrics:
+        settings, registry = self._settings.metrics, self._registry
+        figures = QueueFigures(registry.client, registry.keys, max_tenants=TOP_TENANTS)
+        reader = QueueReader(figures, interval_s=settings.queue_interval_s)
+        if settings.port is not None:  # else nobody could ask for what it reads
+            self._threads.append(SupervisedThread("queue-reader", reader.run, on_failure=self._thread_failed))
+        return WorkerMetrics(
+            settings,
+            WatchedWorker(
+                settings=self._settings.worker,
+                describe=self._describe,
+                phase=lambda: "failed" if self._has_failed else self._phase,
+                activity=self._activity,
+                engine=self._engine,
+                meter=self._meter,
+                held_units=self._held_units,
+                counts=self._counts,
+                writer=self._writer,
+                watchdog=watchdog,
+                reader=reader,
+                threads=(*self._threads, self._watchdog),
+            ),
+        )
 
     def _engine_failed(self, _error: BaseException) -> None:
         self._fail(StopReason.ENGINE_FAILED)
@@ -227,16 +275,9 @@ class WorkerRuntime:
     def _describe(self) -> WorkerInfo:
         return WorkerInfo(
             id=self.worker_id,
-            version=_version(),
+            version=package_version(),
             model=self._model_name,
             steps=self._engine.num_steps,
             open_requests=self._engine.num_open_requests,
             held=len(self._held_units),
         )
-
-
-def _version() -> str:
-    try:
-        return metadata.version("millrace")
-    except metadata.PackageNotFoundError:  # run from a source tree that is not installed
-        return "source"

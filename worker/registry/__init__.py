@@ -11,7 +11,8 @@ Keys of one hash slot, `millrace:{s0}:` (see `keys`):
     j:<job>:s:plan  HASH  the job's plan, until it is planned     \\ a unit: st, idx, n, done, own, tok, lease, fence,
     j:<job>:s:<k>   HASH  shard k, until its prompts have records /  att, rp (re-published), since
     open            ZSET  <job>/<unit> -> next look, ms: lease end, or announced + grace
-    adm, adm:t:<tenant>   HASH  prompts, bytes, jobs outstanding; adm also has total and rate
+    adm, adm:t:<tenant>   HASH  prompts, bytes, jobs outstanding; adm also has total (records) and rate, and since ever
+                          sub_jobs, sub_prompts (accepted), end_<state> (jobs), frames (that were no message)
     idem:<digest>   STRING job id
     jobs            ZSET  job -> created, ms, the newest 10 000
     dead            ZSET  <job>/<unit> that crashed too many workers ; deadraw LIST of frames that were no message

@@ -25,3 +25,4 @@ class Claim:
     head: str = ""  # what a shard's first prompt begins with, as it sorts among shards
     is_strict: bool = False  # one bad line fails the job
     endpoint: str | None = None  # the one all lines must name; None: each its own
+    traceparent: str = ""  # W3C trace context of the job or, once it is held, of what is done under it; "": none

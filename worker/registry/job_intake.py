@@ -100,6 +100,7 @@ class JobIntake:
             "spec": json.dumps({"metadata": options.metadata}),
             "strict": int(options.strict),
             "endpoint": options.endpoint or "",
+            "trace": options.traceparent or "",
             "tenant": options.tenant,
             "priority": options.priority,
             "deadline_ms": round(options.deadline_s * 1000) if options.deadline_s else 0,

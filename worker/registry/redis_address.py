@@ -51,6 +51,11 @@ class RedisAddress:
         return self.url.startswith("unix:")
 
     @property
+    def is_on_this_machine(self) -> bool:
+        """Whether the host is this one by its name or number alone: nothing is looked up."""
+        return _is_on_this_machine(self.url)
+
+    @property
     def is_tls(self) -> bool:
         """Whether the connection is encrypted."""
         return self.url.startswith("rediss:")

@@ -118,7 +118,7 @@ class UnitLeases:
         `endpoints` and `model`: those of the lines, for the job's status.
         """
         arguments: list[Argument] = [claim.ref.job_id, claim.token, self._grace_ms, round(ageing_s * 1000)]
-        arguments += [",".join(endpoints), model or ""]
+        arguments += [",".join(endpoints), model or "", claim.traceparent]
         for shard, head in zip_longest(shards, heads, fillvalue=""):
             arguments += [",".join(map(str, shard)), head]
         return bool(self._scripts.run("planned", self._keys.of_unit_scripts(claim.ref), arguments))
@@ -156,7 +156,7 @@ class UnitLeases:
 
 def _claim(ref: UnitRef, reply: RedisReply) -> Claim:
     _, token, mode, time_left_ms, attempts, num_lines, priority, tenant, created_ms, indices, done, *more = reply
-    head, is_strict, endpoint = more
+    head, is_strict, endpoint, traceparent = more
     wanted = range(num_lines) if ref.is_plan else [int(index) for index in text(indices).split(",")]
     recorded = {int(index) for index in done}
     return Claim(
@@ -173,6 +173,7 @@ def _claim(ref: UnitRef, reply: RedisReply) -> Claim:
         head=text(head),
         is_strict=bool(is_strict),
         endpoint=text(endpoint) or None,
+        traceparent=text(traceparent),
     )
 
 

@@ -36,5 +36,12 @@ class UnitRef:
         """Whether it is a job's plan."""
         return self.unit == PLAN
 
+    @property
+    def log_fields(self) -> dict[str, str | int]:
+        """The names under which logs and spans have it."""
+        if self.is_plan:
+            return {"job_id": self.job_id}
+        return {"job_id": self.job_id, "shard": int(self.unit) if self.unit.isdecimal() else self.unit}
+
     def __str__(self) -> str:
         return f"{self.job_id}/{self.unit}"

@@ -58,7 +58,8 @@ class RecordBuilder:
         """The record of `line` when making its request raised `error`, which is logged where it is our own fault."""
         if isinstance(error, EngineError):
             return self.of_error(line, error)
-        logger.error("line %d of job %s could not be prepared", line.index + 1, self._context.job_id, exc_info=error)
+        fields = {"job_id": self._context.job_id, "index": line.index}
+        logger.error("a request could not be prepared", extra=fields, exc_info=error)
         return self.of_error(line, EngineFatal(f"preparing the request failed ({type(error).__name__})"))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from engine.any_request import AnyRequest
+from engine.engine_stats import EngineStats
 from engine.request_output import RequestOutput
 from engine.token_checkpoint import TokenCheckpoint
 
@@ -35,7 +36,7 @@ class StepEngine(Protocol):
         ...
 
     def add_request(self, request: AnyRequest) -> None:
-        """Queue a request. Raises InvalidRequest for one that can never be served."""
+        """Queue a request. Raises InvalidRequest for one that can never be served, EngineFatal once a step failed."""
         ...
 
     def abort(self, request_id: str) -> bool:
@@ -51,11 +52,20 @@ class StepEngine(Protocol):
         ...
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; the outputs of the requests that ended."""
+        """Run one step; the outputs of the requests that ended. Raises EngineFatal once a step failed."""
         ...
 
     def has_unfinished(self) -> bool:
-        """Whether `step` has something to run or to hand out."""
+        """Whether `step` has something to run, to hand out or to raise."""
+        ...
+
+    @property
+    def step_size(self) -> tuple[int, int]:
+        """Sequences and tokens of the step that the last call of `step` began; (0, 0) where it began none."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Figures at this moment."""
         ...
 
     def close(self) -> None:

@@ -16,3 +16,4 @@ class SubmitArguments(TypedDict, total=False):
     idempotency_key: str | None
     endpoint: str | None
     strict: bool
+    traceparent: str | None

@@ -40,3 +40,8 @@ class SubmitOptions(BaseModel):
     strict: bool = Field(
         default=False, description="One bad line fails the job before any line runs; else that line fails alone."
     )
+    traceparent: str | None = Field(
+        default=None,
+        pattern=r"^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$",
+        description="W3C trace context of whoever submits: the job's spans are part of that trace.",
+    )

@@ -101,7 +101,7 @@ class Planner:
             return True
         status, mode = self._leases.fail(held.claim, refusal.reason, refusal.errors)
         if status is PutStatus.JOB_DONE:
-            logger.info("job %s was refused: %s", held.claim.ref.job_id, refusal.for_log)
+            logger.info("the job was refused: %s", refusal.for_log)
         held.hear(status, mode)
         return status is PutStatus.OPEN
 
@@ -131,6 +131,8 @@ class Planner:
     def _put(self, held: HeldUnit, records: list[PromptRecord]) -> bool:
         """Write records and forget them; False if there is nothing more to plan."""
         status, mode = self._leases.put(held.claim, records)
+        if status is PutStatus.JOB_DONE:
+            logger.info("job finished: all of its lines are bad")
         records.clear()
         held.hear(status, mode)
         return status is PutStatus.OPEN
@@ -149,6 +151,6 @@ class Planner:
             return
         held.set_written()
         job_id = held.claim.ref.job_id
-        logger.info("job %s: %d prompts in %d shards", job_id, len(order), len(shards))
+        logger.info("job planned", extra={"prompts": len(order), "shards": len(shards)})
         for number in range(len(shards)):
             self._announcer.announce(UnitRef.shard(job_id, number), held.claim.priority)

@@ -27,6 +27,7 @@ from worker.registry.stop_reason import StopReason
 from worker.registry.unit_leases import UnitLeases
 from worker.units.checkpoint_json import decode_checkpoint, encode_checkpoint
 from worker.units.shard_prompts import ShardPrompts
+from worker.units.trace_request import trace_request
 from worker.units.unit_closer import UnitCloser
 
 READ_AHEAD = 32  # lines of one read: at most 8 MiB with the default limits, and 32 MiB of checkpoints
@@ -114,7 +115,7 @@ class ShardRun:
             found = self._leases.lines_and_checkpoints(self._claim.ref.job_id, indices)
         except redis.RedisError as error:
             # What is in the engine goes on meanwhile.
-            logger.warning("could not read lines of %s, trying again: %s", self._claim.ref, error)
+            logger.warning("could not read lines, trying again: %s", error)
             self._unread.extendleft(reversed(indices))
             return False
         self._engine.offer(self._feed, self._prepare(dict(zip(indices, found, strict=True))), is_last=not self._unread)
@@ -143,7 +144,7 @@ class ShardRun:
         try:
             return decode_checkpoint(checkpoint)
         except ValueError as error:
-            logger.warning("the checkpoint of prompt %d of %s is dropped: %s", index, self._claim.ref, error)
+            logger.warning("the checkpoint of a prompt is dropped: %s", error, extra={"index": index})
             return None
 
     def _put_checkpoint(self, request_id: str, checkpoint: TokenCheckpoint) -> None:
@@ -210,4 +211,6 @@ class ShardRun:
             if line is None or output.was_aborted:
                 continue  # aborted by us: whoever asked for that decides on the record
             del self._unrecorded[line.index]
+            if self._held.span.wants(line.index):
+                trace_request(self._held.span, line, output)
             yield self._prompts.of_output(line, output)

@@ -19,7 +19,9 @@ from worker.registry.stop_reason import StopReason
 from worker.registry.unit_leases import UnitLeases
 from worker.registry.unit_ref import UnitRef
 from worker.units.engine_state import EngineState
+from worker.units.errors import UnitFailed
 from worker.units.quarantine import Quarantine
+from worker.units.reported_unit import reported
 from worker.units.shard_slots import ShardSlots
 from worker.units.unit_closer import UnitCloser
 
@@ -70,7 +72,7 @@ class UnitRunner:
         self._quarantine.close()
 
     def run(self, ref: UnitRef, message_id: str, work: Work) -> MessageEnd:
-        """Run a unit on this thread. Raises what `work` raised, after the unit was given back."""
+        """Run a unit on this thread. Raises UnitFailed if `work` or Redis did not let it, after it was given back."""
         if self._draining.is_set():
             return MessageEnd.REQUEUE
         if not self._engine.is_well():
@@ -86,6 +88,9 @@ class UnitRunner:
         except InvalidJobId as error:
             logger.warning("a message names no unit: %s", error)
             return MessageEnd.DONE
+        except redis.RedisError as error:
+            logger.warning("no unit could be claimed: %s", error, extra=ref.log_fields)
+            raise UnitFailed(error) from error
         if end is None:
             self._draining.wait(SLOT_WAIT_S)  # the slots that are left are for others
         return end or MessageEnd.REQUEUE
@@ -138,7 +143,7 @@ class UnitRunner:
             self._draining.wait(SLOT_WAIT_S)
             return MessageEnd.REQUEUE
         try:
-            logger.info("%s crashed a worker before and runs alone", ref)
+            logger.info("the unit crashed a worker before and runs alone", extra=ref.log_fields)
             return self._claim_and_run(ref, message_id, work, alone=True) or MessageEnd.REQUEUE
         finally:
             self._quarantine.leave_alone()
@@ -162,32 +167,35 @@ class UnitRunner:
             return MessageEnd.REQUEUE
         claim = self._leases.claim(ref, alone=alone)
         if isinstance(claim, ClaimRefusal):
-            logger.debug("%s: %s", ref, claim)
+            logger.debug("not claimed: %s", claim, extra=ref.log_fields)
             return claim
-        held = HeldUnit(claim, message_id=message_id)
-        self._held_units.add(held)
-        return held
+        return self._held_units.hold(claim, message_id=message_id)
 
     def _run_held(self, held: HeldUnit, work: Work, *, alone: bool) -> MessageEnd:
         claim = held.claim
-        try:
-            if self._draining.is_set():  # since we looked
+        with reported(held):
+            try:
+                if self._draining.is_set():  # since we looked
+                    held.stop(StopReason.RELEASED)
+                if claim.mode is RunMode.RUN:
+                    if alone:
+                        self._leases.begin_alone(claim)
+                    work(held)
+                else:
+                    self._closer.close(claim, claim.missing, claim.mode)
+                return self._conclude(held)
+            except redis.RedisError as error:
+                logger.warning("the unit is given back: %s", error)
                 held.stop(StopReason.RELEASED)
-            if claim.mode is RunMode.RUN:
-                if alone:
-                    self._leases.begin_alone(claim)
-                work(held)
-            else:
-                self._closer.close(claim, claim.missing, claim.mode)
-            return self._conclude(held)
-        except redis.RedisError:
-            self._give_back(held, count_attempt=False)
-            raise
-        except Exception:  # a seam: a defect over this unit must count, or it would come round for ever
-            self._give_back(held, count_attempt=True)
-            raise
-        finally:
-            self._held_units.remove(held)
+                self._give_back(held, count_attempt=False)
+                raise UnitFailed(error) from error
+            except Exception as error:  # a seam: a defect over this unit must count, or it would come round for ever
+                logger.exception("a defect: the unit is given back, which counts as an attempt")
+                held.stop(StopReason.ENGINE_FAILED)
+                self._give_back(held, count_attempt=True)
+                raise UnitFailed(error) from error
+            finally:
+                self._held_units.remove(held)
 
     def _conclude(self, held: HeldUnit) -> MessageEnd:
         if _is_to_go_back(held):
@@ -204,7 +212,7 @@ class UnitRunner:
             try:
                 self._leases.release(held.claim, count_attempt=count_attempt)
             except redis.RedisError as error:
-                logger.warning("could not give %s back: %s", held.claim.ref, error)
+                logger.warning("the unit could not be given back: %s", error)
                 limit_s = DRAIN_GIVE_BACK_S if self._draining.is_set() else self._give_back_for_s
                 if time.monotonic() - began_at >= limit_s:
                     return  # its lease runs out, and that is an attempt

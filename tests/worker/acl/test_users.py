@@ -7,7 +7,7 @@ from importlib import resources
 
 import pytest
 
-from worker.acl.users import PRODUCER, WORKER
+from worker.acl.users import FLOWER, PRODUCER, WORKER
 from worker.registry import scripts
 
 # With these a producer stages, submits, reads and cancels, and closes the units of a cancelled job that nobody runs.
@@ -43,7 +43,7 @@ def test_a_producer_may_call_what_its_scripts_call(script: str) -> None:
 
 
 def test_nobody_is_granted_a_category_or_a_whole_container_command() -> None:
-    for user in (PRODUCER, WORKER):
+    for user in (PRODUCER, WORKER, FLOWER):
         assert not [command for command in user.commands if command.startswith("@")]
         assert not {"client", "config", "script", "acl", "debug", "module", "eval", "keys"} & set(user.commands)
         assert len(set(user.commands)) == len(user.commands)
@@ -53,3 +53,14 @@ def test_only_a_worker_takes_messages() -> None:
     assert "brpop" in WORKER.commands
     assert not {"brpop", "rpop", "lpop"} & set(PRODUCER.commands)
     assert not [pattern for pattern in PRODUCER.key_patterns if pattern.startswith("unacked") or pattern in ("*", "~*")]
+
+
+def test_only_a_worker_sends_events_and_only_flower_hears_them() -> None:
+    may = {user.name: {"publish", "psubscribe"} & set(user.commands) for user in (PRODUCER, WORKER, FLOWER)}
+    assert may == {"millrace-producer": set(), "millrace-worker": {"publish"}, "millrace-flower": {"psubscribe"}}
+    assert PRODUCER.channels == ()
+    assert all(".celeryev/" in channel for channel in (*WORKER.channels, *FLOWER.channels))
+
+
+def test_flower_reads_neither_jobs_nor_the_queue() -> None:
+    assert all("celeryev" in pattern for pattern in FLOWER.key_patterns)

@@ -18,8 +18,14 @@ def test_the_file_holds_the_digests_of_the_passwords_and_not_the_passwords(tmp_p
 
     assert result.exit_code == 0, result.exception
     lines = result.stdout.splitlines()
-    assert [line.split()[1] for line in lines] == ["default", "millrace-producer", "millrace-worker", "millrace-admin"]
-    for line, name in zip(lines[1:], ("producer", "worker", "admin"), strict=True):
+    assert [line.split()[1] for line in lines] == [
+        "default",
+        "millrace-health",
+        "millrace-producer",
+        "millrace-worker",
+        "millrace-admin",
+    ]
+    for line, name in zip(lines[2:], ("producer", "worker", "admin"), strict=True):
         password = (tmp_path / name).read_text().strip()
         assert f" #{hashlib.sha256(password.encode()).hexdigest()} " in line
         assert password not in result.output

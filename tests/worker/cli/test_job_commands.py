@@ -185,6 +185,7 @@ def test_what_is_no_job_id_is_exit_2(shell: Shell, command: str) -> None:
     assert shell(command, "../etc").exit_code == 2
 
 
+@pytest.mark.usefixtures("short_pauses")
 @pytest.mark.parametrize("command", [["jobs"], ["status", UNKNOWN], ["submit", "requests.jsonl"]])
 def test_an_unreachable_redis_is_one_line_and_exit_1(requests: Path, command: list[str]) -> None:
     url = f"redis://:hunter2@127.0.0.1:{free_port()}/0"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import os
 import signal
-import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,11 @@ from click.testing import CliRunner
 from engine.execution.forward_item import ForwardItem
 from engine.execution.forward_result import ForwardResult
 from engine.execution.step_executor import StepExecutor
-from tests.support.millrace import COMMAND, millrace
+from tests.support.millrace import CLI, millrace
 from tests.support.request_lines import chat_line, completion_line, raw_line
+from tests.support.wait_until import wait_until
+from tests.support.warm_interpreter import warm_interpreter
+from tests.support.warm_process import WarmProcess
 from worker.cli.run import command
 
 
@@ -182,36 +186,36 @@ def test_a_missing_input_is_exit_2(checkpoint: Path) -> None:
     assert b"nowhere.jsonl" in done.stderr
 
 
-def test_a_record_is_written_while_the_input_is_still_open(checkpoint: Path) -> None:
-    command = [*COMMAND, "run", "-i", "-", "-o", "-", "--model", str(checkpoint)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(completion_line(max_tokens=1) + b"\n")
-        process.stdin.flush()
+@contextmanager
+def one_line_and_more_to_come(checkpoint: Path, results: Path) -> Iterator[tuple[WarmProcess, int]]:
+    """A run that has written the record of its one line so far, and the open end of its standard input."""
+    read, write = os.pipe()
+    with results.with_name("log").open("wb") as log:
+        arguments = ["run", "-i", "-", "-o", str(results), "--model", str(checkpoint)]
+        process = warm_interpreter().start(CLI, arguments, log, stdin=read)
+    os.close(read)
+    os.write(write, completion_line(max_tokens=1) + b"\n")
+    try:
+        wait_until(lambda: results.exists() and results.read_bytes().endswith(b"\n"), timeout_s=60)
+        yield process, write
+    finally:
+        process.kill()
+    [record] = records_of(results.read_bytes())
+    assert record["custom_id"] == "line-1"
 
-        record = json.loads(process.stdout.readline())
 
-        assert record["custom_id"] == "line-1"
-        process.stdin.close()
+def test_a_record_is_written_while_the_input_is_still_open(checkpoint: Path, tmp_path: Path) -> None:
+    with one_line_and_more_to_come(checkpoint, tmp_path / "out.jsonl") as (process, stdin):
+        assert process.poll() is None
+        os.close(stdin)
         assert process.wait(timeout=60) == 0
 
 
 def test_an_interrupt_keeps_a_valid_file_and_exits_130(checkpoint: Path, tmp_path: Path) -> None:
-    results = tmp_path / "out.jsonl"
-    command = [*COMMAND, "run", "-i", "-", "-o", str(results), "--model", str(checkpoint)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        process.stdin.write(completion_line(max_tokens=1) + b"\n")
-        process.stdin.flush()
-        while not (results.exists() and results.read_bytes().endswith(b"\n")):
-            assert process.poll() is None
-
+    with one_line_and_more_to_come(checkpoint, tmp_path / "out.jsonl") as (process, stdin):
         process.send_signal(signal.SIGINT)
-
         assert process.wait(timeout=60) == 130
-        process.stdin.close()
-    assert len(records_of(results.read_bytes())) == 1
+        os.close(stdin)
 
 
 def test_a_broken_engine_leaves_a_record_for_what_ran_a_summary_and_exit_1(

@@ -60,13 +60,13 @@ def test_any_bytes(raw: bytes) -> None:
 
 
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=8))
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_any_object_with_known_keys(value: dict[str, object]) -> None:
     check(json.dumps(value).encode("utf-8"))
 
 
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=5), st.lists(VALUES, max_size=3), st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_any_conversation(parameters: dict[str, object], messages: list[object], is_chat: bool) -> None:
     body = {**parameters, "messages": messages} if is_chat else {**parameters, "prompt": messages}
     check(json.dumps(body, ensure_ascii=True).encode("utf-8"))

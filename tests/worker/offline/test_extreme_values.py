@@ -14,7 +14,6 @@ from engine.engine import Engine
 from settings import ModelSettings, load_settings
 from tests.support.engines import load_decoder_engine
 from tests.support.request_lines import raw_line
-from tests.support.tiny_checkpoint import make_checkpoint
 from worker.offline.line_feed import LineFeed
 from worker.offline.offline_run import OfflineRun
 
@@ -80,10 +79,9 @@ def raw_extreme(values: dict[str, Any]) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    model = make_checkpoint(tmp_path_factory.mktemp("extreme") / "tiny", "qwen3", initializer_range=0.6)
+def engine(tiny_model: Path) -> Engine:
     overrides = {
-        "model.path": str(model),
+        "model.path": str(tiny_model),
         "engine.device": "cpu",
         "engine.num_threads": "1",
         "engine.max_model_len": str(MAX_MODEL_LEN),

@@ -41,6 +41,7 @@ class ScriptedEngine:
         self.tokenizer = tokenizer
         self.max_model_len = 100
         self.generates = True
+        self.step_size = (0, 0)
         self.waiting: list[Request] = []
         self.most_waiting = 0
 

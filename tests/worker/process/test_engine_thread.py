@@ -16,6 +16,7 @@ from engine.sampling_params import SamplingParams
 from tests.support.fake_engine import BREAK, FAIL, REFUSE, FakeEngine, answer
 from tests.support.feeds import fed
 from tests.support.wait_until import wait_until
+from worker.metrics.engine_meter import EngineMeter
 from worker.process.admission_window import AdmissionWindow
 from worker.process.engine_thread import EngineThread
 from worker.requests.step_engine import StepEngine
@@ -161,3 +162,26 @@ def test_it_is_idle_until_there_is_a_request_and_counts_its_steps() -> None:
 def test_a_step_that_does_not_end_is_seen_from_outside() -> None:
     with _running(FakeEngine(step_s=0.5)) as (thread, _), fed(thread, [_request("a")]):
         wait_until(lambda: thread.stalled_for_s > 0.2, timeout_s=1)
+
+
+def test_an_idle_engine_shows_that_it_still_looks_for_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.process.engine_thread.IDLE_LOOK_S", 0.01)
+    with _running(FakeEngine()) as (thread, _):
+        with thread._changed:  # as long as somebody holds it, the engine cannot come round
+            time.sleep(0.2)
+            assert thread.idle_overdue_s > 0.1
+        wait_until(lambda: thread.idle_overdue_s < 0.1)
+
+
+def test_figures_are_told_after_the_last_step() -> None:
+    meter = EngineMeter()
+    thread = EngineThread(
+        FakeEngine, window=AdmissionWindow(100, ageing_s=60.0), on_failure=lambda _: None, meter=meter
+    )
+    thread.start()
+    assert meter.stats is not None
+    assert meter.stats.num_steps == 0
+    _run(thread, _request("one"))
+    wait_until(lambda: meter.stats is not None and meter.stats.num_steps == 1)
+    assert (meter.step_sequences.sum, list(meter.step_seconds.buckets())[-1]) == (1, ("+Inf", 1))
+    assert thread.stop(WAIT_S)

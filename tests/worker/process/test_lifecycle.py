@@ -15,24 +15,29 @@ class Runtime:
 
     def __init__(self) -> None:
         self.has_started = False
-        self.num_ticks = 0
+        self.answers: list[object] = []
 
     def start(self) -> None:
         self.has_started = True
 
-    def tick(self) -> None:
-        self.num_ticks += 1
+    def tick(self, num_answers: object) -> None:
+        self.answers.append(num_answers)
 
 
 def test_celerys_event_loop_gives_a_sign_of_life_while_it_turns() -> None:
     runtime = Runtime()
     hub = Hub()
-    parent = SimpleNamespace(hub=hub, steps=[])
+    channel = SimpleNamespace(num_answers=3)
+    consumer = SimpleNamespace(task_consumer=SimpleNamespace(channel=channel))
+    parent = SimpleNamespace(hub=hub, steps=[], consumer=consumer)
     worker_step(cast(WorkerRuntime, runtime))(parent).start(parent)
     assert runtime.has_started
     loop = hub.create_loop()
-    wait_until(lambda: next(loop) or runtime.num_ticks > 0)
+    wait_until(lambda: next(loop) or runtime.answers)
+    consumer.task_consumer = None  # while it connects anew
+    wait_until(lambda: next(loop) or len(runtime.answers) > 1)
     hub.close()
+    assert runtime.answers == [(id(channel), 3), None]
 
 
 def test_a_celery_without_an_event_loop_starts_as_well() -> None:

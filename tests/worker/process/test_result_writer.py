@@ -222,6 +222,7 @@ def test_one_record_that_redis_refuses_becomes_an_error_and_the_others_go_on(
     assert (job.request_counts.completed, job.request_counts.failed, job.usage.output_tokens) == (2, 1, 9)
 
 
+@pytest.mark.usefixtures("short_pauses")
 def test_a_record_too_large_for_redis_becomes_an_error(registry: TestRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.process.result_writer.OVERSIZE_TRIES", 1)  # each has the client's own retries
     leases = registry.leases()

@@ -64,7 +64,7 @@ class Watched:
         verdict = None
         for _ in range(round(seconds)):
             if hub_turns:
-                self.activity.tick()
+                self.activity.tick(None)
             verdict = verdict or self.watchdog.look(1.0)
         return verdict
 

@@ -56,14 +56,20 @@ def body(**parameters: object) -> ChatBody:
     return found
 
 
-@pytest.fixture(params=[QWEN3_TOKENS, HERMES_TOKENS, {}], ids=["plain marks", "special marks", "no mark tokens"])
-def qwen3(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
-    return Model(tmp_path, template_source("marked_calls"), request.param, AnswerFormats())
+MARKS = {"plain marks": QWEN3_TOKENS, "special marks": HERMES_TOKENS, "no mark tokens": {}}
+TAGS = {"special tag": LLAMA3_TOKENS, "no tag token": {}}
 
 
-@pytest.fixture(params=[LLAMA3_TOKENS, {}], ids=["special tag", "no tag token"])
-def llama3(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
-    return Model(tmp_path, template_source("bare_calls"), request.param, AnswerFormats())
+@pytest.fixture(scope="module", params=MARKS)
+def qwen3(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    path = tmp_path_factory.mktemp("marked")
+    return Model(path, template_source("marked_calls"), MARKS[request.param], AnswerFormats())
+
+
+@pytest.fixture(scope="module", params=TAGS)
+def llama3(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    path = tmp_path_factory.mktemp("bare")
+    return Model(path, template_source("bare_calls"), TAGS[request.param], AnswerFormats())
 
 
 def test_calls_between_marks_are_read_whatever_tokens_the_marks_are(qwen3: Model) -> None:

@@ -79,14 +79,29 @@ class Model:
         return raised.value
 
 
-@pytest.fixture(params=[QWEN3_TOKENS, HERMES_TOKENS, {}], ids=["plain marks", "special marks", "no mark tokens"])
-def qwen3(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
-    return Model(tmp_path, template_source("marked_calls"), request.param)
+@pytest.fixture(scope="module", params=["plain marks, special tag", "special marks", "no tokens of their own"])
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
+    """One whose calls stand between marks, and one whose calls are bare JSON, perhaps behind a tag."""
+    tokens = {
+        "plain marks, special tag": (QWEN3_TOKENS, LLAMA3_TOKENS),
+        "special marks": (HERMES_TOKENS, LLAMA3_TOKENS),
+        "no tokens of their own": ({}, {}),
+    }
+    marked, bare = tokens[request.param]
+    return (
+        Model(tmp_path_factory.mktemp("marked"), template_source("marked_calls"), marked),
+        Model(tmp_path_factory.mktemp("bare"), template_source("bare_calls"), bare),
+    )
 
 
-@pytest.fixture(params=[LLAMA3_TOKENS, {}], ids=["special tag", "no tag token"])
-def llama3(request: pytest.FixtureRequest, tmp_path: Path) -> Model:
-    return Model(tmp_path, template_source("bare_calls"), request.param)
+@pytest.fixture
+def qwen3(models: tuple[Model, Model]) -> Model:
+    return models[0]
+
+
+@pytest.fixture
+def llama3(models: tuple[Model, Model]) -> Model:
+    return models[1]
 
 
 def test_tools_that_may_be_called_hold_to_nothing(qwen3: Model, llama3: Model) -> None:

@@ -35,9 +35,9 @@ def tokenizer_at(path: Path, template: str | None) -> Tokenizer:
     return Tokenizer.from_directory(path)
 
 
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return tokenizer_at(tmp_path, TEMPLATE)
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return tokenizer_at(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def test_the_log_of_a_refusal_holds_nothing_of_the_file(
         with running_units(registry) as units:
             units.planner().plan(units.hold(UnitRef.plan(job_id)))
         assert "secret" in (registry.status(job_id).error or "")
-        assert f"job {job_id} was refused: 1 of 2 lines are bad; line 2: invalid_request" in caplog.messages
+        assert "the job was refused: 1 of 2 lines are bad; line 2: invalid_request" in caplog.messages
     assert "secret" not in caplog.text
 
 

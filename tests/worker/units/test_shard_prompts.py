@@ -91,5 +91,6 @@ def test_what_nobody_expected_over_one_prompt_is_its_record_and_stands_in_the_lo
 
     assert isinstance(record, PromptRecord)
     assert json.loads(record.record)["response"]["status_code"] == 500
-    assert "line 4 of job" in caplog.text
+    [failed] = [record for record in caplog.records if "could not be prepared" in record.message]
+    assert failed.__dict__["index"] == 3
     assert "ZeroDivisionError" in caplog.text

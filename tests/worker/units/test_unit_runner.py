@@ -14,6 +14,7 @@ from worker.registry.stop_reason import StopReason
 from worker.registry.unit_ref import UnitRef
 from worker.schemas import JobState, SubmitOptions
 from worker.units.engine_state import EngineState
+from worker.units.errors import UnitFailed
 from worker.units.shard_slots import ShardSlots
 from worker.units.unit_runner import UnitRunner
 
@@ -100,10 +101,28 @@ def test_a_defect_counts_as_an_attempt_and_a_lost_redis_does_not(
         raise error
 
     with running_units(registry) as units:
-        with pytest.raises(type(error)):
+        with pytest.raises(UnitFailed, match=f"^{type(error).__name__}$") as caught:
             _runner(units).run(shard, "m", work)
+        assert caught.value.__cause__ is error
         assert len(units.held_units) == 0
         assert must_claim(units.leases, shard, alone=True).attempts == attempts
+
+
+def test_a_redis_that_is_away_when_a_unit_is_to_be_claimed_is_a_line_in_the_log(
+    registry: TestRegistry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = UnitRef.shard(registry.running_job([0]), 0)
+
+    def away(*_: object, **__: object) -> None:
+        raise redis.ConnectionError("refused")
+
+    with running_units(registry) as units:
+        monkeypatch.setattr(units.leases, "claim", away)
+        with pytest.raises(UnitFailed, match=r"^ConnectionError$"):
+            _runner(units).run(shard, "m", _no_work)
+
+    [record] = [record for record in caplog.records if "no unit could be claimed: refused" in record.message]
+    assert (record.__dict__["job_id"], record.__dict__["shard"], record.exc_info) == (shard.job_id, 0, None)
 
 
 def test_units_of_a_cancelled_job_are_closed_instead_of_run(registry: TestRegistry) -> None:

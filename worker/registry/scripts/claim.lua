@@ -6,7 +6,8 @@ local job_id, unit, worker, nonce, alone = ARGV[1], ARGV[2], ARGV[3], ARGV[4], A
 local lease, max_attempts = tonumber(ARGV[5]), tonumber(ARGV[6])
 local member = job_id .. '/' .. unit
 local now = now_ms()
-local job = redis.call('HMGET', JOB, 'st', 'cancel', 'deadline', 'n', 'pri', 'tenant', 'created', 'v', 'strict', 'url')
+local job = redis.call('HMGET', JOB, 'st', 'cancel', 'deadline', 'n', 'pri', 'tenant', 'created', 'v', 'strict', 'url',
+  'trace')
 if not job[1] then
   redis.call('ZREM', OPEN, member)
   return {'gone'}
@@ -64,4 +65,4 @@ redis.call('HSET', UNIT, 'st', 'running', 'own', worker, 'tok', token, 'lease', 
 redis.call('ZADD', OPEN, now + lease, member)
 dequeue(job[6], member)
 return {'ok', token, mode, time_left(job[3], now), attempts, tonumber(job[4]), tonumber(job[5]), job[6],
-  tonumber(job[7]), held[4], done, held[9] or '', job[9] == '1' and 1 or 0, job[10] or ''}
+  tonumber(job[7]), held[4], done, held[9] or '', job[9] == '1' and 1 or 0, job[10] or '', job[11] or ''}

@@ -1,6 +1,6 @@
 -- Replace a job's plan by its shards. ARGV job id, token, grace ms, ms of waiting that are worth one step of priority,
--- the endpoints and the model that its lines name, then for each shard its indices, comma separated, and what its first
--- prompt begins with.
+-- the endpoints and the model that its lines name, the trace context of its shards (empty: the job's, if it has one),
+-- then for each shard its indices, comma separated, and what its first prompt begins with.
 local job_id, token, grace, ageing = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local held = redis.call('HMGET', PLAN, 'tok', 'st')
 -- A client that lost the reply sends the same call again.
@@ -11,7 +11,7 @@ local job = redis.call('HMGET', JOB, 'cancel', 'deadline', 'pri', 'tenant')
 local look = next_look(now, grace, job[2])
 if job[1] ~= '0' then look = now end
 local num_shards = 0
-for i = 7, #ARGV, 2 do
+for i = 8, #ARGV, 2 do
   local _, commas = string.gsub(ARGV[i], ',', ',')
   local shard = {idx = ARGV[i], n = commas + 1, att = 0, first = now, lane = job[3], head = ARGV[i + 1]}
   shard.turn, shard.tenant = now + job[3] * ageing, job[4]
@@ -20,6 +20,7 @@ for i = 7, #ARGV, 2 do
 end
 redis.call('HSET', JOB, 'st', 'running', 'started', now, 'ns', num_shards, 'plan_tok', token,
   'urls', ARGV[5], 'model', ARGV[6])
+if ARGV[7] ~= '' then redis.call('HSET', JOB, 'trace', ARGV[7]) end
 redis.call('UNLINK', PLAN)
 redis.call('ZREM', OPEN, job_id .. '/plan')
 return 1

@@ -94,6 +94,7 @@ end
 local function close(job_id, state, reason, prompts, now)
   local job = redis.call('HMGET', JOB, 'bytes', 'tenant', 'retain', 'idem')
   redis.call('HSET', JOB, 'st', state, 'reason', reason, 'fin', now)
+  redis.call('HINCRBY', ADM, 'end_' .. state, 1)
   redis.call('ZREM', OPEN, job_id .. '/plan')
   redis.call('UNLINK', IN, PLAN, CKPT)
   local tenant = ADM .. ':t:' .. job[2]

@@ -45,7 +45,8 @@ redis.call('DEL', JOB)
 redis.call('HSET', JOB, 'v', (a.strict == 1 or a.endpoint ~= '') and 2 or 1, 'st', 'queued', 'n', a.n, 'ok', 0, 'err', 0, 'exp', 0, 'bytes', bytes,
   'tenant', a.tenant, 'pri', a.priority, 'spec', a.spec, 'created', now, 'started', 0, 'deadline', deadline,
   'cancel', 0, 'fin', 0, 'reason', '', 'ns', 0, 'sd', 0, 'tokp', 0, 'tokc', 0, 'toko', 0,
-  'retain', a.retain_ms, 'idem', IDEM or '', 'lost_plan', 0, 'strict', a.strict, 'url', a.endpoint)
+  'retain', a.retain_ms, 'idem', IDEM or '', 'lost_plan', 0, 'strict', a.strict, 'url', a.endpoint,
+  'trace', a.trace)
 redis.call('HSET', PLAN, 'st', 'queued', 'n', a.n, 'done', 0, 'idx', '', 'own', '', 'tok', '', 'lease', 0,
   'fence', 0, 'att', 0, 'rp', 0, 'since', now)
 redis.call('PERSIST', IN)
@@ -54,6 +55,8 @@ for _, key in ipairs({ADM, TENANT}) do
   redis.call('HINCRBY', key, 'bytes', bytes)
   redis.call('HINCRBY', key, 'jobs', 1)
 end
+redis.call('HINCRBY', ADM, 'sub_jobs', 1)
+redis.call('HINCRBY', ADM, 'sub_prompts', a.n)
 local look = now + a.grace_ms
 if deadline > 0 then look = math.min(look, deadline) end
 redis.call('ZADD', OPEN, look, a.job_id .. '/plan')

@@ -1,4 +1,4 @@
-"""The same file through Redis and Celery: one worker, two workers, a plain Celery producer."""
+"""A file with bad lines in it by `millrace run`, and through Redis: by one worker, two, a plain Celery producer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ import pytest
 
 from tests.support.millrace import millrace
 from tests.support.readme import python_block, replace_line
-from tests.support.records import check_thousand_records, essences, read_records
-from tests.support.thousand_lines import NUM_LINES, thousand_lines
+from tests.support.records import check_thousand_records, error_body, essences, read_records
+from tests.support.thousand_lines import thousand_lines
 from tests.support.wait_until import wait_until
-from tests.support.workers import ONE_THREAD, running_workers
+from tests.support.workers import ONE_THREAD, QUICK_HEARTBEATS, running_workers
 from worker.client import BatchClient
+
+MILLRACE = Path(sys.executable).parent / "millrace"  # the installed command
+FEWER = 250  # lines, with a bad one of five kinds among them
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +31,31 @@ def requests_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def offline(requests_file: Path, tiny_model: Path) -> list[tuple[Any, ...]]:
-    """What `millrace run` makes of the file."""
+def offline_records(requests_file: Path, tiny_model: Path) -> list[dict[str, Any]]:
+    """What the installed command makes of the file; its summary is beside it."""
     output = requests_file.with_name("offline.jsonl")
-    done = millrace("run", "-i", requests_file, "-o", output, "--model", tiny_model, *ONE_THREAD)
+    command = [str(MILLRACE), "run", "-i", str(requests_file), "-o", str(output), "--model", str(tiny_model)]
+    summary = str(requests_file.with_name("summary.json"))
+    done = subprocess.run([*command, "--summary", summary, *ONE_THREAD], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
-    return essences(read_records(output))
+    return read_records(output)
+
+
+@pytest.fixture(scope="module")
+def offline(offline_records: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return essences(offline_records)
+
+
+def test_a_thousand_lines_with_twenty_bad_ones_give_a_thousand_records(
+    requests_file: Path, offline_records: list[dict[str, Any]]
+) -> None:
+    check_thousand_records(offline_records)
+    figures = json.loads(requests_file.with_name("summary.json").read_text())
+    assert (figures["requests"], figures["failed"]) == (1000, 20)
+    assert figures["output_tokens"] > 0
+    assert 0 < figures["cached_tokens"] < figures["prompt_tokens"]
+    assert figures["elapsed_s"] > 0
+    assert figures["load_s"] > 0
 
 
 def test_submit_and_wait_gives_the_records_of_an_offline_run(
@@ -53,12 +75,12 @@ def test_two_workers_share_one_job_and_give_the_same_records(
 ) -> None:
     # Shards of 40, two at a time in each worker: neither can take the whole job before the other sees it.
     options = ("--set", "worker.shard_size=40", "--concurrency", "2", "--set", "engine.max_num_seqs=4")
-    with running_workers(redis_url, tiny_model, 2, *options), BatchClient(redis_url) as client:
+    with running_workers(redis_url, tiny_model, 2, *options, *QUICK_HEARTBEATS), BatchClient(redis_url) as client:
         before = {worker.id: worker.steps for worker in client.workers()}
         job_id = client.submit(requests_file.read_bytes().splitlines())
         status = client.wait(job_id, timeout_s=60.0)
         records = list(client.results(job_id))
-        # Heartbeats come every few seconds: both workers must have run steps for this job.
+        # By their next heartbeats: both workers must have run steps for this job.
         wait_until(lambda: all(worker.steps > before[worker.id] for worker in client.workers()), timeout_s=30.0)
     check_thousand_records(records)
     assert essences(records) == offline
@@ -67,12 +89,12 @@ def test_two_workers_share_one_job_and_give_the_same_records(
 
 
 def test_the_readmes_plain_celery_producer_gets_them_too(
-    redis_url: str, requests_file: Path, tiny_model: Path, offline: list[tuple[Any, ...]]
+    redis_url: str, requests_file: Path, tiny_model: Path, offline_records: list[dict[str, Any]]
 ) -> None:
     """The README's own code, with another Redis and other lines. Nothing of ours is imported to produce or to poll."""
     code = python_block(after="From a plain Celery producer")
     code = replace_line(code, "url = ", f"url = {redis_url!r}")
-    code = replace_line(code, "lines = ", f"lines = open({str(requests_file)!r}).read().splitlines()")
+    code = replace_line(code, "lines = ", f"lines = open({str(requests_file)!r}).read().splitlines()[:{FEWER}]")
     shown = "import json as _json; print(); print(_json.dumps([job_id, state, records]))"
     with running_workers(redis_url, tiny_model, 1):
         done = subprocess.run(
@@ -82,7 +104,13 @@ def test_the_readmes_plain_celery_producer_gets_them_too(
     assert not re.search(r"^(import|from) (worker|engine|settings|kernels)", code, re.MULTILINE)
     job_id, state, records = json.loads(done.stdout.splitlines()[-1])
     assert state == "done"
-    check_thousand_records(records)
-    assert essences(records) == offline
+    assert len(records) == FEWER
+    assert essences(records) == essences(record for record in offline_records if _line_number(record) <= FEWER)
     with BatchClient(redis_url) as client:
-        assert client.status(job_id).request_counts.total == NUM_LINES
+        assert client.status(job_id).request_counts.total == FEWER
+
+
+def _line_number(record: dict[str, Any]) -> int:
+    """From 1."""
+    failure = error_body(record)
+    return int(record["custom_id"].removeprefix("line-")) + 1 if failure is None else int(failure["line"])
