@@ -1,0 +1,174 @@
+"""Whether what a document names exists."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import redis
+
+from tests.pages.known_names import KnownNames
+from tests.pages.markdown import Markdown, Piece
+from tests.pages.problem import Problem
+
+_VARIABLE = re.compile(r"\bMILLRACE_[A-Z0-9_]*[A-Z0-9]\b")
+_METRIC = re.compile(r"\bmillrace_[a-z0-9_]*[a-z0-9](?P<open>_?\*)?")
+_COMMAND = re.compile(r"(?:^|(?<=[\s;|&($]))millrace[ \t]+(?P<name>[a-z][\w-]*)(?P<rest>[^;|&)#\n]*)", re.MULTILINE)
+_OPTION = re.compile(r"(?:^|(?<=\s))(--[a-z][\w-]*|-[a-zA-Z])(?=[\s=]|$)")
+_OPTION_ALONE = re.compile(r"(--[a-z][\w-]+)([= ].*)?")
+_MAKE = re.compile(r"(?:^|(?<=[\s;|&(]))make[ \t]+(?P<name>[a-z][\w-]*)", re.MULTILINE)
+_MODULE = re.compile(r"\bpython3?[ \t]+-m[ \t]+(?P<name>[\w.]+)")
+_OUR_MODULE = re.compile(r"tests(\.\w+)+")
+_PATH = re.compile(r"[\w.*-]+(/[\w.*-]+)+/?|[\w.*-]+/")
+_SUFFIXES = {".py", ".md", ".lua", ".yaml", ".yml", ".toml", ".sh", ".svg"}
+# Of a name without a folder: these are ours wherever they stand, others may be a user's or a checkpoint's.
+_OUR_SUFFIXES = {".py", ".lua"}
+PACKAGES = ("worker", "engine", "kernels", "settings", "tests")
+_SKIPPED = {".venv", "node_modules", "__pycache__"}
+# They look like settings and are something of Redis's.
+_FOREIGN = {"redis.conf", "redis.io"}
+
+
+@dataclass(frozen=True)
+class DocumentCheck:
+    """Holds documents against the code under `root`."""
+
+    root: Path
+    names: KnownNames
+
+    def documents(self) -> list[Path]:
+        """Every Markdown file of ours."""
+        found = (path.relative_to(self.root) for path in sorted(self.root.rglob("*.md")))
+        return [path for path in found if not any(part in _SKIPPED or part.startswith(".") for part in path.parts[:-1])]
+
+    def problems(self, document: Path, text: str) -> list[Problem]:
+        """Everything wrong with the text of `document`, whose path is relative to the root."""
+        markdown = Markdown(text)
+        shell = [piece for language, piece in markdown.fenced if language in ("", "sh", "bash", "shell", "console")]
+        spans = list(markdown.spans)
+        found: list[tuple[int, str, str]] = [*self._names(Piece(text, 1))]
+        for piece in (*spans, *shell):
+            found += [*self._settings(piece), *self._commands(piece), *self._targets(piece), *self._modules(piece)]
+        for piece in spans:
+            found += [*self._paths(piece, document), *self._options(piece)]
+        for piece in markdown.links:
+            found += self._links(piece, document, markdown)
+        return sorted({Problem(document.as_posix(), *problem) for problem in found})
+
+    def _names(self, piece: Piece) -> Iterator[tuple[int, str, str]]:
+        for match in _VARIABLE.finditer(piece.text):
+            if match[0] not in self.names.variables:
+                yield _line(piece, match), match[0], "there is no such variable"
+        for match in _METRIC.finditer(piece.text):
+            name = match[0].rstrip("*")
+            is_known = any(metric.startswith(name) for metric in self.names.metrics) if match["open"] else False
+            if name not in self.names.metrics and not is_known:
+                yield _line(piece, match), match[0], "there is no such metric"
+
+    def _settings(self, piece: Piece) -> Iterator[tuple[int, str, str]]:
+        tops = "|".join(sorted(group for group in self.names.groups if "." not in group))
+        for match in re.finditer(rf"(?<![\w./:@\"'-])(?:{tops})(?:\.\w+)+(\.?\*)?(?![\w/(])", piece.text):
+            name = match[0].rstrip("*")
+            if match[1]:
+                is_known = any(key.startswith(name) for key in (*self.names.settings, *self.names.groups))
+            else:
+                is_known = name in self.names.settings or name in _FOREIGN or self._is_python(name)
+            if not is_known:
+                yield _line(piece, match), match[0], "there is no such setting, and no such module"
+
+    def _is_python(self, name: str) -> bool:
+        """Whether it is a module of ours, stands in one, as `worker.client.BatchClient` does, or is the library's."""
+        if name.startswith("redis."):
+            return hasattr(redis, name.split(".")[1])
+        path = self.root.joinpath(*name.split("."))
+        if path.is_dir() or path.with_suffix(".py").is_file():
+            return True
+        module, word = path.parent.with_suffix(".py"), path.name
+        return module.is_file() and re.search(rf"\b{word}\b", module.read_text()) is not None
+
+    def _commands(self, piece: Piece) -> Iterator[tuple[int, str, str]]:
+        for match in _COMMAND.finditer(piece.text.replace("\\\n", "  ")):
+            line, options = _line(piece, match), self.names.commands.get(match["name"])
+            if options is None:
+                yield line, f"millrace {match['name']}", "there is no such command"
+                continue
+            for option in _OPTION.findall(match["rest"]):
+                if option not in options:
+                    yield line, f"millrace {match['name']} {option}", "there is no such option"
+
+    def _options(self, piece: Piece) -> Iterator[tuple[int, str, str]]:
+        """An option by itself: of whichever command, or of a program that our files call with it."""
+        match = _OPTION_ALONE.fullmatch(piece.text)
+        if match is None or any(match[1] in options for options in self.names.commands.values()):
+            return
+        if not re.search(rf"(?<![\w-]){match[1]}(?![\w-])", self._code):
+            yield piece.line, match[1], "there is no such option"
+
+    @cached_property
+    def _file_names(self) -> frozenset[str]:
+        return frozenset(path.name for package in PACKAGES for path in (self.root / package).rglob("*.*"))
+
+    @cached_property
+    def _code(self) -> str:
+        """All that is no document."""
+        files = [self.root / "Makefile", *self.root.glob("*.yaml"), self.root / "worker/Dockerfile"]
+        for package in PACKAGES:
+            files += (self.root / package).rglob("*.py")
+        return "\n".join(file.read_text() for file in files if "test_documents" not in file.name)
+
+    def _targets(self, piece: Piece) -> Iterator[tuple[int, str, str]]:
+        for match in _MAKE.finditer(_without_comments(piece.text)):
+            if match["name"] not in self.names.targets:
+                yield _line(piece, match), f"make {match['name']}", "there is no such target"
+
+    def _modules(self, piece: Piece) -> Iterator[tuple[int, str, str]]:
+        for match in _MODULE.finditer(piece.text):
+            if not self._can_run(match["name"]):
+                yield _line(piece, match), f"python -m {match['name']}", "there is no such module"
+        if _OUR_MODULE.fullmatch(piece.text) and not self._is_python(piece.text):
+            yield piece.line, piece.text, "there is no such module"
+
+    def _can_run(self, module: str) -> bool:
+        path = self.root.joinpath(*module.split("."))
+        if path.name.isupper():  # stands for any
+            return path.parent.is_dir()
+        if not (self.root / module.partition(".")[0]).is_dir():
+            return importlib.util.find_spec(module.partition(".")[0]) is not None
+        return path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+
+    def _paths(self, piece: Piece, document: Path) -> Iterator[tuple[int, str, str]]:
+        text = piece.text
+        if Path(text).suffix in _OUR_SUFFIXES and re.fullmatch(r"\w+\.\w+", text):
+            if text not in self._file_names:
+                yield piece.line, text, "there is no such file"
+            return
+        if not _PATH.fullmatch(text):
+            return
+        top, folder = text.partition("/")[0], (self.root / document).parent
+        is_ours = Path(text).suffix in _SUFFIXES or (self.root / top).is_dir() or (folder / top).is_dir()
+        if is_ours and not any(self.root.glob(text)) and not any(folder.glob(text)):
+            yield piece.line, text, "there is no such file or folder"
+
+    def _links(self, piece: Piece, document: Path, markdown: Markdown) -> Iterator[tuple[int, str, str]]:
+        if re.match(r"[a-z]+:", piece.text):
+            return
+        path, _, anchor = piece.text.partition("#")
+        target = (self.root / document).parent / path if path else None
+        if target is not None and not target.exists():
+            yield piece.line, piece.text, "this link leads nowhere"
+        elif anchor:
+            other = markdown if target is None else Markdown(target.read_text())
+            if anchor not in other.anchors:
+                yield piece.line, piece.text, "there is no such heading"
+
+
+def _line(piece: Piece, match: re.Match[str]) -> int:
+    return piece.line + piece.text.count("\n", 0, match.start())
+
+
+def _without_comments(text: str) -> str:
+    return re.sub(r"(?m)(^|\s)#.*$", r"\1", text)

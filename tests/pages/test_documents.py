@@ -1,0 +1,129 @@
+"""The documents are true where a machine can tell: every name in them exists, and the reverse."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.pages.document_check import DocumentCheck
+from tests.pages.generated_pages import ROOT
+from tests.pages.known_names import KnownNames
+
+NAMES = KnownNames.of_code(ROOT)
+CHECK = DocumentCheck(ROOT, NAMES)
+
+
+def said(text: str, document: str = "README.md") -> list[str]:
+    return [str(problem) for problem in CHECK.problems(Path(document), text)]
+
+
+def documents_text(*names: str) -> str:
+    return "\n".join((ROOT / name).read_text() for name in names if (ROOT / name).exists())
+
+
+@pytest.mark.parametrize("document", CHECK.documents(), ids=str)
+def test_every_name_in_it_exists(document: Path) -> None:
+    problems = CHECK.problems(document, (ROOT / document).read_text())
+    assert not problems, "\n" + "\n".join(map(str, problems))
+
+
+@pytest.mark.parametrize("document", CHECK.documents(), ids=str)
+def test_every_figure_is_filled_in(document: Path) -> None:
+    assert re.findall(r"(?:^|\| )([A-Z_]{4,})(?=$| \|)", (ROOT / document).read_text(), re.MULTILINE) == []
+
+
+def test_every_setting_and_its_variable_is_in_a_document() -> None:
+    words = set(re.findall(r"[\w.]+", documents_text("settings/SETTINGS.md")))
+    assert set() == (NAMES.settings | NAMES.variables) - words
+
+
+def test_every_metric_is_in_a_document() -> None:
+    words = set(re.findall(r"\w+", documents_text("worker/METRICS.md")))
+    assert {name for name in NAMES.metrics if not name.endswith(("_bucket", "_sum", "_count"))} <= words
+
+
+def test_every_option_of_every_command_is_in_a_document() -> None:
+    sections = documents_text("worker/COMMANDS.md").split("\n## millrace ")
+    for name, options in NAMES.commands.items():
+        section = next(section for section in sections if section.startswith(f"{name}\n"))
+        assert options - {"--help"} <= set(re.findall(r"(?<!\w)--?[a-z][\w-]*", section)), name
+
+
+@pytest.mark.parametrize("name", sorted(NAMES.commands))
+def test_people_are_told_of_every_command(name: str) -> None:
+    text = documents_text("README.md", "worker/OPERATIONS.md")
+    assert re.search(rf"millrace {name}\b", text) is not None, f"neither README.md nor OPERATIONS.md: millrace {name}"
+
+
+@pytest.mark.parametrize("name", sorted(NAMES.targets))
+def test_people_are_told_of_every_make_target(name: str) -> None:
+    text = documents_text("README.md", "worker/OPERATIONS.md")
+    assert re.search(rf"make {name}(?![\w-])", text) is not None, f"neither README.md nor OPERATIONS.md: make {name}"
+
+
+WRONG = {
+    "a setting": ("Set `engine.max_num_seq`.", "engine.max_num_seq"),
+    "a setting with a value": ("`engine.kv_cache.num_block=4`", "engine.kv_cache.num_block"),
+    "a setting in a command": ("```\nmillrace worker --set worker.leas_s=3\n```", "worker.leas_s"),
+    "a setting of a group that holds modules": ("`engine.kv_cache.block_managr`", "engine.kv_cache.block_managr"),
+    "a group": ("`limits.all.*`", "limits.all.*"),
+    "a variable": ("export MILLRACE_REDIS__URI=x", "MILLRACE_REDIS__URI"),
+    "a variable in Python": ("```python\nos.environ['MILLRACE_PROFIL']\n```", "MILLRACE_PROFIL"),
+    "a metric": ("look at `millrace_queue_depth`", "millrace_queue_depth"),
+    "the sum of what is no histogram": ("`millrace_held_units_sum`", "millrace_held_units_sum"),
+    "many settings": ("`worker.reap_x*`", "worker.reap_x*"),
+    "many metrics": ("`millrace_gpu_*`", "millrace_gpu_*"),
+    "a command": ("`millrace sbumit F`", "millrace sbumit"),
+    "an option": ("`millrace submit F --strikt`", "millrace submit --strikt"),
+    "another command's option": ("```\nzcat f | millrace submit - --follow\n```", "millrace submit --follow"),
+    "an option in a later line": ("```sh\nmillrace run -i a \\\n  --sumary F\n```", "millrace run --sumary"),
+    "an option by itself": ("`--stricter`", "--stricter"),
+    "a target": ("`make chaoss`", "make chaoss"),
+    "a target in a block": ("```\nmake checks    # make what is there\n```", "make checks"),
+    "a module": ("`python -m tests.benchmarks.hit_rates`", "python -m tests.benchmarks.hit_rates"),
+    "a folder that cannot be run": ("`python -m tests.support`", "python -m tests.support"),
+    "a module by its name": ("`tests.benchmarks.hit_rates`", "tests.benchmarks.hit_rates"),
+    "a path": ("`engine/loading/memry.py`", "engine/loading/memry.py"),
+    "a folder": ("`kernels/metal/`", "kernels/metal/"),
+    "a file by its name": ("`block_managr.py`", "block_managr.py"),
+    "many files": ("`worker/registry/scripts/*.rb`", "worker/registry/scripts/*.rb"),
+    "a link": ("[so](worker/NOWHERE.md)", "worker/NOWHERE.md"),
+    "a heading": ("# Here\n[so](#there)", "#there"),
+    "another document's heading": ("[so](worker/DESIGN.md#no-such-thing)", "worker/DESIGN.md#no-such-thing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "name"), WRONG.values(), ids=WRONG)
+def test_a_planted_wrong_name_is_found_with_its_line(text: str, name: str) -> None:
+    [problem] = said(f"A first line.\n\n{text}\n")
+
+    words = [line for line, words in enumerate(text.splitlines(), start=3) if name.rpartition(" ")[2] in words]
+    assert problem.partition(": ")[0] in {f"README.md:{line}" for line in words} or "--" in name
+    assert f": {name}: " in problem
+
+
+RIGHT = (
+    "`engine.max_num_seqs`, `engine.kv_cache.num_blocks=4`, `engine.structured_output.*`, `redis.*`, `worker.reap_*`",
+    "`redis.conf`, `redis.Redis`, `worker.async_client.AsyncBatchClient`, `engine.kv_cache.block_manager`",
+    "MILLRACE_REDIS__URL, MILLRACE_PROFILE, names that begin with `MILLRACE_`",
+    "`millrace_engine_step_seconds_bucket`, `millrace_queue_*`",
+    "`zcat f | millrace submit - --wait -o out/`, a millrace carries water, `millrace:{s0}:j:`",
+    "`--strict`, `--priority 2`, `--aclfile`",
+    "```\nmake check     # to make sure\n```",
+    "`python -m tests.pages --check`, `python -m tests.benchmarks.NAME`, `python -m venv`, `tests.support`",
+    "`worker/registry/scripts/*.lua`, `prelude.lua`, `Qwen/X`, `/v1/chat/completions`, `out/`, `a/b`",
+    "[the workers](worker/DESIGN.md), [outside](https://example.com/x.md)",
+    "`engine.\nmax_num_seqs` is not a name, `millrace\nsubmit` is one command over two lines",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", RIGHT)
+def test_what_exists_is_no_problem(text: str) -> None:
+    assert said(text) == []
+
+
+def test_a_path_may_be_given_from_the_documents_own_folder() -> None:
+    assert said("`loading/memory.py`", "engine/DESIGN.md") == []
+    assert said("`loading/memory.py`", "kernels/DESIGN.md") != []

@@ -1,0 +1,84 @@
+"""The pages made from the code are what the code says, on whatever machine they are made."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pages.commands_page import commands_page
+from tests.pages.generated_pages import PAGES, ROOT, stale_pages
+from tests.pages.metrics_page import metrics_page
+from tests.pages.settings_page import settings_page
+
+
+def test_no_page_is_stale() -> None:
+    assert list(stale_pages()) == [], "run make pages"
+
+
+def test_a_page_that_differs_or_is_missing_is_stale(tmp_path: Path) -> None:
+    for name in ("settings/SETTINGS.md", "worker/METRICS.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / "worker/METRICS.md").write_text("by hand")
+
+    assert set(stale_pages(tmp_path)) == {"worker/METRICS.md", "worker/COMMANDS.md"}
+
+
+def test_terminal_environment_and_working_directory_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = {name: write() for name, write in PAGES.items()}
+    (tmp_path / ".env").write_text("MILLRACE_ENGINE__MAX_NUM_SEQS=3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("MILLRACE_REDIS__URL", "redis://elsewhere/0")
+
+    assert {name: write() for name, write in PAGES.items()} == before
+
+
+def test_the_settings_page_says_what_is_accepted_and_what_is_derived() -> None:
+    text = settings_page()
+
+    assert (
+        "| `engine.max_num_seqs`<br>`MILLRACE_ENGINE__MAX_NUM_SEQS` | a whole number, 1 to 65536 (sequences) | `64` |"
+        in text
+    )
+    for key in ("engine.dtype", "engine.num_threads", "engine.kv_cache.num_blocks", "model.name"):
+        line = next(line for line in text.splitlines() if line.startswith(f"| `{key}`<br>"))
+        assert ", derived |" in line, line
+    line = next(line for line in text.splitlines() if line.startswith("| `engine.seed`"))
+    assert "derived" not in line
+    assert "\n## engine.kv_cache\n\nSize of the block pool." in text
+
+
+def test_the_metrics_page_has_type_labels_and_buckets() -> None:
+    text = metrics_page()
+
+    assert "| `millrace_attempts_total` | counter | `unit`, `attempt` |" in text
+    assert "Buckets up to 0.001, " in text
+    assert "TOP_TENANTS" not in text
+
+
+def test_the_commands_page_has_click_s_own_help() -> None:
+    text = commands_page()
+
+    assert "\n## millrace submit\n\n`millrace submit [OPTIONS] FILE...`\n" in text
+    assert "| `--priority INTEGER RANGE` | 0 runs first. [default: 5; 0<=x<=9] |" in text
+
+
+@pytest.mark.slow
+def test_the_command_says_what_is_stale() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.pages", "--check"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout) == (0, "")
