@@ -31,7 +31,10 @@ def moe_small_batch(x: Tensor, gate_up: PackedWeight, down: PackedWeight, routed
 def products_by_expert(
     x: Tensor, experts: Sequence[Tensor], layout: ExpertLayout, multiply: Product, *, gather: bool
 ) -> list[Tensor]:
-    """`grouped_gemm`: one product per expert that has rows, in the layout's order."""
+    """`grouped_gemm`: one product per expert that has rows, in the layout's order.
+
+    experts: a matrix of shape [N, K] each, in the form that `multiply` takes beside rows [n, K]; -> [n, N] each.
+    """
     rows = x.index_select(0, layout.pair_ids // layout.top_k) if gather else x
     runs = torch.split(rows, layout.counts())
     return [multiply(run, matrix) for run, matrix in zip(runs, experts, strict=True) if run.shape[0]]
@@ -40,7 +43,10 @@ def products_by_expert(
 def products_by_pair(
     x: Tensor, gate_up: Sequence[Tensor], down: Sequence[Tensor], routed: RoutedExperts, multiply: Product
 ) -> Tensor:
-    """`moe_small_batch`: two products per pair of token and expert."""
+    """`moe_small_batch`: two products per pair of token and expert. x [T, H] -> [T, H].
+
+    gate_up [2I, H] and down [H, I] of each expert, in the form that `multiply` takes beside one row.
+    """
     outputs = []
     for row, experts in zip(torch.split(x, 1), routed.expert_ids.tolist(), strict=True):
         outputs += [multiply(silu_and_mul(multiply(row, gate_up[expert])), down[expert]) for expert in experts]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from engine.any_request import AnyRequest
 from engine.completion import Completion
+from engine.engine_stats import EngineStats
 from engine.finish_reason import FinishReason
 from engine.request import Request
 from engine.request_output import RequestOutput
 from engine.text.tokenizer import Tokenizer
 from engine.token_checkpoint import TokenCheckpoint
+from tests.support.engine_stats import engine_stats
 
 MAX_MODEL_LEN = 4096
 NUM_OUTPUT_TOKENS = 16
@@ -29,6 +31,8 @@ class InstantEngine:
         self._open: dict[str, Request] = {}
         completion = Completion(0, ANSWER, tuple(range(NUM_OUTPUT_TOKENS)), FinishReason.LENGTH, None, None)
         self._completions = (completion,)
+        self._stats = engine_stats()
+        self.step_size = (0, 0)
 
     def add_request(self, request: AnyRequest) -> None:
         assert isinstance(request, Request)
@@ -52,6 +56,9 @@ class InstantEngine:
 
     def has_unfinished(self) -> bool:
         return bool(self._open)
+
+    def stats(self) -> EngineStats:
+        return self._stats
 
     def close(self) -> None:
         self._open.clear()

@@ -16,13 +16,10 @@ _PUBLISHED: Mapping[str, object] = {
     "max_position_embeddings": 40_960,
     "dtype": "bfloat16",
 }
+_SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _TINY: Mapping[str, object] = {
+    **dict(zip(_SHAPE, (32, 48, 2, 2, 1), strict=True)),
     "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
     "head_dim": 16,
     "max_position_embeddings": 1024,
     "dtype": "float32",
@@ -51,44 +48,22 @@ class GpuModel:
         return GpuModel(self.name, config, 300)
 
 
-def _dense(name: str, num_trials: int, **shape: object) -> GpuModel:
-    config = {**_PUBLISHED, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **shape}
-    return GpuModel(name, config, 151_669, num_trials)
+def _published(name: str, shape: tuple[int, ...], num_trials: int = 1, **more: object) -> GpuModel:
+    """Dense unless `more` says otherwise."""
+    config = {**_PUBLISHED, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    return GpuModel(name, config | dict(zip(_SHAPE, shape, strict=True)) | more, 151_669, num_trials)
 
 
 MODELS: Mapping[str, GpuModel] = {
     model.name: model
     for model in (
-        _dense(
-            "Qwen3-0.6B",
-            3,
-            hidden_size=1024,
-            intermediate_size=3072,
-            num_hidden_layers=28,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            tie_word_embeddings=True,
-        ),
-        _dense(
-            "Qwen3-8B",
-            1,
-            hidden_size=4096,
-            intermediate_size=12_288,
-            num_hidden_layers=36,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            tie_word_embeddings=False,
-        ),
-        _dense(
+        _published("Qwen3-0.6B", (1024, 3072, 28, 16, 8), num_trials=3, tie_word_embeddings=True),
+        _published("Qwen3-8B", (4096, 12_288, 36, 32, 8), tie_word_embeddings=False),
+        _published(
             "Qwen3-30B-A3B",
-            1,
+            (2048, 6144, 48, 32, 4),
             model_type="qwen3_moe",
             architectures=["Qwen3MoeForCausalLM"],
-            hidden_size=2048,
-            intermediate_size=6144,
-            num_hidden_layers=48,
-            num_attention_heads=32,
-            num_key_value_heads=4,
             tie_word_embeddings=False,
             num_experts=128,
             num_experts_per_tok=8,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from tests.benchmarks.peers.peers import PEERS, PeerMissing
 from tests.benchmarks.peers.peers_report import as_json, floor_table, ratio_table
 from tests.benchmarks.peers.peers_run import PeersRun
 from tests.benchmarks.peers.trial_server import TrialServerFailed
+from tests.benchmarks.write_figures import write_figures
 
 EXIT_CODE_TERMINATED = 143
 
@@ -46,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         figures = as_json(run.machine, run.sides, run.comparisons, run.distances)
         figures["command_s"] = run.command_s
-        figures["arguments"] = list(sys.argv[1:] if arguments is None else arguments)
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write_figures(options.json, "peers", arguments, figures)
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,12 +58,9 @@ def measure(model: Path, axes: Sequence[Axis], rounds: int) -> list[ScalingPoint
 
 
 def _seconds(engine: Engine, workload: Workload, seed: int) -> float:
-    generator = random.Random(f"{workload.name} {seed}")
     requests = [
-        greedy_request(
-            str(number), [generator.randrange(NUM_IDS) for _ in range(workload.prompt_tokens)], workload.max_tokens
-        )
-        for number in range(workload.num_requests)
+        greedy_request(str(number), [token_id % NUM_IDS for token_id in prompt], workload.max_tokens)
+        for number, prompt in enumerate(workload.prompts(seed))
     ]
     start = time.perf_counter()
     run_all(engine, requests)

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 from tests.benchmarks.scaling import waiting_memory
 from tests.benchmarks.scaling.__main__ import main
 from tests.benchmarks.scaling.axis import AXES, Axis
-from tests.benchmarks.scaling.scaling_plot import plot
 from tests.benchmarks.scaling.scaling_point import ScalingPoint, exponent
 from tests.benchmarks.scaling.scaling_report import memory_table, points_table
 from tests.benchmarks.scaling.scaling_run import measure
@@ -37,19 +35,23 @@ def test_memory_a_request_is_against_the_fewest_waiting() -> None:
     assert memory_table(MEMORIES).splitlines()[-1] == "| worker | 3000 | 0 | 122 | 1000 |"
 
 
-def test_the_plot_is_well_formed_and_has_a_line_for_each_curve() -> None:
-    root = ElementTree.fromstring(plot({"prompt < tokens": POINTS}, MEMORIES))
-    lines = root.findall(".//{http://www.w3.org/2000/svg}polyline")
-    assert [len(line.attrib["points"].split()) for line in lines] == [3, 3, 2]
-
-
 def test_the_axes_cover_what_they_should() -> None:
     assert [(axis.name, axis.sizes[0], axis.sizes[-1]) for axis in AXES] == [
         ("requests", 16, 1024),
         ("prompt tokens", 128, 4096),
         ("output tokens", 16, 512),
+        ("own prompt tokens", 16, 512),
     ]
-    assert [axis.workload(100).num_requests for axis in AXES] == [100, 16, 32]
+    assert [axis.workload(100).num_requests for axis in AXES] == [100, 16, 32, 64]
+
+
+def test_requests_of_the_last_axis_share_all_but_their_own_tokens() -> None:
+    load = AXES[-1].workload(16)
+    prompts = load.prompts(seed=0)
+    assert {len(prompt) for prompt in prompts} == {512}
+    assert len({tuple(prompt[:496]) for prompt in prompts}) == 1
+    assert len({tuple(prompt) for prompt in prompts}) == 64
+    assert load.num_prefill_tokens == 496 + 64 * 16
 
 
 def test_every_size_is_measured(tmp_path: Path) -> None:
@@ -68,7 +70,7 @@ def test_memory_is_read_while_requests_wait(tmp_path: Path, monkeypatch: pytest.
     assert 50e6 < memory.resident_bytes <= memory.peak_bytes
 
 
-@pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--svg", "/nowhere/at/all.svg"]])
+@pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--json", "/nowhere/at/all.json"], ["--only", "luck"]])
 def test_arguments_that_cannot_be_used_end_it_with_one_line(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,1 @@
+"""Plots of the committed figures in tests/benchmarks/results."""
