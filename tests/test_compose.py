@@ -1,4 +1,6 @@
-"""What compose.yaml runs, run here without containers: the same commands, files and settings."""
+"""What compose.yaml runs, run here without containers: the same commands, files and settings. With containers:
+tests/compose.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ from worker.registry.connect import connect
 
 
 def services(name: str) -> dict[str, Any]:
-    # Compose's own tag: the list stands in place of the other file's.
-    found: dict[str, Any] = yaml.safe_load((ROOT / name).read_text().replace("!override", ""))["services"]
+    """With the default of each variable that has one, as Compose fills them in."""
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (ROOT / name).read_text())
+    found: dict[str, Any] = yaml.safe_load(text)["services"]
     return found
 
 
@@ -39,8 +42,8 @@ def running(command: list[str]) -> Iterator[None]:
 
 def test_its_acl_command_its_redis_and_its_workers_settings_fit_together(tmp_path: Path) -> None:
     compose = services("compose.yaml")
-    for folder in ("acl", "secrets/producer", "secrets/worker", "secrets/admin"):
-        (tmp_path / folder).mkdir(parents=True)
+    for volume in compose["acl"]["volumes"]:
+        (tmp_path / volume.split(":/")[1]).mkdir(parents=True)
     port = free_port()
 
     def here(text: str) -> str:
@@ -65,22 +68,58 @@ def test_its_acl_command_its_redis_and_its_workers_settings_fit_together(tmp_pat
             assert batch.status(batch.submit([{"prompt": "Hello"}])).request_counts.total == 1
         with redis.Redis(port=port) as nobody, pytest.raises(redis.AuthenticationError):
             nobody.ping()
+        with redis.Redis(port=port, username="millrace-health", password="any") as health:
+            assert health.ping()
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                health.keys()
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "worker/compose.tls.yaml"])
 def test_it_names_only_settings_that_exist_and_holds_no_password(name: str) -> None:
-    environment = services(name)["worker"]["environment"]
-    settings = load_settings(
-        environ={key: value.replace("${MODEL_NAME:-model}", "m") for key, value in environment.items()}
-    )
-    assert settings.settings.redis.allow_unauthenticated is False
+    settings = load_settings(environ=services(name)["worker"]["environment"]).settings
+    assert settings.redis.allow_unauthenticated is False
     text = (ROOT / name).read_text()
     assert not re.search(r"requirepass|redis(s)?://[^@\s]*:[^@\s]*@|PASSWORD:", text)
 
 
-def test_what_must_be_given_is_asked_for() -> None:
-    assert "${MODEL_DIR:?" in (ROOT / "compose.yaml").read_text()
+@pytest.mark.parametrize("name", ["acl", "redis", "worker", "worker-gpu"])
+def test_a_service_may_write_to_its_volumes_and_tmp_and_nowhere_else(name: str) -> None:
+    service = services("compose.yaml")[name]
+    assert service["read_only"] is True
+    assert service["tmpfs"] == ["/tmp"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_a_gpu_worker_is_the_other_one_with_a_gpu_and_starts_only_when_asked_for() -> None:
+    compose = services("compose.yaml")
+    worker, gpu = compose["worker"], compose["worker-gpu"]
+    own = {"profiles", "image", "build", "volumes", "deploy"}
+    assert {key: value for key, value in gpu.items() if key not in own} == {
+        key: value for key, value in worker.items() if key not in own
+    }
+    assert gpu["profiles"] == ["gpu"]
+    assert gpu["volumes"][: len(worker["volumes"])] == worker["volumes"]
+    assert "profiles" not in worker
+
+
+def test_the_image_has_the_directories_whose_owner_the_volumes_take_over() -> None:
+    made = (ROOT / "worker/Dockerfile").read_text()
+    for name in ("acl", "worker-gpu"):
+        targets = [volume.split(":")[1] for volume in services("compose.yaml")[name]["volumes"]]
+        assert all(re.search(rf" {target}\b", made) for target in targets if target != "/model"), targets
+
+
+def test_a_worker_has_longer_to_stop_than_it_takes() -> None:
+    grace = services("compose.yaml")["worker"]["stop_grace_period"]
+    assert float(grace.removesuffix("s")) >= load_settings(environ={}).settings.worker.drain_timeout_s + 10
+
+
+def test_nothing_must_be_given_but_certificates() -> None:
     assert "${TLS_DIR:?" in (ROOT / "worker/compose.tls.yaml").read_text()
+    assert ":?" not in (ROOT / "compose.yaml").read_text()
+    model = services("compose.yaml")["worker"]["volumes"][0].split(":")[0]
+    assert (ROOT / model / "config.json").is_file()
 
 
 def test_the_encrypted_redis_is_the_other_one_with_tls_and_no_plain_port() -> None:
@@ -92,9 +131,8 @@ def test_the_encrypted_redis_is_the_other_one_with_tls_and_no_plain_port() -> No
 
 def test_only_the_encrypted_redis_is_published_to_other_machines() -> None:
     assert services("compose.yaml")["redis"]["ports"] == ["127.0.0.1:6379:6379"]
-    assert services("worker/compose.tls.yaml")["redis"]["ports"] == ["6379:6379"]
-    # Merged without the tag, both would be published, of which one address is part of the other.
-    assert "ports: !override\n" in (ROOT / "worker/compose.tls.yaml").read_text()
+    # Beside the other, whose port it must not be: Compose publishes both.
+    assert services("worker/compose.tls.yaml")["redis"]["ports"] == ["6380:6379"]
 
 
 def _wait(client: redis.Redis) -> None:
