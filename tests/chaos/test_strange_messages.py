@@ -39,7 +39,7 @@ def test_a_task_of_a_newer_producer_goes_to_the_dead_list_and_the_worker_goes_on
 def test_workers_of_two_versions_share_jobs_each_with_its_own_scripts(
     client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path
 ) -> None:
-    slow = WorkerOptions(engine={"steps_per_request": 10, "step_s": 0.01})
+    slow = WorkerOptions(engine={"steps_per_request": 10, "step_s": 0.01}, log_level="DEBUG")
     with running_fleet(redis_url, tmp_path, slow) as fleet:
         for is_newer in (False, True):
             fleet.start(has_other_scripts=is_newer)

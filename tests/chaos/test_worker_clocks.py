@@ -15,7 +15,7 @@ from worker.client import BatchClient
 
 pytestmark = pytest.mark.chaos
 
-SLOW = WorkerOptions(engine={"steps_per_request": 10, "step_s": 0.01}, visibility_timeout_s=3600)
+SLOW = WorkerOptions(engine={"steps_per_request": 10, "step_s": 0.01}, visibility_timeout_s=3600, log_level="DEBUG")
 TWO_HOURS_S = 7200.0
 NUM_JOBS, SHARDS_OF_A_JOB = 6, 6
 

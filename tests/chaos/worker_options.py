@@ -15,3 +15,4 @@ class WorkerOptions:
     die_at: str = ""  # a name of DEATHS
     clock_shift_s: float = 0.0
     has_other_scripts: bool = False  # Lua of the same effect with another digest, as of another version
+    log_level: str = "INFO"  # DEBUG: also what Celery says of every message

@@ -23,7 +23,7 @@ def main() -> int:
     options = WorkerOptions(**json.loads(sys.argv[1]))
     if options.clock_shift_s:
         _shift_clock(options.clock_shift_s)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(threadName)s %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(level=options.log_level, format="%(asctime)s %(threadName)s %(name)s %(levelname)s %(message)s")
     return _run(options, sys.argv[2:])
 
 
