@@ -37,5 +37,8 @@ class MetricsSettings(BaseModel):
         description="Address to serve them on, without a password; 0.0.0.0: on every interface, as in a container.",
     )
     queue_interval_s: Seconds = Field(
-        default=5.0, ge=1, le=3_600, description="How often the worker reads the queue's figures from Redis for them."
+        default=5.0,
+        ge=1,
+        le=60,  # /healthz knows of a Redis that is away, or back, by the last reading
+        description="How often the worker reads the queue's figures from Redis for them.",
     )

@@ -22,7 +22,8 @@ def register_tasks(app: Celery, runtime: WorkerRuntime) -> None:
     )
 
     # Not shared: Celery would give them to every other app of the process too.
-    @app.task(name=SUBMIT_TASK, base=base, shared=False)  # type: ignore[untyped-decorator]  # celery has no types
+    # No events: the message holds the producer's own notes, and Celery would send them to Flower.
+    @app.task(name=SUBMIT_TASK, base=base, shared=False, send_events=False)  # type: ignore[untyped-decorator]  # celery has no types
     def submit(job_id: str, n: int, **options: Untyped) -> None:
         """Accept a job whose lines a plain Celery producer has staged."""
         _conclude(runtime.submit(job_id, n, options))

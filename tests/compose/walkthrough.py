@@ -174,7 +174,7 @@ class Walkthrough:
         assert client.status(job_id).progress < 1, "done before it could be disturbed"
 
     def _show_ps(self) -> None:
-        self._transcript.show(self._project.run("ps"))
+        self._transcript.show(self._project.run("ps", "--all"))
 
 
 def _finished(client: BatchClient, job_id: str) -> float:

@@ -21,11 +21,14 @@ from worker.process.result_writer import ResultWriter
 from worker.registry.unit_leases import UnitLeases
 from worker.registry.unit_ref import UnitRef
 from worker.requests.served_model import ServedModel
+from worker.units.engine_state import EngineState
 from worker.units.planner import Planner
 from worker.units.refused_record import refused_record
 from worker.units.shard_prompts import ShardPrompts
 from worker.units.shard_run import ShardRun
+from worker.units.shard_slots import ShardSlots
 from worker.units.unit_closer import UnitCloser
+from worker.units.unit_runner import UnitRunner
 
 
 class RecordingAnnouncer(Announcer):
@@ -58,9 +61,17 @@ class Units:
         return UnitCloser(self.leases, LimitSettings())
 
     def hold(self, ref: UnitRef) -> HeldUnit:
-        held = HeldUnit(must_claim(self.leases, ref), message_id="m")
-        self.held_units.add(held)
-        return held
+        return self.held_units.hold(must_claim(self.leases, ref), message_id="m")
+
+    def runner(self, *, is_well: bool = True, max_shards: int = 4) -> UnitRunner:
+        return UnitRunner(
+            self.leases,
+            self.closer,
+            self.held_units,
+            give_back_for_s=0.1,
+            slots=ShardSlots(self.registry.shard_queue(), self.held_units, max_shards),
+            engine=EngineState(is_well=lambda: is_well, is_empty=lambda: True),
+        )
 
     def planner(self, *, shard_size: int = 2) -> Planner:
         settings = WorkerSettings(shard_size=shard_size, result_batch_size=2)

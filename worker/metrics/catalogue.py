@@ -20,7 +20,7 @@ UNREAD_PRIORITY = "(unread)"  # of shards beyond those that one look at the queu
 OUTCOMES = ("ok", "error", "cancelled", "expired", "lost")
 UNITS = ("plan", "shard")
 ATTEMPTS = ("1", "2", "3+")
-UNIT_ENDS = ("finished", "cancelled", "expired", "sent_away", "released", "engine_failed", "lease_lost")
+UNIT_ENDS = ("finished", "cancelled", "expired", "sent_away", "released", "failed", "engine_failed", "lease_lost")
 JOB_ENDS = ("completed", "failed", "cancelled", "expired")
 LANES = ("0", "3", "6", "9")
 PARTS = ("consumer", "engine", "lease-keeper", "result-writer", "reaper", "watchdog", "queue-reader")
@@ -66,7 +66,8 @@ WORKER_METRICS = (
     Metric(
         "millrace_units_total",
         "counter",
-        "Plans and shards this worker let go of, by why; lease_lost: another worker has it, or its job is over.",
+        "Plans and shards this worker let go of, by why; lease_lost: another worker has it, or its job is over; "
+        "failed: a defect over this one.",
         ("unit", "end"),
     ),
     Metric("millrace_held_units", "gauge", "Plans and shards this worker holds a lease on.", ("unit",)),

@@ -1,4 +1,4 @@
-"""Leases of which is counted what becomes of them."""
+"""Leases of which the records are counted."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import redis
 from settings import WorkerSettings
 from worker.metrics.unit_counts import UnitCounts
 from worker.registry.claim import Claim
-from worker.registry.claim_refusal import ClaimRefusal
 from worker.registry.keys import Keys
 from worker.registry.prompt_record import PromptRecord
 from worker.registry.put_status import PutStatus
 from worker.registry.run_mode import RunMode
 from worker.registry.unit_leases import UnitLeases
-from worker.registry.unit_ref import UnitRef
 
 
 class CountedLeases(UnitLeases):
@@ -33,13 +31,6 @@ class CountedLeases(UnitLeases):
             grace_s=settings.reap_grace_s,
         )
         self._counts = counts
-
-    def claim(self, ref: UnitRef, *, alone: bool = False) -> Claim | ClaimRefusal:
-        """UnitLeases.claim."""
-        claimed = super().claim(ref, alone=alone)
-        if isinstance(claimed, Claim):
-            self._counts.add_claim(claimed)
-        return claimed
 
     def put(self, claim: Claim, records: Sequence[PromptRecord]) -> tuple[PutStatus, RunMode]:
         """UnitLeases.put."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable
@@ -17,6 +18,8 @@ from settings import SettingsError
 
 REQUEST_TIMEOUT_S = 10.0  # for a client that connects and says nothing, or does not read
 CLOSE_POLL_S = 0.1  # between looks whether to end
+
+logger = logging.getLogger(__name__)
 
 
 class MetricsServer:
@@ -51,6 +54,10 @@ class _Server(ThreadingMixIn, WSGIServer):
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]  # bytes: of Unix sockets
         self.setup_environ()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that was silent or went away, or figures that could not be made: a log event, no bare traceback."""
+        logger.warning("a request for metrics or health was not answered", exc_info=True)
 
 
 class _ServerOfIPv6(_Server):

@@ -50,3 +50,7 @@ class QueueReader:
             self._latest = None
             # Such as NOPERM, with an ACL file of an older version: the work itself goes on.
             self._has_answered = isinstance(error, redis.ResponseError)
+        except Exception:  # a seam: keys that cannot be read are no reason to end every worker of the queue
+            logger.exception("the queue's figures make no sense")
+            self._latest = None
+            self._has_answered = True

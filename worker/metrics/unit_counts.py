@@ -8,7 +8,6 @@ from itertools import product
 
 from worker.metrics.catalogue import ATTEMPTS, OUTCOMES, UNIT_ENDS, UNITS
 from worker.process.held_unit import HeldUnit
-from worker.registry.claim import Claim
 from worker.registry.prompt_record import PromptRecord
 from worker.registry.run_mode import RunMode
 from worker.registry.stop_reason import StopReason
@@ -18,6 +17,7 @@ _ENDS = {
     StopReason.EXPIRED: "expired",
     StopReason.SENT_AWAY: "sent_away",
     StopReason.RELEASED: "released",
+    StopReason.FAILED: "failed",
     StopReason.ENGINE_FAILED: "engine_failed",
     StopReason.FENCED: "lease_lost",
 }
@@ -46,7 +46,7 @@ class UnitCounts:
 
     @property
     def attempts(self) -> Mapping[tuple[str, str], int]:
-        """Claims, by kind of unit and attempt."""
+        """Units that were held, by kind and attempt."""
         return self._attempts.copy()
 
     @property
@@ -54,11 +54,11 @@ class UnitCounts:
         """Units that are held no more, by kind and why."""
         return self._ends.copy()
 
-    def add_claim(self, claim: Claim) -> None:
-        """A unit was claimed."""
-        attempt = ATTEMPTS[min(claim.attempts, len(ATTEMPTS) - 1)]
+    def add_attempt(self, held: HeldUnit) -> None:
+        """A unit is held."""
+        attempt = ATTEMPTS[min(held.claim.attempts, len(ATTEMPTS) - 1)]
         with self._lock:
-            self._attempts[_kind(claim), attempt] += 1
+            self._attempts[_kind(held), attempt] += 1
 
     def add_records(self, records: Iterable[PromptRecord]) -> None:
         """Records were written."""
@@ -74,11 +74,11 @@ class UnitCounts:
     def add_end(self, held: HeldUnit) -> None:
         """A unit is held no more."""
         with self._lock:
-            self._ends[_kind(held.claim), _end(held)] += 1
+            self._ends[_kind(held), _end(held)] += 1
 
 
-def _kind(claim: Claim) -> str:
-    return "plan" if claim.ref.is_plan else "shard"
+def _kind(held: HeldUnit) -> str:
+    return "plan" if held.claim.ref.is_plan else "shard"
 
 
 def _end(held: HeldUnit) -> str:

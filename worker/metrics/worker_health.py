@@ -38,9 +38,11 @@ class WorkerHealth:
         return found
 
     def overdue(self) -> Mapping[str, float]:
-        """How many seconds past its time each part has not moved. A step of the engine may take its time."""
+        """How many seconds past its time each part has not moved; of a worker that begins or ends none, since its parts
+        do so one by one. A step of the engine may take its time.
+        """
         worker = self._worker
-        if worker.phase() == "starting":
+        if worker.phase() != "up":
             return {}
         return {
             "consumer": max(worker.activity.tick_overdue_s, worker.activity.answer_overdue_s),

@@ -148,12 +148,12 @@ class EngineThread:
     def _run(self) -> None:
         try:
             engine = self._load()
+            self._meter.publish(engine.stats())
         except BaseException as error:  # a seam: start() raises it on the thread that asked
             self._load_error = error
             self._ready.set()
             return
         self._engine = engine
-        self._meter.publish(engine.stats())
         self._ready.set()
         try:
             while self._wait_for_work(engine):
@@ -214,9 +214,9 @@ class EngineThread:
         outputs = engine.step()
         self._meter.step(time.perf_counter() - began_at, engine.step_size)
         self._num_steps += 1
+        self._deliver(outputs)
         if self._meter.is_due or not engine.has_unfinished():
             self._meter.publish(engine.stats())
-        self._deliver(outputs)
         for request_id, checkpoint in engine.due_checkpoints().items():
             feed = self._open[request_id]
             if feed is not None:

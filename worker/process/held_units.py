@@ -16,8 +16,15 @@ from worker.tracing.tracing import Tracing
 class HeldUnits:
     """The units this process holds a lease on. Thread-safe."""
 
-    def __init__(self, tracing: Tracing | None = None, on_removed: Callable[[HeldUnit], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        tracing: Tracing | None = None,
+        *,
+        on_held: Callable[[HeldUnit], None] = lambda _: None,
+        on_removed: Callable[[HeldUnit], None] = lambda _: None,
+    ) -> None:
         self._tracing = tracing or Tracing()
+        self._on_held = on_held
         self._on_removed = on_removed
         self._changed = threading.Condition()
         self._held: dict[UnitRef, HeldUnit] = {}
@@ -34,16 +41,13 @@ class HeldUnits:
         """A unit was claimed on this Celery message: its span begins, and what it brings about belongs to that."""
         span = self._tracing.hold(claim)
         held = HeldUnit(replace(claim, traceparent=span.traceparent), message_id=message_id, span=span)
-        self.add(held)
-        return held
-
-    def add(self, held: HeldUnit) -> None:
-        """A unit was claimed."""
         with self._changed:
-            self._held[held.claim.ref] = held
-            reason = self._stopped.pop(held.message_id, None)
+            self._held[claim.ref] = held
+            reason = self._stopped.pop(message_id, None)
+        self._on_held(held)
         if reason is not None:
             held.stop(reason)
+        return held
 
     def remove(self, held: HeldUnit) -> None:
         """Its owner is done with it."""

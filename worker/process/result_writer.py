@@ -146,10 +146,10 @@ class ResultWriter:
                     return  # the unit is given back or its lease runs out; these prompts run again
                 time.sleep(RETRY_S)
                 continue
+            held.hear(status, mode)
             held.span.add_write(records, began_s)
             if status is PutStatus.JOB_DONE:
                 logger.info("job finished")
-            held.hear(status, mode)
             return
 
     def _write_checkpoints(self, held: HeldUnit, checkpoints: Sequence[PromptCheckpoint]) -> None:

@@ -80,7 +80,7 @@ class WorkerRuntime:
         self._tracing = make_tracing(
             settings.tracing, service="millrace-worker", instance=self.worker_id, model_name=self._model_name
         )
-        self._held_units = HeldUnits(self._tracing, self._counts.add_end)
+        self._held_units = HeldUnits(self._tracing, on_held=self._counts.add_attempt, on_removed=self._counts.add_end)
         self._registry = registry = RegistryParts.connect(settings, self.worker_id, self._counts)
         worker, leases, announcer = settings.worker, registry.leases, Announcer(app)
         window = AdmissionWindow(request_window(settings.engine.max_num_seqs), ageing_s=worker.ageing_s)

@@ -14,9 +14,10 @@ class StopReason(IntEnum):
     EXPIRED = 2  # its job's deadline passed: likewise
     SENT_AWAY = 3  # a suspect is to have this worker alone: the unit goes back once the engine has let go of it
     RELEASED = 4  # this worker stops: the unit goes back, for another worker
-    ENGINE_FAILED = 5  # engine or writer broke over it: it goes back, and that counts as an attempt
+    FAILED = 5  # what runs it raised: a defect over this unit alone; it goes back, and that counts as an attempt
+    ENGINE_FAILED = 6  # engine or writer broke over it: likewise, and this worker stops
     # Another worker has the unit, or the job is over, or Redis takes no record of it: nothing more is written.
-    FENCED = 6
+    FENCED = 7
 
     @classmethod
     def of_mode(cls, mode: RunMode) -> StopReason | None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 
 class UnitFailed(Exception):
-    """The work on a unit raised `__cause__`; its text is only the type, since Celery logs it and sends it to Flower."""
+    """The work on a unit raised `cause`, of which only the type is kept.
+
+    To be raised `from None`: Celery sends the whole traceback to Flower, and a cause's text may be a user's words.
+    """
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(type(cause).__name__)

@@ -19,6 +19,7 @@ _OUTCOMES = {
     StopReason.EXPIRED: "expired",
     StopReason.SENT_AWAY: "given back",
     StopReason.RELEASED: "given back",
+    StopReason.FAILED: _FAILED,
     StopReason.ENGINE_FAILED: "given back, the engine failed",
     StopReason.FENCED: "no longer ours",
 }

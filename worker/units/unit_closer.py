@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from settings import LimitSettings
@@ -25,6 +26,8 @@ from worker.registry.unit_ref import UnitRef
 CHUNK = 100  # prompts of one write; between writes the lease is renewed
 
 _LOST = Failure.of_server("The request was not executed: it stopped one worker after another.", code="worker_lost")
+
+logger = logging.getLogger(__name__)
 
 
 class UnitCloser:
@@ -57,6 +60,8 @@ class UnitCloser:
             lines = self._leases.lines(claim.ref.job_id, chunk)
             records = [self._record(claim, index, line, mode) for index, line in zip(chunk, lines, strict=True)]
             status, _ = self._leases.put(claim, records)
+            if status is PutStatus.JOB_DONE:
+                logger.info("job finished", extra={"job_id": claim.ref.job_id})
             if status is not PutStatus.OPEN:
                 return
             self._leases.renew([claim])

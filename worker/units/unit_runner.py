@@ -90,7 +90,7 @@ class UnitRunner:
             return MessageEnd.DONE
         except redis.RedisError as error:
             logger.warning("no unit could be claimed: %s", error, extra=ref.log_fields)
-            raise UnitFailed(error) from error
+            raise UnitFailed(error) from None
         if end is None:
             self._draining.wait(SLOT_WAIT_S)  # the slots that are left are for others
         return end or MessageEnd.REQUEUE
@@ -188,12 +188,12 @@ class UnitRunner:
                 logger.warning("the unit is given back: %s", error)
                 held.stop(StopReason.RELEASED)
                 self._give_back(held, count_attempt=False)
-                raise UnitFailed(error) from error
+                raise UnitFailed(error) from None
             except Exception as error:  # a seam: a defect over this unit must count, or it would come round for ever
                 logger.exception("a defect: the unit is given back, which counts as an attempt")
-                held.stop(StopReason.ENGINE_FAILED)
+                held.stop(StopReason.FAILED)
                 self._give_back(held, count_attempt=True)
-                raise UnitFailed(error) from error
+                raise UnitFailed(error) from None
             finally:
                 self._held_units.remove(held)
 

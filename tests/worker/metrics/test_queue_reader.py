@@ -16,7 +16,7 @@ class Figures(QueueFigures):
 
     def __init__(self, registry: TestRegistry) -> None:
         super().__init__(registry.redis, registry.keys, max_tenants=20)
-        self.error: redis.RedisError | None = None
+        self.error: Exception | None = None
         self.num_reads = 0
 
     def read(self) -> QueueReading:
@@ -59,3 +59,15 @@ def test_a_refusal_is_an_answer(figures: Figures) -> None:
         wait_until(lambda: figures.num_reads > 1)
     assert reader.latest is None
     assert reader.has_answered
+
+
+def test_keys_that_make_no_sense_cost_the_figures_alone(figures: Figures, caplog: pytest.LogCaptureFixture) -> None:
+    figures.error = ValueError("invalid literal for int()")
+    reader = QueueReader(figures, interval_s=0.01)
+    with running_thread(reader.run):
+        wait_until(lambda: figures.num_reads > 1)
+        assert reader.latest is None
+        assert reader.has_answered
+        figures.error = None
+        wait_until(lambda: reader.latest)
+    assert "the queue's figures make no sense" in caplog.text

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
 
-from settings import WorkerSettings
+from settings import LimitSettings, WorkerSettings
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.metrics.counted_leases import CountedLeases
 from worker.metrics.unit_counts import UnitCounts
-from worker.process.held_unit import HeldUnit
 from worker.process.held_units import HeldUnits
 from worker.registry.claim import Claim
 from worker.registry.outcome import Outcome
@@ -19,6 +19,9 @@ from worker.registry.prompt_record import PromptRecord
 from worker.registry.run_mode import RunMode
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_ref import UnitRef
+from worker.units.unit_closer import UnitCloser
+
+CLAIM = Claim(UnitRef.shard("j", 0), "1:t", RunMode.RUN, None, 0, 5, "t", 0, 1, (0,))
 
 
 @pytest.fixture
@@ -41,7 +44,7 @@ def _above_0(counters: Mapping[Name, int]) -> Mapping[Name, int]:
 
 def test_every_label_is_there_from_the_start(counts: UnitCounts) -> None:
     assert set(counts.prompts) == set(Outcome)
-    assert (len(counts.attempts), len(counts.ends)) == (2 * 3, 2 * 7)
+    assert (len(counts.attempts), len(counts.ends)) == (2 * 3, 2 * 8)
     for counters in (counts.prompts.values(), counts.tokens.values(), counts.attempts.values(), counts.ends.values()):
         assert set(counters) == {0}
 
@@ -65,17 +68,21 @@ def test_records_that_redis_did_not_take_do_not_count(
     assert not _above_0(counts.prompts)
 
 
-def test_a_claim_counts_by_which_attempt_it_is(
+def test_a_unit_that_is_held_counts_by_which_attempt_it_is(counts: UnitCounts) -> None:
+    held_units = HeldUnits(on_held=counts.add_attempt)
+    for attempts in (0, 1, 2, 5):
+        held_units.hold(replace(CLAIM, attempts=attempts), message_id="m")
+    assert _above_0(counts.attempts) == {("shard", "1"): 1, ("shard", "2"): 1, ("shard", "3+"): 2}
+
+
+def test_a_unit_that_the_reaper_closes_is_no_attempt_but_its_records_count(
     registry: TestRegistry, leases: CountedLeases, counts: UnitCounts
 ) -> None:
-    ref = UnitRef.shard(registry.running_job([0]), 0)
-    leases.claim(UnitRef.shard("s0-00000000-0000-0000-0000-000000000000", 0))  # there is none
-    for attempts in (0, 1, 2, 5):
-        registry.redis.hset(registry.keys.unit(ref), "att", attempts)
-        claim = leases.claim(ref, alone=True)
-        if isinstance(claim, Claim):
-            leases.release(claim, count_attempt=False)
-    assert _above_0(counts.attempts) == {("shard", "1"): 1, ("shard", "2"): 1, ("shard", "3+"): 2}
+    job_id = registry.running_job([0, 1])
+    registry.control.cancel(job_id)
+    UnitCloser(leases, LimitSettings()).close_unclaimed(UnitRef.shard(job_id, 0))
+    assert _above_0(counts.prompts) == {"cancelled": 2}
+    assert (_above_0(counts.attempts), _above_0(counts.ends)) == ({}, {})
 
 
 ENDS = [
@@ -84,6 +91,7 @@ ENDS = [
     (StopReason.FENCED, False, RunMode.RUN, "lease_lost"),
     (StopReason.RELEASED, False, RunMode.RUN, "released"),
     (StopReason.SENT_AWAY, False, RunMode.RUN, "sent_away"),
+    (StopReason.FAILED, False, RunMode.RUN, "failed"),
     (StopReason.ENGINE_FAILED, False, RunMode.RUN, "engine_failed"),
     (StopReason.CANCELLED, False, RunMode.RUN, "cancelled"),
     (StopReason.EXPIRED, False, RunMode.RUN, "expired"),
@@ -97,9 +105,7 @@ def test_a_unit_counts_by_why_it_is_held_no_more(
     counts: UnitCounts, reason: StopReason | None, is_written: bool, mode: RunMode, end: str
 ) -> None:
     held_units = HeldUnits(on_removed=counts.add_end)
-    claim = Claim(UnitRef.shard("j", 0), "1:t", mode, None, 0, 5, "t", 0, 1, (0,))
-    held = HeldUnit(claim, message_id="m")
-    held_units.add(held)
+    held = held_units.hold(replace(CLAIM, mode=mode), message_id="m")
     if reason is not None:
         held.stop(reason)
     if is_written:

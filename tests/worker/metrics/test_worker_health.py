@@ -88,6 +88,14 @@ def test_a_worker_that_is_not_up_says_only_that(worker: Worker, phase: Phase) ->
     assert worker.health.reasons() == [phase]
 
 
+@pytest.mark.parametrize("phase", ["starting", "draining", "failed"])
+def test_parts_that_begin_or_end_one_by_one_are_not_overdue(worker: Worker, phase: Phase) -> None:
+    worker.threads[0].overdue_s = 30.0
+    assert worker.health.overdue()["lease-keeper"] == 30.0
+    worker.phase = phase
+    assert worker.health.overdue() == {}
+
+
 def test_before_celery_takes_messages_it_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Worker(monkeypatch).health.reasons() == ["Celery has not begun to take messages"]
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from engine.engine_stats import EngineStats
 from engine.errors import CheckpointError, EngineUnavailable, InvalidRequest
 from engine.finish_reason import FinishReason
 from engine.request import Request
@@ -97,6 +98,35 @@ def test_what_loading_raises_is_raised_where_it_was_started() -> None:
 
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         EngineThread(load, window=AdmissionWindow(1, ageing_s=60.0), on_failure=lambda _: None).start()
+
+
+def test_an_engine_that_cannot_give_its_figures_does_not_load() -> None:
+    class Speechless(FakeEngine):
+        def stats(self) -> EngineStats:
+            raise EngineUnavailable("no figures")
+
+    thread = EngineThread(
+        Speechless, window=AdmissionWindow(1, ageing_s=60.0), on_failure=lambda error: pytest.fail(str(error))
+    )
+    with pytest.raises(EngineUnavailable, match="no figures"):
+        thread.start()
+
+
+def test_outputs_are_delivered_before_figures_are_asked_for() -> None:
+    class Failing(FakeEngine):
+        has_loaded = False
+
+        def stats(self) -> EngineStats:
+            if self.has_loaded:
+                raise RuntimeError("no figures")
+            self.has_loaded = True
+            return super().stats()
+
+    outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
+    with _running(Failing()) as (thread, failures), fed(thread, [_request("a", "p")], outputs.put):
+        (output,) = outputs.get(timeout=WAIT_S)
+        wait_until(lambda: failures)
+    assert output.completions[0].text == answer("p")
 
 
 def test_a_refused_or_failed_request_ends_in_an_output_with_its_error() -> None:

@@ -8,34 +8,33 @@ from worker.registry.stop_reason import StopReason
 from worker.registry.unit_ref import UnitRef
 
 
-def _unit(number: int, message_id: str) -> HeldUnit:
-    claim = Claim(UnitRef.shard("j", number), "1:t", RunMode.RUN, None, 0, 5, "t", 0, 1, (0,))
-    return HeldUnit(claim, message_id=message_id)
+def _claim(number: int) -> Claim:
+    return Claim(UnitRef.shard("j", number), "1:t", RunMode.RUN, None, 0, 5, "t", 0, 1, (0,))
 
 
 def test_the_unit_of_a_message_is_told_to_stop_and_no_other() -> None:
-    held_units, mine, other = HeldUnits(), _unit(0, "mine"), _unit(1, "other")
-    held_units.add(mine)
-    held_units.add(other)
+    held_units = HeldUnits()
+    mine, other = held_units.hold(_claim(0), message_id="mine"), held_units.hold(_claim(1), message_id="other")
     held_units.stop_message("mine", StopReason.RELEASED)
     assert (mine.stop_reason, other.stop_reason) == (StopReason.RELEASED, None)
 
 
 def test_a_unit_that_is_being_claimed_when_its_message_is_stopped_stops_once_it_is_held() -> None:
-    held_units, mine, next_one = HeldUnits(), _unit(0, "mine"), _unit(1, "mine")
+    held_units = HeldUnits()
     held_units.stop_message("mine", StopReason.RELEASED)
-    held_units.add(mine)
+    mine = held_units.hold(_claim(0), message_id="mine")
     assert mine.stop_reason is StopReason.RELEASED
     held_units.remove(mine)
-    held_units.add(next_one)
-    assert next_one.stop_reason is None
+    assert held_units.hold(_claim(1), message_id="mine").stop_reason is None
 
 
-def test_who_asked_is_told_when_a_unit_is_held_no_more() -> None:
+def test_who_asked_is_told_when_a_unit_is_held_and_when_no_more() -> None:
+    begun: list[HeldUnit] = []
     ended: list[HeldUnit] = []
-    held_units, mine = HeldUnits(on_removed=ended.append), _unit(0, "mine")
-    held_units.add(mine)
+    held_units = HeldUnits(on_held=begun.append, on_removed=ended.append)
+    mine = held_units.hold(_claim(0), message_id="mine")
     assert not held_units.wait_empty(0)
+    assert (begun, ended) == ([mine], [])
     held_units.remove(mine)
     assert held_units.wait_empty(0)
-    assert ended == [mine]
+    assert (begun, ended) == ([mine], [mine])

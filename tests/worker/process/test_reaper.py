@@ -41,13 +41,18 @@ def test_lost_messages_are_sent_again(registry: TestRegistry) -> None:
         assert set(units.announcer.announced) == {(UnitRef.shard(job_id, 1), 8)}
 
 
-def test_units_of_jobs_that_are_to_end_are_closed_without_a_message(registry: TestRegistry) -> None:
+def test_units_of_jobs_that_are_to_end_are_closed_without_a_message(
+    registry: TestRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     job_id = registry.running_job([0], [1])
     registry.control.cancel(job_id)
     with running_units(registry) as units:
         with running_thread(_reaper(units).run):
             wait_until(lambda: registry.status(job_id).status is JobState.CANCELLED)
         assert units.announcer.announced == []
+    [end] = [record for record in caplog.records if record.message == "job finished"]
+    assert end.__dict__["job_id"] == job_id
 
 
 def test_a_reaper_outlives_a_redis_that_is_away(

@@ -253,3 +253,20 @@ def test_a_unit_that_is_lost_is_an_error(traced: Traced) -> None:
     traced.tracing.hold(claim_of()).end("no longer ours", is_error=True)
 
     assert traced.named("claim").status.status_code is StatusCode.ERROR
+
+
+def test_a_fault_of_tracing_costs_spans_and_nothing_else(
+    traced: Traced, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    span = traced.tracing.hold(claim_of(traceparent=SAMPLED))
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no clock")
+
+    monkeypatch.setattr("worker.tracing.span_clock.SpanClock.at_ns", fail)
+    monkeypatch.setattr("worker.tracing.span_clock.SpanClock.now_ns", fail)
+    span.add_request(request_of(0))
+    end(span)
+    assert traced.tracing.hold(claim_of(traceparent=SAMPLED)).traceparent == SAMPLED
+    assert traced.spans == []
+    assert "a span is missing" in caplog.text

@@ -44,6 +44,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
         (StopReason.CANCELLED, "cancelled", False),
         (StopReason.SENT_AWAY, "given back", False),
         (StopReason.RELEASED, "given back", False),
+        (StopReason.FAILED, "failed", True),
         (StopReason.ENGINE_FAILED, "given back, the engine failed", True),
         (StopReason.FENCED, "no longer ours", True),
     ],

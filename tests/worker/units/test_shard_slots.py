@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from tests.support.registry import TestRegistry, must_claim
-from worker.process.held_unit import HeldUnit
 from worker.process.held_units import HeldUnits
 from worker.registry.unit_ref import UnitRef
 from worker.schemas import SubmitOptions
@@ -20,7 +19,7 @@ def test_one_tenant_never_has_the_last_slot(registry: TestRegistry) -> None:
     for _ in range(max_shards - 1):
         chosen = slots.choose(hint)
         assert chosen is not None
-        held_units.add(HeldUnit(must_claim(leases, chosen), message_id="m"))
+        held_units.hold(must_claim(leases, chosen), message_id="m")
     assert slots.choose(hint) is None
     small = registry.running_job([0], options=SubmitOptions(tenant="small"))
     assert slots.choose(hint) == UnitRef.shard(small, 0)
@@ -30,7 +29,7 @@ def test_few_slots_are_for_whoever_comes(registry: TestRegistry) -> None:
     job = registry.running_job([0], [1])
     held_units = HeldUnits()
     slots = _slots(registry, held_units, 2)
-    held_units.add(HeldUnit(must_claim(registry.leases(), UnitRef.shard(job, 0)), message_id="m"))
+    held_units.hold(must_claim(registry.leases(), UnitRef.shard(job, 0)), message_id="m")
     assert slots.choose(UnitRef.shard(job, 0)) == UnitRef.shard(job, 1)
 
 

@@ -1,33 +1,20 @@
 from __future__ import annotations
 
 import threading
+import traceback
 
 import pytest
 import redis
 
 from tests.support.registry import TestRegistry, must_claim, ok
-from tests.support.units import Units, running_units
+from tests.support.units import running_units
 from tests.support.wait_until import wait_until
 from worker.broker.message_end import MessageEnd
 from worker.process.held_unit import HeldUnit
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_ref import UnitRef
 from worker.schemas import JobState, SubmitOptions
-from worker.units.engine_state import EngineState
 from worker.units.errors import UnitFailed
-from worker.units.shard_slots import ShardSlots
-from worker.units.unit_runner import UnitRunner
-
-
-def _runner(units: Units, *, is_well: bool = True, max_shards: int = 4) -> UnitRunner:
-    return UnitRunner(
-        units.leases,
-        units.closer,
-        units.held_units,
-        give_back_for_s=0.1,
-        slots=ShardSlots(units.registry.shard_queue(), units.held_units, max_shards),
-        engine=EngineState(is_well=lambda: is_well, is_empty=lambda: True),
-    )
 
 
 def _no_work(_held: HeldUnit) -> None:
@@ -43,7 +30,7 @@ def test_a_finished_unit_acknowledges_its_message(registry: TestRegistry) -> Non
             units.leases.put(held.claim, [ok(0)])
             held.set_written()
 
-        assert _runner(units).run(UnitRef.shard(job_id, 0), "m", work) is MessageEnd.DONE
+        assert units.runner().run(UnitRef.shard(job_id, 0), "m", work) is MessageEnd.DONE
         assert len(units.held_units) == 0
     assert registry.status(job_id).status is JobState.COMPLETED
 
@@ -51,7 +38,7 @@ def test_a_finished_unit_acknowledges_its_message(registry: TestRegistry) -> Non
 def test_messages_of_units_that_are_held_or_finished_are_acknowledged(registry: TestRegistry) -> None:
     job_id = registry.running_job([0], [1])
     with running_units(registry) as units:
-        runner = _runner(units)
+        runner = units.runner()
         units.hold(UnitRef.shard(job_id, 0))  # by this worker
         must_claim(registry.leases(owner="other"), UnitRef.shard(job_id, 1))
         for unit in (UnitRef.shard(job_id, 0), UnitRef.shard(job_id, 1), UnitRef.plan(job_id)):
@@ -61,7 +48,7 @@ def test_messages_of_units_that_are_held_or_finished_are_acknowledged(registry: 
 def test_a_draining_worker_claims_nothing(registry: TestRegistry) -> None:
     shard = UnitRef.shard(registry.running_job([0]), 0)
     with running_units(registry) as units:
-        runner = _runner(units)
+        runner = units.runner()
         runner.drain()
         assert runner.run(shard, "m", _no_work) is MessageEnd.REQUEUE
         must_claim(units.leases, shard)
@@ -71,7 +58,7 @@ def test_a_worker_that_hangs_claims_nothing(registry: TestRegistry, monkeypatch:
     monkeypatch.setattr("worker.units.unit_runner.UNWELL_PAUSE_S", 0.01)
     shard = UnitRef.shard(registry.running_job([0]), 0)
     with running_units(registry) as units:
-        assert _runner(units, is_well=False).run(shard, "m", _no_work) is MessageEnd.REQUEUE
+        assert units.runner(is_well=False).run(shard, "m", _no_work) is MessageEnd.REQUEUE
         must_claim(units.leases, shard)
 
 
@@ -87,23 +74,32 @@ def test_an_unfinished_unit_goes_back(
 ) -> None:
     shard = UnitRef.shard(registry.running_job([0]), 0)
     with running_units(registry) as units:
-        assert _runner(units).run(shard, "m", lambda held: held.stop(reason)) is end
+        assert units.runner().run(shard, "m", lambda held: held.stop(reason)) is end
         assert must_claim(units.leases, shard, alone=True).attempts == attempts
 
 
-@pytest.mark.parametrize(("error", "attempts"), [(redis.ConnectionError("gone"), 0), (ZeroDivisionError(), 1)])
+@pytest.mark.parametrize(
+    ("error", "attempts", "reason"),
+    [
+        (redis.ConnectionError("a secret"), 0, StopReason.RELEASED),
+        (ZeroDivisionError("a secret"), 1, StopReason.FAILED),
+    ],
+)
 def test_a_defect_counts_as_an_attempt_and_a_lost_redis_does_not(
-    registry: TestRegistry, error: Exception, attempts: int
+    registry: TestRegistry, error: Exception, attempts: int, reason: StopReason
 ) -> None:
+    held_units: list[HeldUnit] = []
     shard = UnitRef.shard(registry.running_job([0]), 0)
 
-    def work(_held: HeldUnit) -> None:
+    def work(held: HeldUnit) -> None:
+        held_units.append(held)
         raise error
 
     with running_units(registry) as units:
         with pytest.raises(UnitFailed, match=f"^{type(error).__name__}$") as caught:
-            _runner(units).run(shard, "m", work)
-        assert caught.value.__cause__ is error
+            units.runner().run(shard, "m", work)
+        assert "secret" not in "".join(traceback.format_exception(caught.value))
+        assert held_units[0].stop_reason is reason
         assert len(units.held_units) == 0
         assert must_claim(units.leases, shard, alone=True).attempts == attempts
 
@@ -118,8 +114,9 @@ def test_a_redis_that_is_away_when_a_unit_is_to_be_claimed_is_a_line_in_the_log(
 
     with running_units(registry) as units:
         monkeypatch.setattr(units.leases, "claim", away)
-        with pytest.raises(UnitFailed, match=r"^ConnectionError$"):
-            _runner(units).run(shard, "m", _no_work)
+        with pytest.raises(UnitFailed, match=r"^ConnectionError$") as caught:
+            units.runner().run(shard, "m", _no_work)
+        assert "refused" not in "".join(traceback.format_exception(caught.value))
 
     [record] = [record for record in caplog.records if "no unit could be claimed: refused" in record.message]
     assert (record.__dict__["job_id"], record.__dict__["shard"], record.exc_info) == (shard.job_id, 0, None)
@@ -129,7 +126,7 @@ def test_units_of_a_cancelled_job_are_closed_instead_of_run(registry: TestRegist
     job_id = registry.running_job([0, 1])
     registry.control.cancel(job_id)
     with running_units(registry) as units:
-        assert _runner(units).run(UnitRef.shard(job_id, 0), "m", _no_work) is MessageEnd.DONE
+        assert units.runner().run(UnitRef.shard(job_id, 0), "m", _no_work) is MessageEnd.DONE
     job = registry.status(job_id)
     assert (job.status, job.request_counts.failed) == (JobState.CANCELLED, 2)
 
@@ -146,7 +143,7 @@ def test_a_full_worker_gives_shards_back_unclaimed_and_still_plans(
         finish.wait(10)
 
     with running_units(registry) as units:
-        runner = _runner(units, max_shards=1)
+        runner = units.runner(max_shards=1)
         busy = threading.Thread(target=runner.run, args=(UnitRef.shard(job_id, 0), "m", work))
         busy.start()
         assert running.wait(5)
@@ -168,7 +165,7 @@ def test_a_unit_goes_back_only_after_what_finished_is_written(registry: TestRegi
             held.add_unwritten(1)
             held.stop(StopReason.RELEASED)
 
-        runner = threading.Thread(target=_runner(units).run, args=(shard, "m", work))
+        runner = threading.Thread(target=units.runner().run, args=(shard, "m", work))
         runner.start()
         wait_until(lambda: shard in units.held_units)
         runner.join(0.2)
@@ -187,7 +184,7 @@ def test_a_unit_whose_last_record_is_written_on_the_way_out_is_done(registry: Te
             held.stop(StopReason.RELEASED)
             assert units.writer.put(held, [ok(0)])
 
-        assert _runner(units).run(shard, "m", work) is MessageEnd.DONE
+        assert units.runner().run(shard, "m", work) is MessageEnd.DONE
     assert registry.status(shard.job_id).status is JobState.COMPLETED
 
 
@@ -203,7 +200,7 @@ def test_a_message_is_for_the_shard_of_whoever_has_least_here(registry: TestRegi
 
     with running_units(registry) as units:
         units.hold(UnitRef.shard(large, 0))
-        runner = _runner(units)
+        runner = units.runner()
         ends = [runner.run(UnitRef.shard(large, 1), "m", work) for _ in range(3)]
     assert ran == [UnitRef.shard(small, 0), UnitRef.shard(large, 1)]
     assert ends == [MessageEnd.DONE] * 3
@@ -217,6 +214,6 @@ def test_a_message_goes_back_while_the_slots_that_are_left_are_for_others(
     with running_units(registry) as units:
         for number in range(7):
             units.hold(UnitRef.shard(job_id, number))
-        runner = _runner(units, max_shards=8)
+        runner = units.runner(max_shards=8)
         assert runner.run(UnitRef.shard(job_id, 7), "m", _no_work) is MessageEnd.REQUEUE
         assert registry.redis.hget(registry.keys.unit(UnitRef.shard(job_id, 7)), "fence") == b"0"

@@ -17,9 +17,6 @@ from worker.process.held_unit import HeldUnit
 from worker.registry.stop_reason import StopReason
 from worker.registry.unit_ref import UnitRef
 from worker.schemas import JobState
-from worker.units.engine_state import EngineState
-from worker.units.shard_slots import ShardSlots
-from worker.units.unit_runner import UnitRunner
 
 
 @pytest.fixture(autouse=True)
@@ -34,14 +31,7 @@ class Worker:
 
     def __init__(self, units: Units) -> None:
         self.units = units
-        self.runner = UnitRunner(
-            units.leases,
-            units.closer,
-            units.held_units,
-            give_back_for_s=0.1,
-            slots=ShardSlots(units.registry.shard_queue(), units.held_units, 4),
-            engine=EngineState(is_well=lambda: True, is_empty=lambda: True),
-        )
+        self.runner = units.runner()
         self.pool = ThreadPoolExecutor(6)
         self.company: dict[str, set[str]] = {}  # by unit: all that ran beside it at some time
         self._running: set[str] = set()
