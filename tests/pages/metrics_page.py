@@ -25,7 +25,9 @@ def metrics_page() -> str:
     """Every metric, by what it is about."""
     return page(
         "Metrics",
-        f"{len(catalogue.METRICS)} metrics, served by each worker at `/metrics` (the settings `metrics.*`).",
+        f"{len(catalogue.METRICS)} metrics, served by each worker at `/metrics`, which is off unless "
+        "`metrics.port` says where (`millrace worker --set metrics.port=9464`; containers have it on). "
+        "Beside it `/healthz` answers 200 while the worker takes work, else 503 with the reasons.",
         _about(),
         _section("The worker", catalogue.WORKER_METRICS),
         _section("Its engine", catalogue.ENGINE_METRICS),

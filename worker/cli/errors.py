@@ -20,6 +20,8 @@ def command(job_id: str, output_path: str, redis_url: str | None, assignments: t
     """Print the records of requests without an answer written so far: bad lines, engine faults, cancelled, expired."""
     effective = load_producer_settings(assignments, redis_url)
     with job_client(effective) as client:
-        client.status(job_id)  # a job that is not there must not empty the output file
+        job = client.status(job_id)  # a job that is not there must not empty the output file
         with record_output(RecordPaths(output_path, None)) as write:
             write_records(client.errors(job_id), write)
+        if job.error:
+            click.echo(f"the job itself {job.status.value}: {job.error}", err=True)

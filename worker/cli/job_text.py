@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from worker.cli.job_rates import JobRates
 from worker.schemas import JobStatus
 
-JOB_COLUMNS = f"{'JOB':40} {'STATUS':12} {'DONE':>15} {'FAILED':>8} {'PRI':>3} {'TENANT':12} CREATED"
+JOB_COLUMNS = f"{'JOB':40} {'STATUS':12} {'ENDED':>15} {'FAILED':>8} {'PRI':>3} {'TENANT':12} CREATED"
 
 
 def job_row(job: JobStatus) -> str:
@@ -55,6 +55,12 @@ def progress_text(job: JobStatus, rates: JobRates) -> str:
     if not job.status.is_terminal:
         parts.append(f"ETA {_left(counts.total - counts.finished, rates.prompts_per_s)}")
     return ", ".join([*parts, f"prefix hits {hits:.0%}", f"{counts.failed} errors"])
+
+
+def counts_text(job: JobStatus) -> str:
+    """What became of a job's requests."""
+    counts = job.request_counts
+    return f"{job.status.value}: {counts.completed} completed, {counts.failed} failed, of {counts.total} requests"
 
 
 def _left(num_prompts: int, prompts_per_s: float) -> str:

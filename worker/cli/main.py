@@ -38,6 +38,8 @@ cli = LazyGroup(
     },
 )
 
+click.version_option(package_name="millrace")(cli)
+
 
 def main() -> None:
     """Run the command line of this process and exit with its code."""

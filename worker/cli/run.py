@@ -166,6 +166,8 @@ def _run(
         engine.close()
     summary = run.summary(load_s)
     progress.close(_progress_text(summary))
+    if not sys.stderr.isatty():
+        click.echo(_progress_text(summary), err=True)
     return summary, failure
 
 

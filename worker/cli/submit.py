@@ -14,6 +14,7 @@ from worker.cli.duration import Duration
 from worker.cli.follow_job import follow_job, require_completed
 from worker.cli.input_files import input_files
 from worker.cli.job_client import job_client
+from worker.cli.job_text import counts_text
 from worker.cli.metadata import parse_metadata
 from worker.cli.record_output import record_output, write_records
 from worker.cli.record_paths import OUTPUT_HELP, RecordPaths
@@ -79,7 +80,7 @@ def command(**arguments: Unpack[Arguments]) -> None:
             job_id = _submit(client, arguments, files, max_line_bytes)
             click.echo(job_id)
             if arguments["wait"]:
-                require_completed(follow_job(client, job_id))
+                require_completed(follow_job(client, job_id, plain_lines=True))
         return
     paths = RecordPaths.of(output_path)
     for path in paths:
@@ -92,7 +93,9 @@ def command(**arguments: Unpack[Arguments]) -> None:
         # Only now: what replaces the last results is a job that is there.
         with record_output(paths) as write:
             write_records(client.results(job_id, follow=True), write)
-        require_completed(client.status(job_id))
+        job = client.status(job_id)
+        click.echo(counts_text(job), err=True)
+        require_completed(job)
 
 
 def _submit(client: BatchClient, arguments: Arguments, files: Sequence[InputFile], max_line_bytes: int) -> str:

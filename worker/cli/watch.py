@@ -21,7 +21,8 @@ def command(job_id: str, as_json: bool, redis_url: str | None, assignments: tupl
     """Follow a job until it ends. Exit 1 if it failed, expired or was cancelled.
 
     Progress goes to stderr: a bar on a terminal, elsewhere a line every ten seconds. Rates are those of the last 15
-    seconds, and prefix hits the share of all prompt tokens that were not computed again.
+    seconds, of prompts whose record is written: long answers count when they end, and what is under way shows in the
+    workers' metrics. Prefix hits are the share of all prompt tokens that were not computed again.
     """
     effective = load_producer_settings(assignments, redis_url)
 

@@ -14,6 +14,7 @@ from tests.support.millrace import COMMAND, ROOT, millrace
 from worker.cli.lazy_command import LazyCommand
 from worker.cli.lazy_group import LazyGroup
 from worker.cli.main import cli
+from worker.process.package_version import package_version
 
 
 def test_a_producers_command_loads_no_torch() -> None:
@@ -97,6 +98,13 @@ def test_a_full_disk_is_one_line_and_exit_1() -> None:
 
 def group_with(path: str) -> click.Command:
     return LazyGroup(name="g", help="", lazy_commands={"thing": LazyCommand(path, "Does a thing.")})
+
+
+def test_it_tells_its_version() -> None:
+    result = CliRunner().invoke(cli, ["--version"])
+
+    assert result.exit_code == 0
+    assert result.stdout == f"millrace, version {package_version()}\n"
 
 
 def test_a_command_that_is_not_installed_says_so() -> None:

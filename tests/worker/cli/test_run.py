@@ -55,6 +55,7 @@ def test_the_summary_has_the_figures_of_the_run(checkpoint: Path, tmp_path: Path
         "load_s", "elapsed_s", "requests", "failed", "prompt_tokens", "cached_tokens", "output_tokens",
     }  # fmt: skip
     assert (figures["requests"], figures["failed"], figures["output_tokens"]) == (2, 1, 3)
+    assert done.stderr.decode().splitlines()[-1].startswith("2 done, 1 failed, 3 tokens out")
 
 
 def test_settings_reach_the_engine(checkpoint: Path) -> None:
