@@ -18,6 +18,7 @@ from engine.execution.make_device_stream import make_device_stream
 from engine.finished_requests import FinishedRequests
 from engine.generation_requests import GenerationRequests
 from engine.loading.engine_parts import EngineParts
+from engine.out_of_memory import is_out_of_memory
 from engine.output_processor import OutputProcessor
 from engine.request_output import RequestOutput
 from engine.runner.model_runner import ModelRunner
@@ -50,6 +51,7 @@ class Engine:
         limits = SchedulerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.unified_prefill)
         self._scheduler = Scheduler(limits, parts.block_manager)
         device = parts.executor.model.device
+        self._is_on_host = device.type == "cpu"
         unknown_ids = torch.tensor(parts.tokenizer.unknown_ids(self.vocab_size), dtype=torch.int64)
         self._sampler = Sampler(parts.executor.model.ops, device, unknown_ids.to(device))
         outputs = OutputProcessor(parts.tokenizer, parts.eos_token_ids)
@@ -198,9 +200,12 @@ class Engine:
         self._step_size = (len(batch.items), batch.num_tokens)
         try:
             return self._batches.launch(batch, self._in_flight)
-        except EngineFatal:
-            with suppress(EngineFatal):  # of the same fault, where that is one of the device
-                self._collect()  # computed already: whoever ended in it has its output
+        except EngineFatal as failure:
+            # The step before is computed already: whoever ended in it has its output. A device at fault is not asked:
+            # each further call may hang.
+            if self._is_on_host or (failure.__cause__ is not None and is_out_of_memory(failure.__cause__)):
+                with suppress(EngineFatal):
+                    self._collect()
             raise
 
     def _collect(self) -> None:

@@ -59,6 +59,7 @@ class RequestIntake:
         again = self._new_group(requests, group.base_seed, group.key)
         for state in again.states:
             state.priority = group.priority
+            state.arrived_s = group.states[0].arrived_s
         return again
 
     def copy_for(self, request: Request, group: RequestGroup) -> RequestGroup:

@@ -24,8 +24,8 @@ class Steps:
     def run(self, advance: Callable[[], None]) -> list[RequestOutput]:
         """Advance; the outputs of the requests that ended since the last call.
 
-        Raises EngineFatal where a step failed, now or before: but first what had ended is handed out, so a failure that
-        finds something ended is raised by the call after.
+        Raises EngineFatal where a step failed with it, now or before: but first what had ended is handed out, so a
+        failure that finds something ended is raised by the call after.
         """
         if self._failure is None:
             try:

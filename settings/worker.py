@@ -47,7 +47,11 @@ class WorkerSettings(BaseModel):
         description="A step of the engine that takes longer loses its leases and ends the worker with 70.",
     )
     max_attempts: Annotated[int, Unit("attempts")] = Field(
-        default=3, ge=1, le=100, description="Crashed workers after which a prompt that ran alone becomes an error."
+        default=3,
+        ge=1,
+        le=100,
+        description="Crashed workers, counted from one for the parts of a shard that was in a crash, after which a "
+        "prompt that ran alone becomes an error.",
     )
     result_batch_size: Annotated[int, Unit("results")] = Field(
         default=200, ge=1, le=100_000, description="Most results written to Redis in one call."

@@ -63,7 +63,8 @@ class WarmUp:
         for step in largest_steps(self._settings, self._max_model_len):
             result = self._run(step)
             self._score(result.hidden)
-            self._sample(result.logits, EVERYTHING)
+            for _ in range(2):  # what it sends is staged in two buffers by turns
+                self._sample(result.logits, EVERYTHING)
 
     def run_compiling(self) -> None:
         """One step of each kind that compiles kernels of its own, where kernels are compiled at all."""

@@ -112,6 +112,26 @@ def test_a_fault_of_the_device_is_fatal_wherever_it_shows(
     assert "illegal memory access" in str(engine.runner.status())
 
 
+def test_a_device_at_fault_is_not_asked_for_the_step_before(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load_engine(tiny_model, ON)
+    engine.add_request(greedy_request("short", PROMPT, 2))
+    engine.add_request(greedy_request("long", PROMPT[::-1], 20))
+    for _ in range(2):
+        assert engine.step() == []  # the second token of either is under way
+
+    def fail(*_: object) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def hang(*_: object) -> Any:
+        pytest.fail("the device was asked")
+
+    monkeypatch.setattr(engine, "_is_on_host", False)
+    monkeypatch.setattr(StepExecutor, "execute", fail)
+    monkeypatch.setattr(engine._batches, "collect", hang)
+    with pytest.raises(EngineFatal, match="illegal memory access"):
+        engine.step()
+
+
 def test_what_ended_in_a_step_has_its_output_though_the_next_one_cannot_be_launched(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,11 @@ from tests.plots.figure_file import FigureFile
 TEXT = "{http://www.w3.org/2000/svg}text"
 
 
+def shapes(svg: str) -> list[str]:
+    """Every kind of line, bar and mark, in the order they are drawn; their numbers differ by the version of NumPy."""
+    return [element.tag for element in ElementTree.fromstring(svg).iter()]
+
+
 def texts(svg: str) -> list[str]:
     """Every label, number and line of origin, in the order they are drawn."""
     return ["".join(element.itertext()) for element in ElementTree.fromstring(svg).iter(TEXT)]
@@ -28,6 +33,7 @@ def test_each_plot_that_is_kept_is_what_the_script_draws_now(drawn: dict[str, st
     assert kept.keys() == drawn.keys()
     for name, svg in drawn.items():
         assert texts(kept[name]) == texts(svg), f"{name} is out of date: python -m tests.plots"
+        assert shapes(kept[name]) == shapes(svg), f"{name} is out of date: python -m tests.plots"
 
 
 def test_text_takes_the_colour_of_the_page(drawn: dict[str, str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,12 +20,6 @@ from worker.lines import read_raw_lines
 from worker.registry.errors import EmptyJob, InvalidJobId, JobNotFound, JobTooLarge, QueueFull
 from worker.registry.unit_ref import UnitRef
 from worker.schemas import JobState
-
-
-@pytest.fixture
-def client(redis_url: str) -> Iterator[BatchClient]:
-    with BatchClient(redis_url) as client:
-        yield client
 
 
 def test_importing_the_clients_brings_no_torch() -> None:

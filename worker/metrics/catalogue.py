@@ -2,7 +2,8 @@
 
 Labels are few and bounded. `tenant` is one of the TOP_TENANTS with the most waiting shards, or OTHER_TENANTS for all
 others together (of the 200 that have waited longest): there may be thousands, and each value of a label is a series
-that every Prometheus keeps for weeks. `priority` is 0 .. 9, or UNREAD_PRIORITY.
+that every Prometheus keeps for weeks. That bounds a scrape: tenants that wait briefly one after another become a
+series each. `priority` is 0 .. 9, or UNREAD_PRIORITY.
 
 Metrics of the queue are read from Redis and so the same from every worker: take the max over workers, never the sum.
 """
@@ -74,7 +75,7 @@ WORKER_METRICS = (
     Metric("millrace_shard_slots", "gauge", "Shards it may hold at once (worker.concurrency)."),
     Metric("millrace_open_requests", "gauge", "Prompts handed to the engine that have no answer yet."),
     Metric("millrace_unwritten_items", "gauge", "Records and checkpoints that wait for Redis."),
-    Metric("millrace_unwritten_bytes", "gauge", "Their size; at 64 MiB the shards wait."),
+    Metric("millrace_unwritten_bytes", "gauge", "Their size; at 64 MiB, or at 2,000 results, shards wait."),
 )
 
 ENGINE_METRICS = (

@@ -8,7 +8,7 @@ from engine.engine_stats import EngineStats
 from worker.metrics.catalogue import STEP_SECONDS, STEP_SEQUENCES, STEP_TOKENS
 from worker.metrics.step_histogram import StepHistogram
 
-# At least, between two EngineStats of an engine that works: one costs 15 us, all the rest of a step here 1 us.
+# At least, between two EngineStats of an engine that works: one costs 11 us (85 with cold caches), all else 2.
 PUBLISH_INTERVAL_S = 0.25
 
 

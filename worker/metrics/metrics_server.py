@@ -56,7 +56,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that was silent or went away, or figures that could not be made: a log event, no bare traceback."""
+        """A client that was silent or went away: a log event, no bare traceback."""
         logger.warning("a request for metrics or health was not answered", exc_info=True)
 
 
@@ -89,11 +89,16 @@ def _app(registry: CollectorRegistry, reasons: Callable[[], list[str]]) -> WSGIA
 
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
-        if path == "/metrics":
-            answer: Iterable[bytes] = metrics(environ, start_response)
-            return answer
+        try:
+            if path == "/metrics":
+                answer: Iterable[bytes] = metrics(environ, start_response)
+                return answer
+            found = reasons() if path == "/healthz" else []
+        except Exception:  # a seam: figures that could not be made; wsgiref would print a bare traceback
+            logger.exception("%s could not be answered", path)
+            start_response("500 Internal Server Error", [("Content-Type", "text/plain")])
+            return [b"see the worker's log\n"]
         if path == "/healthz":
-            found = reasons()
             start_response("503 Service Unavailable" if found else "200 OK", [("Content-Type", "application/json")])
             return [json.dumps({"status": "unavailable" if found else "ok", "reasons": found}).encode()]
         start_response("404 Not Found", [("Content-Type", "text/plain")])

@@ -13,6 +13,7 @@ from worker.metrics.unit_counts import UnitCounts
 from worker.process.activity import Activity
 from worker.process.engine_thread import EngineThread
 from worker.process.held_units import HeldUnits
+from worker.process.lease_keeper import LeaseKeeper
 from worker.process.result_writer import ResultWriter
 from worker.process.supervised_thread import SupervisedThread
 from worker.process.watchdog import Watchdog
@@ -32,6 +33,7 @@ class WatchedWorker:
     engine: EngineThread
     meter: EngineMeter
     held_units: HeldUnits
+    keeper: LeaseKeeper
     counts: UnitCounts
     writer: ResultWriter
     watchdog: Watchdog

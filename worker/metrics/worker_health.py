@@ -31,6 +31,8 @@ class WorkerHealth:
             found.append("Celery has not begun to take messages")
         if not worker.reader.has_answered:
             found.append("Redis does not answer")
+        if worker.keeper.overdue_s >= LATE_S:
+            found.append(f"Redis has taken no heartbeat for {worker.keeper.overdue_s:.0f} s: is it full?")
         if worker.watchdog.untaken_s >= LATE_S:
             found.append(f"messages wait, threads are free and none was taken for {worker.watchdog.untaken_s:.0f} s")
         if worker.engine.stalled_for_s >= worker.settings.hang_timeout_s:

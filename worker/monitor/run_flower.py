@@ -20,7 +20,8 @@ _MAX_TASKS = 20_000
 
 
 def run_flower(settings: Settings, address: str, port: int, page_password: str) -> None:
-    """Serve http://address:port/ to whoever knows the password, until SIGTERM or SIGINT.
+    """Serve http://address:port/ to whoever knows the password, until SIGTERM or SIGINT; /metrics (counts by worker and
+    task) and /healthcheck to anybody.
 
     What it shows is what workers tell it (`worker.send_events`) since it was started. Raises SettingsError for a Redis
     that may not be used, OSError for an address that cannot be had; a Redis that is away is waited for.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -49,10 +50,18 @@ class LeaseKeeper:
         # Not the lease: with weights of 8B a prefill of 2048 tokens takes two cores 80 s.
         self._hang_timeout_s = settings.hang_timeout_s
         self._describe = describe
-        self._renew_at = 0.0
+        self._renew_at = math.inf  # not running
+
+    @property
+    def overdue_s(self) -> float:
+        """How long ago Redis should have taken the last heartbeat: a write, which a full Redis refuses, and which comes
+        after every lease was renewed.
+        """
+        return max(time.monotonic() - self._renew_at, 0.0)
 
     def run(self, stopping: threading.Event) -> None:
         """Keep leases until told to stop, then take the heartbeat back."""
+        self._renew_at = time.monotonic()
         while not stopping.wait(min(WATCH_INTERVAL_S, self._renew_interval_s / 2)):
             try:
                 self._watch()

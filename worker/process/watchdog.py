@@ -19,8 +19,8 @@ LOOK_INTERVAL_S = 1.0
 # Twice the longest wait between two of Celery's tries to connect, during which its event loop stands still.
 HUB_TIMEOUT_S = 60.0
 CONSUME_TIMEOUT_S = 60.0
-# For the orderly end: half a minute at most (WorkerRuntime.stop), if the main thread still takes part in it.
-EXIT_TIMEOUT_S = 40.0
+# For the orderly end: 37 s at most (WorkerRuntime.stop), if the main thread still takes part in it.
+EXIT_TIMEOUT_S = 45.0
 
 logger = logging.getLogger(__name__)
 

@@ -152,7 +152,7 @@ class WorkerRuntime:
     def stop(self, drain_timeout_s: float) -> None:
         """Claim no more, wait for what runs, give back what is left after `drain_timeout_s`, stop every thread.
 
-        Waits at most that long and half a minute, even if the engine hangs. Once more does nothing.
+        Waits at most that long and 37 s, even if the engine and Redis hang. Once more does nothing.
         """
         if self._phase != "up":
             return
@@ -200,7 +200,7 @@ class WorkerRuntime:
     def _make_threads(self, announcer: Announcer) -> list[SupervisedThread]:
         """The threads around the engine, in the order of their start; the last of them stops first."""
         registry, worker = self._registry, self._settings.worker
-        keeper = LeaseKeeper(
+        self._keeper = LeaseKeeper(
             registry.leases,
             registry.heartbeats,
             self._held_units,
@@ -212,7 +212,7 @@ class WorkerRuntime:
             registry.reap_queue, announcer, self._closer, interval_s=worker.reap_interval_s, is_well=self._is_well
         )
         return [
-            SupervisedThread("lease-keeper", keeper.run, on_failure=self._thread_failed),
+            SupervisedThread("lease-keeper", self._keeper.run, on_failure=self._thread_failed),
             SupervisedThread("result-writer", self._writer.run, on_failure=self._writer_failed),
             SupervisedThread("reaper", reaper.run, on_failure=self._thread_failed),
         ]
@@ -242,6 +242,7 @@ class WorkerRuntime:
                 engine=self._engine,
                 meter=self._meter,
                 held_units=self._held_units,
+                keeper=self._keeper,
                 counts=self._counts,
                 writer=self._writer,
                 watchdog=watchdog,

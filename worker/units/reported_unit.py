@@ -42,13 +42,15 @@ def reported(held: HeldUnit) -> Iterator[None]:
         fields["attempts"] = held.claim.attempts
     if held.claim.mode is not RunMode.RUN:
         fields["mode"] = held.claim.mode.value
-    outcome = _FAILED
+    has_failed = True
     with bound_contextvars(**held.log_fields):
         logger.log(level, "%s claimed", kind, extra=fields)
         try:
             yield
-            outcome = _outcome(held)
+            has_failed = False
         finally:
+            # What stopped it says more than the error that this thread met then: Redis away, say.
+            outcome = _FAILED if has_failed and held.stop_reason is None else _outcome(held)
             is_error = outcome in _BAD_OUTCOMES
             held.span.end(outcome, is_error=is_error)
             elapsed_s = round(time.monotonic() - began_s, 3)

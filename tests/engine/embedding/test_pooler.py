@@ -26,6 +26,13 @@ def test_each_pooling_is_what_its_name_says(pooling: Pooling) -> None:
 
 
 @pytest.mark.parametrize("pooling", EXPECTED)
+def test_no_pooling_keeps_the_states_of_a_chunk(pooling: Pooling) -> None:
+    pooler = Pooler(pooling, NUM_TOKENS)
+    pooler.add(0, HIDDEN)
+    assert pooler.vector.untyped_storage().nbytes() == 8 * 4
+
+
+@pytest.mark.parametrize("pooling", EXPECTED)
 @pytest.mark.parametrize(
     "ranges",
     [

@@ -90,23 +90,24 @@ def test_no_job_takes_more_than_the_usable_part(model: Path) -> None:
 def test_a_job_with_grammars_and_penalties_stages_no_more_than_was_measured(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    staged: list[int] = []
+    staged: dict[ArrayStaging, list[int]] = {}
     send = ArrayStaging.send
 
     def noted(staging: ArrayStaging, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
-        staged.append(sum(array.nbytes for array in arrays))
+        staged.setdefault(staging, []).append(sum(array.nbytes for array in arrays))
         return send(staging, arrays)
 
     monkeypatch.setattr(ArrayStaging, "send", noted)
     with simulated_device(TOTAL, held_bytes=6 * MIB):
         engine = load(model)
-        measured = max(staged)
+        # Two buffers by turns, and both must have held the largest.
+        measured = max(min(max(sent[0::2]), max(sent[1::2])) for sent in staged.values() if len(sent) > 1)
         staged.clear()
         params = SamplingParams(
             max_tokens=9, seed=1, top_k=40, repetition_penalty=1.2, logprobs=5, grammar=Grammar("regex", "[a-z]{9}")
         )
         run_all(engine, [Request(f"r{index}", tuple(range(index, index + 20)), params) for index in range(8)])
-    assert 8 * 8192 < max(staged) <= measured  # a byte a token of the vocabulary for each of the rows
+    assert 8 * 8192 < max(map(max, staged.values())) <= measured  # a byte a token of the vocabulary for each row
 
 
 def test_what_other_processes_hold_is_not_ours(model: Path) -> None:

@@ -53,5 +53,5 @@ def test_after_the_warm_up_nothing_is_compiled(
         assert compiled == []
     profile = engine.runner.status().memory_profile
     assert profile is not None
-    assert profile.activations_bytes >= 0  # 0 where an earlier test's memory was still reserved
+    assert is_gpu or profile.activations_bytes > 0  # on a GPU 0 where an earlier test's memory was still reserved
     assert profile.kv_bytes > 0

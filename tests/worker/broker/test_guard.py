@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.support.frames import FAR_FUTURE, TWENTY_THREE, body, put, spoiled, valid_frame
 from tests.support.registry import TestRegistry
@@ -31,12 +28,6 @@ UNSENDABLE_TAGS: list[object] = [[], {}, True, None]
 UNSENDABLE = [put("properties", "delivery_tag", to=tag) for tag in UNSENDABLE_TAGS]
 # What breaks Celery's code around a task: each would keep one of a worker's six slots for ever.
 SLOT_KEEPING = [put("body", to=body([["s0-*"], {}, 7]))] * 8
-
-
-@pytest.fixture
-def client(redis_url: str) -> Iterator[BatchClient]:
-    with BatchClient(redis_url) as client:
-        yield client
 
 
 def test_no_frame_stops_a_worker(client: BatchClient, registry: TestRegistry, redis_url: str, tmp_path: Path) -> None:

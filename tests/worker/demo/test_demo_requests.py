@@ -19,7 +19,7 @@ def test_every_line_is_accepted_and_asks_for_the_schema() -> None:
 
 
 def test_all_lines_begin_with_the_same_system_prompt() -> None:
-    systems = {json.dumps(line["body"]["messages"][0]) for line in demo_lines(TICKETS)}  # type: ignore[index]
+    systems = {json.dumps(line["body"]["messages"][0]) for line in demo_lines(TICKETS)}  # type: ignore[index]  # JSON
 
     assert len(systems) == 1
 

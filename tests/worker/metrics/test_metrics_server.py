@@ -38,6 +38,16 @@ def test_health_is_200_without_a_reason_and_503_with_one() -> None:
         assert health(port) == (503, ["the engine is asleep"])
 
 
+def test_figures_that_cannot_be_made_are_500_and_a_log_event(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> list[str]:
+        raise RuntimeError("no figures")
+
+    port = free_port()
+    with closing(MetricsServer("127.0.0.1", port, CollectorRegistry(), fail)):
+        assert get(port, "/healthz") == (500, "see the worker's log\n")
+    assert "no figures" in caplog.text
+
+
 def test_nothing_else_is_served() -> None:
     with _serving([]) as port:
         assert get(port, "/")[0] == 404

@@ -17,6 +17,7 @@ from worker.metrics.worker_health import LATE_S, WorkerHealth
 from worker.process.activity import Activity
 from worker.process.engine_thread import EngineThread
 from worker.process.held_units import HeldUnits
+from worker.process.lease_keeper import LeaseKeeper
 from worker.process.result_writer import ResultWriter
 from worker.process.supervised_thread import SupervisedThread
 from worker.process.watchdog import Watchdog
@@ -27,7 +28,7 @@ class Part:
     """A part of the worker, as health sees it."""
 
     name: str = ""
-    overdue_s: float = 0.0
+    overdue_s: float = 0.0  # of a thread's turn, of the keeper's heartbeat
     idle_overdue_s: float = 0.0
     stalled_for_s: float = 0.0
     untaken_s: float = 0.0
@@ -42,7 +43,7 @@ class Worker:
         monkeypatch.setattr("worker.process.activity.time", SimpleNamespace(monotonic=lambda: self.now_s))
         self.phase: Phase = "up"
         self.activity = Activity(num_threads=1)
-        self.engine, self.watchdog, self.reader = Part(), Part(), Part()
+        self.engine, self.keeper, self.watchdog, self.reader = Part(), Part(), Part(), Part()
         self.threads = [Part(name) for name in ("lease-keeper", "result-writer", "reaper", "watchdog", "queue-reader")]
         self.num_answers = 0
         watched = WatchedWorker(
@@ -53,6 +54,7 @@ class Worker:
             engine=cast(EngineThread, self.engine),
             meter=EngineMeter(),
             held_units=HeldUnits(),
+            keeper=cast(LeaseKeeper, self.keeper),
             counts=UnitCounts(),
             writer=cast(ResultWriter, None),
             watchdog=cast(Watchdog, self.watchdog),
@@ -146,3 +148,9 @@ def test_a_redis_that_does_not_answer_and_messages_that_nobody_takes_are_reasons
         "Redis does not answer",
         "messages wait, threads are free and none was taken for 20 s",
     ]
+
+
+def test_a_redis_that_answers_but_takes_no_writes_makes_it_unhealthy(worker: Worker) -> None:
+    assert worker.after(5) == []
+    worker.keeper.overdue_s = LATE_S
+    assert worker.after(5) == ["Redis has taken no heartbeat for 15 s: is it full?"]

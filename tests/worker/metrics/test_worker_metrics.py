@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from tests.support.fake_engine import FAIL
 from tests.support.free_port import free_port
@@ -21,18 +18,6 @@ from worker.schemas import JobState
 
 WAIT_S = 20.0
 SECRET = "correct horse battery staple"
-
-
-@pytest.fixture
-def client(redis_url: str) -> Iterator[BatchClient]:
-    with BatchClient(redis_url) as client:
-        yield client
-
-
-@pytest.fixture
-def workers(redis_url: str, tmp_path: Path) -> Iterator[WorkerProcesses]:
-    with worker_processes(redis_url, tmp_path) as workers:
-        yield workers
 
 
 def _start(workers: WorkerProcesses, **options: object) -> int:

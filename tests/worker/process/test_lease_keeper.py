@@ -4,6 +4,9 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+import pytest
+import redis
+
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from settings import WorkerSettings
@@ -25,7 +28,7 @@ LEASE_S = 0.4
 
 
 @contextmanager
-def _keeping(units: Units, *, hang_timeout_s: float = 60) -> Iterator[None]:
+def _keeping(units: Units, *, hang_timeout_s: float = 60) -> Iterator[LeaseKeeper]:
     keeper = LeaseKeeper(
         units.leases,
         Heartbeats(units.registry.redis, units.registry.keys),
@@ -35,7 +38,7 @@ def _keeping(units: Units, *, hang_timeout_s: float = 60) -> Iterator[None]:
         describe=lambda: INFO,
     )
     with running_thread(keeper.run):
-        yield
+        yield keeper
 
 
 def _running_request(units: Units) -> AbstractContextManager[object]:
@@ -111,3 +114,18 @@ def test_the_heartbeat_is_there_while_the_keeper_runs(registry: TestRegistry) ->
             wait_until(lambda: registry.workers() == [INFO])
             assert 0 < registry.redis.ttl(f"{registry.keys.workers}w1") <= 30
         assert registry.workers() == []
+
+
+def test_the_heartbeat_is_overdue_while_redis_takes_no_writes(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise redis.ResponseError("OOM command not allowed when used memory > 'maxmemory'.")
+
+    with running_units(registry) as units, _keeping(units) as keeper:
+        wait_until(lambda: registry.workers() == [INFO])
+        assert keeper.overdue_s < 1
+        with monkeypatch.context() as full:
+            full.setattr(Heartbeats, "beat", refuse)
+            wait_until(lambda: keeper.overdue_s >= 1, timeout_s=5)
+        wait_until(lambda: keeper.overdue_s == 0, timeout_s=5)

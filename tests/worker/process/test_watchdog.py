@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import cast
 
 import pytest
@@ -11,7 +9,7 @@ import redis
 from tests.support.registry import TestRegistry
 from tests.support.running_thread import running_thread
 from tests.support.wait_until import wait_until
-from tests.support.worker_processes import WorkerProcesses, worker_processes
+from tests.support.worker_processes import WorkerProcesses
 from worker.client import BatchClient
 from worker.process.activity import Activity
 from worker.process.engine_thread import EngineThread
@@ -140,12 +138,6 @@ def test_trouble_ends_the_process_even_if_nothing_else_does(watched: Watched, mo
         wait_until(lambda: watched.exit_codes)
     assert watched.troubles == [StopReason.RELEASED]
     assert watched.exit_codes == [70]
-
-
-@pytest.fixture
-def workers(redis_url: str, tmp_path: Path) -> Iterator[WorkerProcesses]:
-    with worker_processes(redis_url, tmp_path) as workers:
-        yield workers
 
 
 def test_a_worker_whose_engine_hangs_ends_with_70_and_another_does_its_work(

@@ -5,18 +5,15 @@ from __future__ import annotations
 import signal
 import time
 import uuid
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
 import redis
 from celery import Celery
 
 from tests.support.fake_engine import BREAK, FAIL, HANG, KILL, answer
 from tests.support.registry import TestRegistry
 from tests.support.wait_until import wait_until
-from tests.support.worker_processes import STOP_TIMEOUT_S, WorkerProcesses, worker_processes
+from tests.support.worker_processes import STOP_TIMEOUT_S, WorkerProcesses
 from worker.client import BatchClient
 from worker.registry.unit_ref import UnitRef
 from worker.schemas import JobState
@@ -24,18 +21,6 @@ from worker.schemas import JobState
 WAIT_S = 30
 SLOW = {"steps_per_request": 20, "step_s": 0.01, "slots": 4}
 ENDLESS = {"steps_per_request": 1_000_000, "step_s": 0.01}
-
-
-@pytest.fixture
-def client(redis_url: str) -> Iterator[BatchClient]:
-    with BatchClient(redis_url) as client:
-        yield client
-
-
-@pytest.fixture
-def workers(redis_url: str, tmp_path: Path) -> Iterator[WorkerProcesses]:
-    with worker_processes(redis_url, tmp_path) as workers:
-        yield workers
 
 
 def _prompts(count: int) -> list[dict[str, str]]:

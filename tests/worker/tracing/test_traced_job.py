@@ -6,7 +6,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
@@ -15,7 +14,7 @@ from settings import RedisSettings, TracingSettings
 from tests.support.collector import Collector, running_collector
 from tests.support.fake_engine import FAIL
 from tests.support.free_port import free_port
-from tests.support.worker_processes import STOP_TIMEOUT_S, WorkerProcesses, worker_processes
+from tests.support.worker_processes import STOP_TIMEOUT_S, WorkerProcesses
 from worker.client import BatchClient
 from worker.schemas import JobState
 
@@ -31,12 +30,6 @@ LINES = [
     for number in range(25)
 ]
 OTHER_TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-@pytest.fixture
-def workers(redis_url: str, tmp_path: Path) -> Iterator[WorkerProcesses]:
-    with worker_processes(redis_url, tmp_path) as workers:
-        yield workers
 
 
 @pytest.fixture

@@ -69,6 +69,16 @@ def test_a_shard_is_logged_and_traced_from_its_claim_to_its_outcome(
     assert span.ends == [(outcome, is_error)]
 
 
+def test_an_error_met_while_it_is_given_back_is_no_failure_of_it(registry: TestRegistry) -> None:
+    held, span = held_unit(registry)
+
+    with suppress(OSError), reported(held):
+        held.stop(StopReason.RELEASED)
+        raise OSError("Redis is away")
+
+    assert span.ends == [("given back", False)]
+
+
 def test_one_that_was_written_before_it_was_to_stop_is_done(registry: TestRegistry) -> None:
     held, span = held_unit(registry)
 
