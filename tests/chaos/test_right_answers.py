@@ -17,7 +17,7 @@ from tests.support.engines import load_engine
 from tests.support.needs_vnni import needs_vnni
 from tests.support.wait_until import wait_until
 from worker.client import BatchClient
-from worker.demo.graded_answers import GradedAnswers
+from worker.demo.graded_answers import GradedAnswers, answer_text
 from worker.demo.make_tickets import numbered_tickets
 
 TIMEOUT_S = 100.0
@@ -61,7 +61,7 @@ def test_tickets_are_answered_right_though_their_worker_is_killed_twice(
 def test_tickets_and_their_duplicates_are_answered_right_whatever_is_shared_or_rounded(
     client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path, variant: dict[str, str]
 ) -> None:
-    tickets = numbered_tickets(seed=4, count=240)
+    tickets = numbered_tickets(seed=4, count=300)
     again = {f"again-{name}": ticket for name, ticket in list(tickets.items())[::4]}
     lines = sorted(ticket_lines(tickets | again), key=lambda line: str(line["body"]["messages"]))  # duplicates meet
     settings = {"engine.num_threads": "1", "model.path": str(CHECKPOINT), **variant}
@@ -77,8 +77,12 @@ def test_tickets_and_their_duplicates_are_answered_right_whatever_is_shared_or_r
         records = list(client.results(job_id))
         assert fleet.stop() == [0]
     assert worker.exit_codes == [-9]
-    graded = GradedAnswers.of_records(tickets | again, records)
+    graded = GradedAnswers.of_records(tickets, records)
     assert graded.accuracy >= GOAL, graded.wrong
+    answers = {record["custom_id"]: answer_text(record) for record in records}
+    different = [name for name in again if answers[name] != answers[name.removeprefix("again-")]]
+    # Computed in other steps, where sums are rounded in another order, one choice in a thousand may be another.
+    assert len(different) <= 1, different
 
 
 def _has_finished(client: BatchClient, job_id: str, count: int) -> bool:
