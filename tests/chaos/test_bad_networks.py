@@ -25,6 +25,7 @@ pytestmark = pytest.mark.timeout(240)
 
 SLOW = WorkerOptions(engine={"steps_per_request": 10, "step_s": 0.01})
 RECOVERY_S = 60.0
+ORDERLY_END_S = 60.0  # what remains of compose.yaml's stop_grace_period, less a margin
 
 
 @pytest.fixture
@@ -116,3 +117,18 @@ def test_records_that_arrive_after_another_worker_took_the_shard_are_fenced_off(
         check_invariants(client, bare, jobs)
         assert fleet.stop() == [0, 0]
         assert fleet.num_restarts == 0
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("silence_s", [3.0, 40.0])
+def test_a_worker_that_sends_events_ends_on_sigterm_though_redis_hangs(
+    proxy: TcpProxy, client: BatchClient, tmp_path: Path, silence_s: float
+) -> None:
+    settings = {"worker.send_events": "true", "worker.drain_timeout_s": "1"}
+    with running_fleet(f"redis://127.0.0.1:{proxy.port}/0", tmp_path, SLOW, settings) as fleet:
+        worker = fleet.start(is_supervised=False)
+        fleet.wait_up(client)
+        with proxy.partition():
+            time.sleep(silence_s)  # Celery's heartbeat, every 2 s, meets the silence
+            worker.terminate()
+            assert worker.wait(ORDERLY_END_S) == 0

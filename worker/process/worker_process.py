@@ -44,6 +44,7 @@ def run_worker(
     """
     settings = effective.settings
     app = create_app(settings)
+    app.events.dispatcher_cls = "worker.broker.lossy_dispatcher:LossyDispatcher"
     runtime = WorkerRuntime(app, settings, lambda: load_engine(effective), on_failure=_ask_celery_to_stop)
     runtime.load()
     register_tasks(app, runtime)

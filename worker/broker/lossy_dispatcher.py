@@ -1,0 +1,16 @@
+"""Events of a worker that nothing waits for."""
+
+from __future__ import annotations
+
+from celery.events.dispatcher import EventDispatcher
+
+
+class LossyDispatcher(EventDispatcher):
+    """Tries each event once. Celery's heartbeats would be tried until Redis answers, on the thread that also hears
+    SIGTERM: a Redis that hangs would hold the worker until somebody kills it. What could not be sent goes with the next
+    event that can.
+    """
+
+    def send(self, type: str, **options: object) -> None:
+        """See EventDispatcher.send."""
+        super().send(type, **{**options, "retry": False})
