@@ -5,7 +5,7 @@ from __future__ import annotations
 from celery.events.dispatcher import EventDispatcher
 
 
-class LossyDispatcher(EventDispatcher):
+class LossyDispatcher(EventDispatcher):  # type: ignore[misc]  # Celery has no types
     """Tries each event once. Celery's heartbeats would be tried until Redis answers, on the thread that also hears
     SIGTERM: a Redis that hangs would hold the worker until somebody kills it. What could not be sent goes with the next
     event that can.
