@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
 
 from kernels.cpu.activation import silu_and_mul
+from kernels.cpu.batched_experts import batched_gemm, is_batched
 from kernels.cpu.projection import product
 from kernels.expert_layout import ExpertLayout
 from kernels.packed_weight import PackedWeight
@@ -26,13 +27,22 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 def grouped_gemm(x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> Tensor:
     """See `Operations.grouped_gemm`."""
-    rows = products_by_expert(x, weight.parts, layout, expert_product, gather=gather)
+    stack = weight.parts[0]
+    if stack.dim() == 3 and is_batched(layout.counts()):
+        return batched_gemm(x, stack, layout, gather=gather)
+    rows = products_by_expert(x, _matrices(weight), layout, expert_product, gather=gather)
     return torch.cat(rows) if rows else x.new_empty(0, weight.shape[1])
 
 
 def moe_small_batch(x: Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> Tensor:
     """See `Operations.moe_small_batch`."""
-    return products_by_pair(x, gate_up.parts, down.parts, routed, expert_product)
+    return products_by_pair(x, _matrices(gate_up), _matrices(down), routed, expert_product)
+
+
+def _matrices(weight: PackedWeight) -> Sequence[Tensor]:
+    """Of each expert, as `pack` left it."""
+    stack = weight.parts[0]
+    return stack.unbind() if stack.dim() == 3 else weight.parts
 
 
 def expert_product(x: Tensor, matrix: Tensor) -> Tensor:

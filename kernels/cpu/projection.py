@@ -14,12 +14,12 @@ ROWS_HINT = 64
 
 
 def pack(weight: torch.Tensor, *, keep_dtype: bool = False) -> PackedWeight:
-    """See `Operations.pack`. One part per matrix, in oneDNN's blocked layout where it has one, but for float32 experts;
-    the dtype is kept.
+    """See `Operations.pack`. One part per matrix, in oneDNN's blocked layout where it has one; float32 experts stay as
+    they are. The dtype is kept.
     """
-    matrices = weight.unbind() if weight.dim() == 3 else (weight,)
     if weight.dim() == 3 and weight.dtype is torch.float32:
-        return PackedWeight(tuple(matrices), tuple(weight.shape))  # see `expert_product`
+        return PackedWeight.unchanged(weight)  # see `expert_product`
+    matrices = weight.unbind() if weight.dim() == 3 else (weight,)
     if _has_blocked_layout(weight.dtype):
         matrices = tuple(torch.ops.mkldnn._reorder_linear_weight(matrix, ROWS_HINT) for matrix in matrices)
     return PackedWeight(tuple(matrices), tuple(weight.shape))

@@ -6,6 +6,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from kernels import cpu, reference
+from kernels.cpu.batched_experts import is_batched
 from kernels.interface import Operations
 from kernels.routed_experts import RoutedExperts
 from tests.support.assert_close import assert_close
@@ -44,6 +45,30 @@ def sorted_layer(
     hidden = operations.silu_and_mul(operations.grouped_gemm(x, operations.pack(gate_up), layout, gather=True))
     rows = operations.grouped_gemm(hidden, operations.pack(down), layout, gather=False)
     return operations.combine_experts(rows, layout, routed.weights)
+
+
+def test_experts_are_batched_unless_padding_would_cost_more() -> None:
+    assert is_batched([4] * 8)
+    assert is_batched([12, 0, 4, 4])
+    assert not is_batched([3] * 8)  # one by one
+    assert not is_batched([30, 0, 1, 1])  # nearly all of it padding
+    assert not is_batched([65] * 8)
+    assert not is_batched([])
+
+
+@pytest.mark.parametrize("counts", [[4] * 8, [12, 0, 4, 4], [0, 0, 9, 6, 11], [64, 64]])
+def test_one_batched_product_is_the_products_one_by_one(counts: list[int]) -> None:
+    assert is_batched(counts)
+    experts = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    experts = experts[torch.randperm(len(experts), generator=torch.Generator().manual_seed(1))][:, None]
+    x, (gate_up, down) = hidden_states(len(experts), torch.float32), weights(len(counts), torch.float32)
+    padding = int(experts.flatten().argsort(stable=True)[0])  # what experts with fewer rows are padded with
+    x[padding] = torch.nan
+    routed = RoutedExperts(torch.ones(experts.shape), experts)
+    actual = sorted_layer(cpu, x, gate_up, down, routed)
+    others = torch.arange(len(experts)) != padding
+    assert actual[padding].isnan().all()
+    assert_close(actual[others], sorted_layer(reference, x, gate_up, down, routed)[others])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
