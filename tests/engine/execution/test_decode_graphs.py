@@ -38,6 +38,8 @@ class Pair:
         self.eager = load_engine(checkpoint, options)
         self._lens: dict[str, int] = {}
         self._rng = random.Random(0)
+        self._has_experts = self.eager._executor.model.config.moe is not None
+        self._is_rounded = False  # the keys and values so far
 
     def prefill(self, *names: str) -> None:
         for name in names:
@@ -49,8 +51,11 @@ class Pair:
     def decode(self, *names: str) -> None:
         items = [DecodeItem(name, self._rng.randrange(256), self._lens[name]) for name in names]
         static, eager = (e.runner.decode_batch(items, full_logits=True) for e in (self.static, self.eager))
+        is_padded = len(names) not in (1, 2, 4, 8)
+        # Padding is routed too, and with the rows of an expert changes how they are multiplied.
+        self._is_rounded |= is_padded and self._has_experts
         for found, expected in zip(map(logits_of, static), map(logits_of, eager), strict=True):
-            if len(names) in (1, 2, 4, 8):
+            if not is_padded and not self._is_rounded:
                 assert torch.equal(found, expected)
             else:  # other rows in a product: other blocking, other rounding
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
