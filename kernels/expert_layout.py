@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+
+from kernels.padded_rows import PaddedRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,6 +21,12 @@ class ExpertLayout:
     expert_offsets: torch.Tensor  # [num_experts + 1], int64: expert e owns pair_ids[offsets[e]:offsets[e+1]]
     top_k: int
 
+    @cached_property
     def counts(self) -> list[int]:
         """Rows of each expert. Waits for the device."""
         return self.expert_offsets.diff().tolist()
+
+    @cached_property
+    def padded(self) -> PaddedRows:
+        """The rows as a rectangle, for CPUs: made for the first product of the layer, shared by the second."""
+        return PaddedRows.of(self.expert_offsets)

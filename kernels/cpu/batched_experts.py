@@ -30,12 +30,8 @@ def batched_gemm(x: torch.Tensor, weight: torch.Tensor, layout: ExpertLayout, *,
     Each expert's rows are padded to those of the one with the most, by a row that is there, and multiplied from the
     left, which is the faster side.
     """
-    counts = layout.expert_offsets.diff()[:, None]
-    columns = torch.arange(int(counts.max()))
-    is_row = columns < counts
-    places = (layout.expert_offsets[:-1, None] + columns).masked_fill_(~is_row, 0)
+    places, experts, columns = layout.padded
     rows = layout.pair_ids[places] // layout.top_k if gather else places
     padded = x.index_select(0, rows.flatten()).view(*rows.shape, -1)
     products = torch.bmm(weight, padded.transpose(1, 2))  # [E, N, most rows]
-    experts, columns = is_row.nonzero(as_tuple=True)
     return products.transpose(1, 2)[experts, columns]

@@ -27,9 +27,8 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 def grouped_gemm(x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> Tensor:
     """See `Operations.grouped_gemm`."""
-    stack = weight.parts[0]
-    if stack.dim() == 3 and is_batched(layout.counts()):
-        return batched_gemm(x, stack, layout, gather=gather)
+    if x.dtype is torch.float32 and is_batched(layout.counts):
+        return batched_gemm(x, weight.tensor, layout, gather=gather)
     rows = products_by_expert(x, _matrices(weight), layout, expert_product, gather=gather)
     return torch.cat(rows) if rows else x.new_empty(0, weight.shape[1])
 
@@ -41,16 +40,15 @@ def moe_small_batch(x: Tensor, gate_up: PackedWeight, down: PackedWeight, routed
 
 def _matrices(weight: PackedWeight) -> Sequence[Tensor]:
     """Of each expert, as `pack` left it."""
-    stack = weight.parts[0]
-    return stack.unbind() if stack.dim() == 3 else weight.parts
+    return weight.tensor.unbind() if weight.parts[0].dtype is torch.float32 else weight.parts
 
 
 def expert_product(x: Tensor, matrix: Tensor) -> Tensor:
     """`product` of one expert's few rows. x [n, K], matrix [N, K] as `pack` left it -> [n, N], any strides.
 
-    A plain float32 matrix is multiplied from the side that is faster.
+    In float32, a plain matrix is multiplied from the side that is faster.
     """
-    if matrix.is_mkldnn or x.dtype is not torch.float32:
+    if x.dtype is not torch.float32:
         return product(x, matrix)
     if MIN_LEFT_ROWS <= x.shape[0] <= MAX_LEFT_ROWS:
         return torch.mm(matrix, x.t()).t()
@@ -65,7 +63,7 @@ def products_by_expert(
     experts: a matrix of shape [N, K] each, in the form that `multiply` takes beside rows [n, K]; -> [n, N] each.
     """
     rows = x.index_select(0, layout.pair_ids // layout.top_k) if gather else x
-    runs = torch.split(rows, layout.counts())
+    runs = torch.split(rows, layout.counts)
     return [multiply(run, matrix) for run, matrix in zip(runs, experts, strict=True) if run.shape[0]]
 
 

@@ -20,7 +20,7 @@ def grouped_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *,
         rows = rows.select(layout.pair_ids // layout.top_k)
     products = [
         product(run, weight, expert, x.dtype)
-        for expert, run in enumerate(rows.split(layout.counts()))
+        for expert, run in enumerate(rows.split(layout.counts))
         if run.values.shape[0]
     ]
     return torch.cat(products) if products else x.new_empty(0, weight.shape[1])

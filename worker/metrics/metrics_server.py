@@ -87,21 +87,24 @@ def _not_an_address(host: str) -> SettingsError:
 def _app(registry: CollectorRegistry, reasons: Callable[[], list[str]]) -> WSGIApplication:
     metrics = make_wsgi_app(registry)
 
-    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
-        try:
-            if path == "/metrics":
-                answer: Iterable[bytes] = metrics(environ, start_response)
-                return answer
-            found = reasons() if path == "/healthz" else []
-        except Exception:  # a seam: figures that could not be made; wsgiref would print a bare traceback
-            logger.exception("%s could not be answered", path)
-            start_response("500 Internal Server Error", [("Content-Type", "text/plain")])
-            return [b"see the worker's log\n"]
+        if path == "/metrics":
+            figures: Iterable[bytes] = metrics(environ, start_response)
+            return figures
         if path == "/healthz":
+            found = reasons()
             start_response("503 Service Unavailable" if found else "200 OK", [("Content-Type", "application/json")])
             return [json.dumps({"status": "unavailable" if found else "ok", "reasons": found}).encode()]
         start_response("404 Not Found", [("Content-Type", "text/plain")])
         return [b"/metrics, /healthz\n"]
+
+    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        try:
+            return answer(environ, start_response)
+        except Exception:  # a seam: figures that could not be made; wsgiref would print a bare traceback
+            logger.exception("%s could not be answered", environ["PATH_INFO"])
+            start_response("500 Internal Server Error", [("Content-Type", "text/plain")])
+            return [b"see the worker's log\n"]
 
     return app

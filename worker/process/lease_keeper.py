@@ -54,9 +54,7 @@ class LeaseKeeper:
 
     @property
     def overdue_s(self) -> float:
-        """How long ago Redis should have taken the last heartbeat: a write, which a full Redis refuses, and which comes
-        after every lease was renewed.
-        """
+        """How long ago Redis should have taken the next heartbeat: a write, which a full Redis refuses."""
         return max(time.monotonic() - self._renew_at, 0.0)
 
     def run(self, stopping: threading.Event) -> None:
