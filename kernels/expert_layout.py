@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
+from kernels.expert_run import ExpertRun
 from kernels.padded_rows import PaddedRows
 
 
@@ -22,9 +24,10 @@ class ExpertLayout:
     top_k: int
 
     @cached_property
-    def counts(self) -> list[int]:
-        """Rows of each expert. Waits for the device."""
-        return self.expert_offsets.diff().tolist()
+    def runs(self) -> tuple[ExpertRun, ...]:
+        """Experts with rows, in order. Waits for the device."""
+        ranges = enumerate(pairwise(self.expert_offsets.tolist()))
+        return tuple(ExpertRun(expert, start, end) for expert, (start, end) in ranges if start < end)
 
     @cached_property
     def padded(self) -> PaddedRows:

@@ -52,7 +52,7 @@ def _pieces(rows: AttentionRows, num_heads: int, reader: KvReader) -> Iterator[K
 def _attend(q: torch.Tensor, reader: KvReader, chunks: KeyChunks, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [n, Hq, D] and log-sum-exp [n, Hq] over the keys of the chunks."""
     num_heads, head_dim = q.shape[1:]
-    keys, values = reader.vectors
+    keys, values = reader.keys.vectors, reader.values.vectors
     queries = q.index_select(0, chunks.query_ids.index_select(0, chunks.chunk_rows)).view(-1, head_dim)
     sampled = torch.sparse.sampled_addmm(chunks.mask, queries, keys.t(), beta=1.0, alpha=scale)
     scores = sampled.values().view(chunks.num_chunks, num_heads, -1)

@@ -10,10 +10,13 @@ import torch
 from kernels.attention_rows import AttentionRows
 from kernels.attention_state import AttentionState
 from kernels.cpu.attention_merge import merge_attention_states
+from kernels.cpu.batched_prefixes import add_prefix_batch
 from kernels.cpu.flash import flash_attention
 from kernels.cpu.kv_reader import KvReader
 from kernels.cpu.matmul_attention import MAX_QUERIES, MIN_QUERIES, matmul_attention
+from kernels.cpu.prefix_batch import PrefixBatch, prefix_batches
 from kernels.cpu.running_attention import RunningAttention
+from kernels.prefix_group import PrefixGroup
 
 # Bytes of keys read at a time, values as much again. 16 rows over 1024 keys of 8 heads of 128 in float32 take 8.8 ms
 # with 2 MiB, 9.6 with 0.5 or 1 and 12.6 with 4 (one thread, Xeon 2.5 GHz).
@@ -26,6 +29,11 @@ class _Read(NamedTuple):
     num_tokens: int
 
 
+class _Plan(NamedTuple):
+    batches: tuple[PrefixBatch, ...]
+    reads: tuple[_Read, ...]  # groups that are attended one by one
+
+
 def add_shared_prefixes(
     q: torch.Tensor, reader: KvReader, rows: AttentionRows, scale: float, result: AttentionState
 ) -> None:
@@ -33,14 +41,17 @@ def add_shared_prefixes(
 
     q [sum of query_lens, Hq, D]; `result` is changed in place.
     """
-    reads = rows.once(("prefix_reads", reader.block_size), lambda: _reads(rows, reader.block_size))
-    if not reads:
+    key = ("prefix_plan", q.itemsize, q.shape[1], reader.num_kv_heads, reader.head_dim, reader.block_size)
+    plan = rows.once(key, lambda: _plan(q, reader, rows))
+    for batch in plan.batches:
+        add_prefix_batch(q, reader, batch, scale, result)
+    if not plan.reads:
         return
     # One merge for all groups: its dozen small operations cost more than the rows between the groups do.
-    first, end = reads[0].queries.start, reads[-1].queries.stop
+    first, end = plan.reads[0].queries.start, plan.reads[-1].queries.stop
     output = torch.zeros((end - first, *q.shape[1:]))
     lse = torch.full(output.shape[:2], -torch.inf)
-    for queries, blocks, num_tokens in reads:
+    for queries, blocks, num_tokens in plan.reads:
         state = attend_unmasked(q[queries], reader, blocks, (0, num_tokens), scale)
         members = slice(queries.start - first, queries.stop - first)
         output[members], lse[members] = state.output, state.lse
@@ -61,7 +72,7 @@ def attend_unmasked(
     # Query heads of one KV head are packed into the query length: each key is read once, not once a head.
     packed = q.view(num_queries, -1, group_size, head_dim).transpose(0, 1)
     packed = packed.reshape(1, -1, num_queries * group_size, head_dim)
-    by_matmul = q.dtype is torch.float32 and MIN_QUERIES <= packed.shape[2] <= MAX_QUERIES
+    by_matmul = _is_by_matmul(q, packed.shape[2])
     attend_packed = matmul_attention if by_matmul else flash_attention
 
     def attend(start: int, end: int) -> AttentionState:
@@ -78,12 +89,23 @@ def attend_unmasked(
     return running.state(torch.float32)
 
 
-def _reads(rows: AttentionRows, block_size: int) -> list[_Read]:
+def _is_by_matmul(q: torch.Tensor, num_packed: int) -> bool:
+    """num_packed: queries of one KV head."""
+    return q.dtype is torch.float32 and MIN_QUERIES <= num_packed <= MAX_QUERIES
+
+
+def _plan(q: torch.Tensor, reader: KvReader, rows: AttentionRows) -> _Plan:
     ends = [0, *accumulate(rows.query_lens)]
-    reads = []
+    group_size = q.shape[1] // reader.num_kv_heads
+    batched: list[PrefixGroup] = []
+    reads: list[_Read] = []
     for group in rows.prefix_groups:
         queries = slice(ends[group.first_row], ends[group.first_row + group.num_rows])
-        if queries.start < queries.stop:
-            blocks = rows.block_tables[group.first_row, : group.num_tokens // block_size].long()
+        num_packed = (queries.stop - queries.start) * group_size
+        if _is_by_matmul(q, num_packed) and group.num_tokens <= reader.tokens_of(PIECE_BYTES):
+            batched.append(group)
+        elif num_packed:
+            blocks = rows.block_tables[group.first_row, : group.num_tokens // reader.block_size].long()
             reads.append(_Read(queries, blocks, group.num_tokens))
-    return reads
+    heads = (q.shape[1], reader.num_kv_heads)
+    return _Plan(tuple(prefix_batches(rows, batched, heads, reader.block_size)), tuple(reads))

@@ -18,11 +18,8 @@ def grouped_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *,
     rows = quantise_rows(x)
     if gather:
         rows = rows.select(layout.pair_ids // layout.top_k)
-    products = [
-        product(run, weight, expert, x.dtype)
-        for expert, run in enumerate(rows.split(layout.counts))
-        if run.values.shape[0]
-    ]
+    parts = rows.split([run.num_rows for run in layout.runs])
+    products = [product(part, weight, run.expert, x.dtype) for part, run in zip(parts, layout.runs, strict=True)]
     return torch.cat(products) if products else x.new_empty(0, weight.shape[1])
 
 

@@ -47,18 +47,24 @@ def sorted_layer(
     return operations.combine_experts(rows, layout, routed.weights)
 
 
-def test_experts_are_batched_unless_padding_would_cost_more() -> None:
-    assert is_batched([4] * 8)
-    assert is_batched([12, 0, 4, 4])
-    assert not is_batched([3] * 8)  # one by one
-    assert not is_batched([30, 0, 1, 1])  # nearly all of it padding
-    assert not is_batched([65] * 8)
-    assert not is_batched([])
+def is_batched_with(counts: list[int]) -> bool:
+    ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+    return is_batched(reference.sort_tokens_by_expert(ids[:, None], len(counts)).runs, len(counts))
 
 
-@pytest.mark.parametrize("counts", [[4] * 8, [12, 0, 4, 4], [0, 0, 9, 6, 11], [64, 64]])
+def test_experts_are_batched_unless_padding_or_idle_experts_would_cost_more() -> None:
+    assert is_batched_with([4] * 8)
+    assert is_batched_with([8, 0, 4, 4, 4, 4, 4, 4])
+    assert not is_batched_with([3] * 8)  # one by one
+    assert not is_batched_with([30, 1, 1, 1])  # nearly all of it padding
+    assert not is_batched_with([9, 0, 0, 9, 9, 9, 9, 9])  # two are read for nothing
+    assert not is_batched_with([65] * 8)
+    assert not is_batched_with([0] * 8)
+
+
+@pytest.mark.parametrize("counts", [[4] * 8, [8, 4, 4, 6], [0, 9, 6, 11, 9, 9, 9, 9], [64, 64]])
 def test_one_batched_product_is_the_products_one_by_one(counts: list[int]) -> None:
-    assert is_batched(counts)
+    assert is_batched_with(counts)
     experts = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     experts = experts[torch.randperm(len(experts), generator=torch.Generator().manual_seed(1))][:, None]
     x, (gate_up, down) = hidden_states(len(experts), torch.float32), weights(len(counts), torch.float32)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import cpu, reference
+from kernels.cpu.prefix_batch import prefix_batches
 from tests.kernels.test_attention import check_state
 from tests.support.paged_cache import PagedCache, make_paged_cache
 
@@ -80,6 +81,33 @@ def test_sixty_four_rows_that_share_all_but_their_last_token_agree_with_the_refe
         [(1, 33)] * 64, num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32, prefix_groups=[(0, 64, 32)]
     )
     check(case, is_decode=True)
+
+
+EQUAL_LENS = [(1, 40)] * 8 + [(1, 9)] + [(1, 50)] * 9 + [(3, 60)] * 3 + [(1, 130)] * 8 + [(1, 33)] * 2
+EQUAL_GROUPS = [(0, 8, 32), (9, 9, 32), (18, 3, 32), (21, 8, 112), (29, 2, 32)]
+
+
+def equal_groups() -> PagedCache:
+    return make_paged_cache(
+        EQUAL_LENS, num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32, prefix_groups=EQUAL_GROUPS
+    )
+
+
+def test_groups_with_equally_long_prefixes_are_attended_together() -> None:
+    check(equal_groups(), is_decode=False)
+
+
+def test_equally_long_prefixes_are_one_batch_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = equal_groups().rows
+
+    def batches() -> list[tuple[int, list[int]]]:
+        made = prefix_batches(rows, rows.prefix_groups, (4, 2), BLOCK)
+        return [(batch.num_tokens, [m.vectors.stop - m.vectors.start for m in batch.members]) for batch in made]
+
+    assert batches() == [(32, [32, 36, 36, 8]), (112, [32])]
+    monkeypatch.setattr("kernels.cpu.prefix_batch.MAX_SCORES", 80 * 32)
+    assert batches() == [(32, [32, 36]), (32, [36, 8]), (112, [32])]  # one alone may be larger
+    check(equal_groups(), is_decode=False)
 
 
 def test_a_long_shared_prefix_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
