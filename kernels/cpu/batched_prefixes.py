@@ -15,21 +15,21 @@ def add_prefix_batch(
 ) -> None:
     """Merge attention over the prefixes into `result`, which holds each row's attention over its own keys.
 
-    q [sum of query_lens, Hq, D] float32, contiguous; `result` is changed in place.
+    q [sum of query_lens, Hq, D] float32; `result` is changed in place.
     """
     head_dim, kv_heads = q.shape[2], reader.num_kv_heads
-    vectors = q.view(-1, head_dim).index_select(0, batch.vector_ids)
+    vectors = q.reshape(-1, head_dim).index_select(0, batch.vector_ids)
     scores = q.new_empty(vectors.shape[0], batch.num_tokens)
     unused = q.new_empty(())
-    for member, blocks in batch.members:
-        queries, products = (t[member].view(kv_heads, -1, t.shape[1]) for t in (vectors, scores))
+    for place, blocks in batch.members:
+        queries, products = (t[place].view(kv_heads, -1, t.shape[1]) for t in (vectors, scores))
         keys = reader.keys.read_run(blocks).transpose(1, 2)
         torch.baddbmm(unused, queries, keys, beta=0, alpha=scale, out=products)
     largest = scores.amax(-1, keepdim=True)
     weights = scores.sub_(largest).exp_()
     sums = weights.sum(-1, keepdim=True)
-    for member, blocks in batch.members:
-        shares, products = (t[member].view(kv_heads, -1, t.shape[1]) for t in (weights, vectors))
+    for place, blocks in batch.members:
+        shares, products = (t[place].view(kv_heads, -1, t.shape[1]) for t in (weights, vectors))
         torch.bmm(shares, reader.values.read_run(blocks), out=products)
     part = AttentionState(vectors.div_(sums), largest.add_(sums.log_()).squeeze(-1))
     outputs, lse = result.output.view(-1, head_dim), result.lse.view(-1)

@@ -8,7 +8,7 @@ import torch
 
 
 class BlockRun(NamedTuple):
-    """Blocks of one sequence, in order; asked once a step whether they need to be copied to lie side by side."""
+    """Blocks of one sequence, in order, and whether they must be copied to lie side by side: asked once, when made."""
 
     block_ids: torch.Tensor  # [n], int64, at least one
     first_id: int | None  # of blocks that follow one another in the cache too; None where they do not

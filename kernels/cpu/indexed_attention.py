@@ -56,9 +56,8 @@ def _attend(q: torch.Tensor, reader: KvReader, chunks: KeyChunks, scale: float) 
     queries = q.index_select(0, chunks.query_ids.index_select(0, chunks.chunk_rows)).view(-1, head_dim)
     sampled = torch.sparse.sampled_addmm(chunks.mask, queries, keys.t(), beta=1.0, alpha=scale)
     scores = sampled.values().view(chunks.num_chunks, num_heads, -1)
-    # [c + 1, Hq]: of the chunks, and -inf where a row has no more of them.
-    maxima = torch.cat((scores.amax(-1), scores.new_full((1, num_heads), -torch.inf)))
-    row_max = maxima[chunks.row_chunks].amax(1)
+    maxima = scores.amax(-1).index_select(0, chunks.row_chunks.view(-1))
+    row_max = maxima.view(*chunks.row_chunks.shape, num_heads).amax(1)
     weights = scores.sub_(row_max.index_select(0, chunks.chunk_rows)[..., None]).exp_()
     parts = torch.embedding_bag(
         values, chunks.mask.col_indices(), chunks.mask.crow_indices(), False, 0, False, weights.view(-1), True
@@ -72,5 +71,4 @@ def _sum_by_row(parts: torch.Tensor, chunks: KeyChunks) -> torch.Tensor:
     """parts [c, X] -> [n, X]."""
     if chunks.num_chunks == chunks.num_rows:
         return parts
-    every = torch.arange(chunks.num_chunks)
-    return torch.embedding_bag(parts, every, chunks.row_offsets, False, 0, False, None, True)[0]
+    return torch.embedding_bag(parts, chunks.chunks, chunks.row_offsets, False, 0, False, None, True)[0]

@@ -31,7 +31,8 @@ class KeyChunks:
     query_ids: torch.Tensor  # [n], int64: the query of each row
     chunk_rows: torch.Tensor  # [c], int64: 0 .. n - 1, the row of each chunk, rising
     row_offsets: torch.Tensor  # [n + 1], int64: first chunk of each row
-    row_chunks: torch.Tensor  # [n, most chunks of a row], int64: the chunks of each row, then c
+    row_chunks: torch.Tensor  # [n, most chunks of a row], int64: the chunks of each row, then its first again
+    chunks: torch.Tensor  # [c], int64: 0 .. c - 1
     mask: torch.Tensor  # [c * Hq, num_slots * Hkv], sparse CSR float32: the keys of each head; 0, -inf where repeated
 
     @property
@@ -103,7 +104,8 @@ def _piece(
         query_ids=rows.cu_seqlens_q.long()[row_ids],
         chunk_rows=chunk_rows,
         row_offsets=offsets,
-        row_chunks=(offsets[:-1, None] + columns).masked_fill_(columns >= counts[:, None], num_chunks),
+        row_chunks=offsets[:-1, None] + columns.where(columns < counts[:, None], 0),
+        chunks=torch.arange(num_chunks),
         mask=_sparse(
             torch.arange(num_chunks * num_heads + 1, dtype=index_dtype) * CHUNK_TOKENS,
             key_ids.flatten(),

@@ -1,4 +1,4 @@
-"""Reading the paged cache into dense buffers."""
+"""Reading the keys and values of the paged cache."""
 
 from __future__ import annotations
 

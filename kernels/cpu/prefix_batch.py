@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 
-from kernels.attention_rows import AttentionRows
 from kernels.cpu.block_run import BlockRun
 from kernels.cpu.prefix_member import PrefixMember
 from kernels.prefix_group import PrefixGroup
@@ -32,30 +30,32 @@ class PrefixBatch(NamedTuple):
 
 
 def prefix_batches(
-    rows: AttentionRows, groups: Sequence[PrefixGroup], heads: tuple[int, int], block_size: int
+    groups: Iterable[tuple[slice, PrefixGroup]], block_tables: torch.Tensor, heads: tuple[int, int], block_size: int
 ) -> Iterator[PrefixBatch]:
-    """All groups, by length; heads: (Hq, Hkv)."""
-    starts = [0, *accumulate(rows.query_lens)]
-    by_length: dict[int, list[PrefixGroup]] = defaultdict(list)
-    for group in groups:
-        by_length[group.num_tokens].append(group)
+    """All groups, by length.
+
+    groups: each with the queries of its members; block_tables [num_rows, max_blocks] int32; heads: (Hq, Hkv).
+    """
+    by_length: dict[int, list[tuple[slice, PrefixGroup]]] = defaultdict(list)
+    for queries, group in groups:
+        by_length[group.num_tokens].append((queries, group))
     for num_tokens, equals in by_length.items():
         ids: list[torch.Tensor] = []
         members: list[PrefixMember] = []
         end = 0
-        for group in equals:
-            vectors = _vector_ids(starts[group.first_row], starts[group.first_row + group.num_rows], heads)
+        for queries, group in equals:
+            vectors = _vector_ids(queries, heads)
             if members and (end + vectors.shape[0]) * num_tokens > MAX_SCORES:
                 yield PrefixBatch(torch.cat(ids), tuple(members), num_tokens)
                 ids, members, end = [], [], 0
-            blocks = BlockRun.of(rows.block_tables[group.first_row, : num_tokens // block_size].long())
+            blocks = BlockRun.of(block_tables[group.first_row, : num_tokens // block_size].long())
             members.append(PrefixMember(slice(end, end + vectors.shape[0]), blocks))
             ids.append(vectors)
             end += vectors.shape[0]
         yield PrefixBatch(torch.cat(ids), tuple(members), num_tokens)
 
 
-def _vector_ids(first_query: int, end_query: int, heads: tuple[int, int]) -> torch.Tensor:
+def _vector_ids(queries: slice, heads: tuple[int, int]) -> torch.Tensor:
     num_heads, num_kv_heads = heads
-    ids = torch.arange(first_query * num_heads, end_query * num_heads)
-    return ids.view(end_query - first_query, num_kv_heads, -1).transpose(0, 1).flatten()
+    ids = torch.arange(queries.start * num_heads, queries.stop * num_heads)
+    return ids.view(queries.stop - queries.start, num_kv_heads, -1).transpose(0, 1).flatten()

@@ -18,7 +18,7 @@ def pack(weight: torch.Tensor, *, keep_dtype: bool = False) -> PackedWeight:
     they are. The dtype is kept.
     """
     if weight.dim() == 3 and weight.dtype is torch.float32:
-        return PackedWeight.unchanged(weight)  # see `expert_product`
+        return PackedWeight.unchanged(weight)  # see `plain_gemm`
     matrices = weight.unbind() if weight.dim() == 3 else (weight,)
     if _has_blocked_layout(weight.dtype):
         matrices = tuple(torch.ops.mkldnn._reorder_linear_weight(matrix, ROWS_HINT) for matrix in matrices)

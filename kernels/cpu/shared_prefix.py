@@ -97,15 +97,15 @@ def _is_by_matmul(q: torch.Tensor, num_packed: int) -> bool:
 def _plan(q: torch.Tensor, reader: KvReader, rows: AttentionRows) -> _Plan:
     ends = [0, *accumulate(rows.query_lens)]
     group_size = q.shape[1] // reader.num_kv_heads
-    batched: list[PrefixGroup] = []
+    batched: list[tuple[slice, PrefixGroup]] = []
     reads: list[_Read] = []
     for group in rows.prefix_groups:
         queries = slice(ends[group.first_row], ends[group.first_row + group.num_rows])
         num_packed = (queries.stop - queries.start) * group_size
         if _is_by_matmul(q, num_packed) and group.num_tokens <= reader.tokens_of(PIECE_BYTES):
-            batched.append(group)
+            batched.append((queries, group))
         elif num_packed:
             blocks = rows.block_tables[group.first_row, : group.num_tokens // reader.block_size].long()
             reads.append(_Read(queries, blocks, group.num_tokens))
     heads = (q.shape[1], reader.num_kv_heads)
-    return _Plan(tuple(prefix_batches(rows, batched, heads, reader.block_size)), tuple(reads))
+    return _Plan(tuple(prefix_batches(batched, rows.block_tables, heads, reader.block_size)), tuple(reads))

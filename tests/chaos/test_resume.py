@@ -152,14 +152,16 @@ def test_a_worker_killed_half_way_costs_the_tokens_since_the_last_checkpoints(
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(900)
 def test_a_worker_that_drains_loses_no_token(
-    client: BatchClient, bare: redis.Redis, start: Start, short_load: Load
+    client: BatchClient, bare: redis.Redis, start: Start, long_load: Load
 ) -> None:
-    # No checkpoint comes due in 100 tokens: only the one at the end can have saved them.
+    # No checkpoint comes due in 600 tokens: only the one at the end can have saved them. (A load of 900 tokens was over
+    # before SIGTERM took effect, on a busy machine.)
     job_id, before = _end_first_worker(
-        client, start, short_load, 0.5, signal.SIGTERM, engine__checkpoint_tokens="1000", worker__drain_timeout_s="0.1"
+        client, start, long_load, 0.5, signal.SIGTERM, engine__checkpoint_tokens="1000", worker__drain_timeout_s="0.1"
     )
-    assert _finish(client, bare, start, short_load, job_id) + before == short_load.total
+    assert _finish(client, bare, start, long_load, job_id) + before == long_load.total
 
 
 @pytest.mark.chaos

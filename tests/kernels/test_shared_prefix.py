@@ -101,7 +101,9 @@ def test_equally_long_prefixes_are_one_batch_up_to_its_limit(monkeypatch: pytest
     rows = equal_groups().rows
 
     def batches() -> list[tuple[int, list[int]]]:
-        made = prefix_batches(rows, rows.prefix_groups, (4, 2), BLOCK)
+        starts = rows.cu_seqlens_q.tolist()
+        groups = [(slice(starts[group[0]], starts[group[0] + group[1]]), group) for group in rows.prefix_groups]
+        made = prefix_batches(groups, rows.block_tables, (4, 2), BLOCK)
         return [(batch.num_tokens, [m.vectors.stop - m.vectors.start for m in batch.members]) for batch in made]
 
     assert batches() == [(32, [32, 36, 36, 8]), (112, [32])]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.benchmarks.peers.machine_busy import MachineBusy
 from tests.benchmarks.peers.options import parse
 from tests.benchmarks.peers.peers import PEERS, PeerMissing
 from tests.benchmarks.peers.peers_report import as_json, floor_table, ratio_table
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(run.machine, flush=True)
             for comparison in run.measure():
                 print(".", comparison.workload.name, flush=True)
-    except (PeerMissing, TrialServerFailed) as error:
+    except (PeerMissing, TrialServerFailed, MachineBusy) as error:
         print(error, file=sys.stderr)
         return 1
     finally:

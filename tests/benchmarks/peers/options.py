@@ -24,6 +24,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=64, metavar="N", help="in a trial; a multiple of 4")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="that each request generates")
     parser.add_argument("--trials", type=int, default=3, metavar="N", help="of each side, after one that warms up")
+    again = "run a pair of trials again if the hypervisor took a larger share of the CPUs, 0 to 1"
+    parser.add_argument("--max-stolen", type=float, default=1.0, metavar="SHARE", help=again)
     parser.add_argument("--cache", type=Path, metavar="DIR", help="keeps the checkpoints; else they are made anew")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
     options = parser.parse_args(arguments)
@@ -50,16 +52,24 @@ def _refusal(options: argparse.Namespace) -> str | None:
     unknown = [name for name in options.workloads if name not in WORKLOADS]
     if unknown:
         return f"--workload: {', '.join(unknown)}; accepted: {', '.join(WORKLOADS)}"
-    if options.trials < 3:
-        return "--trials: accepted: 3 or more"
-    if options.requests < 4 or options.requests % 4:
-        return "--requests: accepted: multiples of 4"
-    if options.max_tokens < 2:
-        return "--max-tokens: accepted: 2 or more"
+    if reason := _refused_number(options):
+        return reason
     if options.peer and options.venv is None:
         return f"--venv: needed with --peer; {PEERS[options.peer].install}"
     if options.sorted and not options.peer:
         return "--sorted: needs --peer"
     if options.json and not options.json.absolute().parent.is_dir():
         return f"--json: {options.json.absolute().parent} is no directory"
+    return None
+
+
+def _refused_number(options: argparse.Namespace) -> str | None:
+    if options.trials < 3:
+        return "--trials: accepted: 3 or more"
+    if options.requests < 4 or options.requests % 4:
+        return "--requests: accepted: multiples of 4"
+    if options.max_tokens < 2:
+        return "--max-tokens: accepted: 2 or more"
+    if not 0 <= options.max_stolen <= 1:
+        return "--max-stolen: accepted: 0 to 1"
     return None

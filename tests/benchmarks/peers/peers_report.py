@@ -11,7 +11,14 @@ from tests.benchmarks.peers.distance import Distance
 from tests.benchmarks.peers.floor import FORMULA
 from tests.benchmarks.peers.peers_machine import PeersMachine
 
-RATIO_HEADER = ("workload", "ours, s", "other, s", "ours / other (range)", "same first token")
+RATIO_HEADER = (
+    "workload",
+    "ours, s",
+    "other, s",
+    "ours / other (range)",
+    "same first token",
+    "CPU taken by the hypervisor",
+)
 FLOOR_HEADER = (
     "workload",
     "rate of products, GFLOP/s",
@@ -56,10 +63,14 @@ def as_json(
 
 
 def _ratio_row(c: Comparison) -> tuple[str, ...]:
+    stolen = f"{100 * min(c.stolen):.0f} to {100 * max(c.stolen):.0f} %"
+    if c.num_repeated:
+        stolen += f", {c.num_repeated} pairs repeated"
     if c.ratio is None:
-        return c.workload.name, _seconds(c.our_s), "", "", ""
+        return c.workload.name, _seconds(c.our_s), "", "", "", stolen
     ratio = f"{c.ratio:.3f} ({min(c.ratios):.3f} to {max(c.ratios):.3f})"
-    return c.workload.name, _seconds(c.our_s), _seconds(c.other_s), ratio, f"{100 * c.same_first_token:.0f} %"
+    same = f"{100 * c.same_first_token:.0f} %"
+    return c.workload.name, _seconds(c.our_s), _seconds(c.other_s), ratio, same, stolen
 
 
 def _floor_row(name: str, d: Distance) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine.loading.cpu_threads import usable_cores
 from tests.benchmarks.peers.checkpoints import checkpoint
-from tests.benchmarks.peers.comparison import Comparison, Side, compare
+from tests.benchmarks.peers.comparison import Comparison
 from tests.benchmarks.peers.distance import Distance
 from tests.benchmarks.peers.machine_rates import MachineRates
 from tests.benchmarks.peers.model_cost import ModelCost
@@ -18,6 +18,7 @@ from tests.benchmarks.peers.peers import PEERS
 from tests.benchmarks.peers.peers_machine import PeersMachine
 from tests.benchmarks.peers.queue_side import QueueSide, queue_side
 from tests.benchmarks.peers.trial_server import TrialServer, trial_server
+from tests.benchmarks.peers.trials import Side, Trials
 from tests.benchmarks.peers.workload import WORKLOADS, Workload
 from tests.support.decoder_config import decoder_config
 
@@ -37,7 +38,7 @@ class PeersRun:
         self._cache = cache
 
     def measure(self) -> Iterator[Comparison]:
-        """Each workload as it is done. Raises PeerMissing, TrialServerFailed."""
+        """Each workload as it is done. Raises PeerMissing, TrialServerFailed, MachineBusy."""
         for model in dict.fromkeys(WORKLOADS[name].model for name in self._options.workloads):
             path = checkpoint(model, self._cache)
             cost = ModelCost.of(decoder_config(path))
@@ -52,11 +53,11 @@ class PeersRun:
         weights = options.dtype if options.quantization == "none" else options.quantization
         dtypes = tuple(dict.fromkeys(("float32", "bfloat16", weights)))
         before = MachineRates.measure(products, usable_cores(), dtypes)
-        comparison = compare(workload, ours, other, trials=options.trials, is_sorted=options.sorted)
+        comparison = Trials(options.trials, options.sorted, options.max_stolen).compare(workload, ours, other)
         rates = before.best_of(MachineRates.measure(products, usable_cores(), dtypes))
         self.comparisons.append(comparison)
         if isinstance(ours, QueueSide):
-            self.command_s[workload.name] = ours.command_s[-options.trials :]
+            self.command_s[workload.name] = ours.command_s[-options.trials - comparison.num_repeated :]
         self.distances[workload.name] = Distance.of(comparison, cost, rates, (options.dtype, weights))
         return comparison
 
