@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import torch
 
@@ -26,8 +25,13 @@ class ExpertLayout:
     @cached_property
     def runs(self) -> tuple[ExpertRun, ...]:
         """Experts with rows, in order. Waits for the device."""
-        ranges = enumerate(pairwise(self.expert_offsets.tolist()))
-        return tuple(ExpertRun(expert, start, end) for expert, (start, end) in ranges if start < end)
+        counts = enumerate(self.expert_offsets.diff().tolist())
+        return tuple(ExpertRun(expert, num_rows) for expert, num_rows in counts if num_rows)
+
+    @property
+    def run_lens(self) -> list[int]:
+        """Rows of each run: what to split the layout's rows by."""
+        return [run.num_rows for run in self.runs]
 
     @cached_property
     def padded(self) -> PaddedRows:

@@ -6,13 +6,7 @@ from typing import NamedTuple
 
 
 class ExpertRun(NamedTuple):
-    """Rows `start` .. `end` - 1 of an `ExpertLayout`, at least one, are those of one expert."""
+    """Neighbouring rows of an `ExpertLayout` that are those of one expert."""
 
     expert: int
-    start: int
-    end: int
-
-    @property
-    def num_rows(self) -> int:
-        """At least 1."""
-        return self.end - self.start
+    num_rows: int  # at least 1

@@ -24,7 +24,8 @@ def is_batched(runs: Sequence[ExpertRun], num_experts: int) -> bool:
     """Whether one batched product is the fastest for experts with so many rows each."""
     if not runs or num_experts - len(runs) > MAX_IDLE * num_experts:
         return False
-    total, most = runs[-1].end, max(run.num_rows for run in runs)
+    lens = [run.num_rows for run in runs]
+    total, most = sum(lens), max(lens)
     is_padded_little = most * num_experts <= MAX_PADDING * total
     return most <= MAX_ROWS and MIN_MEAN_ROWS * num_experts <= total and is_padded_little
 

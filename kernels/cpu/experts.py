@@ -49,7 +49,8 @@ def products_by_expert(
     experts: matrices in the form that `multiply` takes beside rows [n, K]; -> [n, N] each.
     """
     rows = x.index_select(0, layout.pair_ids // layout.top_k) if gather else x
-    return [multiply(rows[start:end], experts[expert]) for expert, start, end in layout.runs]
+    parts = zip(torch.split(rows, layout.run_lens), layout.runs, strict=True)
+    return [multiply(part, experts[run.expert]) for part, run in parts]
 
 
 def products_by_pair(x: Tensor, gate_up: Matrices, down: Matrices, routed: RoutedExperts, multiply: Product) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -40,19 +41,31 @@ def prefix_batches(
     for queries, group in groups:
         by_length[group.num_tokens].append((queries, group))
     for num_tokens, equals in by_length.items():
-        ids: list[torch.Tensor] = []
-        members: list[PrefixMember] = []
-        end = 0
-        for queries, group in equals:
-            vectors = _vector_ids(queries, heads)
-            if members and (end + vectors.shape[0]) * num_tokens > MAX_SCORES:
-                yield PrefixBatch(torch.cat(ids), tuple(members), num_tokens)
-                ids, members, end = [], [], 0
-            blocks = BlockRun.of(block_tables[group.first_row, : num_tokens // block_size].long())
-            members.append(PrefixMember(slice(end, end + vectors.shape[0]), blocks))
-            ids.append(vectors)
-            end += vectors.shape[0]
-        yield PrefixBatch(torch.cat(ids), tuple(members), num_tokens)
+        for part in _parts(equals, MAX_SCORES // num_tokens // heads[0]):
+            ids = [_vector_ids(queries, heads) for queries, _ in part]
+            ends = accumulate(each.shape[0] for each in ids)
+            members = tuple(
+                PrefixMember(
+                    slice(end - each.shape[0], end),
+                    BlockRun.of(block_tables[group.first_row, : num_tokens // block_size].long()),
+                )
+                for each, end, (_, group) in zip(ids, ends, part, strict=True)
+            )
+            yield PrefixBatch(torch.cat(ids), members, num_tokens)
+
+
+def _parts(groups: Iterable[tuple[slice, PrefixGroup]], max_queries: int) -> Iterator[list[tuple[slice, PrefixGroup]]]:
+    """Runs of groups with at most so many queries together; one alone may have more."""
+    part: list[tuple[slice, PrefixGroup]] = []
+    num_queries = 0
+    for queries, group in groups:
+        more = queries.stop - queries.start
+        if part and num_queries + more > max_queries:
+            yield part
+            part, num_queries = [], 0
+        part.append((queries, group))
+        num_queries += more
+    yield part
 
 
 def _vector_ids(queries: slice, heads: tuple[int, int]) -> torch.Tensor:

@@ -18,7 +18,7 @@ def grouped_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *,
     rows = quantise_rows(x)
     if gather:
         rows = rows.select(layout.pair_ids // layout.top_k)
-    parts = rows.split([run.num_rows for run in layout.runs])
+    parts = rows.split(layout.run_lens)
     products = [product(part, weight, run.expert, x.dtype) for part, run in zip(parts, layout.runs, strict=True)]
     return torch.cat(products) if products else x.new_empty(0, weight.shape[1])
 

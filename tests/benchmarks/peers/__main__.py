@@ -21,7 +21,7 @@ EXIT_CODE_TERMINATED = 143
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the tables and write the JSON. Returns 0; 1 where the peer is missing or a side failed."""
+    """Print the tables and write the JSON. Returns 0; 1 if the peer is missing, a side failed or the CPU was taken."""
     options = parse(arguments)
     # As an exception, so that the sides, which are processes of their own, are ended too.
     handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_CODE_TERMINATED))
