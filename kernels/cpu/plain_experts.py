@@ -9,7 +9,7 @@ from kernels.expert_layout import ExpertLayout
 # Rows of an expert that are multiplied from the left. ms for all 32 experts of 768 x 512 and of 512 x 384 with 4, 8,
 # 16, 32 and 64 rows on average, two threads, Xeon 2.5 GHz: from the left 9.4, 9.5, 11.5, 16 and 23, from the right 7.9,
 # 9.5, 18.9, 30 and 20.5, in oneDNN's blocked layout 11.9, 12.1, 15.6, 20.6 and 20.2. One token's 4 experts: 1.06, 1.11
-# and 2.03. One of 768 x 512 with 54, 58 and 62 rows: 476, 734 and 812 us from the left, 708, 532 and 538 from the right.
+# and 2.03. One of 768 x 512 with 54, 58 and 62 rows: 476, 734, 812 us from the left, 708, 532, 538 from the right.
 MIN_LEFT_ROWS = 8
 MAX_LEFT_ROWS = 56
 
