@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -12,3 +12,9 @@ class AttentionState(NamedTuple):
 
     output: torch.Tensor  # [num_queries, num_heads, head_dim], dtype of the query
     lse: torch.Tensor  # [num_queries, num_heads], float32, natural logarithm; -inf where no key was seen
+
+    @classmethod
+    def without_keys(cls, q: torch.Tensor, dtype: torch.dtype) -> Self:
+        """Before any key was seen: output 0. q [num_queries, num_heads, head_dim]; dtype of the output."""
+        output = torch.zeros(q.shape, dtype=dtype, device=q.device)
+        return cls(output, torch.full(q.shape[:2], -torch.inf, device=q.device))

@@ -8,6 +8,7 @@ import torch
 
 from kernels.expert_layout import ExpertLayout
 from kernels.expert_run import ExpertRun
+from kernels.packed_weight import PackedWeight
 
 # Rows of an expert on average, and of the one with the most, for which one batched product is the fastest: ms for all
 # 32 experts of 768 x 512 and of 512 x 384 with 4, 8, 16 and 32 rows on average (8 to 48 at most), two threads, Xeon
@@ -30,8 +31,8 @@ def is_batched(runs: Sequence[ExpertRun], num_experts: int) -> bool:
     return most <= MAX_ROWS and MIN_MEAN_ROWS * num_experts <= total and is_padded_little
 
 
-def batched_gemm(x: torch.Tensor, weight: torch.Tensor, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
-    """`Operations.grouped_gemm` with a plain weight [E, N, K], float32. At least one row.
+def batched_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
+    """`Operations.grouped_gemm` with weight [E, N, K] unchanged, float32. At least one row.
 
     Each expert's rows are padded to those of the one with the most, by a row that is there, and multiplied from the
     left, which is the faster side.
@@ -39,5 +40,5 @@ def batched_gemm(x: torch.Tensor, weight: torch.Tensor, layout: ExpertLayout, *,
     places, experts, columns = layout.padded
     rows = layout.pair_ids[places] // layout.top_k if gather else places
     padded = x.index_select(0, rows.flatten()).view(*rows.shape, -1)
-    products = torch.bmm(weight, padded.transpose(1, 2))  # [E, N, most rows]
+    products = torch.bmm(weight.tensor, padded.transpose(1, 2))  # [E, N, most rows]
     return products.transpose(1, 2)[experts, columns]

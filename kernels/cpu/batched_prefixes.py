@@ -5,35 +5,35 @@ from __future__ import annotations
 import torch
 
 from kernels.attention_state import AttentionState
-from kernels.cpu.attention_merge import merge_attention_states
 from kernels.cpu.kv_reader import KvReader
 from kernels.cpu.prefix_batch import PrefixBatch
 
 
-def add_prefix_batch(
+def attend_prefix_batch(
     q: torch.Tensor, reader: KvReader, batch: PrefixBatch, scale: float, result: AttentionState
 ) -> None:
-    """Merge attention over the prefixes into `result`, which holds each row's attention over its own keys.
+    """Write the attention of the groups' rows over their prefixes to `result`.
 
-    q [sum of query_lens, Hq, D] float32; `result` is changed in place.
+    q [sum of query_lens, Hq, D] float32.
     """
     head_dim, kv_heads = q.shape[2], reader.num_kv_heads
-    vectors = q.reshape(-1, head_dim).index_select(0, batch.vector_ids)
+    group_size = q.shape[1] // kv_heads
+    packed = q.reshape(-1, group_size * head_dim).index_select(0, batch.head_ids)
+    vectors = packed.view(-1, head_dim)
     scores = q.new_empty(vectors.shape[0], batch.num_tokens)
     unused = q.new_empty(())
-    for place, blocks in batch.members:
-        queries, products = (t[place].view(kv_heads, -1, t.shape[1]) for t in (vectors, scores))
-        keys = reader.keys.read_run(blocks).transpose(1, 2)
-        torch.baddbmm(unused, queries, keys, beta=0, alpha=scale, out=products)
+    queries, products = _by_member(vectors, batch, kv_heads), _by_member(scores, batch, kv_heads)
+    for blocks, own_queries, out in zip(batch.prefixes, queries, products, strict=True):
+        torch.baddbmm(unused, own_queries, reader.keys.read_run(blocks).transpose(1, 2), beta=0, alpha=scale, out=out)
     largest = scores.amax(-1, keepdim=True)
-    weights = scores.sub_(largest).exp_()
-    sums = weights.sum(-1, keepdim=True)
-    for place, blocks in batch.members:
-        shares, products = (t[place].view(kv_heads, -1, t.shape[1]) for t in (weights, vectors))
-        torch.bmm(shares, reader.values.read_run(blocks), out=products)
-    part = AttentionState(vectors.div_(sums), largest.add_(sums.log_()).squeeze(-1))
-    outputs, lse = result.output.view(-1, head_dim), result.lse.view(-1)
-    own = AttentionState(outputs.index_select(0, batch.vector_ids), lse.index_select(0, batch.vector_ids))
-    merged = merge_attention_states(own, part)
-    outputs.index_copy_(0, batch.vector_ids, merged.output)
-    lse.index_copy_(0, batch.vector_ids, merged.lse)
+    sums = scores.sub_(largest).exp_().sum(-1, keepdim=True)
+    for blocks, weights, out in zip(batch.prefixes, products, queries, strict=True):
+        torch.bmm(weights, reader.values.read_run(blocks), out=out)  # over the queries, which have served
+    vectors.div_(sums)
+    result.output.view(-1, packed.shape[1]).index_copy_(0, batch.head_ids, packed)
+    result.lse.view(-1, group_size).index_copy_(0, batch.head_ids, largest.add_(sums.log_()).view(-1, group_size))
+
+
+def _by_member(vectors: torch.Tensor, batch: PrefixBatch, kv_heads: int) -> list[torch.Tensor]:
+    """vectors [n * Hq / Hkv, X] -> of each group [Hkv, its queries * Hq / Hkv, X]."""
+    return [part.view(kv_heads, -1, vectors.shape[1]) for part in torch.split(vectors, batch.num_vectors)]

@@ -6,11 +6,12 @@ import torch
 
 from kernels.attention_rows import AttentionRows
 from kernels.attention_state import AttentionState
+from kernels.cpu.attention_merge import merge_attention_states
 from kernels.cpu.flash import flash_attention
 from kernels.cpu.indexed_attention import attend_by_index
 from kernels.cpu.kv_reader import KvReader
 from kernels.cpu.running_attention import RunningAttention
-from kernels.cpu.shared_prefix import add_shared_prefixes
+from kernels.cpu.shared_prefix import attend_shared_prefixes
 from kernels.kv_gather import KvGather
 
 
@@ -27,38 +28,32 @@ def paged_decode_attention(
     """
     if q.shape[0] != rows.num_rows:
         raise ValueError(f"q has {q.shape[0]} queries for {rows.num_rows} rows; a decode row has exactly one")
-    output = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    lse = torch.full(q.shape[:2], -torch.inf)
-    reader, result = KvReader(k_cache, v_cache), AttentionState(output, lse)
-    attend_single_queries(q, reader, rows, scale, result)
-    add_shared_prefixes(q, reader, rows, scale, result)
-    return result
+    reader = KvReader(k_cache, v_cache)
+    own = attend_single_queries(q, reader, rows, scale)
+    if not rows.prefix_groups:
+        return own
+    return merge_attention_states(own, attend_shared_prefixes(q, reader, rows, scale))
 
 
-def attend_single_queries(
-    q: torch.Tensor, reader: KvReader, rows: AttentionRows, scale: float, result: AttentionState
-) -> None:
-    """Write the attention of the rows with one query over their own keys, those after a shared prefix, to `result`;
-    leave what belongs to other rows alone.
+def attend_single_queries(q: torch.Tensor, reader: KvReader, rows: AttentionRows, scale: float) -> AttentionState:
+    """Attention of the rows with one query over their own keys, those after a shared prefix; nothing of other rows.
+
+    The result is the caller's to write on.
     """
     if q.dtype is torch.float32:
-        attend_by_index(q, reader, rows, scale, result)
-        return
+        return attend_by_index(q, reader, rows, scale)
     plan = rows.gather_plan(reader.block_size, reader.max_tokens)
     if plan.num_segments <= 1:
+        result = AttentionState.without_keys(q, q.dtype)
         for gather in plan.gathers:
             part, part_lse = _attend(q, reader, gather, scale)
             result.output.index_copy_(0, gather.query_ids, part.to(q.dtype))
             result.lse.index_copy_(0, gather.query_ids, part_lse)
-        return
+        return result
     running = RunningAttention((q.shape[0], q.shape[1], q.shape[2]), q.device)
     for gather in plan.gathers:
         running.add(gather.query_ids, *_attend(q, reader, gather, scale))
-    merged = running.state(q.dtype)
-    for gather in plan.gathers:
-        ids = gather.query_ids
-        result.output.index_copy_(0, ids, merged.output.index_select(0, ids))
-        result.lse.index_copy_(0, ids, merged.lse.index_select(0, ids))
+    return running.state(q.dtype)
 
 
 def _attend(q: torch.Tensor, reader: KvReader, gather: KvGather, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,12 +15,12 @@ def route_topk(router_logits: torch.Tensor, top_k: int, *, renormalise: bool) ->
     # torch.topk promises no order among equals. The bits of floats >= 0 order as integers do, so one integer holds the
     # probability and, below it, the expert's rank: no ties are left. (A stable sort takes four times as long.)
     rank = torch.arange(num_experts - 1, -1, -1)
-    keys = (probabilities.view(torch.int32).long() << 32) | rank
+    keys = probabilities.view(torch.int32).long().bitwise_left_shift_(32).bitwise_or_(rank)
     expert_ids = keys.topk(top_k, dim=-1).indices
     weights = probabilities.gather(1, expert_ids)
+    poisoned = weights[:, :1].isnan()  # softmax makes all of a row NaN, or nothing
     if renormalise:
         weights /= weights.sum(-1, keepdim=True)
-    poisoned = probabilities.isnan().any(-1, keepdim=True)
     if poisoned.any():
         weights = weights.masked_fill(poisoned, torch.nan)
         expert_ids = torch.where(poisoned, torch.arange(top_k), expert_ids)

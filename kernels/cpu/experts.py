@@ -16,8 +16,7 @@ from kernels.packed_weight import PackedWeight
 from kernels.routed_experts import RoutedExperts
 
 Tensor = torch.Tensor
-# A matrix [N, K] of each expert, or all of them [E, N, K]: to take one costs 3 us, to unbind 32 of them 140.
-Matrices = Sequence[Tensor] | Tensor
+Matrices = Sequence[Tensor]  # [N, K] of each expert
 # x [T, K], one expert's matrix [N, K] in some layout -> [T, N].
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -26,19 +25,14 @@ def grouped_gemm(x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gathe
     """See `Operations.grouped_gemm`."""
     if x.dtype is torch.float32:
         gemm = batched_gemm if is_batched(layout.runs, weight.shape[0]) else plain_gemm
-        return gemm(x, weight.tensor, layout, gather=gather)
-    rows = products_by_expert(x, weight.parts, layout, product, gather=gather)
+        return gemm(x, weight, layout, gather=gather)
+    rows = products_by_expert(x, weight.matrices, layout, product, gather=gather)
     return torch.cat(rows) if rows else x.new_empty(0, weight.shape[1])
 
 
 def moe_small_batch(x: Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> Tensor:
     """See `Operations.moe_small_batch`."""
-    return products_by_pair(x, _matrices(gate_up), _matrices(down), routed, product)
-
-
-def _matrices(weight: PackedWeight) -> Matrices:
-    """Of each expert, as `pack` left it."""
-    return weight.tensor if weight.parts[0].dtype is torch.float32 else weight.parts
+    return products_by_pair(x, gate_up.matrices, down.matrices, routed, product)
 
 
 def products_by_expert(
@@ -75,7 +69,7 @@ def add_choices(outputs: Sequence[Tensor], routed: RoutedExperts, x: Tensor) -> 
 def combine_experts(rows: Tensor, layout: ExpertLayout, weights: Tensor) -> Tensor:
     """See `Operations.combine_experts`. A token's choices are added in their order, whatever the layout."""
     places = torch.empty_like(layout.pair_ids)
-    places[layout.pair_ids] = torch.arange(places.shape[0])
+    places.scatter_(0, layout.pair_ids, torch.arange(places.shape[0]))
     return _add_up(rows, places.view(weights.shape), weights)
 
 

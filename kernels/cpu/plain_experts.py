@@ -5,24 +5,31 @@ from __future__ import annotations
 import torch
 
 from kernels.expert_layout import ExpertLayout
+from kernels.packed_weight import PackedWeight
 
-# Rows of an expert that are multiplied from the left. ms for all 32 experts of 768 x 512 and of 512 x 384 with 4, 8,
-# 16, 32 and 64 rows on average, two threads, Xeon 2.5 GHz: from the left 9.4, 9.5, 11.5, 16 and 23, from the right 7.9,
-# 9.5, 18.9, 30 and 20.5, in oneDNN's blocked layout 11.9, 12.1, 15.6, 20.6 and 20.2. One token's 4 experts: 1.06, 1.11
-# and 2.03. One of 768 x 512 with 54, 58 and 62 rows: 476, 734, 812 us from the left, 708, 532, 538 from the right.
+# Rows of an expert that are multiplied from the left: us with cold weights, left / right, two threads, Xeon 2.5 GHz:
+#
+#   rows          2          8          12         15         16         32         48         56         60
+#   768 x 512   161 / 104  251 / 212  174 / 176  173 / 184  209 / 456  364 / 599  437 / 693  591 / 738  927 / 673
+#   512 x 384   116 / 66   146 / 104  100 / 84   102 / 92   103 / 197  216 / 308  281 / 355  363 / 384  440 / 271
+#   2048 x 768  554 / 337  605 / 762  606 / 884             593 / 728  764 / 993  949 / 1169 1333 / 1297 1855 / 1404
+#
+# In oneDNN's blocked layout all 32 experts of the first two take 12.1 ms with 8 rows and 15.6 with 16, so 9.5 and 11.5.
 MIN_LEFT_ROWS = 8
+MIN_LEFT_ROWS_OF_SMALL = 13  # of a matrix of less than 2^20 elements
 MAX_LEFT_ROWS = 56
 
 
-def plain_gemm(x: torch.Tensor, weight: torch.Tensor, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
-    """`Operations.grouped_gemm` with weight [E, N, K], each expert's rows multiplied from the faster side."""
+def plain_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
+    """`Operations.grouped_gemm` with weight [E, N, K] unchanged, each expert's rows multiplied from the faster side."""
     rows = x.index_select(0, layout.pair_ids // layout.top_k) if gather else x
     out = rows.new_empty(rows.shape[0], weight.shape[1])
-    parts = (torch.split(each, layout.run_lens) for each in (rows, out))
-    for run, mine, products in zip(layout.runs, *parts, strict=True):
-        matrix = weight[run.expert]
-        if MIN_LEFT_ROWS <= run.num_rows <= MAX_LEFT_ROWS:
-            products.copy_(torch.mm(matrix, mine.t()).t())
-        else:
-            torch.mm(mine, matrix.t(), out=products)
+    columns = (torch.split(each.t(), layout.run_lens, dim=1) for each in (rows, out))
+    min_left_rows = MIN_LEFT_ROWS if weight.shape[1] * weight.shape[2] >= 1 << 20 else MIN_LEFT_ROWS_OF_SMALL
+    for run, mine, products in zip(layout.runs, *columns, strict=True):
+        matrix = weight.matrices[run.expert]
+        if min_left_rows <= run.num_rows <= MAX_LEFT_ROWS:
+            products.copy_(torch.mm(matrix, mine))
+        else:  # products lie by columns, for which PyTorch has the BLAS multiply the transposed matrices
+            torch.mm(matrix, mine, out=products)
     return out

@@ -6,11 +6,12 @@ import torch
 
 from kernels.attention_rows import AttentionRows
 from kernels.attention_state import AttentionState
+from kernels.cpu.attention_merge import merge_attention_states
 from kernels.cpu.decode_attention import attend_single_queries
 from kernels.cpu.flash import flash_attention
 from kernels.cpu.kv_reader import KvReader
 from kernels.cpu.running_attention import RunningAttention
-from kernels.cpu.shared_prefix import add_shared_prefixes, attend_unmasked
+from kernels.cpu.shared_prefix import attend_shared_prefixes, attend_unmasked
 
 
 def paged_prefill_attention(
@@ -23,20 +24,18 @@ def paged_prefill_attention(
     log-sum-exp: no mask is ever built, whatever the lengths, and nothing above the diagonal is computed but a tile.
     A prefix that several rows share is the same kind of part, with the queries of all of them.
     """
-    output = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    lse = torch.full(q.shape[:2], -torch.inf)
     reader = KvReader(k_cache, v_cache)
-    result = AttentionState(output, lse)
-    attend_single_queries(q, reader, rows, scale, result)
+    own = attend_single_queries(q, reader, rows, scale)
     end = 0
     for row, (query_len, kv_len) in enumerate(zip(rows.query_lens, rows.kv_lens, strict=True)):
         start, end = end, end + query_len
         if query_len > 1:
             tokens = (rows.own_starts[row], kv_len)
             state = _attend_chunk(q[start:end], reader, rows.block_tables[row].long(), tokens, scale)
-            output[start:end], lse[start:end] = state.output, state.lse
-    add_shared_prefixes(q, reader, rows, scale, result)
-    return result
+            own.output[start:end], own.lse[start:end] = state.output, state.lse
+    if not rows.prefix_groups:
+        return own
+    return merge_attention_states(own, attend_shared_prefixes(q, reader, rows, scale))
 
 
 def _attend_chunk(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
 from kernels.cpu.block_run import BlockRun
-from kernels.cpu.prefix_member import PrefixMember
 from kernels.prefix_group import PrefixGroup
 
 # Scores that groups of one batch may have together: 4 MiB of them. 64 rows of 16 heads over 512 keys have half as many.
@@ -25,8 +23,10 @@ class PrefixBatch(NamedTuple):
     of 128 took 7.3 and take 5.4.
     """
 
-    vector_ids: torch.Tensor  # [n], int64: query * Hq + query head, the query heads of one KV head side by side
-    members: tuple[PrefixMember, ...]
+    # [n], int64: query * Hkv + KV head, those of one KV head of a group side by side. Each stands for Hq / Hkv vectors.
+    head_ids: torch.Tensor
+    num_vectors: list[int]  # of each group
+    prefixes: list[BlockRun]  # of each group
     num_tokens: int  # of each prefix
 
 
@@ -42,16 +42,14 @@ def prefix_batches(
         by_length[group.num_tokens].append((queries, group))
     for num_tokens, equals in by_length.items():
         for part in _parts(equals, MAX_SCORES // num_tokens // heads[0]):
-            ids = [_vector_ids(queries, heads) for queries, _ in part]
-            ends = accumulate(each.shape[0] for each in ids)
-            members = tuple(
-                PrefixMember(
-                    slice(end - each.shape[0], end),
-                    BlockRun.of(block_tables[group.first_row, : num_tokens // block_size].long()),
-                )
-                for each, end, (_, group) in zip(ids, ends, part, strict=True)
+            ids = [_head_ids(queries, heads[1]) for queries, _ in part]
+            num_blocks = num_tokens // block_size
+            yield PrefixBatch(
+                torch.cat(ids),
+                [each.shape[0] * heads[0] // heads[1] for each in ids],
+                [BlockRun.of(block_tables[group.first_row, :num_blocks].long()) for _, group in part],
+                num_tokens,
             )
-            yield PrefixBatch(torch.cat(ids), members, num_tokens)
 
 
 def _parts(groups: Iterable[tuple[slice, PrefixGroup]], max_queries: int) -> Iterator[list[tuple[slice, PrefixGroup]]]:
@@ -68,7 +66,6 @@ def _parts(groups: Iterable[tuple[slice, PrefixGroup]], max_queries: int) -> Ite
     yield part
 
 
-def _vector_ids(queries: slice, heads: tuple[int, int]) -> torch.Tensor:
-    num_heads, num_kv_heads = heads
-    ids = torch.arange(queries.start * num_heads, queries.stop * num_heads)
-    return ids.view(queries.stop - queries.start, num_kv_heads, -1).transpose(0, 1).flatten()
+def _head_ids(queries: slice, num_kv_heads: int) -> torch.Tensor:
+    ids = torch.arange(queries.start * num_kv_heads, queries.stop * num_kv_heads)
+    return ids.view(-1, num_kv_heads).t().flatten()

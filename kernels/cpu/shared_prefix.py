@@ -9,8 +9,7 @@ import torch
 
 from kernels.attention_rows import AttentionRows
 from kernels.attention_state import AttentionState
-from kernels.cpu.attention_merge import merge_attention_states
-from kernels.cpu.batched_prefixes import add_prefix_batch
+from kernels.cpu.batched_prefixes import attend_prefix_batch
 from kernels.cpu.flash import flash_attention
 from kernels.cpu.kv_reader import KvReader
 from kernels.cpu.matmul_attention import MAX_QUERIES, MIN_QUERIES, matmul_attention
@@ -34,30 +33,20 @@ class _Plan(NamedTuple):
     reads: tuple[_Read, ...]  # groups that are attended one by one
 
 
-def add_shared_prefixes(
-    q: torch.Tensor, reader: KvReader, rows: AttentionRows, scale: float, result: AttentionState
-) -> None:
-    """Merge into `result`, which holds each row's attention over its own keys, that over the prefixes of its groups.
+def attend_shared_prefixes(q: torch.Tensor, reader: KvReader, rows: AttentionRows, scale: float) -> AttentionState:
+    """Attention of each row over its group's prefix; nothing of rows in no group.
 
-    q [sum of query_lens, Hq, D]; `result` is changed in place.
+    q [sum of query_lens, Hq, D]. The output is float32.
     """
     key = ("prefix_plan", q.itemsize, q.shape[1], reader.num_kv_heads, reader.head_dim, reader.block_size)
     plan = rows.once(key, lambda: _plan(q, reader, rows))
+    result = AttentionState.without_keys(q, torch.float32)
     for batch in plan.batches:
-        add_prefix_batch(q, reader, batch, scale, result)
-    if not plan.reads:
-        return
-    # One merge for all groups: its dozen small operations cost more than the rows between the groups do.
-    first, end = plan.reads[0].queries.start, plan.reads[-1].queries.stop
-    output = torch.zeros((end - first, *q.shape[1:]))
-    lse = torch.full(output.shape[:2], -torch.inf)
+        attend_prefix_batch(q, reader, batch, scale, result)
     for queries, blocks, num_tokens in plan.reads:
         state = attend_unmasked(q[queries], reader, blocks, (0, num_tokens), scale)
-        members = slice(queries.start - first, queries.stop - first)
-        output[members], lse[members] = state.output, state.lse
-    own = AttentionState(result.output[first:end], result.lse[first:end])
-    merged = merge_attention_states(own, AttentionState(output, lse))
-    result.output[first:end], result.lse[first:end] = merged.output, merged.lse
+        result.output[queries], result.lse[queries] = state.output, state.lse
+    return result
 
 
 def attend_unmasked(

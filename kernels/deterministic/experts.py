@@ -13,10 +13,10 @@ from kernels.routed_experts import RoutedExperts
 
 def grouped_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
     """See `Operations.grouped_gemm`."""
-    rows = products_by_expert(x, weight.tensor, layout, product, gather=gather)
+    rows = products_by_expert(x, weight.matrices, layout, product, gather=gather)
     return torch.cat(rows) if rows else x.new_empty(0, weight.shape[1])
 
 
 def moe_small_batch(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> torch.Tensor:
     """See `Operations.moe_small_batch`. The bits are those of the sorted way: which one is taken is speed alone."""
-    return products_by_pair(x, gate_up.tensor, down.tensor, routed, product)
+    return products_by_pair(x, gate_up.matrices, down.matrices, routed, product)
