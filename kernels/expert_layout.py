@@ -8,7 +8,6 @@ from functools import cached_property
 import torch
 
 from kernels.expert_run import ExpertRun
-from kernels.padded_rows import PaddedRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +31,3 @@ class ExpertLayout:
     def run_lens(self) -> list[int]:
         """Rows of each run: what to split the layout's rows by."""
         return [run.num_rows for run in self.runs]
-
-    @cached_property
-    def padded(self) -> PaddedRows:
-        """The rows as a rectangle, for CPUs: made for the first product of the layer, shared by the second."""
-        return PaddedRows.of(self.expert_offsets)

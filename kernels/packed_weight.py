@@ -29,11 +29,14 @@ class PackedWeight:
 
     @cached_property
     def matrices(self) -> tuple[torch.Tensor, ...]:
-        """Of a weight [E, N, K], each expert's: as they were packed, or views of the tensor that `unchanged` was given.
+        """Each expert's matrix of a weight [E, N, K]: its part, or a view of the tensor that `unchanged` was given.
 
-        Made once: a view costs 3 us, and a layer of 128 experts may need 256.
+        Made once: a view costs 3 us, and a layer of 128 experts may need 256. Raises ValueError where an expert has
+        more parts than one.
         """
-        return self.parts if self.parts[0].dim() < len(self.shape) else self.tensor.unbind()
+        if len(self.parts) == self.shape[0] and self.parts[0].dim() == 2:
+            return self.parts
+        return self.tensor.unbind()
 
     @property
     def nbytes(self) -> int:

@@ -22,7 +22,7 @@ def attend_prefix_batch(
     vectors = packed.view(-1, head_dim)
     scores = q.new_empty(vectors.shape[0], batch.num_tokens)
     unused = q.new_empty(())
-    queries, products = _by_member(vectors, batch, kv_heads), _by_member(scores, batch, kv_heads)
+    queries, products = _by_group(vectors, batch, kv_heads), _by_group(scores, batch, kv_heads)
     for blocks, own_queries, out in zip(batch.prefixes, queries, products, strict=True):
         torch.baddbmm(unused, own_queries, reader.keys.read_run(blocks).transpose(1, 2), beta=0, alpha=scale, out=out)
     largest = scores.amax(-1, keepdim=True)
@@ -34,6 +34,6 @@ def attend_prefix_batch(
     result.lse.view(-1, group_size).index_copy_(0, batch.head_ids, largest.add_(sums.log_()).view(-1, group_size))
 
 
-def _by_member(vectors: torch.Tensor, batch: PrefixBatch, kv_heads: int) -> list[torch.Tensor]:
+def _by_group(vectors: torch.Tensor, batch: PrefixBatch, kv_heads: int) -> list[torch.Tensor]:
     """vectors [n * Hq / Hkv, X] -> of each group [Hkv, its queries * Hq / Hkv, X]."""
-    return [part.view(kv_heads, -1, vectors.shape[1]) for part in torch.split(vectors, batch.num_vectors)]
+    return [part.view(kv_heads, -1, vectors.shape[1]) for part in torch.split(vectors, list(batch.num_vectors))]

@@ -6,12 +6,11 @@ import torch
 
 from kernels.attention_rows import AttentionRows
 from kernels.attention_state import AttentionState
-from kernels.cpu.attention_merge import merge_attention_states
 from kernels.cpu.flash import flash_attention
 from kernels.cpu.indexed_attention import attend_by_index
 from kernels.cpu.kv_reader import KvReader
 from kernels.cpu.running_attention import RunningAttention
-from kernels.cpu.shared_prefix import attend_shared_prefixes
+from kernels.cpu.shared_prefix import add_shared_prefixes
 from kernels.kv_gather import KvGather
 
 
@@ -29,10 +28,7 @@ def paged_decode_attention(
     if q.shape[0] != rows.num_rows:
         raise ValueError(f"q has {q.shape[0]} queries for {rows.num_rows} rows; a decode row has exactly one")
     reader = KvReader(k_cache, v_cache)
-    own = attend_single_queries(q, reader, rows, scale)
-    if not rows.prefix_groups:
-        return own
-    return merge_attention_states(own, attend_shared_prefixes(q, reader, rows, scale))
+    return add_shared_prefixes(q, reader, rows, scale, attend_single_queries(q, reader, rows, scale))
 
 
 def attend_single_queries(q: torch.Tensor, reader: KvReader, rows: AttentionRows, scale: float) -> AttentionState:

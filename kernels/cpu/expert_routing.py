@@ -18,11 +18,10 @@ def route_topk(router_logits: torch.Tensor, top_k: int, *, renormalise: bool) ->
     keys = probabilities.view(torch.int32).long().bitwise_left_shift_(32).bitwise_or_(rank)
     expert_ids = keys.topk(top_k, dim=-1).indices
     weights = probabilities.gather(1, expert_ids)
-    poisoned = weights[:, :1].isnan()  # softmax makes all of a row NaN, or nothing
+    poisoned = weights[:, :1].isnan()  # softmax makes all of a row NaN, or none of it
     if renormalise:
         weights /= weights.sum(-1, keepdim=True)
     if poisoned.any():
-        weights = weights.masked_fill(poisoned, torch.nan)
         expert_ids = torch.where(poisoned, torch.arange(top_k), expert_ids)
     return RoutedExperts(weights, expert_ids)
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
 
 from kernels.cpu.activation import silu_and_mul
-from kernels.cpu.batched_experts import batched_gemm, is_batched
 from kernels.cpu.plain_experts import plain_gemm
 from kernels.cpu.projection import product
 from kernels.expert_layout import ExpertLayout
@@ -24,8 +23,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 def grouped_gemm(x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> Tensor:
     """See `Operations.grouped_gemm`."""
     if x.dtype is torch.float32:
-        gemm = batched_gemm if is_batched(layout.runs, weight.shape[0]) else plain_gemm
-        return gemm(x, weight, layout, gather=gather)
+        return plain_gemm(x, weight, layout, gather=gather)
     rows = products_by_expert(x, weight.matrices, layout, product, gather=gather)
     return torch.cat(rows) if rows else x.new_empty(0, weight.shape[1])
 

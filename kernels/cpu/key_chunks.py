@@ -14,10 +14,11 @@ from kernels.attention_rows import AttentionRows
 # that a head's long walk misses the TLB at every key: the scores of 64 rows of 448 to 512 keys, 8 heads of 128, took
 # 60 ms uncut, 26 in chunks of 32 and 29 of 16 (one thread, Xeon 2.5 GHz).
 CHUNK_TOKENS = 32
-# What is added to the score of a key that is there only to fill a chunk. 31 times exp(-80) of the share that the same
-# key has already is less than float32 can add to it, and the exponential of -inf takes three times as long.
-REPEATED_BIAS = -80.0
-# Scores of one piece: 4 MiB of them, as much of masks and of indices.
+# What is added to the score of a key that is there only to fill a chunk. Its share becomes 31 * exp(-40) = 1e-16 of
+# what the same key has already, less than float32 can add to it. The exponential of -inf takes three times as long, of
+# -87 and less too: 47 is left for scores below their row's largest.
+REPEATED_BIAS = -40.0
+# Scores of one piece: 4 MiB of them, and as much of indices.
 MAX_SCORES = 1 << 20
 # Up to here the pieces of a step are kept for all layers; beyond, each layer makes them anew: about 4 ns a score, of
 # the 50 that the score itself takes.
@@ -28,7 +29,8 @@ MAX_KEPT_SCORES = 4 * MAX_SCORES
 class KeyChunks:
     """n rows cut into c chunks of CHUNK_TOKENS keys; the chunks of a row follow one another.
 
-    Where a row ends within a chunk its last key is repeated: nothing that is not a key of the row is read.
+    Where a row ends within a chunk its last key is repeated: nothing that is not a key of the row is read. `products`
+    and `scores` are one memory, which each layer of a step writes anew: they are one layer's until the next.
     """
 
     query_ids: torch.Tensor  # [n], int64: the query of each row
@@ -36,9 +38,8 @@ class KeyChunks:
     row_offsets: torch.Tensor  # [n + 1], int64: first chunk of each row
     row_chunks: torch.Tensor  # [n, most chunks of a row], int64: the chunks of each row, then its first again
     chunks: torch.Tensor  # [c], int64: 0 .. c - 1
-    bias: torch.Tensor  # [c, Hq, CHUNK_TOKENS], float32: 0, REPEATED_BIAS where the key is repeated
-    # [c * Hq, num_slots * Hkv], sparse CSR float32: a place for each key of a head. A layer writes its products there.
-    products: torch.Tensor
+    bias: torch.Tensor  # [c, 1, CHUNK_TOKENS], float32: 0, REPEATED_BIAS where the key is repeated
+    products: torch.Tensor  # [c * Hq, num_slots * Hkv], sparse CSR float32: a place for each key of a head
     # What `products` is made of; to ask it takes 5 us each time.
     scores: torch.Tensor  # [c, Hq, CHUNK_TOKENS], float32
     key_ids: torch.Tensor  # [c * Hq * CHUNK_TOKENS], int32 or int64: slot * Hkv + KV head
@@ -105,7 +106,7 @@ def _piece(
     index_dtype = torch.int32 if max(num_vectors, slots.numel() * num_heads) < 2**31 else torch.int64
     heads = torch.arange(num_kv_heads, dtype=index_dtype).repeat_interleave(num_heads // num_kv_heads)
     key_ids = (slots * num_kv_heads).to(index_dtype)[:, None, :] + heads[:, None]
-    bias = torch.zeros(slots.shape).masked_fill_(positions > last, REPEATED_BIAS)[:, None, :].expand(key_ids.shape)
+    bias = torch.zeros(slots.shape).masked_fill_(positions > last, REPEATED_BIAS)[:, None, :]
     num_chunks = chunk_rows.shape[0]
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     columns = torch.arange(int(counts.max()))
@@ -121,7 +122,7 @@ def _piece(
         row_offsets=offsets,
         row_chunks=offsets[:-1, None] + columns.where(columns < counts[:, None], 0),
         chunks=torch.arange(num_chunks),
-        bias=bias.contiguous(),
+        bias=bias,
         products=products,
         scores=products.values().view(key_ids.shape),
         key_ids=products.col_indices(),

@@ -6,12 +6,11 @@ import torch
 
 from kernels.attention_rows import AttentionRows
 from kernels.attention_state import AttentionState
-from kernels.cpu.attention_merge import merge_attention_states
 from kernels.cpu.decode_attention import attend_single_queries
 from kernels.cpu.flash import flash_attention
 from kernels.cpu.kv_reader import KvReader
 from kernels.cpu.running_attention import RunningAttention
-from kernels.cpu.shared_prefix import attend_shared_prefixes, attend_unmasked
+from kernels.cpu.shared_prefix import add_shared_prefixes, attend_unmasked
 
 
 def paged_prefill_attention(
@@ -33,9 +32,7 @@ def paged_prefill_attention(
             tokens = (rows.own_starts[row], kv_len)
             state = _attend_chunk(q[start:end], reader, rows.block_tables[row].long(), tokens, scale)
             own.output[start:end], own.lse[start:end] = state.output, state.lse
-    if not rows.prefix_groups:
-        return own
-    return merge_attention_states(own, attend_shared_prefixes(q, reader, rows, scale))
+    return add_shared_prefixes(q, reader, rows, scale, own)
 
 
 def _attend_chunk(

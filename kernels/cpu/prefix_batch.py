@@ -25,8 +25,8 @@ class PrefixBatch(NamedTuple):
 
     # [n], int64: query * Hkv + KV head, those of one KV head of a group side by side. Each stands for Hq / Hkv vectors.
     head_ids: torch.Tensor
-    num_vectors: list[int]  # of each group
-    prefixes: list[BlockRun]  # of each group
+    num_vectors: tuple[int, ...]  # of each group
+    prefixes: tuple[BlockRun, ...]  # of each group
     num_tokens: int  # of each prefix
 
 
@@ -46,8 +46,8 @@ def prefix_batches(
             num_blocks = num_tokens // block_size
             yield PrefixBatch(
                 torch.cat(ids),
-                [each.shape[0] * heads[0] // heads[1] for each in ids],
-                [BlockRun.of(block_tables[group.first_row, :num_blocks].long()) for _, group in part],
+                tuple(each.shape[0] * heads[0] // heads[1] for each in ids),
+                tuple(BlockRun.of(block_tables[group.first_row, :num_blocks].long()) for _, group in part),
                 num_tokens,
             )
 

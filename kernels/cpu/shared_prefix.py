@@ -9,6 +9,7 @@ import torch
 
 from kernels.attention_rows import AttentionRows
 from kernels.attention_state import AttentionState
+from kernels.cpu.attention_merge import merge_attention_states
 from kernels.cpu.batched_prefixes import attend_prefix_batch
 from kernels.cpu.flash import flash_attention
 from kernels.cpu.kv_reader import KvReader
@@ -23,23 +24,40 @@ PIECE_BYTES = 2 << 20
 
 
 class _Read(NamedTuple):
-    queries: slice  # of all members
+    queries: slice
     blocks: torch.Tensor  # [num_blocks], int64
     num_tokens: int
 
 
 class _Plan(NamedTuple):
+    queries: slice  # from the first of the first group to the last of the last one; below they are counted from there
     batches: tuple[PrefixBatch, ...]
     reads: tuple[_Read, ...]  # groups that are attended one by one
 
 
-def attend_shared_prefixes(q: torch.Tensor, reader: KvReader, rows: AttentionRows, scale: float) -> AttentionState:
-    """Attention of each row over its group's prefix; nothing of rows in no group.
+def add_shared_prefixes(
+    q: torch.Tensor, reader: KvReader, rows: AttentionRows, scale: float, own: AttentionState
+) -> AttentionState:
+    """Attention over all keys: `own`, which is over those behind the shared prefixes and is the caller's no more, and
+    over each group's prefix.
 
-    q [sum of query_lens, Hq, D]. The output is float32.
+    q [sum of query_lens, Hq, D].
     """
+    if not rows.prefix_groups:
+        return own
     key = ("prefix_plan", q.itemsize, q.shape[1], reader.num_kv_heads, reader.head_dim, reader.block_size)
     plan = rows.once(key, lambda: _plan(q, reader, rows))
+    # One merge for all groups, and what lies between them: its operations cost more than a few rows do.
+    shared = _attend_groups(q[plan.queries], reader, plan, scale)
+    merged = merge_attention_states(AttentionState(own.output[plan.queries], own.lse[plan.queries]), shared)
+    if merged.lse.shape == own.lse.shape:
+        return merged
+    own.output[plan.queries], own.lse[plan.queries] = merged.output, merged.lse
+    return own
+
+
+def _attend_groups(q: torch.Tensor, reader: KvReader, plan: _Plan, scale: float) -> AttentionState:
+    """Attention over the prefixes, in float32; nothing of queries in no group. q: the plan's queries."""
     result = AttentionState.without_keys(q, torch.float32)
     for batch in plan.batches:
         attend_prefix_batch(q, reader, batch, scale, result)
@@ -85,11 +103,13 @@ def _is_by_matmul(q: torch.Tensor, num_packed: int) -> bool:
 
 def _plan(q: torch.Tensor, reader: KvReader, rows: AttentionRows) -> _Plan:
     ends = [0, *accumulate(rows.query_lens)]
+    first, last = rows.prefix_groups[0], rows.prefix_groups[-1]
+    span = slice(ends[first.first_row], ends[last.first_row + last.num_rows])
     group_size = q.shape[1] // reader.num_kv_heads
     batched: list[tuple[slice, PrefixGroup]] = []
     reads: list[_Read] = []
     for group in rows.prefix_groups:
-        queries = slice(ends[group.first_row], ends[group.first_row + group.num_rows])
+        queries = slice(*(ends[row] - span.start for row in (group.first_row, group.first_row + group.num_rows)))
         num_packed = (queries.stop - queries.start) * group_size
         if _is_by_matmul(q, num_packed) and group.num_tokens <= reader.tokens_of(PIECE_BYTES):
             batched.append((queries, group))
@@ -97,4 +117,4 @@ def _plan(q: torch.Tensor, reader: KvReader, rows: AttentionRows) -> _Plan:
             blocks = rows.block_tables[group.first_row, : group.num_tokens // reader.block_size].long()
             reads.append(_Read(queries, blocks, group.num_tokens))
     heads = (q.shape[1], reader.num_kv_heads)
-    return _Plan(tuple(prefix_batches(batched, rows.block_tables, heads, reader.block_size)), tuple(reads))
+    return _Plan(span, tuple(prefix_batches(batched, rows.block_tables, heads, reader.block_size)), tuple(reads))

@@ -38,7 +38,7 @@ def product(x: QuantisedRows, weight: PackedWeight, index: int, dtype: torch.dty
     The integer sums are exact up to a depth of 66,000.
     """
     matrix, scales, zero_points = weight.parts[PARTS * index : PARTS * index + PARTS]
-    out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+    out: torch.Tensor = torch.ops.onednn.qlinear_pointwise.default(
         *(x.values, 1.0, ZERO_POINT),
         *(matrix, scales, zero_points),
         None,

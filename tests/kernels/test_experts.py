@@ -6,7 +6,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from kernels import cpu, reference
-from kernels.cpu.batched_experts import is_batched
+from kernels.expert_layout import ExpertLayout
 from kernels.interface import Operations
 from kernels.routed_experts import RoutedExperts
 from tests.support.assert_close import assert_close
@@ -45,36 +45,6 @@ def sorted_layer(
     hidden = operations.silu_and_mul(operations.grouped_gemm(x, operations.pack(gate_up), layout, gather=True))
     rows = operations.grouped_gemm(hidden, operations.pack(down), layout, gather=False)
     return operations.combine_experts(rows, layout, routed.weights)
-
-
-def is_batched_with(counts: list[int]) -> bool:
-    ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
-    return is_batched(reference.sort_tokens_by_expert(ids[:, None], len(counts)).runs, len(counts))
-
-
-def test_experts_are_batched_unless_padding_or_idle_experts_would_cost_more() -> None:
-    assert is_batched_with([4] * 8)
-    assert is_batched_with([8, 0, 4, 4, 4, 4, 4, 4])
-    assert not is_batched_with([3] * 8)  # one by one
-    assert not is_batched_with([30, 1, 1, 1])  # nearly all of it padding
-    assert not is_batched_with([9, 0, 0, 9, 9, 9, 9, 9])  # two are read for nothing
-    assert not is_batched_with([65] * 8)
-    assert not is_batched_with([0] * 8)
-
-
-@pytest.mark.parametrize("counts", [[4] * 8, [8, 4, 4, 6], [0, 9, 6, 11, 9, 9, 9, 9], [64, 64]])
-def test_one_batched_product_is_the_products_one_by_one(counts: list[int]) -> None:
-    assert is_batched_with(counts)
-    experts = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    experts = experts[torch.randperm(len(experts), generator=torch.Generator().manual_seed(1))][:, None]
-    x, (gate_up, down) = hidden_states(len(experts), torch.float32), weights(len(counts), torch.float32)
-    padding = int(experts.flatten().argsort(stable=True)[0])  # what experts with fewer rows are padded with
-    x[padding] = torch.nan
-    routed = RoutedExperts(torch.ones(experts.shape), experts)
-    actual = sorted_layer(cpu, x, gate_up, down, routed)
-    others = torch.arange(len(experts)) != padding
-    assert actual[padding].isnan().all()
-    assert_close(actual[others], sorted_layer(reference, x, gate_up, down, routed)[others])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -149,6 +119,38 @@ def test_grouped_gemm_when_one_expert_takes_every_token() -> None:
     assert_close(
         cpu.grouped_gemm(x, cpu.pack(gate_up), layout, gather=True), reference.linear(x, reference.pack(gate_up[2]))
     )
+
+
+def layout_of(counts: list[int]) -> ExpertLayout:
+    """So many tokens, with one choice each, for each expert, in random order."""
+    experts = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+    experts = experts[torch.randperm(len(experts), generator=torch.Generator().manual_seed(1))]
+    return reference.sort_tokens_by_expert(experts[:, None], len(counts))
+
+
+# Numbers of rows on both sides of each bound between products from the left and from the right.
+@pytest.mark.parametrize("small_elements", [1 << 20, 1], ids=["small matrices", "large matrices"])
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("counts", [[1, 7, 0, 8, 12], [13, 0, 56, 57], [0, 0, 0], [0, 30]])
+def test_any_number_of_rows_agrees_with_the_reference(
+    counts: list[int], gather: bool, small_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kernels.cpu.plain_experts.SMALL_ELEMENTS", small_elements)
+    layout, (gate_up, _) = layout_of(counts), weights(len(counts), torch.float32)
+    x = hidden_states(sum(counts), torch.float32)
+    if counts[-1]:
+        x[layout.pair_ids[-1] if gather else -1] = torch.nan  # reaches no other row
+    actual, expected = (ops.grouped_gemm(x, ops.pack(gate_up), layout, gather=gather) for ops in (cpu, reference))
+    assert actual.is_contiguous()
+    assert_close(actual[:-1], expected[:-1])
+    assert actual[-1:].isnan().all() == expected[-1:].isnan().all()
+
+
+@pytest.mark.parametrize("num_rows", [29, 31])
+def test_rows_that_do_not_fit_the_layout_are_refused(num_rows: int) -> None:
+    gate_up, _ = weights(2, torch.float32)
+    with pytest.raises(RuntimeError, match="split"):
+        cpu.grouped_gemm(hidden_states(num_rows, torch.float32), cpu.pack(gate_up), layout_of([0, 30]), gather=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

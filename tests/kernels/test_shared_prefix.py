@@ -104,7 +104,7 @@ def test_equally_long_prefixes_are_one_batch_up_to_its_limit(monkeypatch: pytest
         starts = rows.cu_seqlens_q.tolist()
         groups = [(slice(starts[group[0]], starts[group[0] + group[1]]), group) for group in rows.prefix_groups]
         made = prefix_batches(groups, rows.block_tables, (4, 2), BLOCK)
-        return [(batch.num_tokens, batch.num_vectors) for batch in made]
+        return [(batch.num_tokens, [*batch.num_vectors]) for batch in made]
 
     assert batches() == [(32, [32, 36, 36, 8]), (112, [32])]
     monkeypatch.setattr("kernels.cpu.prefix_batch.MAX_SCORES", 80 * 32)
@@ -156,6 +156,30 @@ def test_a_nan_in_one_rows_own_keys_does_not_reach_the_others_of_its_group() -> 
     state = cpu.paged_decode_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.25)
     assert state.output[0].isnan().all()
     assert state.output[1].isfinite().all()
+
+
+def test_a_nan_reaches_only_the_rows_of_a_batch_that_see_it() -> None:
+    case = equal_groups()
+    expected = cpu.paged_prefill_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.25)
+    case.v_cache[int(case.rows.block_tables[9, 1]), 3] = torch.nan  # prefix of the second group, rows 9 to 17
+    case.q[2] = torch.nan  # a row of the first
+    state = cpu.paged_prefill_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.25)
+    seen = torch.zeros(case.q.shape[0], dtype=torch.bool)
+    seen[[2, *range(9, 18)]] = True
+    assert state.output[seen].isnan().all()
+    assert torch.equal(state.output[~seen], expected.output[~seen])
+
+
+@pytest.mark.parametrize("poison", [0.0, torch.nan])
+def test_a_layer_leaves_nothing_for_the_next(poison: float) -> None:
+    case, other = equal_groups(), equal_groups()
+    first = cpu.paged_prefill_attention(case.q, case.k_cache + poison, case.v_cache, case.rows, 0.125)
+    kept = first.output.clone()
+    q, v_cache = other.q.flip(0), other.v_cache * 2
+    second = cpu.paged_prefill_attention(q, case.k_cache, v_cache, case.rows, 0.125)  # the same plans
+    fresh = cpu.paged_prefill_attention(q, case.k_cache, v_cache, other.rows, 0.125)
+    assert torch.equal(second.output, fresh.output)
+    assert torch.equal(first.output.nan_to_num(), kept.nan_to_num())
 
 
 def test_the_shared_part_is_computed_from_the_group_and_not_from_every_row() -> None:
