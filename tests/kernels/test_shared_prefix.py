@@ -171,15 +171,25 @@ def test_a_nan_reaches_only_the_rows_of_a_batch_that_see_it() -> None:
 
 
 @pytest.mark.parametrize("poison", [0.0, torch.nan])
-def test_a_layer_leaves_nothing_for_the_next(poison: float) -> None:
-    case, other = equal_groups(), equal_groups()
+@pytest.mark.parametrize("num_alone", [0, 1], ids=["groups alone", "rows before and after"])
+def test_a_layer_leaves_nothing_for_the_next(num_alone: int, poison: float) -> None:
+    alone = [(1, 20)] * num_alone
+    groups = [(first + num_alone, num_rows, num_tokens) for first, num_rows, num_tokens in EQUAL_GROUPS]
+    case, other = (
+        make_paged_cache(
+            alone + EQUAL_LENS + alone, num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32,
+            prefix_groups=groups,
+        )
+        for _ in range(2)
+    )  # fmt: skip
     first = cpu.paged_prefill_attention(case.q, case.k_cache + poison, case.v_cache, case.rows, 0.125)
-    kept = first.output.clone()
+    kept = [part.clone() for part in first]
     q, v_cache = other.q.flip(0), other.v_cache * 2
     second = cpu.paged_prefill_attention(q, case.k_cache, v_cache, case.rows, 0.125)  # the same plans
     fresh = cpu.paged_prefill_attention(q, case.k_cache, v_cache, other.rows, 0.125)
     assert torch.equal(second.output, fresh.output)
-    assert torch.equal(first.output.nan_to_num(), kept.nan_to_num())
+    assert torch.equal(second.lse, fresh.lse)
+    assert all(torch.equal(part.nan_to_num(), copy.nan_to_num()) for part, copy in zip(first, kept, strict=True))
 
 
 def test_the_shared_part_is_computed_from_the_group_and_not_from_every_row() -> None:
