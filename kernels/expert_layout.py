@@ -27,7 +27,7 @@ class ExpertLayout:
         counts = enumerate(self.expert_offsets.diff().tolist())
         return tuple(ExpertRun(expert, num_rows) for expert, num_rows in counts if num_rows)
 
-    @property
+    @cached_property
     def run_lens(self) -> list[int]:
         """Rows of each run: what to split the layout's rows by."""
         return [run.num_rows for run in self.runs]

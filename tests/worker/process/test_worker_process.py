@@ -185,7 +185,7 @@ def test_sigquit_gives_everything_back_at_once(
     shards = [registry.keys.unit(UnitRef.shard(job_id, number)) for number in range(3)]
     wait_until(lambda: all(registry.redis.hget(shard, "st") == b"running" for shard in shards))
     worker.send_signal(signal.SIGQUIT)
-    assert worker.wait(20) == 0  # it takes 0.3 s, a drain 60
+    assert worker.wait(2) == 0
     for shard in shards:
         assert registry.redis.hmget(shard, "st", "att") == [b"queued", b"0"]
     assert not registry.redis.exists("unacked")
