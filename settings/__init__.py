@@ -59,27 +59,24 @@ Without a meaning here:
 
 from __future__ import annotations
 
-from settings.assignments import parse_assignments
-from settings.cuda_graphs import CudaGraphSettings
-from settings.decode import DecodeSettings
-from settings.effective_settings import EffectiveSettings
-from settings.engine import EngineSettings
+from settings.catalogue import Settings
+from settings.engine import (
+    CudaGraphSettings,
+    DecodeSettings,
+    EngineSettings,
+    KVCacheSettings,
+    MoeSettings,
+    PrefixCacheSettings,
+    ProfileSettings,
+    StructuredOutputSettings,
+)
 from settings.errors import SettingsError
-from settings.kv_cache import KVCacheSettings
 from settings.limits import LimitSettings
-from settings.loading import load_settings
-from settings.log import LogSettings
-from settings.metrics import MetricsSettings
 from settings.model import ModelSettings, ReasoningFormat, ToolCallFormat
-from settings.moe import MoeSettings
-from settings.prefix_cache import PrefixCacheSettings
-from settings.profile import ProfileSettings
+from settings.observability import LogSettings, MetricsSettings, TracingSettings
 from settings.redis import RedisSettings
-from settings.root import Settings
-from settings.setting_row import SettingRow
-from settings.source import Source
-from settings.structured_output import StructuredOutputSettings
-from settings.tracing import TracingSettings
+from settings.resolve import EffectiveSettings, SettingRow, load_settings
+from settings.sources import Source, parse_assignments
 from settings.worker import WorkerSettings
 
 __all__ = [

@@ -1,22 +1,190 @@
-"""How the engine runs a model."""
+"""How the engine runs a model: the group `engine` and the groups in it.
+
+`auto` and none are filled in by the engine from the machine and the checkpoint.
+"""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from settings.cuda_graphs import CudaGraphSettings
-from settings.decode import DecodeSettings
 from settings.errors import FieldOrderError
-from settings.group_config import GROUP_CONFIG
-from settings.kv_cache import KVCacheSettings
-from settings.moe import MoeSettings
-from settings.prefix_cache import PrefixCacheSettings
-from settings.profile import ProfileSettings
-from settings.shared_prefix import SharedPrefixSettings
-from settings.structured_output import StructuredOutputSettings
-from settings.units import Sequences, Tokens, Unit
+from settings.fields import (
+    GROUP_CONFIG,
+    Accepted,
+    Blocks,
+    Bytes,
+    Seconds,
+    Sequences,
+    Steps,
+    Tokens,
+    Unit,
+    read_whole_number,
+)
+
+_MAX_SIZE = 65_536
+_SIZES_FORMS = f"whole numbers from 1 to {_MAX_SIZE}, rising, with commas between: 1,2,4,8"
+
+
+def _check_sizes(text: str) -> str:
+    sizes = _read_sizes(text)
+    if not all(low < high for low, high in pairwise((0, *sizes, _MAX_SIZE + 1))):
+        raise ValueError("not rising, or out of range")
+    return text
+
+
+class CudaGraphSettings(BaseModel):
+    """Capture of decode steps as CUDA graphs."""
+
+    model_config = GROUP_CONFIG
+
+    enabled: bool | None = Field(
+        default=None,
+        description="Capture decode steps as CUDA graphs at start and replay them; none: on a GPU, without "
+        "engine.deterministic.",
+    )
+    batch_sizes: Annotated[str, Accepted(_SIZES_FORMS), AfterValidator(_check_sizes)] | None = Field(
+        default=None,
+        description="Numbers of sequences that steps are captured for, others being padded to the next; larger steps "
+        "are not captured. none: 1, 2, 4, every 8 to 64, every 16 to 256, every 32 to 512, up to engine.max_num_seqs.",
+    )
+
+    @property
+    def sizes(self) -> tuple[int, ...] | None:
+        """`batch_sizes` as numbers."""
+        return None if self.batch_sizes is None else _read_sizes(self.batch_sizes)
+
+
+class DecodeSettings(BaseModel):
+    """How decode steps run."""
+
+    model_config = GROUP_CONFIG
+
+    batched: bool = Field(
+        default=True, description="Decode many sequences in one forward pass; off: one after the other, to compare."
+    )
+    batch_threshold: Sequences = Field(
+        default=2, ge=1, le=65_536, description="Fewest sequences that are decoded in one forward pass."
+    )
+
+
+def _check_power_of_two(value: int) -> int:
+    if value & (value - 1) != 0:
+        raise ValueError("not a power of two")
+    return value
+
+
+class KVCacheSettings(BaseModel):
+    """Size of the block pool. There is no other kind of KV cache than the paged one."""
+
+    model_config = GROUP_CONFIG
+
+    block_size: Annotated[Tokens, Accepted("a power of two, 8 to 256"), AfterValidator(_check_power_of_two)] = Field(
+        default=16, ge=8, le=256, description="Tokens in one block of the KV cache."
+    )
+    num_blocks: Blocks | None = Field(
+        default=None,
+        ge=2,
+        le=2**31 - 1,
+        description="Blocks in the pool, the null block included; none: on a CPU derived from memory_fraction, on CUDA "
+        "what engine.gpu_memory_utilization leaves, measured at start.",
+    )
+    memory_fraction: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="Part of the memory left free by the weights that the pool takes, where num_blocks is none. "
+        "CPU only.",
+    )
+
+
+class MoeSettings(BaseModel):
+    """How mixture-of-experts layers run."""
+
+    model_config = GROUP_CONFIG
+
+    bucketed: bool = Field(
+        default=True, description="Sort tokens by expert and multiply once per expert; off: token by token, to compare."
+    )
+    bucketed_min_tokens: Tokens = Field(
+        default=4, ge=1, le=1_048_576, description="Fewest tokens in a step that are sorted by expert."
+    )
+
+
+class PrefixCacheSettings(BaseModel):
+    """Reuse of KV blocks between requests that begin alike."""
+
+    model_config = GROUP_CONFIG
+
+    enabled: bool = Field(default=True, description="Requests that begin alike share the KV blocks of the beginning.")
+
+
+class ProfileSettings(BaseModel):
+    """Which steps are profiled: timed layer by layer (`layers`), or traced (`millrace run --profile FILE`).
+
+    Timing synchronises the device and a trace takes memory and disk, so both are off unless asked for.
+    """
+
+    model_config = GROUP_CONFIG
+
+    layers: bool = Field(default=False, description="Log the time of each layer of selected steps.")
+    every_steps: Steps = Field(
+        default=16, ge=1, le=1_000_000_000, description="Select one step in so many, beginning with the warm-up."
+    )
+    max_tokens: Tokens | None = Field(
+        default=None, ge=1, le=1_048_576, description="Select only steps with at most so many tokens; none: any."
+    )
+    min_seqs: Sequences | None = Field(
+        default=None, ge=1, le=65_536, description="Select only steps with at least so many sequences; none: any."
+    )
+
+    max_steps: Steps = Field(
+        default=16, ge=1, le=1_000_000, description="Most steps that the trace of millrace run --profile holds."
+    )
+
+    def selects(self, step: int, num_tokens: int, num_seqs: int) -> bool:
+        """Whether step number `step` (from 0), with `num_tokens` tokens of `num_seqs` sequences, is selected."""
+        if step % self.every_steps != 0:
+            return False
+        if self.max_tokens is not None and num_tokens > self.max_tokens:
+            return False
+        return self.min_seqs is None or num_seqs >= self.min_seqs
+
+
+class SharedPrefixSettings(BaseModel):
+    """Attention over beginnings that running requests share."""
+
+    model_config = GROUP_CONFIG
+
+    enabled: bool | None = Field(
+        default=None,
+        description="Requests that run together over the same KV blocks attend to them once for all, where that is "
+        "faster; none: on a CPU, without engine.deterministic.",
+    )
+
+
+class StructuredOutputSettings(BaseModel):
+    """What a request's grammar may cost; one that costs more fails its request alone."""
+
+    model_config = GROUP_CONFIG
+
+    max_grammar_bytes: Bytes = Field(
+        default=65_536, ge=1, le=16_777_216, description="Largest grammar: text of its schema, expression or rules."
+    )
+    compile_timeout_s: Seconds = Field(
+        default=5.0, ge=0.1, le=600, description="Longest time in which a grammar may be compiled."
+    )
+    max_compile_bytes: Bytes = Field(
+        default=536_870_912,
+        ge=134_217_728,
+        le=1_099_511_627_776,
+        description="Most memory in which a grammar may be compiled: address space of the process that tries it.",
+    )
+    cached_grammars: Annotated[int, Unit("grammars")] = Field(
+        default=256, ge=1, le=65_536, description="Compiled grammars that are kept; the least recently used go first."
+    )
 
 
 class EngineSettings(BaseModel):
@@ -119,3 +287,7 @@ class EngineSettings(BaseModel):
         if max(self.cuda_graphs.sizes or (1,)) > self.max_num_seqs:
             raise FieldOrderError("cuda_graphs.batch_sizes", "max_num_seqs")
         return self
+
+
+def _read_sizes(text: str) -> tuple[int, ...]:
+    return tuple(read_whole_number(part) for part in text.split(","))

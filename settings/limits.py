@@ -1,4 +1,4 @@
-"""What a producer may ask for."""
+"""What a producer may ask for, of one request, of one job and of all that is unfinished."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field, model_validator
 
 from settings.errors import FieldOrderError
-from settings.group_config import GROUP_CONFIG
-from settings.units import Bytes, Jobs, Prompts, Unit
+from settings.fields import GROUP_CONFIG, Bytes, Jobs, Prompts, Unit
 
 
 class LimitSettings(BaseModel):

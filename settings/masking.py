@@ -1,10 +1,10 @@
-"""How a name or a value is shown: on one line, of bounded length, and without passwords."""
+"""Shows a name or a value on one line, of bounded length, and without passwords."""
 
 from __future__ import annotations
 
 import re
 
-from settings.grammar import write
+from settings.fields import write
 
 MASK = "***"
 _LONGEST_SHOWN = 120

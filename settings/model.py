@@ -1,4 +1,4 @@
-"""Which model runs."""
+"""Which model runs, and what it is called in results."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from settings.accepted import Accepted
-from settings.group_config import GROUP_CONFIG
+from settings.fields import GROUP_CONFIG, Accepted
 
 ToolCallFormat = Literal["auto", "qwen3", "llama3", "none"]
 ReasoningFormat = Literal["auto", "qwen3", "none"]

@@ -1,4 +1,4 @@
-"""Where the queue lives."""
+"""Which Redis holds queue, registry and results, and how it is connected to."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, Field, SecretStr
 
-from settings.accepted import Accepted
-from settings.group_config import GROUP_CONFIG
-from settings.units import Seconds, WholeSeconds
+from settings.fields import GROUP_CONFIG, Accepted, Seconds, WholeSeconds
 
 _URL_FORMS = "redis://[user:password@]host[:port][/db], rediss:// likewise, or unix:///path"
 # No `$`, `{` or space: a host that was meant to be replaced by a shell is a mistake, not a host.

@@ -7,8 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field, model_validator
 
 from settings.errors import FieldOrderError
-from settings.group_config import GROUP_CONFIG
-from settings.units import Prompts, Seconds, Unit
+from settings.fields import GROUP_CONFIG, Prompts, Seconds, Unit
 
 
 class WorkerSettings(BaseModel):

@@ -11,7 +11,7 @@ from typing import Self
 import click
 
 from settings import load_settings
-from settings.source import PROFILE_VARIABLE
+from settings.sources import PROFILE_VARIABLE
 from worker.cli.main import cli
 from worker.metrics.catalogue import METRICS
 

@@ -17,7 +17,7 @@ UNITS_BY_SUFFIX = {"_s": "s", "_bytes": "bytes", "_tokens": "tokens", "_seqs": "
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.key)
-def test_every_setting_has_a_description_and_accepted_forms(spec: settings.setting_spec.SettingSpec) -> None:
+def test_every_setting_has_a_description_and_accepted_forms(spec: settings.catalogue.SettingSpec) -> None:
     assert re.fullmatch(r"\S.{10,}\.", spec.description)
     assert spec.accepted
     # A number without both ends would accept what no machine can hold.
@@ -26,12 +26,12 @@ def test_every_setting_has_a_description_and_accepted_forms(spec: settings.setti
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.key)
-def test_every_default_is_accepted_by_its_own_setting(spec: settings.setting_spec.SettingSpec) -> None:
+def test_every_default_is_accepted_by_its_own_setting(spec: settings.catalogue.SettingSpec) -> None:
     assert spec.read(spec.default) == spec.default
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.key)
-def test_a_number_named_after_its_unit_has_that_unit(spec: settings.setting_spec.SettingSpec) -> None:
+def test_a_number_named_after_its_unit_has_that_unit(spec: settings.catalogue.SettingSpec) -> None:
     for suffix, unit in UNITS_BY_SUFFIX.items():
         if spec.kind is not bool and spec.key.endswith(suffix):
             assert spec.unit == unit

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from settings import EffectiveSettings, Settings, SettingsError, Source, load_settings
-from settings.building import value_of
+from settings.resolve import value_of
 
 
 def test_derived_values_fill_only_what_nobody_set() -> None:

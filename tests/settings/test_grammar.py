@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from settings import SettingsError, load_settings
 from settings.catalogue import Catalogue
-from settings.grammar import FALSE_WORDS, TRUE_WORDS, read_boolean, read_number, read_whole_number, write
+from settings.fields import FALSE_WORDS, TRUE_WORDS, read_boolean, read_number, read_whole_number, write
 
 SPECS = Catalogue.read().specs
 SWITCHES = [key for key, spec in SPECS.items() if spec.kind is bool]

@@ -1,9 +1,23 @@
-"""The one way each kind of value is written as text, whether in the environment, `.env`, a profile or an option."""
+"""What a setting is declared with, and the one way each kind of value is written as text.
+
+The text is the same in the environment, `.env`, a profile and an option. pydantic checks values strictly, so text is
+read here before it gets there.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import ConfigDict
+
+# What holds for one value checked by itself, before there is a group.
+VALUE_CONFIG = ConfigDict(strict=True, allow_inf_nan=False)
+
+# strict: a boolean is not a number and "64" is not 64; text is read by settings.grammar before it comes here.
+GROUP_CONFIG = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 TRUE_WORDS = ("true", "on", "yes", "1")
 FALSE_WORDS = ("false", "off", "no", "0")
@@ -13,6 +27,31 @@ BOOLEAN_FORMS = f"{', '.join(TRUE_WORDS)} or {', '.join(FALSE_WORDS)}"
 # At most 19 digits: more than any setting holds, and far below the 4300 at which int() itself refuses.
 _WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,18})")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,40})?([eE][+-]?[0-9]{1,3})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What a number counts, in the plural where it has one: `s`, `bytes`, `tokens`, `sequences`."""
+
+    name: str
+
+
+Seconds = Annotated[float, Unit("s")]
+WholeSeconds = Annotated[int, Unit("s")]
+Bytes = Annotated[int, Unit("bytes")]
+Tokens = Annotated[int, Unit("tokens")]
+Blocks = Annotated[int, Unit("blocks")]
+Steps = Annotated[int, Unit("steps")]
+Sequences = Annotated[int, Unit("sequences")]
+Prompts = Annotated[int, Unit("prompts")]
+Jobs = Annotated[int, Unit("jobs")]
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The accepted forms in words, where type and bounds do not say them: a mark on a setting's declaration."""
+
+    text: str
 
 
 def read_boolean(text: str) -> bool:

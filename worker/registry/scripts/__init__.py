@@ -1,1 +1,0 @@
-"""The registry's Lua scripts, one file each, and what loads them."""
