@@ -1,4 +1,4 @@
-"""Which implementation of the operations a device gets: one per device, and never another in silence."""
+"""Chooses the implementation of the operations for a device: one per device, and never another in silence."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import cast
 import torch
 
 from kernels import cpu, deterministic, int8
-from kernels.errors import KernelsUnavailable
-from kernels.interface import Operations
-from kernels.step_shape import StepShape
+from kernels.interface import KernelsUnavailable, Operations, StepShape
 
 OLDEST_CAPABILITY = (8, 0)  # Ampere: asynchronous copies and bfloat16; the kernels are compiled for 8.0 and 9.0
 LIBRARY_CALLS = {"linear": "cuBLASLt through PyTorch: a dense product, nothing to fuse or to gather"}

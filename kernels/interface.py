@@ -1,5 +1,7 @@
-"""The one interface of every implementation: `kernels.cpu`, `kernels.reference` and `kernels.triton` are modules
-that satisfy it, and mypy checks that they do.
+"""The one interface of every implementation, and the error raised where a device has none.
+
+`kernels.cpu`, `kernels.deterministic`, `kernels.int8`, `kernels.triton` and `kernels.reference` are modules that
+satisfy `Operations`, and mypy checks that they do.
 
 Notation: T tokens of a step, N rows (requests), H hidden size, Hq query heads, Hkv KV heads, D head_dim, I intermediate
 size, E experts, K experts per token, V vocabulary. "model dtype" is float32, bfloat16 or float16. Every sum is
@@ -8,15 +10,14 @@ accumulated in float32. Nothing is written but what is called an output or "in p
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from kernels.attention_rows import AttentionRows
-from kernels.attention_state import AttentionState
-from kernels.expert_layout import ExpertLayout
+from kernels.attention_types import AttentionRows, AttentionState
+from kernels.expert_types import ExpertLayout, RoutedExperts
 from kernels.packed_weight import PackedWeight
-from kernels.routed_experts import RoutedExperts
 
 Tensor = torch.Tensor
 
@@ -172,3 +173,25 @@ class Operations(Protocol):
         logits [N, V] float32 (-inf: never drawn), seeds [N] int64, positions [N] int64 -> [N] int64.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The sizes of a decoder that launches depend on beside the number of tokens; `num_experts` 0: no expert layers."""
+
+    hidden_size: int
+    intermediate_size: int  # of dense layers
+    itemsize: int  # of the model dtype, bytes
+    num_experts: int = 0
+    top_k: int = 0
+    expert_size: int = 0  # intermediate size of one expert
+    bucketed_min_tokens: int | None = None  # tokens from which experts are sorted; None: never
+
+
+class KernelsUnavailable(Exception):
+    """No implementation of the operations exists for a device. There is no fallback: it would be a silent slowdown."""
+
+    def __init__(self, device: str, reason: str) -> None:
+        super().__init__(f"no kernels for device {device!r}: {reason}")
+        self.device = device
+        self.reason = reason

@@ -1,10 +1,27 @@
-"""One batch of key ranges that are read from the paged cache together."""
+"""Plans how the single-query rows of a step read the paged cache in a few large gathers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+# A row's keys are cut at multiples of this many tokens, so that one long row neither needs a buffer of its own size nor
+# keeps all but a few cores idle. Cuts at absolute positions: where a row is cut does not depend on its neighbours.
+SEGMENT_TOKENS = 2048
+# Below this many keys a gather is launch overhead, not work: padding it is cheaper than splitting it.
+SMALL_GATHER_TOKENS = 1024
+
+
+class KeyRange(NamedTuple):
+    """Tokens start .. end - 1 of a row, seen by one query."""
+
+    row: int
+    query: int  # index into q
+    start: int  # a multiple of block_size
+    end: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,3 +38,87 @@ class KvGather:
     def num_ranges(self) -> int:
         """Number of key ranges."""
         return self.query_ids.shape[0]
+
+
+class _Range(NamedTuple):
+    segment: int  # 0 for the first of its row
+    row: int
+    query: int
+    start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class KvGatherPlan:
+    """The gathers of one step; the same for every layer, so it is made once and kept by `AttentionRows`.
+
+    Rows of similar length share a gather: at most a fifth of the blocks it reads are padding (a quarter of the real
+    ones), except in gathers of no more than 1024 keys. A row occurs once in a gather, and its segments in rising order.
+    """
+
+    gathers: tuple[KvGather, ...]
+    num_segments: int  # segments of the longest row; 1: no row was cut
+
+    @classmethod
+    def build(
+        cls, block_tables: torch.Tensor, keys: Sequence[KeyRange], block_size: int, max_tokens: int
+    ) -> KvGatherPlan:
+        """Plan the reading of some rows' keys.
+
+        block_tables [num_rows, max_blocks] int32; keys: not empty, a row at most once; block_size in tokens;
+        max_tokens bounds the keys of one gather, padding included (one block is always allowed).
+        """
+        segment_tokens = max(min(SEGMENT_TOKENS, max_tokens) // block_size, 1) * block_size
+        ranges = sorted(_ranges(keys, segment_tokens), key=lambda item: (item.segment, -item.num_tokens))
+        groups = _group(ranges, block_size, max_tokens)
+        return cls(
+            gathers=tuple(_gather(group, block_tables, block_size) for group in groups),
+            num_segments=max((item.segment + 1 for item in ranges), default=0),
+        )
+
+
+def _ranges(keys: Sequence[KeyRange], segment_tokens: int) -> Iterator[_Range]:
+    for row, query, first, end in keys:
+        # From the first key to a multiple, then from multiple to multiple.
+        starts = [first, *range((first // segment_tokens + 1) * segment_tokens, end, segment_tokens)]
+        for segment, (start, stop) in enumerate(zip(starts, [*starts[1:], end], strict=True)):
+            yield _Range(segment, row, query, start, stop - start)
+
+
+def _group(ranges: list[_Range], block_size: int, max_tokens: int) -> list[list[_Range]]:
+    groups: list[list[_Range]] = []
+    num_blocks = padded_len = 0
+    for item in ranges:  # longest first within a segment, so the first of a group sets its padded length
+        item_blocks = -(-item.num_tokens // block_size)
+        padded = (len(groups[-1]) + 1) * padded_len if groups else 0
+        too_large = padded > max_tokens
+        wasteful = padded > SMALL_GATHER_TOKENS and 5 * (num_blocks + item_blocks) * block_size < 4 * padded
+        if not groups or groups[-1][-1].segment != item.segment or too_large or wasteful:
+            groups.append([])
+            num_blocks, padded_len = 0, item_blocks * block_size
+        groups[-1].append(item)
+        num_blocks += item_blocks
+    return groups
+
+
+def _gather(group: list[_Range], block_tables: torch.Tensor, block_size: int) -> KvGather:
+    device = block_tables.device
+    num_blocks = -(-group[0].num_tokens // block_size)
+    rows = torch.tensor([item.row for item in group], device=device)
+    lens = torch.tensor([item.num_tokens for item in group], device=device)
+    first_blocks = torch.tensor([item.start // block_size for item in group], device=device)
+    columns = first_blocks[:, None] + torch.arange(num_blocks, device=device)
+    # Past a row's blocks its last entry is read: any block will do, what it holds is padding.
+    blocks = block_tables.index_select(0, rows).gather(1, columns.clamp_(max=block_tables.shape[1] - 1))
+    past_end = torch.arange(num_blocks * block_size, device=device) >= lens[:, None]
+    padding_ids = past_end.flatten().nonzero().flatten()
+    mask = None
+    if padding_ids.shape[0] > 0:
+        mask = torch.zeros(past_end.shape, device=device).masked_fill_(past_end, -torch.inf)[:, None, None, :]
+    return KvGather(
+        query_ids=torch.tensor([item.query for item in group], device=device),
+        block_ids=blocks.flatten().long(),
+        num_tokens=num_blocks * block_size,
+        padding_ids=padding_ids,
+        mask=mask,
+    )

@@ -10,7 +10,7 @@ from engine.execution.forward_batch import ForwardBatch
 from engine.execution.pending_tokens import fill_in
 from engine.execution.planned_batch import PlannedBatch
 from engine.execution.staging_buffer import StagingBuffer
-from kernels.attention_rows import AttentionRows
+from kernels.attention_types import AttentionRows
 
 
 class DecodeBuffers:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.attention_rows import AttentionRows
+from kernels.attention_types import AttentionRows
 
 
 @dataclass(frozen=True, eq=False)

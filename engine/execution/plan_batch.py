@@ -13,7 +13,7 @@ from engine.execution.forward_item import ForwardItem
 from engine.execution.planned_batch import PlannedBatch
 from engine.execution.planned_rows import PlannedRows
 from engine.execution.prefix_groups import Gate, find_prefix_groups
-from kernels.prefix_group import PrefixGroup
+from kernels.attention_types import PrefixGroup
 
 Int64 = npt.NDArray[np.int64]
 

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.attention_rows import AttentionRows
-from kernels.prefix_group import PrefixGroup
+from kernels.attention_types import AttentionRows, PrefixGroup
 
 Int32 = npt.NDArray[np.int32]
 

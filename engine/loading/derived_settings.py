@@ -18,7 +18,7 @@ from engine.loading.cpu_threads import usable_cores
 from engine.loading.dtypes import supported_dtypes
 from engine.loading.pool_settings import derive_pool, device_memory, with_pool
 from kernels.dispatch import has_operations, int8_operations, operations
-from kernels.errors import KernelsUnavailable
+from kernels.interface import KernelsUnavailable
 from settings import EffectiveSettings, EngineSettings, Source
 
 # Of 512 the prefill kernel would need 262,400 bytes of shared memory; an H100 has 232,448.

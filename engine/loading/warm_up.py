@@ -23,7 +23,7 @@ from engine.sampling.sampling_row import SamplingRow
 from engine.sampling.token_counts import TokenCounts
 from engine.sampling_params import SamplingParams
 from kernels.dispatch import launch_class_of
-from kernels.step_shape import StepShape
+from kernels.interface import StepShape
 from settings import EngineSettings
 
 WARM_UP_BLOCKS = 2  # the null block, and one that holds every key of every row

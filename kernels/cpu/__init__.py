@@ -8,19 +8,13 @@ work is cut into pieces of a few MiB.
 
 from __future__ import annotations
 
-from kernels.cpu.activation import silu_and_mul
-from kernels.cpu.attention_merge import merge_attention_states
-from kernels.cpu.decode_attention import paged_decode_attention
-from kernels.cpu.expert_routing import route_topk, sort_tokens_by_expert
-from kernels.cpu.experts import combine_experts, grouped_gemm, moe_small_batch
+from kernels.cpu.attention import paged_decode_attention, paged_prefill_attention
+from kernels.cpu.dense import fused_add_rms_norm, linear, pack, rms_norm, silu_and_mul
+from kernels.cpu.experts import combine_experts, grouped_gemm, moe_small_batch, route_topk, sort_tokens_by_expert
 from kernels.cpu.gumbel import gumbel_argmax
-from kernels.cpu.normalisation import fused_add_rms_norm, rms_norm
-from kernels.cpu.penalties import apply_penalties
-from kernels.cpu.prefill_attention import paged_prefill_attention
-from kernels.cpu.projection import linear, pack
+from kernels.cpu.partial_attention import merge_attention_states
 from kernels.cpu.rope_kv_store import qk_norm_rope_store_kv
-from kernels.cpu.selection import argmax
-from kernels.cpu.truncation import mask_top_k_top_p_min_p
+from kernels.cpu.sampling import apply_penalties, argmax, mask_top_k_top_p_min_p
 
 __all__ = [
     "pack",

@@ -1,11 +1,11 @@
-"""Seeded draws by Gumbel-max."""
+"""Draws tokens by Gumbel-max with a seed: `kernels.gumbel_noise`, computed only for the tokens that can win."""
 
 from __future__ import annotations
 
 import torch
 
 from kernels import gumbel_noise as spec
-from kernels.cpu.selection import argmax
+from kernels.cpu.sampling import argmax
 
 
 def gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

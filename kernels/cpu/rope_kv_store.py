@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu.normalisation import rms_norm
+from kernels.cpu.dense import rms_norm
 
 
 def qk_norm_rope_store_kv(

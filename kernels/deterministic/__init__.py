@@ -18,13 +18,9 @@ from kernels.cpu import (
     rms_norm,
     sort_tokens_by_expert,
 )
-from kernels.deterministic.activation import silu_and_mul
-from kernels.deterministic.attention_merge import merge_attention_states
-from kernels.deterministic.decode_attention import paged_decode_attention
-from kernels.deterministic.experts import grouped_gemm, moe_small_batch
-from kernels.deterministic.prefill_attention import paged_prefill_attention
-from kernels.deterministic.projection import linear, pack
-from kernels.deterministic.routing import route_topk
+from kernels.deterministic.attention import merge_attention_states, paged_decode_attention, paged_prefill_attention
+from kernels.deterministic.dense import linear, pack, silu_and_mul
+from kernels.deterministic.experts import grouped_gemm, moe_small_batch, route_topk
 
 __all__ = [
     "pack",

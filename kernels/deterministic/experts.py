@@ -1,14 +1,28 @@
-"""The matrix products of a mixture-of-experts layer, each expert's rows in the tiles of `linear`."""
+"""Routing, and the matrix products of a mixture-of-experts layer, each expert's rows in the tiles of `linear`."""
 
 from __future__ import annotations
 
 import torch
 
+from kernels.cpu import experts as cpu
 from kernels.cpu.experts import products_by_expert, products_by_pair
-from kernels.deterministic.projection import product
-from kernels.expert_layout import ExpertLayout
+from kernels.deterministic.dense import product
+from kernels.expert_types import ExpertLayout, RoutedExperts
 from kernels.packed_weight import PackedWeight
-from kernels.routed_experts import RoutedExperts
+
+
+def route_topk(router_logits: torch.Tensor, top_k: int, *, renormalise: bool) -> RoutedExperts:
+    """See `Operations.route_topk`. The weights are added up in the order of the choices.
+
+    PyTorch's sum over a few columns may go along rows or along columns, as the number of rows has it.
+    """
+    weights, expert_ids = cpu.route_topk(router_logits, top_k, renormalise=False)
+    if renormalise:
+        total = weights[:, :1].clone()
+        for choice in range(1, top_k):
+            total += weights[:, choice : choice + 1]
+        weights = weights / total
+    return RoutedExperts(weights, expert_ids)
 
 
 def grouped_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:

@@ -1,10 +1,18 @@
-"""Attention of tiles of queries over one block of keys, always in the same shape."""
+"""Blocks of keys: which of them the rows attend to, how they are read, and attention of tiles of queries over one.
+
+Blocks are cut at multiples of `KEY_BLOCK_TOKENS` in the sequence, not at the cache's blocks, and summed up in rising
+order.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
-from kernels.cpu.flash import flash_attention
+from kernels.attention_types import AttentionState
+from kernels.cpu.partial_attention import flash_attention
 
 # Keys are reduced in blocks of this many tokens, cut at multiples of it in the sequence. 64 costs a query half as much
 # again per key, and 256 makes short sequences pay for keys that they do not have.
@@ -67,3 +75,86 @@ def attend_key_block(
         mask=mask,
     )
     return output[:num_tiles], lse[:num_tiles]
+
+
+@dataclass(frozen=True, eq=False)
+class KeyBlockPlan:
+    """Pairs of a row and one of its blocks of keys; the same for every layer.
+
+    All first blocks come before all second ones, and so on; the rows with most blocks first, so that the pairs of the
+    j-th block are those of the first `rows_with_block[j]` rows of `row_ids`.
+    """
+
+    row_ids: torch.Tensor  # [num_rows], int64: rows that have keys, by falling number of blocks
+    rows_with_block: tuple[int, ...]  # for each block number, how many rows have it
+    places: torch.Tensor  # [num_pairs], int64: each pair's row, as its place in row_ids
+    slots: torch.Tensor  # [num_pairs, KEY_BLOCK_TOKENS], int64: past a row's end the row's first token
+    mask: torch.Tensor  # [num_pairs, 1, 1, KEY_BLOCK_TOKENS], float32: -inf past a row's end, else 0
+
+    @classmethod
+    def build(cls, block_tables: torch.Tensor, kv_lens: Sequence[int], block_size: int) -> KeyBlockPlan:
+        """block_tables [num_rows, max_blocks] int32; kv_lens: keys of each row; block_size of the cache in tokens."""
+        num_blocks = [-(-kv_len // KEY_BLOCK_TOKENS) for kv_len in kv_lens]
+        order = sorted((row for row, count in enumerate(num_blocks) if count), key=lambda row: -num_blocks[row])
+        longest = num_blocks[order[0]] if order else 0
+        rows_with_block = tuple(sum(num_blocks[row] > block for row in order) for block in range(longest))
+        places = [place for count in rows_with_block for place in range(count)]
+        starts = [block * KEY_BLOCK_TOKENS for block, count in enumerate(rows_with_block) for _ in range(count)]
+        row_ids = torch.tensor(order, dtype=torch.int64)
+        place_ids = torch.tensor(places, dtype=torch.int64)
+        positions = torch.tensor(starts, dtype=torch.int64)[:, None] + torch.arange(KEY_BLOCK_TOKENS)
+        pair_rows = row_ids.index_select(0, place_ids)
+        is_past_end = positions >= torch.tensor(kv_lens, dtype=torch.int64).index_select(0, pair_rows)[:, None]
+        # A key past the end is masked, but must be finite: 0 * NaN is NaN. The row's first is as finite as the row.
+        positions.masked_fill_(is_past_end, 0)
+        blocks = block_tables.long().index_select(0, pair_rows).gather(1, positions // block_size)
+        slots = blocks.mul_(block_size).add_(positions % block_size)
+        mask = torch.zeros(is_past_end.shape).masked_fill_(is_past_end, -torch.inf)
+        return cls(row_ids, rows_with_block, place_ids, slots, mask[:, None, None, :])
+
+
+class KeyBlockReader:
+    """Copies one layer's keys and values in float32, token by token: blocks of keys need not be blocks of the cache."""
+
+    def __init__(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+        """k_cache, v_cache [num_blocks, block_size, Hkv, D]."""
+        self._caches = (k_cache.view(-1, *k_cache.shape[2:]), v_cache.view(-1, *v_cache.shape[2:]))
+        self.block_size: int = k_cache.shape[1]
+        self.num_kv_heads: int = k_cache.shape[2]
+        self.head_dim: int = k_cache.shape[3]
+
+    def read(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values at slots [n, m] int64 (block id * block size + offset), each [n, m, Hkv, D] float32."""
+        keys, values = (cache.index_select(0, slots.flatten()).float() for cache in self._caches)
+        shape = (*slots.shape, self.num_kv_heads, self.head_dim)
+        return keys.view(shape), values.view(shape)
+
+
+class RunningAttention:
+    """Accumulates attention over blocks of keys in float32, in the order in which they are added.
+
+    Not by `torch.logaddexp`, whose bits depend on where in its tensor a number lies (vector or remainder).
+    """
+
+    def __init__(self, shape: tuple[int, int, int], device: torch.device) -> None:
+        """shape: (num_queries, Hq, D)."""
+        self._output = torch.zeros(shape, device=device)
+        self._mass = torch.zeros(shape[:2], device=device)
+        self._largest = torch.full(shape[:2], -torch.inf, device=device)
+
+    def add(self, queries: slice, output: torch.Tensor, lse: torch.Tensor) -> None:
+        """output [n, Hq, D] and lse [n, Hq] of some queries over their next block, which holds a key for each."""
+        before = self._largest[queries]
+        after = torch.maximum(before, lse)
+        old_share = (before - after).exp_()
+        new_share = (lse - after).exp_()
+        self._output[queries] *= old_share[..., None]
+        self._output[queries] += output * new_share[..., None]
+        self._mass[queries] *= old_share
+        self._mass[queries] += new_share
+        self._largest[queries] = after
+
+    def state(self, dtype: torch.dtype) -> AttentionState:
+        """The sum so far; output 0 and log-sum-exp -inf for queries without keys."""
+        mass = self._mass.masked_fill(self._largest == -torch.inf, 1.0)
+        return AttentionState((self._output / mass[..., None]).to(dtype), self._largest + mass.log_())

@@ -23,8 +23,7 @@ from kernels.cpu import (
     silu_and_mul,
     sort_tokens_by_expert,
 )
-from kernels.int8.experts import grouped_gemm, moe_small_batch
-from kernels.int8.projection import linear, pack
+from kernels.int8.products import grouped_gemm, linear, moe_small_batch, pack
 
 __all__ = [
     "pack",

@@ -8,24 +8,23 @@ types of the interface and the constants of `kernels.gumbel_noise`.
 
 from __future__ import annotations
 
-from kernels.reference.activation import silu_and_mul
-from kernels.reference.attention import (
+from kernels.reference.layers import (
+    combine_experts,
+    fused_add_rms_norm,
+    grouped_gemm,
+    linear,
     merge_attention_states,
+    moe_small_batch,
+    pack,
     paged_decode_attention,
     paged_prefill_attention,
-)
-from kernels.reference.experts import (
-    combine_experts,
-    grouped_gemm,
-    moe_small_batch,
+    qk_norm_rope_store_kv,
+    rms_norm,
     route_topk,
+    silu_and_mul,
     sort_tokens_by_expert,
 )
-from kernels.reference.gumbel import gumbel_argmax
-from kernels.reference.normalisation import fused_add_rms_norm, rms_norm
-from kernels.reference.projection import linear, pack
-from kernels.reference.rope_kv_store import qk_norm_rope_store_kv
-from kernels.reference.sampling import apply_penalties, argmax, mask_top_k_top_p_min_p
+from kernels.reference.sampling import apply_penalties, argmax, gumbel_argmax, mask_top_k_top_p_min_p
 
 __all__ = [
     "pack",

@@ -1,8 +1,17 @@
-"""What happens to logits before a token is drawn, and the greedy choice."""
+"""The operations from logits to tokens: the greedy choice, penalties, truncation and seeded draws.
+
+The draws are `kernels.gumbel_noise` line by line, in Python integers and floats.
+"""
 
 from __future__ import annotations
 
+import struct
+
 import torch
+
+from kernels import gumbel_noise as spec
+
+_WORD = 0xFFFFFFFF
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -50,3 +59,64 @@ def mask_top_k_top_p_min_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: tor
         if least > 0:
             probabilities = row.softmax(0)
             row[probabilities < least * probabilities.max()] = -torch.inf
+
+
+def gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """See `Operations.gumbel_argmax`. One token at a time."""
+    drawn = torch.empty(logits.shape[0], dtype=torch.int64)
+    for row, (seed, position) in enumerate(zip(seeds.tolist(), positions.tolist(), strict=True)):
+        noise = torch.tensor([gumbel_noise(seed, position, token) for token in range(logits.shape[1])])
+        drawn[row] = (logits[row] + noise).argmax()
+    return drawn
+
+
+def gumbel_noise(seed: int, position: int, token: int) -> float:
+    """The noise of one token."""
+    x = _mix(_key(spec.KEY_START_FIRST, seed, position) + token * spec.TOKEN_STEP)
+    x = _mix(x ^ _key(spec.KEY_START_SECOND, seed, position))
+    v = min(_round(_round(_round(x >> 1) + 0.5) * 2.0**-31), 1 - 2.0**-24)
+    mantissa, exponent = _split(_round(1 - v))
+    f = -v if exponent == 0 else _round(mantissa - 1)
+    exponential = -_series(f, exponent)
+    mantissa, exponent = _split(exponential)
+    return -_series(_round(mantissa - 1), exponent)
+
+
+def _key(start: int, seed: int, position: int) -> int:
+    key = _mix(start + (seed & _WORD))
+    key = _mix(key ^ (seed >> 32 & _WORD))
+    key = _mix(key + (position & _WORD))
+    return _mix(key ^ (position >> 32 & _WORD))
+
+
+def _mix(x: int) -> int:
+    x &= _WORD
+    x ^= x >> 16
+    x = x * spec.MIX_FIRST & _WORD
+    x ^= x >> 15
+    x = x * spec.MIX_SECOND & _WORD
+    return x ^ x >> 16
+
+
+def _round(x: float) -> float:
+    """To float32. A sum or product of two float32 numbers computed in float64 and rounded so is correctly rounded."""
+    rounded: float = struct.unpack("f", struct.pack("f", x))[0]
+    return rounded
+
+
+def _split(x: float) -> tuple[float, int]:
+    bits: int = struct.unpack("I", struct.pack("f", x))[0]
+    mantissa: float = struct.unpack("f", struct.pack("I", bits & 0x007FFFFF | 0x3F800000))[0]
+    exponent = (bits >> 23) - 127
+    return (mantissa * 0.5, exponent + 1) if mantissa > spec.SQRT2 else (mantissa, exponent)
+
+
+def _series(f: float, exponent: int) -> float:
+    z = _round(f * f)
+    p = spec.LOG1P_COEFFICIENTS[-1]
+    for coefficient in reversed(spec.LOG1P_COEFFICIENTS[:-1]):
+        p = _round(_round(p * f) + coefficient)
+    y = _round(_round(f * z) * p)
+    y = _round(y + _round(exponent * spec.LN2_LOW))
+    y = _round(y - _round(0.5 * z))
+    return _round(_round(f + y) + _round(exponent * spec.LN2_HIGH))

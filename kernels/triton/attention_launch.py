@@ -17,8 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kernels.triton.decode_splits import DecodeSplits
-
 _MIN_DOT_SIZE = 16  # tl.dot takes no smaller dimension
 # Two tiles: below that a program only starts up. With 8 query heads a KV head and 128 dims, the result of such a split
 # (4 KiB in float32, written and read again) is an eighth of the keys and values it read; of longer splits, less.
@@ -31,6 +29,15 @@ COMBINE_SPLITS_AT_ONCE = 16  # splits read at a time: 8 KiB at 128 dims, 16 numb
 COMBINE_NUM_WARPS = 4
 MERGE_NUM_WARPS = 4
 _MERGE_ELEMENTS = 2048  # of a program: two loads of 16 bytes a thread from each input
+
+
+@dataclass(frozen=True)
+class DecodeSplits:
+    """How a decode step cuts its rows: row by row, since a captured launch knows no lengths, only a bound of them."""
+
+    num_splits: int  # programs along a row's keys; those past the last split of a row return at once
+    # A row of n keys has splits of cdiv(n, num_splits) keys, rounded up to SPLIT_MULTIPLE, but not fewer than these.
+    min_split_tokens: int  # a multiple of SPLIT_MULTIPLE
 
 
 @dataclass(frozen=True)

@@ -8,22 +8,20 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_rows import AttentionRows
-from kernels.attention_state import AttentionState
+from kernels.attention_types import AttentionRows, AttentionState
 from kernels.triton.attention_launch import (
     COMBINE_NUM_WARPS,
     COMBINE_SPLITS_AT_ONCE,
     SPLIT_MULTIPLE,
     AttentionLaunch,
+    DecodeSplits,
     decode_launch,
     decode_splits,
     padded_head_dim,
 )
-from kernels.triton.attention_tile import LOWEST_SCORE, add_tile, load_tile
-from kernels.triton.decode_splits import DecodeSplits
-from kernels.triton.shared_prefix_attention import attend_shared_prefixes
-from kernels.triton.shared_prefix_plan import SharedPrefixPlan, plan_decode
-from kernels.triton.target import num_multiprocessors
+from kernels.triton.launch import num_multiprocessors
+from kernels.triton.partial_attention import LOWEST_SCORE, add_tile, load_tile
+from kernels.triton.shared_prefix import SharedPrefixPlan, attend_shared_prefixes, plan_decode
 
 LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2.0))

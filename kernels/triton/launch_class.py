@@ -1,19 +1,14 @@
-"""What the number of tokens of a step decides about its kernels."""
+"""Says which numbers of tokens launch the same kernels, so that a warm-up compiles each of them once."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
-from kernels.step_shape import StepShape
-from kernels.triton.grouped_gemm_launch import grouped_gemm_launch
-from kernels.triton.moe_launch import (
-    MAX_PAIRS_PER_EXPERT_SCAN,
-    combine_launch,
-    expert_count_launch,
-    expert_scan_launch,
-)
-from kernels.triton.row_launch import gate_launch, norm_launch
-from kernels.triton.target import compute_capability
+from kernels.interface import StepShape
+from kernels.triton.dense import gate_launch, norm_launch
+from kernels.triton.experts import MAX_PAIRS_PER_EXPERT_SCAN, combine_launch, expert_count_launch, expert_scan_launch
+from kernels.triton.grouped_gemm import grouped_gemm_launch
+from kernels.triton.launch import compute_capability
 
 
 def launch_class(num_tokens: int, shape: StepShape) -> Hashable:

@@ -8,14 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_rows import AttentionRows
-from kernels.attention_state import AttentionState
+from kernels.attention_types import AttentionRows, AttentionState
 from kernels.triton.attention_launch import padded_head_dim, prefill_launch
-from kernels.triton.attention_merge import merge_attention_states
-from kernels.triton.attention_tile import LOWEST_SCORE, add_tile, load_tile
-from kernels.triton.shared_prefix_attention import attend_shared_prefixes
-from kernels.triton.shared_prefix_plan import plan_prefill
-from kernels.triton.target import compute_capability
+from kernels.triton.launch import compute_capability
+from kernels.triton.partial_attention import LOWEST_SCORE, add_tile, load_tile, merge_attention_states
+from kernels.triton.shared_prefix import attend_shared_prefixes, plan_prefill
 
 LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2.0))

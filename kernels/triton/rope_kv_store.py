@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.row_launch import rope_launch
+from kernels.triton.dense import rope_launch
 
 
 @triton.jit

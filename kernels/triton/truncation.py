@@ -1,7 +1,9 @@
-"""Cutting the tail of the next-token distribution: top-k, top-p, min-p, without a sort.
+"""Cuts the tail of the next-token distribution without a sort: top-k, top-p, min-p.
 
-What stays begins at a key (see `ordered_floats`): the largest u for which the tokens of at least that key number k, or
-have the nucleus' mass. Its 32 bits are found two at a time, by counting. Three kernels:
+What stays begins at a key (see `ordered`): the largest u for which the tokens of at least that key number k, or have
+the nucleus' mass. Its 32 bits are found two at a time, by counting. A mass is exp(value - top) in units of
+2**-MASS_BITS, an integer: a sum of integers has no order, so it is exact, reproducible, and equal values weigh the
+same. Three kernels:
 
 1. `_collect_candidates_kernel`: the maxima of as many groups of tokens as there are lanes. The k-th largest of them is
    a floor that at least k tokens reach and few more (k of 151,936 tokens mostly lie in different ones of 8192 groups),
@@ -24,11 +26,24 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.ordered_floats import LOWEST_KEY, MINUS_INFINITY_KEY, NAN_KEY, is_finite, ordered, value_of
-from kernels.triton.threshold_search import MASS_BITS, mass_of, nucleus_mass, tail_sums, threshold
-from kernels.triton.vocab_launch import collect_launch, mask_launch, search_launch
+from kernels.triton.sampling import (
+    LOWEST_KEY,
+    MINUS_INFINITY_KEY,
+    NAN_KEY,
+    NARROW_BLOCK,
+    WIDE_BLOCK,
+    VocabLaunch,
+    is_finite,
+    ordered,
+    value_of,
+)
+
+# What is 29.8 below the largest value weighs nothing; the sum over less than 2**20 values fits an int64.
+MASS_BITS = 43
 
 MAX_VOCAB_SIZE = 2 ** (63 - MASS_BITS) - 1
+
+MASS_UNITS = tl.constexpr(2.0**MASS_BITS)
 
 
 def mask_top_k_top_p_min_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> None:
@@ -220,3 +235,95 @@ def _mask_kernel(
     # The softmax of a row with a NaN or +inf is NaN, and drops nothing.
     dropped |= tl.exp(values - top) < tl.where(is_finite(top), min_p, 0.0)
     tl.store(logits_ptr + row * stride_logits_row + tokens, -float("inf"), mask=inside & dropped)
+
+
+@triton.jit
+def mass_of(values, top):
+    """values float32 at most `top`, which is finite -> int64."""
+    return (tl.exp(values - top) * MASS_UNITS).to(tl.int64)
+
+
+@triton.jit
+def nucleus_mass(total, top_p):
+    """Mass that must stay: what is dropped has at most 1 - top_p of the total, and something stays.
+
+    Half a float32 step more than 1 - top_p: shares up to there round to it, as in a float32 sum. So 0.3 of 10
+    equal tokens are 3, although the float32 nearest to 1 - 0.3 is less than the mass of 7.
+    """
+    share = 1.0 - top_p
+    next_share = (share.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
+    limit = (share.to(tl.float64) + next_share.to(tl.float64)) * 0.5
+    return tl.maximum(total - (limit * total.to(tl.float64)).to(tl.int64), 1)
+
+
+@triton.jit
+def tail_sums(values_ptr, num_values, top, key, BLOCK: tl.constexpr, NUM_STAGES: tl.constexpr):
+    """-> the mass of values above `key`, int64, and the number of those that equal it, int32."""
+    lanes = tl.arange(0, BLOCK)
+    masses = tl.zeros((BLOCK,), tl.int64)
+    num_equals = tl.zeros((BLOCK,), tl.int32)
+    for start in tl.range(0, num_values, BLOCK, num_stages=NUM_STAGES):
+        values = tl.load(values_ptr + start + lanes, mask=start + lanes < num_values, other=-float("inf"))
+        keys = ordered(values)
+        masses += tl.where(keys > key, mass_of(values, top), 0)
+        num_equals += ((keys == key) & (start + lanes < num_values)).to(tl.int32)
+    return tl.sum(masses), tl.sum(num_equals)
+
+
+@triton.jit
+def threshold(
+    values_ptr,
+    num_values,
+    top,
+    target,
+    BY_MASS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """-> the largest key such that the values from it on number `target`, or weigh it; LOWEST_KEY if there is none.
+
+    Two bits of the key a round: three sums over the values.
+    """
+    lanes = tl.arange(0, BLOCK)
+    found = tl.full((), LOWEST_KEY, tl.int32)
+    for digits in range(16):
+        step = tl.full((), 1, tl.int32) << (30 - 2 * digits)
+        # `found + 3 * step` wraps around as it should: from the lowest int32 up to the highest.
+        first, second, third = found + step, found + step * 2, found + step * 3
+        from_first = tl.zeros((BLOCK,), tl.int64)
+        from_second = tl.zeros((BLOCK,), tl.int64)
+        from_third = tl.zeros((BLOCK,), tl.int64)
+        for start in tl.range(0, num_values, BLOCK, num_stages=NUM_STAGES):
+            inside = start + lanes < num_values
+            values = tl.load(values_ptr + start + lanes, mask=inside, other=-float("inf"))
+            keys = ordered(values)
+            weights = mass_of(values, top) if BY_MASS else inside.to(tl.int64)
+            from_first += tl.where(keys >= first, weights, 0)
+            from_second += tl.where(keys >= second, weights, 0)
+            from_third += tl.where(keys >= third, weights, 0)
+        digit = (tl.sum(from_first) >= target).to(tl.int32)
+        digit += (tl.sum(from_second) >= target).to(tl.int32)
+        digit += (tl.sum(from_third) >= target).to(tl.int32)
+        found += digit * step
+    return found
+
+
+def collect_launch(vocab_size: int) -> VocabLaunch:
+    """One program a row, so 64 rows use half of the GPU: 512 threads and two blocks on their way, 64 KiB, feed each.
+
+    The block is also the number of groups whose maxima bound the k-th largest logit, and the room for candidates.
+    """
+    return VocabLaunch(min(WIDE_BLOCK, max(triton.next_power_of_2(vocab_size), 128)), num_warps=16, num_stages=3)
+
+
+def search_launch(vocab_size: int) -> VocabLaunch:
+    """The candidates of most rows (little more than top_k, or 2048) are one block, and three more are on their way.
+
+    8 tokens a thread, each with three sums of int64, take nearly all of the 128 registers that 16 warps leave.
+    """
+    return VocabLaunch(min(4096, max(triton.next_power_of_2(vocab_size), 128)), num_warps=16, num_stages=4)
+
+
+def mask_launch() -> VocabLaunch:
+    """16 tokens a thread; a row of 151,936 tokens takes 75 programs."""
+    return VocabLaunch(NARROW_BLOCK, num_warps=4)

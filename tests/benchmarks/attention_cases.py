@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
 from torch.nn.attention.varlen import varlen_attn
 
-from kernels.attention_state import AttentionState
+from kernels.attention_types import AttentionState
 from kernels.interface import Operations
 from tests.benchmarks.attention_inputs import AttentionInputs
 from tests.benchmarks.case import Case, Prepare, Workload

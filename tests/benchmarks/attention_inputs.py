@@ -6,8 +6,7 @@ from itertools import accumulate
 
 import torch
 
-from kernels.attention_rows import AttentionRows
-from kernels.prefix_group import PrefixGroup
+from kernels.attention_types import AttentionRows, PrefixGroup
 from tests.benchmarks.model_shape import ModelShape
 from tests.benchmarks.tensors import random, shuffled
 

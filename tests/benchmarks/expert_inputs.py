@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
 
-from kernels.expert_layout import ExpertLayout
-from kernels.routed_experts import RoutedExperts
+from kernels.expert_types import ExpertLayout, RoutedExperts
 from tests.benchmarks.model_shape import ModelShape
 from tests.benchmarks.tensors import random
 

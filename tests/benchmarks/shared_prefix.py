@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kernels import cpu
-from kernels.attention_rows import AttentionRows
-from kernels.prefix_group import PrefixGroup
+from kernels.attention_types import AttentionRows, PrefixGroup
 
 BLOCK_SIZE = 16
 NUM_ROWS = (2, 4, 8, 16, 64)

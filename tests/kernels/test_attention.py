@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import cpu, reference
-from kernels.attention_state import AttentionState
+from kernels.attention_types import AttentionState
 from tests.support.assert_close import assert_close
 from tests.support.paged_cache import PagedCache, make_paged_cache
 

@@ -4,6 +4,7 @@ import pytest
 
 from kernels.triton.attention_launch import (
     AttentionLaunch,
+    DecodeSplits,
     decode_launch,
     decode_splits,
     merge_block_rows,
@@ -13,7 +14,6 @@ from kernels.triton.attention_launch import (
     shared_prefix_launch,
     shared_prefix_split_tokens,
 )
-from kernels.triton.decode_splits import DecodeSplits
 
 H200 = 132
 

@@ -18,8 +18,7 @@ from kernels.dispatch import (
     operation_names,
     operations,
 )
-from kernels.errors import KernelsUnavailable
-from kernels.interface import Operations
+from kernels.interface import KernelsUnavailable, Operations
 
 # mypy checks these: a module with a missing or differently typed operation does not pass.
 CPU: Operations = cpu
@@ -104,7 +103,7 @@ def test_a_gpu_without_triton_is_refused(gpu: pytest.MonkeyPatch) -> None:
 
 def test_other_import_errors_are_not_hidden(gpu: pytest.MonkeyPatch) -> None:
     gpu.delitem(sys.modules, "kernels.triton")
-    gpu.setitem(sys.modules, "kernels.triton.activation", None)
+    gpu.setitem(sys.modules, "kernels.triton.dense", None)
     with pytest.raises(ModuleNotFoundError):
         operations(CUDA)
 

@@ -61,7 +61,7 @@ def test_linear_agrees_with_the_reference(m: int, n: int, k: int, dtype: torch.d
 
 
 def test_a_float16_weight_is_converted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.cpu.projection.FLOAT16_CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr("kernels.cpu.dense.FLOAT16_CHUNK_ELEMENTS", 1000)
     x, weight = random(3, 300, dtype=torch.float16), random(31, 300, dtype=torch.float16, seed=1)
     assert_close(cpu.linear(x, cpu.pack(weight)), reference.linear(x, reference.pack(weight)))
 

@@ -6,9 +6,8 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from kernels import cpu, reference
-from kernels.expert_layout import ExpertLayout
+from kernels.expert_types import ExpertLayout, RoutedExperts
 from kernels.interface import Operations
-from kernels.routed_experts import RoutedExperts
 from tests.support.assert_close import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -135,7 +134,7 @@ def layout_of(counts: list[int]) -> ExpertLayout:
 def test_any_number_of_rows_agrees_with_the_reference(
     counts: list[int], gather: bool, small_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kernels.cpu.plain_experts.SMALL_ELEMENTS", small_elements)
+    monkeypatch.setattr("kernels.cpu.experts.SMALL_ELEMENTS", small_elements)
     layout, (gate_up, _) = layout_of(counts), weights(len(counts), torch.float32)
     x = hidden_states(sum(counts), torch.float32)
     if counts[-1]:

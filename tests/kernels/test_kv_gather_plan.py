@@ -4,8 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.key_range import KeyRange
-from kernels.kv_gather_plan import SEGMENT_TOKENS, KvGatherPlan
+from kernels.kv_gather import SEGMENT_TOKENS, KeyRange, KvGatherPlan
 
 BLOCK = 16
 

@@ -8,7 +8,7 @@ import torch
 
 import kernels.triton
 from kernels.dispatch import launch_class_of, operations
-from kernels.step_shape import StepShape
+from kernels.interface import StepShape
 from kernels.triton import launch_class as module
 from kernels.triton.launch_class import launch_class
 

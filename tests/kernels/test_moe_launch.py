@@ -2,20 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from kernels.triton.grouped_gemm_launch import (
+from kernels.triton.experts import combine_launch, expert_count_launch, expert_scan_launch
+from kernels.triton.grouped_gemm import (
     LEAST_SHARED_MEMORY_BYTES,
     SHARED_MEMORY_BYTES,
     GroupedGemmLaunch,
     grouped_gemm_launch,
 )
-from kernels.triton.moe_launch import (
-    combine_launch,
-    down_launch,
-    expert_count_launch,
-    expert_scan_launch,
-    gate_up_launch,
-    power_of_two_from,
-)
+from kernels.triton.launch import power_of_two_from
+from kernels.triton.moe_small_batch import down_launch, gate_up_launch
 
 TOKENS = (1, 2, 3, 8, 20, 33, 64, 65, 100, 190, 256, 400, 700, 1024, 1300, 4096, 100_000)
 LAYERS = ((128, 8), (8, 2), (64, 6), (60, 4), (256, 8), (1, 1))  # experts, top_k

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kernels.triton.row_launch import MANY_ROWS, RowLaunch, gate_launch, norm_launch, rope_launch
+from kernels.triton.dense import MANY_ROWS, RowLaunch, gate_launch, norm_launch, rope_launch
 
 
 @pytest.mark.parametrize(

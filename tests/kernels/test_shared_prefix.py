@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import cpu, reference
-from kernels.cpu.prefix_batch import prefix_batches
+from kernels.cpu.shared_prefix import prefix_batches
 from tests.kernels.test_attention import check_state
 from tests.support.paged_cache import PagedCache, make_paged_cache
 
@@ -107,7 +107,7 @@ def test_equally_long_prefixes_are_one_batch_up_to_its_limit(monkeypatch: pytest
         return [(batch.num_tokens, [*batch.num_vectors]) for batch in made]
 
     assert batches() == [(32, [32, 36, 36, 8]), (112, [32])]
-    monkeypatch.setattr("kernels.cpu.prefix_batch.MAX_SCORES", 80 * 32)
+    monkeypatch.setattr("kernels.cpu.shared_prefix.MAX_BATCH_SCORES", 80 * 32)
     assert batches() == [(32, [32, 36]), (32, [36, 8]), (112, [32])]  # one alone may be larger
     check(equal_groups(), is_decode=False)
 
@@ -122,7 +122,7 @@ def test_a_long_shared_prefix_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_own_keys_are_read_in_pieces_that_cut_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.cpu.key_chunks.MAX_SCORES", 4 * 32 * 2)  # two chunks of four heads
+    monkeypatch.setattr("kernels.cpu.indexed_attention.MAX_SCORES", 4 * 32 * 2)  # two chunks of four heads
     monkeypatch.setattr("kernels.cpu.indexed_attention.MAX_KEPT_SCORES", 4 * 200)
     lens = [(1, 150), (1, 115), (3, 9), (1, 5), (1, 200)]
     case = make_paged_cache(

@@ -3,11 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.attention_rows import AttentionRows
-from kernels.prefix_group import PrefixGroup
-from kernels.triton import shared_prefix_plan
+from kernels.attention_types import AttentionRows, PrefixGroup
+from kernels.triton import shared_prefix as shared_prefix_plan
 from kernels.triton.attention_launch import AttentionLaunch
-from kernels.triton.shared_prefix_plan import SharedPrefixPlan, plan_decode, plan_prefill
+from kernels.triton.shared_prefix import SharedPrefixPlan, plan_decode, plan_prefill
 
 LAUNCH = AttentionLaunch(block_m=16, tile=64, num_warps=4, num_stages=2)
 

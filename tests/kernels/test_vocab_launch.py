@@ -2,16 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from kernels.triton.vocab_launch import (
-    VocabLaunch,
-    argmax_launch,
-    best_of_blocks_launch,
-    collect_launch,
-    gumbel_launch,
-    mask_launch,
-    penalties_launch,
-    search_launch,
-)
+from kernels.triton.gumbel import gumbel_launch
+from kernels.triton.sampling import VocabLaunch, argmax_launch, best_of_blocks_launch, penalties_launch
+from kernels.triton.truncation import collect_launch, mask_launch, search_launch
 
 VOCAB_SIZES = [1, 2, 127, 128, 129, 32_000, 128_256, 151_936, 1_000_000]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels import reference
-from kernels.expert_layout import ExpertLayout
-from kernels.routed_experts import RoutedExperts
+from kernels.expert_types import ExpertLayout, RoutedExperts
 
 # (tokens, experts, experts per token): one token, odd numbers, more experts than pairs (so most take none).
 SHAPES = [(1, 8, 2), (13, 5, 3), (3, 128, 8), (21, 4, 4)]

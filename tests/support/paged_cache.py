@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.attention_rows import AttentionRows
-from kernels.prefix_group import PrefixGroup
+from kernels.attention_types import AttentionRows, PrefixGroup
 
 
 @dataclass(frozen=True)

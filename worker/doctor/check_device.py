@@ -12,8 +12,7 @@ from engine.loading.choose_operations import choose_operations
 from engine.loading.derived_settings import default_device
 from kernels import reference
 from kernels.dispatch import implementation_names, operations
-from kernels.errors import KernelsUnavailable
-from kernels.interface import Operations
+from kernels.interface import KernelsUnavailable, Operations
 from settings import EngineSettings
 from worker.cli.install_hint import INSTALL_ENGINE
 from worker.doctor.finding import Finding

@@ -8,7 +8,7 @@ from engine.execution.forward_item import ForwardItem
 from engine.execution.plan_batch import plan_batch
 from engine.execution.planned_rows import PlannedRows
 from engine.execution.prefix_groups import Gate
-from kernels.prefix_group import PrefixGroup
+from kernels.attention_types import PrefixGroup
 
 
 def _lists(rows: PlannedRows | None) -> tuple[list[list[int]], list[int], list[int]]:

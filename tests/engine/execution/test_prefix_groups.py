@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.execution.prefix_groups import find_prefix_groups
 from engine.execution.shared_prefix_gate import DECODE_GATE, PREFILL_GATE
-from kernels.prefix_group import PrefixGroup
+from kernels.attention_types import PrefixGroup
 
 BLOCK = 16
 

@@ -17,7 +17,7 @@ from engine.execution.planned_batch import PlannedBatch
 from engine.execution.prefix_groups import Gate
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from kernels.prefix_group import PrefixGroup
+from kernels.attention_types import PrefixGroup
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
 
 NUM_TOKENS = 24

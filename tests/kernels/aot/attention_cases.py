@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.attention_rows import AttentionRows
-from kernels.attention_state import AttentionState
-from kernels.prefix_group import PrefixGroup
-from kernels.triton.attention_merge import merge_attention_states
+from kernels.attention_types import AttentionRows, AttentionState, PrefixGroup
 from kernels.triton.decode_attention import paged_decode_attention
+from kernels.triton.partial_attention import merge_attention_states
 from kernels.triton.prefill_attention import paged_prefill_attention
 
 BLOCK_SIZE = 16

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.triton.activation import silu_and_mul
-from kernels.triton.normalisation import fused_add_rms_norm, rms_norm
+from kernels.triton.dense import MANY_ROWS, fused_add_rms_norm, rms_norm, silu_and_mul
 from kernels.triton.rope_kv_store import qk_norm_rope_store_kv
-from kernels.triton.row_launch import MANY_ROWS
 
 DTYPE = torch.bfloat16
 ROW_COUNTS = (1, MANY_ROWS - 1, MANY_ROWS)  # one on each side of the only branch

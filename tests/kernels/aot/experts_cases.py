@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from kernels.expert_layout import ExpertLayout
-from kernels.routed_experts import RoutedExperts
-from kernels.triton.expert_combine import combine_experts
-from kernels.triton.expert_routing import route_topk
-from kernels.triton.expert_sort import sort_tokens_by_expert
+from kernels.expert_types import ExpertLayout, RoutedExperts
+from kernels.triton.dense import pack
+from kernels.triton.experts import combine_experts, route_topk, sort_tokens_by_expert
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.moe_small_batch import moe_small_batch
-from kernels.triton.projection import pack
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 128, 8  # Qwen3-30B-A3B
 # One number of tokens for each line of the H200 table; together they also reach each line of the derived rule.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.triton.gumbel import gumbel_argmax
-from kernels.triton.penalties import apply_penalties
-from kernels.triton.selection import argmax
+from kernels.triton.sampling import apply_penalties, argmax
 from kernels.triton.truncation import mask_top_k_top_p_min_p
 
 VOCAB_SIZES = (151_936, 128_256)  # Qwen3 of every size, Llama 3

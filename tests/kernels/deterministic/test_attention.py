@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from kernels import deterministic, reference
-from kernels.attention_rows import AttentionRows
-from kernels.attention_state import AttentionState
+from kernels.attention_types import AttentionRows, AttentionState
 from tests.support.assert_close import assert_close
 from tests.support.paged_cache import PagedCache, make_paged_cache
 
@@ -156,7 +155,7 @@ def test_decode_reads_its_keys_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     case = make_paged_cache(DECODE, num_heads=4, num_kv_heads=2, head_dim=32, dtype=torch.float32)
     arguments = (case.q, case.k_cache, case.v_cache, case.rows, 0.125)
     expected = deterministic.paged_decode_attention(*arguments)
-    monkeypatch.setattr("kernels.deterministic.decode_attention.SLAB_BYTES", 3 * 128 * 2 * 32 * 4)
+    monkeypatch.setattr("kernels.deterministic.attention.SLAB_BYTES", 3 * 128 * 2 * 32 * 4)
     assert torch.equal(deterministic.paged_decode_attention(*arguments).output, expected.output)
 
 

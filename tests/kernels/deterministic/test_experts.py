@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kernels import deterministic, reference
+from kernels.expert_types import RoutedExperts
 from kernels.packed_weight import PackedWeight
-from kernels.routed_experts import RoutedExperts
 from tests.support.assert_close import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

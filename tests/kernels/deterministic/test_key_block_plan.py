@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.deterministic.key_block_plan import KeyBlockPlan
-from kernels.deterministic.key_blocks import KEY_BLOCK_TOKENS
+from kernels.deterministic.key_blocks import KEY_BLOCK_TOKENS, KeyBlockPlan
 
 
 def test_pairs_go_block_by_block_with_the_longest_rows_first() -> None:

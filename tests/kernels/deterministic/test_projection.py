@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import deterministic, reference
-from kernels.deterministic.projection import next_height
+from kernels.deterministic.dense import next_height
 from tests.support.assert_close import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

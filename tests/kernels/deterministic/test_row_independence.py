@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels import deterministic, reference
-from kernels.routed_experts import RoutedExperts
+from kernels.expert_types import RoutedExperts
 from tests.support.assert_close import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu.projection import product_into
-from kernels.deterministic.tile_heights import TILE_ROWS, tile_heights
-from kernels.errors import KernelsUnavailable
+from kernels.cpu.dense import product_into
+from kernels.deterministic.dense import TILE_ROWS, tile_heights
+from kernels.interface import KernelsUnavailable
 
-MODULE = "kernels.deterministic.tile_heights.product_into"
+MODULE = "kernels.deterministic.dense.product_into"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

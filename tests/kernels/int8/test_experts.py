@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import int8, reference
-from kernels.routed_experts import RoutedExperts
+from kernels.expert_types import RoutedExperts
 from tests.support.assert_close import assert_close
 from tests.support.int8_products import int8_linear
 from tests.support.needs_vnni import needs_vnni

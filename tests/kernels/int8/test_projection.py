@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import int8, reference
-from kernels.int8.quantised_rows import SLAB_ELEMENTS, quantise_rows
+from kernels.int8.products import SLAB_ELEMENTS, quantise_rows
 from tests.support.assert_close import assert_close
 from tests.support.int8_products import int8_linear, rounded
 from tests.support.needs_vnni import needs_vnni

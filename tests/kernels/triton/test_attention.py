@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from kernels import cpu, reference
-from kernels.attention_rows import AttentionRows
-from kernels.attention_state import AttentionState
+from kernels.attention_types import AttentionRows, AttentionState
 from kernels.triton import decode_attention, prefill_attention
-from kernels.triton.attention_merge import merge_attention_states
+from kernels.triton.attention_launch import DecodeSplits
 from kernels.triton.decode_attention import paged_decode_attention
-from kernels.triton.decode_splits import DecodeSplits
+from kernels.triton.partial_attention import merge_attention_states
 from kernels.triton.prefill_attention import paged_prefill_attention
 from tests.support.assert_close import assert_close
 from tests.support.guarded_memory import GuardedMemory

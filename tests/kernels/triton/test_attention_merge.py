@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.attention_state import AttentionState
-from kernels.triton.attention_merge import merge_attention_states
+from kernels.attention_types import AttentionState
+from kernels.triton.partial_attention import merge_attention_states
 from tests.support.assert_close import assert_close
 from tests.support.guarded_memory import GuardedMemory
 

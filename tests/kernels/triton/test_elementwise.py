@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.triton import row_launch
-from kernels.triton.activation import silu_and_mul
-from kernels.triton.normalisation import fused_add_rms_norm, rms_norm
-from kernels.triton.projection import linear, pack
+from kernels.triton import dense as row_launch
+from kernels.triton.dense import fused_add_rms_norm, linear, pack, rms_norm, silu_and_mul
 from tests.support.assert_close import assert_close
 from tests.support.assert_same_bits import assert_same_bits
 from tests.support.guarded_memory import GuardedMemory

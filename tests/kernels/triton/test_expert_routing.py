@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.triton import expert_sort
-from kernels.triton.expert_routing import route_topk
-from kernels.triton.expert_sort import sort_tokens_by_expert
+from kernels.triton import experts as expert_sort
+from kernels.triton.experts import route_topk, sort_tokens_by_expert
 from tests.support.assert_close import assert_close
 from tests.support.expert_layers import SHAPES, framed, randn
 from tests.support.guarded_memory import GuardedMemory

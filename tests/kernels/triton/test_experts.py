@@ -8,14 +8,11 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.expert_layout import ExpertLayout
-from kernels.routed_experts import RoutedExperts
-from kernels.triton.expert_combine import combine_experts
-from kernels.triton.expert_routing import route_topk
-from kernels.triton.expert_sort import sort_tokens_by_expert
+from kernels.expert_types import ExpertLayout, RoutedExperts
+from kernels.triton.dense import pack
+from kernels.triton.experts import combine_experts, route_topk, sort_tokens_by_expert
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.moe_small_batch import moe_small_batch
-from kernels.triton.projection import pack
 from tests.support.assert_close import assert_close
 from tests.support.expert_layers import SHAPES, expert_weights, framed, layout_of, on_cpu, randn, routing
 from tests.support.guarded_memory import GuardedMemory

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels import cpu, reference
-from kernels.reference import gumbel as reference_gumbel
+from kernels.reference import sampling as reference_gumbel
 from kernels.triton.gumbel import gumbel_argmax, token_noise
 from tests.support.assert_close import assert_close
 

@@ -7,10 +7,8 @@ import torch
 
 from kernels import cpu, reference
 from kernels.triton import truncation
-from kernels.triton.penalties import apply_penalties
-from kernels.triton.selection import argmax
+from kernels.triton.sampling import VocabLaunch, apply_penalties, argmax
 from kernels.triton.truncation import MAX_VOCAB_SIZE, mask_top_k_top_p_min_p
-from kernels.triton.vocab_launch import VocabLaunch
 from tests.support.assert_close import assert_close
 
 Option = tuple[int, float, float]  # top_k, top_p, min_p

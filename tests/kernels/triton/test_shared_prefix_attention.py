@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from kernels import cpu, reference
-from kernels.attention_rows import AttentionRows
-from kernels.attention_state import AttentionState
-from kernels.triton import decode_attention, shared_prefix_plan
-from kernels.triton.attention_launch import AttentionLaunch
+from kernels.attention_types import AttentionRows, AttentionState
+from kernels.triton import decode_attention
+from kernels.triton import shared_prefix as shared_prefix_plan
+from kernels.triton.attention_launch import AttentionLaunch, DecodeSplits
 from kernels.triton.decode_attention import paged_decode_attention
-from kernels.triton.decode_splits import DecodeSplits
 from kernels.triton.prefill_attention import paged_prefill_attention
 from tests.support.assert_close import assert_close
 from tests.support.guarded_memory import GuardedMemory

@@ -1,0 +1,113 @@
+"""Attention over the paged cache: decode with one query a row, prefill with causal chunks of queries."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.attention_types import AttentionRows, AttentionState
+from kernels.cpu.indexed_attention import attend_by_index
+from kernels.cpu.paged_reads import KvReader
+from kernels.cpu.partial_attention import RunningAttention, flash_attention
+from kernels.cpu.shared_prefix import add_shared_prefixes, attend_unmasked
+from kernels.kv_gather import KvGather
+
+
+def paged_decode_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
+) -> AttentionState:
+    """See `Operations.paged_decode_attention`. A row without keys gets output 0 and log-sum-exp -inf.
+
+    Prefixes of `rows.prefix_groups` are attended once a group. Of the other keys, float32 reads each where it lies; in
+    half precision, for which PyTorch has no such product, rows of similar length are gathered and attended together,
+    and a row of more than 2048 tokens is cut into segments whose results are merged.
+
+    Raises ValueError if there are not as many queries as rows.
+    """
+    if q.shape[0] != rows.num_rows:
+        raise ValueError(f"q has {q.shape[0]} queries for {rows.num_rows} rows; a decode row has exactly one")
+    reader = KvReader(k_cache, v_cache)
+    return add_shared_prefixes(q, reader, rows, scale, attend_single_queries(q, reader, rows, scale))
+
+
+def attend_single_queries(q: torch.Tensor, reader: KvReader, rows: AttentionRows, scale: float) -> AttentionState:
+    """Attention of the rows with one query over their own keys, those after a shared prefix; nothing of other rows.
+
+    The result is the caller's to write on.
+    """
+    if q.dtype is torch.float32:
+        return attend_by_index(q, reader, rows, scale)
+    plan = rows.gather_plan(reader.block_size, reader.max_tokens)
+    if plan.num_segments <= 1:
+        result = AttentionState.without_keys(q, q.dtype)
+        for gather in plan.gathers:
+            part, part_lse = _attend_gather(q, reader, gather, scale)
+            result.output.index_copy_(0, gather.query_ids, part.to(q.dtype))
+            result.lse.index_copy_(0, gather.query_ids, part_lse)
+        return result
+    running = RunningAttention((q.shape[0], q.shape[1], q.shape[2]), q.device)
+    for gather in plan.gathers:
+        running.add(gather.query_ids, *_attend_gather(q, reader, gather, scale))
+    return running.state(q.dtype)
+
+
+def _attend_gather(
+    q: torch.Tensor, reader: KvReader, gather: KvGather, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [num_ranges, Hq, D] and log-sum-exp [num_ranges, Hq] over the keys of one gather."""
+    keys, values = reader.read(gather.block_ids)
+    if gather.mask is not None:
+        # Not only masked but overwritten: -inf + NaN is NaN, and 0 * NaN too.
+        keys.index_fill_(0, gather.padding_ids, 0)
+        values.index_fill_(0, gather.padding_ids, 0)
+    num_heads, head_dim = q.shape[1:]
+    num_ranges, kv_heads = gather.num_ranges, reader.num_kv_heads
+    # Query heads of one KV head become queries of one sequence: they see the same keys and share their reads.
+    packed = q.index_select(0, gather.query_ids).view(num_ranges, kv_heads, num_heads // kv_heads, head_dim)
+    output, lse = flash_attention(
+        packed,
+        keys.view(num_ranges, gather.num_tokens, kv_heads, head_dim).transpose(1, 2),
+        values.view(num_ranges, gather.num_tokens, kv_heads, head_dim).transpose(1, 2),
+        scale,
+        mask=gather.mask,
+    )
+    return output.reshape(num_ranges, num_heads, head_dim), lse.reshape(num_ranges, num_heads)
+
+
+def paged_prefill_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
+) -> AttentionState:
+    """See `Operations.paged_prefill_attention`.
+
+    Rows with one query go the way of decode, all together. Of every other row the keys before its chunk are seen by all
+    its queries, so they need no mask, and the chunk's own keys are plainly causal. The two parts are merged by
+    log-sum-exp: no mask is ever built, whatever the lengths, and nothing above the diagonal is computed but a tile.
+    A prefix that several rows share is the same kind of part, with the queries of all of them.
+    """
+    reader = KvReader(k_cache, v_cache)
+    own = attend_single_queries(q, reader, rows, scale)
+    end = 0
+    for row, (query_len, kv_len) in enumerate(zip(rows.query_lens, rows.kv_lens, strict=True)):
+        start, end = end, end + query_len
+        if query_len > 1:
+            tokens = (rows.own_starts[row], kv_len)
+            state = _attend_chunk(q[start:end], reader, rows.block_tables[row].long(), tokens, scale)
+            own.output[start:end], own.lse[start:end] = state.output, state.lse
+    return add_shared_prefixes(q, reader, rows, scale, own)
+
+
+def _attend_chunk(
+    q: torch.Tensor, reader: KvReader, block_table: torch.Tensor, tokens: tuple[int, int], scale: float
+) -> AttentionState:
+    """q [Q, Hq, D], the last Q of tokens tokens[0] .. tokens[1] - 1; block_table [max_blocks] int64."""
+    num_queries, num_heads, head_dim = q.shape
+    before = tokens[1] - num_queries
+    keys, values = reader.read_tokens(block_table, before, tokens[1])
+    own, own_lse = flash_attention(q.transpose(0, 1)[None], keys, values, scale, causal=True)
+    own, own_lse = own[0].transpose(0, 1), own_lse[0].transpose(0, 1)
+    if before == tokens[0]:
+        return AttentionState(own.to(q.dtype), own_lse)
+    running = RunningAttention((num_queries, num_heads, head_dim), q.device)
+    running.add(slice(None), own, own_lse)
+    part = attend_unmasked(q, reader, block_table, (tokens[0], before), scale)
+    running.add(slice(None), part.output, part.lse)
+    return running.state(q.dtype)

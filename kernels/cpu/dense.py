@@ -1,0 +1,77 @@
+"""The dense operations of a layer: matrix products with a weight, RMSNorm and the gated activation."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (the customary name)
+
+from kernels.packed_weight import PackedWeight
+
+# A float16 weight is converted this many elements at a time: 8 MiB of float32, which stay in cache.
+FLOAT16_CHUNK_ELEMENTS = 1 << 21
+# oneDNN's hint when it lays a weight out. The layout for 64 rows is the best or within noise of it for 1 to 2048 rows
+# (hints 1, 16, 64, 256, 512 and 1024 compared), and no other number of rows lays it out anew.
+ROWS_HINT = 64
+
+
+def pack(weight: torch.Tensor, *, keep_dtype: bool = False) -> PackedWeight:
+    """See `Operations.pack`. One part per matrix, in oneDNN's blocked layout where it has one; float32 experts stay as
+    they are. The dtype is kept.
+    """
+    if weight.dim() == 3 and weight.dtype is torch.float32:
+        return PackedWeight.unchanged(weight)  # see `plain_gemm`
+    matrices = weight.unbind() if weight.dim() == 3 else (weight,)
+    if _has_blocked_layout(weight.dtype):
+        matrices = tuple(torch.ops.mkldnn._reorder_linear_weight(matrix, ROWS_HINT) for matrix in matrices)
+    return PackedWeight(tuple(matrices), tuple(weight.shape))
+
+
+def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """See `Operations.linear`."""
+    return product(x, weight.parts[0])
+
+
+def product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """x [T, K], matrix: a part of what `pack` made of a weight [.., N, K] -> [T, N]."""
+    if matrix.is_mkldnn:
+        # The overload by its name: to find it takes 8 us each time.
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, matrix, None, "none", [], "")
+        return result
+    return product_into(x, matrix, x.new_empty(x.shape[0], matrix.shape[0]))
+
+
+def product_into(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`product` with a plain matrix [N, K], written to out [T, N] and returned."""
+    if x.dtype is not torch.float16:
+        return torch.mm(x, matrix.t(), out=out)
+    wide = x.float()
+    rows = max(FLOAT16_CHUNK_ELEMENTS // matrix.shape[1], 1)
+    for start in range(0, matrix.shape[0], rows):
+        out[:, start : start + rows] = wide @ matrix[start : start + rows].float().t()
+    return out
+
+
+def _has_blocked_layout(dtype: torch.dtype) -> bool:
+    """On x86, where it was measured: float32, and bfloat16 where oneDNN computes in it."""
+    if not torch._C._has_mkldnn or "AVX" not in torch.backends.cpu.get_cpu_capability():
+        return False
+    return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension, rounded where transformers rounds: once before the weight, once after."""
+    wide = x.float()
+    inverse_rms = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return torch.mul(wide, inverse_rms).to(x.dtype).mul_(weight)
+
+
+def fused_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`residual += x` in place, rounded to the model dtype, then `rms_norm(residual)`."""
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` of gate_up [T, 2I] -> [T, I]; silu is rounded to the model dtype first, as in transformers."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

@@ -1,0 +1,161 @@
+"""Attention over the paged cache, a block of keys after the other and always in the same shape.
+
+A query gets the same bits in decode and in any chunk of a prefill.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.attention_types import AttentionRows, AttentionState
+from kernels.deterministic.key_blocks import (
+    KEY_BLOCK_TOKENS,
+    KeyBlockPlan,
+    KeyBlockReader,
+    RunningAttention,
+    as_tiles,
+    attend_key_block,
+    from_tiles,
+    queries_per_tile,
+)
+
+# Keys are copied this many bytes at a time, as in kernels.cpu.paged_reads.
+SLAB_BYTES = 4 << 20
+
+
+def paged_decode_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
+) -> AttentionState:
+    """See `Operations.paged_decode_attention`. A row without keys gets output 0 and log-sum-exp -inf.
+    Prefix groups are left aside: they depend on the other rows.
+
+    The bits of a query are those that `paged_prefill_attention` gives it: a tile of its own stands for its tile there.
+
+    Raises ValueError if there are not as many queries as rows.
+    """
+    if q.shape[0] != rows.num_rows:
+        raise ValueError(f"q has {q.shape[0]} queries for {rows.num_rows} rows; a decode row has exactly one")
+    reader = KeyBlockReader(k_cache, v_cache)
+    plan = rows.once(
+        ("key_block_plan", reader.block_size),
+        lambda: KeyBlockPlan.build(rows.block_tables, rows.kv_lens, reader.block_size),
+    )
+    num_rows, (_, num_heads, head_dim) = plan.row_ids.shape[0], q.shape
+    running = RunningAttention((num_rows, num_heads, head_dim), q.device)
+    if num_rows:
+        outputs, lses = _attend_pairs(q.index_select(0, plan.row_ids), reader, plan, scale)
+        start = 0
+        for count in plan.rows_with_block:
+            running.add(slice(0, count), outputs[start : start + count], lses[start : start + count])
+            start += count
+    state = running.state(q.dtype)
+    output = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse = torch.full(q.shape[:2], -torch.inf)
+    output.index_copy_(0, plan.row_ids, state.output)
+    lse.index_copy_(0, plan.row_ids, state.lse)
+    return AttentionState(output, lse)
+
+
+def _attend_pairs(
+    q: torch.Tensor, reader: KeyBlockReader, plan: KeyBlockPlan, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [num_pairs, Hq, D] and log-sum-exp [num_pairs, Hq] of each pair; q [num_rows, Hq, D] as in row_ids."""
+    group_size = q.shape[1] // reader.num_kv_heads
+    per_tile = queries_per_tile(group_size)
+    alone = q.new_zeros(q.shape[0], per_tile, *q.shape[1:])
+    alone[:, 0] = q
+    tiles = as_tiles(alone.flatten(0, 1), reader.num_kv_heads, per_tile)
+    block_bytes = KEY_BLOCK_TOKENS * reader.num_kv_heads * reader.head_dim * torch.float32.itemsize
+    slab = max(SLAB_BYTES // block_bytes, 1)
+    outputs, lses = [], []
+    for start in range(0, plan.places.shape[0], slab):
+        pairs = slice(start, start + slab)
+        keys, values = reader.read(plan.slots[pairs])
+        own = tiles.index_select(0, plan.places[pairs])
+        output, lse = attend_key_block(own, keys, values, plan.mask[pairs], scale)
+        outputs.append(from_tiles(output, 1, group_size, output.shape[0]))
+        lses.append(from_tiles(lse, 1, group_size, lse.shape[0]))
+    return torch.cat(outputs), torch.cat(lses)
+
+
+def paged_prefill_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
+) -> AttentionState:
+    """See `Operations.paged_prefill_attention`. A row after the other, a block of keys after the other;
+    prefix groups are left aside, since they depend on the other rows.
+
+    Queries within the block see a part of it, those after it the whole; which of them share a tile changes no bit.
+    """
+    output = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    lse = torch.full(q.shape[:2], -torch.inf)
+    reader = KeyBlockReader(k_cache, v_cache)
+    start = 0
+    for row, (query_len, kv_len) in enumerate(zip(rows.query_lens, rows.kv_lens, strict=True)):
+        chunk = slice(start, start + query_len)
+        if query_len > 0:
+            plan = _row_plan(rows, row, reader.block_size)
+            output[chunk], lse[chunk] = _attend_chunk(q[chunk], reader, plan, kv_len, scale)
+        start += query_len
+    return AttentionState(output, lse)
+
+
+def _row_plan(rows: AttentionRows, row: int, block_size: int) -> KeyBlockPlan:
+    return rows.once(
+        ("key_block_plan", block_size, row),
+        lambda: KeyBlockPlan.build(rows.block_tables[row : row + 1], rows.kv_lens[row : row + 1], block_size),
+    )
+
+
+def _attend_chunk(
+    q: torch.Tensor, reader: KeyBlockReader, plan: KeyBlockPlan, kv_len: int, scale: float
+) -> AttentionState:
+    """q [Q, Hq, D], the last Q of kv_len tokens."""
+    num_queries, num_heads, head_dim = q.shape
+    group_size = num_heads // reader.num_kv_heads
+    per_tile = queries_per_tile(group_size)
+    running = RunningAttention((num_queries, num_heads, head_dim), q.device)
+    for block in range(len(plan.rows_with_block)):
+        keys, values = reader.read(plan.slots[block : block + 1])
+        # Queries are counted from the block's first key: 0 sees this key alone, the last of the block and all later
+        # ones see the whole block.
+        offset = kv_len - num_queries - block * KEY_BLOCK_TOKENS
+        num_before = min(max(-offset, 0), num_queries)
+        split = min(max(KEY_BLOCK_TOKENS - offset, 0), num_queries)
+        for queries in (slice(num_before, split), slice(split, num_queries)):
+            count = queries.stop - queries.start
+            if count > 0:
+                tiles = as_tiles(q[queries], reader.num_kv_heads, per_tile)
+                mask = _mask(offset + queries.start, tiles.shape, per_tile, group_size)
+                output, lse = attend_key_block(tiles, keys, values, mask, scale)
+                output, lse = (from_tiles(part, per_tile, group_size, count) for part in (output, lse))
+                running.add(queries, output, lse)
+    return running.state(q.dtype)
+
+
+def _mask(first: int, tiles_shape: torch.Size, per_tile: int, group_size: int) -> torch.Tensor:
+    """[num_tiles, 1, rows, KEY_BLOCK_TOKENS] float32 for queries first, first + 1 and so on; what fills up a tile is
+    masked like a query. A mask of zeros, of one row, where all see the whole block.
+    """
+    if first >= KEY_BLOCK_TOKENS - 1:
+        return torch.zeros(1, 1, 1, KEY_BLOCK_TOKENS)
+    num_tiles, _, rows, _ = tiles_shape
+    row = torch.arange(rows) // group_size
+    query = first + torch.arange(num_tiles)[:, None] * per_tile + row
+    is_unseen = torch.arange(KEY_BLOCK_TOKENS) > query[..., None]
+    return torch.zeros(is_unseen.shape).masked_fill_(is_unseen, -torch.inf)[:, None]
+
+
+def merge_attention_states(first: AttentionState, second: AttentionState) -> AttentionState:
+    """See `Operations.merge_attention_states`. Where neither saw a key: output 0, log-sum-exp -inf.
+
+    Not by `torch.logaddexp`, whose bits depend on where in its tensor a number lies (vector or remainder).
+    """
+    largest = torch.maximum(first.lse, second.lse)
+    is_empty = largest == -torch.inf
+    reference = largest.masked_fill(is_empty, 0.0)  # -inf - -inf would be NaN
+    first_share, second_share = (first.lse - reference).exp_(), (second.lse - reference).exp_()
+    mass = (first_share + second_share).masked_fill_(is_empty, 1.0)
+    output = first.output.float() * first_share[..., None]
+    output += second.output.float() * second_share[..., None]
+    output /= mass[..., None]
+    return AttentionState(output.to(first.output.dtype), largest + mass.log_())

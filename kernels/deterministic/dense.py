@@ -1,0 +1,129 @@
+"""Matrix products in tiles of rows whose bits agree, and the gated activation, never cut within a row.
+
+Which heights of a tile agree is found by experiment, once for each shape of a weight.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from kernels.cpu import dense as cpu
+from kernels.cpu.dense import product_into
+from kernels.interface import KernelsUnavailable
+from kernels.packed_weight import PackedWeight
+
+# The product of this many rows defines the bits. MKL (2024.2, AVX-512) takes one path below 16 rows and another from 16
+# on, which is the faster by far for many rows; oneDNN's bfloat16 product is one path from 4 rows on.
+TILE_ROWS = 16
+# Also tried, by the same bits: fewer rows for small decodes, more for prefill (float32, 1536 x 512, one core:
+# 31 us a row with 16, 22 with 32, 17 with 64, 15 with 128).
+OTHER_HEIGHTS = (64, 32, 8, 4)
+PROBE_ROWS = 64
+ALIGNMENT_BYTES = 64
+
+# PyTorch cuts larger element-wise work between threads, at any element, and what is left of a cut after whole vectors
+# is computed by another exp: one row of 999 had other bits with two threads.
+MAX_UNCUT_ELEMENTS = 32_767
+
+
+def pack(weight: torch.Tensor, *, keep_dtype: bool = False) -> PackedWeight:
+    """See `Operations.pack`. The tensor itself, whose dtype is kept either way: which tiles agree was found out for
+    plain weights, and a packed one's products are not promised to sum in one order.
+    """
+    return PackedWeight.unchanged(weight)
+
+
+def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """See `Operations.linear`."""
+    return product(x, weight.tensor)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, K], weight [N, K] -> [T, N]. The last tile is filled up with zeros."""
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    misalignment = weight.data_ptr() % ALIGNMENT_BYTES
+    shape = (weight.shape[0], weight.shape[1])
+    heights = tile_heights(shape, weight.dtype, misalignment, torch.get_num_threads())
+    x = x.contiguous()
+    num_rows = x.shape[0]
+    start = 0
+    while start < num_rows:
+        height = next_height(heights, num_rows - start)
+        end = start + height
+        if end <= num_rows:
+            cpu.product_into(_aligned(x[start:end]), weight, out[start:end])
+        else:
+            tile = x.new_zeros(height, x.shape[1])
+            tile[: num_rows - start] = x[start:]
+            out[start:] = cpu.product_into(tile, weight, x.new_empty(height, out.shape[1]))[: num_rows - start]
+        start = end
+    return out
+
+
+def next_height(heights: tuple[int, ...], num_rows: int) -> int:
+    """The tile for the first of num_rows > 0 rows: filled up where at least two thirds of it are rows.
+
+    heights: tallest first. A tile of twice the height costs less than twice the time.
+    """
+    fitting = next((height for height in heights if height <= num_rows), None)
+    covering = next((height for height in reversed(heights) if height >= num_rows), None)
+    if fitting is None or (covering is not None and 3 * num_rows >= 2 * covering):
+        return covering or heights[-1]
+    return fitting
+
+
+def _aligned(tile: torch.Tensor) -> torch.Tensor:
+    """MKL may choose by alignment (its guide to reproducible results asks for 64 bytes)."""
+    return tile if tile.data_ptr() % ALIGNMENT_BYTES == 0 else tile.clone()
+
+
+@functools.cache
+def tile_heights(
+    shape: tuple[int, int], dtype: torch.dtype, misalignment_bytes: int, num_threads: int
+) -> tuple[int, ...]:
+    """Heights, tallest first, whose products have the bits of `TILE_ROWS` in every row, found by experiment.
+
+    Code paths are chosen by shape, alignment, type and threads, never by values, so random operands decide. A height
+    that fails costs speed alone: whichever heights a process may use, the bits are those of `TILE_ROWS`. Allocates a
+    weight of that shape once per process.
+
+    shape: of the weight, [N, K]; misalignment_bytes: its address modulo 64; num_threads: PyTorch's, part of the key.
+    Raises KernelsUnavailable where even `TILE_ROWS` gives a row other bits at another place in the tile.
+    """
+    generator = torch.Generator().manual_seed(0)
+    size = shape[0] * shape[1]
+    skipped = misalignment_bytes // dtype.itemsize
+    weight = torch.empty(size + skipped, dtype=dtype)[skipped:].view(shape).normal_(generator=generator)
+    x = torch.empty(PROBE_ROWS, shape[1], dtype=dtype).normal_(generator=generator)
+    expected = _product_in_tiles(x, weight, TILE_ROWS)
+    if not torch.equal(_product_in_tiles(x.roll(5, 0), weight, TILE_ROWS), expected.roll(5, 0)):
+        raise KernelsUnavailable(
+            "cpu",
+            f"a product with a weight of {shape} in {dtype} depends on a row's place; accepted: deterministic off",
+        )
+    same = [height for height in OTHER_HEIGHTS if torch.equal(_product_in_tiles(x, weight, height), expected)]
+    return tuple(sorted((*same, TILE_ROWS), reverse=True))
+
+
+def _product_in_tiles(x: torch.Tensor, weight: torch.Tensor, height: int) -> torch.Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    for start in range(0, x.shape[0], height):
+        product_into(x[start : start + height].clone(), weight, out[start : start + height])
+    return out
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `Operations.silu_and_mul`.
+
+    As many rows at a time as PyTorch leaves to one thread; a row longer than that alone: it is always cut alike.
+    """
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    rows = max(MAX_UNCUT_ELEMENTS // width, 1)
+    if num_rows <= rows:
+        return cpu.silu_and_mul(gate_up)
+    out = gate_up.new_empty(num_rows, width)
+    for start in range(0, num_rows, rows):
+        out[start : start + rows] = cpu.silu_and_mul(gate_up[start : start + rows])
+    return out

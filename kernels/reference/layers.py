@@ -1,0 +1,202 @@
+"""The operations of a forward pass, one token, head and expert at a time: products, norms, attention, experts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from kernels.attention_types import AttentionRows, AttentionState
+from kernels.expert_types import ExpertLayout, RoutedExperts
+from kernels.packed_weight import PackedWeight
+
+
+def pack(weight: torch.Tensor, *, keep_dtype: bool = False) -> PackedWeight:
+    """See `Operations.pack`. The tensor itself, whose dtype is kept either way."""
+    return PackedWeight.unchanged(weight)
+
+
+def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """`x @ weight.T`."""
+    return product(x, weight.tensor)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, K], weight [N, K] -> [T, N]."""
+    return (x.float() @ weight.float().T).to(x.dtype)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise in float32, round to the model dtype, multiply by the weight, round again."""
+    wide = x.float()
+    mean_square = (wide * wide).mean(dim=-1, keepdim=True)
+    normalised = (wide * torch.rsqrt(mean_square + eps)).to(x.dtype)
+    return (normalised.float() * weight.float()).to(x.dtype)
+
+
+def fused_add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`residual += x` in place, then `rms_norm(residual)`."""
+    residual.copy_((residual.float() + x.float()).to(residual.dtype))
+    return rms_norm(residual, weight, eps)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up`, all in float32."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
+
+
+def qk_norm_rope_store_kv(
+    qkv: torch.Tensor,
+    qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """See `Operations.qk_norm_rope_store_kv`. One token, one head at a time."""
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    num_tokens = qkv.shape[0]
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    queries = qkv.new_empty(num_tokens, num_heads, head_dim)
+    for token in range(num_tokens):
+        heads = qkv[token].view(-1, head_dim)
+        rotation = cos_sin[positions[token]]
+        for head in range(num_heads):
+            query = heads[head] if qk_norm is None else rms_norm(heads[head], qk_norm[0], qk_norm[2])
+            queries[token, head] = _rotate(query, rotation)
+        slot = int(slot_mapping[token])
+        if slot < 0:
+            continue
+        block, offset = divmod(slot, block_size)
+        for kv_head in range(num_kv_heads):
+            key = heads[num_heads + kv_head]
+            key = key if qk_norm is None else rms_norm(key, qk_norm[1], qk_norm[2])
+            k_cache[block, offset, kv_head] = _rotate(key, rotation)
+            v_cache[block, offset, kv_head] = heads[num_heads + num_kv_heads + kv_head]
+    return queries
+
+
+def _rotate(head: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Turn each pair (i, i + D/2) by its angle. head [D]; rotation [D] float32, cosines then sines."""
+    first, second = head.float().chunk(2)
+    cos, sin = rotation.chunk(2)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin)).to(head.dtype)
+
+
+def paged_decode_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
+) -> AttentionState:
+    """See `Operations.paged_decode_attention`: the prefill of chunks of one query."""
+    return paged_prefill_attention(q, k_cache, v_cache, rows, scale)
+
+
+def paged_prefill_attention(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
+) -> AttentionState:
+    """See `Operations.paged_prefill_attention`. One row, head and query at a time; prefix groups are left aside."""
+    num_heads = q.shape[1]
+    group_size = num_heads // k_cache.shape[2]
+    output = torch.zeros_like(q)
+    lse = torch.full(q.shape[:2], -torch.inf)
+    for row in range(rows.num_rows):
+        start, end = int(rows.cu_seqlens_q[row]), int(rows.cu_seqlens_q[row + 1])
+        kv_len = int(rows.seq_lens[row])
+        keys = _cached_tokens(k_cache, rows.block_tables[row], kv_len)
+        values = _cached_tokens(v_cache, rows.block_tables[row], kv_len)
+        for query in range(start, end):
+            num_seen = kv_len - (end - 1 - query)
+            for head in range(num_heads if num_seen > 0 else 0):
+                seen_keys = keys[:num_seen, head // group_size]
+                scores = seen_keys @ q[query, head].float() * scale
+                probabilities = torch.softmax(scores, dim=0)
+                output[query, head] = probabilities @ values[:num_seen, head // group_size]
+                lse[query, head] = torch.logsumexp(scores, dim=0)
+    return AttentionState(output, lse)
+
+
+def merge_attention_states(first: AttentionState, second: AttentionState) -> AttentionState:
+    """See `Operations.merge_attention_states`. One query, one head at a time; a NaN in either shows in the result."""
+    output = torch.zeros_like(first.output)
+    lse = torch.full_like(first.lse, -torch.inf)
+    for index in torch.cartesian_prod(*(torch.arange(size) for size in first.lse.shape)):
+        place = tuple(index.tolist())
+        pair = torch.stack((first.lse[place], second.lse[place]))
+        if (pair == -torch.inf).all():
+            continue
+        shares = torch.softmax(pair, dim=0)
+        output[place] = shares[0] * first.output[place].float() + shares[1] * second.output[place].float()
+        lse[place] = torch.logsumexp(pair, dim=0)
+    return AttentionState(output, lse)
+
+
+def _cached_tokens(cache: torch.Tensor, block_table: torch.Tensor, kv_len: int) -> torch.Tensor:
+    """The first kv_len tokens of a row, [kv_len, Hkv, D] float32."""
+    block_size = cache.shape[1]
+    tokens = [cache[int(block_table[i // block_size]), i % block_size] for i in range(kv_len)]
+    return torch.stack(tokens).float() if tokens else cache.new_empty(0, *cache.shape[2:]).float()
+
+
+def route_topk(router_logits: torch.Tensor, top_k: int, *, renormalise: bool) -> RoutedExperts:
+    """See `Operations.route_topk`. One token at a time, one choice after the other."""
+    num_tokens = router_logits.shape[0]
+    weights = torch.empty(num_tokens, top_k)
+    expert_ids = torch.empty(num_tokens, top_k, dtype=torch.int64)
+    for token in range(num_tokens):
+        probabilities = torch.softmax(router_logits[token].float(), dim=0)
+        if any(math.isnan(value) for value in probabilities.tolist()):
+            weights[token] = math.nan
+            expert_ids[token] = torch.arange(top_k)
+            continue
+        ranked = sorted(range(len(probabilities)), key=lambda expert: (-float(probabilities[expert]), expert))
+        expert_ids[token] = torch.tensor(ranked[:top_k])
+        weights[token] = probabilities[expert_ids[token]]
+        if renormalise:
+            weights[token] /= weights[token].sum()
+    return RoutedExperts(weights, expert_ids)
+
+
+def sort_tokens_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertLayout:
+    """See `Operations.sort_tokens_by_expert`. Expert after expert, the pairs in order."""
+    flat = expert_ids.flatten().tolist()
+    pair_ids: list[int] = []
+    offsets = [0]
+    for expert in range(num_experts):
+        pair_ids += [pair for pair, chosen in enumerate(flat) if chosen == expert]
+        offsets.append(len(pair_ids))
+    if len(pair_ids) != len(flat):
+        raise ValueError(f"expert_ids outside 0 to {num_experts - 1}")
+    return ExpertLayout(
+        torch.tensor(pair_ids, dtype=torch.int64), torch.tensor(offsets, dtype=torch.int64), expert_ids.shape[1]
+    )
+
+
+def grouped_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
+    """See `Operations.grouped_gemm`. One row at a time."""
+    out = x.new_empty(layout.pair_ids.shape[0], weight.shape[1])
+    for expert in range(weight.shape[0]):
+        for row in range(int(layout.expert_offsets[expert]), int(layout.expert_offsets[expert + 1])):
+            source = int(layout.pair_ids[row]) // layout.top_k if gather else row
+            out[row] = product(x[source : source + 1], weight.tensor[expert])[0]
+    return out
+
+
+def moe_small_batch(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> torch.Tensor:
+    """See `Operations.moe_small_batch`."""
+    out = torch.zeros(x.shape[0], down.shape[1])
+    for token in range(x.shape[0]):
+        for weight, expert in zip(routed.weights[token], routed.expert_ids[token].tolist(), strict=True):
+            hidden = silu_and_mul(product(x[token : token + 1], gate_up.tensor[expert]))
+            out[token] += weight * product(hidden, down.tensor[expert])[0].float()
+    return out.to(x.dtype)
+
+
+def combine_experts(rows: torch.Tensor, layout: ExpertLayout, weights: torch.Tensor) -> torch.Tensor:
+    """See `Operations.combine_experts`."""
+    num_tokens, top_k = weights.shape
+    out = torch.zeros(num_tokens, rows.shape[1])
+    for row, pair in enumerate(layout.pair_ids.tolist()):
+        token, choice = divmod(pair, top_k)
+        out[token] += weights[token, choice] * rows[row].float()
+    return out.to(rows.dtype)

@@ -1,0 +1,40 @@
+"""What a launch is sized by: the GPU it is for, and tiles with powers of two as sides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.runtime import driver
+
+INTERPRETED_CAPABILITY = 90  # the interpreter has no GPU to ask: launches take Hopper's parameters
+DEFAULT_MULTIPROCESSORS = 132  # of an H200: where no GPU can be asked (interpreter, compilation ahead of time)
+
+
+def compute_capability() -> int:
+    """Compute capability of the current target, such as 90; the interpreter counts as Hopper."""
+    if triton.knobs.runtime.interpret:
+        return INTERPRETED_CAPABILITY
+    return int(driver.active.get_current_target().arch)
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of the device."""
+    if device.type != "cuda":
+        return DEFAULT_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@dataclass(frozen=True)
+class BlockLaunch:
+    """The tile of one program."""
+
+    rows: int  # power of two
+    columns: int  # power of two
+    num_warps: int
+
+
+def power_of_two_from(value: int) -> int:
+    """The smallest power of two that is at least `value` and at least 1."""
+    return 1 << max(value - 1, 0).bit_length()

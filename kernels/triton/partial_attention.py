@@ -1,0 +1,136 @@
+"""Adds a tile of keys to a running softmax, as every attention kernel does, and merges attention over two parts."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention_types import AttentionState
+from kernels.triton.attention_launch import MERGE_NUM_WARPS, merge_block_rows, padded_head_dim
+
+# A running maximum starts here and not at -inf: -inf - -inf would be NaN where no key was seen yet. Below every score.
+LOWEST_SCORE = tl.constexpr(-3.38e38)
+
+LOG2E = tl.constexpr(math.log2(math.e))
+LN2 = tl.constexpr(math.log(2.0))
+
+
+@triton.jit
+def load_tile(
+    k_head_ptr,  # k_cache of one head
+    v_head_ptr,
+    block_table_ptr,  # of one row, int32
+    positions,  # [TILE], int32, of the keys in the row
+    end,  # positions from here on are no keys; without meaning where IS_FULL
+    stride_cache_block,
+    stride_cache_slot,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    IS_FULL: tl.constexpr,
+):
+    """Keys [BLOCK_D, TILE] and values [TILE, BLOCK_D] at the positions; 0 from `end` and from HEAD_DIM on.
+
+    Where nothing is left out nothing is masked, so that copies of 16 bytes need no predicate.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    is_dim = dims < HEAD_DIM
+    is_key = positions < end
+    if IS_FULL:
+        blocks = tl.load(block_table_ptr + positions // BLOCK_SIZE).to(tl.int64)
+    else:
+        blocks = tl.load(block_table_ptr + positions // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+    offsets = blocks * stride_cache_block + positions % BLOCK_SIZE * stride_cache_slot
+    k_ptrs, v_ptrs = k_head_ptr + offsets[None, :] + dims[:, None], v_head_ptr + offsets[:, None] + dims[None, :]
+    if not IS_FULL:
+        k = tl.load(k_ptrs, mask=is_key[None, :] & is_dim[:, None], other=0.0)
+        v = tl.load(v_ptrs, mask=is_key[:, None] & is_dim[None, :], other=0.0)
+    elif BLOCK_D == HEAD_DIM:
+        k, v = tl.load(k_ptrs), tl.load(v_ptrs)
+    else:
+        k = tl.load(k_ptrs, mask=is_dim[:, None], other=0.0)
+        v = tl.load(v_ptrs, mask=is_dim[None, :], other=0.0)
+    return k, v
+
+
+@triton.jit
+def add_tile(scores, v, top, mass, acc, scale_log2e):
+    """The running maximum (base 2), sum of exponentials and weighted values after one more tile.
+
+    scores [BLOCK_M, TILE] float32, not scaled, -inf where a query does not see a key; scale_log2e is above 0.
+    """
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2e)
+    p = tl.exp2(scores * scale_log2e - new_top[:, None])
+    decay = tl.exp2(top - new_top)
+    mass = mass * decay + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return new_top, mass, acc
+
+
+def merge_attention_states(first: AttentionState, second: AttentionState) -> AttentionState:
+    """See `Operations.merge_attention_states`. Where neither saw a key: output 0, log-sum-exp -inf."""
+    output = torch.empty(first.output.shape, dtype=first.output.dtype, device=first.output.device)
+    lse = torch.empty(first.lse.shape, dtype=torch.float32, device=first.lse.device)
+    num_rows, head_dim = lse.numel(), output.shape[-1]
+    if num_rows == 0:
+        return AttentionState(output, lse)
+    inputs = (first.output, first.lse, second.output, second.lse)
+    block_rows = merge_block_rows(head_dim)
+    _merge_kernel[(triton.cdiv(num_rows, block_rows),)](
+        output,
+        lse,
+        *(tensor.contiguous() for tensor in inputs),
+        num_rows,
+        HEAD_DIM=head_dim,
+        BLOCK_D=padded_head_dim(head_dim),
+        BLOCK_ROWS=block_rows,
+        num_warps=MERGE_NUM_WARPS,
+    )
+    return AttentionState(output, lse)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _merge_kernel(
+    output_ptr,  # [num_rows, HEAD_DIM], model dtype
+    lse_ptr,  # [num_rows], float32, natural
+    first_output_ptr,  # [num_rows, HEAD_DIM], model dtype
+    first_lse_ptr,  # [num_rows], float32, natural
+    second_output_ptr,  # as first_output
+    second_lse_ptr,  # as first_lse
+    num_rows,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """BLOCK_ROWS (query, head) pairs: each output weighted with its share of the sum of exponentials.
+
+    Grid: (cdiv(num_rows, BLOCK_ROWS),).
+    """
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    dims = tl.arange(0, BLOCK_D)
+    is_row = rows < num_rows
+    is_element = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+    first_lse = tl.load(first_lse_ptr + rows, mask=is_row, other=0.0)
+    second_lse = tl.load(second_lse_ptr + rows, mask=is_row, other=0.0)
+    # What saw no key is not read: it may be anything, and its share of 0 would make NaN of a NaN.
+    is_first = is_element & (first_lse != -float("inf"))[:, None]
+    is_second = is_element & (second_lse != -float("inf"))[:, None]
+    first_output = tl.load(first_output_ptr + offsets, mask=is_first, other=0.0).to(tl.float32)
+    second_output = tl.load(second_output_ptr + offsets, mask=is_second, other=0.0).to(tl.float32)
+
+    top = tl.maximum(first_lse, second_lse)
+    # No key on either side; -inf - -inf would be NaN. Not asked of `top`: a GPU's maximum passes over a NaN.
+    is_empty = (first_lse == -float("inf")) & (second_lse == -float("inf"))
+    top = tl.where(is_empty, 0.0, top)
+    first_mass = tl.exp2((first_lse - top) * LOG2E)
+    second_mass = tl.exp2((second_lse - top) * LOG2E)
+    mass = tl.where(is_empty, 1.0, first_mass + second_mass)
+    output = (first_output * first_mass[:, None] + second_output * second_mass[:, None]) / mass[:, None]
+    output = tl.where(is_empty[:, None], 0.0, output)
+    lse = tl.where(is_empty, -float("inf"), top + tl.log2(mass) * LN2)
+    tl.store(lse_ptr + rows, lse, mask=is_row)
+    tl.store(output_ptr + offsets, output.to(output_ptr.dtype.element_ty), mask=is_element)
