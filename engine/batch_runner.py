@@ -1,40 +1,38 @@
-"""Runs what the scheduler planned."""
+"""Launches a scheduled step and collects its answers: forward pass, prompt scores, pooling and sampling."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from engine.embedding.embedding_state import EmbeddingState
-from engine.embedding.pool import pool
+from engine.embedding import EmbeddingState, pool
 from engine.errors import EngineError, NonFiniteLogits
-from engine.execution.device_stream import DeviceStream
-from engine.execution.forward_item import ForwardItem
-from engine.execution.pending_result import PendingResult
-from engine.execution.pending_tokens import pending_token
-from engine.execution.step_executor import StepExecutor
-from engine.finish_reason import FinishReason
+from engine.execution.batch import ForwardItem, pending_token
+from engine.execution.forward import StepExecutor
 from engine.kv_cache.block_manager import BlockManager
+from engine.model_interface import ModelRunner
 from engine.out_of_memory import step_failure
-from engine.output_processor import OutputProcessor
-from engine.prompt_scorer import PromptScorer
-from engine.runner.model_runner import ModelRunner
-from engine.sampling.chosen_tokens import ChosenTokens
-from engine.sampling.sampled_token import SampledToken
-from engine.sampling.sampler import Sampler
-from engine.sampling.sampling_row import SamplingRow
-from engine.scheduling.request_state import RequestState
-from engine.scheduling.scheduled_batch import ScheduledBatch
-from engine.scheduling.scheduled_item import ScheduledItem
-from engine.scheduling.sequence_state import SequenceState
-from engine.step_answers import StepAnswers, VectorAnswer
-from engine.step_in_flight import StepInFlight
+from engine.outputs import OutputProcessor
+from engine.prompt_logprobs import PromptScorer
+from engine.request import FinishReason
+from engine.sampler import ChosenTokens, SampledToken, Sampler, SamplingRow
+from engine.scheduling.scheduler import ScheduledBatch, ScheduledItem
+from engine.scheduling.sequence import RequestState, SequenceState
+from engine.staging import DeviceStream, HostCopy, PendingResult
+
+if TYPE_CHECKING:
+    from array import array  # generic at check time alone
 
 R = TypeVar("R")
+
+# None: not its last chunk. A reason: it ends here without a token.
+TokenAnswer = tuple[ScheduledItem, RequestState, SampledToken | FinishReason | EngineError | None]
+VectorAnswer = tuple[ScheduledItem, EmbeddingState, "array[float] | EngineError | None"]  # see `pool`
 
 
 class BatchRunner:
@@ -203,3 +201,22 @@ def _answer(
         end = item.start + item.num_scheduled_tokens
         return NonFiniteLogits(f"the model's values are not finite before position {end}")
     return FinishReason.LENGTH if answer is None and item.samples else answer
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StepInFlight:
+    """A step that has been launched: what reads its answers, once the one copy of them has been waited for."""
+
+    generating: list[tuple[ScheduledItem, RequestState]]
+    tokens: ChosenTokens | None  # a row for each of `generating`; None where nothing is
+    scores: PendingResult[set[str]]  # the ids of the sequences whose prompt's logits are not finite
+    vectors: PendingResult[list[VectorAnswer]]
+    copy: HostCopy  # of the tensors of the three, in this order
+
+
+@dataclass(frozen=True, slots=True)
+class StepAnswers:
+    """What model and sampler answered for each item of a step, or why they did not."""
+
+    tokens: list[TokenAnswer]
+    vectors: list[VectorAnswer]

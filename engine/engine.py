@@ -1,35 +1,34 @@
-"""Prompts in, tokens out."""
+"""The engine for decoders: takes requests, runs steps, hands out what ended.
+
+Beside it what every engine has: the loop that stops at the first failed step, and the figures.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 
 import torch
 
-from engine.admission import check_embedding_request, check_request
-from engine.any_request import AnyRequest
-from engine.batch_runner import BatchRunner
-from engine.embedding.embedding_requests import EmbeddingRequests
-from engine.embedding_request import EmbeddingRequest
-from engine.engine_stats import EngineStats
+from engine.batch_runner import BatchRunner, StepInFlight
+from engine.embedding import EmbeddingRequests
 from engine.errors import EngineFatal, InvalidRequest, NonFiniteLogits
-from engine.execution.make_device_stream import make_device_stream
-from engine.finished_requests import FinishedRequests
-from engine.generation_requests import GenerationRequests
-from engine.loading.engine_parts import EngineParts
+from engine.execution.decode_graphs import DecodeGraphStats
+from engine.generation import GenerationRequests
+from engine.kv_cache.block_manager import PrefixCacheMetrics
+from engine.model_interface import ModelRunner
 from engine.out_of_memory import is_out_of_memory
-from engine.output_processor import OutputProcessor
-from engine.request_output import RequestOutput
-from engine.runner.model_runner import ModelRunner
-from engine.sampling.sampler import Sampler
-from engine.scheduling.scheduled_batch import ScheduledBatch
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_limits import SchedulerLimits
-from engine.step_in_flight import StepInFlight
-from engine.steps import Steps
+from engine.outputs import FinishedRequests, OutputProcessor
+from engine.parts import EngineParts
+from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, TokenCheckpoint
+from engine.sampler import Sampler
+from engine.scheduling.scheduler import ScheduledBatch, Scheduler
+from engine.scheduling.waiting_queue import SchedulerLimits
+from engine.staging import make_device_stream
 from engine.text.tokenizer import Tokenizer
-from engine.token_checkpoint import TokenCheckpoint
+from engine.validation import check_embedding_request, check_request
 from settings import EffectiveSettings, Settings
 
 
@@ -220,3 +219,58 @@ class Engine:
             self._embeddings.take(embedded, vector)
         for _, state, answer in answers.tokens:
             self._generation.take(state, answer)
+
+
+class Steps:
+    """Runs an engine's steps. Once one has failed the engine takes no request and runs no step any more."""
+
+    def __init__(self, finished: FinishedRequests) -> None:
+        self._finished = finished
+        self._failure: EngineFatal | None = None
+
+    @property
+    def have_failed(self) -> bool:
+        """Whether a step failed; who asks for the next one learns why."""
+        return self._failure is not None
+
+    def run(self, advance: Callable[[], None]) -> list[RequestOutput]:
+        """Advance; the outputs of the requests that ended since the last call.
+
+        Raises EngineFatal where a step failed with it, now or before: but first what had ended is handed out, so a
+        failure that finds something ended is raised by the call after.
+        """
+        if self._failure is None:
+            try:
+                advance()
+            except EngineFatal as failure:
+                self._failure = failure
+        if self._finished.is_empty:
+            self.check()
+        return self._finished.take()
+
+    def check(self) -> None:
+        """Raise EngineFatal if a step has failed."""
+        if self._failure is not None:
+            raise EngineFatal(str(self._failure)) from self._failure
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Figures of a running engine; counters since it was loaded. A value: another thread may keep and read it."""
+
+    device: str  # cpu or cuda
+    dtype: str  # of weights and KV cache
+    num_steps: int  # a step with engine.decode.batched off takes several forward passes
+    num_running: int  # sequences that hold blocks
+    num_waiting: int  # sequences that hold none
+    num_finished_requests: int
+    num_duplicates: int  # of these, given what was generated for an equal one
+    prompt_tokens: int  # of requests that have ended
+    cached_tokens: int  # of these, found in the prefix cache at first admission, or all of a duplicate's
+    output_tokens: int  # of requests that have ended, those taken over from a checkpoint or an equal one included
+    generated_tokens: int  # sampled by this engine, whatever became of their requests
+    num_preemptions: int
+    num_blocks: int  # the null block included
+    num_free_blocks: int
+    prefix_cache: PrefixCacheMetrics | None  # None: the model keeps no KV
+    decode_graphs: DecodeGraphStats | None  # None: decode steps are not captured

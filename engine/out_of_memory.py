@@ -1,4 +1,4 @@
-"""Memory that cannot be had, told with the settings that ask for less."""
+"""Recognises that memory ran out, and names the settings that would need less of it."""
 
 from __future__ import annotations
 

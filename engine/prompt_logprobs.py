@@ -1,62 +1,91 @@
-"""Log-probabilities of a prompt's own tokens."""
+"""Computes the log-probabilities of prompts' own tokens from their hidden states."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
-from typing import overload
+from collections.abc import Sequence
 
-from engine.token_logprobs import TokenLogprobs
+import numpy as np
+import torch
+
+from engine.errors import EngineFatal
+from engine.models.decoder import DecoderModel
+from engine.request import PromptLogprobs
+from engine.staging import ArrayStaging, PendingResult
+
+# Of float32 logits at a time; with their log-softmax and the model dtype's copy 2.5 times as much. A chunk of 2,048
+# tokens over a vocabulary of 152,000 would take 1.2 GB, and as much again.
+MAX_LOGITS_BYTES = 64 << 20
 
 
-class PromptLogprobs(Sequence[TokenLogprobs | None]):
-    """One entry a prompt token: its log-probability behind the tokens before it. None for the first, which nothing
-    predicts.
+class PromptScorer:
+    """Scores what a step computed of prompts, all prompts together, a bounded number of positions at a time."""
 
-    Filled from front to back, once. Kept as numbers of 4 bytes and spelled out entry by entry as it is read: 20
-    alternatives as objects would take 2.5 kB a token, and prompts have tens of thousands.
-    """
+    def __init__(self, model: DecoderModel, *, max_logits_bytes: int = MAX_LOGITS_BYTES) -> None:
+        self._model = model
+        self._staging = ArrayStaging(model.device)
+        self._max_rows = max(1, max_logits_bytes // (4 * model.config.vocab_size))
 
-    def __init__(self, token_ids: Sequence[int], num_top: int) -> None:
-        """`num_top`: alternatives a position."""
-        self.token_ids = token_ids  # the prompt's
-        self.num_top = num_top
-        self._logprobs = array("f")
-        self._top_ids = array("i")  # num_top a position, fewer where the vocabulary has fewer
-        self._top_logprobs = array("f")
+    @torch.inference_mode()
+    def score(self, prompts: Sequence[tuple[PromptLogprobs, int, torch.Tensor]]) -> PendingResult[list[bool]]:
+        """Compute what these make known: (entries, start, hidden), hidden [n, H] those of positions start .. start + n.
 
-    @property
-    def num_scored(self) -> int:
-        """Leading positions whose next token has its entry: what the model said at these is not needed again."""
-        return len(self._logprobs)
+        Positions that have their entry, as after a preemption, and the last one, which predicts nothing of the prompt,
+        are left out; none before `start` may lack its entry. Reading the result fills the entries in, and says of each
+        prompt whether its logits were finite: where they are not, entries stop before them.
+        """
+        pieces: list[torch.Tensor] = []
+        targets: list[int] = []
+        owners: list[tuple[int, int, int]] = []  # index of the prompt, its first row, the one behind its last
+        for index, (entries, start, hidden) in enumerate(prompts):
+            first, end = entries.num_scored, min(start + hidden.shape[0], len(entries) - 1)
+            if first < start:
+                raise EngineFatal(f"positions {first} to {start - 1} of a prompt were never computed")
+            if first < end:
+                pieces.append(hidden[first - start : end - start])
+                owners.append((index, len(targets), len(targets) + end - first))
+                targets += entries.token_ids[first + 1 : end + 1]
+        scored = [entries for entries, _, _ in prompts]
+        tensors, shares = self._launch(torch.cat(pieces), targets, owners, scored) if targets else ([], [])
+        return PendingResult(tuple(tensors), lambda on_host: _read(on_host, shares, scored))
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every token but the first has its entry."""
-        return self.num_scored >= len(self.token_ids) - 1
+    def _launch(
+        self,
+        rows: torch.Tensor,
+        targets: Sequence[int],
+        owners: Sequence[tuple[int, int, int]],
+        prompts: Sequence[PromptLogprobs],
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """Four tensors for each share of a prompt in a slice: log-probabilities of the next tokens [r], which rows are
+        finite [r], best log-probabilities and their ids [r, n]; and of which prompt each share is.
+        """
+        (next_ids,) = self._staging.send([np.array(targets, dtype=np.int64)])
+        tensors: list[torch.Tensor] = []
+        shares: list[int] = []
+        for first in range(0, len(targets), self._max_rows):
+            end = min(first + self._max_rows, len(targets))
+            logprobs, chosen, finite = self._logprobs(rows[first:end], next_ids[first:end])
+            for index, own_first, own_end in owners:
+                those = slice(max(own_first, first) - first, min(own_end, end) - first)
+                if those.start < those.stop:
+                    best, best_ids = logprobs[those].topk(min(prompts[index].num_top, logprobs.shape[-1]), dim=-1)
+                    tensors += [chosen[those], finite[those], best, best_ids.int()]
+                    shares.append(index)
+            del logprobs  # else it would still be there while the next ones are made
+        return tensors, shares
 
-    def add(self, logprobs: Iterable[float], top_ids: Iterable[int], top_logprobs: Iterable[float]) -> None:
-        """Append the next entries; the alternatives of all of them one behind the other, each position's best first."""
-        self._logprobs.extend(logprobs)
-        self._top_ids.extend(top_ids)
-        self._top_logprobs.extend(top_logprobs)
+    def _logprobs(self, rows: torch.Tensor, next_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of rows [R, H]: raw log-softmax [R, V], that of each row's next token [R], and which rows are finite [R]."""
+        logits = self._model.logits(rows)
+        finite = torch.isfinite(logits.amax(dim=-1))  # NaN propagates through amax
+        logprobs = torch.log_softmax(logits, dim=-1)
+        return logprobs, logprobs.gather(1, next_ids.unsqueeze(1)).squeeze(1), finite
 
-    def __len__(self) -> int:
-        return len(self.token_ids)
 
-    @overload
-    def __getitem__(self, index: int) -> TokenLogprobs | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[TokenLogprobs | None]: ...
-    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs | None] | None:
-        if isinstance(index, slice):
-            return [self._entry(position) for position in range(*index.indices(len(self)))]
-        return self._entry(range(len(self))[index])
-
-    def _entry(self, position: int) -> TokenLogprobs | None:
-        if position == 0:
-            return None
-        count = len(self._top_ids) // max(1, self.num_scored)
-        those = slice((position - 1) * count, position * count)
-        top = tuple(zip(self._top_ids[those], self._top_logprobs[those], strict=True))
-        return TokenLogprobs(self.token_ids[position], self._logprobs[position - 1], top)
+def _read(on_host: Sequence[torch.Tensor], shares: Sequence[int], prompts: Sequence[PromptLogprobs]) -> list[bool]:
+    are_good = [True] * len(prompts)
+    for number, index in enumerate(shares):
+        chosen, finite, best, best_ids = on_host[4 * number : 4 * number + 4]
+        are_good[index] = are_good[index] and all(finite.tolist())
+        if are_good[index]:
+            prompts[index].add(chosen.tolist(), best_ids.flatten().tolist(), best.flatten().tolist())
+    return are_good

@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen."""
+"""How the tokens of a request are chosen: the parameters, and the range that each is held to."""
 
 from __future__ import annotations
 

@@ -1,11 +1,19 @@
-"""Typed access to the keys of a configuration file."""
+"""Reads a checkpoint's JSON files, and their keys with the type and range that each must have."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, cast
 
 from engine.errors import CheckpointError
+
+DtypeName = Literal["float32", "bfloat16", "float16"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_CONFIG_BYTES = 1 << 20  # published configuration files are below 10 KB
 
 
 class ConfigReader:
@@ -98,3 +106,54 @@ class ConfigReader:
         if default is None:
             raise CheckpointError(f"{self.source}: {key} is missing; accepted: {accepted}")
         return default
+
+
+def read_json_object(path: Path, *, max_bytes: int) -> dict[str, object]:
+    """The JSON object in `path`, which may hold `max_bytes` at most.
+
+    Raises CheckpointError naming the file if it is absent, too large, not JSON or not an object.
+    """
+    try:
+        data = json.loads(read_text(path, max_bytes=max_bytes))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: holds a JSON {type(data).__name__}; accepted: an object")
+    return data
+
+
+def read_text(path: Path, *, max_bytes: int) -> str:
+    """The UTF-8 text in `path`, which may hold `max_bytes` at most. Raises CheckpointError naming the file."""
+    check_size(path, max_bytes=max_bytes)
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: not valid UTF-8: {error}") from error
+
+
+def check_size(path: Path, *, max_bytes: int) -> None:
+    """Raises CheckpointError if `path` is not a file of at most `max_bytes`: it is read into memory whole."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: there is no such file")
+    size = path.stat().st_size
+    if size > max_bytes:
+        raise CheckpointError(f"{path}: {size} bytes; accepted: at most {max_bytes}")
+
+
+def weights_dtype(config: ConfigReader, *, default: DtypeName | None = None) -> DtypeName:
+    """That of the weights on disk. Raises CheckpointError for another, or none where there is no default."""
+    return cast(DtypeName, config.choice(config.first_of("dtype", "torch_dtype"), DTYPES, default=default))
+
+
+def refuse_unsupported(config: ConfigReader, *, absent: Mapping[str, str], false: Sequence[str]) -> None:
+    """Raises CheckpointError for a key of `absent` (key -> what is accepted) that is there, one of `false` that is not
+    false.
+    """
+    for key, accepted in absent.items():
+        if config.has(key):
+            raise config.refuse(key, config.data[key], accepted)
+    for key in false:
+        if config.flag(key, default=False):
+            raise config.refuse(key, True, "false")

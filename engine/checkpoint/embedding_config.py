@@ -1,4 +1,4 @@
-"""How a checkpoint's hidden states become vectors."""
+"""Reads how hidden states become vectors (pooling, dimensions), from the files of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from engine.checkpoint.common_config import MAX_CONFIG_BYTES
-from engine.checkpoint.config_reader import ConfigReader
-from engine.checkpoint.json_file import read_json_object, read_text
+from engine.checkpoint.config_reader import MAX_CONFIG_BYTES, ConfigReader, read_json_object, read_text
 from engine.errors import CheckpointError
 
 Pooling = Literal["mean", "last_token", "cls"]

@@ -1,15 +1,24 @@
-"""What config.json says about a model."""
+"""Reads a model's shape, decoder or encoder, out of config.json, and the ids that end a text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, cast
 
-from engine.checkpoint.common_config import DtypeName, refuse_unsupported, weights_dtype
-from engine.checkpoint.config_reader import ConfigReader
-from engine.checkpoint.moe_config import MoeConfig
-from engine.checkpoint.rope_config import RopeConfig
+from engine.checkpoint.config_reader import (
+    MAX_CONFIG_BYTES,
+    ConfigReader,
+    DtypeName,
+    read_json_object,
+    refuse_unsupported,
+    weights_dtype,
+)
+from engine.checkpoint.rope import RopeConfig
+from engine.errors import CheckpointError
+
+ENCODER_TYPE = "bert"
 
 Architecture = Literal["llama", "qwen3", "qwen3_moe"]
 
@@ -43,6 +52,66 @@ MUST_BE_ABSENT = {
 }
 QWEN3_HEAD_DIM = 128  # Qwen3's value where config.json names none; the other families divide
 
+Activation = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "relu"]
+
+ENCODER_CLASSES = ("BertModel", "BertForMaskedLM", "BertForPreTraining")
+ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+ENCODER_MUST_BE_FALSE = ("is_decoder", "add_cross_attention")
+ENCODER_MUST_BE_ABSENT = {
+    "quantization_config": "null: quantised weights are not supported",
+    "auto_map": "null: code from a checkpoint is never run",
+}
+
+
+def read_config(path: Path) -> ModelConfig | EncoderConfig:
+    """A decoder's config or, where model_type says so, an encoder's, of which sentence_bert_config.json is a part.
+
+    path: the model directory. Raises CheckpointError.
+    """
+    data = read_json_object(path / "config.json", max_bytes=MAX_CONFIG_BYTES)
+    model_type = data.get("model_type")
+    if model_type == ENCODER_TYPE:
+        trained = path / "sentence_bert_config.json"
+        return EncoderConfig.from_hf(
+            data, read_json_object(trained, max_bytes=MAX_CONFIG_BYTES) if trained.exists() else {}
+        )
+    if model_type not in MODEL_CLASSES:
+        accepted = ", ".join((*MODEL_CLASSES, ENCODER_TYPE))
+        raise CheckpointError(f"config.json: model_type is {model_type!r}; accepted: {accepted}")
+    return ModelConfig.from_hf(data)
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Which layers have experts, and how a token chooses among them."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int  # of one expert
+    norm_topk_prob: bool  # whether the chosen experts' weights are scaled to sum to 1
+    sparse_layers: frozenset[int]  # the layers with experts; the others have a dense MLP
+
+    @classmethod
+    def from_reader(cls, config: ConfigReader, num_layers: int) -> MoeConfig:
+        """Read Qwen3-MoE's keys, with transformers' defaults. Raises CheckpointError naming the key."""
+        num_experts = config.integer(config.first_of("num_local_experts", "num_experts"))
+        experts_per_token = config.integer("num_experts_per_tok")
+        if experts_per_token > num_experts:
+            raise config.refuse("num_experts_per_tok", experts_per_token, f"at most num_experts ({num_experts})")
+        dense = config.integers("mlp_only_layers")
+        if any(layer >= num_layers for layer in dense):
+            raise config.refuse("mlp_only_layers", dense, f"layers below num_hidden_layers ({num_layers})")
+        step = config.integer("decoder_sparse_step", default=1)
+        return cls(
+            num_experts=num_experts,
+            experts_per_token=experts_per_token,
+            intermediate_size=config.integer("moe_intermediate_size"),
+            norm_topk_prob=config.flag("norm_topk_prob", default=False),
+            sparse_layers=frozenset(
+                layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0
+            ),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -69,7 +138,7 @@ class ModelConfig:
         """Check and translate the content of a config.json. Raises CheckpointError naming the key."""
         config = ConfigReader(data, "config.json")
         architecture = _architecture(config)
-        _refuse_what_is_not_supported(config)
+        _refuse_unsupported_decoder(config)
         num_layers = config.integer("num_hidden_layers")
         _check_layer_types(config, num_layers)
         num_heads = config.integer("num_attention_heads")
@@ -108,7 +177,7 @@ def _architecture(config: ConfigReader) -> Architecture:
     return cast(Architecture, model_type)
 
 
-def _refuse_what_is_not_supported(config: ConfigReader) -> None:
+def _refuse_unsupported_decoder(config: ConfigReader) -> None:
     refuse_unsupported(config, absent=MUST_BE_ABSENT, false=MUST_BE_FALSE)
     if config.has("sliding_window") and config.data["model_type"] == "llama":
         raise config.refuse("sliding_window", config.data["sliding_window"], "null")  # Qwen3 has a switch beside it
@@ -146,3 +215,101 @@ def _head_dim(config: ConfigReader, architecture: Architecture, num_heads: int) 
     if head_dim % 2:
         raise config.refuse("head_dim", head_dim, "an even number: rotary embedding turns pairs")
     return head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """The shape of a BERT encoder (arXiv 1810.04805): everything about it that is not in its tensors."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    activation: Activation  # gelu is the exact one, gelu_new and gelu_pytorch_tanh are its tanh approximation
+    layer_norm_eps: float
+    max_position_embeddings: int  # tokens
+    max_seq_length: int | None  # tokens it was trained on, as sentence_bert_config.json says; None: it does not
+    num_token_types: int
+    dtype: DtypeName  # of the weights on disk
+
+    @property
+    def architecture(self) -> str:
+        """The family's name."""
+        return "bert"
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def default_max_len(self) -> int:
+        """Tokens of one input unless a setting says otherwise."""
+        return min(self.max_position_embeddings, self.max_seq_length or self.max_position_embeddings)
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, object], sentence: Mapping[str, object]) -> EncoderConfig:
+        """Check and translate config.json and sentence_bert_config.json. Raises CheckpointError naming the key."""
+        config = ConfigReader(data, "config.json")
+        _refuse_unsupported_encoder(config)
+        hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+        if hidden_size % num_heads:
+            raise config.refuse("hidden_size", hidden_size, f"a multiple of num_attention_heads ({num_heads})")
+        trained = ConfigReader(sentence, "sentence_bert_config.json")
+        if trained.flag("do_lower_case", default=False):
+            raise trained.refuse("do_lower_case", True, "false: a text is lower-cased by its tokenizer only")
+        return cls(
+            vocab_size=config.integer("vocab_size"),
+            hidden_size=hidden_size,
+            num_layers=config.integer("num_hidden_layers"),
+            num_heads=num_heads,
+            intermediate_size=config.integer("intermediate_size"),
+            activation=cast(Activation, config.choice("hidden_act", ACTIVATIONS, default="gelu")),
+            layer_norm_eps=config.number("layer_norm_eps", default=1e-12),
+            max_position_embeddings=config.integer("max_position_embeddings"),
+            max_seq_length=trained.integer("max_seq_length", minimum=2) if trained.has("max_seq_length") else None,
+            num_token_types=config.integer("type_vocab_size", default=2),
+            dtype=weights_dtype(config, default="float32"),  # files older than the key are float32's
+        )
+
+
+def _refuse_unsupported_encoder(config: ConfigReader) -> None:
+    config.choice("model_type", ("bert",))
+    classes = config.data.get("architectures")
+    if classes is not None and (
+        not isinstance(classes, list) or len(classes) != 1 or classes[0] not in ENCODER_CLASSES
+    ):
+        raise config.refuse("architectures", classes, f"one of {', '.join(ENCODER_CLASSES)}")
+    refuse_unsupported(config, absent=ENCODER_MUST_BE_ABSENT, false=ENCODER_MUST_BE_FALSE)
+    config.choice("position_embedding_type", ("absolute",), default="absolute")
+    if config.data.get("embedding_size") not in (None, config.data.get("hidden_size")):
+        raise CheckpointError("config.json: embedding_size differs from hidden_size; accepted: the same number")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationConfig:
+    """The token ids that end a sequence; none means that only lengths and stop strings do."""
+
+    eos_token_ids: frozenset[int]
+
+
+def read_generation_config(path: Path) -> GenerationConfig:
+    """Read generation_config.json of a model directory, or config.json where the former names no id.
+
+    Sampling defaults in the file (temperature, top_p...) are not read: a request's parameters are its own.
+    Raises CheckpointError naming file, key and value.
+    """
+    for name in ("generation_config.json", "config.json"):
+        file = path / name
+        if name == "config.json" or file.exists():
+            config = ConfigReader(read_json_object(file, max_bytes=MAX_CONFIG_BYTES), name)
+            if config.has("eos_token_id"):
+                return GenerationConfig(_token_ids(config, "eos_token_id"))
+    return GenerationConfig(frozenset())
+
+
+def _token_ids(config: ConfigReader, key: str) -> frozenset[int]:
+    if isinstance(config.data[key], list):
+        return frozenset(config.integers(key))
+    return frozenset({config.integer(key, minimum=0)})

@@ -1,1 +1,1 @@
-"""From a plan on the host to tensors, and through the model."""
+"""Runs forward passes: plans a batch on the host, brings it to the device and through the model."""

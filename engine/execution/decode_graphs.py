@@ -1,23 +1,33 @@
-"""Decode steps captured once and replayed."""
+"""Captures decode steps once, as CUDA graphs of fixed sizes, and replays them."""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import structlog
 import torch
 
-from engine.execution.decode_buffers import DecodeBuffers
-from engine.execution.decode_graph_stats import DecodeGraphStats
-from engine.execution.graph_backend import DecodeRun, GraphBackend
-from engine.execution.planned_batch import PlannedBatch
-from engine.kv_cache.kv_cache_tensors import KVCacheTensors
-from engine.models.decoder_model import DecoderModel
+from engine.errors import EngineFatal
+from engine.execution.batch import PlannedBatch, fill_in
+from engine.kv_cache.tensors import KVCacheTensors
+from engine.models.decoder import DecoderModel, ForwardBatch
 from engine.out_of_memory import is_out_of_memory
+from engine.staging import StagingBuffer
+from kernels.attention_types import AttentionRows
+from settings import EngineSettings
 
 _log = structlog.get_logger(__name__)
+
+# Steps of a hundred rows and more keep a GPU busy for milliseconds; the launches saved no longer count beyond this.
+MAX_DEFAULT_SIZE = 512
+
+# Runs a step over static buffers; told the lengths of its rows, tokens in KV after the step.
+DecodeRun = Callable[[tuple[int, ...]], None]
 
 
 class DecodeGraphs:
@@ -111,3 +121,159 @@ class DecodeGraphs:
     def _run(self, kv_lens: tuple[int, ...]) -> None:
         batch = self._buffers.batch(kv_lens)
         self._model.forward(batch, self._kv_cache, logits_out=self._logits[: len(kv_lens)])
+
+
+def make_decode_graphs(
+    model: DecoderModel, kv_cache: KVCacheTensors, settings: EngineSettings, max_model_len: int
+) -> DecodeGraphs | None:
+    """Graphs of the sizes that are set, or the usual ones, not captured yet; None where they are off or the model has
+    no head and so decodes nothing.
+    """
+    if not settings.cuda_graphs.enabled or model.lm_head is None:
+        return None
+    sizes = settings.cuda_graphs.sizes or decode_graph_sizes(settings.max_num_seqs)
+    return DecodeGraphs(model, kv_cache, CudaGraphBackend(model.device), sizes, max_model_len)
+
+
+def decode_graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """1, 2, 4, then every 8 to 64, every 16 to 256 and every 32 to 512; the last is max_num_seqs or 512.
+
+    A step pads to the next size: less than half of its rows up to 16, less than a fifth above 64.
+    """
+    limit = min(max_num_seqs, MAX_DEFAULT_SIZE)
+    sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, MAX_DEFAULT_SIZE, 32))
+    return (*(size for size in sizes if size < limit), limit)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGraphStats:
+    """Figures of the decode graphs since the model was loaded."""
+
+    captured_sizes: tuple[int, ...]  # rows of each graph, rising
+    failed_sizes: tuple[int, ...]  # whose capture failed, rising: such steps run in a larger graph or eagerly
+    num_replays: int
+    num_eager_decode_steps: int  # steps of decode rows alone that no graph could serve
+
+
+class DecodeBuffers:
+    """Inputs of decode steps at addresses that never change, for up to `max_rows` rows of `max_blocks` blocks.
+
+    A step of fewer rows fills them up with padding: token 0 at position 0, written to the first slot of the null block
+    (slot 0), which is also the one key it sees. Smaller batches are the first rows of larger ones.
+    """
+
+    def __init__(self, max_rows: int, max_blocks: int, device: torch.device) -> None:
+        self._max_rows = max_rows
+        width = max_rows + max_rows % 2  # 16 bytes: each line of `_state` is aligned
+        self._staging = StagingBuffer.pair(device)
+        # Token ids, positions, slots, and in the first half of the last line the lengths, int32: one copy for all.
+        self._state = torch.zeros((4, width), dtype=torch.int64, device=device)
+        self._seq_lens = self._state[3].view(torch.int32)[:max_rows]
+        self._seq_lens.fill_(1)
+        self._block_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
+        self._cu_seqlens_q = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._rows = torch.arange(max_rows, dtype=torch.int64, device=device)
+
+    def fill(self, planned: PlannedBatch, size: int, chosen: torch.Tensor | None = None) -> None:
+        """Write a plain decode step (`PlannedBatch.is_plain_decode`) and padding up to `size` rows.
+
+        chosen: see `StepExecutor.execute`.
+
+        One copy to the device and two on it, in the order of the current stream. Of the block tables only as many
+        columns are written as the longest row has blocks: nobody reads a table past its row's length.
+        """
+        rows, count = planned.decode, planned.num_tokens
+        if rows is None or not count <= size <= self._max_rows:
+            raise EngineFatal(f"a decode step of {count} rows does not go into a graph of {size}")
+        state = np.zeros(self._state.shape, dtype=np.int64)
+        state[:3, :count] = planned.token_ids, planned.positions, planned.slot_mapping
+        seq_lens = state[3].view(np.int32)[: self._max_rows]
+        seq_lens[:] = 1
+        seq_lens[:count] = rows.seq_lens
+        tables = np.zeros((size, rows.block_tables.shape[1]), dtype=np.int32)
+        tables[:count] = rows.block_tables
+        staged_state, staged_tables = next(self._staging).send([state, tables])
+        self._state.copy_(staged_state)
+        if chosen is not None:
+            fill_in(self._state[0], chosen)
+        self._block_tables[:size, : tables.shape[1]].copy_(staged_tables)
+
+    def batch(self, kv_lens: tuple[int, ...]) -> ForwardBatch:
+        """The batch over the first len(kv_lens) rows. kv_lens: the rows' lengths, or bounds of them."""
+        size = len(kv_lens)
+        token_ids, positions, slot_mapping = self._state[:3, :size]
+        return ForwardBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            logits_indices=self._rows[:size],
+            hidden_indices=self._rows[:0],
+            hidden_lens=(),
+            decode=AttentionRows(
+                block_tables=self._block_tables[:size],
+                cu_seqlens_q=self._cu_seqlens_q[: size + 1],
+                seq_lens=self._seq_lens[:size],
+                query_lens=(1,) * size,
+                kv_lens=kv_lens,
+            ),
+            prefill=None,
+            num_decode_tokens=size,
+        )
+
+
+class GraphBackend(Protocol):
+    """Turns a run over static buffers into one that launches less."""
+
+    def capture(self, run: DecodeRun, kv_len_bounds: tuple[int, ...]) -> DecodeRun:
+        """`run`, captured with bounds in the place of lengths: what is captured reads the lengths on the device.
+
+        All that is captured shares one memory pool, so a run may overwrite whatever an earlier one left there. The
+        caller keeps what it gets for as long as a run of it may be queued.
+
+        Raises what `run` raised, or RuntimeError, where `run` cannot be captured; memory that ran out is among these
+        (`is_out_of_memory`). Raises EngineFatal where the device failed: no other capture can succeed.
+        """
+        ...
+
+
+class CudaGraphBackend:
+    """Captures on a stream of its own, all graphs in one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # of torch
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: DecodeRun, kv_len_bounds: tuple[int, ...]) -> DecodeRun:
+        """See `GraphBackend.capture`.
+
+        The run before the capture compiles and loads kernels, which a capture forbids, and has cuBLAS take the
+        workspace of this stream, which the graph then points to and which torch keeps to the end of the process.
+        Raises EngineFatal where not the capture but the device failed.
+        """
+        current = torch.cuda.current_stream(self._device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                run(kv_len_bounds)
+            # thread_local: what other threads do with the GPU meanwhile, such as pinning memory, is theirs.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                run(kv_len_bounds)
+        except BaseException:
+            # Where ending the capture fails, torch leaves the stream current and the pool as one that is recorded to.
+            torch.cuda.set_stream(current)
+            self._pool = torch.cuda.graph_pool_handle()
+            self._require_device()
+            raise
+        current.wait_stream(self._stream)
+        return lambda _: graph.replay()
+
+    def _require_device(self) -> None:
+        """A fault of the device stays and shows in every later call; a capture that was refused leaves none. Waits for
+        what the side stream still runs, too.
+        """
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError as fault:
+            raise EngineFatal(f"the device failed while a decode step was captured: {fault}") from fault

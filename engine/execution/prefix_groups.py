@@ -1,8 +1,9 @@
-"""Rows of a step whose block tables begin alike, and the order that makes them neighbours."""
+"""Finds the rows of a step whose block tables begin alike, so that attention reads their shared prefix once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -101,3 +102,24 @@ def _merge(parts: list[_Cluster], depth: int, gate: Gate) -> _Cluster:
         return _Cluster(rows, saved, [*groups, (depth, members)], [])
     kept = [group for part in parts for group in part.groups]
     return _Cluster(rows, before, kept, [row for part in parts for row in part.loose])
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixGate:
+    """Bounds below which each row is faster by itself: a group costs launches, copies and a merge."""
+
+    min_rows: int
+    min_tokens: int  # shared ones
+    min_saved_tokens: int  # tokens that need not be read again: (rows - 1) * shared tokens
+
+    def __call__(self, num_rows: int, num_tokens: int) -> bool:
+        """Whether a group of num_rows rows (2 or more) that share num_tokens tokens is worth it."""
+        is_large = num_rows >= self.min_rows and num_tokens >= self.min_tokens
+        return is_large and (num_rows - 1) * num_tokens >= self.min_saved_tokens
+
+
+# From `python -m tests.benchmarks.shared_prefix` on a CPU (tables in engine/DESIGN.md); not measured on a GPU.
+# Rows with one query: a product with few queries is slow, and reading shared keys again finds them in the cache.
+DECODE_GATE = SharedPrefixGate(min_rows=8, min_tokens=64, min_saved_tokens=2048)
+# Chunks bring enough queries by themselves: any group pays.
+PREFILL_GATE = SharedPrefixGate(min_rows=2, min_tokens=16, min_saved_tokens=16)

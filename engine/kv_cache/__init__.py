@@ -1,1 +1,1 @@
-"""Bookkeeping of the paged KV cache. Torch-free, but for `tensors`."""
+"""The paged KV cache: its bookkeeping, torch-free, and in `tensors` its memory."""

@@ -1,16 +1,20 @@
-"""The one class through which sequences get, share and give back KV blocks."""
+"""Gives KV blocks to sequences, shares them between equal prefixes, and takes them back.
+
+The content of a sequence's full blocks is named by a chain of digests; blocks of one name are one block.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from engine.errors import EngineFatal, InvalidRequest, KVPoolExhausted
-from engine.kv_cache.block_hash_chain import BlockHashChain
-from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.cached_block import CachedBlock
-from engine.kv_cache.prefix_cache_metrics import PrefixCacheMetrics
-from engine.kv_cache.sequence_blocks import SequenceBlocks
+from engine.kv_cache.block_pool import BlockPool, CachedBlock
+
+DIGEST_BYTES = 16  # 128 bits: at 2^32 blocks a collision has probability 2^-65, and a hit verifies tokens as well
 
 
 class BlockManager:
@@ -240,3 +244,54 @@ class BlockManager:
     def _no_longer_computing(self, digest: bytes, sequence_id: str) -> None:
         if self._computing.get(digest) == sequence_id:
             del self._computing[digest]
+
+
+class BlockHashChain:
+    """Digest i names tokens `0 .. (i + 1) * block_size` under a salt: h_i = blake2b(h_(i-1), tokens of block i).
+
+    Only full blocks have one. Kept beside a sequence so that a prompt is hashed once however often it is probed.
+    """
+
+    def __init__(self, block_size: int, salt: str) -> None:
+        self.block_size = block_size
+        self.root = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
+        self.digests: list[bytes] = []
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Hash the blocks that `token_ids`, the whole sequence so far, has completed since the last call."""
+        size = self.block_size
+        parent = self.digests[-1] if self.digests else self.root
+        for start in range(len(self.digests) * size, len(token_ids) - size + 1, size):
+            block = array("i", token_ids[start : start + size])
+            parent = hashlib.blake2b(parent + block.tobytes(), digest_size=DIGEST_BYTES).digest()
+            self.digests.append(parent)
+
+    def parent_of(self, index: int) -> bytes:
+        """Digest of the block before block `index`; the salted root for the first."""
+        return self.digests[index - 1] if index else self.root
+
+
+@dataclass(slots=True)
+class SequenceBlocks:
+    """The blocks one sequence holds. Written by BlockManager alone."""
+
+    chain: BlockHashChain
+    num_committed_blocks: int = 0  # leading blocks known to hold good KV; registered where their digest was new
+    block_table: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheMetrics:
+    """Counters since the pool was made; they survive idleness and the end of every sequence."""
+
+    enabled: bool
+    probes: int  # admissions; a preempted sequence counts again
+    hits: int  # of those, how many found at least one block
+    queried_tokens: int
+    saved_prefill_tokens: int  # tokens whose KV was found
+    evictions: int  # registered blocks that had to make room
+    registered_blocks: int  # blocks a hit could find now, held or free
+    used_blocks: int  # blocks held by sequences now
+    free_blocks: int
+    block_size: int
+    registered_bytes: int

@@ -1,12 +1,12 @@
-"""Which blocks are free, which are held, and which free ones still hold something worth keeping."""
+"""Tracks which KV blocks are in use, which are free, and which free ones still hold a prefix worth keeping."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from engine.errors import EngineFatal, KVPoolExhausted
-from engine.kv_cache.cached_block import CachedBlock
 
 NULL_BLOCK = 0
 
@@ -169,3 +169,13 @@ class BlockPool:
         broken = [name for name, is_broken in problems.items() if is_broken]
         if broken:
             raise EngineFatal(f"KV block pool: {'; '.join(broken)}")
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """The identity of a full, immutable block. Tokens and parent are kept to verify a hit."""
+
+    block_id: int
+    digest: bytes
+    parent: bytes
+    token_ids: tuple[int, ...]  # exactly block_size of them

@@ -1,1 +1,1 @@
-"""From settings and a checkpoint to the parts of an engine."""
+"""Makes an engine out of settings and a checkpoint."""

@@ -1,13 +1,19 @@
-"""How much memory the machine has free, and how many KV blocks fit."""
+"""Asks how much memory is free: of the machine, of its container, of a GPU."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol
+
+import torch
 
 from engine.errors import CapabilityError
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
+
+# PyTorch's allocator asks the driver for multiples of 2 MiB for tensors from 10 MiB on.
+ROUNDING_BYTES = 2 << 20
 
 
 def free_memory_bytes() -> int:
@@ -59,3 +65,67 @@ def num_blocks_that_fit(budget_bytes: int, bytes_per_block: int, useful_blocks: 
             f"raise {settings}, or free memory"
         )
     return min(fit, useful_blocks + 1)
+
+
+class DeviceMemory(Protocol):
+    """The memory of a device that is not the machine's: how much there is, and the most that was taken."""
+
+    @property
+    def total_bytes(self) -> int:
+        """What the device has."""
+        ...
+
+    @property
+    def rounding_bytes(self) -> int:
+        """What a large tensor may take beyond its own size."""
+        ...
+
+    def free_bytes(self) -> int:
+        """What nobody holds now, other processes and this one's caches included."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Give cached memory back, and note the peak from here on."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """The most that this process held for tensors at once since `reset_peak`, what it held there included."""
+        ...
+
+
+class CudaDeviceMemory:
+    """A GPU as the driver and PyTorch's allocator account for it.
+
+    The peak is what the allocator reserved, not what tensors took of it: what lies between them, where steps of many
+    shapes leave it in pieces, is as gone as the tensors are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def total_bytes(self) -> int:
+        """What the GPU has."""
+        _, total = torch.cuda.mem_get_info(self._device)
+        return int(total)
+
+    @property
+    def rounding_bytes(self) -> int:
+        """The allocator's."""
+        return ROUNDING_BYTES
+
+    def free_bytes(self) -> int:
+        """What the driver could still give."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return int(free)
+
+    def reset_peak(self) -> None:
+        """Wait for what runs, since its memory may still be in use, and begin anew."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak_bytes(self) -> int:
+        """The most that was reserved since then."""
+        torch.cuda.synchronize(self._device)
+        return int(torch.cuda.max_memory_reserved(self._device))

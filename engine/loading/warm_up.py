@@ -1,27 +1,29 @@
-"""Running steps before there is any request."""
+"""Runs steps before the first request, so that kernels are compiled and the memory of the largest step is measured."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 import numpy as np
+import structlog
 import torch
 
 from engine.checkpoint.model_config import ModelConfig
-from engine.execution.batch_staging import BatchStaging
+from engine.execution.batch import BatchStaging, ForwardItem, plan_batch
 from engine.execution.decode_graphs import DecodeGraphs
-from engine.execution.forward_result import ForwardResult
-from engine.execution.plan_batch import plan_batch
-from engine.kv_cache.kv_cache_tensors import KVCacheTensors
-from engine.loading.warm_up_step import WarmUpStep
-from engine.loading.warm_up_steps import compiling_steps, largest_steps
-from engine.models.decoder_model import DecoderModel
-from engine.prompt_logprobs import PromptLogprobs
-from engine.prompt_scorer import PromptScorer
-from engine.sampling.sampler import Sampler
-from engine.sampling.sampling_row import SamplingRow
-from engine.sampling.token_counts import TokenCounts
+from engine.kv_cache.tensors import KVCacheSpec, KVCacheTensors
+from engine.loading.kv_pool import expected_step_bytes
+from engine.loading.memory import DeviceMemory
+from engine.model_status import MemoryProfile
+from engine.models.decoder import DecoderModel, ForwardResult, weights_bytes
+from engine.out_of_memory import STEP_SETTINGS, naming_settings
+from engine.prompt_logprobs import PromptScorer
+from engine.request import PromptLogprobs
+from engine.sampler import Sampler, SamplingRow
 from engine.sampling_params import SamplingParams
+from engine.scheduling.sequence import TokenCounts
 from kernels.dispatch import launch_class_of
 from kernels.interface import StepShape
 from settings import EngineSettings
@@ -33,6 +35,14 @@ GREEDY = SamplingParams(temperature=0.0)
 EVERYTHING = SamplingParams(
     temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=5, prompt_logprobs=20
 )
+
+# Nothing that decides about kernels changes beyond: the last bound is 128 rows an expert, 8,192 tokens of 512 experts
+# with 8 choices.
+MOST_CLASSIFIED_TOKENS = 16_384
+
+MakeGraphs = Callable[[KVCacheTensors], DecodeGraphs | None]
+
+_log = structlog.get_logger(__name__)
 
 
 class WarmUp:
@@ -120,3 +130,172 @@ class WarmUp:
 
 def _always(_num_rows: int, _num_tokens: int) -> bool:
     return True
+
+
+def largest_steps(settings: EngineSettings, max_model_len: int) -> Sequence[WarmUpStep]:
+    """The steps that take the most memory, whichever of them that is.
+
+    Decode rows alone, at full length, which decides how many parts attention keeps; chunks alone, as few as can be,
+    with the hidden states of all their tokens; and both, with logits of as many sequences as can run.
+    """
+    max_seqs, max_tokens = settings.max_num_seqs, settings.max_num_batched_tokens
+    decode = [(1, max_model_len)] * max_seqs
+    chunks = _chunks(max_tokens, max_seqs, max_model_len)
+    mixed_chunks = _chunks(max_tokens - max_seqs + 1, 1, max_model_len)
+    mixed = [*decode[1:], *mixed_chunks]
+    return [WarmUpStep(tuple(rows)) for rows in (mixed, chunks, decode)]
+
+
+def compiling_steps(
+    settings: EngineSettings, max_model_len: int, launch_class: Callable[[int], Hashable]
+) -> Sequence[WarmUpStep]:
+    """A step for each kind that leads to kernels not compiled before. launch_class: what a step's number of tokens
+    decides about them.
+
+    Decode rows have their keys in one piece (a row of two tokens is never split) or in parts (one row of full length
+    is, if any is); rows in groups have kernels for 16, 64 and 128 pairs of a query and a head, so groups double.
+    """
+    max_seqs = settings.max_num_seqs
+    steps = [WarmUpStep(((1, min(2, max_model_len)),)), WarmUpStep(((1, max_model_len),))]
+    for num_tokens in first_of_each(launch_class, settings.max_num_batched_tokens):
+        steps.append(WarmUpStep(tuple(_chunks(num_tokens, max_seqs, max_model_len))))
+    if settings.shared_prefix.enabled:
+        steps += _shared_prefix_steps(settings, max_model_len)
+    return steps
+
+
+def first_of_each(launch_class: Callable[[int], Hashable], max_tokens: int) -> Sequence[int]:
+    """The smallest number of tokens of each class, rising."""
+    firsts: dict[Hashable, int] = {}
+    for num_tokens in range(1, min(max_tokens, MOST_CLASSIFIED_TOKENS) + 1):
+        firsts.setdefault(launch_class(num_tokens), num_tokens)
+    return sorted(firsts.values())
+
+
+def _chunks(num_tokens: int, max_rows: int, max_model_len: int) -> list[tuple[int, int]]:
+    """As few chunks as hold num_tokens, the sequence of each at its full length behind it; fewer tokens where max_rows
+    do not hold them.
+    """
+    full, rest = divmod(num_tokens, max_model_len)
+    queries = [max_model_len] * full + [rest] * (rest > 0)
+    return [(count, max_model_len) for count in queries[:max_rows]]
+
+
+def _shared_prefix_steps(settings: EngineSettings, max_model_len: int) -> Iterator[WarmUpStep]:
+    """Groups of 2, 4, 8 and on of decode rows, and of chunks of two and of many tokens, behind all the blocks that
+    can be shared."""
+    max_seqs, max_tokens = settings.max_num_seqs, settings.max_num_batched_tokens
+    num_rows = 2
+    while num_rows <= max_seqs:
+        for num_queries in dict.fromkeys((1, 2, min(max_tokens // num_rows, max_model_len // 2))):
+            if (
+                0 < num_queries <= max_tokens // num_rows
+                and max_model_len - num_queries >= settings.kv_cache.block_size
+            ):
+                yield WarmUpStep(((num_queries, max_model_len),) * num_rows, shares_prefix=True)
+        num_rows *= 2
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpStep:
+    """Rows of a step, and whether they share their prefixes."""
+
+    rows: tuple[tuple[int, int], ...]  # (queries, tokens in KV after the step) of each; 1 query: a decode row
+    shares_prefix: bool = False  # all full blocks before the rows' own queries are one group's
+
+    def items(self, block_size: int, *, generates: bool) -> Sequence[ForwardItem]:
+        """What to run over a KV cache of two blocks: every key of every row lies in block 1, whatever is there.
+
+        generates: the model has a head, so logits are wanted; hidden states of all tokens of chunks are in any case.
+        """
+        return [
+            ForwardItem(
+                [0] * num_queries,
+                num_tokens - num_queries,
+                [1] * -(-num_tokens // block_size),
+                wants_logits=generates,
+                wants_hidden=num_queries > 1 or not generates,
+            )
+            for num_queries, num_tokens in self.rows
+        ]
+
+
+def measure_memory(
+    model: DecoderModel,
+    spec: KVCacheSpec,
+    settings: EngineSettings,
+    max_model_len: int,
+    memory: DeviceMemory,
+    make_graphs: MakeGraphs,
+) -> MemoryProfile:
+    """Run the largest steps and capture the decode graphs over a KV cache of two blocks, and see what they take.
+
+    Kernels are compiled on the way, so that none is in mid-job. Everything made here is given back. Peak of the steps:
+    in one go, without giving memory back between them, as later in a job. Graphs are captured a second time over the
+    real cache, since a graph holds its address: they take as much again.
+
+    max_model_len: most tokens of a row, before the pool bounds it. Raises CapabilityError where memory runs out.
+    """
+    kv_cache = KVCacheTensors.allocate(spec, WARM_UP_BLOCKS, model.device)
+    warm_up = WarmUp(model, kv_cache, settings, max_model_len)
+    activations_bytes = _steps_bytes(warm_up, memory, settings)
+    graphs_bytes = _graphs_bytes(warm_up, memory, settings, make_graphs)
+    del warm_up, kv_cache
+    gc.collect()  # whatever of it refers to itself
+    memory.reset_peak()
+    weights = weights_bytes(model)
+    rounding_bytes = 2 * spec.num_layers * memory.rounding_bytes  # of keys and values, a tensor a layer each
+    return MemoryProfile(
+        total_bytes=memory.total_bytes,
+        usable_bytes=int(memory.total_bytes * settings.gpu_memory_utilization),
+        weights_bytes=weights,
+        other_bytes=max(memory.total_bytes - memory.free_bytes() - weights, 0) + rounding_bytes,
+        activations_bytes=activations_bytes,
+        graphs_bytes=graphs_bytes,
+    )
+
+
+def _steps_bytes(warm_up: WarmUp, memory: DeviceMemory, settings: EngineSettings) -> int:
+    memory.reset_peak()
+    before = memory.peak_bytes()
+    tokens, seqs = settings.max_num_batched_tokens, settings.max_num_seqs
+    what = f"a step of {tokens} tokens and {seqs} sequences, beside the weights"
+    with naming_settings(what, expected_step_bytes(warm_up.config, settings), f"lower {STEP_SETTINGS}"):
+        warm_up.run_largest()
+        warm_up.run_compiling()
+    return memory.peak_bytes() - before
+
+
+def _graphs_bytes(warm_up: WarmUp, memory: DeviceMemory, settings: EngineSettings, make_graphs: MakeGraphs) -> int:
+    """By what the driver has less, since a graph's nodes are no tensors."""
+    memory.reset_peak()
+    free = memory.free_bytes()
+    expected_bytes = expected_step_bytes(warm_up.config, settings)
+    with naming_settings("the decode graphs, beside the weights", expected_bytes, "lower engine.max_num_seqs"):
+        graphs = make_graphs(warm_up.kv_cache)
+        if graphs is None:
+            return 0
+        graphs.capture_all()
+        warm_up.replay(graphs)
+    memory.reset_peak()
+    return max(free - memory.free_bytes(), 0)
+
+
+def log_memory_profile(profile: MemoryProfile, spec: KVCacheSpec, settings: EngineSettings) -> None:
+    """One event with every part in bytes and the tokens that the pool holds.
+
+    A warning where the pool that was set is larger than what remains for it: steps may then run out of memory.
+    """
+    num_blocks = settings.kv_cache.num_blocks or 0
+    pool_bytes = num_blocks * spec.bytes_per_block
+    fits = pool_bytes <= profile.kv_bytes
+    log = _log.info if fits else _log.warning
+    log(
+        "memory_profile",
+        **asdict(profile),
+        kv_bytes=profile.kv_bytes,
+        pool_bytes=pool_bytes,
+        pool_blocks=num_blocks,
+        pool_tokens=(num_blocks - 1) * spec.block_size,
+        fits=fits,
+    )

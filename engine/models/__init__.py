@@ -1,1 +1,1 @@
-"""The decoder that the three families share, and how a checkpoint becomes one."""
+"""The models themselves, decoders and encoders, and how a checkpoint becomes one."""

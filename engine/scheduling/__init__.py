@@ -1,1 +1,1 @@
-"""Which tokens of which sequence each step runs. Torch-free."""
+"""Decides which tokens of which sequence each step runs. Torch-free."""

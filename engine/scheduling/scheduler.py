@@ -1,18 +1,16 @@
-"""Decides what each step runs."""
+"""Plans each step: which sequences run, how many tokens of each, and who is preempted when blocks run out."""
 
 from __future__ import annotations
 
 import time
 from bisect import insort
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from engine.errors import EngineFatal, KVPoolExhausted
 from engine.kv_cache.block_manager import BlockManager
-from engine.scheduling.scheduled_batch import ScheduledBatch
-from engine.scheduling.scheduled_item import ScheduledItem
-from engine.scheduling.scheduler_limits import SchedulerLimits
-from engine.scheduling.sequence_state import SequenceState
-from engine.scheduling.waiting_queue import WaitingQueue
+from engine.scheduling.sequence import SequenceState
+from engine.scheduling.waiting_queue import SchedulerLimits, WaitingQueue
 
 
 class Scheduler:
@@ -241,3 +239,25 @@ class Scheduler:
 
 def _rank(state: SequenceState) -> tuple[int, int]:
     return state.rank
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledItem:
+    """One sequence's share of a step: tokens `start .. start + num_scheduled_tokens` are run."""
+
+    state: SequenceState
+    start: int  # = num_computed_tokens before the step; len(state.token_ids) where its token is pending
+    num_scheduled_tokens: int  # >= 1
+    samples: bool  # the last token so far is among them: its logits give the next one
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """What one step runs, on the host and without tensors."""
+
+    items: tuple[ScheduledItem, ...]  # not empty; each sequence at most once
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the step runs."""
+        return sum(item.num_scheduled_tokens for item in self.items)

@@ -1,1 +1,1 @@
-"""Output held to a grammar: JSON schemas, regular expressions, choices, Lark and GBNF grammars."""
+"""Holds outputs to a grammar: JSON schemas, regular expressions, choices, Lark and GBNF grammars."""

@@ -1,11 +1,45 @@
-"""What a request's output must look like."""
+"""What an output must look like, and how JSON schemas, regular expressions and choices are spelled as Lark rules.
+
+Schemas that llguidance would take but could not be held to are refused. Needs no library: requests are made of these.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
+
+FormKind = Literal["json_object", "json_schema", "regex", "choice"]  # GrammarKind's, but for a grammar of its own
+
+# How schemas are read. All of it is set, so that an "x-guidance" in a schema decides nothing: what cannot be held to is
+# refused. Between two parts of a JSON text stands nothing, one space, or a line break with up to 32 spaces of
+# indentation: with any amount allowed, a model may spend all of its tokens on blanks. Nothing is written as \u....: a
+# key written so would pass as another than the one `properties` names. Other escapes leave one way to write each.
+_JSON_READING: Mapping[str, str | bool] = {
+    "whitespace_pattern": r"(\x20|\x0A\x20{0,32})",
+    "item_separator": ",",
+    "key_separator": ":",
+    "json_allowed_escapes": '"\\nrtbf',
+    "coerce_one_of": False,
+    "lenient": False,
+}
+ANY_OBJECT: Mapping[str, object] = {"type": "object"}
+_ESCAPED_OR_SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
+# Lark ends a regular expression at a slash and at a line's end; escaped, a newline still means itself.
+_IN_LARK = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+
+# Their values are data, not schemas.
+_DATA = frozenset({"const", "enum", "default", "examples", "required"})
+# Their values are not schemas but objects of schemas, under any names.
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+# A parser's row holds four items for each where an object begins: see MAX_ITEMS_IN_ROW of compile_matcher.
+MAX_OPTIONAL_PROPERTIES = 2_000
+# Characters that JSON writes as \u.... only, and 0x7F, which the compiler has no other way to write either.
+_UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,3 +50,86 @@ class Grammar:
     text: str  # a JSON schema, a JSON list of the choices, a regular expression, Lark or GBNF; "" for json_object
     # What the caller calls it, for error messages alone: two requests may mean the same grammar by different names.
     param: str = field(default="grammar", compare=False, repr=False)
+
+
+def form_rules(name: str, kind: FormKind, text: str) -> str:
+    """Lark's rules for `name` to be what a `Grammar` of this kind and text makes of a whole answer.
+
+    Raises ValueError with a text for whoever wrote a schema.
+    """
+    if kind == "regex":
+        escaped = _ESCAPED_OR_SLASH.sub(lambda found: _IN_LARK.get(found.group(), found.group()), text)
+        return f"{name}: /{escaped or '(?:)'}/"  # two slashes would begin a comment
+    if kind == "choice":
+        # One terminal: as alternatives of a rule, each would be an item of one row of the parser, which has a limit.
+        return f"{name}: {name.upper()}\n{name.upper()}: {' | '.join(map(quoted, json.loads(text)))}"
+    return json_rule(name, form_schema(kind, text))
+
+
+def json_rule(name: str, schema: object) -> str:
+    """Lark's rule for `name` to be JSON by `schema`. Raises ValueError."""
+    return f"{name}: %json {schema_text(schema)}"
+
+
+def form_schema(kind: Literal["json_object", "json_schema"], text: str) -> object:
+    """The schema of a form that is JSON."""
+    return ANY_OBJECT if kind == "json_object" else json.loads(text)
+
+
+def schema_text(schema: object) -> str:
+    """A schema as llguidance takes it, with how it is to be read. Raises ValueError for what is not held to."""
+    if not isinstance(schema, Mapping):
+        raise ValueError("the JSON schema is no object; accepted: an object")
+    check_json_schema(schema)
+    return json.dumps({**schema, "x-guidance": _JSON_READING})
+
+
+def quoted(text: str) -> str:
+    """A text as Lark writes it, which is JSON's way."""
+    return json.dumps(text)
+
+
+def check_json_schema(schema: object) -> None:
+    """Raise ValueError for what the compiler takes and does not hold to, or would fail at while a text is written.
+
+    It lets keys that only additionalProperties or patternProperties allow be written twice; they count once.
+    """
+    for node in _schemas(schema):
+        fewest, required, properties = (node.get(key) for key in ("minProperties", "required", "properties"))
+        surely = len(required) if isinstance(required, list) else 0
+        if isinstance(fewest, int | float) and fewest > max(1, surely):
+            raise ValueError(f"minProperties is {fewest}; accepted: at most 1, or the number of required properties")
+        optional = len(properties) - surely if isinstance(properties, dict) else 0
+        if optional > MAX_OPTIONAL_PROPERTIES:
+            raise ValueError(
+                f"properties has {optional} that are not required; accepted: at most {MAX_OPTIONAL_PROPERTIES}"
+            )
+        for key in ("const", "enum"):
+            _check_writable(key, node.get(key))
+
+
+def _schemas(schema: object) -> Iterator[Mapping[str, object]]:
+    """Every object of a schema that may be a schema itself."""
+    pending = [schema]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, list):
+            pending += node
+        elif isinstance(node, dict):
+            yield node
+            for key, value in node.items():
+                if key in _NAMED and isinstance(value, dict):
+                    pending += value.values()
+                elif key not in _DATA:
+                    pending.append(value)
+
+
+def _check_writable(key: str, data: object) -> None:
+    pending = [data]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str) and (found := _UNWRITABLE.search(value)):
+            accepted = r"of the control characters \b, \f, \n, \r and \t"
+            raise ValueError(f"{key} holds the character U+{ord(found.group()):04X}; accepted: {accepted}")
+        if isinstance(value, list | dict):
+            pending += value.values() if isinstance(value, dict) else value

@@ -1,1 +1,1 @@
-"""Between text and token ids: tokenizer, chat template, incremental detokenisation and stop strings."""
+"""Turns text into token ids and back: tokenizer, chat template, incremental detokenisation."""

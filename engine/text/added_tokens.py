@@ -1,4 +1,4 @@
-"""Tokens that a checkpoint declares beside tokenizer.json."""
+"""Adds the tokens that a checkpoint declares beside tokenizer.json, in tokenizer_config.json."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
-from engine.checkpoint.json_file import read_json_object
+from engine.checkpoint.config_reader import read_json_object
 from engine.errors import CheckpointError
 
 CONFIG_FILE = "tokenizer_config.json"

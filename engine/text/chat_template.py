@@ -1,22 +1,33 @@
-"""From a conversation to the prompt the model was trained on."""
+"""Renders a conversation into the prompt that the model was trained on, in a sandbox."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
+from typing import NoReturn
 
 from jinja2 import Template, meta, nodes
-from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
+from engine.checkpoint.config_reader import read_text
 from engine.errors import CheckpointError, InvalidRequest
-from engine.text.surrogates import check_encodable
-from engine.text.template_environment import template_environment
-from engine.text.text_parts import takes_parts
 
 MAX_PROMPT_CHARACTERS = 4 << 20  # far above any context; stops a loop that writes without end
 RESERVED = ("messages", "tools", "add_generation_prompt", "strftime_now")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+
+MAX_TEMPLATE_BYTES = 1 << 20  # the longest published ones are about 20 KB
+
+_FIRST, _SECOND = "first-part", "second-part"
+
+Pairs = Mapping[str, object] | Iterable[tuple[str, object]]
 
 
 class ChatTemplate:
@@ -151,3 +162,151 @@ def _normalise(message: Mapping[str, object]) -> dict[str, object]:
 
 def _invalid(message: str, value: object) -> InvalidRequest:
     return InvalidRequest(message, param="messages", value=value, accepted="what the model's chat template takes")
+
+
+def read_chat_templates(path: Path, tokenizer_config: Mapping[str, object]) -> dict[str, str]:
+    """Template name -> source, "default" the usual one; empty if the model has none. Raises CheckpointError.
+
+    As in transformers: chat_template.jinja and additional_chat_templates/NAME.jinja, else `chat_template` of
+    tokenizer_config.json, which is one template or a list of named ones.
+    """
+    files = {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
+    if (path / "chat_template.jinja").exists():
+        files = {"default": path / "chat_template.jinja"} | files
+    if files:
+        return {name: read_text(file, max_bytes=MAX_TEMPLATE_BYTES) for name, file in files.items()}
+    value = tokenizer_config.get("chat_template")
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"default": value}
+    if isinstance(value, dict):
+        return {str(name): _source(source) for name, source in value.items()}
+    if not isinstance(value, list):
+        raise _refuse(value)
+    templates: dict[str, str] = {}
+    for entry in value:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise _refuse(entry)
+        templates[entry["name"]] = _source(entry.get("template"))
+    return templates
+
+
+def _source(value: object) -> str:
+    if not isinstance(value, str):
+        raise _refuse(value)
+    return value
+
+
+def _refuse(value: object) -> CheckpointError:
+    return CheckpointError(
+        f"tokenizer_config.json: chat_template holds {value!r}; accepted: a template, or a list of "
+        '{"name": ..., "template": ...}'
+    )
+
+
+def takes_parts(run: Callable[[Mapping[str, object]], str], variables: Mapping[str, object]) -> bool:
+    """Whether the template behind `run` (variables to prompt) writes both texts of two parts, and not the list itself.
+
+    `variables`: what it reads beside the conversation. Tried, not read off the source: templates reach the parts
+    through macros, filters and variables of their own.
+    """
+    content = [{"type": "text", "text": _FIRST}, {"type": "text", "text": _SECOND}]
+    messages = [{"role": "user", "content": content}]
+    try:
+        prompt = run({**variables, "messages": messages, "tools": None, "add_generation_prompt": False})
+    except InvalidRequest:
+        return False
+    _, first, behind = prompt.partition(_FIRST)
+    between, second, _ = behind.partition(_SECOND)
+    return bool(first and second) and "type" not in between  # as Python or JSON writes the list
+
+
+def check_encodable(text: str, *, param: str) -> None:
+    """Raises InvalidRequest if `text` has a lone surrogate, which JSON can spell (`"\\ud800"`) and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code_point = f"U+{ord(text[error.start]):04X}"
+        raise InvalidRequest(
+            f"{param} has the lone surrogate {code_point} at character {error.start}; accepted: text without",
+            param=param,
+            value=code_point,
+            accepted="text without surrogates",
+        ) from error
+
+
+def template_environment() -> ImmutableSandboxedEnvironment:
+    """A jinja2 sandbox with the blocks, functions and filters that templates written for transformers rely on.
+
+    A template comes with the model, never with a job, and can reach neither Python's internals nor the caller's data.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["dict"] = _PlainDict()
+    environment.globals["namespace"] = _PlainNamespace
+    return environment
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}...{% endgeneration %}`: marks assistant text for training; here it is only its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as an instance variable)
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        """Replace the block by a call that returns its body."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+    def _content(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _PlainNamespace(Namespace):
+    """jinja2's `namespace` without names that begin with an underscore."""
+
+    def __init__(self, initial: Pairs = (), /, **names: object) -> None:
+        attributes = dict(initial, **names)
+        for name in attributes:
+            _check_name(name)
+        super().__init__(attributes)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+class _PlainDict:
+    """`dict(...)` and `dict.fromkeys(...)` without the type itself."""
+
+    def __call__(self, initial: Pairs = (), /, **names: object) -> dict[str, object]:
+        """A new dict."""
+        return dict(initial, **names)
+
+    def fromkeys(self, keys: Iterable[str], value: object = None) -> dict[str, object]:
+        """A new dict with one value under every key."""
+        return dict.fromkeys(keys, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace may not hold {name!r}")
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: jinja2's own filter escapes HTML characters."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)

@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Turns text into token ids and back, as a checkpoint's tokenizer.json says."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from pathlib import Path
 
 import tokenizers
 
-from engine.checkpoint.json_file import check_size
+from engine.checkpoint.config_reader import check_size
 from engine.errors import CheckpointError
 from engine.text.added_tokens import add_declared_tokens, named_special_tokens, read_tokenizer_config
-from engine.text.byte_level_detokenizer import ByteLevelDetokenizer
-from engine.text.chat_template import ChatTemplate
-from engine.text.chat_template_files import read_chat_templates
-from engine.text.incremental_detokenizer import IncrementalDetokenizer
-from engine.text.surrogates import check_encodable
-from engine.text.token_decoder import TokenDecoder
-from engine.text.window_detokenizer import WindowDetokenizer
+from engine.text.chat_template import ChatTemplate, check_encodable, read_chat_templates
+from engine.text.detokenizer import ByteLevelDetokenizer, IncrementalDetokenizer, TokenDecoder, WindowDetokenizer
 
 MAX_TOKENIZER_BYTES = 128 << 20  # Qwen3's tokenizer.json takes 11 MB, Gemma 3's 33 MB
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from engine.finish_reason import FinishReason
 from engine.kv_cache.block_manager import BlockManager
-from engine.request import Request
+from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
-from engine.scheduling.request_state import RequestState
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.sequence import RequestState
+from engine.scheduling.waiting_queue import SchedulerLimits
 
 
 class DryEngine:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.engine import Engine
-from engine.execution.forward_item import ForwardItem
+from engine.execution.batch import ForwardItem
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from tests.support.engines import load_engine, run_all, tokens_of

@@ -27,7 +27,7 @@ from engine.engine import Engine
 from engine.kv_cache.block_manager import BlockManager
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.waiting_queue import SchedulerLimits
 from tests.benchmarks.dry_engine import DryEngine
 from tests.support.engines import load_engine
 from tests.support.tiny_checkpoint import make_checkpoint

@@ -18,12 +18,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from engine.kv_cache.block_hash_chain import BlockHashChain
-from engine.kv_cache.block_manager import BlockManager
-from engine.scheduling.prefix_sweep import BlockedAt
-from engine.scheduling.scheduler_limits import SchedulerLimits
-from engine.scheduling.sequence_state import SequenceState
-from engine.scheduling.waiting_queue import WaitingQueue
+from engine.kv_cache.block_manager import BlockHashChain, BlockManager
+from engine.scheduling.sequence import SequenceState
+from engine.scheduling.waiting_queue import BlockedAt, SchedulerLimits, WaitingQueue
 from tests.benchmarks.dry_engine import DryEngine
 
 BLOCK_SIZE = 16

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from engine.any_request import AnyRequest
-from engine.completion import Completion
-from engine.engine_stats import EngineStats
-from engine.finish_reason import FinishReason
-from engine.request import Request
-from engine.request_output import RequestOutput
+from engine.engine import EngineStats
+from engine.request import AnyRequest, Completion, FinishReason, Request, RequestOutput, TokenCheckpoint
 from engine.text.tokenizer import Tokenizer
-from engine.token_checkpoint import TokenCheckpoint
 from tests.support.engine_stats import engine_stats
 
 MAX_MODEL_LEN = 4096

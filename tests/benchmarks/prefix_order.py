@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from engine.kv_cache.block_manager import BlockManager
-from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.scheduling.waiting_queue import SchedulerLimits
 from tests.benchmarks.dry_engine import DryEngine
 from tests.benchmarks.hit_rate import BLOCK_SIZE, FirstCome, Prompt, hits_percent, optimum_percent
 from tests.support.free_port import free_port

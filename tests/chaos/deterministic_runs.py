@@ -12,7 +12,7 @@ import torch
 
 from engine.engine import Engine
 from engine.request import Request
-from engine.sampling.sampling_row import SamplingRow
+from engine.sampler import SamplingRow
 from engine.sampling_params import SamplingParams
 from tests.support.engines import load_engine, run_all, tokens_of
 

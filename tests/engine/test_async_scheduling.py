@@ -9,17 +9,11 @@ from typing import Any
 
 import pytest
 
-from engine.any_request import AnyRequest
-from engine.embedding_request import EmbeddingRequest
 from engine.engine import Engine
-from engine.finish_reason import FinishReason
-from engine.request import Request
-from engine.request_output import RequestOutput
+from engine.request import AnyRequest, EmbeddingRequest, FinishReason, Request, RequestOutput, TokenLogprobs
 from engine.sampling_params import SamplingParams
-from engine.scheduling.scheduled_batch import ScheduledBatch
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from engine.structured.grammar import Grammar
-from engine.token_logprobs import TokenLogprobs
 from tests.support.engines import load_engine, run_all
 from tests.support.static_runner import StaticRunner, load_static_engine
 

@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 
-from engine.completion import Completion
 from engine.engine import Engine
-from engine.request import Request
+from engine.request import Completion, Request, SequenceCheckpoint, TokenCheckpoint
 from engine.sampling_params import SamplingParams
-from engine.sequence_checkpoint import SequenceCheckpoint
-from engine.token_checkpoint import TokenCheckpoint
 from tests.support.engines import load_engine, run_all
 from tests.support.interrupted import interrupted
 from tests.support.tiny_checkpoint import make_checkpoint

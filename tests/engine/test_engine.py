@@ -12,9 +12,7 @@ import torch
 
 from engine.engine import Engine
 from engine.errors import CapabilityError, CheckpointError, InvalidRequest, NonFiniteLogits, PromptTooLong
-from engine.finish_reason import FinishReason
-from engine.request import Request
-from engine.request_output import RequestOutput
+from engine.request import FinishReason, Request, RequestOutput
 from engine.sampling_params import SamplingParams
 from settings import load_settings
 from tests.support.engines import greedy_request, load_decoder_engine, load_engine, run_all, tokens_of

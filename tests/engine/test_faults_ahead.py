@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.embedding.embedding_state import EmbeddingState
-from engine.embedding_request import EmbeddingRequest
+from engine.embedding import EmbeddingState
 from engine.engine import Engine
 from engine.errors import EngineFatal, NonFiniteLogits
-from engine.execution.step_executor import StepExecutor
-from engine.request import Request
-from engine.request_output import RequestOutput
+from engine.execution.forward import StepExecutor
+from engine.request import EmbeddingRequest, Request, RequestOutput
 from engine.sampling_params import SamplingParams
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
 from tests.support.recording_stream import RecordingStream

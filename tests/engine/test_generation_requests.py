@@ -11,9 +11,7 @@ import torch
 
 from engine.engine import Engine
 from engine.errors import NonFiniteLogits
-from engine.finish_reason import FinishReason
-from engine.request import Request
-from engine.request_output import RequestOutput
+from engine.request import FinishReason, Request, RequestOutput
 from engine.sampling_params import SamplingParams
 from tests.support.engines import load_engine, run_all, tokens_of
 

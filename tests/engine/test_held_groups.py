@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.engine import Engine
-from engine.finish_reason import FinishReason
+from engine.request import FinishReason
 from engine.structured.grammar import Grammar
 from tests.support.engines import load_engine, run_all
 from tests.support.grammars import held_request

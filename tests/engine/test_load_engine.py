@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.embedding.encoder_engine import EncoderEngine
+from engine.encoder import EncoderEngine
 from engine.engine import Engine
 from engine.errors import NonFiniteLogits
-from engine.load_engine import load_engine
+from engine.loading.load import load_engine
 from settings import EffectiveSettings, SettingsError, load_settings
 from tests.support.tiny_checkpoint import make_checkpoint
 from tests.support.tiny_embedders import make_bert_checkpoint

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint.checkpoint import Checkpoint
-from engine.model_fingerprint import model_fingerprint
-from engine.models.load_decoder import load_decoder
-from engine.models.model_placement import ModelPlacement
+from engine.checkpoint.files import Checkpoint
+from engine.models.load import load_decoder
+from engine.models.placement import ModelPlacement
+from engine.resume import model_fingerprint
 from kernels.dispatch import deterministic_operations, operations
 from tests.support.decoder_config import decoder_config
 from tests.support.tiny_checkpoint import make_checkpoint

@@ -10,8 +10,8 @@ import torch
 
 from engine.engine import Engine
 from engine.errors import CapabilityError, EngineFatal
-from engine.execution.graph_backend import DecodeRun
-from engine.execution.step_executor import StepExecutor
+from engine.execution.decode_graphs import DecodeRun
+from engine.execution.forward import StepExecutor
 from engine.out_of_memory import is_out_of_memory, naming_settings, step_failure
 from tests.support.engines import greedy_request, load_engine
 from tests.support.static_runner import StaticRunner, load_static_engine
@@ -99,7 +99,7 @@ def test_a_step_that_fails_on_the_device_ends_the_engine(tmp_path: Path, error: 
 
 def test_weights_for_which_there_is_no_memory_are_named(tmp_path: Path) -> None:
     with (
-        mock.patch("engine.loading.load_decoder_parts.load_decoder", side_effect=torch.OutOfMemoryError(GPU_SAYS)),
+        mock.patch("engine.loading.load.load_decoder", side_effect=torch.OutOfMemoryError(GPU_SAYS)),
         pytest.raises(CapabilityError, match=r"out of memory for the weights, \d{5,} bytes"),
     ):
         _engine(tmp_path)

@@ -15,13 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from engine.engine import Engine
 from engine.errors import NonFiniteLogits, PromptTooLong
-from engine.execution.pending_result import PendingResult
-from engine.finish_reason import FinishReason
-from engine.prompt_logprobs import PromptLogprobs
-from engine.prompt_scorer import PromptScorer
-from engine.request import Request
-from engine.request_output import RequestOutput
+from engine.prompt_logprobs import PromptScorer
+from engine.request import FinishReason, PromptLogprobs, Request, RequestOutput
 from engine.sampling_params import SamplingParams
+from engine.staging import PendingResult
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
 from tests.support.tiny_checkpoint import VOCAB_SIZE, make_checkpoint
 

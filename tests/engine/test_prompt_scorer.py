@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from engine.errors import EngineFatal
-from engine.models.decoder_model import DecoderModel
-from engine.prompt_logprobs import PromptLogprobs
-from engine.prompt_scorer import PromptScorer
+from engine.models.decoder import DecoderModel
+from engine.prompt_logprobs import PromptScorer
+from engine.request import PromptLogprobs
 from tests.support.engines import load_engine
 from tests.support.tiny_checkpoint import VOCAB_SIZE, make_checkpoint
 

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.embedding_request import EmbeddingRequest
 from engine.engine import Engine
-from engine.request_output import RequestOutput
-from engine.request_timings import RequestTimings
+from engine.request import EmbeddingRequest, RequestOutput, RequestTimings
 from tests.support.engines import greedy_request, load_engine, run_all
 
 REQUESTS = (greedy_request("a", range(20), 4), replace(greedy_request("b", range(40, 60), 4), priority=1))

@@ -9,16 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.any_request import AnyRequest
-from engine.embedding_request import EmbeddingRequest
 from engine.engine import Engine
-from engine.execution.array_staging import ArrayStaging
-from engine.execution.staging_buffer import StagingBuffer
-from engine.finish_reason import FinishReason
-from engine.models.decoder_model import DecoderModel
-from engine.request import Request
-from engine.request_output import RequestOutput
+from engine.models.decoder import DecoderModel
+from engine.request import AnyRequest, EmbeddingRequest, FinishReason, Request, RequestOutput
 from engine.sampling_params import SamplingParams
+from engine.staging import ArrayStaging, StagingBuffer
 from engine.structured.grammar import Grammar
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
 from tests.support.no_host_reads import KernelOperations, NoHostReads

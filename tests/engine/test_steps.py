@@ -6,9 +6,9 @@ from typing import cast
 
 import pytest
 
+from engine.engine import Steps
 from engine.errors import EngineFatal
-from engine.finished_requests import FinishedRequests
-from engine.steps import Steps
+from engine.outputs import FinishedRequests
 
 
 class Finished:

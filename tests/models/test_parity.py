@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.engine import Engine
-from engine.runner.item_result import LogitsResult
+from engine.model_interface import LogitsResult
 from engine.text.tokenizer import Tokenizer
 from tests.conftest import TIES
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
@@ -160,7 +160,7 @@ def test_preempted_and_recomputed(case: Case) -> None:
 
 @by_default_on("qwen3-gqa7-untied", "llama-tied-sharded", "moe-top5-mixed-layers-sharded")
 def test_shared_prefixes_attended_once(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.execution.step_executor.DECODE_GATE", lambda num_rows, num_tokens: True)
+    monkeypatch.setattr("engine.execution.forward.DECODE_GATE", lambda num_rows, num_tokens: True)
     engine = case.engine(engine__shared_prefix__enabled="true")
     case.run(engine)
     case.run(engine)  # on prefix hits: chunks share prefixes too

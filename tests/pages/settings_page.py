@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.files import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
 from engine.loading.derived_settings import derive_for
 from settings import SettingRow, Settings, Source, load_settings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.any_request import AnyRequest
+from engine.request import AnyRequest
 from worker.lines import RequestLine
 from worker.requests.request_builder import RequestBuilder
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken
 
-from engine.completion import Completion
-from engine.finish_reason import FinishReason
+from engine.request import Completion, FinishReason
 from engine.text.tokenizer import Tokenizer
 from tests.support.tiny_tokenizer import EOS_TOKEN, build_tokenizer, tokenizer_config
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.read_config import read_config
+from engine.checkpoint.model_config import ModelConfig, read_config
 
 
 def decoder_config(path: Path) -> ModelConfig:

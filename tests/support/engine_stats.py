@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from engine.engine_stats import EngineStats
+from engine.engine import EngineStats
 
 _IDLE = EngineStats(
     device="cpu",

@@ -6,12 +6,10 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from engine.any_request import AnyRequest
 from engine.engine import Engine
-from engine.execution.pass_trace import PassTrace
-from engine.load_engine import load_engine as load_any_engine
-from engine.request import Request
-from engine.request_output import RequestOutput
+from engine.execution.profile import PassTrace
+from engine.loading.load import load_engine as load_any_engine
+from engine.request import AnyRequest, Request, RequestOutput
 from engine.sampling_params import SamplingParams
 from settings import EffectiveSettings, load_settings
 

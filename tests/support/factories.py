@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from engine.kv_cache.block_manager import BlockManager
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.scheduling.request_state import RequestState
+from engine.scheduling.sequence import RequestState
 
 
 def make_request(

@@ -10,17 +10,19 @@ from array import array
 from dataclasses import replace
 from typing import cast
 
-from engine.any_request import AnyRequest
-from engine.completion import Completion
-from engine.embedding_request import EmbeddingRequest
-from engine.engine_stats import EngineStats
+from engine.engine import EngineStats
 from engine.errors import EngineUnavailable, InvalidRequest
-from engine.finish_reason import FinishReason
-from engine.request import Request
-from engine.request_output import RequestOutput
-from engine.request_timings import RequestTimings
+from engine.request import (
+    AnyRequest,
+    Completion,
+    EmbeddingRequest,
+    FinishReason,
+    Request,
+    RequestOutput,
+    RequestTimings,
+    TokenCheckpoint,
+)
 from engine.text.tokenizer import Tokenizer
-from engine.token_checkpoint import TokenCheckpoint
 from tests.support.byte_tokenizer import ByteTokenizer
 from tests.support.engine_stats import engine_stats
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from engine.structured.grammar import Grammar
-from engine.structured.grammar_trials import GrammarTrials
+from engine.structured.trial import GrammarTrials
 
 TIMEOUT_S = 10.0
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from engine.engine import Engine
-from engine.request import Request
-from engine.token_checkpoint import TokenCheckpoint
+from engine.request import Request, TokenCheckpoint
 
 
 def interrupted(engine: Engine, request: Request, num_tokens: int) -> TokenCheckpoint:

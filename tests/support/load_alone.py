@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.checkpoint import Checkpoint
-from engine.models.decoder_model import DecoderModel
-from engine.models.load_decoder import load_decoder
-from engine.models.model_placement import ModelPlacement
+from engine.checkpoint.files import Checkpoint
+from engine.models.decoder import DecoderModel
+from engine.models.load import load_decoder
+from engine.models.placement import ModelPlacement
 from kernels.dispatch import operations
 from tests.support.decoder_config import decoder_config
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.completion import Completion
 from engine.errors import EngineError
-from engine.finish_reason import FinishReason
-from engine.request_output import RequestOutput
-from engine.token_logprobs import TokenLogprobs
+from engine.request import Completion, FinishReason, RequestOutput, TokenLogprobs
 
 
 def completion(

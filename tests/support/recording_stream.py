@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.execution.device_stream import HostCopy
-from engine.execution.packed_tensors import pack, unpack
+from engine.staging import HostCopy, pack, unpack
 
 
 class RecordingStream:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from engine.runner.item_result import ErrorResult, ItemResult, LogitsResult
-from engine.runner.model_runner import ModelRunner
+from engine.model_interface import ErrorResult, ItemResult, LogitsResult, ModelRunner
 from tests.support.engines import load_engine
 
 PROMPT = list(range(40))

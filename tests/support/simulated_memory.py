@@ -12,8 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.kv_cache import kv_cache_tensors
-from engine.loading import derived_settings, load_decoder_parts
+from engine.kv_cache import tensors as kv_cache_tensors
+from engine.loading import derived_settings
+from engine.loading import load as load_decoder_parts
 
 
 class SimulatedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from engine.engine import Engine
-from engine.execution.decode_graphs import DecodeGraphs
-from engine.execution.graph_backend import DecodeRun
-from engine.kv_cache.kv_cache_tensors import KVCacheTensors
-from engine.loading import load_decoder_parts
-from engine.models.decoder_model import DecoderModel
+from engine.execution.decode_graphs import DecodeGraphs, DecodeRun
+from engine.kv_cache.tensors import KVCacheTensors
+from engine.loading import load as load_decoder_parts
+from engine.models.decoder import DecoderModel
 from settings import EngineSettings
 from tests.support.engines import load_engine
 

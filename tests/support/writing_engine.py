@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from engine.any_request import AnyRequest
-from engine.completion import Completion
-from engine.finish_reason import FinishReason
-from engine.request import Request
-from engine.request_output import RequestOutput
-from engine.sequence_checkpoint import SequenceCheckpoint
-from engine.token_checkpoint import TokenCheckpoint
+from engine.request import (
+    AnyRequest,
+    Completion,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SequenceCheckpoint,
+    TokenCheckpoint,
+)
 from tests.support.fake_engine import FakeEngine, answer
 
 

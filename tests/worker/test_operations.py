@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from engine.kv_cache.kv_cache_spec import KVCacheSpec
+from engine.kv_cache.tensors import KVCacheSpec
 from tests.pages.markdown import Markdown
 from tests.support.promql import alert_rules
 

@@ -35,9 +35,9 @@ from worker.requests.request_window import request_window
 
 # With these comes torch, 2 to 5 s: they are imported where they are used, once settings and arguments are checked.
 if TYPE_CHECKING:
-    from engine.embedding.encoder_engine import EncoderEngine
+    from engine.encoder import EncoderEngine
     from engine.engine import Engine
-    from engine.execution.pass_trace import PassTrace
+    from engine.execution.profile import PassTrace
 
 
 @click.command("run")
@@ -109,7 +109,7 @@ def _pass_trace(path: str | None, effective: EffectiveSettings) -> Iterator[Pass
         return
     try:
         with open_output(path) as file:
-            from engine.execution.pass_trace import PassTrace  # noqa: PLC0415  # torch comes with it
+            from engine.execution.profile import PassTrace  # noqa: PLC0415  # torch comes with it
 
             trace = PassTrace(file, effective.settings.engine.profile.max_steps)
             try:
@@ -122,7 +122,7 @@ def _pass_trace(path: str | None, effective: EffectiveSettings) -> Iterator[Pass
 
 def _load_engine(effective: EffectiveSettings, trace: PassTrace | None) -> tuple[Engine | EncoderEngine, float]:
     """The engine, and the seconds that loading it took, less torch's import."""
-    from engine.load_engine import load_engine  # noqa: PLC0415  # torch comes with it
+    from engine.loading.load import load_engine  # noqa: PLC0415  # torch comes with it
 
     started_s = time.monotonic()
     try:

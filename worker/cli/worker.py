@@ -44,6 +44,6 @@ def command(model: str | None, concurrency: str | None, redis_url: str | None, a
 
 def _load_engine(effective: EffectiveSettings) -> StepEngine:
     # Not above: with it comes torch, 2 to 5 s, and a wrong setting or a Redis that does not answer is said before.
-    from engine.load_engine import load_engine  # noqa: PLC0415
+    from engine.loading.load import load_engine  # noqa: PLC0415
 
     return load_engine(effective)

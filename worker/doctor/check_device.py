@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from engine.loading.choose_operations import choose_operations
 from engine.loading.derived_settings import default_device
+from engine.models.placement import choose_operations
 from kernels import reference
 from kernels.dispatch import implementation_names, operations
 from kernels.interface import KernelsUnavailable, Operations

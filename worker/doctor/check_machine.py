@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import CapabilityError
-from engine.loading.bfloat16_support import computes_bfloat16
-from engine.loading.cpu_threads import usable_cores
+from engine.loading.derived_settings import computes_bfloat16, usable_cores
 from engine.loading.memory import CGROUP, cgroup_headroom_bytes, free_memory_bytes
 from settings import EngineSettings
 from worker.doctor.finding import Finding

@@ -7,18 +7,14 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.embedding_config import EmbeddingConfig
-from engine.checkpoint.encoder_config import EncoderConfig
-from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.read_config import read_config
+from engine.checkpoint.files import Checkpoint
+from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_config
 from engine.errors import CapabilityError, CheckpointError
 from engine.loading.derived_settings import derive_for, model_path
-from engine.loading.expected_weights import expected_weights_bytes
-from engine.loading.load_decoder_parts import read_eos_token_ids
-from engine.loading.pool_settings import device_memory, expected_profile, kv_cache_spec
-from engine.models.load_decoder import check_decoder
-from engine.models.load_encoder import check_encoder
+from engine.loading.kv_pool import device_memory, expected_profile, expected_weights_bytes, kv_cache_spec
+from engine.loading.load import read_eos_token_ids
+from engine.models.load import check_decoder, check_encoder
 from engine.text.tokenizer import Tokenizer
 from settings import EffectiveSettings, EngineSettings, SettingsError, Source
 from worker.doctor.check_machine import size_text

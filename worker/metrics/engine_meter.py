@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from engine.engine_stats import EngineStats
+from engine.engine import EngineStats
 from worker.metrics.catalogue import STEP_SECONDS, STEP_SEQUENCES, STEP_TOKENS
 from worker.metrics.step_histogram import StepHistogram
 

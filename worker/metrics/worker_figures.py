@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from engine.engine_stats import EngineStats
+from engine.engine import EngineStats
 from worker.metrics.catalogue import OTHER_TENANTS, UNITS, UNREAD_PRIORITY
 from worker.metrics.families import Figure
 from worker.metrics.watched_worker import WatchedWorker

@@ -6,9 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from engine.any_request import AnyRequest
 from engine.errors import EngineError, EngineFatal, InvalidRequest
-from engine.request_output import RequestOutput
+from engine.request import AnyRequest, RequestOutput
 from settings import ModelSettings
 from worker.lines.line_error import LineError
 from worker.lines.request_line import RequestLine

@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from engine.any_request import AnyRequest
-from engine.embedding_request import EmbeddingRequest
+from engine.request import AnyRequest, EmbeddingRequest
 from worker.process.feed_sweep import FeedSweep
 from worker.process.prompt_feed import PromptFeed
 from worker.requests.request_window import request_room

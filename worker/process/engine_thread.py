@@ -9,10 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from engine.any_request import AnyRequest
 from engine.errors import EngineFatal, InvalidRequest
-from engine.request_output import RequestOutput
-from engine.token_checkpoint import TokenCheckpoint
+from engine.request import AnyRequest, RequestOutput, TokenCheckpoint
 from worker.lines.prefix_order import PrefixKey
 from worker.metrics.engine_meter import EngineMeter
 from worker.process.admission_window import AdmissionWindow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.any_request import AnyRequest
+from engine.request import AnyRequest
 from worker.lines.prefix_order import PrefixKey
 from worker.process.prompt_feed import PromptFeed
 

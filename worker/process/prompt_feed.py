@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from engine.any_request import AnyRequest
-from engine.request_output import RequestOutput
-from engine.token_checkpoint import TokenCheckpoint
+from engine.request import AnyRequest, RequestOutput, TokenCheckpoint
 from worker.lines.prefix_order import PrefixKey
 
 OnOutputs = Callable[[list[RequestOutput]], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.completion import Completion
+from engine.request import Completion
 from worker.answers.chat_answer import ChatAnswer
 from worker.answers.read_calls import read_calls
 from worker.answers.split_reasoning import split_reasoning

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine.errors import InvalidRequest
-from engine.structured.grammar import Grammar
-from engine.structured.lark_rules import form_rules, quoted
+from engine.structured.grammar import Grammar, form_rules, quoted
 from worker.answers.answer_formats import CALL_BEGIN, CALL_END, PYTHON_TAG, REASONING_BEGIN, REASONING_END
 from worker.lines.chat_body import ChatBody
 from worker.lines.given_grammar import GivenGrammar

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine.errors import InvalidRequest
-from engine.structured.lark_rules import ANY_OBJECT, json_rule, quoted
+from engine.structured.grammar import ANY_OBJECT, json_rule, quoted
 from worker.lines.chat_body import ChatBody
 from worker.lines.tool_choice import ToolChoice
 from worker.lines.tool_function import ToolFunction

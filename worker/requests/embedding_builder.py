@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.embedding_request import EmbeddingRequest
 from engine.errors import InvalidRequest, PromptTooLong
+from engine.request import EmbeddingRequest
 from engine.text.tokenizer import Tokenizer
 from worker.lines.embedding_body import EmbeddingBody
 from worker.requests.attempt import attempt

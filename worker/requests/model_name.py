@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.checkpoint.model_directory import model_directory
+from engine.checkpoint.files import model_directory
 from settings import ModelSettings
 
 UNNAMED = "millrace"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from engine.request_output import RequestOutput
+from engine.request import RequestOutput
 from engine.text.tokenizer import Tokenizer
 from worker.lines.completion_body import CompletionBody
 from worker.records.echoed_prompt import EchoedPrompt

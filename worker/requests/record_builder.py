@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from engine.errors import EngineError, EngineFatal, EngineUnavailable, InvalidRequest
-from engine.request_output import RequestOutput
+from engine.request import RequestOutput
 from worker.lines.chat_body import ChatBody
 from worker.lines.completion_body import CompletionBody
 from worker.lines.line_error import LineError

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.any_request import AnyRequest
 from engine.errors import InvalidRequest, PromptTooLong
-from engine.request import Request
+from engine.request import AnyRequest, Request
 from engine.sampling_params import SamplingParams
 from engine.structured.grammar import Grammar
 from worker.lines.chat_body import ChatBody

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from engine.any_request import AnyRequest
-from engine.embedding_request import EmbeddingRequest
+from engine.request import AnyRequest, EmbeddingRequest
 
 # Sequences in the engine at once, as a multiple of those that run at once: the rest wait, sorted by prefix.
 WINDOW_FACTOR = 8

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from engine.any_request import AnyRequest
-from engine.engine_stats import EngineStats
-from engine.request_output import RequestOutput
-from engine.token_checkpoint import TokenCheckpoint
+from engine.engine import EngineStats
+from engine.request import AnyRequest, RequestOutput, TokenCheckpoint
 
 if TYPE_CHECKING:
     from engine.text.tokenizer import Tokenizer

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from engine.completion import Completion
-from engine.finish_reason import FinishReason
+from engine.request import Completion, FinishReason
 from engine.text.tokenizer import Tokenizer
 from worker.requests.answer_text import AnswerText
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from engine.sequence_checkpoint import SequenceCheckpoint
-from engine.token_checkpoint import TokenCheckpoint
-from engine.token_logprobs import TokenLogprobs
+from engine.request import SequenceCheckpoint, TokenCheckpoint, TokenLogprobs
 from worker.broker.untyped import Untyped
 
 

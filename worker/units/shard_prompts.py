@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from engine.any_request import AnyRequest
-from engine.request_output import RequestOutput
+from engine.request import AnyRequest, RequestOutput
 from settings import LimitSettings
 from worker.lines.line_error import LineError
 from worker.lines.parse_request_line import parse_request_line

@@ -11,10 +11,7 @@ from dataclasses import replace
 
 import redis
 
-from engine.any_request import AnyRequest
-from engine.request import Request
-from engine.request_output import RequestOutput
-from engine.token_checkpoint import TokenCheckpoint
+from engine.request import AnyRequest, Request, RequestOutput, TokenCheckpoint
 from worker.lines.prefix_order import PrefixKey, prefix_sort_key
 from worker.lines.request_line import RequestLine
 from worker.process.engine_thread import EngineThread

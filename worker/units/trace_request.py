@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.request_output import RequestOutput
+from engine.request import RequestOutput
 from worker.lines.endpoint import Endpoint
 from worker.lines.request_line import RequestLine
 from worker.tracing.traced_request import TracedRequest

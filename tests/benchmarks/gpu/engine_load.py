@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.engine import Engine
-from engine.loading.memory_profile import MemoryProfile
+from engine.model_status import MemoryProfile
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.files import Checkpoint
 from engine.engine import Engine
 from engine.loading.derived_settings import derive_for
-from engine.loading.load_decoder_parts import load_decoder_parts
+from engine.loading.load import load_decoder_parts
 from settings import load_settings
 from tests.benchmarks.gpu.gpu_model import GpuModel
 from tests.benchmarks.gpu.random_shard import random_checkpoint

@@ -12,8 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.engine import Engine
-from engine.request import Request
-from engine.request_output import RequestOutput
+from engine.request import Request, RequestOutput
 from engine.sampling_params import SamplingParams
 from tests.benchmarks.gpu.deadline import Deadline
 from tests.benchmarks.gpu.gpu_sizes import GpuSizes

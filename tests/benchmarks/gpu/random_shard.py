@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.files import Checkpoint, Shard
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.shard import Shard
-from engine.loading.dtypes import DTYPES
+from engine.models.placement import DTYPES
 from tests.benchmarks.gpu.weight_shapes import weight_shapes
 
 STANDARD_DEVIATION = 0.02  # what published models are initialised with

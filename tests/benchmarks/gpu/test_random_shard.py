@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.files import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
 from tests.benchmarks.gpu.gpu_model import MODELS
 from tests.benchmarks.gpu.random_shard import STANDARD_DEVIATION, random_checkpoint

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.files import Checkpoint
 from tests.benchmarks.gpu.gpu_sizes import GpuSizes
 from tests.benchmarks.gpu.gpu_workload import GpuWorkload
 from tests.benchmarks.gpu.peer_figures import PeerFigures

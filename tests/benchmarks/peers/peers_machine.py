@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from engine.loading.cpu_threads import usable_cores
+from engine.loading.derived_settings import usable_cores
 from tests.benchmarks.checkout import Checkout
 
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")

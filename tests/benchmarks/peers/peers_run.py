@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-from engine.loading.cpu_threads import usable_cores
+from engine.loading.derived_settings import usable_cores
 from tests.benchmarks.peers.checkpoints import checkpoint
 from tests.benchmarks.peers.comparison import Comparison
 from tests.benchmarks.peers.distance import Distance

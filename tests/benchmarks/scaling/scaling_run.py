@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from engine.engine import Engine
-from engine.loading.cpu_threads import usable_cores
+from engine.loading.derived_settings import usable_cores
 from tests.benchmarks.peers.arithmetic import Arithmetic
 from tests.benchmarks.peers.model_cost import ModelCost
 from tests.benchmarks.peers.workload import Workload

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.files import Checkpoint
 from engine.errors import CheckpointError
 from tests.support.tiny_checkpoint import make_checkpoint, make_model
 
@@ -50,7 +50,7 @@ def test_tensors_are_mapped_not_copied(tmp_path: Path) -> None:
     program = """
 import re, sys
 from pathlib import Path
-from engine.checkpoint.checkpoint import Checkpoint
+from engine.checkpoint.files import Checkpoint
 
 def anonymous_kib() -> int:
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])

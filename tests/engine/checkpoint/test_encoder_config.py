@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.encoder_config import EncoderConfig
-from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.read_config import read_config
+from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_config
 from engine.errors import CheckpointError
 from tests.support.tiny_checkpoint import make_checkpoint
 

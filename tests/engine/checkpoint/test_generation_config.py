@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.generation_config import read_generation_config
+from engine.checkpoint.model_config import read_generation_config
 from engine.errors import CheckpointError
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.llama3_scaling import Llama3Scaling
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.rope import Llama3Scaling
 from engine.errors import CheckpointError
 from tests.support.decoder_config import decoder_config
 from tests.support.tiny_checkpoint import Family, make_checkpoint, make_model

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.model_directory import check_files_are_under_root, model_directory
+from engine.checkpoint.files import check_files_are_under_root, model_directory
 from engine.errors import CheckpointError
 from engine.loading.derived_settings import derive_settings
 from settings import ModelSettings, SettingsError, load_settings

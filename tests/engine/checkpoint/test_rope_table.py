@@ -10,8 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from engine.checkpoint.config_reader import ConfigReader
-from engine.checkpoint.rope_config import RopeConfig
-from engine.checkpoint.rope_table import inverse_frequencies, rope_cos_sin
+from engine.checkpoint.rope import RopeConfig, inverse_frequencies, rope_cos_sin
 
 DEFAULT = {"rope_type": "default", "rope_theta": 1000000.0}
 LLAMA3_1 = {

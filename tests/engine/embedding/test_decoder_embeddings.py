@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from engine.checkpoint.embedding_config import Pooling
-from engine.embedding_request import EmbeddingRequest
 from engine.engine import Engine
 from engine.errors import InvalidRequest
-from engine.request_output import RequestOutput
+from engine.request import EmbeddingRequest, RequestOutput
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
 from tests.support.tiny_checkpoint import make_checkpoint
 from tests.support.tiny_embedders import ReferenceEmbedder, make_body_checkpoint, write_pooling

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.embedding_request import EmbeddingRequest
 from engine.engine import Engine
 from engine.errors import InvalidRequest, NonFiniteLogits, PromptTooLong
+from engine.request import EmbeddingRequest
 from tests.support.engines import greedy_request, load_engine, run_all
 from tests.support.tiny_checkpoint import make_checkpoint
 from tests.support.tiny_embedders import ReferenceEmbedder, write_pooling

@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from engine.checkpoint.embedding_config import Pooling
-from engine.embedding.encoder_engine import EncoderEngine
-from engine.embedding_request import EmbeddingRequest
+from engine.encoder import EncoderEngine
 from engine.errors import CapabilityError, CheckpointError, EngineError, EngineFatal, InvalidRequest, PromptTooLong
-from engine.load_engine import load_engine
-from engine.request_output import RequestOutput
+from engine.loading.load import load_engine
+from engine.request import EmbeddingRequest, RequestOutput
 from settings import load_settings
 from tests.support.engines import greedy_request
 from tests.support.tiny_embedders import ReferenceEmbedder, make_bert_checkpoint, write_pooling

@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from engine.checkpoint.embedding_config import Pooling
-from engine.embedding.embedding_state import EmbeddingState
-from engine.embedding.pool import pool
-from engine.embedding.pooler import Pooler
-from engine.embedding_request import EmbeddingRequest
+from engine.embedding import EmbeddingState, Pooler, pool
 from engine.errors import NonFiniteLogits
-from engine.kv_cache.block_hash_chain import BlockHashChain
+from engine.kv_cache.block_manager import BlockHashChain
+from engine.request import EmbeddingRequest
 
 POOLINGS: list[Pooling] = ["mean", "cls", "last_token"]
 

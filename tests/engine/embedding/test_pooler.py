@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.checkpoint.embedding_config import Pooling
-from engine.embedding.pooler import Pooler
+from engine.embedding import Pooler
 
 NUM_TOKENS = 37
 HIDDEN = torch.randn(NUM_TOKENS, 8, generator=torch.Generator().manual_seed(0))

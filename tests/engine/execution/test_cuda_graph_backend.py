@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.errors import EngineFatal
-from engine.execution.cuda_graph_backend import CudaGraphBackend
+from engine.execution.decode_graphs import CudaGraphBackend
 
 DEVICE = torch.device("cuda")
 

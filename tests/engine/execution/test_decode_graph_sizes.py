@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.execution.decode_graph_sizes import decode_graph_sizes
+from engine.execution.decode_graphs import decode_graph_sizes
 
 
 @pytest.mark.parametrize(

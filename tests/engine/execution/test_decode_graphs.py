@@ -15,9 +15,9 @@ from structlog.testing import capture_logs
 
 from engine.engine import Engine
 from engine.errors import CapabilityError
-from engine.execution.decode_graph_stats import DecodeGraphStats
+from engine.execution.decode_graphs import DecodeGraphStats
+from engine.model_interface import DecodeItem
 from engine.request import Request
-from engine.runner.decode_item import DecodeItem
 from engine.sampling_params import SamplingParams
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
 from tests.support.runners import logits_of

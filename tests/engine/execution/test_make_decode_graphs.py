@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.execution import make_decode_graphs as module
-from engine.execution.make_decode_graphs import make_decode_graphs
+from engine.execution import decode_graphs as module
+from engine.execution.decode_graphs import make_decode_graphs
 from settings import CudaGraphSettings, EngineSettings
 from tests.support.engines import load_engine
 from tests.support.static_runner import StaticRunner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.execution.packed_tensors import pack, unpack
+from engine.staging import pack, unpack
 
 
 def test_tensors_of_any_type_and_shape_come_out_as_they_went_in() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from engine.execution.pass_trace import PassTrace
+from engine.execution.profile import PassTrace
 from tests.support.engines import greedy_request, load_engine, run_all
 
 STAGES = ["embedding", "layer 0", "layer 1", "logits"]

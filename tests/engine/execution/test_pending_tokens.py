@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.execution.pending_tokens import fill_in, pending_token
+from engine.execution.batch import fill_in, pending_token
 
 
 def test_each_place_gets_the_token_of_the_row_it_names_and_known_ones_stay() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.execution.forward_item import ForwardItem
-from engine.execution.plan_batch import plan_batch
-from engine.execution.planned_rows import PlannedRows
+from engine.execution.batch import ForwardItem, PlannedRows, plan_batch
 from engine.execution.prefix_groups import Gate
 from kernels.attention_types import PrefixGroup
 

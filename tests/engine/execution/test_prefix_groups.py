@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.execution.prefix_groups import find_prefix_groups
-from engine.execution.shared_prefix_gate import DECODE_GATE, PREFILL_GATE
+from engine.execution.prefix_groups import DECODE_GATE, PREFILL_GATE, find_prefix_groups
 from kernels.attention_types import PrefixGroup
 
 BLOCK = 16

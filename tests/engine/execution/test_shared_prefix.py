@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from engine.errors import CapabilityError
-from engine.execution import plan_batch as planner
-from engine.execution import step_executor
-from engine.execution.forward_item import ForwardItem
-from engine.execution.planned_batch import PlannedBatch
+from engine.execution import batch as planner
+from engine.execution import forward as step_executor
+from engine.execution.batch import ForwardItem, PlannedBatch
 from engine.execution.prefix_groups import Gate
 from engine.request import Request
 from engine.sampling_params import SamplingParams

@@ -9,11 +9,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from engine.execution import staging_buffer
-from engine.execution.batch_staging import BatchStaging
-from engine.execution.forward_item import ForwardItem
-from engine.execution.plan_batch import plan_batch
-from engine.execution.staging_buffer import StagingBuffer
+from engine import staging as staging_buffer
+from engine.execution.batch import BatchStaging, ForwardItem, plan_batch
+from engine.staging import StagingBuffer
 
 CPU = torch.device("cpu")
 ITEMS = [

@@ -9,7 +9,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from engine.runner.decode_item import DecodeItem
+from engine.model_interface import DecodeItem
 from tests.support.engines import greedy_request, load_engine, run_all
 from tests.support.runners import make_runner
 

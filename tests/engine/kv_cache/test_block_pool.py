@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.errors import EngineFatal, KVPoolExhausted
-from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.cached_block import CachedBlock
+from engine.kv_cache.block_pool import BlockPool, CachedBlock
 
 
 def _block(block_id: int, name: str) -> CachedBlock:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kv_cache.kv_cache_spec import KVCacheSpec
-from engine.kv_cache.kv_cache_tensors import KVCacheTensors
+from engine.kv_cache.tensors import KVCacheSpec, KVCacheTensors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine.errors import EngineFatal, KVPoolExhausted
 from engine.kv_cache.block_manager import BlockManager
-from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.cached_block import CachedBlock
+from engine.kv_cache.block_pool import BlockPool, CachedBlock
 
 BLOCK = 4
 

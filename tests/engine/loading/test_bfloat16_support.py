@@ -5,7 +5,7 @@ import platform
 import pytest
 import torch
 
-from engine.loading.bfloat16_support import computes_bfloat16
+from engine.loading.derived_settings import computes_bfloat16
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.loading.cpu_threads import usable_cores
+from engine.loading.derived_settings import usable_cores
 
 
 @pytest.mark.parametrize(("text", "cores"), [("50000 100000", 1), ("100000 100000", 1), ("max 100000", None)])

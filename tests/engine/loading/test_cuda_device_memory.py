@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 
-from engine.loading.cuda_device_memory import CudaDeviceMemory
+from engine.loading.memory import CudaDeviceMemory
 
 GPU = torch.device("cuda")
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.checkpoint import Checkpoint
-from engine.loading.expected_weights import expected_weights_bytes
-from engine.models.weights_bytes import weights_bytes
+from engine.checkpoint.files import Checkpoint
+from engine.loading.kv_pool import expected_weights_bytes
+from engine.models.decoder import weights_bytes
 from tests.support.decoder_config import decoder_config
 from tests.support.engines import load_engine
 from tests.support.needs_vnni import needs_vnni

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.loading.matmul_precision import require_float32_sums
+from engine.models.placement import require_float32_sums
 
 
 def test_no_matrix_product_may_sum_in_less_than_float32() -> None:

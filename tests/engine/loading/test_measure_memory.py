@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from engine.engine import Engine
 from engine.errors import CapabilityError
-from engine.execution.array_staging import ArrayStaging
 from engine.execution.decode_graphs import DecodeGraphs
-from engine.kv_cache.kv_cache_tensors import KVCacheTensors
-from engine.loading import load_decoder_parts
-from engine.loading.memory_profile import MemoryProfile
-from engine.models.decoder_model import DecoderModel
+from engine.kv_cache.tensors import KVCacheTensors
+from engine.loading import load as load_decoder_parts
+from engine.model_status import MemoryProfile
+from engine.models.decoder import DecoderModel
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from engine.staging import ArrayStaging
 from engine.structured.grammar import Grammar
 from settings import EngineSettings, Source
 from tests.support.engines import load_engine, run_all

@@ -10,7 +10,7 @@ import pytest
 from engine.errors import CapabilityError
 from engine.loading import derived_settings
 from engine.loading.derived_settings import derive_settings
-from engine.loading.expected_step import expected_step_bytes
+from engine.loading.kv_pool import expected_step_bytes
 from settings import EffectiveSettings, Source, load_settings
 from tests.support.engines import load_engine
 from tests.support.simulated_memory import simulated_device

@@ -7,7 +7,7 @@ import structlog
 import torch
 
 from engine.errors import CapabilityError
-from engine.models.weights_bytes import weights_bytes
+from engine.models.decoder import weights_bytes
 from kernels import cpu, int8
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
 from tests.support.needs_vnni import needs_vnni

@@ -46,7 +46,7 @@ def test_no_job_leads_to_a_compilation_after_the_warm_up(
     family: Family, shape: dict[str, Any], shares: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(tmp_path, family, num_hidden_layers=1, **shape)
-    monkeypatch.setattr("engine.loading.choose_operations.operations", lambda _: kernels.triton)
+    monkeypatch.setattr("engine.models.placement.operations", lambda _: kernels.triton)
     rng = random.Random(7)
     prefix = [rng.randrange(3, 300) for _ in range(64)]
     with recorded_specialisations(90) as compiled:

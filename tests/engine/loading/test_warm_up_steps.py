@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.loading.warm_up_steps import compiling_steps, first_of_each, largest_steps
+from engine.loading.warm_up import compiling_steps, first_of_each, largest_steps
 from settings import EngineSettings
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import CheckpointError
-from engine.models.weights_bytes import weights_bytes
+from engine.models.decoder import weights_bytes
 from tests.support.load_alone import load_alone
 from tests.support.tiny_checkpoint import Family, make_checkpoint
 

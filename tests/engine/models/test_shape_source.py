@@ -9,13 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint.checkpoint import Checkpoint
-from engine.checkpoint.encoder_config import EncoderConfig
-from engine.checkpoint.read_config import read_config
+from engine.checkpoint.files import Checkpoint
+from engine.checkpoint.model_config import EncoderConfig, read_config
 from engine.errors import CheckpointError
-from engine.models.load_decoder import check_decoder, load_decoder
-from engine.models.load_encoder import check_encoder, load_encoder
-from engine.models.model_placement import ModelPlacement
+from engine.models.load import check_decoder, check_encoder, load_decoder, load_encoder
+from engine.models.placement import ModelPlacement
 from kernels.dispatch import operations
 from tests.support.decoder_config import decoder_config
 from tests.support.tiny_checkpoint import Family, make_checkpoint

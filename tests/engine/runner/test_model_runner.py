@@ -9,10 +9,7 @@ import torch
 
 from engine.engine import Engine
 from engine.errors import InvalidRequest, KVPoolExhausted, NonFiniteLogits, PromptTooLong
-from engine.runner.decode_item import DecodeItem
-from engine.runner.item_result import ErrorResult, LogitsResult, TokenResult
-from engine.runner.model_runner import ModelRunner
-from engine.runner.unified_item import UnifiedItem
+from engine.model_interface import DecodeItem, ErrorResult, LogitsResult, ModelRunner, TokenResult, UnifiedItem
 from tests.support.engines import greedy_request, load_engine
 from tests.support.runners import PROMPT, error_of, logits_of, make_runner
 

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from engine.errors import NonFiniteLogits
-from engine.runner.item_result import LogitsResult, TokenResult
-from engine.runner.unified_item import UnifiedItem
-from engine.runner.unified_refusal import UnifiedRefusal, UnifiedRefused
+from engine.model_interface import LogitsResult, TokenResult, UnifiedItem, UnifiedRefusal, UnifiedRefused
 from tests.support.engines import load_engine
 from tests.support.runners import PROMPT, error_of, logits_of, make_runner
 

@@ -18,16 +18,12 @@ from transformers.generation.logits_process import (
 )
 
 from engine.errors import GrammarFailed, NonFiniteLogits
-from engine.sampling.sampled_token import SampledToken
-from engine.sampling.sampler import Sampler
-from engine.sampling.sampling_row import SamplingRow
-from engine.sampling.token_counts import TokenCounts
+from engine.sampler import SampledToken, Sampler, SamplingRow
 from engine.sampling_params import SamplingParams
-from engine.structured.byte_vocabulary import ByteVocabulary
-from engine.structured.compile_matcher import compile_matcher
-from engine.structured.compiled_grammar import CompiledGrammar
-from engine.structured.definition import definition
+from engine.scheduling.sequence import TokenCounts
 from engine.structured.grammar import Grammar
+from engine.structured.matcher import CompiledGrammar
+from engine.structured.trial import ByteVocabulary, compile_matcher, definition
 from kernels.dispatch import operations
 
 CPU = torch.device("cpu")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from engine.kv_cache.block_manager import BlockManager
 from engine.request import Request
-from engine.scheduling.group_table import GroupTable
-from engine.scheduling.request_state import RequestState
-from engine.scheduling.sequence_group import SequenceGroup
+from engine.scheduling.groups import GroupTable, SequenceGroup
+from engine.scheduling.sequence import RequestState
 from tests.support.factories import make_request, make_state
 
 Group = SequenceGroup[Request, RequestState]

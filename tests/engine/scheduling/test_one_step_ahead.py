@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from engine.finish_reason import FinishReason
 from engine.kv_cache.block_manager import BlockManager
-from engine.sampling.token_counts import TokenCounts
-from engine.scheduling.request_state import RequestState
-from engine.scheduling.scheduled_batch import ScheduledBatch
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.scheduler_limits import SchedulerLimits
+from engine.request import FinishReason
+from engine.scheduling.scheduler import ScheduledBatch, Scheduler
+from engine.scheduling.sequence import RequestState, TokenCounts
+from engine.scheduling.waiting_queue import SchedulerLimits
 from tests.support.factories import make_request, make_state
 
 BLOCK = 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from engine.kv_cache.block_hash_chain import BlockHashChain
-from engine.scheduling.prefix_sweep import PrefixSweep
-from engine.scheduling.request_state import RequestState
+from engine.kv_cache.block_manager import BlockHashChain
+from engine.scheduling.sequence import RequestState
+from engine.scheduling.waiting_queue import PrefixSweep
 from tests.support.factories import make_request
 
 BLOCK = 2

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine.errors import EngineUnavailable, GrammarFailed, InvalidRequest, NonFiniteLogits
-from engine.finish_reason import FinishReason
 from engine.kv_cache.block_manager import BlockManager
-from engine.request import Request
-from engine.scheduling.request_state import RequestState
-from engine.scheduling.sequence_group import SequenceGroup
+from engine.request import FinishReason, Request
+from engine.scheduling.groups import SequenceGroup
+from engine.scheduling.sequence import RequestState
 from tests.support.factories import make_request, make_state
 
 Group = SequenceGroup[Request, RequestState]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from engine.kv_cache.block_hash_chain import BlockHashChain
+from engine.kv_cache.block_manager import BlockHashChain
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.scheduling.request_state import RequestState
-from engine.scheduling.scheduler_limits import SchedulerLimits
-from engine.scheduling.waiting_queue import WaitingQueue
+from engine.scheduling.sequence import RequestState
+from engine.scheduling.waiting_queue import SchedulerLimits, WaitingQueue
 
 QUANTUM = 10
 

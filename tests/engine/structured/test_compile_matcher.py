@@ -7,10 +7,8 @@ import json
 import pytest
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from engine.structured.byte_vocabulary import ByteVocabulary
-from engine.structured.compile_matcher import compile_matcher
-from engine.structured.definition import definition
 from engine.structured.grammar import Grammar
+from engine.structured.trial import ByteVocabulary, compile_matcher, definition
 from tests.support.grammars import schema_grammar
 
 INTEGER_A: dict[str, object] = {"type": "object", "properties": {"a": {"type": "integer"}}}

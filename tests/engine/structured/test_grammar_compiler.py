@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from engine.errors import EngineUnavailable, GrammarFailed
+from engine.structured.compiler import GrammarCompiler
 from engine.structured.grammar import Grammar
-from engine.structured.grammar_compiler import GrammarCompiler
-from engine.structured.grammar_matcher import GrammarMatcher
-from engine.structured.token_masks import TokenMasks
+from engine.structured.matcher import GrammarMatcher, TokenMasks
 from engine.text.tokenizer import Tokenizer
 from settings import StructuredOutputSettings
 from tests.support.held_trials import HeldTrials
@@ -25,7 +24,7 @@ DEEP_COMPILE = """
 import json, sys, threading
 from pathlib import Path
 from engine.structured.grammar import Grammar
-from engine.structured.grammar_compiler import GrammarCompiler
+from engine.structured.compiler import GrammarCompiler
 from engine.text.tokenizer import Tokenizer
 from settings import StructuredOutputSettings
 

@@ -19,7 +19,7 @@ import pytest
 
 from engine.errors import EngineUnavailable
 from engine.structured.grammar import Grammar
-from engine.structured.grammar_trials import CHILD, GrammarTrials
+from engine.structured.trial import CHILD, GrammarTrials
 from tests.support.grammars import DEEP_SCHEMA, SLOW_SCHEMA, schema_grammar
 
 GOOD = Grammar("regex", "a+")

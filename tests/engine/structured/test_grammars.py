@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from engine.completion import Completion
 from engine.engine import Engine
 from engine.errors import InvalidRequest
-from engine.finish_reason import FinishReason
+from engine.request import Completion, FinishReason
 from engine.sampling_params import SamplingParams
 from engine.structured.grammar import Grammar
 from tests.support.engines import load_engine, run_all

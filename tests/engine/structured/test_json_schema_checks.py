@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.structured.json_schema_checks import check_json_schema
+from engine.structured.grammar import check_json_schema
 
 MANY = {"type": "object", "minProperties": 3}
 

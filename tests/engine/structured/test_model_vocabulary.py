@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from engine.structured.model_vocabulary import ModelVocabulary
+from engine.structured.compiler import ModelVocabulary
 from engine.text.tokenizer import Tokenizer
 from tests.support.sentencepiece_tokenizer import build_sentencepiece_tokenizer
 from tests.support.tiny_tokenizer import make_tokenizer

@@ -11,9 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from engine.engine import Engine
-from engine.finish_reason import FinishReason
-from engine.request import Request
-from engine.request_output import RequestOutput
+from engine.request import FinishReason, Request, RequestOutput
 from tests.support.engines import load_engine, run_all
 from tests.support.grammars import held_request, schema_grammar
 from tests.support.json_schemas import Schema, random_schema

@@ -10,9 +10,9 @@ import pytest
 
 from engine.engine import Engine
 from engine.errors import GrammarFailed, InvalidRequest
-from engine.request_output import RequestOutput
+from engine.request import RequestOutput
 from engine.structured.grammar import Grammar
-from engine.structured.grammar_matcher import GrammarMatcher
+from engine.structured.matcher import GrammarMatcher
 from tests.support.engines import load_engine, run_all
 from tests.support.grammars import DEEP_SCHEMA, POINT, SLOW_SCHEMA, held_request, schema_grammar
 

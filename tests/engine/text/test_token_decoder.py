@@ -8,7 +8,7 @@ import pytest
 from tokenizers import decoders
 
 from engine.errors import CheckpointError
-from engine.text.token_decoder import TokenDecoder
+from engine.text.detokenizer import TokenDecoder
 
 LLAMA_2 = decoders.Sequence(
     [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]

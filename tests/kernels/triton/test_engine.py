@@ -9,8 +9,7 @@ import torch
 
 import kernels.triton
 from engine.engine import Engine
-from engine.request import Request
-from engine.request_output import RequestOutput
+from engine.request import Request, RequestOutput
 from engine.sampling_params import SamplingParams
 from tests.support.engines import greedy_request, load_engine, run_all
 from tests.support.tiny_checkpoint import Family, make_checkpoint
@@ -50,7 +49,7 @@ def test_the_engine_gives_the_same_tokens_as_on_the_cpu_kernels(
     expected = outputs_of(load_engine(tmp_path, LIMITS))
 
     if device.type == "cpu":
-        monkeypatch.setattr("engine.loading.choose_operations.operations", lambda device: kernels.triton)
+        monkeypatch.setattr("engine.models.placement.operations", lambda device: kernels.triton)
     engine = load_engine(tmp_path, {**LIMITS, "engine.device": device.type})
 
     found = outputs_of(engine)

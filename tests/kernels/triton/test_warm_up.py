@@ -40,7 +40,7 @@ def test_after_the_warm_up_nothing_is_compiled(
     make_checkpoint(tmp_path, "llama", num_hidden_layers=1, max_position_embeddings=16)
     is_gpu = device.type == "cuda"
     if not is_gpu:
-        monkeypatch.setattr("engine.loading.choose_operations.operations", lambda _: kernels.triton)
+        monkeypatch.setattr("engine.models.placement.operations", lambda _: kernels.triton)
     _forget_compiled_kernels()
     with counted_compilations() as compiled:
         with nullcontext() if is_gpu else simulated_device(1 << 33):

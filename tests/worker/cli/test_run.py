@@ -15,9 +15,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from engine.execution.forward_item import ForwardItem
-from engine.execution.forward_result import ForwardResult
-from engine.execution.step_executor import StepExecutor
+from engine.execution.batch import ForwardItem
+from engine.execution.forward import StepExecutor
+from engine.models.decoder import ForwardResult
 from tests.support.millrace import CLI, millrace
 from tests.support.request_lines import chat_line, completion_line, raw_line
 from tests.support.wait_until import wait_until
@@ -114,7 +114,7 @@ def test_an_interrupt_while_the_model_loads_leaves_the_last_results_as_they_are(
         signal.raise_signal(signal.SIGINT)
         pytest.fail("the interrupt has to wait for the model")
 
-    monkeypatch.setattr("engine.load_engine.load_engine", load)
+    monkeypatch.setattr("engine.loading.load.load_engine", load)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         done = CliRunner().invoke(command, ["-i", str(requests), "-o", str(results)])

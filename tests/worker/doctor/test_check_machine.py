@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.errors import CapabilityError
-from engine.loading.cpu_threads import usable_cores
+from engine.loading.derived_settings import usable_cores
 from settings import EngineSettings
 from worker.doctor import check_machine
 from worker.doctor.check_machine import machine_findings

@@ -127,7 +127,7 @@ def test_a_model_without_a_chat_template_is_a_warning(model: Path) -> None:
 def test_a_pool_that_does_not_fit_into_memory_fails_with_the_setting(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.loading.pool_settings.free_memory_bytes", lambda: 1000)
+    monkeypatch.setattr("engine.loading.kv_pool.free_memory_bytes", lambda: 1000)
 
     finding = found(whole)["fit"]
 

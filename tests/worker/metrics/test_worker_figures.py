@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from engine.execution.decode_graph_stats import DecodeGraphStats
-from engine.kv_cache.prefix_cache_metrics import PrefixCacheMetrics
+from engine.execution.decode_graphs import DecodeGraphStats
+from engine.kv_cache.block_manager import PrefixCacheMetrics
 from tests.support.engine_stats import engine_stats
 from worker.metrics.engine_meter import EngineMeter
 from worker.metrics.families import Figure

@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.any_request import AnyRequest
-from engine.engine_stats import EngineStats
+from engine.engine import EngineStats
 from engine.errors import EngineFatal, EngineUnavailable, InvalidRequest
-from engine.request import Request
-from engine.request_output import RequestOutput
+from engine.request import AnyRequest, Request, RequestOutput, TokenCheckpoint
 from engine.text.tokenizer import Tokenizer
-from engine.token_checkpoint import TokenCheckpoint
 from settings import LimitSettings, ModelSettings, Settings
 from tests.support.outputs import completion, request_output
 from tests.support.request_lines import completion_line, raw_line

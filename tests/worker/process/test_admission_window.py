@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.embedding_request import EmbeddingRequest
-from engine.request import Request
+from engine.request import EmbeddingRequest, Request
 from engine.sampling_params import SamplingParams
 from tests.support.feeds import make_feed, prompts
 from worker.process.admission_window import OVERTAKES, AdmissionWindow

@@ -8,11 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.engine_stats import EngineStats
+from engine.engine import EngineStats
 from engine.errors import CheckpointError, EngineUnavailable, InvalidRequest
-from engine.finish_reason import FinishReason
-from engine.request import Request
-from engine.request_output import RequestOutput
+from engine.request import FinishReason, Request, RequestOutput
 from engine.sampling_params import SamplingParams
 from tests.support.fake_engine import BREAK, FAIL, REFUSE, FakeEngine, answer
 from tests.support.feeds import fed

@@ -4,10 +4,8 @@ import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engine.request import Request
-from engine.request_output import RequestOutput
+from engine.request import Request, RequestOutput, TokenCheckpoint
 from engine.sampling_params import SamplingParams
-from engine.token_checkpoint import TokenCheckpoint
 from tests.support.fake_engine import BREAK, answer
 from tests.support.feeds import fed
 from tests.support.wait_until import wait_until

@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionMessageFunctionToolCall
 
-from engine.completion import Completion
-from engine.finish_reason import FinishReason
-from engine.request import Request
-from engine.token_logprobs import TokenLogprobs
+from engine.request import Completion, FinishReason, Request, TokenLogprobs
 from tests.support.build_request import build_request
 from tests.support.chat_models import QWEN3_TOKENS, answered, chat_model, template_source
 from tests.support.outputs import request_output

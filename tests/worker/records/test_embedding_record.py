@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from openai.types import CreateEmbeddingResponse
 
-from engine.request_output import RequestOutput
+from engine.request import RequestOutput
 from tests.support.request_lines import parse, raw_line
 from worker.lines import EmbeddingBody
 from worker.records.embedding_record import embedding_record

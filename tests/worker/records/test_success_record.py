@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import math
 
-from engine.completion import Completion
-from engine.finish_reason import FinishReason
-from engine.token_logprobs import TokenLogprobs
+from engine.request import Completion, FinishReason, TokenLogprobs
 from tests.support.outputs import completion, request_output
 from tests.support.request_lines import chat_line, completion_line, parse
 from worker.answers.chat_answer import ChatAnswer

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.completion import Completion
-from engine.finish_reason import FinishReason
+from engine.request import Completion, FinishReason
 from tests.support.chat_models import (
     HERMES_TOKENS,
     LLAMA3_TOKENS,

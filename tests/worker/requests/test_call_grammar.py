@@ -11,10 +11,9 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from engine.errors import InvalidRequest
 from engine.request import Request
-from engine.structured.compile_matcher import compile_matcher
-from engine.structured.definition import definition
+from engine.structured.compiler import ModelVocabulary
 from engine.structured.grammar import Grammar
-from engine.structured.model_vocabulary import ModelVocabulary
+from engine.structured.trial import compile_matcher, definition
 from tests.support.build_request import build_request
 from tests.support.chat_models import HERMES_TOKENS, LLAMA3_TOKENS, QWEN3_TOKENS, chat_model, template_source
 from tests.support.request_lines import chat_line, parse

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.embedding_request import EmbeddingRequest
 from engine.errors import InvalidRequest, PromptTooLong
-from engine.request import Request
+from engine.request import EmbeddingRequest, Request
 from engine.text.tokenizer import Tokenizer
 from tests.support.build_request import build_request
 from tests.support.request_lines import chat_line, completion_line, parse, raw_line

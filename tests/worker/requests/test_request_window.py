@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.any_request import AnyRequest
-from engine.embedding_request import EmbeddingRequest
-from engine.request import Request
+from engine.request import AnyRequest, EmbeddingRequest, Request
 from engine.sampling_params import SamplingParams
 from worker.requests.request_window import request_room
 

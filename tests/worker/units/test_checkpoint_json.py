@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sequence_checkpoint import SequenceCheckpoint
-from engine.token_checkpoint import TokenCheckpoint
-from engine.token_logprobs import TokenLogprobs
+from engine.request import SequenceCheckpoint, TokenCheckpoint, TokenLogprobs
 from worker.units.checkpoint_json import decode_checkpoint, encode_checkpoint
 
 token_ids = st.integers(min_value=0, max_value=2**31)

@@ -4,11 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.completion import Completion
 from engine.errors import NonFiniteLogits
-from engine.finish_reason import FinishReason
-from engine.request_output import RequestOutput
-from engine.request_timings import RequestTimings
+from engine.request import Completion, FinishReason, RequestOutput, RequestTimings
 from settings import LimitSettings
 from worker.lines.parse_request_line import parse_request_line
 from worker.lines.request_line import RequestLine

@@ -1,0 +1,310 @@
+"""Keeps the unfinished requests for embeddings, and pools hidden states into their vectors.
+
+Each input is run as a prefill of its own and pooled chunk by chunk; vectors are float32 and of length 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.checkpoint.embedding_config import EmbeddingConfig, Pooling
+from engine.errors import EngineError, NonFiniteLogits
+from engine.kv_cache.block_manager import BlockHashChain
+from engine.outputs import FinishedRequests
+from engine.request import RESERVED_PREFIX, EmbeddingRequest
+from engine.scheduling.groups import GroupTable, SequenceGroup
+from engine.scheduling.sequence import SequenceState
+from engine.staging import PendingResult
+
+NewChain = Callable[[Sequence[int], str], BlockHashChain]  # token ids, salt
+
+KEY_BYTES = 16
+
+Vector: TypeAlias = "array[float] | NonFiniteLogits | None"
+
+
+class Pooler:
+    """Takes a sequence's hidden states chunk by chunk and keeps one vector of them.
+
+    mean: of all tokens; cls: the first token's; last_token: the last one's (sentence-transformers'
+    definitions, special tokens included). Of a chunk that repeats positions, as after a preemption, only what is new
+    counts.
+    """
+
+    def __init__(self, pooling: Pooling, num_tokens: int) -> None:
+        self._pooling = pooling
+        self._num_tokens = num_tokens
+        self._num_seen = 0  # positions before this have been taken or, for last_token, do not matter
+        self._sum: torch.Tensor | None = None  # [1, H], float64
+        self._vector: torch.Tensor | None = None  # [H], float32
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every position has been taken."""
+        return self._num_seen == self._num_tokens
+
+    @property
+    def vector(self) -> torch.Tensor:
+        """[H], float32, not normalised. Raises ValueError before the last position was taken."""
+        if not self.is_complete or self._vector is None:
+            raise ValueError(f"{self._num_seen} of {self._num_tokens} positions were taken")
+        return self._vector
+
+    def add(self, start: int, hidden: torch.Tensor) -> None:
+        """Take the tokens from position `start` on. hidden: [n, H], at least one row."""
+        rows = hidden[max(self._num_seen - start, 0) :]
+        is_first = self._num_seen == 0
+        self._num_seen = max(self._num_seen, start + hidden.shape[0])
+        if not rows.shape[0]:
+            return
+        if self._pooling == "mean":
+            self._add_to_mean(rows)
+        elif self._pooling == "last_token" or is_first:
+            # A copy: a view would keep the states of the whole chunk until the request is done.
+            self._vector = rows[-1 if self._pooling == "last_token" else 0].clone().float()
+
+    def _add_to_mean(self, rows: torch.Tensor) -> None:
+        # cumsum adds row after row (on CPUs), so that chunks do not change the bits; sum adds in pairs.
+        terms = rows.double() if self._sum is None else torch.cat([self._sum, rows.double()])
+        self._sum = terms.cumsum(dim=0)[-1:].clone()  # a view would keep all of the chunk's sums
+        self._vector = (self._sum[0] / self._num_seen).float()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class EmbeddingState(SequenceState):
+    """One of a request's inputs: run as a prefill, whose hidden states are pooled. Nothing is generated."""
+
+    request: EmbeddingRequest
+    pooler: Pooler
+    has_ended: bool = False  # it left the queue, with its vector or without
+    embedding: array[float] | None = None  # float32, of length 1
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the input."""
+        return len(self.token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it left the queue."""
+        return self.has_ended
+
+    @property
+    def wants_logits(self) -> bool:
+        """Never: no token is chosen."""
+        return False
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Always: they are what is pooled."""
+        return True
+
+
+_Group = SequenceGroup[EmbeddingRequest, EmbeddingState]
+
+
+class EmbeddingRequests:
+    """Makes sequences of embedding requests, takes the vectors of these and hands the requests' outputs out.
+
+    Equal unfinished requests of one tenant are computed once. Where every position counts, nothing may come from the
+    prefix cache: such a sequence has digests that no other has, and its blocks are forgotten with it.
+    """
+
+    def __init__(
+        self,
+        queue: SequenceQueue,
+        finished: FinishedRequests,
+        new_chain: NewChain,
+        *,
+        config: EmbeddingConfig,
+        arrivals: Iterator[int],
+        deduplicate: bool,
+    ) -> None:
+        self._queue = queue
+        self._finished = finished
+        self._new_chain = new_chain
+        self.config = config  # what is pooled, and how far vectors may be cut
+        self._arrivals = arrivals  # shared with whatever else queues sequences: they are told apart by these numbers
+        self._deduplicate = deduplicate
+        self._groups: GroupTable[_Group] = GroupTable()
+
+    def __contains__(self, request_id: object) -> bool:
+        """Whether a request of this id is unfinished."""
+        return request_id in self._groups
+
+    def add(self, request: EmbeddingRequest) -> None:
+        """Queue the inputs of a checked request, or wait for those of an equal one."""
+        key = _key_of(request) if self._deduplicate else None
+        group = self._groups.join(request, key)
+        if group is None:
+            self._start([request], key, request.priority)
+        elif request.priority < group.priority:
+            for state in group.unfinished:
+                self._queue.promote(state, request.priority)
+
+    def take(self, state: EmbeddingState, answer: array[float] | EngineError | None) -> None:
+        """Take a step's answer for a sequence, see `pool`; hand out what its vector completes.
+
+        An error instead of a vector fails the request. Of a sequence that has ended, as when another input of its
+        request failed in this very step, nothing is taken.
+        """
+        if answer is None or state.is_finished:
+            return
+        if isinstance(answer, EngineError):
+            self._fail(state, answer)
+            return
+        state.embedding = answer
+        self._finish(state)
+        self._hand_out_if_complete(self._groups.of(state))
+
+    def abort(self, request_id: str) -> bool:
+        """End a request without vectors; False for one that is not unfinished. Equal requests keep the work."""
+        group = self._groups.find(request_id)
+        if group is None:
+            return False
+        request = group.request_named(request_id)
+        if len(group.requests) > 1:
+            self._groups.withdraw(request)
+        else:
+            self._drop(group)
+        self._finished.add_embeddings(request_id, request.num_prompt_tokens, 0, ())
+        return True
+
+    def close(self) -> None:
+        """Abort all of them."""
+        for group in self._groups:
+            for request in group.requests:
+                self.abort(request.request_id)
+
+    def _start(self, requests: list[EmbeddingRequest], key: bytes | None, priority: int) -> None:
+        first, arrival = requests[0], next(self._arrivals)
+        group = _Group(
+            requests, tuple(self._new_state(first, arrival, index) for index in range(len(first.inputs))), key
+        )
+        self._groups.add(group)
+        for state in group.states:
+            state.priority = priority
+            self._queue.add(state)
+
+    def _new_state(self, request: EmbeddingRequest, arrival: int, index: int) -> EmbeddingState:
+        token_ids = list(request.inputs[index])
+        is_private = self.config.needs_every_position
+        salt = f"{RESERVED_PREFIX}/{arrival}/{index}" if is_private else request.tenant
+        return EmbeddingState(
+            request=request,
+            index=index,
+            arrival=arrival,
+            chain=self._new_chain(token_ids, salt),
+            token_ids=token_ids,
+            pooler=Pooler(self.config.pooling, len(token_ids)),
+        )
+
+    def _fail(self, state: EmbeddingState, error: EngineError) -> None:
+        """One input failed, so its request did."""
+        group = self._groups.of(state)
+        state.has_ended = True
+        self._queue.finish(state, kv_is_good=False)
+        self._drop(group)
+        ended, others = group.parted(error)
+        for position, request in enumerate(ended):
+            timings = None if position else group.timings_now()
+            self._finished.add_failed_embeddings(request.request_id, request.num_prompt_tokens, error, timings)
+        if others:
+            self._start(others, group.key, group.priority)
+
+    def _finish(self, state: EmbeddingState) -> None:
+        state.has_ended = True
+        # Private blocks can serve nobody: they must not push out others'.
+        self._queue.finish(state, kv_is_good=not self.config.needs_every_position)
+
+    def _hand_out_if_complete(self, group: _Group) -> None:
+        if not group.is_complete:
+            return
+        self._drop(group)
+        embeddings = tuple(state.embedding or array("f") for state in group.states)
+        num_cached_tokens = sum(state.num_cached_tokens for state in group.states)
+        for position, request in enumerate(group.requests):
+            num_tokens = request.num_prompt_tokens
+            self._finished.add_embeddings(
+                request.request_id,
+                num_tokens,
+                num_tokens if position else num_cached_tokens,  # nothing was computed for the others
+                embeddings,
+                timings=None if position else group.timings_now(),
+                is_duplicate=position > 0,
+            )
+
+    def _drop(self, group: _Group) -> None:
+        """Forget a group, and take out of the queue what it still has there."""
+        for state in group.unfinished:
+            self._finish(state)
+        self._groups.drop(group)
+
+
+def _key_of(request: EmbeddingRequest) -> bytes:
+    """Names a request's vectors."""
+    digest = hashlib.blake2b(repr((request.tenant, request.dimensions)).encode(), digest_size=KEY_BYTES)
+    for token_ids in request.inputs:
+        digest.update(len(token_ids).to_bytes(8, "little"))
+        digest.update(array("q", token_ids).tobytes())
+    return digest.digest()
+
+
+class SequenceQueue(Protocol):
+    """The part of `engine.scheduling.scheduler.Scheduler` that embeddings need; an encoder's queue is another."""
+
+    def add(self, state: EmbeddingState) -> None:
+        """Queue a new sequence."""
+        ...
+
+    def promote(self, state: EmbeddingState, priority: int) -> None:
+        """Make an unfinished sequence more urgent."""
+        ...
+
+    def finish(self, state: EmbeddingState, *, kv_is_good: bool = True) -> None:
+        """Take out an unfinished sequence and free what it holds."""
+        ...
+
+
+@torch.inference_mode()
+def pool(chunks: Sequence[tuple[EmbeddingState, int, torch.Tensor]]) -> PendingResult[list[Vector]]:
+    """Pool what a step computed: (state, start, hidden), hidden [n, H] from `start` on, to be read as one tensor.
+
+    For each the vector it completes, float32, cut to what its request asks for and of length 1; None where more chunks
+    are to come. NonFiniteLogits for a vector that is not finite, or a chunk whose last row is not: that token saw all
+    others, so it tells whether their KV is good.
+    """
+    if not chunks:
+        return PendingResult((), lambda _: [])
+    for state, start, hidden in chunks:
+        state.pooler.add(start, hidden)
+    # Known now: when this is read, the chunk behind it may have been pooled, too.
+    ends = [(state, start + hidden.shape[0], state.pooler.is_complete) for state, start, hidden in chunks]
+    rows = [state.pooler.vector if state.pooler.is_complete else hidden[-1].float() for state, _, hidden in chunks]
+    return PendingResult((torch.stack(rows),), lambda on_host: _vectors(ends, on_host[0].numpy()))
+
+
+def _vectors(ends: Sequence[tuple[EmbeddingState, int, bool]], rows: NDArray[np.float32]) -> list[Vector]:
+    """ends: states, the position behind each chunk, and whether that is the last. rows [chunks, H]."""
+    answers: list[Vector] = []
+    for (state, end, is_complete), row in zip(ends, rows, strict=True):
+        if not np.isfinite(row).all():
+            answers.append(NonFiniteLogits(f"the model's hidden states are not finite before position {end}"))
+        else:
+            answers.append(_unit_vector(row[: state.request.dimensions]) if is_complete else None)
+    return answers
+
+
+def _unit_vector(values: NDArray[np.float32]) -> array[float]:
+    """`values` [n] scaled to length 1; zeros stay what they are. In float64, where no square overflows."""
+    exact = values.astype(np.float64)
+    scaled = exact / (np.linalg.norm(exact) or 1.0)
+    return array("f", scaled.astype(np.float32).tobytes())

@@ -1,1 +1,0 @@
-"""Embeddings: requests for them, pooling, and the engine of an encoder."""

@@ -1,0 +1,202 @@
+"""The engine for encoders (BERT): texts in, vectors out.
+
+An encoder has no KV cache, so there is no scheduler: a queue says which whole inputs run next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from itertools import count
+
+from engine.embedding import EmbeddingRequests, EmbeddingState, pool
+from engine.engine import EngineStats, Steps
+from engine.errors import InvalidRequest
+from engine.kv_cache.block_manager import BlockHashChain
+from engine.out_of_memory import step_failure
+from engine.outputs import FinishedRequests
+from engine.parts import EncoderParts
+from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, TokenCheckpoint
+from engine.scheduling.waiting_queue import SchedulerLimits, WaitingQueue
+from engine.text.tokenizer import Tokenizer
+from engine.validation import check_embedding_request
+from settings import EffectiveSettings, Settings
+
+
+class EncoderEngine:
+    """Runs whole inputs together, step by step; has no KV cache. Single-threaded: whoever made it calls it.
+
+    Serves embedding requests only. Every added request ends in exactly one RequestOutput, handed out by `step`.
+    """
+
+    generates = False  # it makes embeddings only
+
+    def __init__(self, parts: EncoderParts) -> None:
+        settings = parts.effective.settings.engine
+        self.effective: EffectiveSettings = parts.effective
+        self.tokenizer: Tokenizer = parts.tokenizer
+        self.max_model_len: int = parts.max_model_len  # tokens one input may have
+        self._executor = parts.executor
+        limits = SchedulerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.unified_prefill)
+        self._queue = EncoderQueue(limits)
+        self._finished = FinishedRequests()
+        self._steps = Steps(self._finished)
+        self._num_steps = 0
+        self._step_size = (0, 0)
+        self._embeddings = EmbeddingRequests(
+            self._queue,
+            self._finished,
+            lambda _, salt: BlockHashChain(1, salt),  # nothing is shared, so nothing is hashed
+            config=parts.embedding,
+            arrivals=count(1),
+            deduplicate=settings.deduplicate,
+        )
+
+    @property
+    def settings(self) -> Settings:
+        """What the engine holds, derived values included."""
+        return self.effective.settings
+
+    def add_request(self, request: AnyRequest) -> None:
+        """Queue a request. Raises InvalidRequest (PromptTooLong, ...) for one that can never be served,
+        EngineFatal once a step has failed.
+        """
+        self._steps.check()
+        if not isinstance(request, EmbeddingRequest):
+            raise InvalidRequest("this model is an encoder: it makes embeddings only", code="unsupported_endpoint")
+        check_embedding_request(
+            request,
+            vocab_size=self._executor.model.config.vocab_size,
+            capacity=self.max_model_len,
+            is_taken=request.request_id in self._embeddings,
+            config=self._embeddings.config,
+        )
+        self._embeddings.add(request)
+
+    def due_checkpoints(self) -> Mapping[str, TokenCheckpoint]:
+        """None, ever: an input is one step."""
+        return {}
+
+    def checkpoint(self, request_id: str) -> TokenCheckpoint | None:
+        """None: there is no half of a vector that could be kept."""
+        return None
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; False, and no change, for one that is not unfinished."""
+        return self._embeddings.abort(request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; the outputs of the requests that ended since the last call, aborted ones included.
+
+        Raises EngineFatal when the step itself failed (out of memory, a fault of the device), and from then on: stop
+        the engine. What had ended by then is handed out first; the next call raises.
+        """
+        return self._steps.run(self._advance)
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has something to run, to hand out or to raise."""
+        return self._queue.has_work or self._steps.have_failed or not self._finished.is_empty
+
+    @property
+    def step_size(self) -> tuple[int, int]:
+        """Sequences and tokens of the last call of `step`; (0, 0) where there was nothing to run."""
+        return self._step_size
+
+    def stats(self) -> EngineStats:
+        """Figures at this moment."""
+        settings, finished = self.settings.engine, self._finished
+        return EngineStats(
+            device=settings.device,
+            dtype=settings.dtype,
+            num_steps=self._num_steps,
+            num_running=0,  # between steps none is half done
+            num_waiting=self._queue.num_waiting,
+            num_finished_requests=finished.num_requests,
+            num_duplicates=finished.num_duplicates,
+            prompt_tokens=finished.prompt_tokens,
+            cached_tokens=finished.cached_tokens,
+            output_tokens=finished.output_tokens,
+            generated_tokens=0,
+            num_preemptions=0,
+            num_blocks=0,
+            num_free_blocks=0,
+            prefix_cache=None,
+            decode_graphs=None,
+        )
+
+    def close(self) -> None:
+        """End every unfinished request as cancelled; `step` hands their outputs out."""
+        self._embeddings.close()
+
+    def _advance(self) -> None:
+        self._step_size = (0, 0)
+        if not self._queue.has_work:
+            return
+        states = self._queue.schedule()
+        self._num_steps += 1
+        self._step_size = (len(states), sum(len(state.token_ids) for state in states))
+        try:
+            hidden = self._executor.execute([state.token_ids for state in states])
+            vectors = pool([(state, 0, rows) for state, rows in zip(states, hidden, strict=True)]).now()
+        except Exception as error:  # a seam: whatever a pass raised, nobody can vouch for the engine after it
+            raise step_failure(error, self._executor.model.device) from error
+        for state, vector in zip(states, vectors, strict=True):
+            self._embeddings.take(state, vector)
+
+
+class EncoderQueue:
+    """Whole sequences up to the token budget of a step, in the order of the WaitingQueue: priority, then tenants.
+
+    An encoder keeps nothing between steps: no blocks, no prefixes, no preemption.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+        self._waiting: WaitingQueue[EmbeddingState] = WaitingQueue(limits)
+        self._scheduled: list[EmbeddingState] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait."""
+        return len(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence waits."""
+        return self.num_waiting > 0
+
+    def add(self, state: EmbeddingState) -> None:
+        """Queue a new sequence."""
+        self._waiting.add(state)
+
+    def promote(self, state: EmbeddingState, priority: int) -> None:
+        """Make an unfinished sequence more urgent."""
+        self._waiting.remove(state)
+        state.priority = priority
+        self._waiting.add(state)
+
+    def finish(self, state: EmbeddingState, *, kv_is_good: bool = True) -> None:
+        """Take out an unfinished sequence; there is no KV."""
+        if state not in self._scheduled:
+            self._waiting.remove(state)
+
+    def schedule(self) -> list[EmbeddingState]:
+        """Take the sequences of the next step out; a sequence longer than the budget gets a step of its own."""
+        self._scheduled = []
+        now_s = time.monotonic()
+        budget = self._limits.max_num_batched_tokens
+        for state in self._waiting.candidates(_blocked_at):
+            if self._scheduled and len(state.token_ids) > budget:
+                break
+            self._waiting.admit(state)
+            state.scheduled_s = now_s
+            self._waiting.charge(state, len(state.token_ids))
+            self._scheduled.append(state)
+            budget -= len(state.token_ids)
+            if budget <= 0 or len(self._scheduled) == self._limits.max_num_seqs:
+                break
+        return self._scheduled
+
+
+def _blocked_at(_: EmbeddingState) -> None:
+    """Nothing that another sequence computes is waited for."""

@@ -1,0 +1,218 @@
+"""Plans one forward pass on the host, as arrays, and brings it to the device.
+
+A token that only the device knows yet stands in the plan as a negative number and is filled in there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.execution.prefix_groups import Gate, find_prefix_groups
+from engine.models.decoder import ForwardBatch
+from engine.staging import ArrayStaging
+from kernels.attention_types import AttentionRows, PrefixGroup
+
+Int64 = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
+
+_NUM_OWN_ARRAYS = 5
+_NUM_ROW_ARRAYS = 3
+
+Int32 = npt.NDArray[np.int32]
+
+_NO_TOKENS: Int64 = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardItem:
+    """Tokens to run for one sequence, and where its KV lies."""
+
+    token_ids: Sequence[int]  # not empty; one that only the device knows yet as `pending_token` writes it
+    start: int  # position of token_ids[0]; everything before it is in KV
+    block_table: Sequence[int]  # covers start + len(token_ids) tokens
+    wants_logits: bool  # of its last token
+    wants_hidden: bool = False  # the final-norm hidden states of all its tokens
+    is_final: bool = True  # its last token is the sequence's last so far: no chunk with more to come
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedRows:
+    """`AttentionRows` before its arrays are on a device. Row i has the queries of one item."""
+
+    block_tables: Int32  # [num_rows, max_blocks], 0, the null block, past the blocks of a row
+    cu_seqlens_q: Int32  # [num_rows + 1], starts at 0
+    seq_lens: Int32  # [num_rows], tokens in KV after this step
+    prefix_groups: tuple[PrefixGroup, ...]
+
+    @property
+    def arrays(self) -> tuple[Int32, Int32, Int32]:
+        """What a device needs, in the order `on_device` takes it back."""
+        return self.block_tables, self.cu_seqlens_q, self.seq_lens
+
+    def on_device(self, tensors: Sequence[torch.Tensor]) -> AttentionRows:
+        """The rows over `tensors`, one for each of `arrays`."""
+        block_tables, cu_seqlens_q, seq_lens = tensors
+        return AttentionRows(
+            block_tables=block_tables,
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
+            query_lens=tuple(np.diff(self.cu_seqlens_q).tolist()),
+            kv_lens=tuple(self.seq_lens.tolist()),
+            prefix_groups=self.prefix_groups,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedBatch:
+    """`ForwardBatch` before its arrays are on a device: T tokens, those of rows with one query (decode) first."""
+
+    token_ids: Int64  # [T]
+    positions: Int64  # [T]
+    slot_mapping: Int64  # [T], block_id * block_size + offset
+    logits_indices: Int64  # [S], into T, in the order of the items
+    hidden_indices: Int64  # [W], into T, item after item
+    hidden_lens: tuple[int, ...]  # tokens of each item that wants its hidden states; W in all
+    decode: PlannedRows | None  # None: no row has one query
+    prefill: PlannedRows | None  # None: every row has
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.token_ids.shape[0])
+
+    @property
+    def is_plain_decode(self) -> bool:
+        """Whether each item is one query whose logits are wanted and nothing else, the rows in the items' order."""
+        if self.decode is None or self.prefill is not None or self.decode.prefix_groups or self.hidden_lens:
+            return False
+        return int(self.logits_indices.shape[0]) == self.num_tokens
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """What a device needs, in the order `on_device` takes it back."""
+        own = (self.token_ids, self.positions, self.slot_mapping, self.logits_indices, self.hidden_indices)
+        decode, prefill = (() if rows is None else rows.arrays for rows in (self.decode, self.prefill))
+        return (*own, *decode, *prefill)
+
+    def on_device(self, tensors: Sequence[torch.Tensor]) -> ForwardBatch:
+        """The batch over `tensors`, one for each of `arrays`."""
+        token_ids, positions, slot_mapping, logits_indices, hidden_indices = tensors[:_NUM_OWN_ARRAYS]
+        of_rows = tensors[_NUM_OWN_ARRAYS:]
+        return ForwardBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            logits_indices=logits_indices,
+            hidden_indices=hidden_indices,
+            hidden_lens=self.hidden_lens,
+            decode=None if self.decode is None else self.decode.on_device(of_rows[:_NUM_ROW_ARRAYS]),
+            prefill=None if self.prefill is None else self.prefill.on_device(of_rows[-_NUM_ROW_ARRAYS:]),
+            num_decode_tokens=0 if self.decode is None else int(self.decode.seq_lens.shape[0]),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Items that share an attention call."""
+
+    item_ids: list[int]  # which items, in the order of the rows
+    token_ids: Int64  # [tokens]
+    positions: Int64  # [tokens]
+    slots: Int64  # [tokens]
+    rows: PlannedRows | None  # None: no items
+
+
+def plan_batch(items: Sequence[ForwardItem], block_size: int, gates: tuple[Gate, Gate] | None = None) -> PlannedBatch:
+    """The plan of one forward pass over `items`, which must not be empty: host only, nothing touches a device.
+
+    Rows with one query go first, so that each attention kernel works on one contiguous run of tokens.
+    gates: for rows with one query and for chunks. Rows whose blocks begin alike and that pass become neighbours and are
+    pointed out to the kernels; None: every row by itself, in the order of the items.
+    """
+    decode_gate, prefill_gate = gates or (None, None)
+    is_decode = [len(item.token_ids) == 1 for item in items]
+    decode_ids = [i for i, single in enumerate(is_decode) if single]
+    prefill_ids = [i for i, single in enumerate(is_decode) if not single]
+    decode = _part(items, decode_ids, block_size, decode_gate)
+    prefill = _part(items, prefill_ids, block_size, prefill_gate)
+    item_ids = [*decode.item_ids, *prefill.item_ids]
+    last_token = np.empty(len(items), dtype=np.int64)
+    last_token[item_ids] = np.cumsum([len(items[i].token_ids) for i in item_ids]) - 1
+    wanted = [i for i, item in enumerate(items) if item.wants_logits]
+    hidden = {i: len(item.token_ids) for i, item in enumerate(items) if item.wants_hidden}
+    hidden_tokens = [np.arange(last_token[i] + 1 - count, last_token[i] + 1) for i, count in hidden.items()]
+    return PlannedBatch(
+        token_ids=np.concatenate((decode.token_ids, prefill.token_ids)),
+        positions=np.concatenate((decode.positions, prefill.positions)),
+        slot_mapping=np.concatenate((decode.slots, prefill.slots)),
+        logits_indices=last_token[wanted],
+        hidden_indices=np.concatenate([_NO_TOKENS, *hidden_tokens]),
+        hidden_lens=tuple(hidden.values()),
+        decode=decode.rows,
+        prefill=prefill.rows,
+    )
+
+
+def _part(all_items: Sequence[ForwardItem], item_ids: list[int], block_size: int, gate: Gate | None) -> _Part:
+    if not item_ids:
+        return _Part([], _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, None)
+    items = [all_items[i] for i in item_ids]
+    starts = np.array([item.start for item in items], dtype=np.int64)
+    query_lens = np.array([len(item.token_ids) for item in items], dtype=np.int64)
+    tables = _block_tables(items, -(-(starts + query_lens) // block_size))
+    groups: tuple[PrefixGroup, ...] = ()
+    if gate is not None:
+        order, groups = find_prefix_groups(tables, starts // block_size, block_size, gate)
+        if groups:
+            items, item_ids = [items[i] for i in order], [item_ids[i] for i in order]
+            starts, query_lens, tables = starts[order], query_lens[order], tables[order]
+    cu_seqlens = np.concatenate(([0], np.cumsum(query_lens)))
+    token_rows = np.repeat(np.arange(len(items)), query_lens)
+    positions = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1])[token_rows]
+    blocks = tables[token_rows, positions // block_size].astype(np.int64)
+    rows = PlannedRows(tables, cu_seqlens.astype(np.int32), (starts + query_lens).astype(np.int32), groups)
+    token_ids = np.fromiter(chain.from_iterable(item.token_ids for item in items), np.int64, int(cu_seqlens[-1]))
+    return _Part(item_ids, token_ids, positions, blocks * block_size + positions % block_size, rows)
+
+
+def _block_tables(items: Sequence[ForwardItem], num_blocks: Int64) -> npt.NDArray[np.int32]:
+    """[num_items, most blocks], 0, the null block, past the blocks of an item."""
+    tables = np.zeros((len(items), int(num_blocks.max())), dtype=np.int32)
+    used = (item.block_table[:count] for item, count in zip(items, num_blocks.tolist(), strict=True))
+    tables[np.arange(tables.shape[1]) < num_blocks[:, None]] = np.fromiter(
+        chain.from_iterable(used), np.int32, int(num_blocks.sum())
+    )
+    return tables
+
+
+class BatchStaging:
+    """Brings plans to the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._arrays = ArrayStaging(device)
+
+    def stage(self, planned: PlannedBatch) -> ForwardBatch:
+        """The plan's batch. On a GPU its tensors last until the batch after the next one is staged."""
+        return planned.on_device(self._arrays.send(planned.arrays))
+
+
+def pending_token(row: int) -> int:
+    """What stands in a plan for the token that row `row` of the step before chose: a number that is no token id."""
+    return -1 - row
+
+
+@torch.inference_mode()
+def fill_in(token_ids: torch.Tensor, chosen: torch.Tensor) -> None:
+    """Replace what `pending_token` wrote. token_ids [T] int64, in place; chosen [S] int64, of the step before.
+
+    Five small operations on the device, and none on the host.
+    """
+    rows = token_ids.bitwise_not().clamp_(min=0)  # ~x is -1 - x
+    torch.where(token_ids < 0, chosen.index_select(0, rows), token_ids, out=token_ids)

@@ -1,0 +1,376 @@
+"""Keeps the unfinished requests for tokens.
+
+A request becomes a group of sequences, `n` of them, each with draws of its own. Equal requests share a group, requests
+with a grammar wait until it is compiled, and each request ends in one output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
+
+from engine.errors import EngineError, EngineFatal, InvalidRequest, NonFiniteLogits
+from engine.kv_cache.block_manager import BlockManager
+from engine.outputs import FinishedRequests, OutputProcessor
+from engine.parts import EngineParts
+from engine.request import FinishReason, PromptLogprobs, Request, TokenCheckpoint
+from engine.resume import RequestCheckpoints
+from engine.sampler import SampledToken
+from engine.scheduling.groups import GroupTable, RequestGroup
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import RequestState, TokenCounts
+from engine.structured.compiler import GrammarCompiler
+from engine.structured.grammar import Grammar
+from engine.structured.matcher import CompiledGrammar
+
+KEY_BYTES = 16
+
+SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: keeps the streams of a request's n sequences apart
+
+WAIT_S = 0.01  # for a grammar, in a step that has nothing else to do
+
+
+class GenerationRequests:
+    """Makes sequences of requests for tokens, takes what is generated for them and hands their outputs out.
+
+    A request that is to get the same tokens as an unfinished one waits for these: one of the same tenant with the same
+    prompt and parameters, greedy or with an explicit seed. Other draws are each request's own.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        outputs: OutputProcessor,
+        scheduler: Scheduler,
+        finished: FinishedRequests,
+        arrivals: Iterator[int],
+    ) -> None:
+        """`arrivals` is shared with whatever else queues sequences: they are told apart by these numbers."""
+        settings, model = parts.effective.settings.engine, parts.executor.model
+        self._scheduler = scheduler
+        self._outputs = outputs
+        self._finished = finished
+        self._checkpoints = RequestCheckpoints(outputs, model, interval_tokens=settings.checkpoint_tokens)
+        self._intake = RequestIntake(
+            parts.block_manager,
+            self._checkpoints,
+            max_model_len=parts.runner.kv_capacity(),
+            seed=settings.seed,
+            arrivals=arrivals,
+        )
+        compiler = GrammarCompiler(
+            parts.tokenizer,
+            settings.structured_output,
+            vocab_size=model.config.vocab_size,
+            eos_token_ids=parts.eos_token_ids,
+        )
+        self._held = HeldGroups(compiler)
+        self._deduplicate = settings.deduplicate
+        self._groups: GroupTable[RequestGroup] = GroupTable()
+        self.num_generated_tokens = 0  # sampled, whatever became of their requests
+
+    def __contains__(self, request_id: object) -> bool:
+        """Whether a request of this id is unfinished."""
+        return request_id in self._groups
+
+    @property
+    def num_held_sequences(self) -> int:
+        """Sequences that wait for a grammar, which the scheduler does not know yet."""
+        return self._held.num_sequences
+
+    def add(self, request: Request) -> None:
+        """Queue a checked request, or wait for the tokens of an equal one.
+
+        A checkpoint that an equal one brings is set aside: the work behind it is done for the other anyway.
+        """
+        key = _key_of(request) if self._deduplicate else None
+        group = self._groups.join(replace(request, resume=None), key)
+        if group is None:
+            self._start(self._intake.begin(request, key))
+        elif request.priority < group.priority and not self._held.promote(group, request.priority):
+            for state in group.unfinished:
+                self._scheduler.promote(state, request.priority)
+
+    def take_compiled(self, *, may_wait: bool) -> None:
+        """Schedule what no longer waits for its grammar. `may_wait`: a little, where there is nothing else to do."""
+        for group, grammar in self._held.take_ready(may_wait=may_wait):
+            if isinstance(grammar, EngineError):
+                group.error = grammar
+                self._cancel(group)
+            else:
+                for state in group.unfinished:
+                    self._outputs.constrain(state, grammar)
+                self._schedule(group)
+
+    def take(self, state: RequestState, answer: SampledToken | FinishReason | EngineError | None) -> None:
+        """What a step brought for a sequence: a token, its end, its failure, or nothing yet.
+
+        Of a sequence that has ended, as when another of its request failed in this very step, nothing is taken.
+        """
+        if answer is None or state.is_finished:
+            return
+        if isinstance(answer, EngineError):
+            self._fail(state, answer)
+            return
+        if isinstance(answer, FinishReason):
+            state.finish_reason = answer  # its prompt was to be scored, not continued
+        else:
+            self._outputs.append(state, answer)
+            if state.first_token_s is None:
+                state.first_token_s = time.monotonic()
+            self.num_generated_tokens += 1
+            self._checkpoints.note_token(state)
+        if state.finish_reason is not None:
+            self._scheduler.finish(state)
+            self._hand_out_if_complete(self._groups.of(state))
+
+    def due_checkpoints(self) -> dict[str, TokenCheckpoint]:
+        """See Engine."""
+        return self._checkpoints.take_due(self._groups)
+
+    def checkpoint(self, request_id: str) -> TokenCheckpoint | None:
+        """See Engine."""
+        group = self._groups.find(request_id)
+        return None if group is None else self._checkpoints.take_now(group)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request with what was generated; False for one that is not unfinished. Equal requests keep the work."""
+        group = self._groups.find(request_id)
+        if group is None:
+            return False
+        if len(group.requests) > 1:
+            self._withdraw(group.request_named(request_id), group)
+        else:
+            self._cancel(group)
+        return True
+
+    def close(self) -> None:
+        """Abort all of them, and give back what compiles grammars."""
+        for group in self._groups:
+            self._cancel(group)
+        self._held.close()
+
+    def _start(self, group: RequestGroup) -> None:
+        self._groups.add(group)
+        if not self._held.hold(group):
+            self._schedule(group)
+
+    def _schedule(self, group: RequestGroup) -> None:
+        group.choose_scorer()
+        for state in group.unfinished:
+            self._scheduler.add(state)
+        self._hand_out_if_complete(group)
+
+    def _fail(self, state: RequestState, error: EngineError) -> None:
+        """One sequence failed, so its request did; KV that is not good is withdrawn."""
+        group = self._groups.of(state)
+        group.error = error
+        state.finish_reason = FinishReason.ERROR
+        self._scheduler.finish(state, kv_is_good=not isinstance(error, NonFiniteLogits))
+        self._cancel(group)
+
+    def _cancel(self, group: RequestGroup) -> None:
+        is_held = self._held.release(group)
+        for state in group.unfinished:
+            self._end(state)
+            if not is_held:
+                self._scheduler.finish(state)
+        self._hand_out_if_complete(group)
+
+    def _withdraw(self, request: Request, group: RequestGroup) -> None:
+        """End one of several requests that wait for a group: the work done so far is the others'."""
+        copy = self._intake.copy_for(request, group)
+        for state in copy.unfinished:
+            self._end(state)
+        self._finished.add(request, copy, tuple(self._outputs.completion(state) for state in copy.states))
+        self._groups.withdraw(request)
+
+    def _end(self, state: RequestState) -> None:
+        self._outputs.flush(state)
+        state.finish_reason = FinishReason.CANCELLED
+
+    def _hand_out_if_complete(self, group: RequestGroup) -> None:
+        if not group.is_complete:
+            return
+        self._groups.drop(group)
+        self._checkpoints.forget(group)
+        completions = tuple(self._outputs.completion(state) for state in group.states)
+        ended, others = group.parted(group.error)
+        for request in ended:
+            self._finished.add(request, group, completions)
+        if others:
+            self._start(self._intake.begin_again(group, others))
+
+
+def _key_of(request: Request) -> bytes | None:
+    """Names a request's tokens, and how its grammar is spoken of; None where no other request may get them."""
+    params = request.params
+    if not params.is_greedy and params.seed is None:
+        return None
+    digest = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes(), digest_size=KEY_BYTES)
+    grammar_param = None if params.grammar is None else params.grammar.param  # not in repr(params); refusals name it
+    digest.update(repr((request.tenant, params, grammar_param)).encode("utf-8", "surrogatepass"))
+    return digest.digest()
+
+
+class RequestIntake:
+    """Makes groups: new ones, ones that go on from a checkpoint, and copies of those that run."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        checkpoints: RequestCheckpoints,
+        *,
+        max_model_len: int,
+        seed: int | None,
+        arrivals: Iterator[int],
+    ) -> None:
+        self._blocks = blocks
+        self._checkpoints = checkpoints
+        self._max_model_len = max_model_len
+        self._entropy = random.SystemRandom() if seed is None else random.Random(seed)
+        self._arrivals = arrivals  # shared with whatever else queues sequences: they are told apart by these numbers
+
+    def begin(self, request: Request, key: bytes | None) -> RequestGroup:
+        """A group for a checked request. One with a checkpoint goes on behind it.
+
+        Prompt and tokens so far are then prefilled as after a preemption. A checkpoint of anything else, or a damaged
+        one, is dropped with a warning and the request starts over.
+        """
+        checkpoint = self._checkpoints.usable(request)
+        request = replace(request, resume=None)  # may be large: not kept for the request's life
+        if checkpoint is not None:
+            group = self._new_group([request], checkpoint.base_seed, key)
+            if self._checkpoints.restore(checkpoint, group.states):
+                group.num_resumed_tokens = checkpoint.num_tokens
+                for state in group.unfinished:
+                    state.chain = self._blocks.new_chain(state.token_ids, request.tenant)
+                return group
+        seed = request.params.seed
+        return self._new_group([request], self._entropy.getrandbits(63) if seed is None else seed, key)
+
+    def begin_again(self, group: RequestGroup, requests: list[Request]) -> RequestGroup:
+        """A new group for requests of one that failed, from their prompts, as urgent and with the same draws."""
+        again = self._new_group(requests, group.base_seed, group.key)
+        for state in again.states:
+            state.priority = group.priority
+            state.arrived_s = group.states[0].arrived_s
+        return again
+
+    def copy_for(self, request: Request, group: RequestGroup) -> RequestGroup:
+        """A group of its own for one of a group's requests, as far as that group has come; not to be run.
+
+        Nothing is accounted to it: the work done is the others'.
+        """
+        copy = self._new_group([request], group.base_seed, None)
+        copy.states[0].num_cached_tokens = copy.states[0].num_prompt_tokens
+        copy.num_resumed_tokens = group.num_resumed_tokens
+        self._checkpoints.copy_progress(group, copy.states)
+        return copy
+
+    def _new_group(self, requests: list[Request], base_seed: int, key: bytes | None) -> RequestGroup:
+        request, arrival = requests[0], next(self._arrivals)
+        params, room = request.params, self._max_model_len - len(request.prompt_token_ids)
+        states = tuple(
+            RequestState(
+                request=request,
+                index=index,
+                arrival=arrival,
+                seed=_signed_64(base_seed + index * SEED_STRIDE),
+                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                chain=self._blocks.new_chain(request.prompt_token_ids, request.tenant),
+                token_ids=list(request.prompt_token_ids),
+                counts=TokenCounts(request.prompt_token_ids) if params.has_penalties else None,
+            )
+            for index in range(params.n)
+        )
+        if params.prompt_logprobs is not None:  # the prompt is the same for all: one of them is enough
+            states[0].prompt_logprobs = PromptLogprobs(request.prompt_token_ids, params.prompt_logprobs)
+        for state in states:
+            if state.max_tokens == 0 and not state.scores_prompt:
+                state.finish_reason = FinishReason.LENGTH  # there is nothing to run
+        return RequestGroup(requests, states, key, base_seed=base_seed)
+
+
+def _signed_64(value: int) -> int:
+    """The low 64 bits as a signed number: what an int64 tensor holds."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+class HeldGroups:
+    """Groups whose grammar is being compiled. They are not scheduled yet; whatever runs goes on meanwhile."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        """It closes the compiler."""
+        self._compiler = compiler
+        self._held: dict[int, tuple[RequestGroup, Future[CompiledGrammar]]] = {}  # by arrival
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that wait here."""
+        return sum(len(group.unfinished) for group, _ in self._held.values())
+
+    def hold(self, group: RequestGroup) -> bool:
+        """Have its grammar compiled; False for a group that has none, or has ended."""
+        grammar = group.request.params.grammar
+        if grammar is None or group.is_complete:
+            return False
+        self._held[group.arrival] = (group, self._compiler.compile(grammar))
+        return True
+
+    def promote(self, group: RequestGroup, priority: int) -> bool:
+        """Make a group more urgent; False if it is not held."""
+        if group.arrival not in self._held:
+            return False
+        for state in group.states:
+            state.priority = priority
+        return True
+
+    def release(self, group: RequestGroup) -> bool:
+        """Hold it no more; False if it was not held. A grammar that nobody else waits for is not compiled any more,
+        unless that has begun.
+        """
+        _, future = self._held.pop(group.arrival, (None, None))
+        if future is None:
+            return False
+        if not future.done() and all(other is not future for _, other in self._held.values()):
+            future.cancel()
+        return True
+
+    def take_ready(self, *, may_wait: bool) -> list[tuple[RequestGroup, CompiledGrammar | EngineError]]:
+        """Groups that wait no longer, in the order they came, with their grammar or the error it is refused with.
+
+        The refused stay here until they are released.
+        """
+        if not self._held:
+            return []
+        if may_wait:
+            wait({future for _, future in self._held.values()}, WAIT_S, FIRST_COMPLETED)
+        ready = [(group, _outcome(group, future)) for group, future in self._held.values() if future.done()]
+        for group, outcome in ready:
+            if isinstance(outcome, CompiledGrammar):
+                self.release(group)
+        return ready
+
+    def close(self) -> None:
+        """Give back what compiles grammars."""
+        self._compiler.close()
+
+
+def _outcome(group: RequestGroup, future: Future[CompiledGrammar]) -> CompiledGrammar | EngineError:
+    error = future.exception()
+    return future.result() if error is None else _error_of(group.request.params.grammar, error)
+
+
+def _error_of(grammar: Grammar | None, error: BaseException) -> EngineError:
+    if isinstance(error, InvalidRequest):
+        param = None if grammar is None else grammar.param
+        return InvalidRequest(f"{param} {error}", param=param, code=error.code)
+    if isinstance(error, EngineError):
+        return error
+    return EngineFatal(f"compiling a grammar failed: {type(error).__name__}: {error}")

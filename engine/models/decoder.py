@@ -1,0 +1,264 @@
+"""The decoder that Llama 3, Qwen3 and Qwen3-MoE share, and what its forward pass takes and answers.
+
+Where the families differ, the loader puts in other parts: a norm for queries and keys, a dense or an expert MLP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.checkpoint.model_config import ModelConfig
+from engine.errors import CapabilityError
+from engine.kv_cache.tensors import KVCacheTensors
+from kernels.attention_types import AttentionRows
+from kernels.interface import Operations
+from kernels.packed_weight import PackedWeight
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardBatch:
+    """One forward pass as a value: T tokens, those of rows with one query (decode) first, then the chunks."""
+
+    token_ids: torch.Tensor  # [T], int64
+    positions: torch.Tensor  # [T], int64
+    slot_mapping: torch.Tensor  # [T], int64, block_id * block_size + offset
+    logits_indices: torch.Tensor  # [S], int64, into T: whose logits are wanted, in the order of the items
+    hidden_indices: torch.Tensor  # [W], int64, into T: whose hidden states are wanted, item after item
+    hidden_lens: tuple[int, ...]  # tokens of each item that wants them; W in all
+    decode: AttentionRows | None  # the first `num_decode_tokens` tokens; None when there are none
+    prefill: AttentionRows | None  # the others
+    num_decode_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.token_ids.shape[0])
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ForwardResult:
+    """Logits and hidden states of those items that want them, each in the order of the items."""
+
+    logits: torch.Tensor  # [S, V], float32: of the last token of each of the S items that want logits
+    hidden: tuple[torch.Tensor, ...]  # one [n, H] an item that wants them, model dtype: final norm, all its n tokens
+
+
+class LayerObserver(Protocol):
+    """Told after the embedding (-1), after each layer (its index) and after the logits (num_layers)."""
+
+    def after(self, index: int) -> None:
+        """Stage `index` has been launched."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLayer:
+    """Grouped-query attention (arXiv 2305.13245) over the paged KV cache; QK-norm where the family has it."""
+
+    ops: Operations
+    qkv_proj: PackedWeight  # [(Hq + 2 Hkv) * D, H]: queries, keys, values
+    o_proj: PackedWeight  # [H, Hq * D]
+    qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None  # query weight [D], key weight [D], eps
+    cos_sin: torch.Tensor  # [max_positions, D], float32, shared by all layers
+    head_dim: int
+
+    def forward(
+        self, x: torch.Tensor, batch: ForwardBatch, k_cache: torch.Tensor, v_cache: torch.Tensor
+    ) -> torch.Tensor:
+        """x [T, H] -> [T, H]; writes this step's keys and values into the layer's caches."""
+        ops = self.ops
+        qkv = ops.linear(x, self.qkv_proj)
+        q = ops.qk_norm_rope_store_kv(
+            qkv, self.qk_norm, self.cos_sin, batch.positions, k_cache, v_cache, batch.slot_mapping
+        )
+        scale = self.head_dim**-0.5
+        split = batch.num_decode_tokens
+        parts: list[torch.Tensor] = []
+        if batch.decode is not None:
+            parts.append(ops.paged_decode_attention(q[:split], k_cache, v_cache, batch.decode, scale).output)
+        if batch.prefill is not None:
+            parts.append(ops.paged_prefill_attention(q[split:], k_cache, v_cache, batch.prefill, scale).output)
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return ops.linear(attended.reshape(attended.shape[0], -1), self.o_proj)
+
+
+@dataclass(frozen=True, eq=False)
+class DenseMLP:
+    """SwiGLU feed-forward (arXiv 2002.05202)."""
+
+    ops: Operations
+    gate_up_proj: PackedWeight  # [2I, H], gate first
+    down_proj: PackedWeight  # [H, I]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H] -> [T, H]."""
+        ops = self.ops
+        return ops.linear(ops.silu_and_mul(ops.linear(x, self.gate_up_proj)), self.down_proj)
+
+
+@dataclass(frozen=True, eq=False)
+class MoeMLP:
+    """Routed SwiGLU experts (Qwen3-MoE): softmax over all experts, the top k of them, weights renormalised if asked."""
+
+    ops: Operations
+    router: PackedWeight  # [E, H]
+    gate_up_proj: PackedWeight  # [E, 2I, H]
+    down_proj: PackedWeight  # [E, H, I]
+    top_k: int
+    renormalise: bool
+    bucketed_min_tokens: int | None  # from so many tokens on, sort by expert and run one GEMM each; None: never
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H] -> [T, H]."""
+        ops = self.ops
+        routed = ops.route_topk(ops.linear(x, self.router), self.top_k, renormalise=self.renormalise)
+        if self.bucketed_min_tokens is None or x.shape[0] < self.bucketed_min_tokens:
+            return ops.moe_small_batch(x, self.gate_up_proj, self.down_proj, routed)
+        layout = ops.sort_tokens_by_expert(routed.expert_ids, self.router.shape[0])
+        hidden = ops.silu_and_mul(ops.grouped_gemm(x, self.gate_up_proj, layout, gather=True))
+        rows = ops.grouped_gemm(hidden, self.down_proj, layout, gather=False)
+        return ops.combine_experts(rows, layout, routed.weights)
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderLayer:
+    """Pre-norm attention and feed-forward, the residual stream kept in place."""
+
+    ops: Operations
+    input_norm: torch.Tensor  # [H]
+    attention: AttentionLayer
+    post_attention_norm: torch.Tensor  # [H]
+    mlp: DenseMLP | MoeMLP
+    eps: float
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        batch: ForwardBatch,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """x [T, H], the previous layer's output, is added to residual [T, H] in place; returns this layer's output."""
+        normed = self.ops.fused_add_rms_norm(x, residual, self.input_norm, self.eps)
+        attended = self.attention.forward(normed, batch, k_cache, v_cache)
+        normed = self.ops.fused_add_rms_norm(attended, residual, self.post_attention_norm, self.eps)
+        return self.mlp.forward(normed)
+
+
+class StreamedLayers:
+    """Layers loaded when a forward pass comes to them and dropped when it goes on: for one pass over a whole model."""
+
+    def __init__(self, load: Callable[[int], DecoderLayer], num_layers: int) -> None:
+        """load: index -> layer."""
+        self._load = load
+        self._num_layers = num_layers
+
+    def __len__(self) -> int:
+        return self._num_layers
+
+    def __iter__(self) -> Iterator[DecoderLayer]:
+        return map(self._load, range(self._num_layers))
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderModel:
+    """Weights and the forward pass. Holds no state of a request: the batch is an argument."""
+
+    config: ModelConfig
+    ops: Operations
+    embed_tokens: torch.Tensor  # [V, H]
+    layers: tuple[DecoderLayer, ...] | StreamedLayers
+    final_norm: torch.Tensor  # [H]
+    lm_head: PackedWeight | None  # [V, H]; None: a body alone, which makes embeddings only
+    weights_digest: str  # tells checkpoints apart, see TensorSource.digest
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embed_tokens.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model dtype."""
+        return self.embed_tokens.dtype
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv_cache: KVCacheTensors,
+        observer: LayerObserver | None = None,
+        *,
+        logits_out: torch.Tensor | None = None,
+    ) -> ForwardResult:
+        """Run the batch, writing its keys and values into the cache.
+
+        Only the tokens of `batch.logits_indices` see the vocabulary. logits_out [S, V] float32: where to write their
+        logits, which then are the result's; None: a new tensor. Raises CapabilityError where there are any and the
+        model has no head.
+        """
+        x = torch.nn.functional.embedding(batch.token_ids, self.embed_tokens)
+        residual = torch.zeros_like(x)
+        if observer is not None:
+            observer.after(-1)
+        for index, layer in enumerate(self.layers):
+            x = layer.forward(x, residual, batch, kv_cache.keys[index], kv_cache.values[index])
+            if observer is not None:
+                observer.after(index)
+        residual += x
+        logits = self._logits(residual, batch)
+        if logits_out is not None:
+            logits = logits_out.copy_(logits)
+        result = ForwardResult(logits.float(), self._hidden(residual, batch))
+        if observer is not None:
+            observer.after(len(self.layers))
+        return result
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """[n, V] float32 of hidden states [n, H] behind the final norm. Raises CapabilityError without a head."""
+        return self._head(normed).float()
+
+    def _head(self, normed: torch.Tensor) -> torch.Tensor:
+        """The same in the model dtype."""
+        if self.lm_head is None:
+            raise CapabilityError("the model has no lm_head: it makes embeddings only")
+        return self.ops.linear(normed, self.lm_head)
+
+    def _logits(self, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[S, V], model dtype."""
+        if not batch.logits_indices.shape[0]:
+            return torch.empty((0, self.config.vocab_size), dtype=self.dtype, device=self.device)
+        return self._head(self._normed(residual, batch.logits_indices))
+
+    def _hidden(self, residual: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, ...]:
+        if not batch.hidden_lens:
+            return ()
+        return torch.split(self._normed(residual, batch.hidden_indices), list(batch.hidden_lens))
+
+    def _normed(self, residual: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        return self.ops.rms_norm(residual.index_select(0, indices), self.final_norm, self.config.rms_norm_eps)
+
+
+def weights_bytes(model: DecoderModel) -> int:
+    """Bytes of all weights as they lie in memory, packed or not; one that is two weights is counted once."""
+    tensors = {id(tensor): tensor for tensor in _tensors(model)}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _tensors(model: DecoderModel) -> Iterator[torch.Tensor]:
+    yield from (model.embed_tokens, model.final_norm)
+    if model.lm_head is not None:
+        yield from model.lm_head.parts
+    for layer in model.layers:
+        yield from (layer.input_norm, layer.post_attention_norm)
+        yield from (*layer.attention.qkv_proj.parts, *layer.attention.o_proj.parts)
+        if layer.attention.qk_norm is not None:
+            yield from layer.attention.qk_norm[:2]
+        for value in vars(layer.mlp).values():
+            if isinstance(value, PackedWeight):
+                yield from value.parts

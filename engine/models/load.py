@@ -1,0 +1,221 @@
+"""Builds a model from a checkpoint: the tensor names of Hugging Face's layout, and where the families differ."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from engine.checkpoint.files import Checkpoint, is_body_alone
+from engine.checkpoint.model_config import EncoderConfig, ModelConfig, MoeConfig
+from engine.checkpoint.rope import rope_cos_sin
+from engine.models.decoder import AttentionLayer, DecoderLayer, DecoderModel, DenseMLP, MoeMLP, StreamedLayers
+from engine.models.encoder import Affine, EncoderLayer, EncoderModel, GeluForm, LayerNorm
+from engine.models.placement import SHAPES_ONLY, ModelPlacement
+from engine.models.tensor_source import ShapeSource, TensorSource
+
+_GELU_FORMS: dict[str, GeluForm | None] = {
+    "gelu": "none",
+    "gelu_new": "tanh",
+    "gelu_pytorch_tanh": "tanh",
+    "relu": None,
+}
+
+
+def load_decoder(config: ModelConfig, checkpoint: Checkpoint, placement: ModelPlacement) -> DecoderModel:
+    """Load the weights. Raises CheckpointError naming a missing, extra or misshapen tensor."""
+    source = TensorSource(checkpoint, placement.device, placement.dtype)
+    model = _fill_decoder(config, source, placement, is_body=is_body_alone(checkpoint.names()))
+    return replace(model, weights_digest=source.digest())
+
+
+def check_decoder(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for the names, shapes and dtypes that `load_decoder` would refuse; no weight is read.
+
+    Whether a head that is stored beside the embedding it is tied to equals it, only `load_decoder` finds out.
+    """
+    _fill_decoder(config, ShapeSource(checkpoint), SHAPES_ONLY, is_body=is_body_alone(checkpoint.names()))
+
+
+def stream_decoder(config: ModelConfig, checkpoint: Checkpoint, placement: ModelPlacement) -> DecoderModel:
+    """A model for one forward pass, of which one layer at a time is in memory. The checkpoint must stay open for it.
+
+    Its `weights_digest` is of what is read here, no layer. Raises CheckpointError, and so does the pass.
+    """
+    source = TensorSource(checkpoint, placement.device, placement.dtype)
+    return _stream_decoder(config, source, placement, is_body=is_body_alone(checkpoint.names()))
+
+
+def _fill_decoder(
+    config: ModelConfig, source: TensorSource, placement: ModelPlacement, *, is_body: bool
+) -> DecoderModel:
+    streamed = _stream_decoder(config, source, placement, is_body=is_body)
+    model = replace(streamed, layers=tuple(streamed.layers))
+    source.finish()
+    return model
+
+
+def _stream_decoder(
+    config: ModelConfig, source: TensorSource, placement: ModelPlacement, *, is_body: bool
+) -> DecoderModel:
+    root = "" if is_body else "model."
+    vocabulary = (config.vocab_size, config.hidden_size)
+    embed_tokens = source.take(f"{root}embed_tokens.weight", vocabulary)
+    cos_sin = rope_cos_sin(config.rope, config.head_dim, placement.max_positions).to(placement.device)
+    layers = StreamedLayers(partial(_decoder_layer, config, source, placement, cos_sin, root), config.num_layers)
+    final_norm = source.take(f"{root}norm.weight", (config.hidden_size,))
+    lm_head = None if is_body else placement.ops.pack(_head(config, source, embed_tokens))
+    return DecoderModel(config, placement.ops, embed_tokens, layers, final_norm, lm_head, source.digest())
+
+
+def _head(config: ModelConfig, source: TensorSource, embed_tokens: torch.Tensor) -> torch.Tensor:
+    if not config.tie_word_embeddings:
+        return source.take("lm_head.weight", (config.vocab_size, config.hidden_size))
+    source.drop_equal("lm_head.weight", embed_tokens)
+    return embed_tokens
+
+
+def _decoder_layer(
+    config: ModelConfig, source: TensorSource, placement: ModelPlacement, cos_sin: torch.Tensor, root: str, index: int
+) -> DecoderLayer:
+    prefix = f"{root}layers.{index}"
+    norm = (config.hidden_size,)
+    mlp: DenseMLP | MoeMLP
+    if config.moe is not None and config.is_moe_layer(index):
+        mlp = _moe(config, config.moe, source, placement, prefix)
+    else:
+        mlp = _dense(config, source, placement, prefix)
+    return DecoderLayer(
+        ops=placement.ops,
+        input_norm=source.take(f"{prefix}.input_layernorm.weight", norm),
+        attention=_attention(config, source, placement, prefix, cos_sin),
+        post_attention_norm=source.take(f"{prefix}.post_attention_layernorm.weight", norm),
+        mlp=mlp,
+        eps=config.rms_norm_eps,
+    )
+
+
+def _attention(
+    config: ModelConfig, source: TensorSource, placement: ModelPlacement, prefix: str, cos_sin: torch.Tensor
+) -> AttentionLayer:
+    q_rows = config.num_heads * config.head_dim
+    kv_rows = config.num_kv_heads * config.head_dim
+    pack = placement.ops.pack
+    qk_norm = None
+    if config.qk_norm:
+        q_weight = source.take(f"{prefix}.self_attn.q_norm.weight", (config.head_dim,))
+        k_weight = source.take(f"{prefix}.self_attn.k_norm.weight", (config.head_dim,))
+        qk_norm = (q_weight, k_weight, config.rms_norm_eps)
+    return AttentionLayer(
+        ops=placement.ops,
+        qkv_proj=pack(
+            source.take_fused(
+                [f"{prefix}.self_attn.{part}_proj.weight" for part in "qkv"],
+                [(rows, config.hidden_size) for rows in (q_rows, kv_rows, kv_rows)],
+            )
+        ),
+        o_proj=pack(source.take(f"{prefix}.self_attn.o_proj.weight", (config.hidden_size, q_rows))),
+        qk_norm=qk_norm,
+        cos_sin=cos_sin,
+        head_dim=config.head_dim,
+    )
+
+
+def _dense(config: ModelConfig, source: TensorSource, placement: ModelPlacement, prefix: str) -> DenseMLP:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    pack = placement.ops.pack
+    return DenseMLP(
+        ops=placement.ops,
+        gate_up_proj=pack(
+            source.take_fused([f"{prefix}.mlp.{part}_proj.weight" for part in ("gate", "up")], [(inner, hidden)] * 2)
+        ),
+        down_proj=pack(source.take(f"{prefix}.mlp.down_proj.weight", (hidden, inner))),
+    )
+
+
+def _moe(config: ModelConfig, moe: MoeConfig, source: TensorSource, placement: ModelPlacement, prefix: str) -> MoeMLP:
+    hidden, inner = config.hidden_size, moe.intermediate_size
+    pack = placement.ops.pack
+    experts = [f"{prefix}.mlp.experts.{expert}" for expert in range(moe.num_experts)]
+    return MoeMLP(
+        ops=placement.ops,
+        router=pack(source.take(f"{prefix}.mlp.gate.weight", (moe.num_experts, hidden)), keep_dtype=True),
+        gate_up_proj=pack(
+            source.take_experts(
+                [[f"{expert}.{part}_proj.weight" for part in ("gate", "up")] for expert in experts],
+                [(inner, hidden)] * 2,
+            )
+        ),
+        down_proj=pack(source.take_experts([[f"{expert}.down_proj.weight"] for expert in experts], [(hidden, inner)])),
+        top_k=moe.experts_per_token,
+        renormalise=moe.norm_topk_prob,
+        bucketed_min_tokens=placement.bucketed_min_tokens,
+    )
+
+
+def load_encoder(config: EncoderConfig, checkpoint: Checkpoint, placement: ModelPlacement) -> EncoderModel:
+    """Load the weights, named with or without `bert.`. The pooler and the heads of pre-training are left out.
+
+    Raises CheckpointError naming a missing, extra or misshapen tensor.
+    """
+    return _fill_encoder(config, TensorSource(checkpoint, placement.device, placement.dtype), placement)
+
+
+def check_encoder(config: EncoderConfig, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for the names, shapes and dtypes that `load_encoder` would refuse; no weight is read."""
+    _fill_encoder(config, ShapeSource(checkpoint), SHAPES_ONLY)
+
+
+def _fill_encoder(config: EncoderConfig, source: TensorSource, placement: ModelPlacement) -> EncoderModel:
+    root = "bert." if source.has("bert.embeddings.word_embeddings.weight") else ""
+    source.leave_out("cls.")
+    source.leave_out(f"{root}pooler.")
+    source.leave_out(f"{root}embeddings.position_ids")  # 0, 1, 2, ... in int64, saved by transformers before 4.31
+    hidden = config.hidden_size
+    words = source.take(f"{root}embeddings.word_embeddings.weight", (config.vocab_size, hidden))
+    places = source.take(f"{root}embeddings.position_embeddings.weight", (config.max_position_embeddings, hidden))
+    types = source.take(f"{root}embeddings.token_type_embeddings.weight", (config.num_token_types, hidden))
+    model = EncoderModel(
+        config=config,
+        word_embeddings=words,
+        position_embeddings=places + types[0],
+        embedding_norm=_norm(config, source, f"{root}embeddings.LayerNorm"),
+        layers=tuple(
+            _encoder_layer(config, source, placement, f"{root}encoder.layer.{index}")
+            for index in range(config.num_layers)
+        ),
+    )
+    source.finish()
+    return model
+
+
+def _encoder_layer(config: EncoderConfig, source: TensorSource, placement: ModelPlacement, prefix: str) -> EncoderLayer:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    qkv = [f"{prefix}.attention.self.{part}" for part in ("query", "key", "value")]
+    return EncoderLayer(
+        qkv_proj=_affine(source, placement, qkv, (hidden, hidden)),
+        o_proj=_affine(source, placement, [f"{prefix}.attention.output.dense"], (hidden, hidden)),
+        attention_norm=_norm(config, source, f"{prefix}.attention.output.LayerNorm"),
+        up_proj=_affine(source, placement, [f"{prefix}.intermediate.dense"], (inner, hidden)),
+        down_proj=_affine(source, placement, [f"{prefix}.output.dense"], (hidden, inner)),
+        output_norm=_norm(config, source, f"{prefix}.output.LayerNorm"),
+        num_heads=config.num_heads,
+        gelu=_GELU_FORMS[config.activation],
+    )
+
+
+def _affine(source: TensorSource, placement: ModelPlacement, names: list[str], shape: tuple[int, int]) -> Affine:
+    """Several layers of one shape as one."""
+    weight = source.take_fused([f"{name}.weight" for name in names], [shape] * len(names))
+    bias = source.take_fused([f"{name}.bias" for name in names], [shape[:1]] * len(names))
+    return Affine(placement.ops, placement.ops.pack(weight), bias)
+
+
+def _norm(config: EncoderConfig, source: TensorSource, prefix: str) -> LayerNorm:
+    """Checkpoints that came from TensorFlow call weight and bias gamma and beta."""
+    weight, bias = ("gamma", "beta") if source.has(f"{prefix}.gamma") else ("weight", "bias")
+    shape = (config.hidden_size,)
+    return LayerNorm(
+        source.take(f"{prefix}.{weight}", shape), source.take(f"{prefix}.{bias}", shape), config.layer_norm_eps
+    )

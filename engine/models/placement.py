@@ -1,0 +1,80 @@
+"""Where and how a model runs: device, number format, kernels and the precision of sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from engine.errors import EngineFatal
+from kernels import reference
+from kernels.dispatch import deterministic_operations, int8_operations, operations
+from kernels.interface import Operations
+from settings import EngineSettings
+
+DTYPES = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16})
+DTYPE_NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+
+
+@dataclass(frozen=True, eq=False)
+class ModelPlacement:
+    """Where and how a model runs: everything about it that is not in the checkpoint."""
+
+    device: torch.device
+    dtype: torch.dtype
+    ops: Operations
+    max_positions: int  # rows of the rotary table: the longest sequence, in tokens
+    bucketed_min_tokens: int | None  # see MoeMLP
+
+
+def prepare_placement(settings: EngineSettings, *, max_positions: int) -> ModelPlacement:
+    """Set this process's threads and the precision of its sums, and say where the model goes.
+
+    settings: fully derived. max_positions: tokens of the longest sequence. Raises KernelsUnavailable.
+    """
+    if settings.num_threads is None:
+        raise EngineFatal("derive_settings left engine.num_threads unset")
+    torch.set_num_threads(settings.num_threads)
+    require_float32_sums()
+    device = torch.device(settings.device)
+    return ModelPlacement(
+        device=device,
+        dtype=DTYPES[settings.dtype],
+        ops=choose_operations(settings, device),
+        max_positions=max_positions,
+        bucketed_min_tokens=settings.moe.bucketed_min_tokens if settings.moe.bucketed else None,
+    )
+
+
+def choose_operations(settings: EngineSettings, device: torch.device) -> Operations:
+    """What the settings ask for on this device. Raises KernelsUnavailable where there is no such thing."""
+    if settings.quantization == "int8":
+        return int8_operations(device)
+    return deterministic_operations(device) if settings.deterministic else operations(device)
+
+
+def supported_dtypes(device: torch.device) -> tuple[str, ...]:
+    """What engine.dtype may ask for.
+
+    float16 is refused on a CPU: its matrix products run at 4 GFLOP/s there, against 436 in bfloat16 (kernels notes, 5).
+    """
+    return ("float32", "bfloat16", "float16") if device.type == "cuda" else ("float32", "bfloat16")
+
+
+def require_float32_sums() -> None:
+    """Have cuBLAS keep float32 sums in every matrix product of this process, as `Operations.linear` promises.
+
+    PyTorch allows it to add the partial sums of a split product in bfloat16 or float16 (both on by default), and TF32
+    for float32 (off by default). The switches are the process's: whoever loads a model owns it.
+    """
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = False
+    matmul.allow_fp16_reduced_precision_reduction = False
+    matmul.allow_tf32 = False
+
+
+# For a checkpoint that is only to be checked: nothing takes memory, and the reference keeps weights as they are.
+SHAPES_ONLY = ModelPlacement(
+    device=torch.device("meta"), dtype=torch.float32, ops=reference, max_positions=1, bucketed_min_tokens=None
+)

@@ -1,0 +1,252 @@
+"""Turns chosen tokens into text, decides where a sequence ends, and hands out finished requests."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from engine.errors import EngineError, EngineFatal
+from engine.request import Completion, FinishReason, Request, RequestOutput, RequestTimings
+from engine.sampler import SampledToken
+from engine.scheduling.groups import RequestGroup
+from engine.scheduling.sequence import RequestState
+from engine.structured.matcher import CompiledGrammar, GrammarMatcher
+from engine.text.detokenizer import IncrementalDetokenizer
+from engine.text.tokenizer import Tokenizer
+
+
+class OutputProcessor:
+    """Appends tokens, detokenises as they come, and decides when a sequence has ended."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._texts: dict[str, tuple[IncrementalDetokenizer, StopStrings]] = {}
+
+    def banned_token_ids(self, state: RequestState, position: int) -> tuple[int, ...]:
+        """Tokens that, chosen for this position, would end the sequence before its min_tokens."""
+        params = state.request.params
+        if position - state.num_prompt_tokens >= params.min_tokens:
+            return ()
+        ending = frozenset() if params.ignore_eos else self._eos_token_ids
+        return tuple(sorted(ending | frozenset(params.stop_token_ids)))
+
+    def append(self, state: RequestState, sampled: SampledToken) -> None:
+        """Add a token to the sequence; sets its finish_reason if that ends it."""
+        token_id = sampled.token_id
+        state.token_ids.append(token_id)
+        if state.counts is not None:
+            state.counts.add(token_id)
+        if sampled.logprobs is not None:
+            state.logprobs.append(sampled.logprobs)
+        params = state.request.params
+        if token_id in self._eos_token_ids and not params.ignore_eos:
+            state.finish_reason = FinishReason.STOP
+        elif token_id in params.stop_token_ids:
+            state.finish_reason, state.stop_reason = FinishReason.STOP, token_id
+        else:
+            self._append_text(state, token_id)
+            if state.matcher is not None:
+                self._follow_grammar(state, state.matcher, [token_id])
+        if state.finish_reason is None and state.num_output_tokens >= state.max_tokens:
+            state.finish_reason = FinishReason.LENGTH
+        if state.is_finished:
+            self.flush(state)
+
+    def constrain(self, state: RequestState, grammar: CompiledGrammar) -> None:
+        """Hold a sequence to a grammar; tokens it has already, of a checkpoint, are followed first."""
+        state.matcher = grammar.new_matcher(self._eos_token_ids.union(state.request.params.stop_token_ids))
+        self._follow_grammar(state, state.matcher, state.output_token_ids)
+        if state.is_finished:
+            self.flush(state)
+
+    def completion(self, state: RequestState) -> Completion:
+        """The finished sequence as its caller sees it; forgets its text state."""
+        self.forget(state)
+        if state.finish_reason is None:
+            raise EngineFatal(f"sequence {state.sequence_id!r} has not finished")
+        return Completion(
+            index=state.index,
+            text="".join(state.text_parts),
+            token_ids=tuple(state.output_token_ids),
+            finish_reason=state.finish_reason,
+            stop_reason=state.stop_reason,
+            logprobs=tuple(state.logprobs) if state.request.params.logprobs is not None else None,
+        )
+
+    def forget(self, state: RequestState) -> None:
+        """Drop the text state of a sequence that ended."""
+        self._texts.pop(state.sequence_id, None)
+
+    def _text(self, state: RequestState) -> tuple[IncrementalDetokenizer, StopStrings]:
+        pair = self._texts.get(state.sequence_id)
+        if pair is None:
+            pair = (self._tokenizer.new_detokenizer(), StopStrings(state.request.params.stop))
+            self._texts[state.sequence_id] = pair
+        return pair
+
+    def _append_text(self, state: RequestState, token_id: int) -> None:
+        detokenizer, stops = self._text(state)
+        text = detokenizer.append(token_id)
+        if state.num_output_tokens <= state.request.params.min_tokens:
+            state.text_parts.append(text)  # stop strings are looked for only in what comes after min_tokens
+        else:
+            self._feed(state, stops, text)
+
+    def _follow_grammar(self, state: RequestState, matcher: GrammarMatcher, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            matcher.accept(token_id)
+        if state.finish_reason is None and token_ids and matcher.is_over:
+            state.finish_reason = FinishReason.STOP
+
+    def _feed(self, state: RequestState, stops: StopStrings, text: str) -> None:
+        state.text_parts.append(stops.feed(text))
+        if stops.matched is not None:
+            state.finish_reason, state.stop_reason = FinishReason.STOP, stops.matched
+
+    def flush(self, state: RequestState) -> None:
+        """The sequence ends here: release the text that was held back, unless a stop string was found."""
+        detokenizer, stops = self._text(state)
+        if stops.matched is None:
+            self._feed(state, stops, detokenizer.flush())
+        if stops.matched is None:
+            state.text_parts.append(stops.flush())
+
+
+class StopStrings:
+    """Releases text up to the first stop string, holding back what may be the beginning of one.
+
+    The text is judged character by character, so the result does not depend on how it is cut into tokens: the stop
+    string that is complete first ends the text, and of several complete at the same character the longest one, which
+    starts earliest. The text released never contains a stop string. Each character costs amortised constant time for
+    each stop string (Knuth-Morris-Pratt).
+    """
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        """`stop`: strings that are not empty."""
+        if not all(stop):
+            raise ValueError("a stop string is empty; accepted: at least one character each")
+        self.matched: str | None = None  # the stop string that ended the text
+        self._stop = stop
+        self._fallbacks = [_fallback_table(string) for string in stop]
+        self._progress = [0] * len(stop)  # characters of each stop string that the text so far ends with
+        self._held = ""
+
+    def feed(self, new_text: str) -> str:
+        """Add text; returns what is now certain to be before any stop string. After a match: nothing, ever."""
+        if self.matched is not None:
+            return ""
+        if not self._stop:
+            return new_text
+        pending = self._held + new_text
+        for position, character in enumerate(new_text, start=len(self._held)):
+            matched = self._advance(character)
+            if matched is not None:
+                self.matched = matched
+                self._held = ""
+                return pending[: position + 1 - len(matched)]
+        certain = len(pending) - max(self._progress, default=0)
+        self._held = pending[certain:]
+        return pending[:certain]
+
+    def flush(self) -> str:
+        """The text ends here: returns what was held back, which was no stop string after all."""
+        held, self._held = self._held, ""
+        self._progress = [0] * len(self._stop)
+        return held
+
+    def _advance(self, character: str) -> str | None:
+        """Take one character in; returns the longest stop string that it completes."""
+        matched: str | None = None
+        for index, string in enumerate(self._stop):
+            fallback = self._fallbacks[index]
+            progress = self._progress[index]
+            while progress > 0 and string[progress] != character:
+                progress = fallback[progress - 1]
+            if string[progress] == character:
+                progress += 1
+            self._progress[index] = progress
+            if progress == len(string) and (matched is None or len(string) > len(matched)):
+                matched = string
+        return matched
+
+
+def _fallback_table(string: str) -> list[int]:
+    """For each prefix the length of its longest proper prefix that is also its suffix."""
+    table = [0] * len(string)
+    length = 0
+    for position in range(1, len(string)):
+        while length > 0 and string[position] != string[length]:
+            length = table[length - 1]
+        if string[position] == string[length]:
+            length += 1
+        table[position] = length
+    return table
+
+
+class FinishedRequests:
+    """Collects the one output of each request that ended, and counts what it came to."""
+
+    def __init__(self) -> None:
+        self._ready: list[RequestOutput] = []
+        self.num_requests = self.num_duplicates = 0
+        self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether `take` has nothing to hand out."""
+        return not self._ready
+
+    def add(self, request: Request, group: RequestGroup, completions: tuple[Completion, ...]) -> None:
+        """One of a group's requests ended with these completions, or with the group's error.
+
+        Nothing was computed for a request that is not the group's first: all of its prompt counts as cached.
+        """
+        first, num_prompt_tokens = group.states[0], len(request.prompt_token_ids)
+        is_duplicate = request is not group.request
+        output = RequestOutput(
+            request_id=request.request_id,
+            num_prompt_tokens=num_prompt_tokens,
+            num_cached_tokens=num_prompt_tokens if is_duplicate else first.num_cached_tokens,
+            completions=() if group.error is not None else completions,
+            error=group.error,
+            num_resumed_tokens=group.num_resumed_tokens,
+            prompt_logprobs=group.prompt_logprobs if group.error is None else None,
+            timings=None if is_duplicate else group.timings_now(),
+        )
+        self._add(output, is_duplicate=is_duplicate)
+        self.output_tokens += sum(state.num_output_tokens for state in group.states)
+
+    def add_embeddings(
+        self,
+        request_id: str,
+        num_prompt_tokens: int,
+        num_cached_tokens: int,
+        embeddings: tuple[array[float], ...],
+        *,
+        timings: RequestTimings | None = None,
+        is_duplicate: bool = False,
+    ) -> None:
+        """An embedding request ended with these vectors; none of one that was aborted."""
+        output = RequestOutput(
+            request_id, num_prompt_tokens, num_cached_tokens, (), embeddings=embeddings, timings=timings
+        )
+        self._add(output, is_duplicate=is_duplicate)
+
+    def add_failed_embeddings(
+        self, request_id: str, num_prompt_tokens: int, error: EngineError, timings: RequestTimings | None
+    ) -> None:
+        """An embedding request ended with an error."""
+        self._add(RequestOutput(request_id, num_prompt_tokens, 0, (), error, timings=timings), is_duplicate=False)
+
+    def _add(self, output: RequestOutput, *, is_duplicate: bool) -> None:
+        self._ready.append(output)
+        self.num_requests += 1
+        self.num_duplicates += is_duplicate
+        self.prompt_tokens += output.num_prompt_tokens
+        self.cached_tokens += output.num_cached_tokens
+
+    def take(self) -> list[RequestOutput]:
+        """The outputs since the last call."""
+        ready, self._ready = self._ready, []
+        return ready

@@ -1,0 +1,174 @@
+"""Writes down how far unfinished requests had come, and goes on from there.
+
+Only tokens and the base seed are kept, beside a digest of model, prompt and parameters: the rest follows by replaying
+the tokens. What belongs to another model or request is dropped with a warning, and the request starts over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+from array import array
+from collections.abc import Sequence
+from functools import cached_property
+
+from engine.models.decoder import DecoderModel
+from engine.outputs import OutputProcessor
+from engine.request import Request, SequenceCheckpoint, TokenCheckpoint
+from engine.sampler import SampledToken
+from engine.scheduling.groups import GroupTable, RequestGroup
+from engine.scheduling.sequence import RequestState
+
+logger = logging.getLogger(__name__)
+
+
+class RequestCheckpoints:
+    """Knows which requests are due for a checkpoint, makes checkpoints, and puts new sequences where one ends.
+
+    Costs a comparison a token until a checkpoint is taken; what is due is one entry a request, however often.
+    """
+
+    def __init__(self, outputs: OutputProcessor, model: DecoderModel, *, interval_tokens: int | None) -> None:
+        self._outputs = outputs
+        self._model = model
+        self._are_on = interval_tokens is not None
+        self._interval_tokens = sys.maxsize if interval_tokens is None else interval_tokens  # off: never due
+        self._due: dict[int, None] = {}  # arrivals of groups in the order they came due
+
+    def note_token(self, state: RequestState) -> None:
+        """A sequence got a token."""
+        if state.num_output_tokens - state.num_checkpointed_tokens >= self._interval_tokens:
+            self._due[state.arrival] = None
+
+    def forget(self, group: RequestGroup) -> None:
+        """A group ended."""
+        self._due.pop(group.arrival, None)
+
+    def take_due(self, groups: GroupTable[RequestGroup]) -> dict[str, TokenCheckpoint]:
+        """Checkpoints of the requests that came due since the last call, by request id. `groups`: the unfinished."""
+        due, self._due = self._due, {}
+        found: dict[str, TokenCheckpoint] = {}
+        for group in groups.at(due):
+            found |= dict.fromkeys((request.request_id for request in group.requests), self._take(group))
+        return found
+
+    def take_now(self, group: RequestGroup) -> TokenCheckpoint | None:
+        """A request as it stands, due or not; None if it has generated nothing, or checkpoints are off."""
+        has_output = any(state.num_output_tokens for state in group.states)
+        return self._take(group) if self._are_on and has_output else None
+
+    def copy_progress(self, group: RequestGroup, states: Sequence[RequestState]) -> None:
+        """Replay what a group has generated over new sequences of an equal request.
+
+        These follow no grammar, so that the end of a sequence that its grammar ended is taken over.
+        """
+        for state, source, sequence in zip(states, group.states, _sequences(group), strict=True):
+            self._replay(state, sequence)
+            if source.is_finished and not state.is_finished:
+                state.finish_reason = source.finish_reason
+                self._outputs.flush(state)
+
+    def _take(self, group: RequestGroup) -> TokenCheckpoint:
+        """All sequences of a request are written down, so none of them is due for a while."""
+        for state in group.states:
+            state.num_checkpointed_tokens = state.num_output_tokens
+        return TokenCheckpoint(self._identity(group.request), group.base_seed, _sequences(group))
+
+    def usable(self, request: Request) -> TokenCheckpoint | None:
+        """The checkpoint a request brings, if it is one of this request; else None, and a warning says why."""
+        checkpoint = request.resume
+        if checkpoint is None:
+            return None
+        fault = self._fault(request, checkpoint)
+        if fault is None:
+            return checkpoint
+        _warn_dropped(request, fault)
+        return None
+
+    def restore(self, checkpoint: TokenCheckpoint, states: Sequence[RequestState]) -> bool:
+        """Replay a checkpoint over the new sequences of its request.
+
+        False if its tokens cannot have come from this request: `states` are of no more use then.
+        """
+        for state, sequence in zip(states, checkpoint.sequences, strict=True):
+            if not self._replay(state, sequence):
+                _warn_dropped(state.request, f"sequence {state.index} goes on after its end")
+                return self._forget_replayed(states)
+        if states[0].scores_prompt and all(state.is_finished for state in states):
+            _warn_dropped(states[0].request, "nothing is left to run, and its prompt has no log-probabilities yet")
+            return self._forget_replayed(states)
+        return True
+
+    def _forget_replayed(self, states: Sequence[RequestState]) -> bool:
+        for state in states:
+            self._outputs.forget(state)
+        return False
+
+    def _replay(self, state: RequestState, sequence: SequenceCheckpoint) -> bool:
+        for position, token_id in enumerate(sequence.token_ids):
+            if state.is_finished:
+                return False
+            logprobs = None if sequence.logprobs is None else sequence.logprobs[position]
+            self._outputs.append(state, SampledToken(token_id, logprobs))
+        state.num_checkpointed_tokens = state.num_output_tokens
+        return True
+
+    def _fault(self, request: Request, checkpoint: TokenCheckpoint) -> str | None:
+        params, sequences = request.params, checkpoint.sequences
+        if checkpoint.identity != self._identity(request):
+            return "it is of another model, prompt or parameters"
+        if len(sequences) != params.n:
+            return f"it has {len(sequences)} sequences, the request {params.n}"
+        if params.seed is not None and checkpoint.base_seed != params.seed:
+            return "its seed is not the request's"
+        vocab_size = self._model.config.vocab_size
+        for sequence in sequences:
+            if not all(0 <= token_id < vocab_size for token_id in sequence.token_ids):
+                return f"a token id is outside the vocabulary of {vocab_size}"
+            if not _has_its_logprobs(sequence, is_asked=params.logprobs is not None):
+                return "its logprobs do not go with its tokens"
+        return None
+
+    def _identity(self, request: Request) -> str:
+        digest = hashlib.blake2b(self._fingerprint.encode(), digest_size=16)
+        digest.update(array("q", request.prompt_token_ids).tobytes())
+        digest.update(repr(request.params).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return model_fingerprint(self._model)
+
+
+def _sequences(group: RequestGroup) -> tuple[SequenceCheckpoint, ...]:
+    has_logprobs = group.request.params.logprobs is not None
+    return tuple(
+        SequenceCheckpoint(tuple(state.output_token_ids), tuple(state.logprobs) if has_logprobs else None)
+        for state in group.states
+    )
+
+
+def _has_its_logprobs(sequence: SequenceCheckpoint, *, is_asked: bool) -> bool:
+    if sequence.logprobs is None:
+        return not is_asked
+    chosen = tuple(logprobs.token_id for logprobs in sequence.logprobs)
+    return is_asked and chosen == sequence.token_ids
+
+
+def _warn_dropped(request: Request, fault: str) -> None:
+    fields = {"request_id": request.request_id}
+    logger.warning(
+        "the checkpoint of request %s is dropped, it starts over: %s", request.request_id, fault, extra=fields
+    )
+
+
+def model_fingerprint(model: DecoderModel) -> str:
+    """Digest of the model's configuration, where and how it is computed, and the first elements of its weights.
+
+    How: an engine with int8 weights has other logits than one without, as has a deterministic one, and each of them has
+    products of its own.
+    """
+    products = model.ops.linear.__module__
+    computed = (model.config, model.device.type, products, str(model.dtype), model.weights_digest)
+    return hashlib.blake2b(repr(computed).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,288 @@
+"""Chooses the next token of each row of logits.
+
+The host describes the rows of a step in a few arrays; penalties, masks, draws and log-probabilities are computed on the
+device, and nothing waits for them here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.errors import EngineError, GrammarFailed, NonFiniteLogits
+from engine.request import TokenLogprobs
+from engine.sampling_params import SamplingParams
+from engine.scheduling.sequence import TokenCounts
+from engine.staging import ArrayStaging, PendingResult
+from engine.structured.matcher import GrammarMatcher, TokenMasks
+from kernels.interface import Operations
+
+NOT_FINITE = -1  # stands for the token of a row whose logits are not finite
+
+Part = Literal["logprobs", "bias", "penalties", "banned", "forbidden", "places", "draws", "truncation"]
+
+Tensors = Mapping[Part, tuple[torch.Tensor, ...]]  # see `row_arrays`
+
+Arrays = tuple[npt.NDArray[Any], ...]
+
+
+class Sampler:
+    """Chooses the next token of each row, in transformers' order: bias, penalties, bans, grammar, temperature, top-k,
+    top-p, min-p, draw. A row's token depends on that row alone.
+
+    Queues its work and returns: nothing here waits for the device, and what the rows ask for goes there in one copy.
+    """
+
+    def __init__(self, ops: Operations, device: torch.device, unknown_ids: torch.Tensor | None = None) -> None:
+        """`unknown_ids` [U] int64: rows of the embedding that no token of the vocabulary stands for; never chosen."""
+        self._ops = ops
+        self._staging = ArrayStaging(device)
+        self._unknown_ids = unknown_ids
+        self._masks = TokenMasks(torch.get_num_threads())
+        # On the device: a number of Python's would be copied there, and waited for, by some operations.
+        self._minus_infinity = torch.full((), -torch.inf, device=device)
+        self._not_finite = torch.full((), NOT_FINITE, device=device)
+
+    def sample(self, logits: torch.Tensor, rows: Rows) -> ChosenTokens:
+        """logits [S, V] float32, one row each, None for one that is only looked at; they are overwritten.
+
+        A row that is not finite (NonFiniteLogits), or whose grammar fails (GrammarFailed), fails alone.
+        """
+        return self.sample_masked(logits, rows, *self._masks_of(rows))  # masks while the device works on the logits
+
+    @torch.inference_mode()
+    def sample_masked(
+        self, logits: torch.Tensor, rows: Rows, forbidden: Arrays | None, failures: Mapping[int, GrammarFailed]
+    ) -> ChosenTokens:
+        """The same with the grammars' part known: rows and what is forbidden there [n, V], and the rows that failed."""
+        parts = row_arrays(rows, logits.shape[1])
+        if forbidden is not None:
+            parts["forbidden"] = forbidden
+        given = arrays_to_tensors(parts, self._staging.send)
+        is_finite = torch.isfinite(logits.amax(dim=-1))  # NaN propagates through amax
+        scored = given["logprobs"][0] if "logprobs" in given else None
+        raw = None if scored is None else torch.log_softmax(logits.index_select(0, scored), dim=-1)
+        self._edit(logits, given)
+        token_ids = self._choose(logits, given)  # of a row that is not finite a valid one, too
+        tensors = [torch.where(is_finite, token_ids, self._not_finite)]
+        if scored is not None and raw is not None:
+            tensors += _logprobs(raw, token_ids.index_select(0, scored), [count for count, _ in scored_rows(rows)])
+        return ChosenTokens(token_ids, PendingResult(tuple(tensors), lambda on_host: _answers(on_host, rows, failures)))
+
+    def _masks_of(self, rows: Rows) -> tuple[Arrays | None, Mapping[int, GrammarFailed]]:
+        """Rows with a grammar and what that forbids [n, V], None where no row has one; the failures by row: what is
+        chosen there is void.
+        """
+        held = {index: row.matcher for index, row in enumerate(rows) if row is not None and row.matcher is not None}
+        if not held:
+            return None, {}
+        masks, faults = self._masks.forbidden(list(held.values()))
+        failures = {index: fault for index, fault in zip(held, faults, strict=True) if fault is not None}
+        return (np.array(list(held), dtype=np.int64), masks), failures
+
+    def _edit(self, logits: torch.Tensor, given: Tensors) -> None:
+        """Bias, penalties, bans and grammars, in place."""
+        if "bias" in given:
+            row_ids, token_ids, bias = given["bias"]
+            logits.index_put_((row_ids, token_ids), logits[row_ids, token_ids] + bias)  # each pair is there once
+        if "penalties" in given:
+            row_ids, token_ids, counts, repetition, presence, frequency = given["penalties"]
+            self._ops.apply_penalties(logits, row_ids, token_ids, counts, repetition, presence, frequency)
+        if "banned" in given:
+            logits.index_put_(given["banned"], self._minus_infinity)
+        if self._unknown_ids is not None:
+            logits.index_fill_(1, self._unknown_ids, -torch.inf)
+        if "forbidden" in given:
+            held, masks = given["forbidden"]
+            if held.shape[0] == logits.shape[0]:
+                logits.masked_fill_(masks, -torch.inf)
+            else:
+                logits.index_copy_(0, held, logits.index_select(0, held).masked_fill_(masks, -torch.inf))
+
+    def _choose(self, logits: torch.Tensor, given: Tensors) -> torch.Tensor:
+        if "draws" not in given:
+            return self._ops.argmax(logits)
+        if "places" not in given:
+            return self._draw(logits, given)
+        random, greedy = given["places"]
+        token_ids = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
+        if greedy.shape[0]:
+            token_ids.index_copy_(0, greedy, self._ops.argmax(logits.index_select(0, greedy)))
+        return token_ids.index_copy_(0, random, self._draw(logits.index_select(0, random), given))
+
+    def _draw(self, logits: torch.Tensor, given: Tensors) -> torch.Tensor:
+        temperatures, seeds, positions = given["draws"]
+        logits -= logits.amax(dim=-1, keepdim=True)  # the best becomes 0: no temperature, however small, overflows it
+        logits /= temperatures.unsqueeze(-1)
+        if "truncation" in given:
+            self._ops.mask_top_k_top_p_min_p(logits, *given["truncation"])
+        return self._ops.gumbel_argmax(logits, seeds, positions)
+
+
+def _logprobs(raw: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    """Of the chosen tokens [W], then values and ids [w, n] of the best for all rows that ask for n, which rises.
+
+    Rows are not given more than they ask for: which of equal ones come last hangs on n.
+    """
+    tensors = [raw.gather(1, token_ids.unsqueeze(1)).squeeze(1)]
+    start = 0
+    for count, group in groupby(counts):
+        end = start + len(list(group))
+        tensors += raw[start:end].topk(min(count, raw.shape[1]))
+        start = end
+    return tensors
+
+
+def _answers(
+    on_host: Sequence[torch.Tensor], rows: Rows, failures: Mapping[int, GrammarFailed]
+) -> list[SampledToken | EngineError | None]:
+    chosen, *scores = on_host
+    token_ids = chosen.tolist()
+    logprobs = _read_logprobs(scores, rows, token_ids) if scores else {}
+    return [
+        NonFiniteLogits(f"the logits of row {index} are not finite")
+        if token_id == NOT_FINITE
+        else failures.get(index) or (None if row is None else SampledToken(token_id, logprobs.get(index)))
+        for index, (row, token_id) in enumerate(zip(rows, token_ids, strict=True))
+    ]
+
+
+def _read_logprobs(scores: Sequence[torch.Tensor], rows: Rows, token_ids: Sequence[int]) -> dict[int, TokenLogprobs]:
+    """What `_logprobs` wrote, by row."""
+    chosen, *best = scores
+    top = [
+        tuple(zip(ids, values, strict=True))
+        for group, group_ids in zip(best[::2], best[1::2], strict=True)
+        for values, ids in zip(group.tolist(), group_ids.tolist(), strict=True)
+    ]
+    return {
+        index: TokenLogprobs(token_ids[index], logprob, alternatives)
+        for (_, index), logprob, alternatives in zip(scored_rows(rows), chosen.tolist(), top, strict=True)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """What the sampler must know of one row of logits."""
+
+    params: SamplingParams
+    position: int  # of the token to be drawn: with the seed it decides the draw
+    seed: int
+    counts: TokenCounts | None = None  # wanted where the parameters have penalties
+    banned_token_ids: Sequence[int] = ()  # may not be drawn at this position (min_tokens)
+    matcher: GrammarMatcher | None = None  # where the sequence stands in its grammar
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One chosen token, with its log-probabilities where the request asked for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ChosenTokens:
+    """What the sampler chose for each row, once on the device and once to be read."""
+
+    token_ids: torch.Tensor  # [S] int64; of a row that failed or was not drawn some valid id
+    answers: PendingResult[list[SampledToken | EngineError | None]]  # None: a row that was not drawn
+
+
+Rows = Sequence[SamplingRow | None]
+_Owned = list[tuple[int, SamplingRow]]  # index and row
+
+
+def row_arrays(rows: Rows, vocab_size: int) -> dict[Part, Arrays]:
+    """What the parameters of these rows ask for, part by part; a part that no row asks for is not there.
+
+    None: a row that is not drawn, which no part touches. logprobs: rows, in the order of `scored_rows`. bias: rows,
+    token ids, what to add. penalties: as `Operations.apply_penalties` takes them. banned: rows, token ids. Of the rows
+    that are not greedy, draws: temperatures, seeds, positions; truncation: top_k, top_p, min_p, off where a row has
+    none; places: their indices and those of the greedy ones, where not all rows have a draw.
+    """
+    parts: dict[Part, Arrays] = {}
+    asking = [  # most steps have greedy rows and nothing else: one look at each
+        (index, row)
+        for index, row in enumerate(rows)
+        if row is not None
+        and (row.params.temperature or row.params.logprobs is not None or row.params.logit_bias
+             or row.counts is not None or row.banned_token_ids)
+    ]  # fmt: skip
+    if asking:
+        scored = scored_rows(rows)
+        if scored:
+            parts["logprobs"] = (_int64([index for _, index in scored]),)
+        _add_edits(parts, asking, len(rows))
+        _add_draws(parts, asking, rows, vocab_size)
+    return parts
+
+
+def scored_rows(rows: Rows) -> list[tuple[int, int]]:
+    """Alternatives and index of each row with log-probabilities, by the number of alternatives."""
+    params = [(index, row.params) for index, row in enumerate(rows) if row is not None]
+    return sorted((p.logprobs, index) for index, p in params if p.logprobs is not None)
+
+
+def arrays_to_tensors(
+    parts: Mapping[Part, Arrays], send: Callable[[Sequence[npt.NDArray[Any]]], Sequence[torch.Tensor]]
+) -> dict[Part, tuple[torch.Tensor, ...]]:
+    """The same on the device, all of it sent at once."""
+    tensors = iter(send([array for arrays in parts.values() for array in arrays]))
+    return {part: tuple(next(tensors) for _ in arrays) for part, arrays in parts.items()}
+
+
+def _add_edits(parts: dict[Part, Arrays], asking: _Owned, num_rows: int) -> None:
+    biased = [(index, row.params.logit_bias) for index, row in asking if row.params.logit_bias]
+    if biased:
+        parts["bias"] = (*_pairs(biased), _float32([value for _, bias in biased for value in bias.values()]))
+    counted = [(i, row.counts.generated) for i, row in asking if row.counts is not None and row.params.has_penalties]
+    if counted:
+        counts = np.array([count for _, generated in counted for count in generated.values()], dtype=np.int32)
+        # Rows that are not counted keep ones, unread. Three arrays, not one: each is aligned as kernels like it.
+        penalties = [np.ones(num_rows, dtype=np.float32) for _ in range(3)]
+        for index, row in asking:
+            p = row.params
+            for column, penalty in zip(
+                penalties, (p.repetition_penalty, p.presence_penalty, p.frequency_penalty), strict=True
+            ):
+                column[index] = penalty
+        parts["penalties"] = (*_pairs(counted), counts, *penalties)
+    banned = [(index, row.banned_token_ids) for index, row in asking if row.banned_token_ids]
+    if banned:
+        parts["banned"] = _pairs(banned)
+
+
+def _add_draws(parts: dict[Part, Arrays], asking: _Owned, rows: Rows, vocab_size: int) -> None:
+    drawn = [(index, row) for index, row in asking if not row.params.is_greedy]
+    if not drawn:
+        return
+    params = [row.params for _, row in drawn]
+    seeds, positions = _int64([row.seed for _, row in drawn]), _int64([row.position for _, row in drawn])
+    parts["draws"] = (_float32([p.temperature for p in params]), seeds, positions)
+    if len(drawn) < len(rows):
+        greedy = [index for index, row in enumerate(rows) if row is not None and row.params.is_greedy]
+        parts["places"] = (_int64([index for index, _ in drawn]), _int64(greedy))
+    if any(p.truncates for p in params):
+        top_k = _int64([min(p.top_k or vocab_size, vocab_size) for p in params])
+        parts["truncation"] = (top_k, _float32([p.top_p for p in params]), _float32([p.min_p for p in params]))
+
+
+def _pairs(owned: Sequence[tuple[int, Mapping[int, Any] | Sequence[int]]]) -> tuple[npt.NDArray[np.int64], ...]:
+    """Rows, and the token ids of each."""
+    rows = np.repeat(_int64([index for index, _ in owned]), [len(token_ids) for _, token_ids in owned])
+    return rows, _int64([token_id for _, token_ids in owned for token_id in token_ids])
+
+
+def _int64(values: Sequence[int]) -> npt.NDArray[np.int64]:
+    return np.array(values, dtype=np.int64)
+
+
+def _float32(values: Sequence[float]) -> npt.NDArray[np.float32]:
+    return np.array(values, dtype=np.float32)

@@ -1,0 +1,172 @@
+"""The state of one sequence: what the scheduler knows of it, and what generating tokens adds."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from engine.kv_cache.block_manager import BlockHashChain
+from engine.request import AnyRequest, FinishReason, PromptLogprobs, Request, TokenLogprobs
+from engine.structured.matcher import GrammarMatcher
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SequenceState(ABC):
+    """The part of a sequence's life that is the scheduler's, whether tokens or a vector are wanted of it."""
+
+    request: AnyRequest
+    index: int  # among the sequences of its request
+    arrival: int  # number of the group among all that the engine ever began
+    chain: BlockHashChain
+    token_ids: list[int]  # what is known of it
+    num_pending_tokens: int = 0  # behind these: chosen by steps whose answers are not known yet
+    num_computed_tokens: int = 0  # in KV once the steps scheduled so far have run; 0 while waiting
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    admission: int | None = None  # order of first admission over the engine's life; None before
+    num_preemptions: int = 0
+    arrived_s: float = field(default_factory=time.monotonic)
+    scheduled_s: float | None = None  # time.monotonic() of the first admission
+    first_token_s: float | None = None  # time.monotonic() when the first token generated here was known
+    priority: int = field(init=False)  # the request's, or that of a more urgent duplicate of it
+    sequence_id: str = field(init=False)  # key of its blocks and of its text
+
+    def __post_init__(self) -> None:
+        self.priority = self.request.priority
+        # Not the request's id alone: the sequence may outlive its request, whose id may then come again.
+        self.sequence_id = f"{self.request.request_id}/{self.arrival}/{self.index}"
+
+    @property
+    @abstractmethod
+    def num_prompt_tokens(self) -> int:
+        """Tokens that were given, not generated."""
+
+    @property
+    @abstractmethod
+    def is_finished(self) -> bool:
+        """Whether nothing more is to be computed for it."""
+
+    @property
+    @abstractmethod
+    def wants_logits(self) -> bool:
+        """Whether the logits of its last scheduled token are needed."""
+
+    @property
+    @abstractmethod
+    def wants_hidden(self) -> bool:
+        """Whether the hidden states of all its scheduled tokens are needed."""
+
+    @property
+    def max_cached_tokens(self) -> int | None:
+        """Leading tokens whose KV may come from the prefix cache; None: all but the last, as for any sequence."""
+        return None
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether it cannot be run on before the answer of the step under way is known."""
+        return False
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens to be run that are not in KV: 1 in decode, more in prefill."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def was_admitted(self) -> bool:
+        """Whether it runs or ran: one that waits was preempted."""
+        return self.admission is not None
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Order of those that were admitted: the last is preempted first."""
+        return (self.priority, self.admission or 0)
+
+
+State = TypeVar("State", bound=SequenceState)
+
+
+class TokenCounts:
+    """How often each token of a sequence was generated; 0 for those that occur in the prompt alone.
+
+    Kept with the sequence: counting it anew at each step is quadratic in its length.
+    """
+
+    def __init__(self, prompt_token_ids: Sequence[int]) -> None:
+        self.generated = dict.fromkeys(prompt_token_ids, 0)
+
+    def add(self, token_id: int) -> None:
+        """A token was generated."""
+        self.generated[token_id] = self.generated.get(token_id, 0) + 1
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RequestState(SequenceState):
+    """One of a request's `n` sequences. Written by the scheduler, and by the output processor where it says so."""
+
+    request: Request
+    seed: int  # of the draws: (seed, position) decides, nothing else
+    max_tokens: int  # the request's, or what the context leaves
+    num_checkpointed_tokens: int = 0  # of the output, in the last checkpoint taken
+    counts: TokenCounts | None = None  # output processor; None without penalties
+    matcher: GrammarMatcher | None = None  # output processor; None without a grammar, or while that is compiled
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None  # of one of a request's sequences, where it asks for them
+    text_parts: list[str] = field(default_factory=list)  # output processor: text released so far
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Tokens generated so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Number of tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """See SequenceState. A pending token counts, unless the sequence ends with it."""
+        known, pending = len(self.token_ids) - self.num_computed_tokens, self.num_pending_tokens
+        return known + pending if pending and self.num_output_tokens + pending < self.max_tokens else known
+
+    @property
+    def needs_answer(self) -> bool:
+        """See SequenceState. Penalties and grammars follow each token, and a prompt is scored in order."""
+        follows_tokens = self.counts is not None or self.matcher is not None
+        return self.scores_prompt or (follows_tokens and self.num_pending_tokens > 0)
+
+    @property
+    def max_cached_tokens(self) -> int | None:
+        """See SequenceState. The model must say something about each prompt token that has no log-probability yet."""
+        if self.prompt_logprobs is None or self.prompt_logprobs.is_complete:
+            return None
+        return self.prompt_logprobs.num_scored
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be computed for it."""
+        return self.prompt_logprobs is not None and not self.prompt_logprobs.is_complete
+
+    @property
+    def wants_logits(self) -> bool:
+        """Always: a chunk's tell whether its KV is good."""
+        return True
+
+    @property
+    def wants_hidden(self) -> bool:
+        """As long as its prompt is scored."""
+        return self.scores_prompt
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will be generated."""
+        return self.finish_reason is not None

@@ -1,0 +1,245 @@
+"""Compiles each grammar in a child process first, which a bad one may hang, exhaust or kill.
+
+Compiling recurses on the grammar, and some grammars of a few bytes take minutes or gigabytes. The child (`main`) prints
+an empty line when it is up; then it reads one grammar a line from stdin, as JSON, and answers one line: a pair of the
+definition and of what is wrong with it. If it dies or does not answer, that is the answer.
+
+The child imports this module under a limit on its address space: nothing heavy (numpy, torch) may be imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import TextIO
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+
+from engine.errors import EngineUnavailable
+from engine.structured.grammar import Grammar, form_rules, form_schema, schema_text
+
+READ_BYTES = 1 << 16
+START_TIMEOUT_S = 60.0  # it imports little; on a machine that is busy this takes seconds
+CHILD = (
+    "import sys; sys.path[:] = sys.argv[3:]; "
+    "from engine.structured.trial import main; main(max_bytes=int(sys.argv[1]), timeout_s=int(sys.argv[2]))"
+)
+
+# Half of what the engine's thread for grammars has: what fits here fits there.
+STACK_BYTES = 4 << 20
+_TOKEN_ID = re.compile(r"<\[\d+\]>")  # Lark's way to name a token
+
+# The library's own limits but for two. Every sequence has lexer states of its own: 20,000 take 3 to 8 MB of each, and
+# the library would go to 250,000. A row of the parser has four items for each optional property where an object begins:
+# the library's 2,000 ended objects of 500. With 2,000 properties the slowest mask took 0.08 s, with 4,500 0.4 s.
+MAX_LEXER_STATES = 20_000
+MAX_ITEMS_IN_ROW = 8_200
+
+_TOKEN_FAULT = re.compile(r"unknown special token: .*|Token range end too large: .*|invalid token range: .*")
+_TOKEN_RULE = "accepted for a token: <[id]>, one id that the model has, in place of its text, a range or a list"
+
+END = 256
+MARK = 257  # stands for every special token that a grammar names
+
+
+class GrammarTrials:
+    """Tries grammars in a child process, which a bad one may hang, exhaust or kill. One caller at a time; `close` may
+    come from another thread.
+
+    The child is started with the first grammar (0.17 s) and again after one that it did not survive.
+    """
+
+    def __init__(self, *, timeout_s: float, max_bytes: int) -> None:
+        self._timeout_s = timeout_s
+        self._max_bytes = max_bytes  # of address space the child may have
+        self._child: subprocess.Popen[bytes] | None = None
+        self._in_use = threading.Lock()  # held while the child's pipes are: nobody else may close them then
+        self._is_closed = False
+
+    def definition(self, grammar: Grammar) -> str:
+        """The definition of a grammar that compiles. Raises ValueError saying what is wrong with another, and
+        TimeoutError, MemoryError where trying it took too long or the child's life; EngineUnavailable where it could
+        not be tried, or not to the end, for no fault of its own.
+        """
+        request = json.dumps((grammar.kind, grammar.text)).encode() + b"\n"
+        try:
+            with self._in_use:
+                defined, fault = json.loads(self._ask(request))
+        except TimeoutError as error:
+            raise TimeoutError(f"not compiled within {self._timeout_s:g} s") from error
+        except (OSError, ValueError) as error:
+            if isinstance(error, BrokenPipeError) and not self._is_closed:
+                raise MemoryError(f"not compiled within {self._max_bytes} bytes and the depth of a stack") from error
+            raise EngineUnavailable(f"the process that tries grammars cannot be asked: {error}") from error
+        if fault:
+            raise ValueError(fault)
+        return str(defined)
+
+    def close(self) -> None:
+        """End the child, if there is one, for good: a grammar that is being tried, or comes later, is not tried."""
+        self._is_closed = True
+        if (child := self._child) is not None:
+            child.kill()  # whoever waits for its answer stops waiting
+        with self._in_use:
+            self._drop_child()
+
+    def _drop_child(self) -> None:
+        if self._child is not None:
+            self._end_child()
+            self._child = None
+
+    def _ask(self, request: bytes) -> bytes:
+        """The child's answer. One that waited may have died of something else: its death counts from a new child."""
+        if self._child is not None:
+            try:
+                return self._exchange(self._child, request, self._timeout_s)
+            except BrokenPipeError:
+                if self._is_closed:
+                    raise
+        return self._exchange(self._start(), request, self._timeout_s)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        path = [entry or os.getcwd() for entry in sys.path]  # it imports what this process would, and from nowhere else
+        limits = (str(self._max_bytes), str(math.ceil(self._timeout_s)))
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-I", "-c", CHILD, *limits, *path],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # an interrupt from the terminal is not for it; it ends when its stdin does
+            )
+            self._child, self._end_child = child, weakref.finalize(self, _end, child)
+            if self._is_closed:  # `close` may not have seen this child
+                child.kill()
+            self._exchange(child, b"", START_TIMEOUT_S)
+        except OSError as error:
+            raise EngineUnavailable(f"the process that tries grammars did not start: {error}") from error
+        return child
+
+    def _exchange(self, child: subprocess.Popen[bytes], request: bytes, timeout_s: float) -> bytes:
+        """Send a line, read a line. Raises TimeoutError, BrokenPipeError where the child died; it is gone then."""
+        try:
+            return _exchanged(child, request, time.monotonic() + timeout_s)
+        except (OSError, ValueError):
+            self._drop_child()
+            raise
+
+
+def _exchanged(child: subprocess.Popen[bytes], request: bytes, deadline_s: float) -> bytes:
+    if child.stdin is None or child.stdout is None:
+        raise BrokenPipeError("no pipes")
+    child.stdin.write(request)  # the child waits for it: this does not block
+    poll = select.poll()  # select.select takes no descriptor above 1023
+    poll.register(child.stdout, select.POLLIN)
+    answer = b""
+    while not answer.endswith(b"\n"):
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or not poll.poll(left_s * 1000):
+            raise TimeoutError
+        part = os.read(child.stdout.fileno(), READ_BYTES)
+        if not part:
+            raise BrokenPipeError("the child died")
+        answer += part
+    return answer
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    with child:  # closes its pipes and waits
+        pass
+
+
+def main(*, max_bytes: int, timeout_s: int) -> None:
+    """Answer until stdin ends, in an address space of `max_bytes`. A grammar that takes over a second more than
+    `timeout_s` ends the process: whoever asked was to kill it before, and must be dead.
+    """
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it may have been inherited as ignored
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=_answer_all, args=(sys.stdin, sys.stdout, timeout_s + 1))
+    thread.start()
+    thread.join()
+
+
+def _answer_all(requests: TextIO, answers: TextIO, alarm_s: int) -> None:
+    tokenizer = LLTokenizer(TokenizerWrapper(ByteVocabulary()), slices=[])
+    print(file=answers, flush=True)
+    for line in requests:
+        kind, text = json.loads(line)
+        signal.alarm(alarm_s)
+        answer = _try(tokenizer, Grammar(kind, text))
+        signal.alarm(0)
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _try(tokenizer: LLTokenizer, grammar: Grammar) -> tuple[str, str]:
+    """The definition, and "" or what is wrong with the grammar."""
+    try:
+        defined = definition(grammar)
+        # The ids of a model's special tokens mean nothing here: one mark is tried for all of them.
+        compile_matcher(tokenizer, _TOKEN_ID.sub(f"<[{MARK}]>", defined))
+    except (ValueError, RecursionError) as error:  # MemoryError ends the process, which says as much
+        return "", str(error)
+    return defined, ""
+
+
+def definition(grammar: Grammar) -> str:
+    """The grammar as llguidance reads it; not compiled yet.
+
+    Raises ValueError with a text for whoever wrote the grammar.
+    """
+    if grammar.kind == "lark":
+        return grammar_from("grammar", grammar.text)  # Lark, or GBNF, which is converted
+    if grammar.kind in ("json_object", "json_schema"):  # faults of a rule's schema are told with all of the rule
+        return LLMatcher.grammar_from_json_schema(schema_text(form_schema(grammar.kind, grammar.text)))
+    return LLMatcher.grammar_from_lark(form_rules("start", grammar.kind, grammar.text))
+
+
+def compile_matcher(tokenizer: LLTokenizer, definition: str) -> tuple[LLMatcher, bytes]:
+    """The matcher and its first mask, a bit a token in words of 32, which costs most of all.
+
+    Raises ValueError saying why they cannot be.
+    """
+    limits = LLParserLimits(max_items_in_row=MAX_ITEMS_IN_ROW, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    matcher = LLMatcher(tokenizer, definition, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise ValueError(_reason(matcher))
+    mask = matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(f"nothing can be written by it ({_reason(matcher)})")
+    return matcher, mask
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """The library's reason. What it says of tokens is about a vocabulary that may not be the model's."""
+    return _TOKEN_FAULT.sub(_TOKEN_RULE, matcher.get_error().removesuffix("<non-verbose/>").strip())
+
+
+class ByteVocabulary:
+    """Every byte a token, an end and a mark: what grammars are tried with before they meet the model's vocabulary.
+
+    Its attributes are those that llguidance reads.
+    """
+
+    def __init__(self) -> None:
+        self.eos_token_id = END
+        self.bos_token_id = None
+        self.tokens = [*(bytes([byte]) for byte in range(END)), b"<end>", b"<mark>"]
+        self.special_token_ids = [END, MARK]
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Token ids of a text."""
+        return list(text)

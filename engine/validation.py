@@ -1,0 +1,74 @@
+"""Refuses requests that can never be served, before they are queued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.checkpoint.embedding_config import EmbeddingConfig
+from engine.errors import InvalidRequest, PromptTooLong
+from engine.request import RESERVED_PREFIX, EmbeddingRequest, Request
+
+
+def check_request(request: Request, *, vocab_size: int, capacity: int, is_taken: bool) -> None:
+    """Raise InvalidRequest for a request that can never be served: at once, with need and capacity where it is size.
+
+    `is_taken`: an unfinished one has its id.
+    """
+    _check_id(request.request_id, is_taken=is_taken)
+    if not request.prompt_token_ids:
+        raise InvalidRequest(
+            "the prompt is empty", param="prompt", value="", accepted="at least one token", code="empty_prompt"
+        )
+    _check_ids("prompt", request.prompt_token_ids, vocab_size)
+    _check_ids("logit_bias", request.params.logit_bias, vocab_size)
+    _check_ids("stop_token_ids", request.params.stop_token_ids, vocab_size)
+    length = len(request.prompt_token_ids)
+    least = length + (request.params.max_tokens != 0)  # a prompt that is only scored may fill all of it
+    if least > capacity:
+        raise PromptTooLong(least, capacity, param="prompt")
+    if length + request.params.min_tokens > capacity:
+        raise PromptTooLong(length + request.params.min_tokens, capacity, param="min_tokens")
+    if request.params.max_tokens is not None and length + request.params.max_tokens > capacity:
+        raise PromptTooLong(length + request.params.max_tokens, capacity)
+
+
+def check_embedding_request(
+    request: EmbeddingRequest, *, vocab_size: int, capacity: int, is_taken: bool, config: EmbeddingConfig
+) -> None:
+    """The same for a request for embeddings, each of whose inputs may take all of `capacity`."""
+    _check_id(request.request_id, is_taken=is_taken)
+    if not request.inputs:
+        raise InvalidRequest(
+            "there is no input", param="input", value=[], accepted="at least one input", code="empty_prompt"
+        )
+    if request.dimensions is not None and request.dimensions not in config.dimensions:
+        raise InvalidRequest(
+            f"dimensions is {request.dimensions}; accepted by this model: {config.dimensions_text}",
+            param="dimensions", value=request.dimensions, accepted=config.dimensions_text,
+        )  # fmt: skip
+    for index, token_ids in enumerate(request.inputs):
+        param = "input" if len(request.inputs) == 1 else f"input[{index}]"
+        if not token_ids:
+            raise InvalidRequest(
+                "the input is empty", param=param, value="", accepted="at least one token", code="empty_prompt"
+            )
+        _check_ids(param, token_ids, vocab_size)
+        if len(token_ids) > capacity:
+            raise PromptTooLong(len(token_ids), capacity, param=param)
+
+
+def _check_id(request_id: str, *, is_taken: bool) -> None:
+    if is_taken or request_id.startswith(RESERVED_PREFIX):
+        raise InvalidRequest(
+            f"request_id {request_id!r} is taken; accepted: a new id that does not start with {RESERVED_PREFIX!r}",
+            param="request_id", value=request_id,
+        )  # fmt: skip
+
+
+def _check_ids(param: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"{param} holds token id {token_id}; accepted: 0 to {vocab_size - 1}",
+                param=param, value=token_id, accepted=f"0 to {vocab_size - 1}",
+            )  # fmt: skip
