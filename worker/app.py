@@ -1,4 +1,4 @@
-"""The Celery app, as producers and workers share it."""
+"""Configures the Celery app that producers and workers share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from celery import Celery
 from kombu import Exchange, Queue
 
 from settings import RedisSettings, Settings
-from worker.broker.queue_lanes import PRIORITY_STEPS, QUEUE
-from worker.registry.redis_address import RedisAddress
-from worker.schemas.submit_options import DEFAULT_PRIORITY
+from worker.registry.connect import RedisAddress
+from worker.registry.queues import PRIORITY_STEPS, QUEUE
+from worker.schemas import DEFAULT_PRIORITY
 
-_TRANSPORT = "worker.broker.guarded_transport:GuardedTransport"
-_SOCKET_TRANSPORT = "worker.broker.guarded_socket_transport:GuardedSocketTransport"
+_TRANSPORT = "worker.broker.messages:GuardedTransport"
+_SOCKET_TRANSPORT = "worker.broker.messages:GuardedSocketTransport"
 # Beside those that hold shards: shards that fill every slot would hide new jobs, whose submit and plan need a thread.
 SPARE_THREADS = 2
 VISIBILITY_TIMEOUT_S = 3600  # the same for every client of one Redis: the shortest one wins
@@ -47,10 +47,10 @@ def create_app(settings: Settings) -> Celery:
         task_acks_on_failure_or_timeout=True,  # a failure is in the registry: the message has done its work
         task_reject_on_worker_lost=True,
         # Shards in flight share one engine in this process; no message is taken that finds no thread.
-        worker_pool="worker.broker.guarded_pool:GuardedPool",
+        worker_pool="worker.broker.celery_guards:GuardedPool",
         worker_concurrency=settings.worker.concurrency + SPARE_THREADS,
         worker_prefetch_multiplier=1,
-        worker_consumer="worker.broker.guarded_consumer:GuardedConsumer",
+        worker_consumer="worker.broker.celery_guards:GuardedConsumer",
         # Threads cannot be cancelled, and a unit's lease outlives a lost connection.
         worker_cancel_long_running_tasks_on_connection_loss=False,
         worker_enable_remote_control=False,  # anyone who reaches the broker could stop workers

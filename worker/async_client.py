@@ -1,37 +1,39 @@
-"""The producer's side in an event loop."""
+"""Submits jobs, watches them and reads their results: the producer's side, in an event loop.
+
+Reads go straight to Redis; what is long, such as a submit, runs `BatchClient` in a thread that is fed from the loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
 import json
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
+import threading
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack
 
 from pydantic import SecretStr
 
 from settings import LimitSettings, RedisSettings, TracingSettings
-from worker.client import BatchClient
-from worker.intake.line_staging import RequestObject
-from worker.intake.lines_in_thread import LinesInThread
-from worker.intake.refuse_single_line import refuse_single_line
-from worker.poll_pauses import PollPauses
-from worker.records.encode_record import has_failed
+from worker.client import BatchClient, PollPauses, RequestObject, refuse_single_line
+from worker.records.record import has_failed
 from worker.registry.connect import connect_async
 from worker.registry.exchange import perform_async
-from worker.registry.job_queries import JobQueries
+from worker.registry.jobs import JobQueries, ResultOrder
 from worker.registry.keys import Keys
-from worker.registry.result_order import ResultOrder
-from worker.schemas.job_status import JobStatus
-from worker.schemas.submit_arguments import SubmitArguments
-from worker.schemas.worker_info import WorkerInfo
+from worker.schemas import JobStatus, SubmitArguments, WorkerInfo
 
 T = TypeVar("T")
 
 MAX_SUBMITS = 32  # at once, each in a thread of its own
+
+Line = bytes | str | RequestObject
+
+CHUNK_LINES = 500  # handed over together: going to the loop and back for every line would cost some 50 us each
 
 
 class AsyncBatchClient:
@@ -148,3 +150,77 @@ class AsyncBatchClient:
 async def _run_in(executor: Executor, call: Callable[[], T]) -> T:
     context = contextvars.copy_context()  # as asyncio.to_thread does
     return await asyncio.get_running_loop().run_in_executor(executor, context.run, call)
+
+
+class LinesInThread:
+    """Iterates in a thread over lines that may come from the loop, inside an `async with` of the loop.
+
+    An asynchronous iterable runs in the loop, in one task from its first line to its end, so that it may hold cancel
+    scopes open across lines; a plain one runs in the thread. Leaving the `async with` lets the thread end with
+    SubmitAbandoned before its next line, and closes an asynchronous generator that has not ended.
+    """
+
+    def __init__(self, lines: Iterable[Line] | AsyncIterable[Line]) -> None:
+        self._lines = lines
+        self._loop = asyncio.get_running_loop()
+        self._abandoned = threading.Event()
+        self._wanted = asyncio.Semaphore(0)  # chunks the thread has asked for: no line is read before it is wanted
+        self._chunks: SimpleQueue[list[Line] | BaseException | None] = SimpleQueue()  # None: the end
+        self._reading: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if isinstance(self._lines, AsyncIterable):
+            self._reading = asyncio.create_task(self._read(self._lines))
+            self._reading.add_done_callback(self._hand_over_end)
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        self._abandoned.set()
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait([self._reading])
+
+    def __iter__(self) -> Iterator[Line]:
+        for line in self._lines_of_loop() if isinstance(self._lines, AsyncIterable) else self._lines:
+            self._check()
+            yield line
+        self._check()  # once more: half a job is none
+
+    def _lines_of_loop(self) -> Iterator[Line]:
+        while True:
+            self._loop.call_soon_threadsafe(self._wanted.release)
+            chunk = self._chunks.get()
+            self._check()
+            if chunk is None:
+                return
+            if isinstance(chunk, BaseException):
+                raise chunk
+            yield from chunk
+
+    async def _read(self, lines: AsyncIterable[Line]) -> None:
+        iterator = aiter(lines)
+        try:
+            await self._wanted.acquire()
+            chunk: list[Line] = []
+            async for line in iterator:
+                self._check()  # a generator may have caught its cancellation
+                chunk.append(line)
+                if len(chunk) == CHUNK_LINES:
+                    self._chunks.put(chunk)
+                    chunk = []
+                    await self._wanted.acquire()
+            self._chunks.put(chunk)
+        finally:
+            if isinstance(iterator, AsyncGenerator):
+                await iterator.aclose()
+
+    def _hand_over_end(self, reading: asyncio.Task[None]) -> None:
+        self._chunks.put(asyncio.CancelledError() if reading.cancelled() else reading.exception())
+
+    def _check(self) -> None:
+        if self._abandoned.is_set():
+            raise SubmitAbandoned
+
+
+class SubmitAbandoned(Exception):
+    """Whoever wanted the job does not wait for it any more."""

@@ -1,11 +1,14 @@
-"""The producer's side: submit jobs, watch them, read their results."""
+"""Submits jobs, watches them and reads their results: the producer's side, for threads.
+
+Lines go to Redis in chunks as they are read, so a job of any size needs little memory here.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
@@ -14,27 +17,27 @@ from redis import Redis
 
 from settings import LimitSettings, RedisSettings, Settings, TracingSettings, WorkerSettings
 from worker.app import create_app
-from worker.broker.announcer import Announcer
-from worker.intake.line_staging import LineStaging, RequestObject
-from worker.intake.refuse_single_line import refuse_single_line
-from worker.poll_pauses import PollPauses
-from worker.records.encode_record import has_failed
-from worker.registry.admission_limits import AdmissionLimits
+from worker.broker.messages import Announcer
+from worker.records.record import has_failed
 from worker.registry.connect import connect
+from worker.registry.errors import JobTooLarge
 from worker.registry.exchange import perform
-from worker.registry.job_control import JobControl
-from worker.registry.job_intake import JobIntake
-from worker.registry.job_queries import JobQueries
-from worker.registry.keys import Keys
-from worker.registry.result_order import ResultOrder
-from worker.registry.unit_leases import UnitLeases
-from worker.registry.unit_ref import UnitRef
-from worker.schemas.job_status import JobStatus
-from worker.schemas.submit_arguments import SubmitArguments
-from worker.schemas.submit_options import SubmitOptions
-from worker.schemas.worker_info import WorkerInfo
-from worker.tracing.make_tracing import make_tracing
-from worker.units.unit_closer import UnitCloser
+from worker.registry.intake import AdmissionLimits, JobIntake
+from worker.registry.jobs import JobControl, JobQueries, ResultOrder
+from worker.registry.keys import Keys, UnitRef
+from worker.registry.leases import UnitLeases
+from worker.schemas import JobStatus, SubmitArguments, SubmitOptions, WorkerInfo
+from worker.tracing.spans import make_tracing
+from worker.unit_closer import UnitCloser
+
+FIRST_POLL_S = 0.02
+LONGEST_POLL_S = 0.5
+
+# One exchange with Redis carries at most this.
+CHUNK_LINES = 500
+CHUNK_BYTES = 1024 * 1024
+
+RequestObject = Mapping[str, Any]  # a line that is still to be written as JSON
 
 
 class BatchClient:
@@ -211,3 +214,101 @@ def _closing_leases(client: Redis, keys: Keys, worker: WorkerSettings) -> UnitLe
         max_attempts=worker.max_attempts,
         grace_s=worker.reap_grace_s,
     )
+
+
+class PollPauses:
+    """Pauses that double from 20 ms to half a second, for as long as nothing is new. Sleeping is the caller's."""
+
+    def __init__(self, timeout_s: float | None = None) -> None:
+        self._timeout_s = timeout_s
+        self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._pause_s = FIRST_POLL_S
+
+    def next_s(self) -> float:
+        """The next pause, no longer than the time that is left."""
+        pause_s, self._pause_s = self._pause_s, min(self._pause_s * 2, LONGEST_POLL_S)
+        return pause_s if self._until_s is None else min(pause_s, max(self._until_s - time.monotonic(), 0.0))
+
+    def restart(self) -> None:
+        """Something was new."""
+        self._pause_s = FIRST_POLL_S
+
+    def check_time(self, job: JobStatus) -> None:
+        """Raise TimeoutError, which says how far the job is, if the time is up."""
+        if self._until_s is not None and time.monotonic() >= self._until_s:
+            raise TimeoutError(
+                f"job {job.id} is {job.status} after {self._timeout_s} s: "
+                f"{job.request_counts.finished} of {job.request_counts.total} prompts are done"
+            )
+
+
+class LineStaging:
+    """Sends a job's lines in chunks while they are read: what is held in memory does not grow with the job."""
+
+    def __init__(self, intake: JobIntake, limits: LimitSettings) -> None:
+        self._intake = intake
+        self._limits = limits
+
+    def stage(self, job_id: str, lines: Iterable[bytes | str | RequestObject]) -> int | None:
+        """Stage the lines of a new job; their number, or None if the job is accepted already.
+
+        On any error, that of the iterable included, what was staged is forgotten. Raises JobTooLarge, and TypeError
+        for what is no line.
+        """
+        num_lines = 0
+        try:
+            for chunk in self._chunks(lines):
+                if not self._intake.stage(job_id, num_lines, chunk):
+                    return None
+                num_lines += len(chunk)
+        except BaseException:
+            # Also on Ctrl-C: half a job is of no use. Redis would forget it after redis.staging_ttl_s anyway.
+            self._intake.discard(job_id)
+            raise
+        return num_lines
+
+    def _chunks(self, lines: Iterable[bytes | str | RequestObject]) -> Iterator[list[bytes]]:
+        chunk: list[bytes] = []
+        chunk_bytes = num_bytes = 0
+        for num_lines, line in enumerate(self._raw(lines), 1):
+            num_bytes += len(line)
+            if num_lines > self._limits.max_prompts_per_job:
+                raise JobTooLarge("prompts", num_lines, self._limits.max_prompts_per_job)
+            if num_bytes > self._limits.max_job_bytes:
+                raise JobTooLarge("job_bytes", num_bytes, self._limits.max_job_bytes)
+            if chunk and (len(chunk) == CHUNK_LINES or chunk_bytes + len(line) > CHUNK_BYTES):
+                yield chunk
+                chunk, chunk_bytes = [], 0
+            chunk.append(line)
+            chunk_bytes += len(line)
+        if chunk:
+            yield chunk
+
+    def _raw(self, lines: Iterable[bytes | str | RequestObject]) -> Iterator[bytes]:
+        max_bytes = self._limits.max_prompt_bytes
+        for number, line in enumerate(lines, 1):
+            raw = _encoded(line, number)
+            # A blank one that is too long may be one that was cut, see read_raw_lines.
+            if raw.strip() or len(raw) > max_bytes:
+                # One byte too long is as refused as a gigabyte too long.
+                yield raw[: max_bytes + 1]
+
+
+def _encoded(line: object, number: int) -> bytes:
+    if isinstance(line, Mapping):
+        # ASCII: a lone surrogate travels as its escape, and the worker's parser says what is wrong with it.
+        return json.dumps(dict(line), ensure_ascii=True).encode("ascii")
+    if isinstance(line, str):
+        return line.encode("utf-8", "surrogatepass").rstrip(b"\r\n")
+    if isinstance(line, (bytes, bytearray, memoryview)):
+        return bytes(line).rstrip(b"\r\n")
+    raise TypeError(f"line {number} is of type {type(line).__name__}; accepted: bytes, str, a mapping")
+
+
+def refuse_single_line(lines: object) -> None:
+    """Raise TypeError for what can be iterated but is one line: its characters or keys are no requests."""
+    if isinstance(lines, (str, bytes, bytearray, memoryview, Mapping)):
+        raise TypeError(
+            f"lines is one {type(lines).__name__}; accepted: an iterable of lines (bytes, str or mappings), "
+            "such as [line] or an open file"
+        )

@@ -1,14 +1,13 @@
-"""The Celery tasks: they hand a message's ids to the runtime and its verdict back to Celery."""
+"""Registers the Celery tasks, which hand a message's ids to the runtime and its verdict back to Celery."""
 
 from __future__ import annotations
 
 from celery import Celery, Task
 from celery.exceptions import Reject
 
-from worker.broker.announcer import PLAN_TASK, RUN_SHARD_TASK
-from worker.broker.message_end import MessageEnd
-from worker.broker.untyped import Untyped
-from worker.process.worker_runtime import WorkerRuntime
+from worker.broker.messages import PLAN_TASK, RUN_SHARD_TASK, MessageEnd
+from worker.runtime.runtime import WorkerRuntime
+from worker.untyped import Untyped
 
 SUBMIT_TASK = "millrace.submit"
 
@@ -18,7 +17,7 @@ def register_tasks(app: Celery, runtime: WorkerRuntime) -> None:
     base = type(
         "RuntimeTask",
         (Task,),
-        {"abstract": True, "Request": "worker.broker.interruptible_request:InterruptibleRequest", "runtime": runtime},
+        {"abstract": True, "Request": "worker.broker.celery_guards:InterruptibleRequest", "runtime": runtime},
     )
 
     # Not shared: Celery would give them to every other app of the process too.

@@ -29,7 +29,7 @@ from tests.support.redis_server import private_redis
 from tests.support.tiny_tokenizer import make_tokenizer
 from tests.support.wait_until import wait_until
 from worker.client import BatchClient
-from worker.records.encode_record import has_failed
+from worker.records.record import has_failed
 from worker.schemas import JobState, JobStatus
 
 START_TIMEOUT_S = 60.0

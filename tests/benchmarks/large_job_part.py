@@ -12,10 +12,9 @@ from pathlib import Path
 
 from settings import LimitSettings
 from tests.benchmarks.process_memory import peak_rss_mib, rss_mib
-from worker.cli.record_output import record_output, write_records
-from worker.cli.record_paths import RecordPaths
+from worker.cli.files import RecordPaths, record_output, write_records
 from worker.client import BatchClient
-from worker.lines import read_raw_lines
+from worker.lines.files import read_raw_lines
 
 
 def submit(url: str, file: Path) -> dict[str, object]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from engine.text.tokenizer import Tokenizer
 from settings import load_settings, parse_assignments
 from tests.benchmarks.instant_engine import InstantEngine
-from worker.process.log_setup import configure_logging
-from worker.process.worker_process import run_worker
+from worker.celery_worker import run_worker
+from worker.runtime.log_setup import configure_logging
 
 
 def main() -> int:

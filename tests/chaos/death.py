@@ -13,10 +13,9 @@ from typing import Any
 from kombu.transport.redis import QoS
 
 from tests.support.fake_engine import FakeEngine
-from worker.process.held_units import HeldUnits
-from worker.registry.claim import Claim
-from worker.registry.put_status import PutStatus
-from worker.registry.unit_leases import UnitLeases
+from worker.registry.leases import Claim, UnitLeases
+from worker.registry.lifecycle import PutStatus
+from worker.runtime.held_units import HeldUnits
 
 STEPS_BEFORE_DEATH = 3
 

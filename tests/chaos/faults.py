@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import redis
 
-from worker.broker.queue_lanes import lanes_by_priority
+from worker.registry.queues import lanes_by_priority
 
 _JUNK = (b"not JSON", b"", b"null", b"[]", b"{}", b"\xff\xfe", b'{"body": "*", "headers": {}, "properties": {}}')
 

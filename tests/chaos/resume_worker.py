@@ -9,7 +9,7 @@ from pathlib import Path
 from settings import EffectiveSettings, load_settings, parse_assignments
 from tests.chaos.counted_engine import CountedEngine
 from tests.support.engines import load_decoder_engine
-from worker.process.worker_process import run_worker
+from worker.celery_worker import run_worker
 from worker.requests.step_engine import StepEngine
 
 

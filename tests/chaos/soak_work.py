@@ -11,9 +11,7 @@ from tests.chaos.undisturbed import Record, contents
 from tests.support.demo_tickets import CHECKPOINT, GOAL, ticket_lines
 from tests.support.millrace import millrace
 from tests.support.records import read_records
-from worker.demo.graded_answers import GradedAnswers
-from worker.demo.make_tickets import make_tickets
-from worker.demo.ticket import Ticket
+from worker.demo.tickets import GradedAnswers, Ticket, make_tickets
 
 MAX_TOKENS = 12
 NUM_DIFFERENT = 40  # jobs; the others ask the same again, so that the undisturbed run does not take as long as the soak

@@ -23,7 +23,7 @@ from tests.support.wait_until import wait_until
 from tests.support.worker_processes import WorkerProcesses, worker_processes
 from worker.cli.main import cli
 from worker.client import BatchClient
-from worker.schemas.job_state import JobState
+from worker.schemas import JobState
 
 ENDED_S = 30.0
 LEASE_S = "3.0"  # a busy machine must not look like a dead worker
@@ -43,7 +43,7 @@ def nothing_denied(server: AclRedis) -> Iterator[None]:
     server.admin.acl_log_reset()
     yield
     denials = server.denials()
-    assert not denials, f"worker/acl/users.py lacks a permission that is needed: {denials}"
+    assert not denials, f"worker/acl.py lacks a permission that is needed: {denials}"
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.chaos.jobs import prompts
 from tests.chaos.worker_options import WorkerOptions
 from tests.support.frames import FAR_FUTURE, TWENTY_THREE, spoiled, valid_frame
 from tests.support.wait_until import wait_until
-from worker.broker.dead_frames import MAX_FRAMES
+from worker.broker.messages import MAX_FRAMES
 from worker.client import BatchClient
 from worker.registry.keys import Keys
 from worker.schemas import JobState

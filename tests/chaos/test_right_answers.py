@@ -17,8 +17,7 @@ from tests.support.engines import load_engine
 from tests.support.needs_vnni import needs_vnni
 from tests.support.wait_until import wait_until
 from worker.client import BatchClient
-from worker.demo.graded_answers import GradedAnswers, answer_text
-from worker.demo.make_tickets import numbered_tickets
+from worker.demo.tickets import GradedAnswers, answer_text, numbered_tickets
 
 TIMEOUT_S = 100.0
 ENGINE = {"engine.deterministic": "true", "engine.num_threads": "1", "engine.dtype": "float32"}

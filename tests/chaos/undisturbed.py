@@ -9,8 +9,7 @@ from typing import Any
 
 from settings import LimitSettings, ModelSettings
 from tests.support.fake_engine import FakeEngine
-from worker.offline.line_feed import LineFeed
-from worker.offline.offline_run import OfflineRun
+from worker.offline import LineFeed, OfflineRun
 
 Record = dict[str, Any]
 WINDOW = 64

@@ -31,8 +31,8 @@ def _run(options: WorkerOptions, assignments: list[str]) -> int:
     # Only now: kombu takes its own reference to time.time when it is imported.
     from settings import load_settings, parse_assignments
     from tests.chaos.death import die_at
+    from worker import celery_worker as worker_process
     from worker.app import create_app
-    from worker.process import worker_process
 
     def create_app_of_short_visibility(settings: Any) -> Any:
         app = create_app(settings)
@@ -55,7 +55,7 @@ def _run(options: WorkerOptions, assignments: list[str]) -> int:
 
 
 def _change_scripts() -> None:
-    from worker.registry import script_set
+    from worker.registry import exchange as script_set
 
     source = script_set.script_source
     script_set.script_source = lambda name: f"{source(name)}-- of another version\n"

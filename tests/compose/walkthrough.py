@@ -14,9 +14,7 @@ from tests.compose.producer import Producer
 from tests.compose.transcript import Transcript
 from tests.compose.worker_container import WorkerContainer
 from worker.client import BatchClient
-from worker.demo.demo_requests import demo_lines
-from worker.demo.graded_answers import GradedAnswers
-from worker.demo.make_tickets import numbered_tickets
+from worker.demo.tickets import GradedAnswers, demo_lines, numbered_tickets
 from worker.schemas import JobStatus
 
 IMAGE = "millrace:test"

@@ -9,9 +9,7 @@ from datetime import date, timedelta
 
 from tests.demo_model.example import Example
 from tests.demo_model.task import Task
-from worker.demo.demo_requests import SYSTEM_PROMPT
-from worker.demo.make_tickets import is_held_out, make_tickets
-from worker.demo.ticket_words import CUSTOMERS, PRODUCTS
+from worker.demo.tickets import CUSTOMERS, PRODUCTS, SYSTEM_PROMPT, is_held_out, make_tickets
 
 DATE_PROMPT = "Write the date as YYYY-MM-DD and nothing else. The day comes before the month unless the year is first."
 SUM_PROMPT = "Add the two numbers and write the sum and nothing else."

@@ -10,7 +10,7 @@ import tokenizers
 from engine.text.tokenizer import Tokenizer
 from tests.demo_model.tasks import all_tasks
 from tests.demo_model.tokenizer import prefix_text, question_text, save_tokenizer
-from worker.demo.ticket_words import CUSTOMERS, PRODUCTS
+from worker.demo.tickets import CUSTOMERS, PRODUCTS
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

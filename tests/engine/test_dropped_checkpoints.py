@@ -66,7 +66,7 @@ def test_a_checkpoint_that_is_not_of_the_request_is_dropped_with_a_warning(
     request = _request()
     checkpoint = _damaged(interrupted(engine, request, 10))[damage]
     before = _generated(engine)
-    with caplog.at_level(logging.WARNING, logger="engine.request_checkpoints"):
+    with caplog.at_level(logging.WARNING, logger="engine.resume"):
         output = run_all(engine, [replace(request, resume=checkpoint)])["r"]
     assert output.completions == expected
     assert output.num_resumed_tokens == 0

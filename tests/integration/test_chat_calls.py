@@ -16,8 +16,7 @@ from tests.support.chat_models import LLAMA3_TOKENS, QWEN3_TOKENS, chat_model, t
 from tests.support.engines import load_engine
 from tests.support.request_lines import chat_line
 from tests.support.tiny_checkpoint import make_checkpoint
-from worker.offline.line_feed import LineFeed
-from worker.offline.offline_run import OfflineRun
+from worker.offline import LineFeed, OfflineRun
 
 CITY = {
     "type": "object",

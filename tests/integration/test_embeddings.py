@@ -13,7 +13,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.support.records import error_body, essence, read_records
 from tests.support.tiny_embedders import ReferenceEmbedder, make_bert_checkpoint, write_pooling
 from tests.support.workers import ONE_THREAD, running_workers
-from worker.cli.run import command
+from worker.cli.run import run
 from worker.client import BatchClient
 
 TOLERANCE = 1e-4
@@ -59,7 +59,7 @@ def _run_offline(lines: list[bytes], model: Path, folder: Path) -> dict[str, dic
     requests, results = folder / "requests.jsonl", folder / "results.jsonl"
     requests.write_bytes(b"\n".join(lines) + b"\n")
     arguments = ["-i", str(requests), "-o", str(results), "--model", str(model), *ONE_THREAD]
-    done = CliRunner().invoke(command, arguments)
+    done = CliRunner().invoke(run, arguments)
     assert done.exit_code == 0, done.output
     return _by_custom_id(read_records(results))
 

@@ -12,8 +12,7 @@ from settings import LimitSettings, ModelSettings
 from tests.support.engines import load_engine
 from tests.support.grammars import POINT, SLOW_SCHEMA
 from tests.support.request_lines import chat_line, completion_line
-from worker.offline.line_feed import LineFeed
-from worker.offline.offline_run import OfflineRun
+from worker.offline import LineFeed, OfflineRun
 
 FORMAT = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT, "strict": True}}
 LIMITS = {"engine.structured_output.compile_timeout_s": "0.5", "engine.structured_output.max_grammar_bytes": "1000"}

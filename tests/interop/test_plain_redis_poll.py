@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from tests.support.registry import TestRegistry, must_claim, ok
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
 
 SCRIPT = Path(__file__).with_name("poll_results.py")
 

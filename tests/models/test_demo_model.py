@@ -18,8 +18,7 @@ from tests.demo_model.task import Task
 from tests.demo_model.tasks import all_tasks
 from tests.support.demo_tickets import CHECKPOINT, GOAL, run_lines, ticket_lines
 from tests.support.engines import load_engine, run_all, tokens_of
-from worker.demo.graded_answers import GradedAnswers, answer_text
-from worker.demo.make_tickets import numbered_tickets
+from worker.demo.tickets import GradedAnswers, answer_text, numbered_tickets
 
 MAX_BYTES = 8_000_000
 NUM_PROMPTS = 50

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tests.pages.markdown import page, plain, table
 from worker.metrics import catalogue
-from worker.metrics.metric import Metric
+from worker.metrics.catalogue import Metric
 
 _LABEL_VALUES = {
     "outcome": catalogue.OUTCOMES,

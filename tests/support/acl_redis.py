@@ -12,8 +12,7 @@ from pathlib import Path
 import redis
 
 from tests.support.redis_server import START_TIMEOUT_S, redis_executable
-from worker.acl.acl_file import acl_file
-from worker.acl.users import ADMIN, FLOWER, PRODUCER, WORKER
+from worker.acl import ADMIN, FLOWER, PRODUCER, WORKER, acl_file
 
 _PASSWORDS = {
     PRODUCER: "a-producer's p@ss/word",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.request import AnyRequest
-from worker.lines import RequestLine
-from worker.requests.request_builder import RequestBuilder
+from worker.lines.request_line import RequestLine
+from worker.requests.builder import RequestBuilder
 
 
 def build_request(

@@ -8,11 +8,9 @@ from typing import Any
 
 from engine.engine import Engine
 from settings import LimitSettings, ModelSettings
-from worker.demo.demo_requests import demo_lines
-from worker.demo.run_demo import CHECKPOINT, GOAL
-from worker.demo.ticket import Ticket
-from worker.offline.line_feed import LineFeed
-from worker.offline.offline_run import OfflineRun
+from worker.demo.run import CHECKPOINT, GOAL
+from worker.demo.tickets import Ticket, demo_lines
+from worker.offline import LineFeed, OfflineRun
 
 __all__ = ["CHECKPOINT", "GOAL", "ticket_lines", "run_lines"]
 

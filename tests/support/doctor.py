@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import redis
 
 from settings import RedisSettings
-from worker.doctor.finding import Finding
+from worker.doctor.redis import redis_findings
 from worker.doctor.redis_facts import RedisFacts, connect_once
-from worker.doctor.redis_findings import redis_findings
+from worker.doctor.report import Finding
 
 
 def redis_settings(url: str, **options: object) -> RedisSettings:

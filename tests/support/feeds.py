@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from worker.lines.prefix_order import PrefixKey, prefix_sort_key
-from worker.process.engine_thread import EngineThread
-from worker.process.prompt_feed import OnCheckpoint, OnOutputs, PromptFeed
+from worker.lines.request_line import PrefixKey, prefix_sort_key
+from worker.runtime.engine_thread import EngineThread
+from worker.runtime.window import OnCheckpoint, OnOutputs, PromptFeed
 
 
 def make_feed(tenant: str = "t", priority: int = 5) -> PromptFeed:

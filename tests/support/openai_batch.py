@@ -12,7 +12,7 @@ from openai.types.shared import ErrorObject
 from pydantic import BaseModel
 
 from tests.support.registry import TestRegistry
-from worker.records import BatchFile
+from worker.records.record import BatchFile
 from worker.schemas import batch_object
 
 BODIES: dict[str, type[BaseModel]] = {

@@ -10,23 +10,14 @@ import redis
 from pydantic import SecretStr
 
 from settings import LimitSettings, RedisSettings
-from worker.registry.admission_limits import AdmissionLimits
-from worker.registry.claim import Claim
-from worker.registry.claim_refusal import ClaimRefusal
 from worker.registry.connect import connect
-from worker.registry.exchange import perform
-from worker.registry.job_control import JobControl
-from worker.registry.job_intake import JobIntake
-from worker.registry.job_queries import JobQueries
-from worker.registry.keys import Keys
-from worker.registry.outcome import Outcome
-from worker.registry.prompt_record import PromptRecord
-from worker.registry.reap_queue import ReapQueue
-from worker.registry.redis_reply import text
-from worker.registry.result_order import ResultOrder
-from worker.registry.shard_queue import ShardQueue
-from worker.registry.unit_leases import UnitLeases
-from worker.registry.unit_ref import UnitRef
+from worker.registry.exchange import perform, text
+from worker.registry.intake import AdmissionLimits, JobIntake
+from worker.registry.jobs import JobControl, JobQueries, ResultOrder
+from worker.registry.keys import Keys, UnitRef
+from worker.registry.leases import Claim, PromptRecord, UnitLeases
+from worker.registry.lifecycle import ClaimRefusal, Outcome
+from worker.registry.queues import ReapQueue, ShardQueue
 from worker.schemas import JobStatus, SubmitOptions, WorkerInfo
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 from settings import LimitSettings
-from worker.lines import EmbeddingBody, LineError, RequestLine, parse_request_line
-from worker.lines.request_line import GeneratingBody
+from worker.lines.bodies import EmbeddingBody
+from worker.lines.errors import LineError
+from worker.lines.parse import parse_request_line
+from worker.lines.request_line import GeneratingBody, RequestLine
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from worker.process.supervised_thread import SupervisedThread
+from worker.runtime.supervision import SupervisedThread
 
 
 @contextmanager

@@ -12,23 +12,18 @@ from settings import LimitSettings, ModelSettings, WorkerSettings
 from tests.support.fake_engine import FakeEngine
 from tests.support.registry import TestRegistry, must_claim
 from tests.support.running_thread import running_thread
-from worker.broker.announcer import Announcer
-from worker.process.admission_window import AdmissionWindow
-from worker.process.engine_thread import EngineThread
-from worker.process.held_unit import HeldUnit
-from worker.process.held_units import HeldUnits
-from worker.process.result_writer import ResultWriter
-from worker.registry.unit_leases import UnitLeases
-from worker.registry.unit_ref import UnitRef
+from worker.broker.messages import Announcer
+from worker.registry.keys import UnitRef
+from worker.registry.leases import UnitLeases
 from worker.requests.served_model import ServedModel
-from worker.units.engine_state import EngineState
-from worker.units.planner import Planner
-from worker.units.refused_record import refused_record
-from worker.units.shard_prompts import ShardPrompts
-from worker.units.shard_run import ShardRun
-from worker.units.shard_slots import ShardSlots
-from worker.units.unit_closer import UnitCloser
-from worker.units.unit_runner import UnitRunner
+from worker.runtime.engine_thread import EngineThread
+from worker.runtime.held_units import HeldUnit, HeldUnits
+from worker.runtime.planner import Planner
+from worker.runtime.shard import ShardPrompts, ShardRun
+from worker.runtime.unit_runner import EngineState, ShardSlots, UnitRunner
+from worker.runtime.window import AdmissionWindow
+from worker.runtime.writer import ResultWriter, refused_record
+from worker.unit_closer import UnitCloser
 
 
 class RecordingAnnouncer(Announcer):

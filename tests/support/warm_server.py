@@ -22,11 +22,10 @@ from typing import Any, NoReturn
 PRELOADED = (
     "celery.apps.worker",
     "celery.concurrency.thread",
-    "engine.load_engine",
+    "engine.loading.load",
     "kombu.transport.redis",
     "tests.support.worker_program",
-    "worker.cli.acl",
-    "worker.cli.config",
+    "worker.cli.admin",
     "worker.cli.main",
     "worker.cli.run",
     "worker.cli.submit",

@@ -7,8 +7,8 @@ import sys
 
 from settings import load_settings, parse_assignments
 from tests.support.fake_engine import FakeEngine
-from worker.process.log_setup import configure_logging
-from worker.process.worker_process import run_worker
+from worker.celery_worker import run_worker
+from worker.runtime.log_setup import configure_logging
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from settings import RedisSettings, Settings, SettingsError, WorkerSettings
 from worker.app import SPARE_THREADS, create_app
-from worker.broker.queue_lanes import PRIORITY_STEPS, QUEUE
+from worker.registry.queues import PRIORITY_STEPS, QUEUE
 
 
 def _settings(url: str) -> Settings:
@@ -23,7 +23,7 @@ def test_making_an_app_connects_to_nothing_and_is_nobodys_current_app() -> None:
     app = create_app(_settings("redis://127.0.0.1:1/0"))
     assert "millrace.plan" not in app.tasks
     assert app.conf.worker_concurrency == 3 + SPARE_THREADS
-    assert app.conf.worker_pool == "worker.broker.guarded_pool:GuardedPool"  # of threads
+    assert app.conf.worker_pool == "worker.broker.celery_guards:GuardedPool"  # of threads
     assert (app.conf.task_acks_late, app.conf.worker_prefetch_multiplier) == (True, 1)
     assert app.conf.result_backend is None
 
@@ -76,7 +76,7 @@ def test_a_broker_connection_never_waits_for_ever() -> None:
 )
 def test_the_broker_is_the_redis_of_the_settings(url: str, expected: tuple[object, ...]) -> None:
     connection = create_app(_settings(url)).connection_for_read()
-    assert connection.transport_cls == "worker.broker.guarded_transport:GuardedTransport"
+    assert connection.transport_cls == "worker.broker.messages:GuardedTransport"
     port = connection.port or 6379
     found = (connection.hostname, port, connection.virtual_host, connection.userid, connection.password)
     assert (*found, connection.ssl) == expected

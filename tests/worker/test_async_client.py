@@ -16,7 +16,7 @@ from settings import LimitSettings
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.async_client import AsyncBatchClient
 from worker.registry.errors import EmptyJob, InvalidJobId, JobNotFound, JobTooLarge
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
 from worker.schemas import JobState
 
 T = TypeVar("T")

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from settings import LimitSettings
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.client import BatchClient
-from worker.lines import read_raw_lines
+from worker.lines.files import read_raw_lines
 from worker.registry.errors import EmptyJob, InvalidJobId, JobNotFound, JobTooLarge, QueueFull
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
 from worker.schemas import JobState
 
 

@@ -11,10 +11,9 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.registry import TestRegistry
 from tests.support.units import running_units
 from worker.client import BatchClient
-from worker.lines.read_raw_lines import read_raw_lines
-from worker.offline.line_feed import LineFeed
-from worker.offline.offline_run import OfflineRun
-from worker.registry.unit_ref import UnitRef
+from worker.lines.files import read_raw_lines
+from worker.offline import LineFeed, OfflineRun
+from worker.registry.keys import UnitRef
 
 MAX_LINE_BYTES = 1000
 FILE = b'\n\n{"prompt": 1}\n   \n{"prompt": "a", "n": 0}\r\n\r\n{bad\n{"prompt": 2, "custom_id": "mine"}'

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from worker.poll_pauses import FIRST_POLL_S, LONGEST_POLL_S, PollPauses
+from worker.client import FIRST_POLL_S, LONGEST_POLL_S, PollPauses
 
 
 def test_pauses_double_to_the_longest_and_start_again_with_news() -> None:

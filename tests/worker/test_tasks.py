@@ -7,8 +7,8 @@ from celery.exceptions import Reject
 
 from settings import Settings
 from worker.app import create_app
-from worker.broker.message_end import MessageEnd
-from worker.process.worker_runtime import WorkerRuntime
+from worker.broker.messages import MessageEnd
+from worker.runtime.runtime import WorkerRuntime
 from worker.tasks import register_tasks
 
 

@@ -1,21 +1,138 @@
-"""`millrace jobs`: every job Redis knows."""
+"""`millrace status`, `watch`, `results`, `errors`, `cancel` and `jobs`: what became of jobs."""
 
 from __future__ import annotations
 
 import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, TypedDict, Unpack
 
 import click
+import redis
+from pydantic import ValidationError
 
-from worker.cli.command_settings import load_producer_settings, producer_options
-from worker.cli.job_client import job_client
-from worker.cli.job_text import JOB_COLUMNS, job_row
-from worker.schemas import batch_object
+from settings import EffectiveSettings, SettingsError
+from worker.cli.exit_codes import BadUsage, CommandError
+from worker.cli.files import OUTPUT_HELP, STANDARD, RecordPaths, record_output, write_records
+from worker.cli.options import load_producer_settings, producer_options
+from worker.cli.progress import JOB_COLUMNS, JobProgress, job_details, job_row
+from worker.client import BatchClient
+from worker.registry.errors import InvalidJobId, InvalidSubmission, RegistryError
+from worker.registry.jobs import ResultOrder
+from worker.schemas import JobState, JobStatus, batch_object
+
+POLL_S = 0.5
+
+
+@click.command("status")
+@click.argument("job_id", metavar="JOB")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: OpenAI's batch object, as far as it applies.")
+@producer_options
+def status(job_id: str, as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
+    """Show a job's state, counts and tokens. Exit 1 if it failed, expired or was cancelled."""
+    effective = load_producer_settings(assignments, redis_url)
+    with job_client(effective) as client:
+        job = client.status(job_id)
+    click.echo(json.dumps(batch_object(job)) if as_json else job_details(job))
+    require_completed(job)
+
+
+@click.command("watch")
+@click.argument("job_id", metavar="JOB")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON line for each change: OpenAI's batch object.")
+@producer_options
+def watch(job_id: str, as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
+    """Follow a job until it ends. Exit 1 if it failed, expired or was cancelled.
+
+    Progress goes to stderr: a bar on a terminal, elsewhere a line every ten seconds. Rates are those of the last 15
+    seconds, of prompts whose record is written: long answers count when they end, and what is under way shows in the
+    workers' metrics. Prefix hits are the share of all prompt tokens that were not computed again.
+    """
+    effective = load_producer_settings(assignments, redis_url)
+
+    def print_json(job: JobStatus) -> None:
+        click.echo(json.dumps(batch_object(job)))
+
+    with job_client(effective) as client:
+        if as_json:
+            job = follow_job(client, job_id, print_json)
+        else:
+            job = follow_job(client, job_id, plain_lines=True)
+            click.echo(job_details(job))
+    require_completed(job)
+
+
+class Arguments(TypedDict):
+    """What click hands to the command."""
+
+    job_id: str
+    output_path: str
+    errors_path: str | None
+    order: Literal["completion", "input"]
+    cursor: int
+    follow: bool
+    redis_url: str | None
+    assignments: tuple[str, ...]
+
+
+@click.command("results")
+@click.argument("job_id", metavar="JOB")
+@click.option("-o", "--output", "output_path", default=STANDARD, metavar="FILE", help=f"Default stdout. {OUTPUT_HELP}")
+@click.option("--errors-file", "errors_path", metavar="FILE", help="Put records without an answer there.")
+@click.option(
+    "--order", type=click.Choice([order.value for order in ResultOrder]), default="completion", show_default=True,
+    help="As the records were written, or as the lines stood; then without --follow it ends before a missing one.",
+)  # fmt: skip
+@click.option("--cursor", type=click.IntRange(min=0), default=0, metavar="N", help="Leave out the first N records.")
+@click.option("--follow", is_flag=True, help="Go on until the job has ended; exit 1 unless it completed.")
+@click.option("--json", "as_json", is_flag=True, expose_value=False, help="Records are JSON lines with or without it.")
+@producer_options
+def results(**arguments: Unpack[Arguments]) -> None:
+    """Print the records written so far, failed ones included."""
+    effective = load_producer_settings(arguments["assignments"], arguments["redis_url"])
+    job_id, follow = arguments["job_id"], arguments["follow"]
+    with job_client(effective) as client:
+        client.status(job_id)  # a job that is not there must not empty the output file
+        with record_output(RecordPaths.of(arguments["output_path"], arguments["errors_path"])) as write:
+            write_records(client.results(job_id, arguments["cursor"], follow, order=arguments["order"]), write)
+        if follow:
+            require_completed(client.status(job_id))
+
+
+@click.command("errors")
+@click.argument("job_id", metavar="JOB")
+@click.option("-o", "--output", "output_path", default=STANDARD, metavar="FILE", help="Where to; default stdout.")
+@click.option("--json", "as_json", is_flag=True, expose_value=False, help="Records are JSON lines with or without it.")
+@producer_options
+def errors(job_id: str, output_path: str, redis_url: str | None, assignments: tuple[str, ...]) -> None:
+    """Print the records of requests without an answer written so far: bad lines, engine faults, cancelled, expired."""
+    effective = load_producer_settings(assignments, redis_url)
+    with job_client(effective) as client:
+        job = client.status(job_id)  # a job that is not there must not empty the output file
+        with record_output(RecordPaths(output_path, None)) as write:
+            write_records(client.errors(job_id), write)
+        if job.error:
+            click.echo(f"the job itself {job.status.value}: {job.error}", err=True)
+
+
+@click.command("cancel")
+@click.argument("job_id", metavar="JOB")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: OpenAI's batch object, as far as it applies.")
+@producer_options
+def cancel(job_id: str, as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
+    """Cancel a job. Finished records stay; a job that has already ended is left as it is."""
+    effective = load_producer_settings(assignments, redis_url)
+    with job_client(effective) as client:
+        job = client.cancel(job_id)
+    click.echo(json.dumps(batch_object(job)) if as_json else job_details(job))
 
 
 @click.command("jobs")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of OpenAI's batch objects.")
 @producer_options
-def command(as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
+def jobs(as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
     """List jobs, newest first."""
     effective = load_producer_settings(assignments, redis_url)
     with job_client(effective) as client:
@@ -26,3 +143,62 @@ def command(as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) 
     click.echo(JOB_COLUMNS)
     for job in jobs:
         click.echo(job_row(job))
+
+
+@contextmanager
+def job_client(effective: EffectiveSettings) -> Iterator[BatchClient]:
+    """A client for the Redis of these settings. Inside, a bad job id or job is BadUsage, anything else CommandError."""
+    try:
+        settings = effective.settings
+        with BatchClient(settings.redis, limits=settings.limits, tracing=settings.tracing) as client:
+            yield client
+    except (InvalidJobId, InvalidSubmission, SettingsError) as error:
+        raise BadUsage(str(error)) from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise BadUsage(f"{name}: {first['msg']}") from error
+    except RegistryError as error:
+        raise CommandError(str(error)) from error
+    except redis.RedisError as error:
+        raise CommandError(f"Redis at {shown_redis_url(effective)}: {error}") from error
+
+
+def shown_redis_url(effective: EffectiveSettings) -> str:
+    """`redis.url` with its password masked."""
+    return next(row.value_text for row in effective.rows() if row.key == "redis.url")
+
+
+def follow_job(
+    client: BatchClient,
+    job_id: str,
+    on_change: Callable[[JobStatus], None] = lambda job: None,
+    *,
+    plain_lines: bool = False,
+) -> JobStatus:
+    """Poll until the job has ended, with its progress on stderr, see JobProgress.
+
+    `on_change` sees each status that differs from the one before.
+    """
+    progress = JobProgress(sys.stderr, plain_lines=plain_lines)
+    shown = None
+    while True:
+        job = client.status(job_id)
+        progress.show(job)
+        if job != shown:
+            on_change(job)
+            shown = job
+        if job.status.is_terminal:
+            return job
+        time.sleep(POLL_S)
+
+
+def require_completed(job: JobStatus) -> None:
+    """Raise CommandError (exit 1) for a job that failed, expired or was cancelled."""
+    if job.status.is_terminal and job.status is not JobState.COMPLETED:
+        reason = f": {job.error}" if job.error else ""
+        raise CommandError(f"job {job.id} {_ended(job.status)}{reason}")
+
+
+def _ended(state: JobState) -> str:
+    return {JobState.CANCELLED: "was cancelled"}.get(state, state.value)

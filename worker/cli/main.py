@@ -1,15 +1,79 @@
-"""Entry point of `millrace`."""
+"""Starts `millrace`: lists its commands and imports each only when it is used."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import click
 
-from worker.cli.exit_code import ExitCode
-from worker.cli.lazy_command import LazyCommand
-from worker.cli.lazy_group import LazyGroup
+from worker.cli.exit_codes import CommandError, ExitCode
+from worker.extras import INSTALL_ENGINE, INSTALL_MONITOR
+
+
+@dataclass(frozen=True, slots=True)
+class LazyCommand:
+    """Where a command is, and what the list of commands says of it without importing it."""
+
+    module: str  # holds a click.Command of the command's name
+    summary: str
+
+
+class LazyGroup(click.Group):
+    """Commands by name.
+
+    `millrace submit` runs in a producer that has no torch, and `millrace run` must not pay for celery: so no command
+    is imported before it is asked for, not even for the list that `millrace --help` prints.
+    """
+
+    def __init__(self, *, lazy_commands: Mapping[str, LazyCommand], name: str, help: str) -> None:
+        super().__init__(name=name, help=help)
+        self._lazy_commands = lazy_commands
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the order in which they are listed."""
+        return list(self._lazy_commands)
+
+    def summary_of(self, name: str) -> str:
+        """What the list of commands says of one. Raises KeyError for a name it does not have."""
+        return self._lazy_commands[name].summary
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing them: some need packages that a producer does not have."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.summary) for name, command in self._lazy_commands.items()])
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command. Raises CommandError where what it imports on its way, as torch, is not installed."""
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            raise CommandError(_missing(ctx.invoked_subcommand, error)) from error
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the command. Raises CommandError where its module is not installed."""
+        lazy = self._lazy_commands.get(cmd_name)
+        if lazy is None:
+            return None
+        try:
+            module = importlib.import_module(lazy.module)
+        except ModuleNotFoundError as error:
+            if error.name == lazy.module:
+                raise CommandError(f"{cmd_name} is not part of this installation") from error
+            raise CommandError(_missing(cmd_name, error)) from error
+        command = getattr(module, cmd_name)
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{lazy.module}.{cmd_name} is {command!r}, not a click command")
+        return command
+
+
+def _missing(command: str | None, error: ModuleNotFoundError) -> str:
+    hint = INSTALL_MONITOR if error.name == "flower" else INSTALL_ENGINE
+    return f"{command} needs {error.name}, which is not installed: {hint}"
+
 
 cli = LazyGroup(
     name="millrace",
@@ -18,25 +82,24 @@ cli = LazyGroup(
         "run": LazyCommand("worker.cli.run", "Run request lines offline: no Redis, the same engine."),
         "worker": LazyCommand("worker.cli.worker", "Take jobs from Redis and run them on the model."),
         "submit": LazyCommand("worker.cli.submit", "Submit the request lines of one or more files as one job."),
-        "status": LazyCommand("worker.cli.status", "Show a job's state, counts and tokens."),
-        "watch": LazyCommand("worker.cli.watch", "Follow a job until it ends."),
-        "results": LazyCommand(
-            "worker.cli.results", "Print a job's records, as they were written or as the lines stood."
-        ),
-        "errors": LazyCommand("worker.cli.errors", "Print the records of requests without an answer."),
-        "cancel": LazyCommand("worker.cli.cancel", "Cancel a job; finished records stay."),
+        "status": LazyCommand("worker.cli.jobs", "Show a job's state, counts and tokens."),
+        "watch": LazyCommand("worker.cli.jobs", "Follow a job until it ends."),
+        "results": LazyCommand("worker.cli.jobs", "Print a job's records, as they were written or as the lines stood."),
+        "errors": LazyCommand("worker.cli.jobs", "Print the records of requests without an answer."),
+        "cancel": LazyCommand("worker.cli.jobs", "Cancel a job; finished records stay."),
         "jobs": LazyCommand("worker.cli.jobs", "List jobs, newest first."),
-        "config": LazyCommand("worker.cli.config", "Show every setting: value, source, what is accepted."),
+        "config": LazyCommand("worker.cli.admin", "Show every setting: value, source, what is accepted."),
         "doctor": LazyCommand(
-            "worker.cli.doctor", "Check Redis, its workers, this machine and the model; say how to mend what is wrong."
+            "worker.cli.admin", "Check Redis, its workers, this machine and the model; say how to mend what is wrong."
         ),
-        "acl": LazyCommand("worker.cli.acl", "Print the Redis users that producers and workers need."),
-        "flower": LazyCommand("worker.cli.flower", "Serve Celery's own page about the workers, behind a password."),
+        "acl": LazyCommand("worker.cli.admin", "Print the Redis users that producers and workers need."),
+        "flower": LazyCommand("worker.monitor.flower", "Serve Celery's own page about the workers, behind a password."),
         "demo": LazyCommand(
-            "worker.cli.demo", "Redis, a worker and 300 support tickets on this machine, from nothing."
+            "worker.demo.run", "Redis, a worker and 300 support tickets on this machine, from nothing."
         ),
     },
 )
+
 
 click.version_option(package_name="millrace")(cli)
 

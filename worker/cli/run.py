@@ -1,4 +1,4 @@
-"""`millrace run`: a file through an engine in this process."""
+"""`millrace run`: runs a file through an engine in this process."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ import click
 
 from engine.errors import CapabilityError, EngineError
 from settings import EffectiveSettings, SettingsError
-from worker.cli.bad_usage import BadUsage
-from worker.cli.command_error import CommandError
-from worker.cli.command_settings import load_command_settings, set_option
-from worker.cli.data_files import STANDARD, check_output, open_output, refuse_same_file, write_line
-from worker.cli.exit_code import ExitCode
-from worker.cli.input_files import input_files
-from worker.cli.progress_line import ProgressLine
-from worker.cli.record_output import WriteRecord, record_output
-from worker.cli.record_paths import OUTPUT_HELP, RecordPaths
-from worker.lines.input_file import InputFile
-from worker.lines.read_input_files import read_input_files
-from worker.offline.line_feed import LineFeed
-from worker.offline.offline_run import OfflineRun
-from worker.offline.run_summary import RunSummary
-from worker.requests.request_window import request_window
+from worker.cli.exit_codes import BadUsage, CommandError, ExitCode
+from worker.cli.files import (
+    OUTPUT_HELP,
+    STANDARD,
+    RecordPaths,
+    WriteRecord,
+    check_output,
+    input_files,
+    open_output,
+    record_output,
+    refuse_same_file,
+    write_line,
+)
+from worker.cli.options import load_command_settings, set_option
+from worker.cli.progress import ProgressLine
+from worker.lines.files import InputFile, read_input_files
+from worker.offline import LineFeed, OfflineRun, RunSummary
+from worker.requests.step_engine import request_window
 
-# With these comes torch, 2 to 5 s: they are imported where they are used, once settings and arguments are checked.
 if TYPE_CHECKING:
     from engine.encoder import EncoderEngine
     from engine.engine import Engine
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
     help="Write a Chrome trace of the steps that engine.profile.* selects to FILE.",
 )  # fmt: skip
 @set_option
-def command(
+def run(
     input_paths: tuple[str, ...],
     output_path: str,
     model: str | None,

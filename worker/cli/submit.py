@@ -1,4 +1,4 @@
-"""`millrace submit`: files to the queue."""
+"""`millrace submit`: sends files to the queue as one job."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from typing import TypedDict, Unpack
 
 import click
 
-from worker.cli.bad_usage import BadUsage
-from worker.cli.command_settings import load_producer_settings, producer_options
-from worker.cli.data_files import STANDARD, check_output, refuse_same_file
-from worker.cli.duration import Duration
-from worker.cli.follow_job import follow_job, require_completed
-from worker.cli.input_files import input_files
-from worker.cli.job_client import job_client
-from worker.cli.job_text import counts_text
-from worker.cli.metadata import parse_metadata
-from worker.cli.record_output import record_output, write_records
-from worker.cli.record_paths import OUTPUT_HELP, RecordPaths
+from worker.cli.exit_codes import BadUsage
+from worker.cli.files import (
+    OUTPUT_HELP,
+    STANDARD,
+    RecordPaths,
+    check_output,
+    input_files,
+    record_output,
+    refuse_same_file,
+    write_records,
+)
+from worker.cli.jobs import follow_job, job_client, require_completed
+from worker.cli.options import Duration, load_producer_settings, parse_metadata, producer_options
+from worker.cli.progress import counts_text
 from worker.client import BatchClient
-from worker.lines import Endpoint
-from worker.lines.input_file import InputFile
-from worker.lines.read_input_files import read_input_files
-from worker.lines.unreadable_input import UnreadableInput
+from worker.lines.errors import UnreadableInput
+from worker.lines.files import InputFile, read_input_files
+from worker.lines.request_line import Endpoint
 from worker.schemas import DEFAULT_PRIORITY
 
 
@@ -64,7 +66,7 @@ class Arguments(TypedDict):
 )
 @click.option("--strict", is_flag=True, help="One bad line fails the job before any runs; else it fails alone.")
 @producer_options
-def command(**arguments: Unpack[Arguments]) -> None:
+def submit(**arguments: Unpack[Arguments]) -> None:
     """Submit the request lines of each FILE, in this order, as one job and print its id.
 
     - is stdin, a pattern in quotes ('day-*.jsonl') all files of such a name, sorted. Gzip is unpacked, whatever its

@@ -1,20 +1,21 @@
-"""`millrace worker`: a Celery worker with an engine in it."""
+"""`millrace worker`: runs a Celery worker with an engine in it, and keeps other people's words off stdout."""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import click
 import redis
 
 from engine.errors import CapabilityError, EngineError
 from settings import EffectiveSettings, SettingsError
-from worker.cli.bad_usage import BadUsage
-from worker.cli.command_error import CommandError
-from worker.cli.command_settings import load_command_settings, redis_options
-from worker.cli.job_client import shown_redis_url
-from worker.cli.stdout_to_stderr import stdout_to_stderr
-from worker.process.worker_process import run_worker
+from worker.celery_worker import run_worker
+from worker.cli.exit_codes import BadUsage, CommandError
+from worker.cli.jobs import shown_redis_url
+from worker.cli.options import load_command_settings, redis_options
 from worker.requests.step_engine import StepEngine
 
 
@@ -22,7 +23,7 @@ from worker.requests.step_engine import StepEngine
 @click.option("--model", metavar="DIR", help="Checkpoint directory (model.path).")
 @click.option("--concurrency", metavar="N", help="Shards in flight at once (worker.concurrency).")
 @redis_options
-def command(model: str | None, concurrency: str | None, redis_url: str | None, assignments: tuple[str, ...]) -> None:
+def worker(model: str | None, concurrency: str | None, redis_url: str | None, assignments: tuple[str, ...]) -> None:
     """Take jobs from Redis, run them on the model, write each result the moment it exists.
 
     SIGTERM finishes what it can within worker.drain_timeout_s and gives the rest back; SIGQUIT, or a second SIGINT,
@@ -47,3 +48,25 @@ def _load_engine(effective: EffectiveSettings) -> StepEngine:
     from engine.loading.load import load_engine  # noqa: PLC0415
 
     return load_engine(effective)
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Whatever is written to standard output meanwhile goes to standard error: stdout is for data.
+
+    By descriptor, not by `sys.stdout`: Celery says `worker: Warm shutdown (MainProcess)` with os.write from a signal
+    handler, and a library in C knows no other way.
+    """
+    if sys.__stdout__ is None or sys.__stderr__ is None:  # started without one of them: nothing can be said there
+        yield
+        return
+    stdout, stderr = sys.__stdout__.fileno(), sys.__stderr__.fileno()
+    sys.__stdout__.flush()
+    kept = os.dup(stdout)
+    os.dup2(stderr, stdout)
+    try:
+        yield
+    finally:
+        sys.__stdout__.flush()
+        os.dup2(kept, stdout)
+        os.close(kept)

@@ -1,4 +1,4 @@
-"""What one Redis says of itself."""
+"""Asks one Redis what it says of itself: server, settings, memory, users, clock and round trip."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from settings import RedisSettings
-from worker.acl.users import FLOWER, PRODUCER, WORKER
-from worker.registry.connect import connect
-from worker.registry.redis_address import RedisAddress
+from worker.acl import FLOWER, PRODUCER, WORKER
+from worker.registry.connect import RedisAddress, connect
 
 NUM_ROUND_TRIPS = 20
 _CONFIG = ("appendfsync", "save", "stop-writes-on-bgsave-error", "protected-mode", "enable-debug-command")

@@ -1,17 +1,31 @@
-"""A request line that can be run."""
+"""Defines a request line that can be run, and the keys by which prompts that share a prefix are put side by side."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
+from enum import StrEnum
 
-from worker.lines.chat_body import ChatBody
-from worker.lines.completion_body import CompletionBody
-from worker.lines.embedding_body import EmbeddingBody
-from worker.lines.endpoint import Endpoint
+from worker.lines.bodies import CompletionBody, EmbeddingBody
+from worker.lines.chat import ChatBody
 
 GeneratingBody = CompletionBody | ChatBody
 RequestBody = GeneratingBody | EmbeddingBody
+
+HEAD_BYTES = 1024  # compared byte by byte
+# Beyond the head, prompts that agree up to one of these lengths are put side by side, in no particular order.
+LEVELS_BYTES = (4_096, 16_384, 65_536)
+
+PrefixKey = tuple[bytes, ...]
+
+
+class Endpoint(StrEnum):
+    """What a request asks for. Values are OpenAI's paths, as `url` spells them."""
+
+    CHAT_COMPLETIONS = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+    EMBEDDINGS = "/v1/embeddings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +60,23 @@ def _text_key(prompt: str | tuple[int, ...]) -> str:
         return f"t{prompt}"
     # Fixed width keeps numeric order; ids have 31 bits.
     return "i" + "".join(f"{token_id:08x}" for token_id in prompt)
+
+
+def names_model(name: str, served: str) -> bool:
+    """A hub name such as Qwen/Qwen3-0.6B also means the directory Qwen3-0.6B."""
+    return served in (name, name.rpartition("/")[2])
+
+
+def shard_head(key: PrefixKey) -> str:
+    """Where a shard whose first prompt has this key sorts among shards, as Redis compares texts in any locale."""
+    return key[0].hex()
+
+
+def prefix_sort_key(prompt_key: str) -> PrefixKey:
+    """A key of bounded size whose order puts prompts with a long common beginning side by side.
+
+    The keys of a job are all in memory at once: 50 000 prompts of 256 KiB would be 13 GB, their keys are 60 MB.
+    """
+    data = prompt_key.encode("utf-8", "surrogatepass")
+    levels = (data[:length] if len(data) > HEAD_BYTES else b"" for length in LEVELS_BYTES)
+    return (data[:HEAD_BYTES], *(hashlib.blake2b(level, digest_size=8).digest() if level else b"" for level in levels))

@@ -1,4 +1,4 @@
-"""JSON as its standard has it, with the faults that Python's reader lets pass refused by name."""
+"""Reads JSON as its standard has it, and refuses by name the faults that Python's reader lets pass."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from worker.lines.refusal_error import RefusalError
-from worker.lines.shorten import shorten
+from pydantic import ValidationInfo
+from pydantic_core import PydanticCustomError
+
+from settings import LimitSettings
+from worker.lines.errors import RefusalError
 
 # A whole string (also an unfinished one, so that no quote is scanned twice) or one bracket.
 _STRING_OR_BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+MAX_QUOTED_CHARS = 80
 
 
 def read_strict_json(raw: bytes, max_depth: int) -> StrictJson:
@@ -126,3 +131,31 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
 
 def _invalid(message: str, param: str | None = None) -> RefusalError:
     return RefusalError(message, code="invalid_json_line", param=param)
+
+
+def json_in_string(text: str, info: ValidationInfo[LimitSettings], accepted: str) -> object:
+    """The value that `text` holds, read as strictly as the line around it and no deeper than that may nest.
+
+    The context of the validation is the line's LimitSettings. Raises PydanticCustomError, which names `accepted`.
+    """
+    limits = info.context
+    try:
+        parsed = read_strict_json(text.encode("utf-8", "surrogatepass"), limits.max_json_depth)
+        parsed.check()
+    except RefusalError as refusal:
+        how = f"JSON of at most {limits.max_json_depth} levels (limits.max_json_depth)"
+        accepted = f"{accepted}, as {how}, no key twice in an object, finite numbers"
+        raise PydanticCustomError("invalid_value", "{accepted}", {"accepted": accepted}) from refusal
+    return parsed.value
+
+
+def shorten(value: object) -> str:
+    """`value` as ASCII JSON, cut to 80 characters: an error record must not carry a whole prompt."""
+    if isinstance(value, str):
+        value = value[: MAX_QUOTED_CHARS + 1]
+    elif isinstance(value, list | tuple):
+        value = list(value[:MAX_QUOTED_CHARS])
+    elif isinstance(value, int) and abs(value) >= 10**MAX_QUOTED_CHARS:
+        return f"a whole number of {value.bit_length()} bits"
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= MAX_QUOTED_CHARS else text[: MAX_QUOTED_CHARS - 3] + "..."

@@ -1,4 +1,4 @@
-"""Every metric there is. No label ever holds a prompt, an answer, a job's id or a producer's metadata.
+"""Declares every metric there is. No label ever holds a prompt, an answer, a job's id or a producer's metadata.
 
 Labels are few and bounded. `tenant` is one of the TOP_TENANTS with the most waiting shards, or OTHER_TENANTS for all
 others together (of the 200 that have waited longest): there may be thousands, and each value of a label is a series
@@ -10,7 +10,10 @@ Metrics of the queue are read from Redis and so the same from every worker: take
 
 from __future__ import annotations
 
-from worker.metrics.metric import Metric
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["counter", "gauge", "histogram"]
 
 TOP_TENANTS = 20
 # Neither is a tenant's name or a priority: tenants are of letters, digits, `.`, `_` and `-`.
@@ -29,6 +32,109 @@ PARTS = ("consumer", "engine", "lease-keeper", "result-writer", "reaper", "watch
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 STEP_SEQUENCES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 STEP_TOKENS = (1.0, 4.0, 16.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric as it stands in /metrics: its name has the unit, a counter's ends in `_total`."""
+
+    name: str
+    kind: Kind
+    help: str  # one line
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()  # a histogram's upper bounds, rising, without +Inf
+
+
+ENGINE_METRICS = (
+    Metric("millrace_engine_steps_total", "counter", "Steps begun."),
+    Metric("millrace_engine_step_seconds", "histogram", "Time of a step on the engine's thread.", buckets=STEP_SECONDS),
+    Metric(
+        "millrace_engine_step_sequences", "histogram", "Sequences in a step, the batch size.", buckets=STEP_SEQUENCES
+    ),
+    Metric("millrace_engine_step_tokens", "histogram", "Tokens in a step, prefill and decode.", buckets=STEP_TOKENS),
+    Metric(
+        "millrace_engine_stalled_seconds", "gauge", "How long the step that runs has been running; 0 between steps."
+    ),
+    Metric("millrace_engine_running_sequences", "gauge", "Sequences that hold KV blocks."),
+    Metric("millrace_engine_waiting_sequences", "gauge", "Sequences in the engine that hold none yet."),
+    Metric("millrace_engine_preemptions_total", "counter", "Sequences that lost their blocks to others."),
+    Metric("millrace_engine_kv_blocks", "gauge", "KV blocks there are, without the null block."),
+    Metric(
+        "millrace_engine_free_kv_blocks",
+        "gauge",
+        "KV blocks a sequence could have now, those with cached prefixes included.",
+    ),
+    Metric(
+        "millrace_engine_generated_tokens_total", "counter", "Tokens sampled, as they come, whatever became of them."
+    ),
+    Metric("millrace_engine_finished_requests_total", "counter", "Requests that ended."),
+    Metric(
+        "millrace_engine_duplicate_requests_total", "counter", "Of these, given what was generated for an equal one."
+    ),
+    Metric(
+        "millrace_engine_prefix_queried_tokens_total", "counter", "Tokens looked up in the prefix cache on admission."
+    ),
+    Metric(
+        "millrace_engine_prefix_hit_tokens_total", "counter", "Of these, found: divide for the hit rate as it is now."
+    ),
+    Metric("millrace_engine_prefix_evicted_blocks_total", "counter", "Cached blocks that had to make room."),
+    Metric("millrace_engine_graph_replays_total", "counter", "Forward passes replayed from a CUDA graph."),
+    Metric("millrace_engine_eager_decode_steps_total", "counter", "Decode steps that had graphs and none that fits."),
+    Metric("millrace_engine_captured_graphs", "gauge", "CUDA graphs, one a batch size."),
+    Metric("millrace_engine_failed_graphs", "gauge", "Batch sizes whose capture failed."),
+)
+
+# Of prometheus_client itself, on Linux.
+PROCESS_METRICS = (
+    Metric("process_cpu_seconds_total", "counter", "Processor time, user and system."),
+    Metric("process_resident_memory_bytes", "gauge", "Resident memory."),
+    Metric("process_virtual_memory_bytes", "gauge", "Virtual memory."),
+    Metric("process_start_time_seconds", "gauge", "Unix time of its start: a change is a restart."),
+    Metric("process_open_fds", "gauge", "Open file descriptors."),
+    Metric("process_max_fds", "gauge", "Most file descriptors it may open."),
+)
+
+QUEUE_METRICS = (
+    Metric("millrace_queue_open_jobs", "gauge", "Jobs accepted and not ended."),
+    Metric("millrace_queue_open_prompts", "gauge", "Their prompts without a record."),
+    Metric("millrace_queue_open_bytes", "gauge", "Their lines' size in Redis."),
+    Metric(
+        "millrace_queue_tenant_open_prompts",
+        "gauge",
+        "Prompts without a record, of tenants that have shards waiting; without the value (other).",
+        ("tenant",),
+    ),
+    Metric(
+        "millrace_queue_waiting_shards",
+        "gauge",
+        "Planned shards that nobody holds; those that crashed a worker are not among them.",
+        ("tenant", "priority"),
+    ),
+    Metric(
+        "millrace_queue_oldest_wait_seconds",
+        "gauge",
+        "How long ago the oldest of these was first queued; without the values (other) and (unread).",
+        ("tenant", "priority"),
+    ),
+    Metric("millrace_queue_waiting_tenants", "gauge", "Tenants that have shards waiting."),
+    Metric("millrace_queue_open_units", "gauge", "Plans and shards that are not finished, held or not."),
+    Metric(
+        "millrace_queue_overdue_seconds",
+        "gauge",
+        "How long a plan or shard has been due for a look that nobody gave it; some seconds while a worker lives.",
+    ),
+    Metric("millrace_queue_messages", "gauge", "Celery messages in each lane; lane 0 is taken first.", ("lane",)),
+    Metric("millrace_queue_submitted_jobs_total", "counter", "Jobs accepted."),
+    Metric("millrace_queue_submitted_prompts_total", "counter", "Their prompts."),
+    Metric("millrace_queue_ended_jobs_total", "counter", "Accepted jobs that ended, by how.", ("status",)),
+    Metric("millrace_queue_records_total", "counter", "Records written, by all workers and by producers that cancel."),
+    Metric(
+        "millrace_queue_dead_units",
+        "gauge",
+        "Plans and prompts given up as worker_lost, of the last week, at most 10,000.",
+    ),
+    Metric("millrace_queue_dead_frames_total", "counter", "Frames in the queue that were no message (dead letters)."),
+)
 
 WORKER_METRICS = (
     Metric(
@@ -76,97 +182,6 @@ WORKER_METRICS = (
     Metric("millrace_open_requests", "gauge", "Prompts handed to the engine that have no answer yet."),
     Metric("millrace_unwritten_items", "gauge", "Records and checkpoints that wait for Redis."),
     Metric("millrace_unwritten_bytes", "gauge", "Their size; at 64 MiB, or at 2,000 results, shards wait."),
-)
-
-ENGINE_METRICS = (
-    Metric("millrace_engine_steps_total", "counter", "Steps begun."),
-    Metric("millrace_engine_step_seconds", "histogram", "Time of a step on the engine's thread.", buckets=STEP_SECONDS),
-    Metric(
-        "millrace_engine_step_sequences", "histogram", "Sequences in a step, the batch size.", buckets=STEP_SEQUENCES
-    ),
-    Metric("millrace_engine_step_tokens", "histogram", "Tokens in a step, prefill and decode.", buckets=STEP_TOKENS),
-    Metric(
-        "millrace_engine_stalled_seconds", "gauge", "How long the step that runs has been running; 0 between steps."
-    ),
-    Metric("millrace_engine_running_sequences", "gauge", "Sequences that hold KV blocks."),
-    Metric("millrace_engine_waiting_sequences", "gauge", "Sequences in the engine that hold none yet."),
-    Metric("millrace_engine_preemptions_total", "counter", "Sequences that lost their blocks to others."),
-    Metric("millrace_engine_kv_blocks", "gauge", "KV blocks there are, without the null block."),
-    Metric(
-        "millrace_engine_free_kv_blocks",
-        "gauge",
-        "KV blocks a sequence could have now, those with cached prefixes included.",
-    ),
-    Metric(
-        "millrace_engine_generated_tokens_total", "counter", "Tokens sampled, as they come, whatever became of them."
-    ),
-    Metric("millrace_engine_finished_requests_total", "counter", "Requests that ended."),
-    Metric(
-        "millrace_engine_duplicate_requests_total", "counter", "Of these, given what was generated for an equal one."
-    ),
-    Metric(
-        "millrace_engine_prefix_queried_tokens_total", "counter", "Tokens looked up in the prefix cache on admission."
-    ),
-    Metric(
-        "millrace_engine_prefix_hit_tokens_total", "counter", "Of these, found: divide for the hit rate as it is now."
-    ),
-    Metric("millrace_engine_prefix_evicted_blocks_total", "counter", "Cached blocks that had to make room."),
-    Metric("millrace_engine_graph_replays_total", "counter", "Forward passes replayed from a CUDA graph."),
-    Metric("millrace_engine_eager_decode_steps_total", "counter", "Decode steps that had graphs and none that fits."),
-    Metric("millrace_engine_captured_graphs", "gauge", "CUDA graphs, one a batch size."),
-    Metric("millrace_engine_failed_graphs", "gauge", "Batch sizes whose capture failed."),
-)
-
-QUEUE_METRICS = (
-    Metric("millrace_queue_open_jobs", "gauge", "Jobs accepted and not ended."),
-    Metric("millrace_queue_open_prompts", "gauge", "Their prompts without a record."),
-    Metric("millrace_queue_open_bytes", "gauge", "Their lines' size in Redis."),
-    Metric(
-        "millrace_queue_tenant_open_prompts",
-        "gauge",
-        "Prompts without a record, of tenants that have shards waiting; without the value (other).",
-        ("tenant",),
-    ),
-    Metric(
-        "millrace_queue_waiting_shards",
-        "gauge",
-        "Planned shards that nobody holds; those that crashed a worker are not among them.",
-        ("tenant", "priority"),
-    ),
-    Metric(
-        "millrace_queue_oldest_wait_seconds",
-        "gauge",
-        "How long ago the oldest of these was first queued; without the values (other) and (unread).",
-        ("tenant", "priority"),
-    ),
-    Metric("millrace_queue_waiting_tenants", "gauge", "Tenants that have shards waiting."),
-    Metric("millrace_queue_open_units", "gauge", "Plans and shards that are not finished, held or not."),
-    Metric(
-        "millrace_queue_overdue_seconds",
-        "gauge",
-        "How long a plan or shard has been due for a look that nobody gave it; some seconds while a worker lives.",
-    ),
-    Metric("millrace_queue_messages", "gauge", "Celery messages in each lane; lane 0 is taken first.", ("lane",)),
-    Metric("millrace_queue_submitted_jobs_total", "counter", "Jobs accepted."),
-    Metric("millrace_queue_submitted_prompts_total", "counter", "Their prompts."),
-    Metric("millrace_queue_ended_jobs_total", "counter", "Accepted jobs that ended, by how.", ("status",)),
-    Metric("millrace_queue_records_total", "counter", "Records written, by all workers and by producers that cancel."),
-    Metric(
-        "millrace_queue_dead_units",
-        "gauge",
-        "Plans and prompts given up as worker_lost, of the last week, at most 10,000.",
-    ),
-    Metric("millrace_queue_dead_frames_total", "counter", "Frames in the queue that were no message (dead letters)."),
-)
-
-# Of prometheus_client itself, on Linux.
-PROCESS_METRICS = (
-    Metric("process_cpu_seconds_total", "counter", "Processor time, user and system."),
-    Metric("process_resident_memory_bytes", "gauge", "Resident memory."),
-    Metric("process_virtual_memory_bytes", "gauge", "Virtual memory."),
-    Metric("process_start_time_seconds", "gauge", "Unix time of its start: a change is a restart."),
-    Metric("process_open_fds", "gauge", "Open file descriptors."),
-    Metric("process_max_fds", "gauge", "Most file descriptors it may open."),
 )
 
 METRICS = (*WORKER_METRICS, *ENGINE_METRICS, *QUEUE_METRICS, *PROCESS_METRICS)

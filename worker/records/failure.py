@@ -1,11 +1,13 @@
-"""Why a request has no answer."""
+"""Builds the record of a request without an answer: it failed, was cancelled, or came too late."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Self
 
-from worker.lines.line_error import LineError
+from worker.lines.errors import LineError
+from worker.records.record import RecordContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +34,50 @@ class Failure:
     def of_server(cls, message: str, *, code: str = "internal_error", may_pass: bool = False) -> Self:
         """The engine's fault."""
         return cls(503 if may_pass else 500, "server_error", message, code)
+
+
+class Unfinished(StrEnum):
+    """Why a request was not carried out although nothing is wrong with it. Values are OpenAI's codes."""
+
+    CANCELLED = "batch_cancelled"
+    EXPIRED = "batch_expired"
+
+    @property
+    def message(self) -> str:
+        """What the record says."""
+        if self is Unfinished.CANCELLED:
+            return "This request was not executed because the batch was cancelled."
+        return "This request could not be executed before the completion window expired."
+
+
+def error_record(failure: Failure, index: int, custom_id: str | None, context: RecordContext) -> dict[str, object]:
+    """The result line of line `index` (0-based).
+
+    `error.line` is the number of the request in its job: from 1, blank lines not counted. Our clients send none to
+    Redis; a line of white space that a plain Celery producer stages is counted, and ends as an error record.
+    """
+    error = {
+        "message": failure.message,
+        "type": failure.type,
+        "param": failure.param,
+        "code": failure.code,
+        "line": index + 1,
+    }
+    return context.answered(index, custom_id, failure.status_code, {"error": error})
+
+
+def line_error_record(error: LineError, context: RecordContext) -> dict[str, object]:
+    """The result line of a line that could not be read as a request."""
+    return error_record(Failure.of_line(error), error.index, error.custom_id, context)
+
+
+def unfinished_record(
+    reason: Unfinished, index: int, custom_id: str | None, context: RecordContext
+) -> dict[str, object]:
+    """The result line of line `index` (0-based): no response, and OpenAI's code for the reason."""
+    return {
+        "id": context.record_id(index),
+        "custom_id": custom_id,
+        "response": None,
+        "error": {"code": reason.value, "message": reason.message},
+    }

@@ -12,6 +12,9 @@ RegistryError
 
 from __future__ import annotations
 
+_NOUN = {"prompts": "prompts", "job_bytes": "bytes"}
+_SETTING = {"prompts": "limits.max_prompts_per_job", "job_bytes": "limits.max_job_bytes"}
+
 
 class RegistryError(Exception):
     """Base of all refusals of the registry. An unreachable Redis raises redis.RedisError instead."""
@@ -83,7 +86,3 @@ class QueueFull(RegistryError):
         self.asked = asked
         self.limit = limit
         self.retry_after_s = retry_after_s
-
-
-_NOUN = {"prompts": "prompts", "job_bytes": "bytes"}
-_SETTING = {"prompts": "limits.max_prompts_per_job", "job_bytes": "limits.max_job_bytes"}

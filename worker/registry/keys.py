@@ -1,4 +1,25 @@
-"""Names of the registry's keys."""
+r"""Names the registry's keys, all of one hash slot, `millrace:{s0}:`, and the units of work they are about.
+
+    j:<job>:job     HASH  v, st, n, ok, err, exp, bytes, tenant, pri, spec, created, started, deadline, cancel, fin,
+                          reason, ns, sd (shards, shards done), tokp, tokc, toko (prompt, cached, output tokens),
+                          retain, idem, plan_tok (the token under which it was planned), lost_plan
+    j:<job>:in      HASH  index -> request line as it was given
+    j:<job>:res     HASH  index -> record, JSON; written once (HSETNX)
+    j:<job>:ord     LIST  indices in the order their records were written
+    j:<job>:s:plan  HASH  the job's plan, until it is planned     \ a unit: st, idx, n, done, own, tok, lease, fence,
+    j:<job>:s:<k>   HASH  shard k, until its prompts have records /  att, rp (re-published), since
+    open            ZSET  <job>/<unit> -> next look, ms: lease end, or announced + grace
+    adm, adm:t:<tenant>   HASH  prompts, bytes, jobs outstanding; adm also has total (records) and rate, and since ever
+                          sub_jobs, sub_prompts (accepted), end_<state> (jobs), frames (that were no message)
+    idem:<digest>   STRING job id
+    jobs            ZSET  job -> created, ms, the newest 10 000
+    dead            ZSET  <job>/<unit> that crashed too many workers ; deadraw LIST of frames that were no message
+    w:<worker>      HASH  heartbeat
+
+A unit of work is a job's plan or one of its shards; both are claimed, renewed, released and written through a lease
+with a fencing token `<n>:<uuid>`. All times are Redis' own (TIME), in ms. A job is finished by the script that writes
+its last record, and by nothing else: every accepted prompt ends in exactly one.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +29,53 @@ import secrets
 import time
 import uuid
 from dataclasses import dataclass
+from typing import Self
 
 from worker.registry.errors import InvalidJobId
-from worker.registry.unit_ref import UnitRef
+
+PLAN = "plan"
 
 _UNIT = re.compile(r"plan|[0-9]{1,9}")
 _JOB_ID = re.compile(r"[a-z0-9]+-[0-9a-f-]{36}")
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRef:
+    """A job's plan, or one of its shards."""
+
+    job_id: str
+    unit: str  # "plan", or the shard's number in decimal
+
+    @classmethod
+    def plan(cls, job_id: str) -> Self:
+        """The plan of a job."""
+        return cls(job_id, PLAN)
+
+    @classmethod
+    def shard(cls, job_id: str, number: int) -> Self:
+        """Shard `number`, from 0."""
+        return cls(job_id, str(number))
+
+    @classmethod
+    def of_member(cls, member: str) -> Self:
+        """The unit that `member` of the open set names."""
+        job_id, _, unit = member.partition("/")
+        return cls(job_id, unit)
+
+    @property
+    def is_plan(self) -> bool:
+        """Whether it is a job's plan."""
+        return self.unit == PLAN
+
+    @property
+    def log_fields(self) -> dict[str, str | int]:
+        """The names under which logs and spans have it."""
+        if self.is_plan:
+            return {"job_id": self.job_id}
+        return {"job_id": self.job_id, "shard": int(self.unit) if self.unit.isdecimal() else self.unit}
+
+    def __str__(self) -> str:
+        return f"{self.job_id}/{self.unit}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,18 @@
-"""Answers held to a form, with the reasoning and the tool calls that may stand in a model's answers."""
+"""Builds the grammar that holds an answer to a form, and allows reasoning and tool calls around it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from engine.errors import InvalidRequest
-from engine.structured.grammar import Grammar, form_rules, quoted
-from worker.answers.answer_formats import CALL_BEGIN, CALL_END, PYTHON_TAG, REASONING_BEGIN, REASONING_END
-from worker.lines.chat_body import ChatBody
-from worker.lines.given_grammar import GivenGrammar
-from worker.lines.tool_choice import ToolChoice
-from worker.requests.call_rules import call_rules
+from engine.structured.grammar import ANY_OBJECT, Grammar, form_rules, json_rule, quoted
+from worker.lines.chat import ChatBody, ToolChoice, ToolFunction
+from worker.lines.grammar import GivenGrammar
+from worker.records.answers import CALL_BEGIN, CALL_END, PYTHON_TAG, REASONING_BEGIN, REASONING_END
 from worker.requests.chat_prompts import ChatPrompts
+
+_NO_ARGUMENTS: Mapping[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
+_SAY_WHAT = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "const", "enum"})
 
 
 class CallGrammar:
@@ -121,3 +122,31 @@ def _shape(given: GivenGrammar) -> str:
         return form_rules("shape", given.kind, given.text)
     except ValueError as error:
         raise InvalidRequest(f"{given.param}: {error}", param=given.param) from error
+
+
+def call_rules(body: ChatBody, *, key: str, is_forced: bool) -> list[str]:
+    """`call`: the object of a name and arguments (under `key`) of one of the functions that may be called.
+
+    Arguments keep to the function's schema where it is strict or `is_forced`. Raises InvalidRequest for a schema.
+    """
+    calls: list[str] = []
+    rules: list[str] = []
+    for position, tool in enumerate(body.offered_tools):
+        function = tool.function
+        if isinstance(body.tool_choice, ToolChoice) and body.tool_choice.function.name != function.name:
+            continue
+        head = quoted(f'{{"name": "{function.name}", "{key}": ')
+        calls.append(f'{head} arguments{position} "}}"')
+        schema = _parameters(function) if is_forced or function.strict else ANY_OBJECT
+        try:
+            rules.append(json_rule(f"arguments{position}", schema))
+        except ValueError as error:
+            param = f"tools[{position}].function.parameters"
+            raise InvalidRequest(f"{param}: {error}", param=param) from error
+    return [f"call: {' | '.join(calls)}", *rules]
+
+
+def _parameters(function: ToolFunction) -> Mapping[str, object]:
+    if function.parameters is None:
+        return _NO_ARGUMENTS  # as OpenAI reads their absence
+    return function.parameters if _SAY_WHAT & function.parameters.keys() else {**ANY_OBJECT, **function.parameters}

@@ -1,4 +1,4 @@
-"""Conversations to prompts, by one model's chat template."""
+"""Renders conversations to prompts by one model's chat template, with the variables that a request sets."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import json
 from datetime import UTC, datetime
 
 from engine.errors import InvalidRequest
-from engine.text.chat_template import ChatTemplate
-from worker.answers.answer_formats import REASONING_BEGIN, AnswerFormats
-from worker.lines.chat_body import ChatBody
-from worker.lines.chat_message import ChatMessage
-from worker.requests.template_arguments import template_arguments
+from engine.text.chat_template import RESERVED, ChatTemplate
+from worker.lines.chat import ChatBody, ChatMessage
+from worker.records.answers import REASONING_BEGIN, AnswerFormats
 
 _ANY_TIME = datetime.fromtimestamp(0, UTC)  # for a trial: no template's prompt ends in a date
 _MAX_REMEMBERED = 64  # different chat_template_kwargs; a job has one or two
+
+_THINKING = "enable_thinking"  # how Qwen3's templates, and many since, call the switch
+_EFFORT = "reasoning_effort"
 
 
 class ChatPrompts:
@@ -100,3 +101,44 @@ class ChatPrompts:
         if message.role == "developer" and not template.knows_role("developer", with_tools=with_tools):
             given["role"] = "system"
         return given
+
+
+def template_arguments(template: ChatTemplate, body: ChatBody) -> dict[str, object]:
+    """`chat_template_kwargs`, and `reasoning_effort` as the template calls it.
+
+    An effort is the template's variable of that name; where there is none, but one that switches thinking, none is off.
+    Raises InvalidRequest for what the template would ignore.
+    """
+    with_tools = bool(body.offered_tools)
+    arguments = dict(body.chat_template_kwargs)
+    for name, value in arguments.items():
+        if name in RESERVED or not template.reads(name, with_tools=with_tools):
+            why = "the request itself sets" if name in RESERVED else "this model's chat template does not read"
+            raise InvalidRequest(
+                f"chat_template_kwargs has {name!r}, which {why}; accepted: other names",
+                param=f"chat_template_kwargs.{name}",
+                value=value,
+            )
+    if body.reasoning_effort is not None:
+        name, value = _effort(template, body.reasoning_effort, with_tools=with_tools)
+        if name in arguments:
+            raise _refuse(body.reasoning_effort, f"chat_template_kwargs sets {name} too", "one of them")
+        arguments[name] = value
+    return arguments
+
+
+def _effort(template: ChatTemplate, effort: str, *, with_tools: bool) -> tuple[str, object]:
+    if template.reads(_EFFORT, with_tools=with_tools):
+        return _EFFORT, effort
+    if not template.reads(_THINKING, with_tools=with_tools):
+        raise _refuse(effort, "this model's chat template reads no such thing", "a line without it")
+    if effort != "none":
+        why = "this model's chat template only switches thinking on and off"
+        raise _refuse(effort, why, f"none, or a line without it, or chat_template_kwargs.{_THINKING}")
+    return _THINKING, False
+
+
+def _refuse(effort: str, why: str, accepted: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{_EFFORT} is {effort!r}, but {why}; accepted: {accepted}", param=_EFFORT, value=effort, accepted=accepted
+    )

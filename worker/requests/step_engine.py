@@ -1,4 +1,4 @@
-"""What the worker needs of an engine."""
+"""Defines what the worker needs of an engine, and how many requests it gives the engine ahead."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from engine.engine import EngineStats
-from engine.request import AnyRequest, RequestOutput, TokenCheckpoint
+from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, TokenCheckpoint
 
 if TYPE_CHECKING:
     from engine.text.tokenizer import Tokenizer
+
+# Sequences in the engine at once, as a multiple of those that run at once: the rest wait, sorted by prefix.
+WINDOW_FACTOR = 8
 
 
 class StepEngine(Protocol):
@@ -69,3 +72,13 @@ class StepEngine(Protocol):
     def close(self) -> None:
         """Give everything back."""
         ...
+
+
+def request_window(max_num_seqs: int) -> int:
+    """Sequences to keep in an engine that runs up to `max_num_seqs` at once."""
+    return WINDOW_FACTOR * max_num_seqs
+
+
+def request_room(request: AnyRequest) -> int:
+    """How many of a window's sequences a request is: one for each of its inputs (up to 2,048), or of its choices."""
+    return len(request.inputs) if isinstance(request, EmbeddingRequest) else request.params.n

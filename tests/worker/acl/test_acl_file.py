@@ -4,8 +4,7 @@ import hashlib
 
 import pytest
 
-from worker.acl.acl_file import acl_file
-from worker.acl.redis_user import RedisUser
+from worker.acl import RedisUser, acl_file
 
 USER = RedisUser("somebody", ("a:*", "b"), ("get", "script|load"))
 HEALTH = "user millrace-health reset on nopass resetchannels -@all +ping"

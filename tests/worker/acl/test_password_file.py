@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.acl.errors import UnusablePassword
-from worker.acl.password_file import generate_password, read_password
+from worker.acl import UnusablePassword, generate_password, read_password
 
 
 def test_a_password_is_one_line_without_its_end(tmp_path: Path) -> None:

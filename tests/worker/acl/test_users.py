@@ -7,7 +7,7 @@ from importlib import resources
 
 import pytest
 
-from worker.acl.users import FLOWER, PRODUCER, WORKER
+from worker.acl import FLOWER, PRODUCER, WORKER
 from worker.registry import scripts
 
 # With these a producer stages, submits, reads and cancels, and closes the units of a cancelled job that nobody runs.
@@ -33,13 +33,13 @@ def missing(commands: set[str], granted: tuple[str, ...]) -> set[str]:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_worker_may_call_what_a_script_calls(script: str) -> None:
     lacking = missing(commands_of(script), WORKER.commands)
-    assert not lacking, f"{script}.lua calls {lacking}: grant them in worker/acl/users.py, or do without"
+    assert not lacking, f"{script}.lua calls {lacking}: grant them in worker/acl.py, or do without"
 
 
 @pytest.mark.parametrize("script", PRODUCER_SCRIPTS)
 def test_a_producer_may_call_what_its_scripts_call(script: str) -> None:
     lacking = missing(commands_of(script), PRODUCER.commands)
-    assert not lacking, f"{script}.lua calls {lacking}: grant them in worker/acl/users.py, or do without"
+    assert not lacking, f"{script}.lua calls {lacking}: grant them in worker/acl.py, or do without"
 
 
 def test_nobody_is_granted_a_category_or_a_whole_container_command() -> None:

@@ -5,7 +5,7 @@ import pytest
 from engine.text.chat_template import ChatTemplate
 from tests.support.chat_models import template_source
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE
-from worker.answers.answer_formats import AnswerFormats
+from worker.records.answers import AnswerFormats
 
 SPECIAL = {"bos_token": "<b>", "eos_token": "</e>"}
 

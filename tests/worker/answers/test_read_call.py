@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.answers.called_tool import CalledTool
-from worker.answers.read_call import read_call, whole_value
+from worker.records.answers import CalledTool, read_call, whole_value
 
 NAMES = {"f", "g"}
 JSON_VALUES = st.recursive(

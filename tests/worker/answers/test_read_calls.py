@@ -4,9 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.answers.answer_formats import AnswerFormats
-from worker.answers.called_tool import CalledTool
-from worker.answers.read_calls import read_calls
+from worker.records.answers import AnswerFormats, CalledTool, read_calls
 
 QWEN3 = AnswerFormats("qwen3", "qwen3")
 LLAMA3 = AnswerFormats("llama3", "none")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from worker.answers.split_reasoning import split_reasoning
+from worker.records.answers import split_reasoning
 
 
 @pytest.mark.parametrize(

@@ -22,16 +22,14 @@ from tests.support.units import running_units
 from tests.support.wait_until import wait_until
 from tests.support.worker_processes import worker_processes
 from worker.app import create_app
-from worker.broker.announcer import RUN_SHARD_TASK
-from worker.broker.first_event import send_first_event
-from worker.broker.interruptible_request import InterruptibleRequest
-from worker.broker.message_end import MessageEnd
+from worker.broker.celery_guards import InterruptibleRequest, send_first_event
+from worker.broker.messages import RUN_SHARD_TASK, MessageEnd
 from worker.client import BatchClient
-from worker.process.held_unit import HeldUnit
-from worker.process.worker_runtime import WorkerRuntime
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
+from worker.runtime.held_units import HeldUnit
+from worker.runtime.runtime import WorkerRuntime
+from worker.runtime.unit_runner import UnitRunner
 from worker.tasks import register_tasks
-from worker.units.unit_runner import UnitRunner
 
 CHANNELS = "/0.celeryev/*"
 

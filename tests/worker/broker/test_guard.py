@@ -10,7 +10,7 @@ from tests.support.frames import FAR_FUTURE, TWENTY_THREE, body, put, spoiled, v
 from tests.support.registry import TestRegistry
 from tests.support.wait_until import wait_until
 from tests.support.worker_processes import worker_processes
-from worker.broker.dead_frames import MAX_FRAME_BYTES, MAX_FRAMES, bury
+from worker.broker.messages import MAX_FRAME_BYTES, MAX_FRAMES, bury
 from worker.client import BatchClient
 from worker.schemas import JobState
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from click.testing import CliRunner, Result
 
-from worker.cli.acl import command
+from worker.cli import admin
 
 
 def acl(tmp_path: Path, *options: str) -> Result:
     files = ["--producer-password-file", str(tmp_path / "producer"), "--worker-password-file", str(tmp_path / "worker")]
-    return CliRunner().invoke(command, [*files, *options], standalone_mode=False)
+    return CliRunner().invoke(admin.acl, [*files, *options], standalone_mode=False)
 
 
 def test_the_file_holds_the_digests_of_the_passwords_and_not_the_passwords(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from click.testing import CliRunner, Result
 
 from settings import load_settings
 from tests.support.engines import load_decoder_engine
-from worker.cli.config import command
+from worker.cli import admin
 
 
 def config(*arguments: str) -> Result:
-    return CliRunner().invoke(command, list(arguments))
+    return CliRunner().invoke(admin.config, list(arguments))
 
 
 def test_every_setting_has_value_and_source(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,11 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.free_port import free_port
-from worker.cli.doctor import command
+from worker.cli import admin
 
 
 def doctor(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
-    result = CliRunner().invoke(command, [*arguments, "--json"])
+    result = CliRunner().invoke(admin.doctor, [*arguments, "--json"])
     return result.exit_code, {finding["check"]: finding for finding in json.loads(result.stdout)}
 
 
@@ -40,7 +40,7 @@ def test_warnings_alone_are_no_failure_and_each_has_its_fix(redis_url: str) -> N
 def test_an_unreachable_redis_is_exit_1_and_shows_no_password() -> None:
     url = f"redis://:hunter2@127.0.0.1:{free_port()}/0"
 
-    result = CliRunner().invoke(command, ["--redis-url", url])
+    result = CliRunner().invoke(admin.doctor, ["--redis-url", url])
 
     assert result.exit_code == 1
     assert "failed   redis: " in result.stdout
@@ -49,7 +49,7 @@ def test_an_unreachable_redis_is_exit_1_and_shows_no_password() -> None:
 
 
 def test_the_last_line_counts_the_findings(redis_url: str) -> None:
-    lines = CliRunner().invoke(command, ["--redis-url", redis_url]).stdout.splitlines()
+    lines = CliRunner().invoke(admin.doctor, ["--redis-url", redis_url]).stdout.splitlines()
 
     counts = [sum(line.startswith(level) for line in lines[:-1]) for level in ("ok", "warning", "failed")]
     assert lines[-1] == f"{counts[0]} ok, {counts[1]} warning, {counts[2]} failed"

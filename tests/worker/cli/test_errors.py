@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.job_status import job_status
-from worker.cli import errors
+from worker.cli import jobs as errors
 from worker.schemas import JobState, JobStatus
 
 
@@ -29,7 +29,7 @@ def _client(_effective: object) -> Iterator[FailedJob]:
 def test_of_a_job_that_failed_without_records_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "job_client", _client)
 
-    done = CliRunner().invoke(errors.command, ["s0-1"])
+    done = CliRunner().invoke(errors.errors, ["s0-1"])
 
     assert done.exit_code == 0
     assert done.stdout == ""

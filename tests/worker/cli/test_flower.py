@@ -37,5 +37,5 @@ def test_a_redis_that_may_not_be_used_is_refused_and_the_password_that_was_made_
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, worker.cli.flower; assert 'torch' not in sys.modules"
+    code = "import sys, worker.monitor.flower; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.job_status import job_status
-from worker.cli import follow_job as module
-from worker.cli.command_error import CommandError
-from worker.cli.follow_job import follow_job, require_completed
+from worker.cli import jobs as module
+from worker.cli.exit_codes import CommandError
+from worker.cli.jobs import follow_job, require_completed
 from worker.client import BatchClient
 from worker.schemas import JobState, JobStatus
 

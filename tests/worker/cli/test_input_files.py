@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from worker.cli.bad_usage import BadUsage
-from worker.cli.input_files import input_files
+from worker.cli.exit_codes import BadUsage
+from worker.cli.files import input_files
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,8 @@ from click.testing import CliRunner
 
 from tests.support.free_port import free_port
 from tests.support.millrace import COMMAND, ROOT, millrace
-from worker.cli.lazy_command import LazyCommand
-from worker.cli.lazy_group import LazyGroup
-from worker.cli.main import cli
-from worker.process.package_version import package_version
+from worker.cli.main import LazyCommand, LazyGroup, cli
+from worker.runtime.runtime import package_version
 
 
 def test_a_producers_command_loads_no_torch() -> None:
@@ -116,9 +114,9 @@ def test_a_command_that_is_not_installed_says_so() -> None:
 
 def test_a_command_without_its_packages_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "worker.doctor.check_device", raising=False)
+    monkeypatch.delitem(sys.modules, "worker.doctor.machine", raising=False)
 
-    result = CliRunner().invoke(group_with("worker.doctor.check_device"), ["thing"])
+    result = CliRunner().invoke(group_with("worker.doctor.machine"), ["thing"])
 
     assert result.exit_code == 1
     assert 'thing needs torch, which is not installed: pip install -e ".[engine]" in the checkout' in result.output
@@ -132,7 +130,7 @@ def test_a_package_that_is_missing_on_the_way_is_said_the_same_way() -> None:
 
 
 @click.command("thing")
-def command() -> None:
+def thing() -> None:
     importlib.import_module("no_such_package")
 
 

@@ -9,11 +9,8 @@ from typing import NamedTuple
 import pytest
 
 from tests.support.job_status import job_status
-from worker.cli import progress_line as module
-from worker.cli.job_progress import JobProgress
-from worker.cli.job_rates import WINDOW_S, JobRates
-from worker.cli.job_text import progress_text
-from worker.cli.progress_line import ProgressLine
+from worker.cli import progress as module
+from worker.cli.progress import WINDOW_S, JobProgress, JobRates, ProgressLine, progress_text
 from worker.schemas import JobState, JobStatus
 
 

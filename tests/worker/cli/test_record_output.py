@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from worker.cli import gzip_output
-from worker.cli.bad_usage import BadUsage
-from worker.cli.record_output import record_output, write_records
-from worker.cli.record_paths import RecordPaths
+from worker.cli import files as gzip_output
+from worker.cli.exit_codes import BadUsage
+from worker.cli.files import RecordPaths, record_output, write_records
 
 GOOD: dict[str, object] = {"custom_id": "a", "response": {"status_code": 200, "body": {}}, "error": None}
 REFUSED: dict[str, object] = {"custom_id": "b", "response": {"status_code": 400, "body": {}}, "error": None}

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.cli.main import cli
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
 
 FAILED = 3
 

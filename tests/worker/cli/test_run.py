@@ -23,7 +23,7 @@ from tests.support.request_lines import chat_line, completion_line, raw_line
 from tests.support.wait_until import wait_until
 from tests.support.warm_interpreter import warm_interpreter
 from tests.support.warm_process import WarmProcess
-from worker.cli.run import command
+from worker.cli.run import run
 
 
 def records_of(data: bytes) -> list[dict[str, object]]:
@@ -96,7 +96,7 @@ def test_a_model_that_does_not_load_leaves_the_last_results_as_they_are(tmp_path
     for name in ("output.jsonl", "errors.jsonl"):
         (results / name).write_text("an older run's results")
 
-    done = CliRunner().invoke(command, ["-i", str(requests), "-o", str(results), "--model", str(tmp_path / "none")])
+    done = CliRunner().invoke(run, ["-i", str(requests), "-o", str(results), "--model", str(tmp_path / "none")])
 
     assert done.exit_code == 1, done.output
     assert "none" in done.stderr
@@ -117,7 +117,7 @@ def test_an_interrupt_while_the_model_loads_leaves_the_last_results_as_they_are(
     monkeypatch.setattr("engine.loading.load.load_engine", load)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        done = CliRunner().invoke(command, ["-i", str(requests), "-o", str(results)])
+        done = CliRunner().invoke(run, ["-i", str(requests), "-o", str(results)])
     finally:
         signal.signal(signal.SIGINT, handler)
 
@@ -129,7 +129,7 @@ def test_an_output_that_cannot_be_written_is_exit_2_before_the_model_loads(tmp_p
     requests, nowhere = tmp_path / "in.jsonl", tmp_path / "none" / "out.jsonl"
     requests.write_bytes(completion_line())
 
-    done = CliRunner().invoke(command, ["-i", str(requests), "-o", str(nowhere), "--model", str(tmp_path / "none")])
+    done = CliRunner().invoke(run, ["-i", str(requests), "-o", str(nowhere), "--model", str(tmp_path / "none")])
 
     assert done.exit_code == 2, done.output
     assert f"{nowhere}: No such file" in done.stderr
@@ -160,7 +160,7 @@ def test_several_files_gzip_or_not_are_one_run_into_a_directory(checkpoint: Path
     (tmp_path / "last").write_bytes(completion_line(max_tokens=1))
     inputs = ["-i", str(tmp_path / "day-*"), "-i", str(tmp_path / "last")]
 
-    done = CliRunner().invoke(command, [*inputs, "-o", f"{tmp_path}/out/", "--model", str(checkpoint)])
+    done = CliRunner().invoke(run, [*inputs, "-o", f"{tmp_path}/out/", "--model", str(checkpoint)])
 
     assert done.exit_code == 0, done.output
     answered = records_of((tmp_path / "out" / "output.jsonl").read_bytes())
@@ -173,7 +173,7 @@ def test_broken_gzip_is_one_line_and_exit_1_and_runs_nothing_behind_it(checkpoin
     broken, results = tmp_path / "in.gz", tmp_path / "out.jsonl"
     broken.write_bytes(gzip.compress(completion_line() + b"\n")[:-4])
 
-    done = CliRunner().invoke(command, ["-i", str(broken), "-o", str(results), "--model", str(checkpoint)])
+    done = CliRunner().invoke(run, ["-i", str(broken), "-o", str(results), "--model", str(checkpoint)])
 
     assert done.exit_code == 1
     assert f"{broken}: its gzip data is broken" in done.stderr
@@ -234,7 +234,7 @@ def test_a_broken_engine_leaves_a_record_for_what_ran_a_summary_and_exit_1(
     monkeypatch.setattr(StepExecutor, "execute", break_down)
     arguments = ["-i", str(requests), "-o", str(results), "--summary", str(summary), "--model", str(checkpoint)]
 
-    done = CliRunner().invoke(command, arguments)
+    done = CliRunner().invoke(run, arguments)
 
     assert done.exit_code == 1, done.output
     assert "the device is full" in done.stderr
@@ -274,7 +274,7 @@ def test_a_profile_never_overwrites_input_or_output(tmp_path: Path) -> None:
     requests.write_bytes(completion_line())
 
     for profile in (requests, results, "-"):
-        done = CliRunner().invoke(command, ["-i", str(requests), "-o", str(results), "--profile", str(profile)])
+        done = CliRunner().invoke(run, ["-i", str(requests), "-o", str(results), "--profile", str(profile)])
 
         assert done.exit_code == 2, done.output
         assert f"{profile} is also the " in done.stderr or "--profile -: accepted: a file" in done.stderr

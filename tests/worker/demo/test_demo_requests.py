@@ -5,9 +5,8 @@ import json
 import jsonschema
 
 from settings import LimitSettings
-from worker.demo.demo_requests import answer_schema, demo_lines
-from worker.demo.make_tickets import numbered_tickets
-from worker.lines import parse_request_line
+from worker.demo.tickets import answer_schema, demo_lines, numbered_tickets
+from worker.lines.parse import parse_request_line
 
 TICKETS = numbered_tickets(3, 50)
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from worker.demo.graded_answers import GradedAnswers
-from worker.demo.ticket import Ticket
+from worker.demo.tickets import GradedAnswers, Ticket
 
 TICKET = Ticket("The pump leaks. Order 12345. Roth", {"category": "defect", "product": "pump"})
 RIGHT = '{"category":"defect","product":"pump"}'

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from worker.demo.make_tickets import make_tickets
-from worker.demo.ticket import Ticket
-from worker.demo.ticket_words import COMPLAINTS, CUSTOMERS, PRODUCTS, URGENCY
+from worker.demo.tickets import COMPLAINTS, CUSTOMERS, PRODUCTS, URGENCY, Ticket, make_tickets
 
 
 def _tickets(count: int, *, seed: int = 1, held_out: bool) -> list[Ticket]:

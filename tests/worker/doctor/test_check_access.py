@@ -12,9 +12,9 @@ from tests.support.acl_redis import AclRedis, acl_redis
 from tests.support.doctor import configured, facts_at, found_at
 from tests.support.free_port import free_port
 from tests.support.tls_front import HOST, tls_front
-from worker.doctor.check_access import access_findings
-from worker.doctor.level import Level
-from worker.registry.redis_address import RedisAddress
+from worker.doctor.report import Level
+from worker.doctor.server import access_findings
+from worker.registry.connect import RedisAddress
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,9 @@ import torch
 from kernels import cpu
 from kernels.dispatch import operation_names
 from settings import EngineSettings
-from worker.doctor import check_device
-from worker.doctor.check_device import device_findings, driver_version, kernel_run, wanted_device
-from worker.doctor.finding import Finding
-from worker.doctor.level import Level
+from worker.doctor import machine as check_device
+from worker.doctor.machine import device_findings, driver_version, kernel_run, wanted_device
+from worker.doctor.report import Finding, Level
 
 CPU = torch.device("cpu")
 

@@ -8,10 +8,9 @@ import torch
 from engine.errors import CapabilityError
 from engine.loading.derived_settings import usable_cores
 from settings import EngineSettings
-from worker.doctor import check_machine
-from worker.doctor.check_machine import machine_findings
-from worker.doctor.finding import Finding
-from worker.doctor.level import Level
+from worker.doctor import machine as check_machine
+from worker.doctor.machine import machine_findings
+from worker.doctor.report import Finding, Level
 
 
 def found(**engine: object) -> dict[str, Finding]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.doctor import configured, found_at
-from worker.doctor.level import Level
+from worker.doctor.report import Level
 
 
 @pytest.mark.parametrize(("maxmemory", "level"), [("0", Level.WARNING), ("100mb", Level.FAILED)])

@@ -13,10 +13,9 @@ from settings import load_settings
 from tests.support.simulated_memory import SimulatedMemory
 from tests.support.tiny_checkpoint import make_checkpoint
 from tests.support.tiny_embedders import make_bert_checkpoint
-from worker.doctor import check_model
-from worker.doctor.check_model import model_findings
-from worker.doctor.finding import Finding
-from worker.doctor.level import Level
+from worker.doctor import model as check_model
+from worker.doctor.model import model_findings
+from worker.doctor.report import Finding, Level
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import redis
 
 from tests.support.doctor import found_at
 from tests.support.tcp_proxy import TcpProxy
-from worker.doctor.level import Level
+from worker.doctor.report import Level
 
 
 def test_a_redis_at_hand_is_near_and_tells_the_same_time(redis_url: str) -> None:

@@ -11,7 +11,7 @@ from tests.support.free_port import free_port
 from tests.support.redis_server import private_redis
 from tests.support.restartable_redis import restartable_redis
 from tests.support.wait_until import wait_until
-from worker.doctor.level import Level
+from worker.doctor.report import Level
 
 
 def test_without_an_append_only_file_a_restart_loses_everything_and_the_fix_turns_it_on(redis_url: str) -> None:

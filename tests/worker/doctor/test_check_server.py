@@ -11,9 +11,8 @@ import redis
 from tests.support.doctor import found_at
 from tests.support.free_port import free_port
 from tests.support.redis_server import redis_executable, wait_until_it_answers
-from worker.doctor.check_server import server_findings
-from worker.doctor.finding import Finding
-from worker.doctor.level import Level
+from worker.doctor.report import Finding, Level
+from worker.doctor.server import server_findings
 
 
 @contextmanager

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from tests.support.doctor import found_at
 from tests.support.registry import TestRegistry
-from worker.doctor.level import Level
-from worker.registry.heartbeats import Heartbeats
+from worker.doctor.report import Level
+from worker.registry.leases import Heartbeats
 from worker.schemas import WorkerInfo
 
 

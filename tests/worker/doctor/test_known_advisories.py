@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from worker.doctor.advisory import Advisory
-from worker.doctor.known_advisories import LISTED_ON, REDIS, VALKEY
+from worker.doctor.server import LISTED_ON, REDIS, VALKEY, Advisory
 
 LUA_2025 = "CVE-2025-49844"
 

@@ -11,9 +11,9 @@ from tests.support.acl_redis import acl_redis
 from tests.support.doctor import facts_at, found_at, redis_settings
 from tests.support.free_port import free_port
 from tests.support.tls_front import HOST, tls_front
-from worker.doctor.level import Level
+from worker.doctor.redis import redis_findings
 from worker.doctor.redis_facts import RedisFacts
-from worker.doctor.redis_findings import redis_findings
+from worker.doctor.report import Level
 
 
 def test_a_redis_that_is_not_there_is_said_at_once() -> None:

@@ -4,7 +4,7 @@ import pytest
 import redis
 
 from tests.support.redis_server import redis_executable
-from worker.doctor.server_version import ServerVersion
+from worker.doctor.server import ServerVersion
 
 
 def test_a_real_server_tells_its_version(redis_url: str) -> None:

@@ -8,9 +8,9 @@ from redis.retry import Retry
 from settings import Settings
 from tests.support.registry import TestRegistry
 from tests.support.units import RecordingAnnouncer
-from worker.broker.message_end import MessageEnd
-from worker.intake.staged_jobs import StagedJobs
-from worker.registry.unit_ref import UnitRef
+from worker.broker.messages import MessageEnd
+from worker.registry.keys import UnitRef
+from worker.runtime.staged_jobs import StagedJobs
 from worker.schemas import JobState
 
 
@@ -30,7 +30,7 @@ def _stage(registry: TestRegistry) -> str:
 def test_a_job_that_redis_cannot_take_now_keeps_its_message(
     registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.intake.staged_jobs.RETRY_WAIT_S", 0.01)
+    monkeypatch.setattr("worker.runtime.staged_jobs.RETRY_WAIT_S", 0.01)
     job_id, announcer = _stage(registry), RecordingAnnouncer()
     with redis.Redis(port=1, retry=Retry(NoBackoff(), 0)) as away:
         assert _staged_jobs(registry, announcer, away).submit(job_id, 1, {}) is MessageEnd.REQUEUE

@@ -8,11 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from settings import LimitSettings
-from worker.lines import LineError, RequestLine, parse_request_line
-from worker.lines.chat_body import ChatBody
-from worker.lines.chat_message import ChatMessage
-from worker.lines.completion_body import CompletionBody
-from worker.records import RecordContext, encode_record, line_error_record
+from worker.lines.bodies import CompletionBody
+from worker.lines.chat import ChatBody, ChatMessage
+from worker.lines.errors import LineError
+from worker.lines.parse import parse_request_line
+from worker.lines.request_line import RequestLine
+from worker.records.failure import line_error_record
+from worker.records.record import RecordContext, encode_record
 
 LIMITS = LimitSettings(max_json_depth=6, max_prompt_bytes=4096)
 KEYS = sorted(

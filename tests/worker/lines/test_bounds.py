@@ -10,7 +10,7 @@ from engine import sampling_params
 from engine.errors import InvalidRequest
 from engine.sampling_params import SamplingParams
 from tests.support.request_lines import chat_line, completion_line, error_of, parse, raw_line
-from worker.lines import bounds
+from worker.lines import fields as bounds
 
 # Parameter -> the outermost values inside its range, and the innermost ones outside.
 EDGES: dict[str, tuple[list[float], list[float]]] = {

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.request_lines import error_of, parse, raw_line
-from worker.lines import ChatBody
-from worker.lines.chat_message import ChatMessage
+from worker.lines.chat import ChatBody, ChatMessage
 
 PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.request_lines import completion_line, parse
-from worker.lines import CustomIds, LineError
+from worker.lines.errors import LineError
+from worker.lines.files import CustomIds
 
 
 def test_a_custom_id_may_stand_once() -> None:

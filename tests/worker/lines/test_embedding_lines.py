@@ -8,7 +8,10 @@ import pytest
 
 from settings import LimitSettings
 from tests.support.request_lines import batch_line, error_of, parse, raw_line
-from worker.lines import EmbeddingBody, Endpoint, LineError, parse_request_line
+from worker.lines.bodies import EmbeddingBody
+from worker.lines.errors import LineError
+from worker.lines.parse import parse_request_line
+from worker.lines.request_line import Endpoint
 
 EMBEDDINGS = "/v1/embeddings"
 

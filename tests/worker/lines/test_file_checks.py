@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.request_lines import CHAT, COMPLETIONS, chat_line, completion_line, parse
-from worker.lines.endpoint import Endpoint
-from worker.lines.file_checks import FileChecks
-from worker.lines.line_error import LineError
+from worker.lines.errors import LineError
+from worker.lines.files import FileChecks
+from worker.lines.request_line import Endpoint
 
 
 def _checks(*, strict: bool = False, endpoint: Endpoint | None = None) -> FileChecks:

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.request_lines import chat_line, parse
-from worker.lines.chat_body import ChatBody
-from worker.lines.chat_message import ChatMessage
+from worker.lines.chat import ChatBody, ChatMessage
 
 
 def _message(**message: object) -> ChatMessage:

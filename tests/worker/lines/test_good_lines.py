@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.support.request_lines import CHAT, batch_line, body_of, chat_line, completion_line, parse, raw_line
-from worker.lines import ChatBody, CompletionBody, CustomIds, Endpoint
+from worker.lines.bodies import CompletionBody
+from worker.lines.chat import ChatBody
+from worker.lines.files import CustomIds
+from worker.lines.request_line import Endpoint
 
 
 def test_an_openai_batch_line_keeps_its_custom_id() -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.support.request_lines import body_of, chat_line, completion_line, error_of
-from worker.lines.given_grammar import GivenGrammar
+from worker.lines.grammar import GivenGrammar
 
 SCHEMA = {"type": "object", "properties": {"b": {"const": "é"}, "a": {"minimum": 1.0}}}
 SCHEMA_TEXT = '{"type":"object","properties":{"b":{"const":"é"},"a":{"minimum":1.0}}}'

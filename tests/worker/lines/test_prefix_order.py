@@ -5,7 +5,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.lines.prefix_order import HEAD_BYTES, LEVELS_BYTES, prefix_sort_key
+from worker.lines.request_line import HEAD_BYTES, LEVELS_BYTES, prefix_sort_key
 
 
 @given(st.lists(st.text(max_size=40)))

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from worker.lines.input_file import InputFile
-from worker.lines.read_input_files import read_input_files
-from worker.lines.unreadable_input import UnreadableInput
+from worker.lines.errors import UnreadableInput
+from worker.lines.files import InputFile, read_input_files
 
 MAX_LINE_BYTES = 100
 

@@ -6,7 +6,9 @@ import pytest
 
 from settings import LimitSettings
 from tests.support.request_lines import completion_line
-from worker.lines import LineError, parse_request_line, read_raw_lines
+from worker.lines.errors import LineError
+from worker.lines.files import read_raw_lines
+from worker.lines.parse import parse_request_line
 
 
 def lines_of(data: bytes, max_line_bytes: int = 100) -> list[bytes]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.request_lines import chat_line, completion_line, error_of, parse
-from worker.lines.service_fields import ServiceFields
+from worker.lines.fields import ServiceFields
 
 GIVEN: dict[str, object] = {
     "user": "u",

@@ -8,7 +8,9 @@ import pytest
 
 from settings import LimitSettings
 from tests.support.request_lines import chat_line, completion_line, error_of, parse
-from worker.lines import ChatBody, LineError, parse_request_line
+from worker.lines.chat import ChatBody
+from worker.lines.errors import LineError
+from worker.lines.parse import parse_request_line
 
 TOOL: dict[str, Any] = {
     "type": "function",

@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 
-from worker.broker.queue_lanes import PRIORITY_STEPS
 from worker.metrics.catalogue import (
     JOB_ENDS,
     LANES,
@@ -16,9 +15,10 @@ from worker.metrics.catalogue import (
     OUTCOMES,
     PROCESS_METRICS,
     UNREAD_PRIORITY,
+    Metric,
 )
-from worker.metrics.metric import Metric
-from worker.registry.outcome import Outcome
+from worker.registry.lifecycle import Outcome
+from worker.registry.queues import PRIORITY_STEPS
 from worker.schemas import JobState, SubmitOptions
 
 OURS = [metric for metric in METRICS if metric not in PROCESS_METRICS]

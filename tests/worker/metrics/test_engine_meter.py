@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.engine_stats import engine_stats
-from worker.metrics.engine_meter import PUBLISH_INTERVAL_S, EngineMeter
-from worker.metrics.step_histogram import StepHistogram
+from worker.runtime.counts import PUBLISH_INTERVAL_S, EngineMeter, StepHistogram
 
 
 def _count(histogram: StepHistogram) -> float:

@@ -13,7 +13,7 @@ from settings import SettingsError
 from tests.support.free_port import free_port
 from tests.support.scrape import get, health, scrape
 from tests.support.wait_until import wait_until
-from worker.metrics.metrics_server import MetricsServer
+from worker.metrics.server import MetricsServer
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def test_an_address_of_another_machine_is_said_with_the_setting(host: str) -> No
 def test_a_client_that_is_silent_too_long_is_an_event_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("worker.metrics.metrics_server._Handler.timeout", 0.05)
+    monkeypatch.setattr("worker.metrics.server._Handler.timeout", 0.05)
     with _serving([]) as port, socket.create_connection(("127.0.0.1", port)):
         wait_until(lambda: "was not answered" in caplog.text)
     assert capfd.readouterr().err == ""

@@ -8,8 +8,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.support.free_port import free_port
-from worker.metrics.metrics_server import MetricsServer
 from worker.metrics.probe import main
+from worker.metrics.server import MetricsServer
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])

@@ -6,9 +6,8 @@ import redis
 from tests.support.registry import TestRegistry
 from tests.support.running_thread import running_thread
 from tests.support.wait_until import wait_until
-from worker.metrics.queue_reader import QueueReader
-from worker.registry.queue_figures import QueueFigures
-from worker.registry.queue_reading import QueueReading
+from worker.registry.queues import QueueFigures, QueueReading
+from worker.runtime.counts import QueueReader
 
 
 class Figures(QueueFigures):

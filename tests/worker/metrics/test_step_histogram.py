@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from worker.metrics.step_histogram import StepHistogram
+from worker.runtime.counts import StepHistogram
 
 
 def test_a_value_counts_in_every_bucket_whose_bound_it_does_not_exceed() -> None:

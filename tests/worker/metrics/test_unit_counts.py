@@ -10,16 +10,12 @@ import pytest
 
 from settings import LimitSettings, WorkerSettings
 from tests.support.registry import TestRegistry, must_claim, ok
-from worker.metrics.counted_leases import CountedLeases
-from worker.metrics.unit_counts import UnitCounts
-from worker.process.held_units import HeldUnits
-from worker.registry.claim import Claim
-from worker.registry.outcome import Outcome
-from worker.registry.prompt_record import PromptRecord
-from worker.registry.run_mode import RunMode
-from worker.registry.stop_reason import StopReason
-from worker.registry.unit_ref import UnitRef
-from worker.units.unit_closer import UnitCloser
+from worker.registry.keys import UnitRef
+from worker.registry.leases import Claim, PromptRecord
+from worker.registry.lifecycle import Outcome, RunMode, StopReason
+from worker.runtime.counts import CountedLeases, UnitCounts
+from worker.runtime.held_units import HeldUnits
+from worker.unit_closer import UnitCloser
 
 CLAIM = Claim(UnitRef.shard("j", 0), "1:t", RunMode.RUN, None, 0, 5, "t", 0, 1, (0,))
 

@@ -8,14 +8,10 @@ from typing import Any, cast
 from engine.execution.decode_graphs import DecodeGraphStats
 from engine.kv_cache.block_manager import PrefixCacheMetrics
 from tests.support.engine_stats import engine_stats
-from worker.metrics.engine_meter import EngineMeter
-from worker.metrics.families import Figure
-from worker.metrics.unit_counts import UnitCounts
-from worker.metrics.watched_worker import WatchedWorker
-from worker.metrics.worker_figures import worker_figures
-from worker.metrics.worker_health import WorkerHealth
-from worker.process.held_units import HeldUnits
-from worker.schemas.worker_info import WorkerInfo
+from worker.runtime.counts import EngineMeter, UnitCounts
+from worker.runtime.held_units import HeldUnits
+from worker.runtime.worker_metrics import Figure, WatchedWorker, WorkerHealth, worker_figures
+from worker.schemas import WorkerInfo
 
 
 def _figures(meter: EngineMeter) -> dict[str, Figure]:

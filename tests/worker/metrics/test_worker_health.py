@@ -9,18 +9,13 @@ from typing import cast
 import pytest
 
 from settings import WorkerSettings
-from worker.metrics.engine_meter import EngineMeter
-from worker.metrics.queue_reader import QueueReader
-from worker.metrics.unit_counts import UnitCounts
-from worker.metrics.watched_worker import Phase, WatchedWorker
-from worker.metrics.worker_health import LATE_S, WorkerHealth
-from worker.process.activity import Activity
-from worker.process.engine_thread import EngineThread
-from worker.process.held_units import HeldUnits
-from worker.process.lease_keeper import LeaseKeeper
-from worker.process.result_writer import ResultWriter
-from worker.process.supervised_thread import SupervisedThread
-from worker.process.watchdog import Watchdog
+from worker.runtime.counts import EngineMeter, QueueReader, UnitCounts
+from worker.runtime.engine_thread import EngineThread
+from worker.runtime.held_units import HeldUnits
+from worker.runtime.lease_keeper import LeaseKeeper
+from worker.runtime.supervision import Activity, SupervisedThread, Watchdog
+from worker.runtime.worker_metrics import LATE_S, Phase, WatchedWorker, WorkerHealth
+from worker.runtime.writer import ResultWriter
 
 
 @dataclass
@@ -40,7 +35,7 @@ class Worker:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
-        monkeypatch.setattr("worker.process.activity.time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr("worker.runtime.supervision.time", SimpleNamespace(monotonic=lambda: self.now_s))
         self.phase: Phase = "up"
         self.activity = Activity(num_threads=1)
         self.engine, self.keeper, self.watchdog, self.reader = Part(), Part(), Part(), Part()

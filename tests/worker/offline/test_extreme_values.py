@@ -14,8 +14,7 @@ from engine.engine import Engine
 from settings import ModelSettings, load_settings
 from tests.support.engines import load_decoder_engine
 from tests.support.request_lines import raw_line
-from worker.offline.line_feed import LineFeed
-from worker.offline.offline_run import OfflineRun
+from worker.offline import LineFeed, OfflineRun
 
 MAX_MODEL_LEN = 256
 INNOCENT = raw_line({"custom_id": "innocent", "prompt": "hello", "max_tokens": 6, "temperature": 0, "ignore_eos": True})

@@ -17,8 +17,7 @@ from settings import LimitSettings, ModelSettings, Settings
 from tests.support.outputs import completion, request_output
 from tests.support.request_lines import completion_line, raw_line
 from tests.support.tiny_tokenizer import make_tokenizer
-from worker.offline.line_feed import LineFeed
-from worker.offline.offline_run import OfflineRun
+from worker.offline import LineFeed, OfflineRun
 
 Record = Mapping[str, object]
 

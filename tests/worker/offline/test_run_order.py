@@ -8,11 +8,10 @@ import pytest
 
 from settings import LimitSettings
 from tests.support.request_lines import parse
-from worker.lines.line_error import LineError
+from worker import offline as run_order
+from worker.lines.errors import LineError
 from worker.lines.request_line import RequestLine
-from worker.offline import run_order
-from worker.offline.line_feed import LineFeed
-from worker.offline.run_order import Line, in_file_order, in_prefix_order
+from worker.offline import Line, LineFeed, in_file_order, in_prefix_order
 
 LIMITS = LimitSettings(max_prompt_bytes=200)
 

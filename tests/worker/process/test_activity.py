@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from worker.process.activity import Activity
+from worker.runtime.supervision import Activity
 
 
 def test_a_worker_is_full_while_every_thread_has_a_task() -> None:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from engine.request import EmbeddingRequest, Request
 from engine.sampling_params import SamplingParams
 from tests.support.feeds import make_feed, prompts
-from worker.process.admission_window import OVERTAKES, AdmissionWindow
-from worker.process.prompt_feed import LOW_WATER, PromptFeed
+from worker.runtime.window import LOW_WATER, OVERTAKES, AdmissionWindow, PromptFeed
 
 AGEING_S = 10.0
 

@@ -5,8 +5,8 @@ import logging
 import pytest
 from celery.exceptions import Reject
 
-from worker.process.celery_log_filter import CeleryLogFilter
-from worker.units.errors import UnitFailed
+from worker.celery_worker import CeleryLogFilter
+from worker.runtime.unit_runner import UnitFailed
 
 
 def record_of(level: int, error: BaseException | None = None) -> logging.LogRecord:

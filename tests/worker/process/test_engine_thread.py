@@ -15,10 +15,10 @@ from engine.sampling_params import SamplingParams
 from tests.support.fake_engine import BREAK, FAIL, REFUSE, FakeEngine, answer
 from tests.support.feeds import fed
 from tests.support.wait_until import wait_until
-from worker.metrics.engine_meter import EngineMeter
-from worker.process.admission_window import AdmissionWindow
-from worker.process.engine_thread import EngineThread
 from worker.requests.step_engine import StepEngine
+from worker.runtime.counts import EngineMeter
+from worker.runtime.engine_thread import EngineThread
+from worker.runtime.window import AdmissionWindow
 
 WAIT_S = 5
 
@@ -193,7 +193,7 @@ def test_a_step_that_does_not_end_is_seen_from_outside() -> None:
 
 
 def test_an_idle_engine_shows_that_it_still_looks_for_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.process.engine_thread.IDLE_LOOK_S", 0.01)
+    monkeypatch.setattr("worker.runtime.engine_thread.IDLE_LOOK_S", 0.01)
     with _running(FakeEngine()) as (thread, _):
         with thread._changed:  # as long as somebody holds it, the engine cannot come round
             time.sleep(0.2)

@@ -10,8 +10,8 @@ from tests.support.fake_engine import BREAK, answer
 from tests.support.feeds import fed
 from tests.support.wait_until import wait_until
 from tests.support.writing_engine import WritingEngine
-from worker.process.admission_window import AdmissionWindow
-from worker.process.engine_thread import EngineThread
+from worker.runtime.engine_thread import EngineThread
+from worker.runtime.window import AdmissionWindow
 
 WAIT_S = 5
 

@@ -7,7 +7,7 @@ import redis
 from structlog.types import EventDict
 
 from engine.errors import EngineFatal
-from worker.process.exception_fields import ExceptionFields
+from worker.runtime.log_setup import ExceptionFields
 
 SECRET = "what a user wrote"
 

@@ -3,11 +3,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.registry import TestRegistry, must_claim
-from worker.process.held_unit import HeldUnit
-from worker.registry.put_status import PutStatus
-from worker.registry.run_mode import RunMode
-from worker.registry.stop_reason import StopReason
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
+from worker.registry.lifecycle import PutStatus, RunMode, StopReason
+from worker.runtime.held_units import HeldUnit
 
 
 @pytest.mark.parametrize(

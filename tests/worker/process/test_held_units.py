@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-from worker.process.held_unit import HeldUnit
-from worker.process.held_units import HeldUnits
-from worker.registry.claim import Claim
-from worker.registry.run_mode import RunMode
-from worker.registry.stop_reason import StopReason
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
+from worker.registry.leases import Claim
+from worker.registry.lifecycle import RunMode, StopReason
+from worker.runtime.held_units import HeldUnit, HeldUnits
 
 
 def _claim(number: int) -> Claim:

@@ -16,11 +16,10 @@ from tests.support.registry import TestRegistry
 from tests.support.running_thread import running_thread
 from tests.support.units import Units, running_units
 from tests.support.wait_until import wait_until
-from worker.process.lease_keeper import LeaseKeeper
-from worker.registry.claim_refusal import ClaimRefusal
-from worker.registry.heartbeats import Heartbeats
-from worker.registry.stop_reason import StopReason
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
+from worker.registry.leases import Heartbeats
+from worker.registry.lifecycle import ClaimRefusal, StopReason
+from worker.runtime.lease_keeper import LeaseKeeper
 from worker.schemas import SubmitOptions, WorkerInfo
 
 INFO = WorkerInfo(id="w1", version="1", model="m", steps=3, open_requests=2, held=1)

@@ -6,8 +6,8 @@ from typing import cast
 from kombu.asynchronous import Hub
 
 from tests.support.wait_until import wait_until
-from worker.process.lifecycle import worker_step
-from worker.process.worker_runtime import WorkerRuntime
+from worker.celery_worker import worker_step
+from worker.runtime.runtime import WorkerRuntime
 
 
 class Runtime:

@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from settings import LogSettings
-from worker.process.log_setup import configure_logging
+from worker.runtime.log_setup import configure_logging
 
 
 def logged(settings: LogSettings, stream: io.StringIO | None = None) -> io.StringIO:
@@ -78,7 +78,7 @@ def test_what_is_bound_to_a_thread_is_in_every_event_of_it() -> None:
 def test_a_librarys_text_is_one_line_and_names_redis() -> None:
     stream = logged(LogSettings())
 
-    address = "worker.broker.guarded_transport:GuardedTransport://:**@127.0.0.1:6379/0"
+    address = "worker.broker.messages:GuardedTransport://:**@127.0.0.1:6379/0"
     logging.getLogger("celery").error("Cannot connect to %s.\nTrying again in 2 s...\n", address)
 
     expected = "Cannot connect to redis://:**@127.0.0.1:6379/0. Trying again in 2 s..."

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from worker.process.paced_filter import INTERVAL_S, PacedFilter
+from worker.runtime.log_setup import INTERVAL_S, PacedFilter
 
 
 def record_of(logger: str) -> logging.LogRecord:
@@ -13,7 +13,7 @@ def record_of(logger: str) -> logging.LogRecord:
 
 def test_each_logger_of_the_library_has_one_record_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
-    monkeypatch.setattr("worker.process.paced_filter.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("worker.runtime.log_setup.time.monotonic", lambda: now_s)
     paced = PacedFilter("opentelemetry")
 
     assert [paced.filter(record_of("opentelemetry.exporter")) for _ in range(3)] == [True, False, False]

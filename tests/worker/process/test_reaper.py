@@ -11,10 +11,9 @@ from tests.support.registry import TestRegistry
 from tests.support.running_thread import running_thread
 from tests.support.units import Units, running_units
 from tests.support.wait_until import wait_until
-from worker.process.reaper import Reaper
-from worker.registry.due_unit import DueUnit
-from worker.registry.reap_queue import ReapQueue
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
+from worker.registry.queues import DueUnit, ReapQueue
+from worker.runtime.lease_keeper import Reaper
 from worker.schemas import JobState, SubmitOptions
 
 

@@ -10,17 +10,11 @@ import redis
 from tests.support.registry import TestRegistry, must_claim, ok
 from tests.support.running_thread import running_thread
 from tests.support.wait_until import wait_until
-from worker.process.held_unit import HeldUnit
-from worker.process.result_writer import MAX_BATCH_BYTES, ResultWriter
-from worker.registry.claim import Claim
-from worker.registry.prompt_checkpoint import PromptCheckpoint
-from worker.registry.prompt_record import PromptRecord
-from worker.registry.put_status import PutStatus
-from worker.registry.run_mode import RunMode
-from worker.registry.stop_reason import StopReason
-from worker.registry.unit_leases import UnitLeases
-from worker.registry.unit_ref import UnitRef
-from worker.units.refused_record import refused_record
+from worker.registry.keys import UnitRef
+from worker.registry.leases import Claim, PromptCheckpoint, PromptRecord, UnitLeases
+from worker.registry.lifecycle import PutStatus, RunMode, StopReason
+from worker.runtime.held_units import HeldUnit
+from worker.runtime.writer import MAX_BATCH_BYTES, ResultWriter, refused_record
 
 
 def _hold(registry: TestRegistry, leases: UnitLeases, count: int) -> HeldUnit:
@@ -80,7 +74,7 @@ def test_a_queue_is_full_of_records_however_they_came(registry: TestRegistry) ->
 def test_a_queue_is_full_of_bytes_too_but_takes_a_record_of_any_size(
     registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.process.result_writer.MAX_QUEUED_BYTES", 1000)
+    monkeypatch.setattr("worker.runtime.writer.MAX_QUEUED_BYTES", 1000)
     leases = registry.leases()
     held = _hold(registry, leases, 3)
     writer = _writer(leases, 100)
@@ -138,7 +132,7 @@ def test_a_redis_that_comes_back_gets_every_record(registry: TestRegistry, monke
         return put(claim, records)
 
     monkeypatch.setattr(leases, "put", failing_put)
-    monkeypatch.setattr("worker.process.result_writer.RETRY_S", 0.01)
+    monkeypatch.setattr("worker.runtime.writer.RETRY_S", 0.01)
     writer = _writer(leases, 5)
     with running_thread(writer.run):
         for index in range(5):
@@ -224,7 +218,7 @@ def test_one_record_that_redis_refuses_becomes_an_error_and_the_others_go_on(
 
 @pytest.mark.usefixtures("short_pauses")
 def test_a_record_too_large_for_redis_becomes_an_error(registry: TestRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.process.result_writer.OVERSIZE_TRIES", 1)  # each has the client's own retries
+    monkeypatch.setattr("worker.runtime.writer.OVERSIZE_TRIES", 1)  # each has the client's own retries
     leases = registry.leases()
     held, writer = _hold(registry, leases, 2), _writer(leases, 10)
     registry.redis.config_set("proto-max-bulk-len", 1024 * 1024)

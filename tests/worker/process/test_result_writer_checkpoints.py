@@ -8,14 +8,11 @@ import redis
 from tests.support.registry import TestRegistry, must_claim, ok
 from tests.support.running_thread import running_thread
 from tests.support.wait_until import wait_until
-from worker.process.held_unit import HeldUnit
-from worker.process.result_writer import ResultWriter
-from worker.registry.claim import Claim
-from worker.registry.prompt_checkpoint import PromptCheckpoint
-from worker.registry.stop_reason import StopReason
-from worker.registry.unit_leases import UnitLeases
-from worker.registry.unit_ref import UnitRef
-from worker.units.refused_record import refused_record
+from worker.registry.keys import UnitRef
+from worker.registry.leases import Claim, PromptCheckpoint, UnitLeases
+from worker.registry.lifecycle import StopReason
+from worker.runtime.held_units import HeldUnit
+from worker.runtime.writer import ResultWriter, refused_record
 
 
 def _hold(registry: TestRegistry, leases: UnitLeases, count: int) -> HeldUnit:

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.support.wait_until import wait_until
-from worker.process.stop_signal import StopSignal
+from worker.runtime.supervision import StopSignal
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("worker.process.stop_signal.time", clock)
+    monkeypatch.setattr("worker.runtime.supervision.time", clock)
     return clock
 
 

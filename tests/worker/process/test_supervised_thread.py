@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from tests.support.wait_until import wait_until
-from worker.process.supervised_thread import SupervisedThread
+from worker.runtime.supervision import SupervisedThread
 
 
 def _wait(stopping: threading.Event) -> None:

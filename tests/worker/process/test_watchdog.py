@@ -11,12 +11,11 @@ from tests.support.running_thread import running_thread
 from tests.support.wait_until import wait_until
 from tests.support.worker_processes import WorkerProcesses
 from worker.client import BatchClient
-from worker.process.activity import Activity
-from worker.process.engine_thread import EngineThread
-from worker.process.watchdog import CONSUME_TIMEOUT_S, HUB_TIMEOUT_S, Watchdog
-from worker.registry.reap_queue import ReapQueue
-from worker.registry.stop_reason import StopReason
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
+from worker.registry.lifecycle import StopReason
+from worker.registry.queues import ReapQueue
+from worker.runtime.engine_thread import EngineThread
+from worker.runtime.supervision import CONSUME_TIMEOUT_S, HUB_TIMEOUT_S, Activity, Watchdog
 from worker.schemas import JobState
 
 
@@ -121,7 +120,7 @@ def test_a_full_worker_need_not_take_messages(watched: Watched) -> None:
 def test_time_in_which_the_process_was_stopped_does_not_count(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.process.watchdog.LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr("worker.runtime.supervision.LOOK_INTERVAL_S", 0.01)
     clock = iter(range(0, 1_000_000, 1000))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
     watched.engine.is_idle = False
@@ -131,9 +130,9 @@ def test_time_in_which_the_process_was_stopped_does_not_count(
 
 
 def test_trouble_ends_the_process_even_if_nothing_else_does(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.process.watchdog.LOOK_INTERVAL_S", 0.01)
-    monkeypatch.setattr("worker.process.watchdog.HUB_TIMEOUT_S", 0.03)
-    monkeypatch.setattr("worker.process.watchdog.EXIT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("worker.runtime.supervision.LOOK_INTERVAL_S", 0.01)
+    monkeypatch.setattr("worker.runtime.supervision.HUB_TIMEOUT_S", 0.03)
+    monkeypatch.setattr("worker.runtime.supervision.EXIT_TIMEOUT_S", 0.05)
     with running_thread(watched.watchdog.run):
         wait_until(lambda: watched.exit_codes)
     assert watched.troubles == [StopReason.RELEASED]

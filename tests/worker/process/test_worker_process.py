@@ -15,7 +15,7 @@ from tests.support.registry import TestRegistry
 from tests.support.wait_until import wait_until
 from tests.support.worker_processes import STOP_TIMEOUT_S, WorkerProcesses
 from worker.client import BatchClient
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
 from worker.schemas import JobState
 
 WAIT_S = 30

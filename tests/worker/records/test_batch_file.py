@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from worker.lines import LineError
-from worker.records import BatchFile, RecordContext, Unfinished, line_error_record, unfinished_record
+from worker.lines.errors import LineError
+from worker.records.failure import Unfinished, line_error_record, unfinished_record
+from worker.records.record import BatchFile, RecordContext
 
 CONTEXT = RecordContext("s0-1", "tiny", created_s=1_700_000_000)
 

@@ -14,7 +14,7 @@ from tests.support.chat_models import QWEN3_TOKENS, answered, chat_model, templa
 from tests.support.outputs import request_output
 from tests.support.request_lines import chat_line, parse
 from tests.support.served_models import served_model
-from worker.records import encode_record
+from worker.records.record import encode_record
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("weather", "time")]
 ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'

@@ -16,8 +16,7 @@ from tests.support.build_request import build_request
 from tests.support.engines import load_engine, run_all
 from tests.support.request_lines import completion_line, parse
 from tests.support.tiny_checkpoint import make_checkpoint
-from worker.requests.prompt_echoes import PromptEchoes
-from worker.requests.served_model import ServedModel
+from worker.requests.served_model import PromptEchoes, ServedModel
 
 TEXT = "you are the \U0001f642 and<|im_end|> the"
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}

@@ -12,10 +12,9 @@ from openai.types import CreateEmbeddingResponse
 
 from engine.request import RequestOutput
 from tests.support.request_lines import parse, raw_line
-from worker.lines import EmbeddingBody
-from worker.records.embedding_record import embedding_record
-from worker.records.encode_record import encode_record, has_failed
-from worker.records.record_context import RecordContext
+from worker.lines.bodies import EmbeddingBody
+from worker.records.record import RecordContext, encode_record, has_failed
+from worker.records.success import embedding_record
 
 CONTEXT = RecordContext("s0-1", "tiny", created_s=1_700_000_000)
 NUMBERS = (0.1, -0.2, 1 / 3, 1e-8, -1.0)

@@ -5,16 +5,8 @@ import json
 import pytest
 
 from tests.support.request_lines import completion_line, error_of
-from worker.records import (
-    Failure,
-    RecordContext,
-    Unfinished,
-    encode_record,
-    error_record,
-    has_failed,
-    line_error_record,
-    unfinished_record,
-)
+from worker.records.failure import Failure, Unfinished, error_record, line_error_record, unfinished_record
+from worker.records.record import RecordContext, encode_record, has_failed
 
 CONTEXT = RecordContext("s0-1", "tiny", created_s=0)
 

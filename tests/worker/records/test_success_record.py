@@ -5,9 +5,10 @@ import math
 from engine.request import Completion, FinishReason, TokenLogprobs
 from tests.support.outputs import completion, request_output
 from tests.support.request_lines import chat_line, completion_line, parse
-from worker.answers.chat_answer import ChatAnswer
-from worker.lines import ChatBody
-from worker.records import RecordContext, success_record
+from worker.lines.chat import ChatBody
+from worker.records.answers import ChatAnswer
+from worker.records.record import RecordContext
+from worker.records.success import success_record
 
 CONTEXT = RecordContext("s0-1", "tiny", created_s=1_700_000_000)
 

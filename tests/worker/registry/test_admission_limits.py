@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from settings import LimitSettings
-from worker.registry.admission_limits import AdmissionLimits
+from worker.registry.intake import AdmissionLimits
 
 
 def test_every_limit_comes_from_a_setting_and_unset_ones_are_left_out() -> None:

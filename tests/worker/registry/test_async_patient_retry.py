@@ -6,7 +6,7 @@ import pytest
 import redis
 from redis.backoff import NoBackoff
 
-from worker.registry.async_patient_retry import AsyncPatientRetry
+from worker.registry.connect import AsyncPatientRetry
 
 RETRIES = 3
 

@@ -3,13 +3,9 @@ from __future__ import annotations
 import time
 
 from tests.support.registry import TestRegistry, must_claim, ok
-from worker.registry.claim import Claim
-from worker.registry.outcome import Outcome
-from worker.registry.prompt_checkpoint import PromptCheckpoint
-from worker.registry.prompt_record import PromptRecord
-from worker.registry.put_status import PutStatus
-from worker.registry.unit_leases import UnitLeases
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
+from worker.registry.leases import Claim, PromptCheckpoint, PromptRecord, UnitLeases
+from worker.registry.lifecycle import Outcome, PutStatus
 
 LINE = b'{"prompt": "a"}'
 

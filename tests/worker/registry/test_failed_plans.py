@@ -6,10 +6,8 @@ import pytest
 
 from tests.support.lost_replies import lose_next_script_reply
 from tests.support.registry import TestRegistry, must_claim
-from worker.registry.claim_refusal import ClaimRefusal
-from worker.registry.put_status import PutStatus
-from worker.registry.run_mode import RunMode
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
+from worker.registry.lifecycle import ClaimRefusal, PutStatus, RunMode
 from worker.schemas import BatchError, JobState, SubmitOptions
 
 BAD = (BatchError(code="invalid_json_line", message="not JSON", line=2),)

@@ -5,10 +5,9 @@ import pytest
 from settings import LimitSettings
 from tests.support.lost_replies import lose_next_script_reply
 from tests.support.registry import TestRegistry, must_claim, ok
-from worker.registry.admission_limits import AdmissionLimits
 from worker.registry.errors import EmptyJob, JobIncomplete, JobTooLarge, QueueFull
-from worker.registry.job_intake import JobIntake
-from worker.registry.unit_ref import UnitRef
+from worker.registry.intake import AdmissionLimits, JobIntake
+from worker.registry.keys import UnitRef
 from worker.schemas import BatchError, JobState, SubmitOptions
 
 

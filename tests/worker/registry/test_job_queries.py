@@ -7,14 +7,12 @@ from collections.abc import Sequence
 import pytest
 
 from tests.support.registry import TestRegistry, must_claim, ok
-from worker.registry import job_queries
-from worker.registry.claim import Claim
+from worker.registry import jobs as job_queries
 from worker.registry.errors import JobNotFound
 from worker.registry.exchange import perform
-from worker.registry.job_queries import JobQueries
-from worker.registry.result_order import ResultOrder
-from worker.registry.result_page import ResultPage
-from worker.registry.unit_ref import UnitRef
+from worker.registry.jobs import JobQueries, ResultOrder, ResultPage
+from worker.registry.keys import UnitRef
+from worker.registry.leases import Claim
 
 NUM_LINES = 6
 

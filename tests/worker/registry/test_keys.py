@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from worker.broker.queue_lanes import lanes_by_priority
 from worker.registry.errors import InvalidJobId
-from worker.registry.keys import Keys
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import Keys, UnitRef
+from worker.registry.queues import lanes_by_priority
 
 
 def test_new_ids_are_valid_distinct_and_sort_by_time() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from worker.registry.password_file import MAX_PASSWORD_BYTES, read_password_line
+from worker.registry.connect import MAX_PASSWORD_BYTES, read_password_line
 
 
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])

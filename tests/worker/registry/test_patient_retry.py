@@ -6,7 +6,7 @@ import pytest
 import redis
 from redis.backoff import NoBackoff
 
-from worker.registry.patient_retry import PatientRetry
+from worker.registry.connect import PatientRetry
 
 RETRIES = 3
 

@@ -9,10 +9,8 @@ import pytest
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.registry.connect import connect_async
 from worker.registry.exchange import perform, perform_async
-from worker.registry.job_queries import JobQueries
-from worker.registry.result_order import ResultOrder
-from worker.registry.result_page import ResultPage
-from worker.registry.unit_ref import UnitRef
+from worker.registry.jobs import JobQueries, ResultOrder, ResultPage
+from worker.registry.keys import UnitRef
 
 EXPECTED = ResultPage([b"0", b"1"], cursor=2, is_last=True, has_ended=True)
 

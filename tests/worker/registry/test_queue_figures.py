@@ -7,12 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from tests.support.registry import TestRegistry, must_claim, ok
-from worker.broker.queue_lanes import lanes_by_priority
-from worker.registry import queue_figures
-from worker.registry.queue_figures import QueueFigures
-from worker.registry.queue_reading import QueueReading
-from worker.registry.redis_reply import text
-from worker.registry.unit_ref import UnitRef
+from worker.registry import queues as queue_figures
+from worker.registry.exchange import text
+from worker.registry.keys import UnitRef
+from worker.registry.queues import QueueFigures, QueueReading, lanes_by_priority
 from worker.schemas import SubmitOptions
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import time
 
 from tests.support.registry import TestRegistry, must_claim
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
 from worker.schemas import SubmitOptions
 
 

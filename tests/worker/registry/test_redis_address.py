@@ -8,8 +8,7 @@ from pydantic import SecretStr
 from redis import Redis
 
 from settings import RedisSettings, SettingsError
-from worker.registry.connect import connect
-from worker.registry.redis_address import RedisAddress
+from worker.registry.connect import RedisAddress, connect
 
 
 def address(url: str, **options: object) -> RedisAddress:

@@ -4,7 +4,7 @@ import pytest
 import redis
 
 from tests.support.registry import TestRegistry
-from worker.registry.redis_faults import is_refusal
+from worker.registry.connect import is_refusal
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 
 from tests.support.registry import TestRegistry, must_claim, ok
-from worker.registry.claim import Claim
-from worker.registry.claim_refusal import ClaimRefusal
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
+from worker.registry.leases import Claim
+from worker.registry.lifecycle import ClaimRefusal
 from worker.schemas import SubmitOptions
 
 AGEING_S = 60.0

@@ -11,13 +11,9 @@ import redis
 
 from tests.support.lost_replies import lose_next_script_reply
 from tests.support.registry import TestRegistry, must_claim, ok
-from worker.registry.claim_refusal import ClaimRefusal
-from worker.registry.outcome import Outcome
-from worker.registry.prompt_record import PromptRecord
-from worker.registry.put_status import PutStatus
-from worker.registry.run_mode import RunMode
-from worker.registry.unit_leases import UnitLeases
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
+from worker.registry.leases import PromptRecord, UnitLeases
+from worker.registry.lifecycle import ClaimRefusal, Outcome, PutStatus, RunMode
 from worker.schemas import JobState, SubmitOptions
 
 SHORT_S = 0.05

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.support.registry import TestRegistry, must_claim
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
 from worker.schemas import SubmitOptions
 
 SUBMIT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

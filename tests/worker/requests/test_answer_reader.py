@@ -15,13 +15,10 @@ from tests.support.chat_models import (
     template_source,
 )
 from tests.support.request_lines import chat_line, parse
-from worker.answers.answer_formats import AnswerFormats
-from worker.answers.called_tool import CalledTool
-from worker.answers.chat_answer import ChatAnswer
-from worker.lines import ChatBody
-from worker.requests.answer_reader import AnswerReader
+from worker.lines.chat import ChatBody
+from worker.records.answers import AnswerFormats, CalledTool, ChatAnswer
+from worker.requests.answers import AnswerReader, TokenText
 from worker.requests.chat_prompts import ChatPrompts
-from worker.requests.token_text import TokenText
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("weather", "time")]
 MARKED = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'

@@ -9,8 +9,8 @@ from engine.text.chat_template import ChatTemplate
 from tests.support.chat_models import template_source
 from tests.support.request_lines import chat_line, parse
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE
-from worker.answers.answer_formats import AnswerFormats
-from worker.lines import ChatBody
+from worker.lines.chat import ChatBody
+from worker.records.answers import AnswerFormats
 from worker.requests.chat_prompts import ChatPrompts
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": None}}]

@@ -11,7 +11,7 @@ from tests.support.build_request import build_request
 from tests.support.request_lines import chat_line, completion_line, parse, raw_line
 from tests.support.served_models import served_model
 from tests.support.tiny_embedders import make_word_piece_tokenizer
-from worker.requests.request_builder import RequestBuilder
+from worker.requests.builder import RequestBuilder
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from settings import ModelSettings, SettingsError
-from worker.requests.model_name import served_model_name
+from worker.requests.served_model import served_model_name
 
 
 def test_a_model_is_called_what_the_settings_say_else_what_its_directory_is_called(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from tests.support.build_request import build_request
 from tests.support.request_lines import chat_line, completion_line, parse, raw_line
 from tests.support.served_models import served_model
 from tests.support.tiny_tokenizer import make_tokenizer
-from worker.lines import RequestLine
-from worker.requests.request_builder import RequestBuilder
+from worker.lines.request_line import RequestLine
+from worker.requests.builder import RequestBuilder
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"

@@ -4,7 +4,7 @@ import pytest
 
 from engine.request import AnyRequest, EmbeddingRequest, Request
 from engine.sampling_params import SamplingParams
-from worker.requests.request_window import request_room
+from worker.requests.step_engine import request_room
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import pytest
 
 from settings import SettingsError, TracingSettings
 from worker.schemas import SubmitOptions
-from worker.tracing.make_tracing import make_tracing
-from worker.tracing.tracing import Tracing
+from worker.tracing.spans import Tracing, make_tracing
 
 JOB = "s0-01234567-89ab-7cde-8f01-23456789abcd"
 ROOT = Path(__file__).resolve().parents[3]
@@ -30,7 +29,7 @@ sys.modules["opentelemetry"] = None  # as if it were not installed
 from settings import TracingSettings
 from worker.async_client import AsyncBatchClient
 from worker.client import BatchClient
-from worker.process.worker_runtime import WorkerRuntime
+from worker.runtime.runtime import WorkerRuntime
 BatchClient("redis://127.0.0.1:1").close()
 try:
     BatchClient("redis://127.0.0.1:1", tracing=TracingSettings(enabled=True))
@@ -44,14 +43,14 @@ except ValueError as error:
 
 
 def test_a_defect_of_ours_is_not_taken_for_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "worker.tracing.open_telemetry_tracing", None)
+    monkeypatch.setitem(sys.modules, "worker.tracing.open_telemetry", None)
 
     with pytest.raises(ModuleNotFoundError):
         make_tracing(TracingSettings(enabled=True), service="s", instance="i")
 
 
 def test_the_error_names_setting_value_and_what_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("worker.tracing.open_telemetry_tracing", "worker.tracing.span_provider"):
+    for name in ("worker.tracing.open_telemetry", "worker.tracing.open_telemetry"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
 

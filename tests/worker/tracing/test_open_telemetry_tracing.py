@@ -11,13 +11,12 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import StatusCode
 
 from tests.support.registry import ok
-from worker.registry.claim import Claim
-from worker.registry.run_mode import RunMode
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
+from worker.registry.leases import Claim
+from worker.registry.lifecycle import RunMode
 from worker.schemas import SubmitOptions
-from worker.tracing.open_telemetry_tracing import OpenTelemetryTracing
-from worker.tracing.traced_request import TracedRequest
-from worker.tracing.unit_span import UnitSpan
+from worker.tracing.open_telemetry import OpenTelemetryTracing
+from worker.tracing.spans import TracedRequest, UnitSpan
 
 JOB = "s0-01234567-89ab-7cde-8f01-23456789abcd"
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -263,8 +262,8 @@ def test_a_fault_of_tracing_costs_spans_and_nothing_else(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no clock")
 
-    monkeypatch.setattr("worker.tracing.span_clock.SpanClock.at_ns", fail)
-    monkeypatch.setattr("worker.tracing.span_clock.SpanClock.now_ns", fail)
+    monkeypatch.setattr("worker.tracing.open_telemetry.SpanClock.at_ns", fail)
+    monkeypatch.setattr("worker.tracing.open_telemetry.SpanClock.now_ns", fail)
     span.add_request(request_of(0))
     end(span)
     assert traced.tracing.hold(claim_of(traceparent=SAMPLED)).traceparent == SAMPLED

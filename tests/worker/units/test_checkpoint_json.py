@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.request import SequenceCheckpoint, TokenCheckpoint, TokenLogprobs
-from worker.units.checkpoint_json import decode_checkpoint, encode_checkpoint
+from worker.runtime.shard import decode_checkpoint, encode_checkpoint
 
 token_ids = st.integers(min_value=0, max_value=2**31)
 logprobs = st.floats(max_value=0.0, allow_nan=False)

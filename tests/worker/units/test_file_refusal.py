@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from worker.lines.line_error import LineError
-from worker.units.file_refusal import MAX_ERRORS, FileRefusal
+from worker.lines.errors import LineError
+from worker.runtime.planner import MAX_ERRORS, FileRefusal
 
 
 def _error(code: str, index: int = 0, message: str = "bad", param: str = "url") -> LineError:

@@ -9,8 +9,8 @@ from tests.support.openai_batch import OpenAIBatch
 from tests.support.registry import TestRegistry
 from tests.support.request_lines import completion_line
 from tests.support.units import Units, running_units
-from worker.registry.run_mode import RunMode
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
+from worker.registry.lifecycle import RunMode
 from worker.schemas import JobState, SubmitOptions
 
 REST = {"c", "d", "e"}

@@ -6,11 +6,10 @@ from typing import Any
 
 from tests.support.registry import TestRegistry, ok
 from tests.support.units import running_units
-from worker.registry.claim_refusal import ClaimRefusal
-from worker.registry.stop_reason import StopReason
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
+from worker.registry.lifecycle import ClaimRefusal, StopReason
+from worker.runtime.planner import CHUNK
 from worker.schemas import JobState, SubmitOptions
-from worker.units.planner import CHUNK
 
 
 def _line(prompt: str, custom_id: str | None = None) -> bytes:

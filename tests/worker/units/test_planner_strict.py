@@ -7,9 +7,8 @@ import pytest
 from tests.support.registry import TestRegistry, must_claim
 from tests.support.request_lines import CHAT, COMPLETIONS, chat_line, completion_line
 from tests.support.units import running_units
-from worker.registry.claim_refusal import ClaimRefusal
-from worker.registry.stop_reason import StopReason
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
+from worker.registry.lifecycle import ClaimRefusal, StopReason
 from worker.schemas import JobState, SubmitOptions
 
 STRICT = SubmitOptions(strict=True)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.wait_until import wait_until
-from worker.units.quarantine import Quarantine
+from worker.runtime.quarantine import Quarantine
 
 
 @pytest.fixture(autouse=True)
 def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.units.quarantine.COMPANY_WAIT_S", 0.05)
-    monkeypatch.setattr("worker.units.quarantine.SEND_AWAY_INTERVAL_S", 0.01)
+    monkeypatch.setattr("worker.runtime.quarantine.COMPANY_WAIT_S", 0.05)
+    monkeypatch.setattr("worker.runtime.quarantine.SEND_AWAY_INTERVAL_S", 0.01)
 
 
 class Visitors:
@@ -64,7 +64,7 @@ def test_a_suspect_waits_until_the_engine_has_let_go_of_what_was_sent_away() -> 
 
 
 def test_company_that_ends_by_itself_in_time_is_not_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.units.quarantine.COMPANY_WAIT_S", 5)
+    monkeypatch.setattr("worker.runtime.quarantine.COMPANY_WAIT_S", 5)
     visitors = Visitors()
     assert visitors.gate.enter(0)
     suspect = visitors.ask(visitors.gate.enter_alone)

@@ -7,11 +7,10 @@ import pytest
 import structlog
 
 from tests.support.registry import TestRegistry, must_claim
-from worker.process.held_unit import HeldUnit
-from worker.registry.stop_reason import StopReason
-from worker.registry.unit_ref import UnitRef
-from worker.tracing.unit_span import UnitSpan
-from worker.units.reported_unit import reported
+from worker.registry.keys import UnitRef
+from worker.registry.lifecycle import StopReason
+from worker.runtime.held_units import HeldUnit, reported
+from worker.tracing.spans import UnitSpan
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -10,12 +10,11 @@ from settings import LimitSettings, ModelSettings
 from tests.support.fake_engine import FakeEngine
 from tests.support.registry import TestRegistry, must_claim
 from tests.support.request_lines import chat_line
-from worker.registry.claim import Claim
-from worker.registry.prompt_record import PromptRecord
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
+from worker.registry.leases import Claim, PromptRecord
 from worker.requests.served_model import ServedModel
+from worker.runtime.shard import Prepared, ShardPrompts
 from worker.schemas import SubmitOptions
-from worker.units.shard_prompts import Prepared, ShardPrompts
 
 
 def _prompts(claim: Claim, chat_template: str | None = None) -> ShardPrompts:
@@ -86,7 +85,7 @@ def test_what_nobody_expected_over_one_prompt_is_its_record_and_stands_in_the_lo
     def failing(*_arguments: object) -> int:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("worker.requests.request_builder._sampling_params", failing)
+    monkeypatch.setattr("worker.requests.builder._sampling_params", failing)
     (record,) = prompts.prepare([(3, b'{"prompt": "a"}')])
 
     assert isinstance(record, PromptRecord)

@@ -12,11 +12,11 @@ from tests.support.fake_engine import FAIL, REFUSE, FakeEngine, answer
 from tests.support.registry import TestRegistry, must_claim, ok
 from tests.support.units import Units, running_units
 from tests.support.wait_until import wait_until
-from worker.process.held_unit import HeldUnit
-from worker.registry.stop_reason import StopReason
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
+from worker.registry.lifecycle import StopReason
+from worker.runtime.held_units import HeldUnit
+from worker.runtime.shard import READ_AHEAD
 from worker.schemas import JobState, SubmitOptions
-from worker.units.shard_run import READ_AHEAD
 
 ENDLESS = 1_000_000  # steps
 

@@ -12,11 +12,11 @@ from tests.support.registry import TestRegistry, must_claim
 from tests.support.units import Units, running_units
 from tests.support.wait_until import wait_until
 from tests.support.writing_engine import WritingEngine
-from worker.process.held_unit import HeldUnit
-from worker.registry.prompt_checkpoint import PromptCheckpoint
-from worker.registry.stop_reason import StopReason
-from worker.registry.unit_ref import UnitRef
-from worker.units.checkpoint_json import decode_checkpoint
+from worker.registry.keys import UnitRef
+from worker.registry.leases import PromptCheckpoint
+from worker.registry.lifecycle import StopReason
+from worker.runtime.held_units import HeldUnit
+from worker.runtime.shard import decode_checkpoint
 
 PROMPTS = ["a", "b", "c"]
 ANSWER_TOKENS = 16  # of fake_engine.answer
@@ -110,7 +110,7 @@ def test_who_lost_the_unit_writes_no_checkpoint(registry: TestRegistry) -> None:
 
 
 def test_a_step_that_does_not_end_is_not_waited_for(registry: TestRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.units.shard_run.SUSPEND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("worker.runtime.shard.SUSPEND_TIMEOUT_S", 0.05)
     with running_units(registry, WritingEngine(step_s=0.5, stop_after=3)) as units:
         held = _hold_job(units)
         thread = threading.Thread(target=units.shard_run(held).run)
@@ -135,7 +135,7 @@ def test_a_checkpoint_that_cannot_be_read_means_the_prompt_starts_over(
 
 
 def test_a_checkpoint_that_is_too_large_is_not_written(registry: TestRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.units.shard_run.MAX_CHECKPOINT_BYTES", 72)  # 4 tokens fit, 8 do not
+    monkeypatch.setattr("worker.runtime.shard.MAX_CHECKPOINT_BYTES", 72)  # 4 tokens fit, 8 do not
     with running_units(registry, WritingEngine(step_s=0.001, stop_after=9)) as units:
         held = _hold_job(units)
         _stop_in_the_middle(units, held, 9, StopReason.RELEASED)

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 from tests.support.registry import TestRegistry, must_claim
-from worker.process.held_units import HeldUnits
-from worker.registry.unit_ref import UnitRef
+from worker.registry.keys import UnitRef
+from worker.runtime.held_units import HeldUnits
+from worker.runtime.unit_runner import SLOTS_PER_RESERVED, ShardSlots
 from worker.schemas import SubmitOptions
-from worker.units.shard_slots import SLOTS_PER_RESERVED, ShardSlots
 
 
 def _slots(registry: TestRegistry, held_units: HeldUnits, max_shards: int) -> ShardSlots:

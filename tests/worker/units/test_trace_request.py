@@ -7,11 +7,10 @@ import pytest
 from engine.errors import NonFiniteLogits
 from engine.request import Completion, FinishReason, RequestOutput, RequestTimings
 from settings import LimitSettings
-from worker.lines.parse_request_line import parse_request_line
+from worker.lines.parse import parse_request_line
 from worker.lines.request_line import RequestLine
-from worker.tracing.traced_request import TracedRequest
-from worker.tracing.unit_span import UnitSpan
-from worker.units.trace_request import trace_request
+from worker.runtime.held_units import trace_request
+from worker.tracing.spans import TracedRequest, UnitSpan
 
 TIMINGS = RequestTimings(arrived_s=1.0, scheduled_s=2.0, first_token_s=3.0, finished_s=4.0)
 OUTPUT = RequestOutput(

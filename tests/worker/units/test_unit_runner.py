@@ -9,12 +9,12 @@ import redis
 from tests.support.registry import TestRegistry, must_claim, ok
 from tests.support.units import running_units
 from tests.support.wait_until import wait_until
-from worker.broker.message_end import MessageEnd
-from worker.process.held_unit import HeldUnit
-from worker.registry.stop_reason import StopReason
-from worker.registry.unit_ref import UnitRef
+from worker.broker.messages import MessageEnd
+from worker.registry.keys import UnitRef
+from worker.registry.lifecycle import StopReason
+from worker.runtime.held_units import HeldUnit
+from worker.runtime.unit_runner import UnitFailed
 from worker.schemas import JobState, SubmitOptions
-from worker.units.errors import UnitFailed
 
 
 def _no_work(_held: HeldUnit) -> None:
@@ -55,7 +55,7 @@ def test_a_draining_worker_claims_nothing(registry: TestRegistry) -> None:
 
 
 def test_a_worker_that_hangs_claims_nothing(registry: TestRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.units.unit_runner.UNWELL_PAUSE_S", 0.01)
+    monkeypatch.setattr("worker.runtime.unit_runner.UNWELL_PAUSE_S", 0.01)
     shard = UnitRef.shard(registry.running_job([0]), 0)
     with running_units(registry) as units:
         assert units.runner(is_well=False).run(shard, "m", _no_work) is MessageEnd.REQUEUE
@@ -134,7 +134,7 @@ def test_units_of_a_cancelled_job_are_closed_instead_of_run(registry: TestRegist
 def test_a_full_worker_gives_shards_back_unclaimed_and_still_plans(
     registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.units.unit_runner.SLOT_WAIT_S", 0.05)
+    monkeypatch.setattr("worker.runtime.unit_runner.SLOT_WAIT_S", 0.05)
     job_id, queued = registry.running_job([0], [1]), registry.submit([b"x"])
     running, finish = threading.Event(), threading.Event()
 
@@ -209,7 +209,7 @@ def test_a_message_is_for_the_shard_of_whoever_has_least_here(registry: TestRegi
 def test_a_message_goes_back_while_the_slots_that_are_left_are_for_others(
     registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.units.unit_runner.SLOT_WAIT_S", 0.01)
+    monkeypatch.setattr("worker.runtime.unit_runner.SLOT_WAIT_S", 0.01)
     job_id = registry.running_job(*[[number] for number in range(9)])
     with running_units(registry) as units:
         for number in range(7):

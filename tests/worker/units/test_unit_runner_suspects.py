@@ -12,18 +12,18 @@ import pytest
 from tests.support.registry import TestRegistry, must_claim, ok
 from tests.support.units import Units, running_units
 from tests.support.wait_until import wait_until
-from worker.broker.message_end import MessageEnd
-from worker.process.held_unit import HeldUnit
-from worker.registry.stop_reason import StopReason
-from worker.registry.unit_ref import UnitRef
+from worker.broker.messages import MessageEnd
+from worker.registry.keys import UnitRef
+from worker.registry.lifecycle import StopReason
+from worker.runtime.held_units import HeldUnit
 from worker.schemas import JobState
 
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.units.quarantine.COMPANY_WAIT_S", 0.1)
-    monkeypatch.setattr("worker.units.quarantine.SEND_AWAY_INTERVAL_S", 0.01)
-    monkeypatch.setattr("worker.units.unit_runner.SLOT_WAIT_S", 0.05)
+    monkeypatch.setattr("worker.runtime.quarantine.COMPANY_WAIT_S", 0.1)
+    monkeypatch.setattr("worker.runtime.quarantine.SEND_AWAY_INTERVAL_S", 0.01)
+    monkeypatch.setattr("worker.runtime.unit_runner.SLOT_WAIT_S", 0.05)
 
 
 class Worker:

@@ -1,0 +1,118 @@
+"""Sends the messages that say where work is, and receives them over a kombu transport that no frame can stop.
+
+A frame that is no message is kept for whoever wants to know who sent it.
+"""
+
+from __future__ import annotations
+
+import logging
+from enum import Enum
+
+import redis
+from celery import Celery
+from kombu.exceptions import OperationalError
+from kombu.transport.redis import Channel, Transport
+from redis.exceptions import DataError
+
+from worker.registry.keys import Keys, UnitRef
+from worker.registry.queues import PLAN_PRIORITY, QUEUE
+from worker.untyped import Untyped
+
+PLAN_TASK = "millrace.plan"
+RUN_SHARD_TASK = "millrace.run_shard"
+
+logger = logging.getLogger(__name__)
+
+# What decoding and delivering a malformed frame raises; errors of the connection are none of these. DataError: redis-py
+# refuses to send what the frame calls its delivery tag.
+_FRAME_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RecursionError, DataError)
+
+MAX_FRAME_BYTES = 4096  # of a frame, the rest is cut
+MAX_FRAMES = 1000  # the newest
+
+
+class Announcer:
+    """Publishes the message of a unit. A message is a hint: one that cannot be sent is sent later by a reaper."""
+
+    def __init__(self, app: Celery) -> None:
+        self._app = app
+
+    def announce(self, ref: UnitRef, priority: int) -> None:
+        """Tell some worker to look at a unit of a job of this priority."""
+        task, arguments = (PLAN_TASK, [ref.job_id]) if ref.is_plan else (RUN_SHARD_TASK, [ref.job_id, int(ref.unit)])
+        priority = PLAN_PRIORITY if ref.is_plan else priority
+        try:
+            self._app.send_task(task, args=arguments, queue=QUEUE, priority=priority)
+        except (OperationalError, redis.RedisError, OSError) as error:
+            logger.warning("a unit could not be announced, a reaper will: %s", error, extra=ref.log_fields)
+
+
+class MessageEnd(Enum):
+    """What becomes of a Celery message when its task is over."""
+
+    DONE = "done"  # acknowledge it: its unit is finished, or somebody else's
+    REQUEUE = "requeue"  # put it back: its unit, or the job it submits, waits for a worker
+
+
+class GuardedChannel(Channel):  # type: ignore[misc]  # kombu has no types
+    """Puts a frame that is no message on the dead list, where kombu would raise and so stop the worker."""
+
+    num_answers = 0  # to BRPOP, with a message or without
+    _last_frame: bytes | None = None  # what BRPOP returned last
+
+    def _create_client(self, asynchronous: bool = False) -> Untyped:
+        client = super()._create_client(asynchronous=asynchronous)
+        if asynchronous:
+            self._remember_frames(client)
+        return client
+
+    def _remember_frames(self, client: Untyped) -> None:
+        parse_response = client.parse_response
+
+        def parse_and_remember(connection: Untyped, command_name: str, **options: Untyped) -> Untyped:
+            reply = parse_response(connection, command_name, **options)
+            if command_name == "BRPOP":
+                self.num_answers += 1
+            self._last_frame = reply[1] if command_name == "BRPOP" and reply else None
+            return reply
+
+        client.parse_response = parse_and_remember
+
+    def _brpop_read(self, **options: Untyped) -> Untyped:
+        self._last_frame = None
+        try:
+            return super()._brpop_read(**options)
+        except _FRAME_ERRORS as error:
+            self._bury_or_raise(error)
+            return True
+
+    def _bury_or_raise(self, error: Exception) -> None:
+        if self._last_frame is None:  # nothing was popped: not a frame's fault
+            raise error
+        logger.error("a frame is no message and was put on the dead list: %s", type(error).__name__)
+        bury(self, self._last_frame)
+
+
+class GuardedTransport(Transport):  # type: ignore[misc]  # kombu has no types
+    """Named by `broker_transport`, so that no table of kombu's has to be changed."""
+
+    Channel = GuardedChannel
+
+
+class GuardedSocketTransport(GuardedTransport):
+    """Takes `socket:///path?virtual_host=db`, which kombu's channel reads and its connection must not take apart."""
+
+    can_parse_url = True
+
+
+def bury(channel: Untyped, frame: object) -> None:
+    """Put the beginning of a frame on the dead list. Never raises: losing a bad frame is no reason to stop."""
+    data = frame if isinstance(frame, bytes) else str(frame).encode("utf-8", "backslashreplace")
+    keys = Keys()
+    try:
+        with channel.conn_or_acquire() as client:
+            client.hincrby(keys.admission, "frames", 1)
+            client.lpush(keys.dead_frames, data[:MAX_FRAME_BYTES])
+            client.ltrim(keys.dead_frames, 0, MAX_FRAMES - 1)
+    except (redis.RedisError, OSError) as error:
+        logger.warning("a bad frame of %d bytes was dropped: %s", len(data), error)

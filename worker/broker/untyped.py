@@ -1,8 +1,0 @@
-"""A name for what has no type."""
-
-from __future__ import annotations
-
-from typing import Any
-
-# What Celery, kombu and Lua scripts hand over: only the code that takes it apart knows its shape.
-Untyped = Any

@@ -1,0 +1,157 @@
+"""`millrace config`, `doctor` and `acl`: the settings in force, what is amiss, and the users of a Redis."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import click
+
+from settings import EffectiveSettings, SettingsError
+from worker.acl import ADMIN, FLOWER, PRODUCER, WORKER, UnusablePassword, acl_file, generate_password, read_password
+from worker.cli.exit_codes import BadUsage, CommandError, ExitCode
+from worker.cli.files import open_output
+from worker.cli.options import load_command_settings, redis_options, set_option
+from worker.doctor.redis import redis_findings
+from worker.doctor.report import Finding, Level
+from worker.doctor.server import OLDEST_REDIS
+from worker.extras import INSTALL_ENGINE
+
+_USERS = {"producer": PRODUCER, "worker": WORKER, "flower": FLOWER, "admin": ADMIN}
+
+
+@click.command("config")
+@click.option("--model", metavar="DIR", help="Checkpoint directory (model.path): also show what follows from it.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: {key: {value, source}}.")
+@set_option
+def config(model: str | None, as_json: bool, assignments: tuple[str, ...]) -> None:
+    """Show every setting: effective value, source, what is accepted.
+
+    With a model, values that follow from the model and this machine are derived exactly as the engine derives them.
+    """
+    effective = load_command_settings(assignments, {"model.path": model})
+    if effective.settings.model.path is not None:
+        effective = _derive(effective)
+    if as_json:
+        click.echo(json.dumps(effective.as_json(), indent=2))
+        return
+    for row in effective.rows():
+        unit = f" ({row.unit})" if row.unit else ""
+        click.echo(f"{row.key} = {row.value_text}    [{row.source.value}]")
+        click.echo(f"    {row.description}{unit} Accepted: {row.accepted}. Default: {row.default_text}.")
+
+
+def _derive(effective: EffectiveSettings) -> EffectiveSettings:
+    # Imported here: deriving asks torch for the device, and a producer has no torch.
+    try:
+        from engine.errors import CapabilityError, EngineError  # noqa: PLC0415
+        from engine.loading.derived_settings import derive_settings  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise CommandError(f"what follows from model.path needs {error.name}: {INSTALL_ENGINE}") from error
+    try:
+        return derive_settings(effective)
+    except (SettingsError, CapabilityError) as error:
+        raise BadUsage(str(error)) from error
+    except EngineError as error:
+        raise CommandError(str(error)) from error
+
+
+@click.command("doctor")
+@click.option("--model", metavar="DIR", help="Checkpoint directory (model.path).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of findings.")
+@redis_options
+def doctor(model: str | None, as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
+    """Look at Redis, the workers, this machine and the model, and say how to mend what is wrong.
+
+    With a model this machine is to be a worker, else a producer. Nothing is changed and no weight is loaded. Exit code
+    1 if something will not work; a warning is not that.
+    """
+    effective = load_command_settings(assignments, {"model.path": model, "redis.url": redis_url})
+    findings = []
+    for finding in _findings(effective):
+        findings.append(finding)
+        if not as_json:
+            _show(finding)
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    else:
+        click.echo(_summary(findings))
+    if any(finding.level is Level.FAILED for finding in findings):
+        sys.exit(ExitCode.FAILED)
+
+
+def _findings(effective: EffectiveSettings) -> Iterator[Finding]:
+    shown_url = next(row.value_text for row in effective.rows() if row.key == "redis.url")
+    is_worker = effective.settings.model.path is not None
+    yield from redis_findings(effective.settings.redis, shown_url, for_worker=is_worker)
+    if importlib.util.find_spec("torch") is None:
+        yield Finding(
+            "torch",
+            Level.WARNING,
+            "not installed: this machine can submit jobs, not run them",
+            f"{INSTALL_ENGINE}, where a worker is to run",
+        )
+        return
+    # Imported here: a producer has no torch, and doctor must tell it so.
+    from worker.doctor.model import engine_findings  # noqa: PLC0415  # torch comes with it
+
+    yield from engine_findings(effective)
+
+
+def _show(finding: Finding) -> None:
+    click.echo(f"{finding.level.value:8} {finding.check}: {finding.detail}")
+    if finding.fix is not None:
+        click.echo(f"{'':8} fix: {finding.fix}")
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    counts = Counter(finding.level for finding in findings)
+    return ", ".join(f"{counts[level]} {level.value}" for level in Level)
+
+
+@click.command("acl")
+@click.option("--producer-password-file", "producer", required=True, metavar="FILE", help="Of millrace-producer.")
+@click.option("--worker-password-file", "worker", required=True, metavar="FILE", help="Of millrace-worker.")
+@click.option("--flower-password-file", "flower", metavar="FILE", help="Of millrace-flower, who hears Celery's events.")
+@click.option("--admin-password-file", "admin", metavar="FILE", help="Of millrace-admin, who may do everything.")
+@click.option("--generate", is_flag=True, help="Make a password where there is no such file.")
+@click.option("--redis-version", default="8.0", show_default=True, metavar="X.Y", help="Of the server.")
+@click.option("-o", "--output", default="-", metavar="FILE", help="The ACL file; - is stdout.")
+def acl(generate: bool, redis_version: str, output: str, **files: str | None) -> None:
+    """Print an ACL file (redis-server --aclfile) with one user for producers and one for workers.
+
+    Each may do its work and nothing else; the default user is off. Passwords come from files; the ACL file holds their
+    SHA-256.
+    """
+    version = _version(redis_version)
+    try:
+        passwords = {
+            user: _password(Path(file), generate) for name, user in _USERS.items() if (file := files[name]) is not None
+        }
+    except UnusablePassword as error:
+        raise BadUsage(str(error)) from error
+    if len(set(passwords.values())) < len(passwords):
+        raise BadUsage("two users have the same password; accepted: one for each")
+    with open_output(output) as target:
+        target.write(acl_file(passwords, version).encode("ascii"))
+
+
+def _password(file: Path, generate: bool) -> str:
+    if generate:
+        generate_password(file)
+    return read_password(file)
+
+
+def _version(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([0-9]{1,3})\.([0-9]{1,3})(\.[0-9]+)*", text)
+    version = (int(match[1]), int(match[2])) if match else (0, 0)
+    if version < OLDEST_REDIS:
+        oldest = ".".join(map(str, OLDEST_REDIS))
+        raise BadUsage(f"--redis-version {text}: accepted: {oldest} or later, such as 7.4")
+    return version

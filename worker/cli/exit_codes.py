@@ -1,0 +1,34 @@
+"""Defines what the process's exit code says, and the errors with which a command ends."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import IO, Any
+
+import click
+
+
+class ExitCode(IntEnum):
+    """Exit codes of `millrace`."""
+
+    DONE = 0  # lines may have failed: their errors are in the output
+    FAILED = 1  # the job failed, expired or was cancelled, or Redis or the model cannot be had
+    USAGE = 2  # bad usage or settings
+    INTERRUPTED = 130  # Ctrl-C: 128 + SIGINT, as shells have it
+    # A worker whose engine broke or hung exits with os.EX_SOFTWARE, 70.
+
+
+class CommandError(click.ClickException):
+    """One line on stderr and exit code 1: Redis or the model cannot be had, or the job did not complete."""
+
+    exit_code = int(ExitCode.FAILED)
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print the line, without click's usage text: what is wrong is not how the command was written."""
+        click.echo(f"millrace: {self.format_message()}", file=file, err=file is None)
+
+
+class BadUsage(CommandError):
+    """One line on stderr and exit code 2."""
+
+    exit_code = int(ExitCode.USAGE)

@@ -1,0 +1,208 @@
+"""Opens the files a command reads and writes, where `-` is stdin or stdout, and says where records go."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import os
+import stat
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, Self, cast
+
+from worker.cli.exit_codes import BadUsage
+from worker.lines.files import InputFile
+from worker.records.record import BatchFile, encode_record
+
+STANDARD = "-"
+GZIP_SUFFIX = ".gz"
+
+# Every flush ends a block of the compression: one a record would make a file of short records half as large again.
+FLUSH_EVERY_S = 1.0
+
+OUTPUT_NAME = "output.jsonl"
+ERRORS_NAME = "errors.jsonl"
+OUTPUT_HELP = f"- is stdout, NAME.gz is compressed, a directory (or NAME/) gets {OUTPUT_NAME} and {ERRORS_NAME}."
+
+WriteRecord = Callable[[Mapping[str, object]], None]
+
+
+def input_files(names: Sequence[str]) -> list[InputFile]:
+    """The files in the order they are given, those of a pattern such as 'day-*.jsonl' sorted by name.
+
+    A name is a pattern only where no file is called so; - is stdin. Raises BadUsage for what is not there or cannot be
+    read: nothing is submitted or run of half an input.
+    """
+    if names.count(STANDARD) > 1:
+        raise BadUsage("- is given twice; accepted: standard input once")
+    return [_input_file(path) for name in names for path in _paths(name)]
+
+
+def _paths(name: str) -> list[str]:
+    if name == STANDARD or os.path.lexists(name) or not glob.has_magic(name):
+        return [name]
+    found = sorted(glob.glob(name, recursive=True))
+    if not found:
+        raise BadUsage(f"{name}: no file has such a name")
+    return found
+
+
+def _input_file(path: str) -> InputFile:
+    if path == STANDARD:
+        if sys.stdin is None:  # so Python has it where descriptor 0 is closed
+            raise BadUsage("-: standard input is closed; accepted: a file, a pipe or a terminal")
+        return InputFile(STANDARD, _open_stdin, stat.S_ISREG(os.fstat(sys.stdin.fileno()).st_mode))
+    try:
+        is_complete = stat.S_ISREG(os.stat(path).st_mode)
+        # A pipe is opened once: whoever writes to it would find its reader gone.
+        if is_complete or os.path.isdir(path):
+            _open(path).close()
+    except OSError as error:
+        raise BadUsage(f"{path}: {error.strerror}") from error
+    return InputFile(path, partial(_open, path), is_complete)
+
+
+def _open(path: str) -> io.BufferedReader:
+    return open(path, "rb")
+
+
+def _open_stdin() -> io.BufferedReader:
+    """A reader of its own, which leaves the descriptor open.
+
+    At exit Python waits for the lock of sys.stdin, and a thread may still be reading.
+    """
+    return open(sys.stdin.fileno(), "rb", closefd=False)
+
+
+@contextmanager
+def open_output(path: str) -> Iterator[BinaryIO]:
+    """Open `path` for writing; a file that exists is replaced, one whose name ends in .gz is compressed.
+
+    Raises BadUsage if it cannot be opened.
+    """
+    if path == STANDARD:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    try:
+        file = Path(path).open("wb")  # noqa: SIM115 - closed below; only the opening may raise CommandError
+    except OSError as error:
+        raise BadUsage(f"{path}: {error.strerror}") from error
+    with file:
+        if not path.endswith(GZIP_SUFFIX):
+            yield file
+            return
+        with GzipOutput(file) as compressed:
+            yield cast("BinaryIO", compressed)
+
+
+def check_output(path: str) -> None:
+    """Raise BadUsage where open_output would; a file that exists is left as it is, one that does not is made, empty."""
+    # Opening a pipe and closing it would be its end for whoever reads it.
+    if path == STANDARD or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)):
+        return
+    try:
+        Path(path).open("ab").close()
+    except OSError as error:
+        raise BadUsage(f"{path}: {error.strerror}") from error
+
+
+def refuse_same_file(path: str, *, other: str, role: str) -> None:
+    """Raise BadUsage where writing `path` would destroy the other file, the command's `role`: "input"."""
+    if STANDARD in (path, other):
+        return
+    try:
+        same = os.path.samefile(path, other)
+    except OSError:  # one of them does not exist: at most the names are the same
+        same = os.path.realpath(path) == os.path.realpath(other)
+    if same:
+        raise BadUsage(f"{path} is also the {role}; accepted: another file")
+
+
+def write_line(file: BinaryIO, line: str) -> None:
+    """Write one line and flush it: a reader of the file never waits for a buffer, nor loses one to a kill.
+
+    A compressed file may lag by a second's lines, see GzipOutput.
+    """
+    file.write(line.encode("ascii") + b"\n")
+    file.flush()
+
+
+class GzipOutput(gzip.GzipFile):
+    """Flushes at most once a second, with a write, and at the end.
+
+    What is written within a second of a flush waits for the first write after that second, however long that takes: a
+    kill costs no more than what was written in one second, but also costs it long afterwards.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        # Neither name nor time: equal records make equal files.
+        super().__init__(filename="", mode="wb", fileobj=file, mtime=0)
+        self._flushed_at_s = time.monotonic()
+
+    def flush(self, zlib_mode: int = zlib.Z_SYNC_FLUSH) -> None:
+        """Hand on what was written, unless that was done within the last second: then a later flush does."""
+        now_s = time.monotonic()
+        if now_s - self._flushed_at_s >= FLUSH_EVERY_S:
+            super().flush(zlib_mode)
+            self._flushed_at_s = now_s
+
+
+@dataclass(frozen=True, slots=True)
+class RecordPaths:
+    """One file for all records, or one for those with an answer and one for those without, as OpenAI keeps them."""
+
+    output: str
+    errors: str | None  # None: with the others
+
+    @classmethod
+    def of(cls, output: str, errors: str | None = None) -> Self:
+        """As `-o` and `--errors-file` say; a directory holds output.jsonl and errors.jsonl, and is made if need be.
+
+        What ends in / is a directory. Raises BadUsage for a directory that cannot be had, and for one file twice.
+        """
+        if output != STANDARD and (output.endswith(os.sep) or os.path.isdir(output)):
+            try:
+                Path(output).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise BadUsage(f"{output}: {error.strerror}") from error
+            errors = str(Path(output, ERRORS_NAME)) if errors is None else errors
+            output = str(Path(output, OUTPUT_NAME))
+        if errors is not None:
+            if output == errors == STANDARD:
+                raise BadUsage("--errors-file -: standard output is the output's; accepted: a file")
+            refuse_same_file(errors, other=output, role="output")
+        return cls(output, errors)
+
+    def __iter__(self) -> Iterator[str]:
+        yield self.output
+        if self.errors is not None:
+            yield self.errors
+
+
+@contextmanager
+def record_output(paths: RecordPaths) -> Iterator[WriteRecord]:
+    """Open the files; what is yielded writes a record where it belongs, as a JSON line, at once. Raises BadUsage."""
+    errors = open_output(paths.errors) if paths.errors is not None else nullcontext(None)
+    with open_output(paths.output) as output_file, errors as errors_file:
+
+        def write(record: Mapping[str, object]) -> None:
+            file = output_file
+            if errors_file is not None and BatchFile.of_record(record) is BatchFile.ERROR:
+                file = errors_file
+            write_line(file, encode_record(record))
+
+        yield write
+
+
+def write_records(records: Iterable[Mapping[str, object]], write: WriteRecord) -> None:
+    """Write records, each as soon as it is there."""
+    for record in records:
+        write(record)

@@ -1,0 +1,116 @@
+"""Reads a command's options over the environment: settings, durations and metadata."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import click
+
+from settings import EffectiveSettings, Settings, SettingsError, load_settings, parse_assignments
+from worker.cli.exit_codes import BadUsage
+from worker.runtime.log_setup import configure_logging
+
+Command = TypeVar("Command", bound=Callable[..., object])
+
+# The settings that a producer reads; the others are its workers'.
+PRODUCER_SECTIONS = ("redis", "limits", "log", "tracing")
+
+_UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_FORM = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)")
+
+
+def set_option(command: Command) -> Command:
+    """`--set KEY=VALUE`, which every command has; the function gets `assignments`."""
+    return click.option(
+        "--set",
+        "assignments",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Set any setting by its dotted path, such as engine.max_num_seqs=64. Repeatable.",
+    )(command)
+
+
+def redis_options(command: Command) -> Command:
+    """`--set` and `--redis-url`, for commands that talk to Redis; the function gets `redis_url` too."""
+    return _redis_url_option(set_option(command))
+
+
+def producer_options(command: Command) -> Command:
+    """`redis_options` for commands that only talk to Redis: fewer settings mean something to them."""
+    option = click.option(
+        "--set",
+        "assignments",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help=f"Set {_words(PRODUCER_SECTIONS)} by its dotted path, such as redis.socket_timeout_s=30. Repeatable.",
+    )
+    return _redis_url_option(option(command))
+
+
+def load_producer_settings(assignments: Sequence[str], redis_url: str | None) -> EffectiveSettings:
+    """`load_command_settings` of a command with `producer_options`.
+
+    Raises BadUsage also for a setting that such a command would not read: a worker has settings of its own.
+    """
+    try:
+        keys = list(parse_assignments(assignments))
+    except SettingsError as error:
+        raise BadUsage(str(error)) from error
+    for key in keys:
+        section, dot, _ = key.partition(".")
+        if dot and section not in PRODUCER_SECTIONS and section in Settings.model_fields:
+            raise BadUsage(f"--set {key}: this command does not read it; accepted: {_words(PRODUCER_SECTIONS)}")
+    return load_command_settings(assignments, {"redis.url": redis_url})
+
+
+def load_command_settings(assignments: Sequence[str], named: Mapping[str, str | None]) -> EffectiveSettings:
+    """The settings in force; `named` are options that stand for a setting, None where not given.
+
+    Also sets up logging, which follows from them. Raises BadUsage, one line, for a wrong setting.
+    """
+    try:
+        overrides = parse_assignments(assignments)
+        overrides.update({key: value for key, value in named.items() if value is not None})
+        effective = load_settings(overrides)
+    except SettingsError as error:
+        raise BadUsage(str(error)) from error
+    configure_logging(effective.settings.log)
+    return effective
+
+
+def _redis_url_option(command: Command) -> Command:
+    help_text = "Redis to use (redis.url). One with a password belongs into MILLRACE_REDIS__URL: `ps` shows options."
+    return click.option("--redis-url", metavar="URL", help=help_text)(command)
+
+
+def _words(sections: Sequence[str]) -> str:
+    return " or ".join((", ".join(f"{section}.*" for section in sections[:-1]), f"{sections[-1]}.*"))
+
+
+class Duration(click.ParamType[float]):
+    """Seconds, or a number with a unit: 90, 90s, 30m, 2h, 1d. Converts to seconds."""
+
+    name = "duration"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Seconds as a float; anything else is bad usage."""
+        match = _FORM.fullmatch(str(value))
+        seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
+        if seconds <= 0:
+            self.fail(f"{value!r} is no duration; accepted: 90, 90s, 30m, 2h, 1d", param, ctx)
+        return seconds
+
+
+def parse_metadata(texts: Sequence[str]) -> dict[str, str]:
+    """`["run=7"]` as a mapping. Raises BadUsage for a text that is no key=value and for a key given twice."""
+    metadata: dict[str, str] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise BadUsage(f"--metadata {text}: accepted: key=value")
+        if key in metadata:
+            raise BadUsage(f"--metadata {text}: {key} is given twice")
+        metadata[key] = value
+    return metadata

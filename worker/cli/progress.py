@@ -1,0 +1,195 @@
+"""Shows progress: a bar on a terminal, plain lines elsewhere, and a job in words with its rates."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from datetime import UTC, datetime
+from typing import TextIO
+
+from worker.schemas import JobState, JobStatus
+
+REFRESH_S = 0.2
+UNKNOWN_COLUMNS = 80
+LONGEST_BAR, SHORTEST_BAR = 30, 10
+
+PLAIN_EVERY_S = 10.0
+
+WINDOW_S = 15.0  # long enough for some steps of long answers, short enough to show that a worker came or went
+
+JOB_COLUMNS = f"{'JOB':40} {'STATUS':12} {'ENDED':>15} {'FAILED':>8} {'PRI':>3} {'TENANT':12} CREATED"
+
+
+class ProgressLine:
+    """One line that is written over again and again. Silent where `stream` is no terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._enabled = stream.isatty()
+        self._shown_at_s = float("-inf")
+        self._width = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a new text would be shown now."""
+        return self._enabled and time.monotonic() - self._shown_at_s >= REFRESH_S
+
+    def show(self, text: str, done: float | None = None) -> None:
+        """Replace the line's text, if it has stood long enough to be read. `done`, 0 to 1, is drawn as a bar."""
+        if self.is_due:
+            self._write(text, done)
+
+    def close(self, text: str, done: float | None = None) -> None:
+        """Show `text` for good and go to the next line."""
+        if self._enabled:
+            self._write(text, done)
+            self._stream.write("\n")
+            self._stream.flush()
+
+    def _write(self, text: str, done: float | None) -> None:
+        # A line that reaches the last column goes on in the next one, and \r does not come back from there.
+        columns = self._columns() - 1
+        line = (text if done is None else f"{_bar(done, columns - len(text) - 3)}{text}")[:columns]
+        self._stream.write("\r" + line.ljust(self._width))
+        self._stream.flush()
+        self._width = len(line)
+        self._shown_at_s = time.monotonic()
+
+    def _columns(self) -> int:
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns or UNKNOWN_COLUMNS
+        except OSError:
+            return UNKNOWN_COLUMNS
+
+
+def _bar(done: float, room: int) -> str:
+    """A bar of at most `room` columns between its brackets, and a space; nothing where that would say nothing."""
+    width = min(room, LONGEST_BAR)
+    if width < SHORTEST_BAR:
+        return ""
+    filled = int(done * width)
+    return f"[{'#' * filled}{'-' * (width - filled)}] "
+
+
+class JobProgress:
+    """A bar on a terminal; elsewhere, with `plain_lines`, a line every ten seconds and for each state of the job."""
+
+    def __init__(self, stream: TextIO, *, plain_lines: bool) -> None:
+        self._stream = stream
+        self._line = ProgressLine(stream)
+        self._is_plain = plain_lines and not stream.isatty()
+        self._rates = JobRates()
+        self._printed_at_s = float("-inf")
+        self._printed_state: JobState | None = None
+
+    def show(self, job: JobStatus) -> None:
+        """The job as it stands now: call it often."""
+        now_s = time.monotonic()
+        self._rates.add(job, now_s)
+        text = progress_text(job, self._rates)
+        if job.status.is_terminal:
+            self._line.close(text, job.progress)
+        else:
+            self._line.show(text, job.progress)
+        is_due = job.status is not self._printed_state or now_s - self._printed_at_s >= PLAIN_EVERY_S
+        if self._is_plain and is_due:
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
+            self._printed_at_s, self._printed_state = now_s, job.status
+
+
+class JobRates:
+    """Prompts and tokens a second over the last quarter of a minute, from what the job's status said meanwhile."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int, int]] = deque()  # when, prompts, output tokens
+
+    def add(self, job: JobStatus, now_s: float) -> None:
+        """What the job's status says at `now_s`, seconds of a clock that only rises."""
+        self._seen.append((now_s, job.request_counts.finished, job.usage.output_tokens))
+        while len(self._seen) > 2 and self._seen[1][0] <= now_s - WINDOW_S:
+            self._seen.popleft()
+
+    @property
+    def prompts_per_s(self) -> float:
+        """Records a second, those of failed prompts too; 0 before the second status."""
+        return self._per_s(1)
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """Generated tokens a second, counted when their prompt's record is written."""
+        return self._per_s(2)
+
+    def _per_s(self, field: int) -> float:
+        if len(self._seen) < 2:
+            return 0.0
+        first, last = self._seen[0], self._seen[-1]
+        return (last[field] - first[field]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
+
+
+def job_row(job: JobStatus) -> str:
+    """One line of a table under JOB_COLUMNS."""
+    counts = job.request_counts
+    done = f"{counts.finished}/{counts.total}"
+    return (
+        f"{job.id:40} {job.status.value:12} {done:>15} {counts.failed:>8} {job.priority:>3} {job.tenant:12} "
+        f"{_time(job.created_at)}"
+    )
+
+
+def job_details(job: JobStatus) -> str:
+    """Everything about one job that a person asks for, a line each."""
+    counts, usage = job.request_counts, job.usage
+    lines = [
+        f"job        {job.id}",
+        f"status     {job.status.value}{f': {job.error}' if job.error else ''}",
+        f"requests   {counts.total}: {counts.completed} completed, {counts.failed} failed",
+        f"shards     {job.shards_done}/{job.shards_total}",
+        f"tokens     {usage.input_tokens} in ({usage.cached_tokens} cached), {usage.output_tokens} out"
+        + (f" ({usage.resumed_tokens} resumed)" if usage.resumed_tokens else ""),
+        f"priority   {job.priority}",
+        f"tenant     {job.tenant}",
+        *(f"metadata   {key}={value}" for key, value in job.metadata.items()),
+        f"created    {_time(job.created_at)}",
+    ]
+    for label, when in (
+        ("deadline", job.expires_at), ("finished", job.finished_at), ("kept until", job.results_expire_at),
+    ):  # fmt: skip
+        if when is not None:
+            lines.append(f"{label:10} {_time(when)}")
+    return "\n".join(lines)
+
+
+def progress_text(job: JobStatus, rates: JobRates) -> str:
+    """One line for a job that runs."""
+    counts, usage = job.request_counts, job.usage
+    hits = usage.cached_tokens / usage.input_tokens if usage.input_tokens else 0.0
+    parts = [
+        f"{job.status.value} {counts.finished}/{counts.total} ({job.progress:.0%})",
+        f"{rates.prompts_per_s:.1f} prompts/s",
+        f"{rates.output_tokens_per_s:.0f} tokens/s out",
+    ]
+    if not job.status.is_terminal:
+        parts.append(f"ETA {_left(counts.total - counts.finished, rates.prompts_per_s)}")
+    return ", ".join([*parts, f"prefix hits {hits:.0%}", f"{counts.failed} errors"])
+
+
+def counts_text(job: JobStatus) -> str:
+    """What became of a job's requests."""
+    counts = job.request_counts
+    return f"{job.status.value}: {counts.completed} completed, {counts.failed} failed, of {counts.total} requests"
+
+
+def _left(num_prompts: int, prompts_per_s: float) -> str:
+    if prompts_per_s <= 0:
+        return "unknown"
+    seconds = round(num_prompts / prompts_per_s)
+    if seconds < 60:
+        return f"{seconds} s"
+    minutes, hours = seconds // 60 % 60, seconds // 3600
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds % 60:02} s"
+
+
+def _time(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,0 +1,119 @@
+"""Checks whether the model can be loaded here, without loading it, and how much fits beside it.
+
+Imported only where torch is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from engine.checkpoint.embedding_config import EmbeddingConfig
+from engine.checkpoint.files import Checkpoint
+from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_config
+from engine.errors import CapabilityError, CheckpointError
+from engine.loading.derived_settings import derive_for, model_path
+from engine.loading.kv_pool import device_memory, expected_profile, expected_weights_bytes, kv_cache_spec
+from engine.loading.load import read_eos_token_ids
+from engine.models.load import check_decoder, check_encoder
+from engine.text.tokenizer import Tokenizer
+from settings import EffectiveSettings, EngineSettings, SettingsError, Source
+from worker.doctor.machine import device_findings, machine_findings, size_text, wanted_device
+from worker.doctor.report import Finding, Level
+
+
+def engine_findings(effective: EffectiveSettings) -> Iterator[Finding]:
+    """Everything that a worker needs beside Redis."""
+    settings = effective.settings.engine
+    device = wanted_device(settings)
+    yield from device_findings(settings, device)
+    yield from machine_findings(settings, device)
+    yield from model_findings(effective)
+
+
+def model_findings(effective: EffectiveSettings) -> Iterator[Finding]:
+    """Files, tensors, tokenizer, template, memory. No weight is read."""
+    if effective.settings.model.path is None:
+        fix = "set model.path (MILLRACE_MODEL__PATH, --model DIR) where a worker is to run"
+        yield Finding("model", Level.WARNING, "model.path is not set", fix)
+        return
+    try:
+        path = model_path(effective)
+        config = read_config(path)
+        with Checkpoint.open(path) as checkpoint:
+            yield from list(_of_checkpoint(effective, path, config, checkpoint))
+    except (CheckpointError, SettingsError) as error:
+        yield Finding("model", Level.FAILED, str(error), "give the directory of a supported checkpoint, whole")
+
+
+def _of_checkpoint(
+    effective: EffectiveSettings, path: Path, config: ModelConfig | EncoderConfig, checkpoint: Checkpoint
+) -> Iterator[Finding]:
+    if isinstance(config, EncoderConfig):
+        check_encoder(config, checkpoint)
+        EmbeddingConfig.from_directory(path, size=config.hidden_size, default="mean")
+        tokenizer = Tokenizer.for_encoding(path)
+    else:
+        check_decoder(config, checkpoint)
+        EmbeddingConfig.from_directory(path, size=config.hidden_size, default="last_token")
+        read_eos_token_ids(path, config)
+        tokenizer = Tokenizer.from_directory(path)
+    num_tensors, size = len(checkpoint.names()), size_text(checkpoint.total_bytes)
+    detail = f"{path}: {config.architecture}, {num_tensors} tensors, {size} in {config.dtype}"
+    yield Finding("model", Level.OK, detail)
+    yield _tokenizer(tokenizer, config.vocab_size)
+    try:
+        derived = derive_for(effective, path, config)
+    except CapabilityError as error:
+        yield Finding("fit", Level.FAILED, str(error), "set what the line names; or a smaller model, or more memory")
+        return
+    if isinstance(config, EncoderConfig):
+        yield Finding("endpoints", Level.OK, "an encoder: /v1/embeddings only")
+        return
+    yield _fit(derived, config, checkpoint)
+    yield _chat_template(tokenizer)
+
+
+def _tokenizer(tokenizer: Tokenizer, vocab_size: int) -> Finding:
+    detail = f"{tokenizer.vocab_size} tokens, the model has {vocab_size}"
+    if tokenizer.vocab_size > vocab_size:
+        fix = "take tokenizer.json and the weights from one checkpoint"
+        return Finding("tokenizer", Level.WARNING, f"{detail}: prompts with the tokens beyond are refused", fix)
+    return Finding("tokenizer", Level.OK, detail)
+
+
+def _fit(derived: EffectiveSettings, config: ModelConfig, checkpoint: Checkpoint) -> Finding:
+    engine, spec = derived.settings.engine, kv_cache_spec(derived, config)
+    weights_bytes = expected_weights_bytes(checkpoint, config, engine)
+    num_blocks, longest = engine.kv_cache.num_blocks or 0, engine.max_model_len or 1
+    num_tokens = (num_blocks - 1) * engine.kv_cache.block_size
+    weights = f"weights take {size_text(weights_bytes)} in {_weights_dtype(engine)}"
+    detail = (
+        f"{weights}; the KV cache of {size_text(num_blocks * spec.bytes_per_block)} holds {num_tokens} tokens "
+        f"({num_blocks} blocks): "
+        f"{num_tokens // longest} sequences of engine.max_model_len={longest}"
+    )
+    if derived.source_of("engine.kv_cache.num_blocks") is not Source.ESTIMATED:
+        return Finding("fit", Level.OK, detail)
+    memory = device_memory(torch.device(engine.device))
+    if memory is not None:
+        left_bytes = expected_profile(engine, config, weights_bytes, memory).kv_bytes
+        if left_bytes < 2 * spec.bytes_per_block:
+            fix = "raise engine.gpu_memory_utilization, end what else holds the GPU's memory, or take a smaller model"
+            detail = f"{weights}; they and the largest step leave {size_text(max(left_bytes, 0))} for the KV cache"
+            return Finding("fit", Level.FAILED, detail, fix)
+    leaves = f"engine.gpu_memory_utilization={engine.gpu_memory_utilization} leaves"
+    return Finding("fit", Level.OK, f"{detail}, estimated: a worker measures what {leaves}")
+
+
+def _weights_dtype(engine: EngineSettings) -> str:
+    return engine.dtype if engine.quantization == "none" else engine.quantization
+
+
+def _chat_template(tokenizer: Tokenizer) -> Finding:
+    if tokenizer.chat_template is None:
+        fix = "add chat_template.jinja to the checkpoint, or send prompts only"
+        return Finding("chat template", Level.WARNING, "none: lines with messages will be refused", fix)
+    return Finding("chat template", Level.OK, "found")

@@ -1,0 +1,210 @@
+"""Checks Redis and who works there: memory, persistence, network and the workers alive."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+
+import redis
+from pydantic import ValidationError
+
+from settings import RedisSettings, SettingsError
+from worker.doctor.redis_facts import NUM_ROUND_TRIPS, RedisFacts, connect_once
+from worker.doctor.report import Finding, Level
+from worker.doctor.server import PERMISSIONS_FIX, access_findings, permissions, server_findings
+from worker.registry.exchange import perform, text_fields
+from worker.registry.jobs import JobQueries
+from worker.registry.keys import Keys
+from worker.schemas import WorkerInfo
+
+_GETTING_FULL = 0.8
+_FULL = 0.95
+
+_TURN_ON = "redis-cli CONFIG SET appendonly yes, and appendonly yes in redis.conf"
+_DISK = "free space on Redis's disk and see its log"
+
+# Claiming a shard, writing its records and ending it are a round trip each; on one machine it takes 0.1 ms.
+SLOW_ROUND_TRIP_S = 0.02
+# Within a second the records of several machines can still be laid side by side.
+CLOCK_TOLERANCE_S = 1.0
+
+_START = "start one: millrace worker --model DIR"
+
+
+def redis_findings(settings: RedisSettings, shown_url: str, *, for_worker: bool = False) -> Iterator[Finding]:
+    """Everything about this Redis. `shown_url` has its password masked; `for_worker`: we are to be a worker here."""
+    try:
+        client = connect_once(settings)
+    except SettingsError as error:
+        yield Finding("redis", Level.FAILED, str(error), "set what the line names")
+        return
+    with client:
+        try:
+            facts = RedisFacts.ask(client, settings)
+        except redis.RedisError as error:
+            yield Finding("redis", Level.FAILED, f"{shown_url}: {error}", _way_in(error))
+            return
+        yield Finding("redis", Level.OK, f"{shown_url} answers")
+        yield from server_findings(facts.info)
+        yield from persistence_findings(facts)
+        yield from memory_findings(facts)
+        yield from network_findings(facts)
+        yield from access_findings(facts, settings)
+        yield from _of_the_queue(client, facts, for_worker=for_worker)
+
+
+def _of_the_queue(client: redis.Redis, facts: RedisFacts, *, for_worker: bool) -> Iterator[Finding]:
+    try:
+        work = permissions(client, for_worker=for_worker)
+        yield work
+        if work.level is Level.OK and facts.may_look_around:
+            yield from worker_findings(client, Keys())
+    except redis.RedisError as error:  # it answers, and not about our keys
+        yield Finding("redis queue", Level.FAILED, str(error), "mend what is said above of this Redis")
+
+
+def _way_in(error: redis.RedisError) -> str:
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthenticationWrongNumberOfArgsError):
+        return "give the user and the password of the ACL file: redis.url, or redis.password_file"
+    if isinstance(error, redis.exceptions.NoPermissionError):
+        return PERMISSIONS_FIX
+    causes = (error.__cause__, error.__context__)
+    if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in causes):
+        return "set redis.ca_file to the CA that signed the server's certificate, and redis.url to a name it holds"
+    if any(isinstance(cause, ssl.SSLError) or "handshake" in str(cause) for cause in causes):
+        return "set redis.url=redis://... if this port is not encrypted, or serve TLS there (worker/compose.tls.yaml)"
+    if isinstance(error, redis.BusyLoadingError):
+        return "wait until it has read its file from disk"
+    return "start redis-server there, or set redis.url (MILLRACE_REDIS__URL, --redis-url); rediss:// if it is encrypted"
+
+
+def memory_findings(facts: RedisFacts) -> Iterator[Finding]:
+    """Eviction policy, then use against the limit."""
+    yield _eviction(facts)
+    yield _use(facts)
+
+
+def _eviction(facts: RedisFacts) -> Finding:
+    policy = facts.info.get("maxmemory_policy", "unknown")
+    if policy == "noeviction":
+        return Finding("redis eviction", Level.OK, "noeviction")
+    return Finding(
+        "redis eviction",
+        Level.FAILED if facts.count("maxmemory") else Level.WARNING,
+        f"{policy}: under memory pressure Redis drops jobs and results",
+        "redis-cli CONFIG SET maxmemory-policy noeviction, and the same in redis.conf",
+    )
+
+
+def _use(facts: RedisFacts) -> Finding:
+    used, limit, machine = (facts.count(name) for name in ("used_memory", "maxmemory", "total_system_memory"))
+    if limit and machine and limit > machine:
+        return Finding(
+            "redis memory",
+            Level.WARNING,
+            f"maxmemory is {_mib(limit)}, its machine has {_mib(machine)}: the kernel will end Redis first",
+            f"redis-cli CONFIG SET maxmemory {machine // 2}, and the same in redis.conf",
+        )
+    most = limit or machine
+    share = used / most if most else 0.0
+    of_what = "maxmemory" if limit else "its machine's memory (maxmemory is not set)"
+    detail = f"{_mib(used)} of {_mib(most)}, {of_what}" if most else f"{_mib(used)}; maxmemory is not set"
+    if share < _GETTING_FULL:
+        return Finding("redis memory", Level.OK, detail)
+    level = Level.FAILED if share >= _FULL else Level.WARNING
+    fix = "raise maxmemory, or lower redis.result_ttl_s, limits.max_open_bytes or limits.max_open_jobs"
+    return Finding("redis memory", level, f"{detail}: when it is full, no job is accepted and no record written", fix)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"
+
+
+def persistence_findings(facts: RedisFacts) -> Iterator[Finding]:
+    """What is kept on disk, then every write to it that failed."""
+    yield _append_only(facts)
+    info = facts.info
+    if info.get("aof_enabled") == "1" and info.get("aof_last_write_status", "ok") != "ok":
+        yield Finding("redis disk", Level.FAILED, "the last append failed: Redis refuses to write", _DISK)
+    if info.get("aof_enabled") == "1" and info.get("aof_last_bgrewrite_status", "ok") != "ok":
+        yield Finding("redis disk", Level.WARNING, "the append-only file could not be rewritten: it grows", _DISK)
+    if info.get("rdb_last_bgsave_status", "ok") != "ok":
+        yield _failed_snapshot(facts)
+
+
+def _append_only(facts: RedisFacts) -> Finding:
+    if facts.info.get("aof_enabled") != "1":
+        kept = "what came after the last snapshot" if facts.config.get("save") else "all jobs and results"
+        if not facts.config:
+            kept = "what came after the last snapshot, or everything where there is none"
+        detail = f"append-only file is off: a restart of Redis loses {kept}"
+        return Finding("redis persistence", Level.WARNING, detail, _TURN_ON)
+    flushed = facts.config.get("appendfsync")
+    if flushed == "no":
+        return Finding(
+            "redis persistence",
+            Level.WARNING,
+            "append-only file is on and flushed when the kernel likes: a power failure loses half a minute",
+            "redis-cli CONFIG SET appendfsync everysec, and the same in redis.conf",
+        )
+    how = f", appendfsync {flushed}" if flushed else "; appendfsync is not shown to this user"
+    return Finding("redis persistence", Level.OK, f"append-only file is on{how}")
+
+
+def _failed_snapshot(facts: RedisFacts) -> Finding:
+    # Redis refuses writes only where it is told to save by itself, which it is by default.
+    refuses = facts.config.get("save") != "" and facts.config.get("stop-writes-on-bgsave-error") != "no"
+    level = Level.FAILED if refuses else Level.WARNING
+    return Finding(
+        "redis disk", level, f"the last snapshot failed{': Redis refuses to write' if refuses else ''}", _DISK
+    )
+
+
+def network_findings(facts: RedisFacts) -> Iterator[Finding]:
+    """Round trip and clock."""
+    detail = f"{facts.round_trip_s * 1000:.2f} ms, the median of {NUM_ROUND_TRIPS} round trips"
+    if facts.round_trip_s < SLOW_ROUND_TRIP_S:
+        yield Finding("redis latency", Level.OK, detail)
+    else:
+        fix = "run Redis nearer to its workers; see redis-cli --latency and SLOWLOG GET for what else keeps it busy"
+        yield Finding("redis latency", Level.WARNING, f"{detail}: claims and records wait for it", fix)
+    yield _clock(facts.clock_offset_s)
+
+
+def _clock(offset_s: float) -> Finding:
+    detail = f"Redis's is {abs(offset_s) * 1000:,.0f} ms {'ahead of' if offset_s >= 0 else 'behind'} this machine's"
+    if abs(offset_s) <= CLOCK_TOLERANCE_S:
+        return Finding("clock", Level.OK, detail)
+    return Finding(
+        "clock",
+        Level.WARNING,
+        f"{detail}: logs, spans and the order of job ids do not fit together, and certificates may seem out of date; "
+        "leases, deadlines and ageing go by Redis's clock alone",
+        "set both machines' clocks by NTP (timedatectl set-ntp true)",
+    )
+
+
+def worker_findings(client: redis.Redis, keys: Keys) -> Iterator[Finding]:
+    """Workers with a heartbeat, their versions, and jobs that wait for one. Raises redis.RedisError."""
+    waiting = int(text_fields(client.hgetall(keys.admission)).get("jobs", "0"))
+    try:
+        workers = perform(client, JobQueries(keys).workers())
+    except ValidationError:  # a heartbeat with fields that this version does not know, or without those it does
+        fix = "run one version everywhere: upgrade this machine or the workers"
+        yield Finding("workers", Level.WARNING, "one of another version than this machine's is up", fix)
+        return
+    if workers:
+        yield _alive(workers)
+    elif waiting:
+        yield Finding("workers", Level.WARNING, f"none is up, and {waiting} jobs wait for one", _START)
+    else:
+        yield Finding("workers", Level.OK, "none is up, and no job waits")
+
+
+def _alive(workers: list[WorkerInfo]) -> Finding:
+    versions = sorted({worker.version for worker in workers})
+    models = sorted({worker.model for worker in workers})
+    detail = f"{len(workers)} up, version {', '.join(versions)}, with {', '.join(models)}"
+    if len(versions) > 1:
+        return Finding("workers", Level.WARNING, detail, "upgrade the older ones: millrace worker of one version")
+    return Finding("workers", Level.OK, detail)

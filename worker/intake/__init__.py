@@ -1,1 +1,0 @@
-"""Lines on their way into the registry."""

@@ -1,0 +1,180 @@
+"""Checks the bodies of /v1/completions and /v1/embeddings, and the sampling parameters that chat shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, Strict, model_validator
+from pydantic_core import PydanticCustomError
+
+from worker.lines.fields import (
+    AT_LEAST_NONE,
+    AT_LEAST_ONE,
+    COUNT_PENALTY,
+    MAX_TOKEN_ID,
+    MAX_TOKENS,
+    MIN_P,
+    REPETITION_PENALTY,
+    SEED,
+    TEMPERATURE,
+    TOKEN_ID,
+    TOP_K,
+    TOP_P,
+    ServiceFields,
+    token_ids,
+)
+from worker.lines.grammar import GrammarFields
+from worker.lines.strict_json import shorten
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+EmbeddingInput = str | tuple[int, ...]  # a text, or token ids
+
+_SHAPES = "a string, a list of strings, a list of token ids or a list of lists of token ids"
+
+
+def _stop_tuple(value: object) -> object:
+    """`stop` is one string or a list of them; the model always holds a tuple."""
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list):
+        return tuple(value)
+    raise PydanticCustomError("invalid_type", "a string or a list of strings")
+
+
+def _bias_by_token(value: object) -> dict[int, float]:
+    """`logit_bias` maps decimal token ids (JSON has string keys only) to -100 .. 100."""
+    if not isinstance(value, dict):
+        raise PydanticCustomError("invalid_type", "an object of token ids and numbers")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        at = {"at": key, "value": shorten(bias)}
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            raise PydanticCustomError("invalid_value", "decimal token ids as keys", at)
+        if int(key) > MAX_TOKEN_ID:
+            raise PydanticCustomError("invalid_value", f"token ids of 0 to {MAX_TOKEN_ID} as keys", at)
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise PydanticCustomError("invalid_type", "a number from -100 to 100", at)
+        if not -100 <= bias <= 100:
+            raise PydanticCustomError("invalid_value", "a number from -100 to 100", at)
+        if int(key) in biases:  # "7" and "07"
+            raise PydanticCustomError("invalid_value", "each token id once", at)
+        biases[int(key)] = float(bias)
+    return biases
+
+
+class SamplingBody(GrammarFields):
+    """How tokens are chosen and what comes back, plus the service fields that change neither."""
+
+    model: Annotated[str, Field(min_length=1)] | None = None
+    max_tokens: Annotated[int, AT_LEAST_ONE] | None = None
+    min_tokens: Annotated[int, AT_LEAST_NONE] = 0
+    temperature: Annotated[float, TEMPERATURE] = 1.0
+    top_p: Annotated[float, TOP_P] = 1.0
+    top_k: Annotated[int, TOP_K] = 0  # 0 and -1: off
+    min_p: Annotated[float, MIN_P] = 0.0
+    seed: Annotated[int, SEED] | None = None
+    n: Annotated[int, AT_LEAST_ONE] = 1
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_stop_tuple)] = ()
+    stop_token_ids: Annotated[tuple[Annotated[int, TOKEN_ID], ...], Strict(False)] = ()
+    ignore_eos: bool = False
+    repetition_penalty: Annotated[float, REPETITION_PENALTY] = 1.0
+    presence_penalty: Annotated[float, COUNT_PENALTY] = 0.0
+    frequency_penalty: Annotated[float, COUNT_PENALTY] = 0.0
+    logit_bias: Annotated[Mapping[int, float], BeforeValidator(_bias_by_token)] = Field(default_factory=dict)
+    return_token_ids: bool = False
+
+
+def _prompt(value: object) -> str | tuple[int, ...]:
+    if isinstance(value, str):
+        if not value:
+            raise PydanticCustomError("empty_prompt", "a prompt that is not empty")
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("invalid_type", "a string or a list of token ids")
+    if not value:
+        raise PydanticCustomError("empty_prompt", "a prompt that is not empty")
+    return token_ids(value, accepted="a string or a list of token ids: one prompt a line")
+
+
+class CompletionBody(SamplingBody):
+    """A prompt, as text or as token ids, and how to continue it."""
+
+    prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)]
+    max_tokens: Annotated[int, AT_LEAST_NONE] | None = None  # 0 with echo: the prompt is scored and not continued
+    logprobs: Annotated[int, AT_LEAST_NONE] | None = None  # alternatives a position; 0: the chosen token's only
+    echo: bool = False  # the prompt comes back before what continues it, with log-probabilities where these are asked
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            accepted = f"a whole number, 1 to {MAX_TOKENS}; 0 only with echo true"
+            raise PydanticCustomError("invalid_value", "{accepted}", {"accepted": accepted, "at": "max_tokens"})
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives a position, None for no logprobs at all."""
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's tokens."""
+        return self.logprobs if self.echo else None
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        """What the line asks for; None: it does not say, and 16 or what the context leaves is meant."""
+        return self.max_tokens
+
+
+def _inputs(value: object) -> tuple[EmbeddingInput, ...]:
+    """OpenAI's four shapes as one: a tuple of inputs."""
+    if isinstance(value, str):
+        return (_text(value, None),)
+    if not isinstance(value, list):
+        raise PydanticCustomError("invalid_type", _SHAPES)
+    if not value:
+        raise PydanticCustomError("empty_prompt", "an input that is not empty")
+    if isinstance(value[0], int):
+        return (_token_ids(value, None),)
+    if isinstance(value[0], str):
+        return tuple(_text(item, position) for position, item in enumerate(value))
+    return tuple(_token_ids(item, position) for position, item in enumerate(value))
+
+
+def _text(value: object, position: int | None) -> str:
+    if not isinstance(value, str):
+        raise PydanticCustomError("invalid_type", "a string, as the first input", _at(position))
+    if not value:
+        raise PydanticCustomError("empty_prompt", "an input that is not empty", _at(position))
+    return value
+
+
+def _token_ids(value: object, position: int | None) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise PydanticCustomError("invalid_type", _SHAPES, _at(position))
+    if not value:
+        raise PydanticCustomError("empty_prompt", "an input that is not empty", _at(position))
+    return token_ids(value, at=position)  # of a list of lists the list at fault is named
+
+
+def _at(position: int | None) -> dict[str, object]:
+    return {} if position is None else {"at": position}
+
+
+class EmbeddingBody(ServiceFields):
+    """Texts, or token ids, each of which becomes one vector of length 1.
+
+    A text gets the special tokens that the model's tokenizer puts around it; token ids are taken as they are.
+    """
+
+    model: Annotated[str, Field(min_length=1)] | None = None
+    input: Annotated[tuple[EmbeddingInput, ...], BeforeValidator(_inputs)]
+    encoding_format: Literal["float", "base64"] = "float"  # base64: of the float32 numbers, little-endian
+    dimensions: Annotated[int, AT_LEAST_ONE] | None = None  # only of models made for it: these are judged by the engine
+
+    def param_of(self, index: int) -> str:
+        """How error messages call an input."""
+        return "input" if len(self.input) == 1 else f"input[{index}]"

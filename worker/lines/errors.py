@@ -1,0 +1,46 @@
+"""Errors of request lines and of the files they stand in.
+
+Exception
+|-- RefusalError      why a line is refused, before the line's number and custom_id are known
+|-- LineError         a request line that cannot be run
+`-- UnreadableInput   an input that breaks off
+"""
+
+from __future__ import annotations
+
+
+class RefusalError(Exception):
+    """Raised by the parts of the line parser; `parse_request_line` turns it into a LineError."""
+
+    def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.param = param
+
+
+class LineError(Exception):
+    """One line's own fault: it becomes an error record, its neighbours run.
+
+    `code` is stable and meant for programs: invalid_json_line, line_too_long, invalid_type, invalid_value,
+    missing_parameter, unknown_parameter, unsupported_parameter, unknown_url, url_mismatch, string_too_long,
+    duplicate_custom_id, and of a strict file model_mismatch, model_not_found.
+    """
+
+    def __init__(
+        self, message: str, *, code: str, index: int, param: str | None = None, custom_id: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.index = index  # 0-based, blank lines not counted; `line` in records is index + 1
+        self.param = param  # path inside the body, `messages[0].content`, or a field of the line
+        self.custom_id = custom_id  # None when the line is too broken to have one
+
+
+class UnreadableInput(OSError):
+    """A file of request lines, named in the message, that cannot be opened or read to its end."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name = name

@@ -1,0 +1,160 @@
+"""Reads files, plain or gzip, as raw request lines, and checks what only the whole file can get wrong."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import BinaryIO, cast
+
+from worker.lines.errors import LineError, UnreadableInput
+from worker.lines.request_line import Endpoint, RequestLine, names_model
+
+GZIP_MAGIC = b"\x1f\x8b"
+UNPACKED_BYTES = 128 * 1024  # unpacked at a time
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """Opened when its turn comes: of ten thousand files one is open."""
+
+    name: str  # its path, - for standard input
+    open: Callable[[], io.BufferedReader]
+    is_complete: bool  # a file on disk; False: a pipe or a terminal, whose writer may be slow
+
+
+def read_input_files(files: Iterable[InputFile], max_line_bytes: int) -> Iterator[bytes]:
+    """Yield the lines of one file after the other, as read_raw_lines does, gzip unpacked, in bounded memory.
+
+    What is gzip is told by its first two bytes, not by its name, so that a pipe may be. A file's last line ends with
+    the file. Raises UnreadableInput, behind lines that come before the fault.
+    """
+    for file in files:
+        try:
+            with file.open() as packed:
+                yield from read_raw_lines(_unpacked(packed), max_line_bytes)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            accepted = "accepted: plain lines, or whole gzip files"
+            raise UnreadableInput(file.name, f"its gzip data is broken ({error}); {accepted}") from error
+        except OSError as error:
+            raise UnreadableInput(file.name, error.strerror or str(error)) from error
+
+
+def _unpacked(file: io.BufferedReader) -> BinaryIO:
+    # A single byte may be all that a pipe has so far; no JSON begins with this one.
+    head = file.peek(len(GZIP_MAGIC))[: len(GZIP_MAGIC)]
+    if not head or not GZIP_MAGIC.startswith(head):
+        return file
+    return io.BufferedReader(cast("io.RawIOBase", gzip.GzipFile(fileobj=file)), UNPACKED_BYTES)
+
+
+def read_raw_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
+    """Yield the lines of `file`, without their line ends, in bounded memory.
+
+    Lines of white space only are skipped and not counted. A line longer than `max_line_bytes` is cut one byte
+    above that, which is enough for parse_request_line to refuse it: also one that is blank up to there, behind which
+    a request may stand.
+    """
+    while True:
+        raw = file.readline(max_line_bytes + 2)  # room for a line end of two bytes
+        if not raw:
+            return
+        is_cut = not raw.endswith(b"\n") and len(raw) > max_line_bytes and _skip_to_line_end(file)
+        raw = raw if is_cut else raw.rstrip(b"\r\n")
+        if raw.strip() or len(raw) > max_line_bytes:
+            yield raw[: max_line_bytes + 1]
+
+
+def _skip_to_line_end(file: BinaryIO) -> bool:
+    """Whether there was more than the end of the file."""
+    rest = first = file.readline(65536)
+    while rest and not rest.endswith(b"\n"):
+        rest = file.readline(65536)
+    return bool(first)
+
+
+class FileChecks:
+    """Compares each line of one file with the lines before it and with what the file was submitted for.
+
+    A custom_id may stand once, and each line names the endpoint that the file was submitted for, if it was for one.
+    A strict file is OpenAI's: without such an endpoint all lines name the first one's, and those that name a model name
+    the same one, and one that is served. What is kept is 16 bytes of each custom_id.
+    """
+
+    def __init__(self, *, endpoint: str | None, is_strict: bool, served_model: str) -> None:
+        self._custom_ids = CustomIds()
+        self._endpoint = endpoint
+        self._is_strict = is_strict
+        self._served_model = served_model
+        self._endpoints: dict[Endpoint, None] = {}  # in the order of the file
+        self._model: str | None = None  # the first that a line names
+        self._has_other_models = False
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """Those of the good lines so far, in the order of their first."""
+        return tuple(self._endpoints)
+
+    @property
+    def model(self) -> str | None:
+        """The model that the good lines name, the served one if they name none; None if they name several."""
+        return None if self._has_other_models else self._model or self._served_model
+
+    def add(self, line: RequestLine) -> None:
+        """Take the file's next line. Raises LineError if it is a bad one: the lines after it do not see it then."""
+        self._check_endpoint(line)
+        if self._is_strict:
+            self._check_model(line)
+        self._custom_ids.add(line)
+        self._endpoints[line.endpoint] = None
+        model = line.body.model
+        self._has_other_models |= None not in (model, self._model) and model != self._model
+        self._model = self._model or model
+
+    def _check_endpoint(self, line: RequestLine) -> None:
+        wanted, whose = self._endpoint, "the endpoint that the job was submitted for"
+        if wanted is None and self._is_strict:
+            wanted, whose = next(iter(self._endpoints), None), "as the first line has it"
+        if wanted not in (None, line.endpoint):
+            raise _refusal(line, f"url is {line.endpoint}; accepted: {wanted}, {whose}", "url_mismatch", "url")
+
+    def _check_model(self, line: RequestLine) -> None:
+        model = line.body.model
+        if model is None:
+            return
+        if self._model not in (None, model):
+            accepted = f"accepted: {self._model!r}, as a line before it has it"
+            raise _refusal(line, f"model is {model!r}; {accepted}", "model_mismatch", "model")
+        if not names_model(model, self._served_model):
+            accepted = f"accepted: {self._served_model!r}, or leave it out"
+            raise _refusal(line, f"model is {model!r}; {accepted}", "model_not_found", "model")
+
+
+def _refusal(line: RequestLine, message: str, code: str, param: str) -> LineError:
+    return LineError(message, code=code, index=line.index, param=param, custom_id=line.custom_id)
+
+
+class CustomIds:
+    """Remembers which custom_ids a job has used.
+
+    It keeps 16-byte digests, not the ids: an id may have 512 characters, a streamed file millions of lines.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[bytes] = set()
+
+    def add(self, line: RequestLine) -> None:
+        """Take `line`'s custom_id. Raises LineError if an earlier line has it: the first one keeps it."""
+        digest = hashlib.blake2b(line.custom_id.encode("utf-8"), digest_size=16).digest()
+        if digest in self._seen:
+            raise LineError(
+                f"custom_id {line.custom_id!r} was used by an earlier line; accepted: each custom_id once",
+                code="duplicate_custom_id",
+                index=line.index,
+                param="custom_id",
+                custom_id=line.custom_id,
+            )
+        self._seen.add(digest)

@@ -1,0 +1,282 @@
+"""Runs a file of request lines through an engine in this process: no Redis, no job.
+
+Lines are read ahead on a thread of their own, in the file's order or sorted by what their prompts begin with.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from tempfile import SpooledTemporaryFile
+from typing import IO
+
+from engine.errors import EngineError, EngineFatal, InvalidRequest
+from engine.request import AnyRequest, RequestOutput
+from settings import LimitSettings, ModelSettings
+from worker.lines.errors import LineError
+from worker.lines.files import CustomIds
+from worker.lines.parse import parse_request_line
+from worker.lines.request_line import PrefixKey, RequestLine, prefix_sort_key
+from worker.records.record import has_failed
+from worker.requests.served_model import ServedModel
+from worker.requests.step_engine import StepEngine, request_room
+
+JOB_ID = "run"  # stands in the record ids where a job's id would
+# While requests run, a line that is not there yet is waited for no longer than this before the next step.
+BUSY_WAIT_S = 0.001
+BUILT_TOGETHER = 32  # lines at most: their texts are tokenised together
+IDLE_WAIT_S = 0.1  # how soon a request to stop is seen while the input is silent
+
+# Lines sorted together: their keys take up to 60 MB, and some 4 s of parsing come before the first of them runs.
+MAX_SORTED_LINES = 50_000
+# They wait in a temporary file, which an input that is packed or comes in parts could not be sought in for.
+MAX_SORTED_BYTES = 256 * 1024 * 1024
+BYTES_IN_MEMORY = 16 * 1024 * 1024  # a temporary file smaller than this is none
+
+Line = RequestLine | LineError
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """Figures of an offline run; the fields are the keys of `millrace run --summary`."""
+
+    load_s: float  # loading the model and warming it up
+    elapsed_s: float  # from the first line read to the last record written, without loading
+    requests: int  # records written, failed ones included
+    failed: int
+    prompt_tokens: int
+    cached_tokens: int  # prompt tokens whose KV came from the prefix cache
+    output_tokens: int
+
+
+class OfflineRun:
+    """Keeps a bounded window of requests in the engine and writes each record the moment it exists."""
+
+    def __init__(
+        self,
+        engine: StepEngine,
+        model: ModelSettings,
+        *,
+        window: int,
+        write: Callable[[Mapping[str, object]], None],
+    ) -> None:
+        """`model`: which one `engine` runs. Raises SettingsError for a model.path that is not under model.root."""
+        served = ServedModel(engine, model)
+        self._engine = engine
+        self._window = window  # sequences in the engine at once: enough to order by prefix, not a whole file
+        self._write_record = write
+        self._requests = served.requests
+        self._created_s = int(time.time())
+        self._records = served.records(JOB_ID, created_s=self._created_s)
+        self._built: deque[tuple[RequestLine, AnyRequest]] = deque()  # next to go into the engine
+        self._room_taken = 0
+        self._running: dict[str, tuple[RequestLine, int]] = {}  # with the room it takes
+        self._num_records = self._num_failed = 0
+        self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+        self._started_s = time.monotonic()
+
+    def run(self, feed: LineFeed, should_stop: Callable[[], bool], on_progress: Callable[[], None]) -> None:
+        """Run every line of `feed`, or until `should_stop`; what is unfinished then gets no record.
+
+        If the engine breaks, the requests in it get an error record each, the lines after them none, and EngineError
+        is raised. Raises what reading the input raised.
+        """
+        try:
+            while not should_stop():
+                self._admit(feed)
+                if self._engine.has_unfinished():
+                    for output in self._engine.step():
+                        self._finish(output)
+                elif feed.ended:
+                    return
+                on_progress()
+        except EngineError as error:
+            self._fail_running(error)
+            raise
+
+    def summary(self, load_s: float) -> RunSummary:
+        """The figures so far."""
+        return RunSummary(
+            load_s=load_s,
+            elapsed_s=time.monotonic() - self._started_s,
+            requests=self._num_records,
+            failed=self._num_failed,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            output_tokens=self._output_tokens,
+        )
+
+    def _admit(self, feed: LineFeed) -> None:
+        while self._room_taken < self._window:
+            if self._built:
+                self._add(*self._built.popleft())
+                continue
+            lines = feed.take(BUILT_TOGETHER, BUSY_WAIT_S if self._running else IDLE_WAIT_S)
+            if not lines:
+                return
+            self._build(lines)
+
+    def _build(self, lines: Sequence[Line]) -> None:
+        parsed = [line for line in lines if isinstance(line, RequestLine)]
+        for line in lines:
+            if isinstance(line, LineError):
+                self._record(self._records.of_line_error(line))
+        built = self._requests.build_all([(line, str(line.index)) for line in parsed], created_s=self._created_s)
+        for line, request in zip(parsed, built, strict=True):
+            if isinstance(request, Exception):
+                self._record(self._records.of_unbuilt(line, request))
+            else:
+                self._built.append((line, request))
+
+    def _add(self, line: RequestLine, request: AnyRequest) -> None:
+        room = request_room(request)
+        self._running[request.request_id] = line, room
+        self._room_taken += room
+        try:
+            self._engine.add_request(request)
+        except InvalidRequest as error:
+            self._record(self._records.of_error(self._take_out(request.request_id), error))
+
+    def _take_out(self, request_id: str) -> RequestLine:
+        line, room = self._running.pop(request_id)
+        self._room_taken -= room
+        return line
+
+    def _finish(self, output: RequestOutput) -> None:
+        if output.request_id not in self._running:
+            raise EngineFatal(f"the engine returned {output.request_id!r}, which is not running")
+        line = self._take_out(output.request_id)
+        self._prompt_tokens += output.num_prompt_tokens
+        self._cached_tokens += output.num_cached_tokens
+        self._output_tokens += sum(len(completion.token_ids) for completion in output.completions)
+        record, _ = self._records.of_output(line, output)
+        self._record(record)
+
+    def _fail_running(self, error: EngineError) -> None:
+        for line, _ in self._running.values():
+            self._record(self._records.of_error(line, error))
+        self._running.clear()
+
+    def _record(self, record: Mapping[str, object]) -> None:
+        self._num_records += 1
+        self._num_failed += has_failed(record)
+        self._write_record(record)
+
+
+class LineFeed:
+    """Reads raw lines on a thread of its own, so that a slow producer on a pipe never stalls the engine.
+
+    `by_prefix` sorts them, see run_order: for files that are complete; a pipe is taken as it comes. At most `capacity`
+    lines are held, and keys. The thread is a daemon: a read from a terminal or a pipe cannot be interrupted, and
+    closing a file under a read waits for it.
+    """
+
+    def __init__(self, raw_lines: Iterable[bytes], limits: LimitSettings, *, capacity: int, by_prefix: bool) -> None:
+        self._raw_lines = raw_lines
+        self._order = in_prefix_order if by_prefix else in_file_order
+        self._limits = limits
+        self._lines: queue.Queue[Line | None] = queue.Queue(maxsize=capacity)  # None: the end
+        self._error: Exception | None = None
+        self._ended = False
+        self._thread = threading.Thread(target=self._read, name="line-feed", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last line was taken."""
+        return self._ended
+
+    def take(self, max_lines: int, wait_s: float) -> list[Line]:
+        """The next lines, as far as they are there; none if there is none within `wait_s` seconds.
+
+        Behind the last of them raises what reading the file raised.
+        """
+        lines: list[Line] = []
+        while len(lines) < max_lines and not self._ended:
+            try:
+                line = self._lines.get_nowait() if lines else self._lines.get(timeout=wait_s)
+            except queue.Empty:
+                break
+            if line is None:
+                self._ended = True
+            else:
+                lines.append(line)
+        if not lines and self._ended and self._error is not None:
+            raise self._error
+        return lines
+
+    def _read(self) -> None:
+        try:
+            for line in self._order(self._raw_lines, self._limits):
+                self._lines.put(line)
+        except Exception as error:  # a seam: whatever it was, the end of the lines must come
+            self._error = error  # raised where the lines are taken: a thread has nobody to tell
+        self._lines.put(None)
+
+
+def in_file_order(raw_lines: Iterable[bytes], limits: LimitSettings) -> Iterator[Line]:
+    """Each line as it comes, or what is wrong with it. Raises what reading the lines raises."""
+    custom_ids = CustomIds()
+    for index, raw in enumerate(raw_lines):
+        yield _parse(raw, index, limits, custom_ids)
+
+
+def in_prefix_order(
+    raw_lines: Iterable[bytes],
+    limits: LimitSettings,
+    max_sorted: int = MAX_SORTED_LINES,
+    max_sorted_bytes: int = MAX_SORTED_BYTES,
+) -> Iterator[Line]:
+    """The lines, as many at a time as the two bounds allow sorted by what their prompts begin with; bad ones first.
+
+    Memory does not grow with the input. Raises what reading the lines raises, and OSError for no room for a temporary
+    file.
+    """
+    custom_ids = CustomIds()
+    numbered = enumerate(raw_lines)
+    while (first := next(numbered, None)) is not None:
+        with SpooledTemporaryFile(BYTES_IN_MEMORY) as spool:
+            keys: list[tuple[PrefixKey, int, int, int]] = []  # key, index, place, bytes
+            place = 0
+            for index, raw in _with_first(first, islice(numbered, max_sorted - 1)):
+                line = _parse(raw, index, limits, custom_ids)
+                if isinstance(line, LineError):
+                    yield line
+                    continue
+                spool.write(raw)
+                keys.append((prefix_sort_key(line.prompt_key()), index, place, len(raw)))
+                place += len(raw)
+                if place >= max_sorted_bytes:
+                    break
+            keys.sort()
+            for _, index, place, size in keys:
+                yield _parse(_read_at(spool, place, size), index, limits, None)
+
+
+def _with_first(first: tuple[int, bytes], others: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
+    yield first
+    yield from others
+
+
+def _read_at(file: IO[bytes], place: int, size: int) -> bytes:
+    file.seek(place)
+    return file.read(size)
+
+
+def _parse(raw: bytes, index: int, limits: LimitSettings, custom_ids: CustomIds | None) -> Line:
+    """`custom_ids`: those of the lines before it; None for a line that was checked against them."""
+    try:
+        line = parse_request_line(raw, index, limits)
+        if custom_ids is not None:
+            custom_ids.add(line)
+    except LineError as error:
+        return error
+    return line

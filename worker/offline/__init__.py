@@ -1,1 +1,0 @@
-"""A file through an engine in this process."""

@@ -1,1 +1,0 @@
-"""The threads of a worker process, their start and their end."""

@@ -1,0 +1,315 @@
+"""Builds the record of a request that ran: an OpenAI Batch result line with status 200.
+
+The types of what the engine answered are structural, since producers, who have no engine installed, import records too:
+the engine's RequestOutput, Completion and TokenLogprobs satisfy them. Log-probabilities have one entry for each
+generated token, the ending token included, and one for each token of an echoed prompt.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from worker.lines.bodies import EmbeddingBody
+from worker.lines.chat import ChatBody
+from worker.lines.request_line import GeneratingBody, RequestLine
+from worker.records.answers import ChatAnswer
+from worker.records.record import RecordContext
+
+LOWEST_LOGPROB = -9999.0  # OpenAI's and vLLM's stand-in for minus infinity, which JSON cannot write
+
+
+class FinishedRequest(Protocol):
+    """A request that ran to its end."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        ...
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Those of them that the prefix cache had."""
+        ...
+
+    @property
+    def completions(self) -> Sequence[FinishedCompletion]:
+        """In index order; none of a request for embeddings."""
+        ...
+
+    @property
+    def embeddings(self) -> Sequence[array[float]]:
+        """Vectors of float32 numbers, in the order of the inputs; none of a request that generates."""
+        ...
+
+
+class FinishedCompletion(Protocol):
+    """One of a request's n generated sequences."""
+
+    @property
+    def index(self) -> int:
+        """0 .. n - 1."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """Its text, without the stop string."""
+        ...
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Everything generated, the ending token included."""
+        ...
+
+    @property
+    def finish_reason(self) -> Enum:
+        """Why it ended; its value is the API's word."""
+        ...
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or stop token id that ended it."""
+        ...
+
+    @property
+    def logprobs(self) -> Sequence[ChosenToken] | None:
+        """One a token of token_ids; None unless asked for."""
+        ...
+
+
+class ChosenToken(Protocol):
+    """One generated token and its natural log-probability."""
+
+    @property
+    def token_id(self) -> int:
+        """The id drawn."""
+        ...
+
+    @property
+    def logprob(self) -> float:
+        """Its log-probability."""
+        ...
+
+    @property
+    def top(self) -> Sequence[tuple[int, float]]:
+        """(token id, logprob) of the alternatives asked for, best first."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EchoedPrompt:
+    """A prompt's text and, where log-probabilities were asked for, its tokens: all three as long as each other."""
+
+    text: str
+    token_ids: Sequence[int] = ()
+    offsets: Sequence[int] = ()  # where each token begins in the text, in characters
+    entries: Sequence[ChosenToken | None] = ()  # None: the first token, which nothing predicts
+
+
+class TokenSpelling(Protocol):
+    """How single tokens are written; the engine's tokeniser satisfies it."""
+
+    def token_text(self, token_id: int) -> str:
+        """The token as text, U+FFFD where it is no whole character."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The token as the bytes it stands for."""
+        ...
+
+
+def success_record(
+    line: RequestLine,
+    output: FinishedRequest,
+    spelling: TokenSpelling,
+    context: RecordContext,
+    answers: Sequence[ChatAnswer],
+    echo: EchoedPrompt | None = None,
+) -> dict[str, object]:
+    """The result line of `line`: a `chat.completion`, a `text_completion` or a list of embeddings, as OpenAI has them.
+
+    `answers`: what was read out of the completions of a chat, one each; none of another line.
+    `echo`: the prompt of a text completion that is to come back with it.
+
+    Beyond OpenAI: `stop_reason` in each choice (the stop string or token id that ended it, else null), where
+    return_token_ids asks for it `token_ids`: everything generated, the ending token included, and where the model
+    reasoned `reasoning_content` in the message, as vLLM and DeepSeek name it.
+    """
+    if isinstance(line.body, EmbeddingBody):
+        return embedding_record(line, line.body, output, context)
+    if isinstance(line.body, ChatBody):
+        completion_id, kind = f"chatcmpl-{context.job_id}-{line.index}", "chat.completion"
+        said = [_chat_answer(*pair, completion_id, spelling) for pair in zip(output.completions, answers, strict=True)]
+    else:
+        completion_id, kind = f"cmpl-{context.job_id}-{line.index}", "text_completion"
+        said = [_text_answer(completion, spelling, echo) for completion in output.completions]
+    body: dict[str, object] = {
+        "id": completion_id,
+        "object": kind,
+        "created": context.created_s,
+        "model": context.model_name,
+        "choices": [_choice(line.body, *pair) for pair in zip(output.completions, said, strict=True)],
+        "usage": _usage(output, answers),
+    }
+    return context.answered(line.index, line.custom_id, 200, body)
+
+
+def _chat_answer(
+    completion: FinishedCompletion, answer: ChatAnswer, completion_id: str, spelling: TokenSpelling
+) -> dict[str, object]:
+    """What of a choice is a conversation's."""
+    reason = completion.finish_reason.value
+    return {
+        "message": answer_message(answer, completion_id, completion.index),
+        "logprobs": None if completion.logprobs is None else chat_logprobs(completion.logprobs, spelling),
+        "finish_reason": "tool_calls" if answer.calls and reason == "stop" else reason,  # one that was cut says so
+    }
+
+
+def _text_answer(
+    completion: FinishedCompletion, spelling: TokenSpelling, echo: EchoedPrompt | None
+) -> dict[str, object]:
+    return {
+        "text": completion.text if echo is None else echo.text + completion.text,
+        "logprobs": None if completion.logprobs is None else text_logprobs(completion.logprobs, spelling, echo),
+        "finish_reason": completion.finish_reason.value,
+    }
+
+
+def _choice(body: GeneratingBody, completion: FinishedCompletion, said: Mapping[str, object]) -> dict[str, object]:
+    choice: dict[str, object] = {"index": completion.index, **said, "stop_reason": completion.stop_reason}
+    if body.return_token_ids:
+        choice["token_ids"] = list(completion.token_ids)
+    return choice
+
+
+def _usage(output: FinishedRequest, answers: Sequence[ChatAnswer]) -> dict[str, object]:
+    completion_tokens = sum(len(completion.token_ids) for completion in output.completions)
+    usage: dict[str, object] = {
+        "prompt_tokens": output.num_prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": output.num_prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
+    }
+    reasoning = [answer.num_reasoning_tokens for answer in answers if answer.num_reasoning_tokens is not None]
+    if reasoning:
+        usage["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
+    return usage
+
+
+def embedding_record(
+    line: RequestLine, body: EmbeddingBody, output: FinishedRequest, context: RecordContext
+) -> dict[str, object]:
+    """The result line of `line`, whose body is `body`: a list of embeddings as OpenAI has it.
+
+    Numbers stay an array, which `encode_record` writes.
+    """
+    in_base64 = body.encoding_format == "base64"
+    data = [
+        {"object": "embedding", "index": index, "embedding": _base64(embedding) if in_base64 else embedding}
+        for index, embedding in enumerate(output.embeddings)
+    ]
+    response = {
+        "object": "list",
+        "data": data,
+        "model": context.model_name,
+        "usage": {"prompt_tokens": output.num_prompt_tokens, "total_tokens": output.num_prompt_tokens},
+    }
+    return context.answered(line.index, line.custom_id, 200, response)
+
+
+def _base64(embedding: array[float]) -> str:
+    """The float32 numbers in little-endian order, as OpenAI and its clients have them."""
+    if sys.byteorder == "big":
+        embedding = embedding[:]
+        embedding.byteswap()
+    return base64.b64encode(embedding.tobytes()).decode("ascii")
+
+
+def answer_message(answer: ChatAnswer, completion_id: str, choice: int) -> dict[str, object]:
+    """`choices[].message` of a chat completion. A call's id follows from where it stands, so it is always the same."""
+    message: dict[str, object] = {"role": "assistant", "content": answer.content, "refusal": None}
+    if answer.reasoning is not None:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["tool_calls"] = [
+            {
+                "id": _call_id(f"{completion_id}/{choice}/{number}"),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for number, call in enumerate(answer.calls)
+        ]
+    return message
+
+
+def _call_id(place: str) -> str:
+    # A digest, since ids go back into conversations, where OpenAI takes up to 40 characters.
+    return "call_" + hashlib.blake2b(place.encode("utf-8"), digest_size=12).hexdigest()
+
+
+def chat_logprobs(chosen: Sequence[ChosenToken], spelling: TokenSpelling) -> dict[str, object]:
+    """`choices[].logprobs` of a chat completion."""
+    content = [
+        {
+            **_chat_token(token.token_id, token.logprob, spelling),
+            "top_logprobs": [_chat_token(token_id, logprob, spelling) for token_id, logprob in token.top],
+        }
+        for token in chosen
+    ]
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(
+    chosen: Sequence[ChosenToken], spelling: TokenSpelling, echo: EchoedPrompt | None = None
+) -> dict[str, object]:
+    """`choices[].logprobs` of a text completion, behind those of the prompt where it is echoed.
+
+    `top_logprobs` always holds the token itself too. Two tokens may have the same text; the more likely one keeps the
+    key. Of a prompt's first token, which nothing predicts, both are null.
+    """
+    token_ids = [token.token_id for token in chosen]
+    entries: list[ChosenToken | None] = list(chosen)
+    offsets: list[int] = []
+    offset = 0
+    if echo is not None:
+        token_ids, entries = [*echo.token_ids, *token_ids], [*echo.entries, *entries]
+        offsets, offset = list(echo.offsets), len(echo.text)
+    tokens = [spelling.token_text(token_id) for token_id in token_ids]
+    for text in tokens[len(offsets) :]:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
+        "top_logprobs": [_top(*pair, spelling) for pair in zip(entries, tokens, strict=True)],
+        "text_offset": offsets,
+    }
+
+
+def _top(entry: ChosenToken | None, text: str, spelling: TokenSpelling) -> dict[str, float] | None:
+    if entry is None:
+        return None
+    top: dict[str, float] = {}
+    for token_id, logprob in entry.top:
+        top.setdefault(spelling.token_text(token_id), _finite(logprob))
+    top.setdefault(text, _finite(entry.logprob))
+    return top
+
+
+def _chat_token(token_id: int, logprob: float, spelling: TokenSpelling) -> dict[str, object]:
+    return {
+        "token": spelling.token_text(token_id),
+        "logprob": _finite(logprob),
+        "bytes": list(spelling.token_bytes(token_id)),
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

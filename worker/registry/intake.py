@@ -1,0 +1,172 @@
+"""Takes jobs into the registry: stages their lines, checks quotas and accepts them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import redis
+
+from settings import LimitSettings, RedisSettings
+from worker.registry.errors import EmptyJob, JobIncomplete, JobTooLarge, QueueFull, RegistryError
+from worker.registry.exchange import RedisReply, ScriptSet, text
+from worker.registry.keys import Keys, UnitRef
+from worker.schemas import BatchError, SubmitOptions
+
+UNKNOWN_RATE_RETRY_S = 30.0  # before the first ten seconds of work are measured
+MAX_RETRY_S = 3600.0
+
+
+class JobIntake:
+    """Stages lines and submits jobs. Methods raise redis.RedisError when Redis cannot be had."""
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        keys: Keys,
+        *,
+        redis_settings: RedisSettings,
+        limits: LimitSettings,
+        admission: AdmissionLimits,
+        grace_s: float,
+    ) -> None:
+        self._client = client
+        self._keys = keys
+        self._scripts = ScriptSet(client)
+        self._redis_settings = redis_settings
+        self._limits = limits
+        self._admission = admission
+        self._grace_s = grace_s  # before a job whose plan message got lost is announced again
+
+    def find(self, tenant: str, idempotency_key: str) -> str | None:
+        """The job submitted earlier under a producer's own key."""
+        known = self._client.get(self._keys.idempotency(tenant, idempotency_key))
+        return None if known is None else text(known)
+
+    def stage(self, job_id: str, first_index: int, lines: Sequence[bytes]) -> bool:
+        """Add lines `first_index`, ... of a job to be. False, and nothing stored, if the job is accepted already."""
+        arguments: list[str | bytes | int] = [self._staging_ms]
+        for index, line in enumerate(lines, first_index):
+            arguments += [index, line]
+        keys = [self._keys.job(job_id), self._keys.lines(job_id)]
+        return bool(self._scripts.run("stage", keys, arguments))
+
+    def discard(self, job_id: str) -> None:
+        """Forget staged lines that are not to be submitted; those of an accepted job are left alone."""
+        self._scripts.run("discard", [self._keys.job(job_id), self._keys.lines(job_id)], [])
+
+    def submit(self, job_id: str, num_lines: int, options: SubmitOptions) -> tuple[str, bool]:
+        """Accept the job whose lines 0 .. num_lines - 1 are staged: (its id, whether its plan is to be announced).
+
+        A job that was accepted before, under this id or the options' idempotency key, is returned as it is. One of
+        this id that nobody has planned is to be announced again: the first answer may have been lost on its way, and
+        the second message does no harm. Staged lines that are refused are forgotten after redis.staging_ttl_s.
+        Raises EmptyJob, JobTooLarge, JobIncomplete, QueueFull.
+        """
+        if num_lines < 1:
+            raise EmptyJob
+        keys = [self._keys.job(job_id), self._keys.lines(job_id)]
+        keys += [self._keys.unit(UnitRef.plan(job_id)), self._keys.open, self._keys.admission]
+        keys += [self._keys.tenant_admission(options.tenant), self._keys.jobs]
+        if options.idempotency_key is not None:
+            keys.append(self._keys.idempotency(options.tenant, options.idempotency_key))
+        reply = self._scripts.run("submit", keys, [json.dumps(self._arguments(job_id, num_lines, options))])
+        status = text(reply[0])
+        if status == "accepted":
+            return job_id, True
+        if status == "known":
+            return text(reply[1]), text(reply[2]) == "queued"
+        raise _refusal(status, reply, num_lines)
+
+    def refuse(self, job_id: str, error: BatchError, tenant: str) -> None:
+        """Remember as failed a job whose producer does not wait for the answer; its lines are forgotten in time."""
+        ttl_ms = round(self._redis_settings.result_ttl_s * 1000)
+        keys = [self._keys.job(job_id), self._keys.jobs, self._keys.lines(job_id)]
+        errors = json.dumps([error.model_dump()])
+        self._scripts.run("refuse", keys, [job_id, error.message, errors, tenant, ttl_ms, self._staging_ms])
+
+    @property
+    def _staging_ms(self) -> int:
+        return round(self._redis_settings.staging_ttl_s * 1000)
+
+    def _arguments(self, job_id: str, num_lines: int, options: SubmitOptions) -> dict[str, object]:
+        return {
+            "job_id": job_id,
+            "n": num_lines,
+            "spec": json.dumps({"metadata": options.metadata}),
+            "strict": int(options.strict),
+            "endpoint": options.endpoint or "",
+            "trace": options.traceparent or "",
+            "tenant": options.tenant,
+            "priority": options.priority,
+            "deadline_ms": round(options.deadline_s * 1000) if options.deadline_s else 0,
+            "grace_ms": round(self._grace_s * 1000),
+            "staging_ms": self._staging_ms,
+            "retain_ms": round(self._redis_settings.result_ttl_s * 1000),
+            "max_prompts": self._limits.max_prompts_per_job,
+            "max_bytes": self._limits.max_job_bytes,
+            "limits": list(self._admission.for_script()),
+        }
+
+
+def _refusal(status: str, reply: RedisReply, num_lines: int) -> RegistryError:
+    if status == "too_large":
+        return JobTooLarge(text(reply[1]), int(reply[2]), int(reply[3]))
+    if status == "incomplete":
+        return JobIncomplete(num_lines, int(reply[1]), int(reply[2]))
+    used, asked, limit = int(reply[3]), int(reply[4]), int(reply[5])
+    rate_per_s, open_prompts = float(reply[6]), int(reply[7])
+    return QueueFull(
+        scope=text(reply[1]),
+        resource=text(reply[2]),
+        used=used,
+        asked=asked,
+        limit=limit,
+        retry_after_s=_retry_after_s(used + asked - limit, used, open_prompts, rate_per_s),
+    )
+
+
+def _retry_after_s(excess: int, used: int, open_prompts: int, rate_per_s: float) -> float:
+    """How long until `excess` of `used` has drained, if it drains as fast as prompts did lately."""
+    if rate_per_s <= 0 or used <= 0:
+        return UNKNOWN_RATE_RETRY_S
+    return min(max(open_prompts / rate_per_s * min(excess / used, 1.0), 1.0), MAX_RETRY_S)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """How much may be outstanding, for all and for each tenant. None: no limit."""
+
+    max_prompts: int | None = None
+    max_bytes: int | None = None
+    max_jobs: int | None = None
+    max_tenant_prompts: int | None = None
+    max_tenant_bytes: int | None = None
+    max_tenant_jobs: int | None = None
+
+    @classmethod
+    def from_settings(cls, limits: LimitSettings) -> Self:
+        """What the settings say."""
+        return cls(
+            max_prompts=limits.max_open_prompts,
+            max_bytes=limits.max_open_bytes,
+            max_jobs=limits.max_open_jobs,
+            max_tenant_prompts=limits.max_tenant_prompts,
+            max_tenant_bytes=limits.max_tenant_bytes,
+            max_tenant_jobs=limits.max_tenant_jobs,
+        )
+
+    def for_script(self) -> Iterator[dict[str, str | int]]:
+        """The limits that are set, as submit.lua reads them."""
+        for scope, resource, most in (
+            ("all", "prompts", self.max_prompts),
+            ("all", "bytes", self.max_bytes),
+            ("all", "jobs", self.max_jobs),
+            ("tenant", "prompts", self.max_tenant_prompts),
+            ("tenant", "bytes", self.max_tenant_bytes),
+            ("tenant", "jobs", self.max_tenant_jobs),
+        ):
+            if most is not None:
+                yield {"scope": scope, "resource": resource, "most": most}

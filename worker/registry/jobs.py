@@ -1,0 +1,213 @@
+"""Asks Redis about jobs and workers, reads a job's records in either order, and cancels jobs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
+
+import redis
+
+from worker.registry.errors import JobNotFound
+from worker.registry.exchange import Command, Exchange, QueryScript, RedisReply, ScriptSet, text, text_fields
+from worker.registry.keys import Keys, UnitRef
+from worker.schemas import BatchError, JobState, JobStatus, JobUsage, RequestCounts, WorkerInfo
+from worker.untyped import Untyped
+
+PAGE_RECORDS = 500
+# A page is no larger, but for a single record, which may be of 23 MB (embeddings).
+PAGE_BYTES = 4 * 1024 * 1024
+SCAN_COUNT = 1000
+
+_STATES = {
+    "queued": JobState.VALIDATING,
+    "running": JobState.IN_PROGRESS,
+    "done": JobState.COMPLETED,
+    "cancelled": JobState.CANCELLED,
+    "expired": JobState.EXPIRED,
+    "failed": JobState.FAILED,
+    "refused": JobState.FAILED,
+}
+
+
+class ResultOrder(StrEnum):
+    """Accepted by `results` of the clients and by `millrace results --order`."""
+
+    COMPLETION = "completion"  # as they were written
+    INPUT = "input"  # as the request lines stood
+
+    @classmethod
+    def checked(cls, order: str, cursor: int) -> Self:
+        """`order`, given with a cursor that can be read from. Raises ValueError naming what is accepted."""
+        if order not in tuple(cls):
+            raise ValueError(f"order is {order!r}; accepted: {', '.join(cls)}")
+        if type(cursor) is not int or cursor < 0:  # a bool is no number
+            raise ValueError(f"cursor is {cursor!r}; accepted: 0 or more, the number of records seen")
+        return cls(order)
+
+
+@dataclass(frozen=True, slots=True)
+class ResultPage:
+    """Some records of a job, and where to read on."""
+
+    records: Sequence[bytes]
+    cursor: int  # of the next page, see JobQueries.page
+    is_last: bool  # every record so far is read
+    has_ended: bool  # the job was over when this was asked: no more will come
+
+
+class JobQueries:
+    """Each method is an exchange that `perform` or `perform_async` holds with Redis."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+        self._page = QueryScript("page")
+
+    def status(self, job_id: str) -> Exchange[JobStatus]:
+        """The job as it stands. Raises JobNotFound, InvalidJobId."""
+        [fields] = yield [self._fields_of(job_id)]
+        return _found(job_id, fields)
+
+    def jobs(self, limit: int) -> Exchange[list[JobStatus]]:
+        """The newest `limit` jobs that are not forgotten, newest first."""
+        # All names at once, at most 10 000 (400 kB): in pages by rank, a job that is dropped on the way, here or by
+        # another reader, would move the next ones into a page that was read already.
+        [members] = yield [("ZREVRANGE", self._keys.jobs, 0, -1)]
+        names = [text(member) for member in members]
+        found: list[JobStatus] = []
+        for start in range(0, len(names), max(limit, 1)):
+            found += yield from self._statuses(names[start : start + limit])
+            if len(found) >= limit:
+                break
+        return found[:limit]
+
+    def workers(self) -> Exchange[list[WorkerInfo]]:
+        """Workers whose heartbeat is fresh."""
+        prefix = self._keys.workers
+        names: list[str] = []
+        cursor: int | str = "0"
+        while True:
+            [(cursor, keys)] = yield [("SCAN", cursor, "MATCH", f"{prefix}*", "COUNT", SCAN_COUNT)]
+            names += [text(key).removeprefix(prefix) for key in keys]
+            if int(cursor) == 0:
+                break
+        names = sorted(set(names))  # SCAN may name a key twice
+        if not names:
+            return []
+        heartbeats = yield [("HGETALL", f"{prefix}{name}") for name in names]
+        return [
+            WorkerInfo.model_validate_strings({"id": name, **text_fields(fields)})
+            for name, fields in zip(names, heartbeats, strict=True)
+            if fields
+        ]
+
+    def page(self, job_id: str, cursor: int, order: ResultOrder) -> Exchange[ResultPage]:
+        """The records from `cursor` on, within PAGE_RECORDS and PAGE_BYTES: at least one, if there is one.
+
+        The cursor is the number of records passed: in input order that is the index of the next line, since every
+        line has one record, and the page ends before the first that is missing. A job that ended without some (one
+        refused as a whole has none) is read over the gaps. Raises JobNotFound, InvalidJobId.
+        """
+        # Told from one instant: the end of a job is not seen before its last records.
+        page = yield from self._page(
+            [self._keys.job(job_id), self._keys.records(job_id), self._keys.order(job_id)],
+            [order.value, cursor, PAGE_RECORDS, PAGE_BYTES],
+        )
+        if page is None:
+            raise JobNotFound(job_id)
+        passed, is_last, has_ended, records = page
+        return ResultPage(records, cursor + passed, bool(is_last), bool(has_ended))
+
+    def _statuses(self, job_ids: Sequence[str]) -> Exchange[list[JobStatus]]:
+        if not job_ids:
+            return []
+        replies = yield [self._fields_of(job_id) for job_id in job_ids]
+        found = dict(zip(job_ids, replies, strict=True))
+        forgotten = [job_id for job_id, fields in found.items() if not fields]
+        if forgotten:
+            yield [("ZREM", self._keys.jobs, *forgotten)]
+        return [job_status(job_id, fields) for job_id, fields in found.items() if fields]
+
+    def _fields_of(self, job_id: str) -> Command:
+        return ("HGETALL", self._keys.job(job_id))
+
+
+def _found(job_id: str, fields: RedisReply) -> JobStatus:
+    if not fields:
+        raise JobNotFound(job_id)
+    return job_status(job_id, fields)
+
+
+class JobControl:
+    """Asks for a job's end. Methods raise redis.RedisError when Redis cannot be had."""
+
+    def __init__(self, client: redis.Redis, keys: Keys) -> None:
+        self._keys = keys
+        self._scripts = ScriptSet(client)
+
+    def cancel(self, job_id: str) -> list[UnitRef]:
+        """Mark the job cancelled; the units it may still have, none for one that is over. Raises JobNotFound."""
+        plan = UnitRef.plan(job_id)
+        status, num_shards = self._scripts.run("cancel", self._keys.of_unit_scripts(plan), [job_id])
+        if text(status) == "gone":
+            raise JobNotFound(job_id)
+        if text(status) == "terminal":
+            return []
+        return [plan, *(UnitRef.shard(job_id, number) for number in range(num_shards))]
+
+
+def job_status(job_id: str, fields: Mapping[Untyped, Untyped]) -> JobStatus:
+    """The job as it stands, of the fields of its hash."""
+    job = text_fields(fields)
+    finished_at = _seconds(job["fin"])
+    prompt_tokens, output_tokens = int(job["tokp"]), int(job["toko"])
+    return JobStatus(
+        id=job_id,
+        status=_state(job),
+        endpoint=job.get("url") or job.get("urls", ""),
+        model=job.get("model") or None,
+        created_at=int(job["created"]) / 1000,
+        in_progress_at=_seconds(job["started"]),
+        expires_at=_seconds(job["deadline"]),
+        cancelling_at=_seconds(job["cancel"]),
+        finished_at=finished_at,
+        results_expire_at=None if finished_at is None else finished_at + int(job["retain"]) / 1000,
+        request_counts=RequestCounts(total=int(job["n"]), completed=int(job["ok"]), failed=int(job["err"])),
+        usage=JobUsage(
+            input_tokens=prompt_tokens,
+            cached_tokens=int(job["tokc"]),
+            output_tokens=output_tokens,
+            resumed_tokens=int(job.get("tokr", 0)),
+            reasoning_tokens=int(job.get("tokt", 0)),
+            total_tokens=prompt_tokens + output_tokens,
+        ),
+        shards_total=int(job["ns"]),
+        shards_done=int(job["sd"]),
+        priority=int(job["pri"]),
+        tenant=job["tenant"],
+        metadata=json.loads(job["spec"]).get("metadata", {}),
+        error=job["reason"] or None,
+        errors=_errors(job),
+    )
+
+
+def _state(job: Mapping[str, str]) -> JobState:
+    state = _STATES[job["st"]]
+    if state.is_terminal:
+        return state
+    if job["cancel"] != "0":
+        return JobState.CANCELLING
+    # A record that says batch_expired: the deadline has passed, and the others are on their way.
+    return JobState.FINALIZING if job["exp"] != "0" else state
+
+
+def _errors(job: Mapping[str, str]) -> tuple[BatchError, ...]:
+    if "errors" in job:
+        return tuple(BatchError.model_validate(error) for error in json.loads(job["errors"]))
+    return (BatchError(code="batch_failed", message=job["reason"]),) if job["reason"] else ()
+
+
+def _seconds(milliseconds: str) -> float | None:
+    return None if milliseconds == "0" else int(milliseconds) / 1000

@@ -1,0 +1,250 @@
+"""Claims, renews and releases leases on units, writes records and resume states under them, and tells who is alive."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import redis
+
+from worker.registry.exchange import Argument, RedisReply, ScriptSet, raw_values, text
+from worker.registry.keys import Keys, UnitRef
+from worker.registry.lifecycle import ClaimRefusal, Outcome, PutStatus, RunMode
+from worker.schemas import BatchError, WorkerInfo
+
+TTL_S = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A lease on a unit, with what its holder needs to know."""
+
+    ref: UnitRef
+    token: str  # fencing token `<n>:<uuid>`: who writes with an older one is refused
+    mode: RunMode
+    time_left_s: float | None  # until the job's deadline; None: it has none
+    attempts: int  # workers that died over it before
+    priority: int  # 0 first .. 9 last
+    tenant: str
+    created_s: int  # Unix time of the job's submission
+    num_lines: int  # of the job
+    missing: tuple[int, ...]  # indices without a record, in the order to run them
+    head: str = ""  # what a shard's first prompt begins with, as it sorts among shards
+    is_strict: bool = False  # one bad line fails the job
+    endpoint: str | None = None  # the one all lines must name; None: each its own
+    traceparent: str = ""  # W3C trace context of the job or, once it is held, of what is done under it; "": none
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRecord:
+    """A prompt's record with what the job's counters need of it."""
+
+    index: int
+    outcome: Outcome
+    record: str  # JSON, ASCII
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    resumed_tokens: int = 0  # of output_tokens: taken over from a checkpoint, not generated again
+    reasoning_tokens: int = 0  # of output_tokens: thinking before the answer
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in Redis."""
+        return len(self.record)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCheckpoint:
+    """How far an unfinished prompt has come; it replaces an earlier one, and the prompt's record replaces it."""
+
+    index: int
+    checkpoint: str  # JSON, ASCII
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in Redis."""
+        return len(self.checkpoint)
+
+
+class UnitLeases:
+    """Claims, renews, writes and gives back units. Methods raise redis.RedisError when Redis cannot be had."""
+
+    def __init__(
+        self, client: redis.Redis, keys: Keys, *, owner: str, lease_s: float, max_attempts: int, grace_s: float
+    ) -> None:
+        self._client = client
+        self._keys = keys
+        self._scripts = ScriptSet(client)
+        self._owner = owner
+        self._lease_ms = round(lease_s * 1000)
+        self._max_attempts = max_attempts
+        self._grace_ms = round(grace_s * 1000)
+
+    def claim(self, ref: UnitRef, *, alone: bool = False) -> Claim | ClaimRefusal:
+        """Take a unit for one lease, if it is not finished and nobody has it.
+
+        `alone`: nothing else will run in this process meanwhile (`begin_alone` says so before anything does). Without
+        it, a unit that crashed a worker before is refused, unless there is nothing to run in it.
+        """
+        arguments: list[Argument] = [ref.job_id, ref.unit, self._owner, uuid.uuid4().hex]
+        arguments += [self._lease_ms, self._max_attempts, int(alone)]
+        reply = self._scripts.run("claim", self._keys.of_unit_scripts(ref), arguments)
+        status = text(reply[0])
+        return _claim(ref, reply) if status == "ok" else ClaimRefusal(status)
+
+    def is_suspect(self, ref: UnitRef) -> bool:
+        """Whether a unit that nobody holds crashed a worker before."""
+        return bool(self._scripts.run("suspect", self._keys.of_unit_scripts(ref), []))
+
+    def begin_alone(self, claim: Claim) -> bool:
+        """Nothing else runs in this process from now on: should it crash, the unit is to blame. False if not ours."""
+        arguments: list[Argument] = [claim.ref.job_id, claim.ref.unit, claim.token]
+        return bool(self._scripts.run("begin_alone", self._keys.of_unit_scripts(claim.ref), arguments))
+
+    def put(self, claim: Claim, records: Sequence[PromptRecord]) -> tuple[PutStatus, RunMode]:
+        """Write records, each index once and for all; where the unit stands, and what to do with the rest of it."""
+        arguments: list[Argument] = [claim.ref.job_id, claim.ref.unit, claim.token]
+        for item in records:
+            arguments += [item.index, item.outcome.value, item.record]
+            arguments += [item.prompt_tokens, item.cached_tokens, item.output_tokens, item.resumed_tokens]
+            arguments.append(item.reasoning_tokens)
+        reply = self._scripts.run("put", self._keys.of_unit_scripts(claim.ref), arguments)
+        return PutStatus(text(reply[0])), RunMode(text(reply[1]) or RunMode.RUN)
+
+    def checkpoint(self, claim: Claim, checkpoints: Sequence[PromptCheckpoint]) -> bool:
+        """Keep how far prompts have come, but for those that have their record. False if the unit is not ours."""
+        arguments: list[Argument] = [claim.ref.job_id, claim.ref.unit, claim.token]
+        for item in checkpoints:
+            arguments += [item.index, item.checkpoint]
+        return bool(self._scripts.run("checkpoint", self._keys.of_unit_scripts(claim.ref), arguments))
+
+    def renew(self, claims: Sequence[Claim]) -> list[tuple[bool, RunMode, float | None]]:
+        """Keep units for another lease: for each, whether it is still ours, its mode, seconds to its deadline."""
+        calls: list[tuple[list[str], list[Argument]]] = [
+            (
+                self._keys.of_unit_scripts(claim.ref),
+                [claim.ref.job_id, claim.ref.unit, claim.token, self._lease_ms],
+            )
+            for claim in claims
+        ]
+        return [
+            (text(reply[0]) == "open", RunMode(text(reply[1]) or RunMode.RUN), _time_left_s(reply[2]))
+            for reply in self._scripts.run_many("renew", calls)
+        ]
+
+    def cancelled(self, job_ids: Collection[str]) -> set[str]:
+        """Which of these jobs were cancelled: cheap enough to ask twice a second."""
+        ordered = list(job_ids)
+        with self._client.pipeline(transaction=False) as pipeline:
+            for job_id in ordered:
+                pipeline.hget(self._keys.job(job_id), "cancel")
+            flags = pipeline.execute()
+        return {job_id for job_id, flag in zip(ordered, flags, strict=True) if flag not in (None, b"0")}
+
+    def release(self, claim: Claim, *, count_attempt: bool) -> bool:
+        """Give a unit back unfinished. False if it was not ours any more."""
+        arguments: list[Argument] = [claim.ref.job_id, claim.ref.unit, claim.token, self._grace_ms, int(count_attempt)]
+        return bool(self._scripts.run("release", self._keys.of_unit_scripts(claim.ref), arguments))
+
+    def planned(
+        self,
+        claim: Claim,
+        shards: Sequence[Sequence[int]],
+        heads: Sequence[str] = (),
+        *,
+        ageing_s: float,
+        endpoints: Sequence[str] = (),
+        model: str | None = None,
+    ) -> bool:
+        """Replace a job's plan by its shards, given as indices. False if the plan was not ours any more.
+
+        `heads`: what each begins with, see Claim.head; without them their order says nothing about prefixes.
+        `endpoints` and `model`: those of the lines, for the job's status.
+        """
+        arguments: list[Argument] = [claim.ref.job_id, claim.token, self._grace_ms, round(ageing_s * 1000)]
+        arguments += [",".join(endpoints), model or "", claim.traceparent]
+        for shard, head in zip_longest(shards, heads, fillvalue=""):
+            arguments += [",".join(map(str, shard)), head]
+        return bool(self._scripts.run("planned", self._keys.of_unit_scripts(claim.ref), arguments))
+
+    def fail(self, claim: Claim, reason: str, errors: Sequence[BatchError]) -> tuple[PutStatus, RunMode]:
+        """End a job whose plan this is without running a line of it; as `put` answers.
+
+        A job that is cancelled or past its deadline is not failed: it stays open, to be closed as its mode says.
+        """
+        entries = json.dumps([error.model_dump() for error in errors])
+        arguments: list[Argument] = [claim.ref.job_id, claim.token, reason, entries]
+        reply = self._scripts.run("fail", self._keys.of_unit_scripts(claim.ref), arguments)
+        return PutStatus(text(reply[0])), RunMode(text(reply[1]) or RunMode.RUN)
+
+    def can_be_had(self) -> bool:
+        """Whether Redis answers at this moment."""
+        try:
+            return bool(self._client.ping())
+        except redis.RedisError:
+            return False
+
+    def lines(self, job_id: str, indices: Sequence[int]) -> list[bytes | None]:
+        """Request lines by index; None for one that is not there."""
+        return raw_values(self._client.hmget(self._keys.lines(job_id), [str(index) for index in indices]))
+
+    def lines_and_checkpoints(self, job_id: str, indices: Sequence[int]) -> list[tuple[bytes | None, bytes | None]]:
+        """Request lines by index, each with its prompt's checkpoint; None for one that is not there."""
+        fields = [str(index) for index in indices]
+        with self._client.pipeline(transaction=False) as pipeline:
+            pipeline.hmget(self._keys.lines(job_id), fields)
+            pipeline.hmget(self._keys.checkpoints(job_id), fields)
+            lines, checkpoints = pipeline.execute()
+        return list(zip(raw_values(lines), raw_values(checkpoints), strict=True))
+
+
+def _claim(ref: UnitRef, reply: RedisReply) -> Claim:
+    _, token, mode, time_left_ms, attempts, num_lines, priority, tenant, created_ms, indices, done, *more = reply
+    head, is_strict, endpoint, traceparent = more
+    wanted = range(num_lines) if ref.is_plan else [int(index) for index in text(indices).split(",")]
+    recorded = {int(index) for index in done}
+    return Claim(
+        ref=ref,
+        token=text(token),
+        mode=RunMode(text(mode)),
+        time_left_s=_time_left_s(time_left_ms),
+        attempts=attempts,
+        priority=priority,
+        tenant=text(tenant),
+        created_s=created_ms // 1000,
+        num_lines=num_lines,
+        missing=tuple(index for index in wanted if index not in recorded),
+        head=text(head),
+        is_strict=bool(is_strict),
+        endpoint=text(endpoint) or None,
+        traceparent=text(traceparent),
+    )
+
+
+def _time_left_s(milliseconds: int) -> float | None:
+    return None if milliseconds < 0 else milliseconds / 1000
+
+
+class Heartbeats:
+    """Writes a worker's heartbeat. Methods raise redis.RedisError when Redis cannot be had."""
+
+    def __init__(self, client: redis.Redis, keys: Keys) -> None:
+        self._client = client
+        self._keys = keys
+
+    def beat(self, info: WorkerInfo) -> None:
+        """Say that the worker is there, for half a minute."""
+        key = f"{self._keys.workers}{info.id}"
+        with self._client.pipeline(transaction=True) as pipeline:
+            fields = info.model_dump(exclude={"id"})
+            pipeline.hset(key, mapping={name: str(value) for name, value in fields.items()})
+            pipeline.expire(key, TTL_S)
+            pipeline.execute()
+
+    def forget(self, worker_id: str) -> None:
+        """Say that it is gone."""
+        self._client.delete(f"{self._keys.workers}{worker_id}")

@@ -1,0 +1,192 @@
+"""Reads what waits: the message queue and its lanes, shards that nobody holds, units that nobody runs, backlogs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import redis
+
+from worker.registry.exchange import Argument, QueryScript, RedisReply, ScriptSet, perform, text
+from worker.registry.keys import Keys, UnitRef
+from worker.registry.leases import Claim
+
+QUEUE = "millrace"
+
+# A message of priority p waits in the lane of the greatest step that is not above p; 0 is taken first.
+PRIORITY_STEPS = (0, 3, 6, 9)
+# Plans go first, whatever their job's priority: a plan is short, and behind messages of shards that wait for busy slots
+# it would be hidden for as long as those run.
+PLAN_PRIORITY = 0
+_SEPARATOR = "\x06\x16"  # kombu's, between the queue's name and the step
+
+HINT, NONE = "hint", "none"
+
+LONGEST_GRACE_S = 600.0  # the doubling of the grace ends here
+STALE_S = 600.0  # a unit that waited this long is announced again even while its lane is not empty
+MAX_UNITS = 100  # in one look: bounds the script's time
+
+MAX_SHARDS = 500  # read in one look: bounds the time for which Redis does nothing else
+
+
+def steps_by_priority() -> list[int]:
+    """For priorities 0 .. 9, the step of the lane in which their messages wait."""
+    return [max(step for step in PRIORITY_STEPS if step <= priority) for priority in range(10)]
+
+
+def lanes_by_priority() -> list[str]:
+    """For priorities 0 .. 9, the Redis list in which their messages wait."""
+    return [f"{QUEUE}{_SEPARATOR}{step}" if step else QUEUE for step in steps_by_priority()]
+
+
+class ShardQueue:
+    """Chooses which queued shard a worker should claim next. Raises redis.RedisError when Redis cannot be had."""
+
+    def __init__(self, client: redis.Redis, keys: Keys, *, ageing_s: float) -> None:
+        self._keys = keys
+        self._scripts = ScriptSet(client)
+        self._ageing_ms = round(ageing_s * 1000)
+
+    def choose(self, hint: UnitRef, held: Iterable[Claim], *, only_new_tenants: bool) -> UnitRef | None:
+        """The shard to claim on a message about `hint`, by a worker that holds these; None if none may be claimed.
+
+        The tenant with the fewest prompts here comes first, and of its shards the one whose turn is earliest, by time
+        and priority; of those within a step of priority of it the next in prefix order. `only_new_tenants`: none of a
+        tenant that has shards here. Whether the shard can be claimed shows when it is; it is `hint` if none is queued.
+        """
+        here: dict[str, tuple[int, str]] = {}
+        for claim in held:
+            here[claim.tenant] = (here.get(claim.tenant, (0, ""))[0] + len(claim.missing), claim.head)
+        arguments: list[Argument] = [self._keys.prefix, int(only_new_tenants), self._ageing_ms, str(hint)]
+        for tenant, (num_prompts, head) in here.items():
+            arguments += [tenant, num_prompts, head]
+        keys = [self._keys.unit(hint), self._keys.queued, self._keys.job(hint.job_id)]
+        answer = text(self._scripts.run("choose", keys, arguments))
+        if answer == NONE:
+            return None
+        return hint if answer == HINT else UnitRef.of_member(answer)
+
+
+@dataclass(frozen=True, slots=True)
+class DueUnit:
+    """A unit nobody runs: its message may be lost, its worker dead, or its job cancelled or expired."""
+
+    ref: UnitRef
+    priority: int  # its job's, 0 first .. 9 last
+    should_close: bool  # write its error records; otherwise announce it again
+
+
+class ReapQueue:
+    """Finds units to announce again or to close. Raises redis.RedisError when Redis cannot be had."""
+
+    def __init__(self, client: redis.Redis, keys: Keys, *, grace_s: float, ageing_s: float) -> None:
+        self._client = client
+        self._keys = keys
+        self._scripts = ScriptSet(client)
+        self._grace_ms = round(grace_s * 1000)
+        self._ageing_ms = round(ageing_s * 1000)  # of waiting, worth one step of priority
+
+    def due(self) -> list[DueUnit]:
+        """Units that are due now. Each is put off by its grace, so that one caller alone gets it."""
+        arguments: list[Argument] = [self._keys.prefix, MAX_UNITS, self._grace_ms]
+        arguments += [round(LONGEST_GRACE_S * 1000), round(STALE_S * 1000), PLAN_PRIORITY, self._ageing_ms]
+        arguments += [*steps_by_priority(), *self._waiting_messages()]
+        reply = self._scripts.run("reap", [self._keys.open], arguments)
+        words = [text(word) for word in reply]
+        return [
+            DueUnit(UnitRef.of_member(member), should_close=action == "close", priority=int(priority))
+            for member, action, priority in zip(words[::3], words[1::3], words[2::3], strict=True)
+        ]
+
+    def has_messages(self) -> bool:
+        """Whether messages wait in the broker's lanes."""
+        return any(self._waiting_messages())
+
+    def _waiting_messages(self) -> list[int]:
+        # Not in the script: the broker's lists are in another hash slot.
+        lanes = lanes_by_priority()
+        with self._client.pipeline(transaction=False) as pipeline:
+            for lane in lanes:
+                pipeline.llen(lane)
+            return list(pipeline.execute())
+
+
+@dataclass(frozen=True, slots=True)
+class TenantBacklog:
+    """A tenant's shards that nobody holds, as far as they were read."""
+
+    tenant: str
+    open_prompts: int  # of all its jobs, without a record
+    waiting: Mapping[int, tuple[int, float]]  # by priority: shards, and for how many seconds the oldest has waited
+    num_unread: int  # more shards, of which only the number is known
+
+
+@dataclass(frozen=True, slots=True)
+class QueueReading:
+    """How much work there is in Redis. Counters are of all time, all workers and all producers."""
+
+    open_jobs: int
+    open_prompts: int  # without a record
+    open_bytes: int  # of those jobs' lines
+    open_units: int  # plans and shards that are not finished
+    overdue_s: float  # how long the first of them has been due for a look that nobody gave it
+    backlogs: tuple[TenantBacklog, ...]  # of the tenants with the most waiting shards
+    other_waiting_shards: int  # of all other tenants together
+    num_waiting_tenants: int
+    messages: Mapping[int, int]  # in the broker's lanes, by the lane's step
+    submitted_jobs: int
+    submitted_prompts: int
+    ended_jobs: Mapping[str, int]  # by state, see JobState
+    num_records: int
+    num_dead_units: int  # given up, of the last week
+    num_dead_frames: int  # that were no message
+
+
+class QueueFigures:
+    """Reads the queue's figures in two round trips, changing nothing. Raises redis.RedisError."""
+
+    def __init__(self, client: redis.Redis, keys: Keys, *, max_tenants: int) -> None:
+        self._client = client
+        self._keys = keys
+        self._max_tenants = max_tenants  # told apart
+        self._script = QueryScript("queue")
+
+    def read(self) -> QueueReading:
+        """The queue at this moment."""
+        keys = [self._keys.open, self._keys.queued, self._keys.admission, self._keys.dead]
+        reply = perform(self._client, self._script(keys, [self._keys.prefix, self._max_tenants, MAX_SHARDS]))
+        num_units, overdue_ms, num_dead, num_tenants, counters, rows, num_others = reply
+        jobs, prompts, num_bytes, sub_jobs, sub_prompts, total, frames, done, failed, cancelled, expired = [
+            int(value or 0) for value in counters
+        ]
+        return QueueReading(
+            open_jobs=jobs,
+            open_prompts=prompts,
+            open_bytes=num_bytes,
+            open_units=num_units,
+            overdue_s=overdue_ms / 1000,
+            backlogs=tuple(_backlog(row) for row in rows),
+            other_waiting_shards=num_others,
+            num_waiting_tenants=num_tenants,
+            messages=self._messages(),
+            submitted_jobs=sub_jobs,
+            submitted_prompts=sub_prompts,
+            ended_jobs={"completed": done, "failed": failed, "cancelled": cancelled, "expired": expired},
+            num_records=total,
+            num_dead_units=num_dead,
+            num_dead_frames=frames,
+        )
+
+    def _messages(self) -> dict[int, int]:
+        # Not in the script: the broker's lists are in another hash slot.
+        with self._client.pipeline(transaction=False) as pipeline:
+            for lane in dict.fromkeys(lanes_by_priority()):
+                pipeline.llen(lane)
+            return dict(zip(PRIORITY_STEPS, pipeline.execute(), strict=True))
+
+
+def _backlog(row: RedisReply) -> TenantBacklog:
+    tenant, prompts, by_priority, num_unread = row
+    # A shard whose job is gone has no priority any more; `choose` takes it out.
+    waiting = {int(priority): (count, oldest_ms / 1000) for priority, count, oldest_ms in by_priority if priority}
+    return TenantBacklog(text(tenant), int(prompts), waiting, num_unread)

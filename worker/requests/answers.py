@@ -1,0 +1,114 @@
+"""Reads finished answers: their text token by token, the marks of a model's formats, and the parts of a chat answer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from engine.request import Completion, FinishReason
+from engine.text.tokenizer import Tokenizer
+from worker.lines.chat import ChatBody
+from worker.records.answers import ChatAnswer, read_calls, split_reasoning
+from worker.requests.chat_prompts import ChatPrompts
+
+
+class AnswerReader:
+    """Reads reasoning and tool calls out of one model's answers. What cannot be read stays text; it never raises."""
+
+    def __init__(self, prompts: ChatPrompts, token_text: TokenText) -> None:
+        """`token_text`: of the marks of the same formats."""
+        self._prompts = prompts
+        self._formats = prompts.formats
+        self._token_text = token_text
+
+    def read(self, body: ChatBody, completions: Sequence[Completion]) -> list[ChatAnswer]:
+        """The parts of each of `completions`, the answers to `body`."""
+        if not self._formats.marks:
+            return [ChatAnswer(completion.text) for completion in completions]
+        opened = self._prompts.opens_reasoning(body)
+        names = frozenset(tool.function.name for tool in body.offered_tools)
+        answers = [self._read(completion, names, opened=opened) for completion in completions]
+        if body.parallel_tool_calls:
+            return answers
+        return [replace(answer, calls=answer.calls[:1]) for answer in answers]
+
+    def _read(self, completion: Completion, names: frozenset[str], *, opened: bool) -> ChatAnswer:
+        reasons = self._formats.reasoning != "none"
+        spelled = self._token_text.of(completion)
+        split = split_reasoning(spelled.text, opened=opened) if reasons else None
+        answer = spelled.text if split is None else spelled.text[split[1] :].lstrip("\n")
+        found = read_calls(answer, self._formats, names) if names else None
+        calls, beside = ((), answer) if found is None else found
+        content = completion.text if split is None and found is None else self._plain(beside)
+        num_reasoning_tokens = 0 if split is None else spelled.num_tokens_of(split[1])
+        return ChatAnswer(
+            content=None if calls and not content else content,
+            calls=calls,
+            reasoning=None if split is None else self._plain(split[0]),
+            num_reasoning_tokens=num_reasoning_tokens if reasons else None,
+        )
+
+    def _plain(self, text: str) -> str:
+        """Without the marks that are special tokens, as in any other text."""
+        for mark in self._token_text.special_marks:
+            text = text.replace(mark, "")
+        return text
+
+
+class TokenText:
+    """The text of answers with the marks put back that are special tokens of the tokenizer, and so not in the text."""
+
+    def __init__(self, tokenizer: Tokenizer, marks: Collection[str]) -> None:
+        self._tokenizer = tokenizer
+        ids = tokenizer.special_token_ids if marks else ()
+        self._marks = {token_id: text for token_id in ids if (text := tokenizer.token_text(token_id)) in marks}
+        self.special_marks = {text: token_id for token_id, text in self._marks.items()}  # mark -> id
+
+    def of(self, completion: Completion) -> AnswerText:
+        """The completion's text with the marks in their places."""
+        ends = self._ends(_in_text(completion))
+        num_tokens = len(completion.token_ids)
+        if self._marks.keys().isdisjoint(completion.token_ids):
+            return AnswerText(completion.text, (end for _, end in ends), num_tokens)
+        pieces: list[str] = []
+        ends_with_marks: list[int] = []
+        position = 0  # in completion.text, which a stop string may have cut
+        marks = 0  # characters of them so far
+        for token_id, end in ends:
+            pieces.append(completion.text[position:end])
+            position = end
+            if token_id in self._marks:
+                marks += len(self._marks[token_id])
+                pieces.append(self._marks[token_id] if end <= len(completion.text) else "")
+            ends_with_marks.append(end + marks)
+        return AnswerText("".join((*pieces, completion.text[position:])), ends_with_marks, num_tokens)
+
+    def _ends(self, token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Each token with how much of the text without marks is certain behind it."""
+        detokenizer = self._tokenizer.new_detokenizer()
+        end = 0
+        for token_id in token_ids:
+            end += len(detokenizer.append(token_id))
+            yield token_id, end
+
+
+def _in_text(completion: Completion) -> Sequence[int]:
+    """The tokens less the one that ended the sequence, which is not in the text unless a stop string did."""
+    ended_by_token = completion.finish_reason is FinishReason.STOP and not isinstance(completion.stop_reason, str)
+    return completion.token_ids[:-1] if ended_by_token else completion.token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerText:
+    """The text, and where its tokens end in it."""
+
+    text: str
+    ends: Iterable[int]  # how much of the text is certain behind each token, in characters; read once
+    num_tokens: int  # all that were generated, the one that ended the sequence included
+
+    def num_tokens_of(self, num_characters: int) -> int:
+        """How many tokens the first `num_characters` took; those that are not text count too. Asked once."""
+        for count, end in enumerate(self.ends, start=1):
+            if end >= num_characters:
+                return count
+        return self.num_tokens

@@ -1,0 +1,234 @@
+"""Runs the engine on the one thread that owns it, and takes and gives back prompts for the others."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from engine.errors import EngineFatal, InvalidRequest
+from engine.request import AnyRequest, RequestOutput, TokenCheckpoint
+from worker.lines.request_line import PrefixKey
+from worker.requests.step_engine import StepEngine
+from worker.runtime.counts import EngineMeter
+from worker.runtime.window import AdmissionWindow, PromptFeed
+
+OnSuspended = Callable[[Mapping[str, TokenCheckpoint]], None]
+
+SUSPEND_POLL_S = 0.1
+IDLE_LOOK_S = 1.0  # between looks for work, for which it is woken anyway: they show that it could be
+
+logger = logging.getLogger(__name__)
+
+
+class EngineThread:
+    """Loads the engine, steps it, and is the only one to touch it. Other threads leave prompts and aborts here.
+
+    Before each step the engine gets what the window takes from the feeds. Outputs and checkpoints are handed to the
+    callbacks of the feed they came from on this thread, so a callback may only put them somewhere.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], StepEngine],
+        *,
+        window: AdmissionWindow,
+        on_failure: Callable[[BaseException], None],
+        meter: EngineMeter | None = None,
+    ) -> None:
+        self._load = load
+        self._window = window
+        self._on_failure = on_failure  # called on this thread, once, when the engine broke
+        self._changed = threading.Condition()
+        self._aborts: list[str] = []
+        self._suspensions: list[tuple[Sequence[str], OnSuspended]] = []
+        self._open: dict[str, PromptFeed | None] = {}  # by request id; None: nobody waits for it any more
+        self._engine: StepEngine | None = None
+        self._load_error: BaseException | None = None
+        self._has_failed = False
+        self._stopping = False
+        self._is_idle = True
+        self._num_steps = 0
+        self._step_began_at = 0.0  # time.monotonic()
+        self._looked_at = 0.0  # time.monotonic(): for work, while idle
+        self._meter = meter or EngineMeter()  # is told about each step, on this thread
+        self._ready = threading.Event()
+        # A daemon: a step that hangs on the device must not keep the process from exiting.
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> StepEngine:
+        """Load the engine and return it, for its tokeniser and limits. Raises what loading raised."""
+        self._thread.start()
+        self._ready.wait()
+        if self._engine is None:
+            raise self._load_error or EngineFatal("the engine did not load")
+        return self._engine
+
+    @property
+    def num_steps(self) -> int:
+        """Steps finished; a leaseholder watches it move."""
+        return self._num_steps
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it waits for requests."""
+        return self._is_idle
+
+    @property
+    def stalled_for_s(self) -> float:
+        """How long the step that runs has been running; 0 while idle."""
+        return 0.0 if self._is_idle else time.monotonic() - self._step_began_at
+
+    @property
+    def idle_overdue_s(self) -> float:
+        """While idle, how long past its time it has not looked for work; else 0."""
+        return max(0.0, time.monotonic() - self._looked_at - IDLE_LOOK_S) if self._is_idle else 0.0
+
+    @property
+    def num_open_requests(self) -> int:
+        """Requests in the engine, without their output."""
+        return len(self._open)
+
+    @contextmanager
+    def fed_by(self, feed: PromptFeed) -> Iterator[None]:
+        """Take prompts from this feed within the block; at its end those that were not taken are forgotten."""
+        with self._changed:
+            self._window.join(feed)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._window.leave(feed)
+
+    def offer(self, feed: PromptFeed, prompts: Sequence[tuple[PrefixKey, AnyRequest]], *, is_last: bool) -> None:
+        """Add the next prompts of a feed, see PromptFeed.offer."""
+        with self._changed:
+            feed.offer(prompts, is_last=is_last)
+            self._changed.notify_all()
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests before the next step; nobody is called back for them. Only those in the engine are meant."""
+        with self._changed:
+            self._aborts += self._forget(request_ids)
+            self._changed.notify_all()
+
+    def suspend(self, request_ids: Sequence[str], is_given_up: Callable[[], bool]) -> Mapping[str, TokenCheckpoint]:
+        """End requests before the next step; how far those had come that had generated anything.
+
+        Outputs of the step that runs still reach their callbacks before this returns. If it has not ended when
+        `is_given_up` says so, asked every 0.1 s, the answer is empty, and the requests end whenever it does.
+        """
+        answer: queue.SimpleQueue[Mapping[str, TokenCheckpoint]] = queue.SimpleQueue()
+        with self._changed:
+            if self._is_over():
+                return {}
+            self._suspensions.append((request_ids, answer.put))
+            self._changed.notify_all()
+        while True:
+            try:
+                return answer.get(timeout=SUSPEND_POLL_S)
+            except queue.Empty:
+                if is_given_up() or self._is_over():
+                    return {}
+
+    def stop(self, timeout_s: float) -> bool:
+        """Stop after the current step and close the engine; False if it hangs."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            engine = self._load()
+            self._meter.publish(engine.stats())
+        except BaseException as error:  # a seam: start() raises it on the thread that asked
+            self._load_error = error
+            self._ready.set()
+            return
+        self._engine = engine
+        self._ready.set()
+        try:
+            while self._wait_for_work(engine):
+                self._take_requests(engine)
+                self._step(engine)
+        except Exception as error:  # a seam: whatever the engine raised, its state can be trusted no more
+            logger.exception("the engine broke")
+            self._has_failed = True
+            self._on_failure(error)
+            return  # the engine is left as it is: after a fault of the device each further call may hang
+        engine.close()
+
+    def _wait_for_work(self, engine: StepEngine) -> bool:
+        with self._changed:
+            while not self._stopping and not (self._is_called() or engine.has_unfinished()):
+                self._looked_at = time.monotonic()  # before _is_idle, which other threads read first
+                self._is_idle = True
+                self._changed.wait(IDLE_LOOK_S)
+            self._step_began_at = time.monotonic()  # before _is_idle, which other threads read first
+            self._is_idle = False
+            return not self._stopping
+
+    def _is_over(self) -> bool:
+        return self._has_failed or self._stopping
+
+    def _is_called(self) -> bool:
+        return bool(self._window.has_waiting or self._aborts or self._suspensions)
+
+    def _take_requests(self, engine: StepEngine) -> None:
+        with self._changed:
+            additions = self._window.take()
+            self._open.update((request.request_id, feed) for request, feed in additions)
+            aborts, self._aborts = self._aborts, []
+            suspensions, self._suspensions = self._suspensions, []
+        for request, _ in additions:
+            try:
+                engine.add_request(request)
+            except InvalidRequest as error:
+                self._deliver([RequestOutput(request.request_id, request.num_prompt_tokens, 0, (), error)])
+        for request_ids, on_suspended in suspensions:
+            taken = {request_id: engine.checkpoint(request_id) for request_id in request_ids}
+            on_suspended({request_id: checkpoint for request_id, checkpoint in taken.items() if checkpoint is not None})
+            with self._changed:
+                aborts += self._forget(request_ids)
+        for request_id in aborts:
+            engine.abort(request_id)
+
+    def _forget(self, request_ids: Sequence[str]) -> list[str]:
+        """Under the lock: nobody waits for these any more; those of them that are open."""
+        open_ids = [request_id for request_id in request_ids if request_id in self._open]
+        self._open.update(dict.fromkeys(open_ids))
+        return open_ids
+
+    def _step(self, engine: StepEngine) -> None:
+        if not engine.has_unfinished():
+            return
+        began_at = time.perf_counter()
+        outputs = engine.step()
+        self._meter.step(time.perf_counter() - began_at, engine.step_size)
+        self._num_steps += 1
+        self._deliver(outputs)
+        if self._meter.is_due or not engine.has_unfinished():
+            self._meter.publish(engine.stats())
+        for request_id, checkpoint in engine.due_checkpoints().items():
+            feed = self._open[request_id]
+            if feed is not None:
+                feed.on_checkpoint(request_id, checkpoint)
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """Hand outputs on, those of one feed together: a lock and a wake-up for each would cost more than it."""
+        by_feed: dict[PromptFeed, list[RequestOutput]] = {}
+        with self._changed:
+            for output in outputs:
+                if output.request_id not in self._open:
+                    raise EngineFatal(f"the engine returned {output.request_id!r}, which is not open")
+                feed = self._open.pop(output.request_id)
+                self._window.end(output.request_id)
+                if feed is not None:
+                    by_feed.setdefault(feed, []).append(output)
+        for feed, ended in by_feed.items():
+            feed.on_outputs(ended)

@@ -1,0 +1,261 @@
+"""Keeps the units this process holds a lease on, and what logs and traces say of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from structlog.contextvars import bound_contextvars
+
+from engine.request import RequestOutput
+from worker.lines.request_line import Endpoint, RequestLine
+from worker.registry.keys import UnitRef
+from worker.registry.leases import Claim
+from worker.registry.lifecycle import PutStatus, RunMode, StopReason
+from worker.tracing.spans import TracedRequest, Tracing, UnitSpan
+
+_FAILED = "failed"
+_OUTCOMES = {
+    StopReason.CANCELLED: "cancelled",
+    StopReason.EXPIRED: "expired",
+    StopReason.SENT_AWAY: "given back",
+    StopReason.RELEASED: "given back",
+    StopReason.FAILED: _FAILED,
+    StopReason.ENGINE_FAILED: "given back, the engine failed",
+    StopReason.FENCED: "no longer ours",
+}
+_BAD_OUTCOMES = {_FAILED, _OUTCOMES[StopReason.ENGINE_FAILED], _OUTCOMES[StopReason.FENCED]}
+
+logger = logging.getLogger(__name__)
+
+_OPERATIONS = {
+    Endpoint.CHAT_COMPLETIONS: "chat",
+    Endpoint.COMPLETIONS: "text_completion",
+    Endpoint.EMBEDDINGS: "embeddings",
+}
+
+
+class HeldUnit:
+    """A claimed unit while it is worked on: what the threads around it tell its owner. Thread-safe."""
+
+    def __init__(self, claim: Claim, *, message_id: str, span: UnitSpan | None = None) -> None:
+        self.claim = claim
+        self.message_id = message_id  # of the Celery message that brought it
+        self.span = span or UnitSpan()
+        self._changed = threading.Condition()
+        self._stop_reason: StopReason | None = None
+        self._is_written = False
+        self._num_unwritten = 0
+        self._deadline_at: float | None = None
+        self._released_at: float | None = None
+        self._on_change: Callable[[], None] = lambda: None
+        self.set_time_left(claim.time_left_s)
+
+    @property
+    def log_fields(self) -> dict[str, str | int]:
+        """What every log event about it is to say."""
+        trace_id = self.span.trace_id
+        return self.claim.ref.log_fields if trace_id is None else {**self.claim.ref.log_fields, "trace_id": trace_id}
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        """Why the owner should stop, if it should."""
+        return self._stop_reason
+
+    @property
+    def is_written(self) -> bool:
+        """Whether all records of the unit are in Redis."""
+        return self._is_written
+
+    @property
+    def is_past_deadline(self) -> bool:
+        """Whether the job's deadline has passed, by the time Redis last told."""
+        return self._deadline_at is not None and time.monotonic() >= self._deadline_at
+
+    @property
+    def released_for_s(self) -> float:
+        """How long ago it was first to be given back; 0 if it is not."""
+        return 0.0 if self._released_at is None else time.monotonic() - self._released_at
+
+    def set_time_left(self, time_left_s: float | None) -> None:
+        """What Redis says is left until the job's deadline; None: it has none."""
+        self._deadline_at = None if time_left_s is None else time.monotonic() + time_left_s
+
+    def on_change(self, call: Callable[[], None]) -> None:
+        """Call `call` whenever there is a reason to stop or everything is written; from any thread."""
+        self._on_change = call
+
+    def stop(self, reason: StopReason) -> None:
+        """Tell the owner to stop; a greater reason replaces a smaller one."""
+        with self._changed:
+            if self._stop_reason is None or reason > self._stop_reason:
+                self._stop_reason = reason
+            if reason >= StopReason.RELEASED and self._released_at is None:
+                self._released_at = time.monotonic()
+            self._changed.notify_all()
+        self._on_change()
+
+    def hear(self, status: PutStatus, mode: RunMode) -> None:
+        """What a write's answer means for the unit: it is lost, all written, or to be run in `mode`."""
+        if status is PutStatus.FENCED:
+            self.stop(StopReason.FENCED)
+        elif status is not PutStatus.OPEN:
+            self.set_written()
+        else:
+            self.hear_mode(mode)
+
+    def hear_mode(self, mode: RunMode) -> None:
+        """Whoever runs the unit is to stop, unless `mode` says to run it."""
+        reason = StopReason.of_mode(mode)
+        if reason is not None:
+            self.stop(reason)
+
+    def add_unwritten(self, count: int) -> None:
+        """`count` records were handed to the writer, or, below 0, left it."""
+        with self._changed:
+            self._num_unwritten += count
+            self._changed.notify_all()
+
+    def set_written(self) -> None:
+        """Every record of the unit is in Redis."""
+        with self._changed:
+            self._is_written = True
+            self._changed.notify_all()
+        self._on_change()
+
+    def wait_flushed(self, until: StopReason, timeout_s: float | None = None) -> bool:
+        """Wait until the writer has none of our records; False if a reason of at least `until`, or time, ends it."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._num_unwritten == 0 or (self._stop_reason or 0) >= until, timeout=timeout_s
+            )
+            return self._num_unwritten == 0
+
+
+class HeldUnits:
+    """The units this process holds a lease on. Thread-safe."""
+
+    def __init__(
+        self,
+        tracing: Tracing | None = None,
+        *,
+        on_held: Callable[[HeldUnit], None] = lambda _: None,
+        on_removed: Callable[[HeldUnit], None] = lambda _: None,
+    ) -> None:
+        self._tracing = tracing or Tracing()
+        self._on_held = on_held
+        self._on_removed = on_removed
+        self._changed = threading.Condition()
+        self._held: dict[UnitRef, HeldUnit] = {}
+        self._stopped: dict[str, StopReason] = {}  # by message: those of which a unit may be on its way from Redis
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, ref: UnitRef) -> bool:
+        with self._changed:
+            return ref in self._held
+
+    def hold(self, claim: Claim, *, message_id: str) -> HeldUnit:
+        """A unit was claimed on this Celery message: its span begins, and what it brings about belongs to that."""
+        span = self._tracing.hold(claim)
+        held = HeldUnit(replace(claim, traceparent=span.traceparent), message_id=message_id, span=span)
+        with self._changed:
+            self._held[claim.ref] = held
+            reason = self._stopped.pop(message_id, None)
+        self._on_held(held)
+        if reason is not None:
+            held.stop(reason)
+        return held
+
+    def remove(self, held: HeldUnit) -> None:
+        """Its owner is done with it."""
+        with self._changed:
+            if self._held.get(held.claim.ref) is held:
+                del self._held[held.claim.ref]
+            self._changed.notify_all()
+        self._on_removed(held)
+
+    def all(self) -> list[HeldUnit]:
+        """The units at this moment."""
+        with self._changed:
+            return list(self._held.values())
+
+    def stop_all(self, reason: StopReason) -> None:
+        """Tell every owner to stop."""
+        for held in self.all():
+            held.stop(reason)
+
+    def stop_message(self, message_id: str, reason: StopReason) -> None:
+        """Tell the owner of a Celery message's unit to stop; if that is still being claimed, as soon as it is held."""
+        with self._changed:
+            found = [held for held in self._held.values() if held.message_id == message_id]
+            if not found:
+                self._stopped[message_id] = reason
+        for held in found:
+            held.stop(reason)
+
+    def wait_empty(self, timeout_s: float) -> bool:
+        """Wait until nothing is held; False if that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._held, timeout=timeout_s)
+
+
+@contextmanager
+def reported(held: HeldUnit) -> Iterator[None]:
+    """Log its beginning and its end and end its span; whatever this thread logs within the block has its ids.
+
+    Of a plan that goes well the planner has said all there is to say.
+    """
+    is_plan, began_s = held.claim.ref.is_plan, time.monotonic()
+    kind, level = ("plan", logging.DEBUG) if is_plan else ("shard", logging.INFO)
+    prompts = len(held.claim.missing)
+    fields: dict[str, int | str] = {"prompts": prompts}
+    if held.claim.attempts:
+        fields["attempts"] = held.claim.attempts
+    if held.claim.mode is not RunMode.RUN:
+        fields["mode"] = held.claim.mode.value
+    has_failed = True
+    with bound_contextvars(**held.log_fields):
+        logger.log(level, "%s claimed", kind, extra=fields)
+        try:
+            yield
+            has_failed = False
+        finally:
+            # What stopped it says more than the error that this thread met then: Redis away, say.
+            outcome = _FAILED if has_failed and held.stop_reason is None else _outcome(held)
+            is_error = outcome in _BAD_OUTCOMES
+            held.span.end(outcome, is_error=is_error)
+            elapsed_s = round(time.monotonic() - began_s, 3)
+            level = logging.WARNING if is_error else level
+            logger.log(level, "%s %s", kind, outcome, extra={"prompts": prompts, "elapsed_s": elapsed_s})
+
+
+def _outcome(held: HeldUnit) -> str:
+    return "done" if held.is_written or held.stop_reason is None else _OUTCOMES[held.stop_reason]
+
+
+def trace_request(span: UnitSpan, line: RequestLine, output: RequestOutput) -> None:
+    """Add a request, unless nothing was run for it: it was refused, or an equal one was run."""
+    timings = output.timings
+    if timings is None or timings.scheduled_s is None:
+        return
+    span.add_request(
+        TracedRequest(
+            index=line.index,
+            operation=_OPERATIONS[line.endpoint],
+            arrived_s=timings.arrived_s,
+            scheduled_s=timings.scheduled_s,
+            first_token_s=timings.first_token_s,
+            finished_s=timings.finished_s,
+            input_tokens=output.num_prompt_tokens,
+            cached_tokens=output.num_cached_tokens,
+            output_tokens=sum(len(completion.token_ids) for completion in output.completions),
+            finish_reasons=tuple(completion.finish_reason.value for completion in output.completions),
+            error_type=None if output.error is None else type(output.error).__name__,
+        )
+    )

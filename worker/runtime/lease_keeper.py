@@ -1,0 +1,153 @@
+"""Renews the leases of this worker, and finds units that no worker keeps."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import redis
+
+from settings import WorkerSettings
+from worker.broker.messages import Announcer
+from worker.registry.leases import Heartbeats, UnitLeases
+from worker.registry.lifecycle import RunMode, StopReason
+from worker.registry.queues import ReapQueue
+from worker.runtime.engine_thread import EngineThread
+from worker.runtime.held_units import HeldUnit, HeldUnits
+from worker.schemas import WorkerInfo
+from worker.unit_closer import UnitCloser
+
+WATCH_INTERVAL_S = 0.4  # how soon a cancelled or expired job is seen
+
+logger = logging.getLogger(__name__)
+
+
+class LeaseKeeper:
+    """Renews the leases of all held units, watches for cancelled jobs and deadlines, and sends the heartbeat.
+
+    Leases are renewed only while the engine's steps end, within `worker.hang_timeout_s`: a worker that hangs loses its
+    units.
+    """
+
+    def __init__(
+        self,
+        leases: UnitLeases,
+        heartbeats: Heartbeats,
+        held_units: HeldUnits,
+        engine: EngineThread,
+        *,
+        settings: WorkerSettings,
+        describe: Callable[[], WorkerInfo],
+    ) -> None:
+        self._leases = leases
+        self._heartbeats = heartbeats
+        self._held_units = held_units
+        self._engine = engine
+        self._renew_interval_s = settings.renew_interval_s
+        # Not the lease: with weights of 8B a prefill of 2048 tokens takes two cores 80 s.
+        self._hang_timeout_s = settings.hang_timeout_s
+        self._describe = describe
+        self._renew_at = math.inf  # not running
+
+    @property
+    def overdue_s(self) -> float:
+        """How long ago Redis should have taken the next heartbeat: a write, which a full Redis refuses."""
+        return max(time.monotonic() - self._renew_at, 0.0)
+
+    def run(self, stopping: threading.Event) -> None:
+        """Keep leases until told to stop, then take the heartbeat back."""
+        self._renew_at = time.monotonic()
+        while not stopping.wait(min(WATCH_INTERVAL_S, self._renew_interval_s / 2)):
+            try:
+                self._watch()
+                if time.monotonic() >= self._renew_at:
+                    self._renew()
+                    self._heartbeats.beat(self._describe())
+                    # Only after it worked: after a failure the next look tries again.
+                    self._renew_at = time.monotonic() + self._renew_interval_s
+            except redis.RedisError as error:
+                logger.warning("leases could not be renewed: %s", error)
+        try:
+            self._heartbeats.forget(self._describe().id)
+        except redis.RedisError as error:
+            logger.warning("the heartbeat could not be taken back, it runs out by itself: %s", error)
+
+    def _watch(self) -> None:
+        held = self._held_units.all()
+        for unit in held:
+            if unit.is_past_deadline:
+                unit.stop(StopReason.EXPIRED)
+        if not held:
+            return
+        cancelled = self._leases.cancelled({unit.claim.ref.job_id for unit in held})
+        for unit in held:
+            if unit.claim.ref.job_id in cancelled:
+                unit.stop(StopReason.CANCELLED)
+
+    def _renew(self) -> None:
+        if self._engine.stalled_for_s >= self._hang_timeout_s:
+            logger.warning("the engine hangs in a step: leases are not renewed")
+            return
+        held = self._held_units.all()
+        if not held:
+            return
+        answers = self._leases.renew([unit.claim for unit in held])
+        for unit, (is_ours, mode, time_left_s) in zip(held, answers, strict=True):
+            _apply(unit, is_ours, mode, time_left_s)
+
+
+def _apply(unit: HeldUnit, is_ours: bool, mode: RunMode, time_left_s: float | None) -> None:
+    if not is_ours:
+        # Also the answer for a unit that was finished meanwhile: its owner is on its way out then.
+        if not unit.is_written:
+            unit.stop(StopReason.FENCED)
+        return
+    unit.set_time_left(time_left_s)
+    unit.hear_mode(mode)
+
+
+class Reaper:
+    """Announces units again whose message was lost or whose worker died, and closes those whose job is to end.
+
+    Every worker runs one on its own thread; the registry gives each due unit to one of them.
+    """
+
+    def __init__(
+        self,
+        due_units: ReapQueue,
+        announcer: Announcer,
+        closer: UnitCloser,
+        *,
+        interval_s: float,
+        is_well: Callable[[], bool],
+    ) -> None:
+        self._due_units = due_units
+        self._announcer = announcer
+        self._closer = closer
+        self._is_well = is_well  # a worker that hangs must not put units off that others could take
+        self._interval_s = interval_s
+
+    def run(self, stopping: threading.Event) -> None:
+        """Look again and again, until told to stop."""
+        # Jitter, so that workers started together do not look together for ever.
+        while not stopping.wait(self._interval_s * random.uniform(0.75, 1.25)):
+            if not self._is_well():
+                continue
+            try:
+                self._look(stopping)
+            except redis.RedisError as error:
+                logger.warning("could not look for work nobody does: %s", error)
+
+    def _look(self, stopping: threading.Event) -> None:
+        for due in self._due_units.due():
+            if stopping.is_set():
+                return  # what was put off here is due again after its grace
+            if due.should_close:
+                self._closer.close_unclaimed(due.ref)
+            else:
+                logger.info("announcing the unit again", extra=due.ref.log_fields)
+                self._announcer.announce(due.ref, due.priority)

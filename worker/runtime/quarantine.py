@@ -1,0 +1,91 @@
+"""Lets a suspect, a unit over which workers died, run alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+# For what runs to finish by itself before it is sent away: enough for the last prompts of a shard, little beside the
+# re-prefill that sending it away costs.
+COMPANY_WAIT_S = 2.0
+SEND_AWAY_INTERVAL_S = 0.2  # a unit that was just being claimed is not seen the first time
+
+
+class Quarantine:
+    """Units share the worker, or one suspect has it to itself: then its crash says who did it.
+
+    One suspect at a time waits for the worker, and from then on nothing else enters: suspects that follow each other
+    do not send the others away each time. Who waits here holds no unit, so that a crash meanwhile blames nobody.
+    """
+
+    def __init__(self, send_away: Callable[[], None], is_empty: Callable[[], bool]) -> None:
+        self._send_away = send_away  # asks all units that entered to be given back, without waiting for it
+        self._is_empty = is_empty  # whether the engine has let go of all they had in it
+        self._changed = threading.Condition()
+        self._num_together = 0
+        self._is_taken = False  # a suspect runs
+        self._is_wanted = False  # a suspect waits
+        self._is_closed = False
+
+    def enter(self, timeout_s: float) -> bool:
+        """Share the worker until `leave`; False if it is a suspect's for longer than that, or closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_open or self._is_closed, timeout_s)
+            if not self._is_open:
+                return False
+            self._num_together += 1
+            return True
+
+    def leave(self) -> None:
+        """Of who entered."""
+        with self._changed:
+            self._num_together -= 1
+            self._changed.notify_all()
+
+    def enter_alone(self, timeout_s: float) -> bool:
+        """Have the worker alone until `leave_alone`.
+
+        False if another suspect waits, or runs for longer than `timeout_s`, or closed. Other units, and the step that
+        the engine may still be in for them, are waited for as long as it takes: they were asked to go.
+        """
+        with self._changed:
+            if self._is_wanted or self._is_closed:
+                return False
+            self._is_wanted = True
+            try:
+                if not (self._wait_for_suspect(timeout_s) and self._wait_for_company()):
+                    return False
+                self._is_taken = True
+                return True
+            finally:
+                self._is_wanted = False
+                self._changed.notify_all()
+
+    def leave_alone(self) -> None:
+        """Of who entered alone."""
+        with self._changed:
+            self._is_taken = False
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let nobody in any more; who waits is refused."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    @property
+    def _is_open(self) -> bool:
+        return not (self._is_taken or self._is_wanted or self._is_closed)
+
+    def _wait_for_suspect(self, timeout_s: float) -> bool:
+        self._changed.wait_for(lambda: not self._is_taken or self._is_closed, timeout_s)
+        return not self._is_taken and not self._is_closed
+
+    def _wait_for_company(self) -> bool:
+        patient_until_s = time.monotonic() + COMPANY_WAIT_S
+        while (self._num_together or not self._is_empty()) and not self._is_closed:
+            if time.monotonic() >= patient_until_s:
+                self._send_away()
+            self._changed.wait(SEND_AWAY_INTERVAL_S)
+        return not self._is_closed

@@ -1,0 +1,330 @@
+"""Runs one shard, from its lines to its records, and resumes what another worker began."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import redis
+
+from engine.request import AnyRequest, Request, RequestOutput, SequenceCheckpoint, TokenCheckpoint, TokenLogprobs
+from settings import LimitSettings
+from worker.lines.errors import LineError
+from worker.lines.parse import parse_request_line
+from worker.lines.request_line import PrefixKey, RequestLine, prefix_sort_key
+from worker.records.record import encode_record, has_failed
+from worker.registry.leases import Claim, PromptCheckpoint, PromptRecord, UnitLeases
+from worker.registry.lifecycle import Outcome, StopReason
+from worker.requests.served_model import ServedModel
+from worker.runtime.engine_thread import EngineThread
+from worker.runtime.held_units import HeldUnit, trace_request
+from worker.runtime.window import PromptFeed
+from worker.runtime.writer import ResultWriter
+from worker.unit_closer import UnitCloser
+from worker.untyped import Untyped
+
+READ_AHEAD = 32  # lines of one read: at most 8 MiB with the default limits, and 32 MiB of checkpoints
+READ_RETRY_S = 0.05  # between tries to read lines, each of which has waited for Redis in its own way
+SUSPEND_TIMEOUT_S = 1.5  # for the step that runs, when the shard is given back; records have theirs after that
+# A larger one is not written, the prompt's last smaller one stays. A token takes 4 to 7 bytes: with logprobs it may be.
+MAX_CHECKPOINT_BYTES = 1024 * 1024
+
+logger = logging.getLogger(__name__)
+
+Prepared = tuple[RequestLine, AnyRequest]
+
+
+class ShardRun:
+    """Feeds a claimed shard's prompts to the engine and its records to the writer, on the thread that calls `run`."""
+
+    def __init__(
+        self,
+        held: HeldUnit,
+        prompts: ShardPrompts,
+        *,
+        leases: UnitLeases,
+        engine: EngineThread,
+        writer: ResultWriter,
+        closer: UnitCloser,
+    ) -> None:
+        self._held = held
+        self._claim = held.claim
+        self._prompts = prompts
+        self._leases = leases
+        self._engine = engine
+        self._writer = writer
+        self._closer = closer
+        self._unread = deque(held.claim.missing)
+        self._running: dict[str, RequestLine] = {}  # by request id: offered, and then in the engine
+        self._unrecorded = dict.fromkeys(held.claim.missing)  # in order; a dict for its cheap removal
+        # None: look at `held` and at the checkpoints
+        self._events: queue.SimpleQueue[list[RequestOutput] | None] = queue.SimpleQueue()
+        # The newest of each request, by its id: while Redis is away, old ones would pile up by the gigabyte.
+        self._checkpoints: dict[str, TokenCheckpoint] = {}
+        self._checkpoints_lock = threading.Lock()
+        self._feed = PromptFeed(
+            self._claim.tenant,
+            self._claim.priority,
+            on_outputs=self._events.put,
+            on_checkpoint=self._put_checkpoint,
+            on_low=lambda: self._events.put(None),
+        )
+
+    def run(self) -> None:
+        """Run until every prompt has its record, or there is a reason to stop (`held.stop_reason`).
+
+        What had finished by then is handed to the writer, unless the unit is somebody else's; of a unit that is given
+        back also how far the others had come. Prompts of a job that was cancelled or expired have got their error
+        records when this returns. Raises redis.RedisError when Redis cannot be had.
+        """
+        self._held.on_change(lambda: self._events.put(None))
+        try:
+            with self._engine.fed_by(self._feed):
+                while self._held.stop_reason is None and not self._held.is_written:
+                    self._read_ahead()
+                    self._take_events()
+            goes_back = self._held.stop_reason in (StopReason.SENT_AWAY, StopReason.RELEASED)
+            suspended = self._suspend() if goes_back else {}
+        finally:
+            self._engine.abort(list(self._running))
+        self._take_what_finished()
+        if suspended:
+            self._writer.put(self._held, self._encoded(suspended))
+        mode = self._held.stop_reason.closing_mode if self._held.stop_reason else None
+        if mode is not None and self._held.wait_flushed(until=StopReason.RELEASED):
+            self._closer.close(self._claim, list(self._unrecorded), mode)
+
+    def _read_ahead(self) -> None:
+        """Offer prompts to the engine until enough of them wait there or the shard is all in."""
+        while self._held.stop_reason is None and self._wants_lines():
+            if not self._read() or not self._events.empty():
+                return  # outputs go out before more goes in
+
+    def _wants_lines(self) -> bool:
+        return bool(self._unread) and self._feed.is_low
+
+    def _read(self) -> bool:
+        """Offer the next lines; False if Redis could not be had."""
+        indices = [self._unread.popleft() for _ in range(min(READ_AHEAD, len(self._unread)))]
+        try:
+            found = self._leases.lines_and_checkpoints(self._claim.ref.job_id, indices)
+        except redis.RedisError as error:
+            # What is in the engine goes on meanwhile.
+            logger.warning("could not read lines, trying again: %s", error)
+            self._unread.extendleft(reversed(indices))
+            return False
+        self._engine.offer(self._feed, self._prepare(dict(zip(indices, found, strict=True))), is_last=not self._unread)
+        return True
+
+    def _prepare(self, found: Mapping[int, tuple[bytes | None, bytes | None]]) -> list[tuple[PrefixKey, AnyRequest]]:
+        """Line and checkpoint by index, to requests to be offered and records of what cannot be run."""
+        prompts: list[tuple[PrefixKey, AnyRequest]] = []
+        for item in self._prompts.prepare((index, raw) for index, (raw, _) in found.items()):
+            if isinstance(item, PromptRecord):
+                del self._unrecorded[item.index]
+                self._writer.put(self._held, [item])
+                continue
+            line, request = item
+            resume = self._decode(line.index, found[line.index][1])
+            self._running[request.request_id] = line
+            key = prefix_sort_key(line.prompt_key())
+            if resume is not None and isinstance(request, Request):  # an embedding has no half that could be kept
+                request = replace(request, resume=resume)
+            prompts.append((key, request))
+        return prompts
+
+    def _decode(self, index: int, checkpoint: bytes | None) -> TokenCheckpoint | None:
+        if checkpoint is None:
+            return None
+        try:
+            return decode_checkpoint(checkpoint)
+        except ValueError as error:
+            logger.warning("the checkpoint of a prompt is dropped: %s", error, extra={"index": index})
+            return None
+
+    def _put_checkpoint(self, request_id: str, checkpoint: TokenCheckpoint) -> None:
+        with self._checkpoints_lock:
+            is_first = not self._checkpoints
+            self._checkpoints[request_id] = checkpoint
+        if is_first:
+            self._events.put(None)
+
+    def _take_events(self) -> None:
+        try:
+            event = self._events.get(timeout=READ_RETRY_S if self._wants_lines() else None)
+            while True:
+                if event is None:
+                    self._offer_checkpoints()
+                elif not self._finish(event):
+                    return
+                event = self._events.get_nowait()
+        except queue.Empty:
+            return
+
+    def _suspend(self) -> Mapping[str, TokenCheckpoint]:
+        """Take the shard's requests out of the engine with all they have generated.
+
+        A unit that is sent away keeps its lease until the engine has let go of it: should the step that runs crash,
+        the unit is still among those to blame.
+        """
+        return self._engine.suspend(list(self._running), lambda: self._held.released_for_s >= SUSPEND_TIMEOUT_S)
+
+    def _offer_checkpoints(self) -> None:
+        with self._checkpoints_lock:
+            checkpoints, self._checkpoints = self._checkpoints, {}
+        for checkpoint in self._encoded(checkpoints):
+            self._writer.offer(self._held, checkpoint)
+
+    def _encoded(self, checkpoints: Mapping[str, TokenCheckpoint]) -> Iterator[PromptCheckpoint]:
+        """How far prompts have come that have not ended meanwhile."""
+        for request_id, checkpoint in checkpoints.items():
+            line = self._running.get(request_id)
+            if line is None:
+                continue
+            encoded = encode_checkpoint(checkpoint)
+            if len(encoded) <= MAX_CHECKPOINT_BYTES:
+                yield PromptCheckpoint(line.index, encoded)
+
+    def _take_what_finished(self) -> None:
+        """Hand on outputs that came while there was already a reason to stop: nobody need run them again."""
+        while self._held.stop_reason is not StopReason.FENCED:
+            try:
+                event = self._events.get_nowait()
+            except queue.Empty:
+                return
+            if event is not None and not self._finish(event):
+                return
+
+    def _finish(self, outputs: Sequence[RequestOutput]) -> bool:
+        """False if the writer takes nothing more."""
+        return self._writer.put(self._held, self._records(outputs))
+
+    def _records(self, outputs: Sequence[RequestOutput]) -> Iterator[PromptRecord]:
+        """Made as the writer takes them: those of one step may come to gigabytes."""
+        for output in outputs:
+            line = self._running.pop(output.request_id, None)
+            if line is None or output.was_aborted:
+                continue  # aborted by us: whoever asked for that decides on the record
+            del self._unrecorded[line.index]
+            if self._held.span.wants(line.index):
+                trace_request(self._held.span, line, output)
+            yield self._prompts.of_output(line, output)
+
+
+class ShardPrompts:
+    """Parses, prepares and records the prompts of one claimed shard. Touches neither Redis nor the engine."""
+
+    def __init__(self, claim: Claim, model: ServedModel, *, limits: LimitSettings) -> None:
+        self._claim = claim
+        self._requests = model.requests
+        self._limits = limits
+        self._records = model.records(claim.ref.job_id, created_s=claim.created_s)
+
+    def prepare(self, raw_lines: Iterable[tuple[int, bytes | None]]) -> list[Prepared | PromptRecord]:
+        """For each (index, raw line): what to run, or the record that says why that cannot be run.
+
+        None is a line that is not in Redis any more. Many together are cheaper than one at a time, see
+        RequestBuilder.build_all.
+        """
+        parsed = [self._parsed(index, raw) for index, raw in raw_lines]
+        lines = [(line, self._request_id(line)) for line in parsed if isinstance(line, RequestLine)]
+        built = iter(self._requests.build_all(lines, created_s=self._claim.created_s, tenant=self._claim.tenant))
+        return [self._prepared(item, next(built)) if isinstance(item, RequestLine) else item for item in parsed]
+
+    def of_output(self, line: RequestLine, output: RequestOutput) -> PromptRecord:
+        """The record of a request that ended."""
+        record, num_reasoning_tokens = self._records.of_output(line, output)
+        return PromptRecord(
+            line.index,
+            Outcome.ERROR if has_failed(record) else Outcome.OK,
+            encode_record(record),
+            prompt_tokens=output.num_prompt_tokens,
+            cached_tokens=output.num_cached_tokens,
+            output_tokens=sum(len(completion.token_ids) for completion in output.completions),
+            resumed_tokens=output.num_resumed_tokens if output.completions else 0,
+            reasoning_tokens=num_reasoning_tokens,
+        )
+
+    def _parsed(self, index: int, raw: bytes | None) -> RequestLine | PromptRecord:
+        try:
+            if raw is None:
+                raise LineError("the line is missing from the job's input", code="missing_line", index=index)
+            return parse_request_line(raw, index, self._limits)
+        except LineError as error:
+            return _failed(index, self._records.of_line_error(error))
+
+    def _prepared(self, line: RequestLine, request: AnyRequest | Exception) -> Prepared | PromptRecord:
+        if not isinstance(request, Exception):
+            return line, request
+        return _failed(line.index, self._records.of_unbuilt(line, request))
+
+    def _request_id(self, line: RequestLine) -> str:
+        # With the claim's own uuid in it: this process may run a prompt again while the engine still ends the earlier
+        # try. The number before it would not do: it begins again when the job is submitted again after a FLUSHALL.
+        claim = self._claim
+        return f"{claim.ref.job_id}/{line.index}/{claim.ref.unit}.{claim.token.rpartition(':')[2]}"
+
+
+def _failed(index: int, record: Mapping[str, object]) -> PromptRecord:
+    return PromptRecord(index, Outcome.ERROR, encode_record(record))
+
+
+def encode_checkpoint(checkpoint: TokenCheckpoint) -> str:
+    """One line of ASCII: 4 to 7 bytes a token, and some 40 for each log-probability. Numbers come back bit for bit."""
+    sequences = [[sequence.token_ids, _of_logprobs(sequence.logprobs)] for sequence in checkpoint.sequences]
+    # The base seed as text: Lua's numbers, should a script ever read it, have 53 bits.
+    value = {"identity": checkpoint.identity, "seed": str(checkpoint.base_seed), "sequences": sequences}
+    return json.dumps(value, separators=(",", ":"))
+
+
+def decode_checkpoint(raw: bytes) -> TokenCheckpoint:
+    """The checkpoint; whether it goes with a request is the engine's to check. Raises ValueError if it is none."""
+    try:
+        value = json.loads(raw)
+        return TokenCheckpoint(
+            identity=_text(value["identity"]),
+            base_seed=int(_text(value["seed"])),
+            sequences=tuple(
+                SequenceCheckpoint(tuple(_whole(token_id) for token_id in token_ids), _logprobs(logprobs))
+                for token_ids, logprobs in value["sequences"]
+            ),
+        )
+    except (TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"it has another shape: {type(error).__name__}: {error}") from error
+
+
+def _of_logprobs(logprobs: tuple[TokenLogprobs, ...] | None) -> list[tuple[object, ...]] | None:
+    return None if logprobs is None else [(item.token_id, item.logprob, item.top) for item in logprobs]
+
+
+def _logprobs(value: Untyped) -> tuple[TokenLogprobs, ...] | None:
+    if value is None:
+        return None
+    return tuple(
+        TokenLogprobs(_whole(token_id), _number(logprob), tuple((_whole(one), _number(its)) for one, its in top))
+        for token_id, logprob, top in value
+    )
+
+
+def _text(value: Untyped) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} instead of a text")
+    return value
+
+
+def _whole(value: Untyped) -> int:
+    if type(value) is not int:  # a bool is an int to isinstance
+        raise TypeError(f"{type(value).__name__} instead of a whole number")
+    return value
+
+
+def _number(value: Untyped) -> float:
+    if type(value) is not float or math.isnan(value):
+        raise TypeError(f"{value!r:.40} instead of a number")
+    return value

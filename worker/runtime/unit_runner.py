@@ -1,0 +1,278 @@
+"""Runs a unit from the message that names it to its end, or another unit in its place where that one has to wait."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import redis
+
+from worker.broker.messages import MessageEnd
+from worker.registry.errors import InvalidJobId
+from worker.registry.keys import UnitRef
+from worker.registry.leases import UnitLeases
+from worker.registry.lifecycle import ClaimRefusal, RunMode, StopReason
+from worker.registry.queues import ShardQueue
+from worker.runtime.held_units import HeldUnit, HeldUnits, reported
+from worker.runtime.quarantine import Quarantine
+from worker.unit_closer import UnitCloser
+
+FLUSH_TIMEOUT_S = 3.0  # for records on their way to Redis when a unit is given back
+RETRY_S = 0.5
+DRAIN_GIVE_BACK_S = 5.0  # tries to give a unit back to a Redis that is away, while this process ends
+UNWELL_PAUSE_S = 1.0  # keeps the message from going round without rest
+SLOT_WAIT_S = 0.5  # likewise: each spare thread of a full worker turns over two messages a second at most
+# For a suspect that runs to end before the next one's message goes back for other workers to take. Not longer: they may
+# be idle. Not as short as the above: the next one should be there when the first ends.
+SUSPECT_WAIT_S = 5.0
+MAX_CHOICES = 8  # shards that other workers were quicker to claim, before the message goes back
+
+Work = Callable[[HeldUnit], None]
+
+logger = logging.getLogger(__name__)
+
+# One slot in so many is kept for tenants that have no shard here: a shard may run for an hour, and behind one tenant's
+# shards in all slots another's would wait for that long.
+SLOTS_PER_RESERVED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """Asked of the engine by whoever takes units."""
+
+    is_well: Callable[[], bool]  # its step has not lasted suspiciously long
+    is_empty: Callable[[], bool]  # it holds no request, nor is in a step for one that was given up
+
+
+class UnitFailed(Exception):
+    """The work on a unit raised `cause`, of which only the type is kept.
+
+    To be raised `from None`: Celery sends the whole traceback to Flower, and a cause's text may be a user's words.
+    """
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(type(cause).__name__)
+
+
+class UnitRunner:
+    """Claims a unit on a message, has it worked on, and gives it back if it was not finished.
+
+    A message about a plan means that plan. One about a shard means that there is a shard to run: which one, the slots
+    choose, or the order of the messages would decide which tenant waits for which.
+    """
+
+    def __init__(
+        self,
+        leases: UnitLeases,
+        closer: UnitCloser,
+        held_units: HeldUnits,
+        *,
+        give_back_for_s: float,
+        slots: ShardSlots,
+        engine: EngineState,
+    ) -> None:
+        self._engine = engine
+        self._slots = slots  # fewer than threads: a plan always finds one
+        self._leases = leases
+        self._closer = closer
+        self._held_units = held_units
+        self._give_back_for_s = give_back_for_s  # a Redis that is away longer lets the lease run out anyway
+        self._quarantine = Quarantine(self._send_shards_away, engine.is_empty)
+        self._draining = threading.Event()
+
+    def drain(self) -> None:
+        """Claim no more; messages go back to the queue."""
+        self._draining.set()
+        self._quarantine.close()
+
+    def run(self, ref: UnitRef, message_id: str, work: Work) -> MessageEnd:
+        """Run a unit on this thread. Raises UnitFailed if `work` or Redis did not let it, after it was given back."""
+        if self._draining.is_set():
+            return MessageEnd.REQUEUE
+        if not self._engine.is_well():
+            # What is claimed now would hang as well; another worker may be quicker to take the message.
+            self._draining.wait(UNWELL_PAUSE_S)
+            return MessageEnd.REQUEUE
+        try:
+            if ref in self._held_units and (ref.is_plan or self._slots.choose(ref) == ref):
+                return MessageEnd.DONE  # a second copy of a message
+            if ref.is_plan:
+                return self._run_plan(ref, message_id, work)
+            end = self._run_shard_in_slot(ref, message_id, work)
+        except InvalidJobId as error:
+            logger.warning("a message names no unit: %s", error)
+            return MessageEnd.DONE
+        except redis.RedisError as error:
+            logger.warning("no unit could be claimed: %s", error, extra=ref.log_fields)
+            raise UnitFailed(error) from None
+        if end is None:
+            self._draining.wait(SLOT_WAIT_S)  # the slots that are left are for others
+        return end or MessageEnd.REQUEUE
+
+    def _run_plan(self, ref: UnitRef, message_id: str, work: Work) -> MessageEnd:
+        # Beside a suspect too: a suspect may run for an hour, and behind it new jobs would look lost. A plan never
+        # touches the engine; should its first try take the process down all the same, a suspect is blamed for nothing.
+        return self._claim_and_run(ref, message_id, work, alone=False) or self._run_alone(ref, message_id, work)
+
+    def _run_shard_in_slot(self, hint: UnitRef, message_id: str, work: Work) -> MessageEnd | None:
+        if not self._slots.take(SLOT_WAIT_S):
+            return MessageEnd.REQUEUE  # not claimed: whoever has a slot first takes one
+        try:
+            return self._run_shard(hint, message_id, work)
+        finally:
+            self._slots.give()
+
+    def _run_shard(self, hint: UnitRef, message_id: str, work: Work) -> MessageEnd | None:
+        if not self._quarantine.enter(SLOT_WAIT_S):
+            is_next = not self._draining.is_set() and self._leases.is_suspect(hint)
+            return self._run_alone(hint, message_id, work) if is_next else MessageEnd.REQUEUE
+        try:
+            found = self._claim_chosen(hint, message_id)
+            if isinstance(found, HeldUnit):
+                return self._run_held(found, work, alone=False)
+        finally:
+            self._quarantine.leave()
+        return self._run_alone(found, message_id, work) if isinstance(found, UnitRef) else found
+
+    def _claim_chosen(self, hint: UnitRef, message_id: str) -> HeldUnit | UnitRef | MessageEnd | None:
+        """A shard to run, a suspect to run alone, or what becomes of the message; None: there is no slot for it."""
+        with self._slots.choosing(SLOT_WAIT_S) as may_choose:
+            if not may_choose:
+                return MessageEnd.REQUEUE
+            for _ in range(MAX_CHOICES):
+                ref = self._slots.choose(hint)
+                if ref is None:
+                    return None
+                claimed = self._claim(ref, message_id, alone=False)
+                if claimed is ClaimRefusal.SUSPECT:
+                    return ref if ref == hint else MessageEnd.REQUEUE  # the other has a message of its own
+                if not isinstance(claimed, ClaimRefusal):
+                    return claimed
+                if ref == hint:
+                    return MessageEnd.DONE
+        return MessageEnd.REQUEUE
+
+    def _run_alone(self, ref: UnitRef, message_id: str, work: Work) -> MessageEnd:
+        if not self._quarantine.enter_alone(SUSPECT_WAIT_S):
+            self._draining.wait(SLOT_WAIT_S)
+            return MessageEnd.REQUEUE
+        try:
+            logger.info("the unit crashed a worker before and runs alone", extra=ref.log_fields)
+            return self._claim_and_run(ref, message_id, work, alone=True) or MessageEnd.REQUEUE
+        finally:
+            self._quarantine.leave_alone()
+
+    def _send_shards_away(self) -> None:
+        for held in self._held_units.all():
+            if not held.claim.ref.is_plan:
+                held.stop(StopReason.SENT_AWAY)
+
+    def _claim_and_run(self, ref: UnitRef, message_id: str, work: Work, *, alone: bool) -> MessageEnd | None:
+        """None: it is a suspect, to be claimed by who runs it alone."""
+        claimed = self._claim(ref, message_id, alone=alone)
+        if isinstance(claimed, HeldUnit):
+            return self._run_held(claimed, work, alone=alone)
+        if isinstance(claimed, MessageEnd):
+            return claimed
+        return None if claimed is ClaimRefusal.SUSPECT else MessageEnd.DONE
+
+    def _claim(self, ref: UnitRef, message_id: str, *, alone: bool) -> HeldUnit | ClaimRefusal | MessageEnd:
+        if self._draining.is_set():
+            return MessageEnd.REQUEUE
+        claim = self._leases.claim(ref, alone=alone)
+        if isinstance(claim, ClaimRefusal):
+            logger.debug("not claimed: %s", claim, extra=ref.log_fields)
+            return claim
+        return self._held_units.hold(claim, message_id=message_id)
+
+    def _run_held(self, held: HeldUnit, work: Work, *, alone: bool) -> MessageEnd:
+        claim = held.claim
+        with reported(held):
+            try:
+                if self._draining.is_set():  # since we looked
+                    held.stop(StopReason.RELEASED)
+                if claim.mode is RunMode.RUN:
+                    if alone:
+                        self._leases.begin_alone(claim)
+                    work(held)
+                else:
+                    self._closer.close(claim, claim.missing, claim.mode)
+                return self._conclude(held)
+            except redis.RedisError as error:
+                logger.warning("the unit is given back: %s", error)
+                held.stop(StopReason.RELEASED)
+                self._give_back(held, count_attempt=False)
+                raise UnitFailed(error) from None
+            except Exception as error:  # a seam: a defect over this unit must count, or it would come round for ever
+                logger.exception("a defect: the unit is given back, which counts as an attempt")
+                held.stop(StopReason.FAILED)
+                self._give_back(held, count_attempt=True)
+                raise UnitFailed(error) from None
+            finally:
+                self._held_units.remove(held)
+
+    def _conclude(self, held: HeldUnit) -> MessageEnd:
+        if _is_to_go_back(held):
+            # What had finished is not to be run again: it is written before the lease is gone.
+            held.wait_flushed(until=StopReason.FENCED, timeout_s=FLUSH_TIMEOUT_S)
+        if not _is_to_go_back(held):
+            return MessageEnd.DONE
+        self._give_back(held, count_attempt=held.stop_reason is StopReason.ENGINE_FAILED)
+        return MessageEnd.REQUEUE
+
+    def _give_back(self, held: HeldUnit, *, count_attempt: bool) -> None:
+        began_at = time.monotonic()
+        while True:
+            try:
+                self._leases.release(held.claim, count_attempt=count_attempt)
+            except redis.RedisError as error:
+                logger.warning("the unit could not be given back: %s", error)
+                limit_s = DRAIN_GIVE_BACK_S if self._draining.is_set() else self._give_back_for_s
+                if time.monotonic() - began_at >= limit_s:
+                    return  # its lease runs out, and that is an attempt
+                time.sleep(RETRY_S)
+            else:
+                return
+
+
+def _is_to_go_back(held: HeldUnit) -> bool:
+    reasons = (StopReason.SENT_AWAY, StopReason.RELEASED, StopReason.ENGINE_FAILED)
+    return not held.is_written and held.stop_reason in reasons
+
+
+class ShardSlots:
+    """How many shards run in this worker at the same time, and the choice of the next. Thread-safe."""
+
+    def __init__(self, queue: ShardQueue, held_units: HeldUnits, max_shards: int) -> None:
+        self._queue = queue
+        self._held_units = held_units
+        self._num_shared = max_shards - max_shards // SLOTS_PER_RESERVED
+        self._slots = threading.BoundedSemaphore(max_shards)
+        self._choosing = threading.Lock()
+
+    def take(self, timeout_s: float) -> bool:
+        """Have a slot until `give`; False if none is free for so long."""
+        return self._slots.acquire(timeout=timeout_s)
+
+    def give(self) -> None:
+        """Of who took a slot."""
+        self._slots.release()
+
+    @contextmanager
+    def choosing(self, timeout_s: float) -> Iterator[bool]:
+        """One at a time: whoever chooses must know what the one before has got. False if that takes so long."""
+        has_lock = self._choosing.acquire(timeout=timeout_s)
+        try:
+            yield has_lock
+        finally:
+            if has_lock:
+                self._choosing.release()
+
+    def choose(self, hint: UnitRef) -> UnitRef | None:
+        """The shard to claim on a message about `hint`, see ShardQueue.choose. Raises redis.RedisError."""
+        held = [unit.claim for unit in self._held_units.all() if not unit.claim.ref.is_plan]
+        return self._queue.choose(hint, held, only_new_tenants=len(held) >= self._num_shared)

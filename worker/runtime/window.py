@@ -1,0 +1,276 @@
+"""Chooses which of the waiting prompts the engine is given ahead: by priority, by tenant, then by shared prefix."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, TokenCheckpoint
+from worker.lines.request_line import PrefixKey
+from worker.requests.step_engine import request_room
+
+# Below this share of the window the engine gets whatever is there, in whatever order: it must not run out of work.
+ENOUGH_SHARE = 4
+OVERTAKES = 4  # windows full of prompts that may pass a shard of the same tenant and priority
+
+OnOutputs = Callable[[list[RequestOutput]], None]
+OnCheckpoint = Callable[[str, TokenCheckpoint], None]  # request id, how far it has come
+
+# Prompts left at which more are to be read: a feed that runs dry holds up, or misses, the sweep over the prefixes.
+LOW_WATER = 16
+
+
+class AdmissionWindow:
+    """Merges the prompts of all held shards into the engine, which orders them anew among those it holds.
+
+    By priority first; of one priority, from the tenant with the fewest tokens in the engine; of one tenant, in prefix
+    order (FeedSweep), whichever of its jobs and shards a prompt is of. While the prompt that is due is still being
+    read, it is waited for, as long as the engine has enough to do.
+
+    Priorities age in two places. A priority that waits while better ones are served gets a turn of `ageing_s` after
+    `ageing_s` for each step between them: its prompts then go in as if they were of the best. And whoever goes in does
+    not overtake, in the engine's strict order, a request that has been in there for `ageing_s` for each step between.
+
+    A choice costs O(shards held). Not thread-safe: belongs to the lock of its EngineThread.
+    """
+
+    def __init__(self, max_open: int, *, ageing_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_open = max_open  # sequences; more stay with their shards: bounds memory
+        self._enough = max(max_open // ENOUGH_SHARE, 1)
+        self._ageing_s = ageing_s
+        self._clock = clock
+        self._sweeps: dict[tuple[int, str], FeedSweep] = {}  # by priority and tenant
+        self._open: dict[str, tuple[int, str, int, int]] = {}  # by request id: rank, tenant, tokens, room
+        self._room_taken = 0  # by all open requests
+        self._open_tokens: dict[str, int] = {}  # by tenant
+        self._entered_s: dict[int, dict[str, float]] = {}  # by rank: when each open request went in, oldest first
+        self._passed_over_since_s: dict[int, float] = {}  # by priority that waits behind a better one
+        self._turn_since_s: dict[int, float] = {}  # by priority whose turn has begun
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether there is a prompt to take, though perhaps no room. With nothing open there is room."""
+        return any(sweep.is_ready for sweep in self._sweeps.values())
+
+    def join(self, feed: PromptFeed) -> None:
+        """Take prompts from this feed too."""
+        self._sweeps.setdefault((feed.priority, feed.tenant), FeedSweep(OVERTAKES * self._max_open)).add(feed)
+
+    def leave(self, feed: PromptFeed) -> None:
+        """Take none from it any more; those it has are forgotten."""
+        feed.close()
+        sweep = self._sweeps[feed.priority, feed.tenant]
+        sweep.remove(feed)
+        if not sweep:
+            del self._sweeps[feed.priority, feed.tenant]
+
+    def take(self) -> list[tuple[AnyRequest, PromptFeed]]:
+        """As many prompts as there is room for, in the order to add them."""
+        taken: list[tuple[AnyRequest, PromptFeed]] = []
+        while self._room_taken < self._max_open:
+            found = self._choose()
+            if found is None:
+                break
+            feed, priority = found
+            request = replace(self._sweeps[feed.priority, feed.tenant].take(feed), priority=self._rank(priority))
+            self._enter(request, feed.tenant)
+            taken.append((request, feed))
+        return taken
+
+    def end(self, request_id: str) -> None:
+        """A request that was taken has ended."""
+        rank, tenant, tokens, room = self._open.pop(request_id)
+        self._room_taken -= room
+        self._open_tokens[tenant] -= tokens
+        if not self._open_tokens[tenant]:
+            del self._open_tokens[tenant]
+        del self._entered_s[rank][request_id]
+        if not self._entered_s[rank]:
+            del self._entered_s[rank]
+
+    def _choose(self) -> tuple[PromptFeed, int] | None:
+        """Whose prompt is next, and the priority it goes in with. None: nothing waits, or the next is being read."""
+        ready = [group for group, sweep in self._sweeps.items() if sweep.is_ready]
+        if not ready:
+            return None
+        live = [group for group, sweep in self._sweeps.items() if sweep.is_live]
+        level, priority = self._level({priority for priority, _ in live})
+        due = self._sweeps[self._least_served(live, level)].due()
+        if due.num_waiting:
+            return due, priority
+        if self._room_taken >= self._enough:
+            return None
+        best = min(priority for priority, _ in ready)
+        return self._sweeps[self._least_served(ready, best)].due(must_wait=True), best
+
+    def _least_served(self, groups: Collection[tuple[int, str]], level: int) -> tuple[int, str]:
+        same = [group for group in groups if group[0] == level]
+        return min(same, key=lambda group: self._open_tokens.get(group[1], 0))
+
+    def _level(self, priorities: Collection[int]) -> tuple[int, int]:
+        """The priority to take from, and the one its prompts go in with."""
+        now, best = self._clock(), min(priorities)
+        since = {other: self._passed_over_since_s.get(other, now) for other in priorities if other != best}
+        self._passed_over_since_s = since
+        self._turn_since_s = {other: began for other, began in self._turn_since_s.items() if other in since}
+        for other in sorted(since, reverse=True):  # the longer wait is the worse priority's
+            if now - since[other] < (other - best) * self._ageing_s:
+                continue
+            # Counted from when there is room for it: while the engine is full for long, it would pass unused.
+            if now - self._turn_since_s.setdefault(other, now) < self._ageing_s:
+                return other, best
+            since[other] = now
+            del self._turn_since_s[other]
+        return best, best
+
+    def _rank(self, priority: int) -> int:
+        """The engine's number: lower first, strictly, for ever."""
+        worse = [rank for rank in self._entered_s if rank > priority]
+        now = self._clock()
+        for rank in sorted(worse, reverse=True):
+            oldest = next(iter(self._entered_s[rank].values()))
+            if now - oldest >= (rank - priority) * self._ageing_s:
+                return rank
+        return priority
+
+    def _enter(self, request: AnyRequest, tenant: str) -> None:
+        # At least 1, of a prompt too that the engine will refuse as empty: a tenant is forgotten at 0.
+        tokens = max(_num_tokens(request), 1)
+        room = request_room(request)
+        self._open[request.request_id] = (request.priority, tenant, tokens, room)
+        self._room_taken += room
+        self._open_tokens[tenant] = self._open_tokens.get(tenant, 0) + tokens
+        self._entered_s.setdefault(request.priority, {})[request.request_id] = self._clock()
+
+
+def _num_tokens(request: AnyRequest) -> int:
+    """Those it brings and may generate."""
+    if isinstance(request, EmbeddingRequest):
+        return request.num_prompt_tokens
+    return request.num_prompt_tokens + request.params.n * (request.params.max_tokens or 0)
+
+
+class FeedSweep:
+    """Merges feeds by the prefix order of their next prompts, so that a prefix is in use once and for all of them.
+
+    A feed that comes with prompts behind the others' catches up with them first: whatever it has there must be
+    computed again in any case, and from then on it shares what is computed for them. But nobody is passed by more than
+    `max_overtakes` prompts: then the sweep goes on from there to the end, and who comes behind it waits that long.
+    """
+
+    def __init__(self, max_overtakes: int) -> None:
+        self._max_overtakes = max_overtakes
+        # Prompts taken when each had its last turn, or came: the longest ago first.
+        self._last_turns: dict[PromptFeed, int] = {}
+        self._num_taken = 0
+        self._from: PrefixKey = ()  # who is behind this waits
+
+    def __bool__(self) -> bool:
+        return bool(self._last_turns)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a prompt can be taken now."""
+        return any(feed.num_waiting for feed in self._last_turns)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether prompts wait or are about to."""
+        return any(feed.is_live for feed in self._last_turns)
+
+    def add(self, feed: PromptFeed) -> None:
+        """Merge this feed too."""
+        self._last_turns[feed] = self._num_taken
+
+    def remove(self, feed: PromptFeed) -> None:
+        """Merge it no more. Once more does nothing."""
+        self._last_turns.pop(feed, None)
+
+    def due(self, *, must_wait: bool = False) -> PromptFeed:
+        """Whose prompt is next, of the feeds that are live or, with `must_wait`, of those of which one waits already.
+        Raises ValueError if there is none.
+        """
+        feeds = [feed for feed in self._last_turns if feed.num_waiting or (feed.is_live and not must_wait)]
+        if not self._from and feeds and self._num_taken - self._last_turns[feeds[0]] > self._max_overtakes:
+            self._from = feeds[0].next_key
+        ahead = [feed for feed in feeds if feed.next_key >= self._from] if self._from else feeds
+        if not ahead:
+            self._from = ()
+        return min(ahead or feeds, key=lambda feed: feed.next_key)
+
+    def take(self, feed: PromptFeed) -> AnyRequest:
+        """The next prompt of the feed that is due."""
+        key, request = feed.take()
+        self._num_taken += 1
+        del self._last_turns[feed]
+        self._last_turns[feed] = self._num_taken
+        if self._from:
+            self._from = key
+        return request
+
+
+class PromptFeed:
+    """The next prompts of one shard, in prefix order, of which an AdmissionWindow takes one after the other.
+
+    Belongs to the lock of the EngineThread it is given to, which also calls the callbacks: they may only put things
+    somewhere.
+    """
+
+    def __init__(
+        self,
+        tenant: str,
+        priority: int,
+        *,
+        on_outputs: OnOutputs,
+        on_checkpoint: OnCheckpoint = lambda _, __: None,
+        on_low: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.tenant = tenant
+        self.priority = priority  # 0 first .. 9 last
+        self.on_outputs = on_outputs  # gets the one output of each request, those of one step together
+        self.on_checkpoint = on_checkpoint  # how far a request is, every now and then before that
+        self._on_low = on_low  # more prompts are to be offered
+        self._waiting: deque[tuple[PrefixKey, AnyRequest]] = deque()
+        self._next_key: PrefixKey = ()
+        self._is_all_in = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts that can be taken now. May be asked without the lock."""
+        return len(self._waiting)
+
+    @property
+    def is_low(self) -> bool:
+        """Whether more prompts are to be offered, if there are any."""
+        return len(self._waiting) <= LOW_WATER
+
+    @property
+    def is_live(self) -> bool:
+        """Whether prompts wait or, the first of them once offered, are about to."""
+        return bool(self._waiting) or (bool(self._next_key) and not self._is_all_in)
+
+    @property
+    def next_key(self) -> PrefixKey:
+        """Where the next prompt sorts, or, while none waits, a lower bound of that; () before the first."""
+        return self._waiting[0][0] if self._waiting else self._next_key
+
+    def offer(self, prompts: Sequence[tuple[PrefixKey, AnyRequest]], *, is_last: bool) -> None:
+        """Add the next prompts, in rising order of their keys; `is_last`: the shard has no more."""
+        self._waiting.extend(prompts)
+        if prompts:
+            self._next_key = prompts[-1][0]
+        self._is_all_in = is_last
+
+    def take(self) -> tuple[PrefixKey, AnyRequest]:
+        """The next prompt. Raises IndexError if none waits."""
+        taken = self._waiting.popleft()
+        if len(self._waiting) == LOW_WATER and not self._is_all_in:
+            self._on_low()
+        return taken
+
+    def close(self) -> None:
+        """Forget the prompts that were not taken."""
+        self._waiting.clear()
+        self._is_all_in = True

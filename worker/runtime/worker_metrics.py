@@ -1,0 +1,250 @@
+"""Tells those who run a worker its figures, for Prometheus, and whether it takes work."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from engine.engine import EngineStats
+from settings import MetricsSettings, WorkerSettings
+from worker.metrics.catalogue import METRICS, OTHER_TENANTS, UNITS, UNREAD_PRIORITY, Metric
+from worker.metrics.server import MetricsServer
+from worker.registry.queues import QueueReading
+from worker.runtime.counts import EngineMeter, QueueReader, StepHistogram, UnitCounts
+from worker.runtime.engine_thread import EngineThread
+from worker.runtime.held_units import HeldUnits
+from worker.runtime.lease_keeper import LeaseKeeper
+from worker.runtime.supervision import Activity, SupervisedThread, Watchdog
+from worker.runtime.writer import ResultWriter
+from worker.schemas import WorkerInfo
+
+Phase = Literal["starting", "up", "draining", "failed"]
+
+# Of parts that come round every second or so. Celery's loop stands for 10 s where Redis does (redis.socket_timeout_s).
+LATE_S = 15.0
+
+# A number, or one for each value of the metric's label or labels, or a histogram.
+Figure = float | Mapping[str, float] | Mapping[tuple[str, str], float] | Mapping[tuple[str, ...], float] | StepHistogram
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedWorker:
+    """The parts of a worker, each of which may be asked from any thread and answers at once."""
+
+    settings: WorkerSettings
+    describe: Callable[[], WorkerInfo]
+    phase: Callable[[], Phase]
+    activity: Activity
+    engine: EngineThread
+    meter: EngineMeter
+    held_units: HeldUnits
+    keeper: LeaseKeeper
+    counts: UnitCounts
+    writer: ResultWriter
+    watchdog: Watchdog
+    reader: QueueReader
+    threads: Sequence[SupervisedThread]  # all of them, the reader's and the watchdog's too
+
+
+class WorkerHealth:
+    """Whether a message that anybody puts into the queue now would be taken and run, by what was seen to move.
+
+    Needs no work: Celery's loop turns and has Redis answer a question for messages every second, an idle engine looks
+    for work every second, and the threads come round in their own time.
+    """
+
+    def __init__(self, worker: WatchedWorker) -> None:
+        self._worker = worker
+
+    def reasons(self) -> list[str]:
+        """Why the worker takes no work; empty if it does."""
+        worker = self._worker
+        phase = worker.phase()
+        if phase != "up":
+            return [phase]
+        found = [f"{part} is {late_s:.0f} s late" for part, late_s in self.overdue().items() if late_s >= LATE_S]
+        if worker.activity.num_ticks == 0:
+            found.append("Celery has not begun to take messages")
+        if not worker.reader.has_answered:
+            found.append("Redis does not answer")
+        if worker.keeper.overdue_s >= LATE_S:
+            found.append(f"Redis has taken no heartbeat for {worker.keeper.overdue_s:.0f} s: is it full?")
+        if worker.watchdog.untaken_s >= LATE_S:
+            found.append(f"messages wait, threads are free and none was taken for {worker.watchdog.untaken_s:.0f} s")
+        if worker.engine.stalled_for_s >= worker.settings.hang_timeout_s:
+            found.append(f"a step of the engine has been running for {worker.engine.stalled_for_s:.0f} s")
+        return found
+
+    def overdue(self) -> Mapping[str, float]:
+        """How many seconds past its time each part has not moved; of a worker that begins or ends none, since its parts
+        do so one by one. A step of the engine may take its time.
+        """
+        worker = self._worker
+        if worker.phase() != "up":
+            return {}
+        return {
+            "consumer": max(worker.activity.tick_overdue_s, worker.activity.answer_overdue_s),
+            "engine": worker.engine.idle_overdue_s,
+            **{thread.name: thread.overdue_s for thread in worker.threads},
+        }
+
+
+class WorkerMetrics:
+    """/metrics and /healthz of one worker, where metrics.port says so: nowhere without one."""
+
+    def __init__(self, settings: MetricsSettings, worker: WatchedWorker) -> None:
+        self._settings = settings
+        self._worker = worker
+        self._server: MetricsServer | None = None
+
+    def serve(self) -> None:
+        """Begin to answer. Raises SettingsError if the port cannot be had."""
+        if self._settings.port is None:
+            return
+        health = WorkerHealth(self._worker)
+        registry = CollectorRegistry()  # our own: whoever imports this is not told what we measure
+        registry.register(WorkerCollector(self._worker, health))
+        ProcessCollector(registry=registry)
+        self._server = MetricsServer(self._settings.host, self._settings.port, registry, health.reasons)
+
+    def close(self) -> None:
+        """Answer no more."""
+        if self._server is not None:
+            self._server.close()
+
+
+class WorkerCollector(Collector):
+    """Gathers every figure in one go. What nobody knows is left out: the engine's figures before it is loaded, the
+    queue's while Redis cannot be had.
+    """
+
+    def __init__(self, worker: WatchedWorker, health: WorkerHealth) -> None:
+        self._worker = worker
+        self._health = health
+
+    def describe(self) -> list[Family]:
+        """Nothing: the registry asks on registration, when there is nothing to gather yet."""
+        return []
+
+    def collect(self) -> Iterator[Family]:
+        """Every metric of the catalogue that is known, in its order."""
+        figures = worker_figures(self._worker, self._health)
+        reading = self._worker.reader.latest
+        if reading is not None:
+            figures |= queue_figures(reading)
+        for metric in METRICS:
+            if metric.name in figures:
+                yield family(metric, figures[metric.name])
+
+
+def worker_figures(worker: WatchedWorker, health: WorkerHealth) -> dict[str, Figure]:
+    """Of the process, and of its engine once that is loaded."""
+    tokens, (num_items, num_bytes) = worker.counts.tokens, worker.writer.waiting
+    held = Counter("plan" if unit.claim.ref.is_plan else "shard" for unit in worker.held_units.all())
+    figures: dict[str, Figure] = {
+        "millrace_healthy": not health.reasons(),
+        "millrace_draining": worker.phase() == "draining",
+        "millrace_part_overdue_seconds": health.overdue(),
+        "millrace_redis_up": worker.reader.has_answered,
+        "millrace_prompts_total": worker.counts.prompts,
+        "millrace_prompt_tokens_total": tokens["prompt"],
+        "millrace_cached_tokens_total": tokens["cached"],
+        "millrace_output_tokens_total": tokens["output"],
+        "millrace_resumed_tokens_total": tokens["resumed"],
+        "millrace_reasoning_tokens_total": tokens["reasoning"],
+        "millrace_attempts_total": worker.counts.attempts,
+        "millrace_units_total": worker.counts.ends,
+        "millrace_held_units": {unit: held[unit] for unit in UNITS},
+        "millrace_shard_slots": worker.settings.concurrency,
+        "millrace_open_requests": worker.engine.num_open_requests,
+        "millrace_unwritten_items": num_items,
+        "millrace_unwritten_bytes": num_bytes,
+    }
+    stats = worker.meter.stats
+    if stats is None:
+        return figures
+    info = worker.describe()
+    labels: dict[tuple[str, ...], float] = {(info.id, info.version, info.model, stats.device, stats.dtype): 1}
+    figures["millrace_worker_info"] = labels
+    return figures | _engine_figures(worker, stats)
+
+
+def _engine_figures(worker: WatchedWorker, stats: EngineStats) -> dict[str, Figure]:
+    meter, cache, graphs = worker.meter, stats.prefix_cache, stats.decode_graphs
+    return {
+        "millrace_engine_steps_total": stats.num_steps,
+        "millrace_engine_step_seconds": meter.step_seconds,
+        "millrace_engine_step_sequences": meter.step_sequences,
+        "millrace_engine_step_tokens": meter.step_tokens,
+        "millrace_engine_stalled_seconds": worker.engine.stalled_for_s,
+        "millrace_engine_running_sequences": stats.num_running,
+        "millrace_engine_waiting_sequences": stats.num_waiting,
+        "millrace_engine_preemptions_total": stats.num_preemptions,
+        "millrace_engine_kv_blocks": max(stats.num_blocks - 1, 0),  # less the null block
+        "millrace_engine_free_kv_blocks": stats.num_free_blocks,
+        "millrace_engine_generated_tokens_total": stats.generated_tokens,
+        "millrace_engine_finished_requests_total": stats.num_finished_requests,
+        "millrace_engine_duplicate_requests_total": stats.num_duplicates,
+        "millrace_engine_prefix_queried_tokens_total": cache.queried_tokens if cache else 0,
+        "millrace_engine_prefix_hit_tokens_total": cache.saved_prefill_tokens if cache else 0,
+        "millrace_engine_prefix_evicted_blocks_total": cache.evictions if cache else 0,
+        "millrace_engine_graph_replays_total": graphs.num_replays if graphs else 0,
+        "millrace_engine_eager_decode_steps_total": graphs.num_eager_decode_steps if graphs else 0,
+        "millrace_engine_captured_graphs": len(graphs.captured_sizes) if graphs else 0,
+        "millrace_engine_failed_graphs": len(graphs.failed_sizes) if graphs else 0,
+    }
+
+
+def queue_figures(reading: QueueReading) -> dict[str, Figure]:
+    """Of the queue, the same from every worker."""
+    waiting: dict[tuple[str, str], float] = {}
+    oldest: dict[tuple[str, str], float] = {}
+    for backlog in reading.backlogs:
+        for priority, (count, oldest_s) in backlog.waiting.items():
+            waiting[backlog.tenant, str(priority)] = count
+            oldest[backlog.tenant, str(priority)] = oldest_s
+        if backlog.num_unread:
+            waiting[backlog.tenant, UNREAD_PRIORITY] = backlog.num_unread
+    if reading.other_waiting_shards:
+        waiting[OTHER_TENANTS, UNREAD_PRIORITY] = reading.other_waiting_shards
+    return {
+        "millrace_queue_open_jobs": reading.open_jobs,
+        "millrace_queue_open_prompts": reading.open_prompts,
+        "millrace_queue_open_bytes": reading.open_bytes,
+        "millrace_queue_tenant_open_prompts": {item.tenant: item.open_prompts for item in reading.backlogs},
+        "millrace_queue_waiting_shards": waiting,
+        "millrace_queue_oldest_wait_seconds": oldest,
+        "millrace_queue_waiting_tenants": reading.num_waiting_tenants,
+        "millrace_queue_open_units": reading.open_units,
+        "millrace_queue_overdue_seconds": reading.overdue_s,
+        "millrace_queue_messages": {str(step): count for step, count in reading.messages.items()},
+        "millrace_queue_submitted_jobs_total": reading.submitted_jobs,
+        "millrace_queue_submitted_prompts_total": reading.submitted_prompts,
+        "millrace_queue_ended_jobs_total": reading.ended_jobs,
+        "millrace_queue_records_total": reading.num_records,
+        "millrace_queue_dead_units": reading.num_dead_units,
+        "millrace_queue_dead_frames_total": reading.num_dead_frames,
+    }
+
+
+def family(metric: Metric, figure: Figure) -> Family:
+    """One metric with what it is now."""
+    if isinstance(figure, StepHistogram):
+        histogram = HistogramMetricFamily(metric.name, metric.help)
+        histogram.add_metric([], buckets=list(figure.buckets()), sum_value=figure.sum)
+        return histogram
+    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    made: CounterMetricFamily | GaugeMetricFamily = kind(metric.name, metric.help, labels=metric.labels)
+    if isinstance(figure, Mapping):
+        for labels, value in figure.items():
+            made.add_metric([labels] if isinstance(labels, str) else labels, value)
+    else:
+        made.add_metric([], figure)
+    return made

@@ -1,0 +1,249 @@
+"""Writes records and resume states to Redis in batches, and replaces a record that Redis refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import redis
+from structlog.contextvars import bound_contextvars
+
+from worker.records.failure import Failure, error_record
+from worker.records.record import RecordContext, encode_record
+from worker.registry.connect import is_refusal
+from worker.registry.leases import Claim, PromptCheckpoint, PromptRecord, UnitLeases
+from worker.registry.lifecycle import Outcome, PutStatus, StopReason
+from worker.runtime.held_units import HeldUnit
+
+RETRY_S = 0.5
+PUT_WAIT_S = 0.2  # how soon a full queue sees that its unit has to stop
+FULL_WAIT_S = 1.0  # for room in a full queue, from when a unit is to be given back
+# Of one write. Redis does nothing else meanwhile (4 MiB: some 10 ms), and takes no value above proto-max-bulk-len
+# (512 MiB) nor a command above client-query-buffer-limit (1 GiB): 200 records with many logprobs can come to that.
+MAX_BATCH_BYTES = 4 * 1024 * 1024
+MAX_QUEUED_BYTES = 64 * 1024 * 1024  # of records and checkpoints that wait: a record may be of 23 MB (embeddings)
+# Redis closes the connection on a value that is too large for it, without an answer. A record larger than a batch that
+# ends this many writes so, each with the client's own six retries, while Redis is well, is taken to be one.
+OVERSIZE_TRIES = 3
+
+Item = TypeVar("Item", bound=PromptRecord | PromptCheckpoint)
+
+logger = logging.getLogger(__name__)
+
+Together = tuple[HeldUnit, Sequence[PromptRecord | PromptCheckpoint]]
+
+_REFUSED = Failure.of_server("The request was executed, but its result could not be stored.", code="result_refused")
+
+
+class ResultWriter:
+    """Writes records to Redis, each unit's together, as fast as Redis takes them; never waits to fill a batch.
+
+    Checkpoints of unfinished prompts take the same way, behind the records of their batch. They are not tried twice:
+    what Redis does not take at once is dropped, and a later one, or the prompt begun again, makes up for it.
+
+    While Redis cannot be had it keeps trying, and its full queue holds the shards back. A record that Redis refuses
+    is replaced by `replace_refused(claim, record)`, a small error record, so that the others go on.
+    """
+
+    def __init__(
+        self,
+        leases: UnitLeases,
+        *,
+        batch_size: int,
+        replace_refused: Callable[[Claim, PromptRecord], PromptRecord],
+    ) -> None:
+        self._leases = leases
+        self._batch_size = batch_size
+        self._replace_refused = replace_refused
+        self._items = ItemQueue(10 * batch_size, MAX_QUEUED_BYTES)
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """How many records and checkpoints wait for Redis, and their bytes."""
+        return self._items.waiting
+
+    def offer(self, held: HeldUnit, checkpoint: PromptCheckpoint) -> bool:
+        """Queue a checkpoint; False, and it is dropped, if a tenth of the queue waits, or it is full."""
+        if self._items.qsize() >= self._batch_size:
+            return False
+        held.add_unwritten(1)
+        try:
+            self._items.put_nowait((held, [checkpoint]))
+        except queue.Full:
+            held.add_unwritten(-1)
+            return False
+        return True
+
+    def put(self, held: HeldUnit, items: Iterable[PromptRecord | PromptCheckpoint]) -> bool:
+        """Queue records, or last checkpoints, of a unit, taking one after the other; waits while the queue is full.
+
+        False if the rest was dropped because the unit is lost, or is to be given back and there was no room for a
+        while.
+        """
+        return all(self._put(held, together) for together in _batches(items, self._batch_size))
+
+    def _put(self, held: HeldUnit, items: Sequence[PromptRecord | PromptCheckpoint]) -> bool:
+        held.add_unwritten(len(items))
+        while held.stop_reason is not StopReason.FENCED:
+            try:
+                self._items.put((held, items), timeout=PUT_WAIT_S)
+            except queue.Full:
+                if held.released_for_s < FULL_WAIT_S:
+                    continue
+                break
+            return True
+        held.add_unwritten(-len(items))
+        return False
+
+    def run(self, stopping: threading.Event) -> None:
+        """Write until told to stop and the queue is empty."""
+        while not (stopping.is_set() and self._items.empty()):
+            for held, items in self._next_batch():
+                with bound_contextvars(**held.log_fields):
+                    self._write_items(held, items, stopping)
+                held.add_unwritten(-len(items))
+
+    def _next_batch(self) -> list[tuple[HeldUnit, list[PromptRecord | PromptCheckpoint]]]:
+        by_unit: dict[int, tuple[HeldUnit, list[PromptRecord | PromptCheckpoint]]] = {}
+        num_items = num_bytes = 0
+        while num_items < self._batch_size and num_bytes < MAX_BATCH_BYTES:
+            try:
+                held, items = self._items.get(block=num_items == 0, timeout=PUT_WAIT_S)
+            except queue.Empty:
+                break
+            by_unit.setdefault(id(held), (held, []))[1].extend(items)
+            num_items += len(items)
+            num_bytes += sum(item.num_bytes for item in items)
+        return list(by_unit.values())
+
+    def _write_items(
+        self, held: HeldUnit, items: Sequence[PromptRecord | PromptCheckpoint], stopping: threading.Event
+    ) -> None:
+        records = [item for item in items if isinstance(item, PromptRecord)]
+        for batch in _batches(records, self._batch_size):
+            self._write(held, batch, stopping)
+        # After the records: a checkpoint of a prompt whose record is in this batch is refused by its script.
+        newest = {item.index: item for item in items if isinstance(item, PromptCheckpoint)}
+        for checkpoints in _batches(list(newest.values()), self._batch_size):
+            self._write_checkpoints(held, checkpoints)
+
+    def _write(self, held: HeldUnit, records: Sequence[PromptRecord], stopping: threading.Event) -> None:
+        num_tries = 0
+        while held.stop_reason is not StopReason.FENCED:
+            num_tries += 1
+            began_s = time.monotonic()
+            try:
+                status, mode = self._leases.put(held.claim, records)
+            except redis.RedisError as error:
+                logger.warning("could not write %d records: %s", len(records), error)
+                if self._is_refused(records, error, num_tries):
+                    self._write_refused(held, records, stopping)
+                    return
+                if stopping.is_set():
+                    return  # the unit is given back or its lease runs out; these prompts run again
+                time.sleep(RETRY_S)
+                continue
+            held.hear(status, mode)
+            held.span.add_write(records, began_s)
+            if status is PutStatus.JOB_DONE:
+                logger.info("job finished")
+            return
+
+    def _write_checkpoints(self, held: HeldUnit, checkpoints: Sequence[PromptCheckpoint]) -> None:
+        if held.stop_reason is StopReason.FENCED:
+            return
+        try:
+            is_ours = self._leases.checkpoint(held.claim, checkpoints)
+        except redis.RedisError as error:
+            logger.warning("could not keep %d checkpoints: %s", len(checkpoints), error)
+            return
+        if not is_ours and not held.is_written:
+            held.stop(StopReason.FENCED)
+
+    def _is_refused(self, records: Sequence[PromptRecord], error: redis.RedisError, num_tries: int) -> bool:
+        """Whether trying these records once more is of no use."""
+        is_oversize = len(records) == 1 and records[0].num_bytes > MAX_BATCH_BYTES
+        if not is_refusal(error) and not (is_oversize and num_tries >= OVERSIZE_TRIES):
+            return False
+        return self._leases.can_be_had()
+
+    def _write_refused(self, held: HeldUnit, records: Sequence[PromptRecord], stopping: threading.Event) -> None:
+        if len(records) > 1:
+            for record in records:
+                self._write(held, [record], stopping)
+            return
+        replacement = self._replace_refused(held.claim, records[0])
+        if replacement == records[0]:
+            # Not the record's fault, then: its job's keys are broken. Its lease runs out, and that is an attempt.
+            logger.error("Redis takes no record of it: the unit is given up")
+            held.stop(StopReason.FENCED)
+            return
+        logger.error("a record was refused and is replaced by an error", extra={"index": records[0].index})
+        self._write(held, [replacement], stopping)
+
+
+def _batches(items: Iterable[Item], batch_size: int) -> Iterator[list[Item]]:
+    """The items in lists of at most `batch_size` items and MAX_BATCH_BYTES, or of one item."""
+    batch: list[Item] = []
+    num_bytes = 0
+    for item in items:
+        if batch and (len(batch) == batch_size or num_bytes + item.num_bytes > MAX_BATCH_BYTES):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(item)
+        num_bytes += item.num_bytes
+    if batch:
+        yield batch
+
+
+class ItemQueue(queue.Queue[Together]):
+    """A queue of items that came together: more go in while fewer than `max_items` of less than `max_bytes` wait.
+
+    Its size is the number of items, or `max_items` if their bytes fill it. The methods below are those that queue.Queue
+    has for subclasses to replace; it calls them under its lock.
+    """
+
+    def __init__(self, max_items: int, max_bytes: int) -> None:
+        super().__init__(max_items)
+        self._max_bytes = max_bytes
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """How many items wait, and their bytes."""
+        return self._num_items, self._num_bytes
+
+    def _init(self, maxsize: int) -> None:
+        self._waiting: deque[Together] = deque()
+        self._num_items = self._num_bytes = 0
+
+    def _qsize(self) -> int:
+        return self._num_items if self._num_bytes < self._max_bytes else max(self._num_items, self.maxsize)
+
+    def _put(self, item: Together) -> None:
+        self._waiting.append(item)
+        self._num_items += len(item[1])
+        self._num_bytes += _num_bytes(item)
+
+    def _get(self) -> Together:
+        item = self._waiting.popleft()
+        self._num_items -= len(item[1])
+        self._num_bytes -= _num_bytes(item)
+        return item
+
+
+def _num_bytes(together: Together) -> int:
+    return sum(item.num_bytes for item in together[1])
+
+
+def refused_record(claim: Claim, refused: PromptRecord) -> PromptRecord:
+    """An error record in place of `refused`, small and always the same; the tokens it cost stay counted."""
+    context = RecordContext(claim.ref.job_id, "", claim.created_s)
+    record = error_record(_REFUSED, refused.index, json.loads(refused.record).get("custom_id"), context)
+    return dataclasses.replace(refused, outcome=Outcome.ERROR, record=encode_record(record))

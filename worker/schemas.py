@@ -1,0 +1,270 @@
+"""Defines what producers see of a job: options, state, counts, usage, errors, and OpenAI's batch object.
+
+Pure pydantic: neither torch nor the engine is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, TypedDict
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from worker.lines.request_line import Endpoint
+from worker.records.record import BatchFile
+
+DEFAULT_PRIORITY = 5
+
+_MetadataKey = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+_MetadataValue = Annotated[str, StringConstraints(max_length=512)]
+
+_UNITS_S = {"h": 3_600, "m": 60, "s": 1}  # hours at most: OpenAI's one window is called 24h
+
+
+class SubmitOptions(BaseModel):
+    """A job's options: arguments of `BatchClient.submit`, and of the message of a plain Celery producer."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    priority: int = Field(default=DEFAULT_PRIORITY, ge=0, le=9, description="0 runs first, 9 last.")
+    deadline_s: float | None = Field(
+        default=None, gt=0, le=31_536_000, allow_inf_nan=False, description="Seconds from submission; then it expires."
+    )
+    tenant: str = Field(
+        default="default",
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="Whose job it is; prompts of different tenants share no KV.",
+    )
+    metadata: dict[_MetadataKey, _MetadataValue] = Field(
+        default_factory=dict, max_length=16, description="The producer's own notes."
+    )
+    idempotency_key: str | None = Field(
+        default=None, min_length=1, max_length=256, description="A second submit with the same key is the first job."
+    )
+    endpoint: Endpoint | None = Field(
+        default=None, description="The one all lines must name. None: each line its own, or, if strict, the first's."
+    )
+    strict: bool = Field(
+        default=False, description="One bad line fails the job before any line runs; else that line fails alone."
+    )
+    traceparent: str | None = Field(
+        default=None,
+        pattern=r"^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$",
+        description="W3C trace context of whoever submits: the job's spans are part of that trace.",
+    )
+
+
+class SubmitArguments(TypedDict, total=False):
+    """The fields of SubmitOptions, for type checkers; SubmitOptions checks the values and has the defaults."""
+
+    priority: int
+    deadline_s: float | None
+    tenant: str
+    metadata: Mapping[str, str]
+    idempotency_key: str | None
+    endpoint: str | None
+    strict: bool
+    traceparent: str | None
+
+
+class JobState(StrEnum):
+    """The OpenAI Batch API's states.
+
+        validating -> in_progress -> completed
+             |             |-> finalizing -> expired     its deadline passed: the rest gets batch_expired records
+             |             `-> cancelling -> cancelled
+             `-> failed    it was refused, or planning it crashed worker after worker
+
+    `finalizing` is seen only on the way to `expired`: a job completes with its last record, there is nothing left to
+    be done then. A deadline or a cancellation may come while a job is validating too. `completed` does not mean that
+    every prompt succeeded: see the counts.
+    """
+
+    VALIDATING = "validating"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    CANCELLING = "cancelling"
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    FAILED = "failed"
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the job will not change any more."""
+        return self in (JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED, JobState.FAILED)
+
+
+class RequestCounts(BaseModel):
+    """Prompts of a job, counted from the records that were written."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    total: int  # 0 for a file that was refused as a whole
+    completed: int  # succeeded
+    failed: int  # have an error record; cancelled and expired prompts among them
+
+    @property
+    def finished(self) -> int:
+        """Prompts that have their record."""
+        return self.completed + self.failed
+
+
+class JobUsage(BaseModel):
+    """Tokens of the prompts that have their record."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    input_tokens: int
+    cached_tokens: int  # of input_tokens: their KV came from the prefix cache
+    output_tokens: int
+    reasoning_tokens: int = 0  # of output_tokens: the models' thinking, where it could be told from their answers
+    resumed_tokens: int = 0  # of output_tokens: taken over from a stopped worker, not generated again
+    total_tokens: int
+
+
+class BatchError(BaseModel):
+    """An entry of `errors.data` of OpenAI's batch object.
+
+    Codes are Azure's, as far as it has one: empty_file, too_many_tasks, invalid_json_line, duplicate_custom_id,
+    url_mismatch, model_mismatch, model_not_found, and invalid_request for any other fault of a line or an option. Ours:
+    file_too_large, queue_full, and batch_failed where planning crashed worker after worker.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    code: str
+    message: str
+    line: int | None = None  # from 1, blank lines not counted; None: the fault is the whole file's
+    param: str | None = None  # path inside the line's body, a field of the line, or an option
+
+
+class JobStatus(BaseModel):
+    """A snapshot of one job. Times are Unix seconds by Redis' clock, with their fractions.
+
+    `batch_object` turns it into OpenAI's batch object, which is what the command line prints as JSON.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    status: JobState
+    endpoint: str = ""  # the one it was submitted for, else those its lines name, comma separated; "": not yet known
+    model: str | None = None  # the one its lines name, else the worker's; None: not yet known, or they name several
+    created_at: float
+    in_progress_at: float | None = None  # its shards were cut
+    expires_at: float | None = None  # its deadline
+    cancelling_at: float | None = None
+    finished_at: float | None = None  # when it reached a terminal state, whichever
+    results_expire_at: float | None = None  # when a finished job and its results are forgotten
+    request_counts: RequestCounts
+    usage: JobUsage
+    shards_total: int  # 0 until it is planned
+    shards_done: int
+    priority: int
+    tenant: str
+    metadata: Mapping[str, str]
+    error: str | None = None  # why it failed as a whole
+    errors: tuple[BatchError, ...] = ()  # the same in parts, for programs; bad lines beyond the first hundred left out
+
+    @property
+    def progress(self) -> float:
+        """Share of the prompts that have their record, 0 to 1."""
+        return self.request_counts.finished / self.request_counts.total if self.request_counts.total else 1.0
+
+
+class WorkerInfo(BaseModel):
+    """A worker's last heartbeat, at most half a minute old."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    version: str
+    model: str
+    steps: int  # engine steps since it started
+    open_requests: int  # prompts in its engine
+    held: int  # plans and shards it holds a lease on
+
+
+# The field that holds when a job ended, which names how.
+_ENDED_AT = {
+    JobState.COMPLETED: "completed_at",
+    JobState.FAILED: "failed_at",
+    JobState.EXPIRED: "expired_at",
+    JobState.CANCELLED: "cancelled_at",
+}
+
+
+def batch_object(job: JobStatus) -> dict[str, object]:
+    """The object that OpenAI's GET /v1/batches/{id} answers with, all fields of its type, times in whole Unix seconds.
+
+    Where ours says more or other things: `endpoint` may hold several, comma separated, and is "" until the job is
+    planned; `completion_window` is the deadline as a duration such as 24h, or "none". The file ids are there once the
+    job has ended, and only of a file that has lines. Beyond OpenAI: results_expire_at, shards_total, shards_done,
+    priority, tenant.
+    """
+    counts, has_ended = job.request_counts, job.status.is_terminal
+    ended_at = _ENDED_AT.get(job.status)
+    return {
+        "id": job.id,
+        "object": "batch",
+        "endpoint": job.endpoint,
+        "model": job.model,
+        "errors": _errors(job),
+        "input_file_id": BatchFile.INPUT.id_of(job.id),
+        "completion_window": _window(job),
+        "status": job.status.value,
+        "output_file_id": BatchFile.OUTPUT.id_of(job.id) if has_ended and counts.completed else None,
+        "error_file_id": BatchFile.ERROR.id_of(job.id) if has_ended and counts.failed else None,
+        "created_at": int(job.created_at),
+        "in_progress_at": _whole(job.in_progress_at),
+        "expires_at": _whole(job.expires_at),
+        "finalizing_at": _whole(_finalizing_at(job)),
+        "cancelling_at": _whole(job.cancelling_at),
+        **{name: _whole(job.finished_at) if name == ended_at else None for name in _ENDED_AT.values()},
+        "request_counts": counts.model_dump(),
+        "usage": _usage(job),
+        "metadata": dict(job.metadata),
+        "results_expire_at": _whole(job.results_expire_at),
+        "shards_total": job.shards_total,
+        "shards_done": job.shards_done,
+        "priority": job.priority,
+        "tenant": job.tenant,
+    }
+
+
+def _usage(job: JobStatus) -> dict[str, object]:
+    usage = job.usage
+    return {
+        "input_tokens": usage.input_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.total_tokens,
+    }
+
+
+def _errors(job: JobStatus) -> dict[str, object] | None:
+    if not job.errors:
+        return None
+    return {"object": "list", "data": [error.model_dump() for error in job.errors]}
+
+
+def _finalizing_at(job: JobStatus) -> float | None:
+    """A job completes in the moment of its last record; one that expires is finalised from its deadline on."""
+    if job.status is JobState.COMPLETED:
+        return job.finished_at
+    return job.expires_at if job.status in (JobState.FINALIZING, JobState.EXPIRED) else None
+
+
+def _window(job: JobStatus) -> str:
+    if job.expires_at is None:
+        return "none"
+    seconds = max(round(job.expires_at - job.created_at), 1)
+    unit = next(unit for unit, unit_s in _UNITS_S.items() if seconds % unit_s == 0)
+    return f"{seconds // _UNITS_S[unit]}{unit}"
+
+
+def _whole(unix_s: float | None) -> int | None:
+    return None if unix_s is None else int(unix_s)

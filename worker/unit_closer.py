@@ -1,0 +1,79 @@
+"""Writes error records for the prompts of a plan or shard that will not be run: cancelled, expired or given up.
+
+Producers need it to cancel a job and workers to end one, so it imports neither torch nor the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from settings import LimitSettings
+from worker.lines.errors import LineError
+from worker.lines.parse import parse_request_line
+from worker.records.failure import Failure, Unfinished, error_record, line_error_record, unfinished_record
+from worker.records.record import RecordContext, encode_record
+from worker.registry.keys import UnitRef
+from worker.registry.leases import Claim, PromptRecord, UnitLeases
+from worker.registry.lifecycle import ClaimRefusal, Outcome, PutStatus, RunMode
+
+CHUNK = 100  # prompts of one write; between writes the lease is renewed
+
+_LOST = Failure.of_server("The request was not executed: it stopped one worker after another.", code="worker_lost")
+
+logger = logging.getLogger(__name__)
+
+
+class UnitCloser:
+    """Ends units of cancelled and expired jobs, and those that crashed too many workers.
+
+    Producers use it too, so that cancelling needs no worker.
+    """
+
+    def __init__(self, leases: UnitLeases, limits: LimitSettings) -> None:
+        self._leases = leases
+        self._limits = limits
+
+    def close_unclaimed(self, ref: UnitRef) -> None:
+        """Close a unit of a job that is to end, unless somebody holds it: its holder closes it then."""
+        claim = self._leases.claim(ref)
+        if isinstance(claim, ClaimRefusal):
+            return
+        if claim.mode is RunMode.RUN:  # not to be closed after all
+            self._leases.release(claim, count_attempt=False)
+            return
+        self.close(claim, claim.missing, claim.mode)
+
+    def close(self, claim: Claim, indices: Sequence[int], mode: RunMode) -> None:
+        """Write the error record of each prompt, until they are all written or the unit is somebody else's.
+
+        Raises redis.RedisError when Redis cannot be had.
+        """
+        for start in range(0, len(indices), CHUNK):
+            chunk = indices[start : start + CHUNK]
+            lines = self._leases.lines(claim.ref.job_id, chunk)
+            records = [self._record(claim, index, line, mode) for index, line in zip(chunk, lines, strict=True)]
+            status, _ = self._leases.put(claim, records)
+            if status is PutStatus.JOB_DONE:
+                logger.info("job finished", extra={"job_id": claim.ref.job_id})
+            if status is not PutStatus.OPEN:
+                return
+            self._leases.renew([claim])
+
+    def _record(self, claim: Claim, index: int, raw: bytes | None, mode: RunMode) -> PromptRecord:
+        context = RecordContext(claim.ref.job_id, "", claim.created_s)
+        custom_id: str | None = None
+        # A plan that crashes workers may do so by what its lines hold: they are not read once more.
+        if raw is not None and not (claim.ref.is_plan and mode is RunMode.LOST):
+            try:
+                custom_id = parse_request_line(raw, index, self._limits).custom_id
+            except LineError as error:
+                return PromptRecord(index, Outcome.ERROR, encode_record(line_error_record(error, context)))
+        if mode is RunMode.LOST:
+            record = error_record(_LOST, index, custom_id, context)
+            return PromptRecord(index, Outcome.LOST, encode_record(record))
+        if mode is RunMode.EXPIRED:
+            record = unfinished_record(Unfinished.EXPIRED, index, custom_id, context)
+            return PromptRecord(index, Outcome.EXPIRED, encode_record(record))
+        record = unfinished_record(Unfinished.CANCELLED, index, custom_id, context)
+        return PromptRecord(index, Outcome.CANCELLED, encode_record(record))

@@ -1,1 +1,0 @@
-"""Plans and shards: what is claimed, run and closed."""
