@@ -1,6 +1,4 @@
-"""What compose.yaml runs, run here without containers: the same commands, files and settings. With containers:
-tests/compose.
-"""
+"""The commands, files and settings of compose.yaml, run here without containers."""
 
 from __future__ import annotations
 

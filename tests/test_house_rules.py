@@ -1,4 +1,4 @@
-"""The budgets and habits that no linter holds: sizes, parameters, globals, empty package files."""
+"""The rules of this code base that no linter holds."""
 
 from __future__ import annotations
 

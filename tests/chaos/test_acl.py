@@ -30,6 +30,30 @@ LEASE_S = "3.0"  # a busy machine must not look like a dead worker
 JOB = "millrace:{s0}:j:s0-00000000-0000-0000-0000-000000000000"
 SLOW = {"step_s": 0.05, "slots": 1}  # a prompt takes 50 ms, one after the other
 
+DENIED_TO_BOTH = [
+    "FLUSHALL", "FLUSHDB", "SWAPDB 0 1", "SHUTDOWN NOSAVE", "SAVE", "BGSAVE", "BGREWRITEAOF", "REPLICAOF NO ONE",
+    "CONFIG GET *", "CONFIG SET dir /tmp", "CONFIG REWRITE", "MODULE LIST", "MODULE LOAD /tmp/x.so", "DEBUG SLEEP 0",
+    "ACL LIST", "ACL WHOAMI", "ACL SETUSER me on", "CLIENT LIST", "CLIENT KILL 127.0.0.1:1", "CLIENT PAUSE 1",
+    "SCRIPT FLUSH", "SCRIPT KILL", "EVAL return{} 0", "EVAL return{} 1 foreign", f"EVALSHA {'0' * 40} 1 foreign",
+    "KEYS *", "RANDOMKEY", "GET foreign", "SET foreign 1", "DEL foreign", "HGETALL foreign", "MOVE foreign 1",
+    "LPUSH celery x", "LRANGE celery 0 -1", "RESTORE foreign 0 x", "MIGRATE 127.0.0.1 1 foreign 0 1",
+    f"DUMP {JOB}:in", f"RENAME {JOB}:in foreign", f"COPY {JOB}:in foreign", f"SORT {JOB}:ord",
+    "PUBLISH channel x", "PUBLISH /0.celery.pidbox x", "SUBSCRIBE channel", "PSUBSCRIBE *",
+    "MONITOR", "SLOWLOG GET", "LATENCY RESET", "CLUSTER INFO", "WAIT 0 0",
+]  # fmt: skip
+DENIED_TO_THE_PRODUCER = [
+    "BRPOP millrace 1", "RPOP millrace", "LPOP millrace", "LREM millrace 0 x", "LTRIM millrace 1 0",
+    "HGETALL unacked", "DEL unacked", "ZRANGE unacked_index 0 -1", "DEL unacked_mutex", "HSET unacked x y",
+    "LRANGE millrace:{s0}:deadraw 0 -1", "LPUSH millrace:{s0}:deadraw x", "ZRANGEBYSCORE millrace:{s0}:open 0 1",
+]  # fmt: skip
+# Neither what is queued nor what is in it, and not a word to workers.
+DENIED_TO_FLOWER = [
+    "LPUSH millrace x", "LLEN millrace", "BRPOP millrace 1", "DEL millrace", "SADD _kombu.binding.millrace x",
+    f"HGETALL {JOB}:job", f"HGETALL {JOB}:in", "HGETALL millrace:{s0}:adm", "HGETALL unacked", "SCAN 0",
+    "PUBLISH /0.celeryev/worker.online x",
+]  # fmt: skip
+DENIED_TO_THE_WORKER = ["SCAN 0", "BLPOP foreign 1", "BRPOP celery 1", "RPUSH celery x", "SADD _kombu.binding.celery x"]
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AclRedis]:
@@ -128,31 +152,6 @@ def test_a_user_that_lacks_a_permission_is_found_by_doctor(server: AclRedis, tmp
     lacking = next(finding for finding in findings if finding["check"] == "redis permissions")
     assert (lacking["level"], lacking["detail"]) == ("failed", "a worker needs EXISTS unacked")
     assert "millrace acl" in lacking["fix"]
-
-
-DENIED_TO_BOTH = [
-    "FLUSHALL", "FLUSHDB", "SWAPDB 0 1", "SHUTDOWN NOSAVE", "SAVE", "BGSAVE", "BGREWRITEAOF", "REPLICAOF NO ONE",
-    "CONFIG GET *", "CONFIG SET dir /tmp", "CONFIG REWRITE", "MODULE LIST", "MODULE LOAD /tmp/x.so", "DEBUG SLEEP 0",
-    "ACL LIST", "ACL WHOAMI", "ACL SETUSER me on", "CLIENT LIST", "CLIENT KILL 127.0.0.1:1", "CLIENT PAUSE 1",
-    "SCRIPT FLUSH", "SCRIPT KILL", "EVAL return{} 0", "EVAL return{} 1 foreign", f"EVALSHA {'0' * 40} 1 foreign",
-    "KEYS *", "RANDOMKEY", "GET foreign", "SET foreign 1", "DEL foreign", "HGETALL foreign", "MOVE foreign 1",
-    "LPUSH celery x", "LRANGE celery 0 -1", "RESTORE foreign 0 x", "MIGRATE 127.0.0.1 1 foreign 0 1",
-    f"DUMP {JOB}:in", f"RENAME {JOB}:in foreign", f"COPY {JOB}:in foreign", f"SORT {JOB}:ord",
-    "PUBLISH channel x", "PUBLISH /0.celery.pidbox x", "SUBSCRIBE channel", "PSUBSCRIBE *",
-    "MONITOR", "SLOWLOG GET", "LATENCY RESET", "CLUSTER INFO", "WAIT 0 0",
-]  # fmt: skip
-DENIED_TO_THE_PRODUCER = [
-    "BRPOP millrace 1", "RPOP millrace", "LPOP millrace", "LREM millrace 0 x", "LTRIM millrace 1 0",
-    "HGETALL unacked", "DEL unacked", "ZRANGE unacked_index 0 -1", "DEL unacked_mutex", "HSET unacked x y",
-    "LRANGE millrace:{s0}:deadraw 0 -1", "LPUSH millrace:{s0}:deadraw x", "ZRANGEBYSCORE millrace:{s0}:open 0 1",
-]  # fmt: skip
-# Neither what is queued nor what is in it, and not a word to workers.
-DENIED_TO_FLOWER = [
-    "LPUSH millrace x", "LLEN millrace", "BRPOP millrace 1", "DEL millrace", "SADD _kombu.binding.millrace x",
-    f"HGETALL {JOB}:job", f"HGETALL {JOB}:in", "HGETALL millrace:{s0}:adm", "HGETALL unacked", "SCAN 0",
-    "PUBLISH /0.celeryev/worker.online x",
-]  # fmt: skip
-DENIED_TO_THE_WORKER = ["SCAN 0", "BLPOP foreign 1", "BRPOP celery 1", "RPUSH celery x", "SADD _kombu.binding.celery x"]
 
 
 @pytest.mark.parametrize("call", [*DENIED_TO_BOTH, *DENIED_TO_THE_PRODUCER])

@@ -1,7 +1,4 @@
-"""Between worker and Redis: connections that die silently, partitions, slowness and resets.
-
-The fake engine is quick; what is measured is how soon a worker with the settings of production consumes again.
-"""
+"""Between worker and Redis: connections that die silently, partitions, slowness and resets."""
 
 from __future__ import annotations
 

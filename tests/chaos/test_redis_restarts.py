@@ -1,4 +1,4 @@
-"""Redis ends and comes back, with what it knew or without."""
+"""Redis ends and comes back, with what it knew or without, or cuts every connection again and again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from tests.chaos.faults import drop_connections, flush_scripts
 from tests.chaos.fleet import running_fleet
 from tests.chaos.invariants import check_admission, check_invariants
 from tests.chaos.jobs import impatient_client, insist, prompts, submit_jobs, wait_all
@@ -20,6 +21,8 @@ from worker.registry.keys import Keys
 
 SLOW = WorkerOptions(engine={"steps_per_request": 10, "step_s": 0.01})
 DOWN_S = 1.0
+
+EIGHT_STEPS = WorkerOptions(engine={"steps_per_request": 8, "step_s": 0.01})
 
 
 def _restart(server: RestartableRedis, how: str) -> None:
@@ -90,3 +93,24 @@ def test_without_one_lost_jobs_are_not_found_and_may_be_submitted_again(
 
 def _submit_again(client: BatchClient, lines: list[dict[str, str]]) -> str:
     return insist(lambda: client.submit(lines, idempotency_key="the same each time"))
+
+
+@pytest.mark.chaos
+def test_a_storm_of_lost_connections_and_forgotten_scripts_changes_no_record(
+    client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    with running_fleet(redis_url, tmp_path, EIGHT_STEPS) as fleet:
+        for _ in range(2):
+            fleet.start()
+        fleet.wait_up(client)
+        jobs = submit_jobs(client, num_jobs=4, num_prompts=60)
+        num_dropped = 0
+        for _ in range(8):
+            num_dropped += drop_connections(bare)
+            flush_scripts(bare)
+            time.sleep(0.15)
+        assert num_dropped > 16
+        wait_all(client, jobs)
+        check_invariants(client, bare, jobs)
+        assert fleet.stop() == [0, 0]
+        assert fleet.num_restarts == 0

@@ -27,6 +27,8 @@ from worker.registry.keys import Keys
 STOP_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 250.0  # on a machine that does other things as well
 
+Start = Callable[..., tuple[WarmProcess, Path]]
+
 
 @dataclass
 class Load:
@@ -71,9 +73,6 @@ class Load:
         done = millrace("run", "-i", source, "-o", output, *options, timeout_s=FINISH_TIMEOUT_S)
         assert done.returncode == 0, done.stderr.decode()
         self.expected = contents(read_records(output))
-
-
-Start = Callable[..., tuple[WarmProcess, Path]]
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""Workers that are told to stop: nothing is lost, and giving back is no crash."""
+"""Workers that are told to stop, whose engine breaks, or whose clock is wrong: nothing is lost.
+
+Leases follow Redis' clock, which no test can set: that is not staged.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,14 @@ pytestmark = pytest.mark.chaos
 # A prompt takes two seconds: longer than the drain limit of 0.5 s.
 LONG = WorkerOptions(engine={"steps_per_request": 200, "step_s": 0.01, "slots": 60})
 Jobs = dict[str, dict[str, Record]]
+
+SLOW = WorkerOptions(engine={"steps_per_request": 8, "step_s": 0.005})
+
+LONG_VISIBILITY = WorkerOptions(
+    engine={"steps_per_request": 10, "step_s": 0.01}, visibility_timeout_s=3600, log_level="DEBUG"
+)
+TWO_HOURS_S = 7200.0
+NUM_JOBS, SHARDS_OF_A_JOB = 6, 6
 
 
 def _start_with_work(fleet: Fleet, client: BatchClient, bare: redis.Redis, drain_s: float) -> tuple[FleetWorker, Jobs]:
@@ -95,3 +106,51 @@ def test_a_second_sigterm_changes_nothing_about_the_drain(
         assert worker.wait(10) == 0
         _check_given_back(bare)
         _finish(fleet, client, bare, jobs)
+
+
+def test_a_broken_engine_ends_its_worker_and_the_next_one_finishes(
+    client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    with running_fleet(redis_url, tmp_path, SLOW) as fleet:
+        worker = fleet.start(die_at="engine breaks")
+        fleet.wait_up(client)
+        jobs = submit_jobs(client, num_jobs=3, num_prompts=40)
+        wait_all(client, jobs)
+        check_invariants(client, bare, jobs)
+        assert worker.exit_codes == [70]
+        assert fleet.stop() == [0]
+
+
+def test_after_a_fault_of_the_device_nobody_touches_it_and_another_worker_goes_on_at_once(
+    client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    lease = {"worker.lease_s": "300"}  # who waits for a lease to run out waits longer than this test does
+    with running_fleet(redis_url, tmp_path, SLOW, lease) as fleet:
+        faulty = fleet.start(die_at="device faults", is_supervised=False)
+        fleet.wait_up(client)
+        jobs = submit_jobs(client, num_jobs=2, num_prompts=40)
+        assert faulty.wait(20) == 70
+        assert "an illegal memory access was encountered" in faulty.log
+        fleet.start()
+        wait_all(client, jobs, timeout_s=20)
+        check_invariants(client, bare, jobs)
+
+
+def test_a_worker_two_hours_ahead_and_one_behind_disturb_nobody(
+    client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    with running_fleet(redis_url, tmp_path, LONG_VISIBILITY) as fleet:
+        for shift_s in (0.0, TWO_HOURS_S, -TWO_HOURS_S):
+            fleet.start(clock_shift_s=shift_s)
+        fleet.wait_up(client)
+        created_at = bare.time()[0]
+        jobs = submit_jobs(client, NUM_JOBS, num_prompts=10 * SHARDS_OF_A_JOB)
+        wait_all(client, jobs)
+        check_invariants(client, bare, jobs)
+        for job_id in jobs:
+            assert abs(client.status(job_id).created_at - created_at) < 60
+            assert {abs(r["response"]["body"]["created"] - created_at) < 60 for r in client.results(job_id)} == {True}
+        # The one ahead takes every message that is being worked on for an hour old, and sends it again.
+        assert sum(worker.log.count(" received\n") for worker in fleet.workers) > NUM_JOBS * (1 + SHARDS_OF_A_JOB)
+        assert fleet.stop() == [0, 0, 0]
+        assert fleet.num_restarts == 0

@@ -1,4 +1,7 @@
-"""`make test-compose`: needs a Docker daemon and Compose; base_images.sh makes the base images without a registry."""
+"""compose.yaml with real containers; needs a Docker daemon and Compose, run by `make test-compose`.
+
+base_images.sh makes the base images without a registry.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request that goes on from a checkpoint ends exactly as one that nothing happened to."""
+"""A request that goes on from its resume state ends exactly as one that nothing happened to."""
 
 from __future__ import annotations
 
@@ -21,6 +21,18 @@ MAX_TOKENS = 48
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 DRAWN: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "seed": 7}
 
+Undisturbed = Callable[[Request], Sequence[Completion]]
+
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "seeded": DRAWN,
+    "logprobs": GREEDY | {"logprobs": 3},
+    "penalties": DRAWN | {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.7},
+    "logit bias": GREEDY | {"logit_bias": {42: 5.0, 43: 4.0}, "frequency_penalty": 1.0},
+    "three completions": DRAWN | {"n": 3, "logprobs": 0},
+    "min tokens": {"temperature": 0.0, "min_tokens": 30, "stop_token_ids": (65, 66, 67, 68)},
+}
+
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Engine:
@@ -31,9 +43,6 @@ def engine(tiny_model: Path) -> Engine:
 def other(tiny_model: Path) -> Engine:
     """The engine of another worker."""
     return load_engine(tiny_model)
-
-
-Undisturbed = Callable[[Request], Sequence[Completion]]
 
 
 @pytest.fixture(scope="module")
@@ -72,17 +81,6 @@ def _assert_same(
 
 def _generated(engine: Engine) -> int:
     return engine.stats().generated_tokens
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "greedy": GREEDY,
-    "seeded": DRAWN,
-    "logprobs": GREEDY | {"logprobs": 3},
-    "penalties": DRAWN | {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.7},
-    "logit bias": GREEDY | {"logit_bias": {42: 5.0, 43: 4.0}, "frequency_penalty": 1.0},
-    "three completions": DRAWN | {"n": 3, "logprobs": 0},
-    "min tokens": {"temperature": 0.0, "min_tokens": 30, "stop_token_ids": (65, 66, 67, 68)},
-}
 
 
 @pytest.mark.parametrize("at", [1, 18, 19, MAX_TOKENS - 1])  # 30 + 18 tokens fill three blocks of 16

@@ -22,6 +22,16 @@ from tests.support.recording_stream import RecordingStream
 PROMPT = tuple(range(30))
 ON: dict[str, object] = {"engine.async_scheduling": "on"}
 
+EVERYTHING: list[AnyRequest] = [
+    Request("greedy", PROMPT, SamplingParams(temperature=0.0, max_tokens=9, min_tokens=4, logprobs=2)),
+    Request("drawn", PROMPT[3:], SamplingParams(seed=1, max_tokens=9, top_k=20, top_p=0.9, min_p=0.01, n=2)),
+    Request("plain", PROMPT[4:], SamplingParams(seed=2, max_tokens=9, logit_bias={3: 1.0}, logprobs=4)),
+    Request("penalised", PROMPT[5:], SamplingParams(seed=2, max_tokens=9, frequency_penalty=1.0, presence_penalty=0.5)),
+    Request("held", PROMPT[6:], SamplingParams(seed=2, max_tokens=9, grammar=Grammar("regex", "[a-z]{9}"))),
+    Request("scored", PROMPT[::-1], SamplingParams(seed=2, max_tokens=2, prompt_logprobs=3)),
+    EmbeddingRequest("embedded", [PROMPT * 2, PROMPT[8:]]),
+]
+
 
 class Watched:
     """An engine whose stream, schedules and launches are written down."""
@@ -112,17 +122,6 @@ def test_one_that_ends_where_only_the_host_can_see_it_costs_a_row_that_nobody_se
     assert watched.outputs == []
     assert (engine.stats().generated_tokens, engine.stats().output_tokens) == (4, 4)
     engine.check_integrity()
-
-
-EVERYTHING: list[AnyRequest] = [
-    Request("greedy", PROMPT, SamplingParams(temperature=0.0, max_tokens=9, min_tokens=4, logprobs=2)),
-    Request("drawn", PROMPT[3:], SamplingParams(seed=1, max_tokens=9, top_k=20, top_p=0.9, min_p=0.01, n=2)),
-    Request("plain", PROMPT[4:], SamplingParams(seed=2, max_tokens=9, logit_bias={3: 1.0}, logprobs=4)),
-    Request("penalised", PROMPT[5:], SamplingParams(seed=2, max_tokens=9, frequency_penalty=1.0, presence_penalty=0.5)),
-    Request("held", PROMPT[6:], SamplingParams(seed=2, max_tokens=9, grammar=Grammar("regex", "[a-z]{9}"))),
-    Request("scored", PROMPT[::-1], SamplingParams(seed=2, max_tokens=2, prompt_logprobs=3)),
-    EmbeddingRequest("embedded", [PROMPT * 2, PROMPT[8:]]),
-]
 
 
 @pytest.mark.parametrize("is_on", [True, False])

@@ -1,4 +1,4 @@
-"""What users wrote is in Redis and in their results: not in any log at info."""
+"""What users wrote is in Redis and in their results, and not in any log at level info."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Which implementation of the operations a device gets."""
+
 from __future__ import annotations
 
 import importlib.metadata

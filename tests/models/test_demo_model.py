@@ -1,4 +1,4 @@
-"""The demo's model: what it is, that it answers right, and that transformers gives the same tokens."""
+"""The demo's model answers right, and transformers gives the same tokens."""
 
 from __future__ import annotations
 

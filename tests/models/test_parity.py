@@ -1,5 +1,6 @@
-"""The engine against transformers in float32, for each family and each way a prompt can be run; `make slow`: for each
-variant of a family.
+"""The engine against transformers in float32, for each family and each way a prompt can be run.
+
+`make slow` runs them for every variant of every family.
 """
 
 from __future__ import annotations

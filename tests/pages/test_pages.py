@@ -1,4 +1,4 @@
-"""The pages made from the code are what the code says, on whatever machine they are made."""
+"""The pages made from the code say what the code says, on whatever machine they are made."""
 
 from __future__ import annotations
 

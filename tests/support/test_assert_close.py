@@ -1,3 +1,5 @@
+"""How tests compare tensors."""
+
 from __future__ import annotations
 
 import re

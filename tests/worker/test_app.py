@@ -1,18 +1,27 @@
+"""The Celery application and its tasks."""
+
 from __future__ import annotations
 
 import pickle
 import ssl
 from pathlib import Path
+from typing import cast
 
 import pytest
 import trustme
+from celery.exceptions import Reject
 from kombu.exceptions import ContentDisallowed
 from kombu.serialization import loads, prepare_accept_content
 from pydantic import SecretStr
 
 from settings import RedisSettings, Settings, SettingsError, WorkerSettings
 from worker.app import SPARE_THREADS, create_app
+from worker.broker.messages import MessageEnd
 from worker.registry.queues import PRIORITY_STEPS, QUEUE
+from worker.runtime.runtime import WorkerRuntime
+from worker.tasks import register_tasks
+
+CALLS = [("millrace.submit", ("job", 1)), ("millrace.plan", ("job",)), ("millrace.run_shard", ("job", 0))]
 
 
 def _settings(url: str) -> Settings:
@@ -80,3 +89,35 @@ def test_the_broker_is_the_redis_of_the_settings(url: str, expected: tuple[objec
     port = connection.port or 6379
     found = (connection.hostname, port, connection.virtual_host, connection.userid, connection.password)
     assert (*found, connection.ssl) == expected
+
+
+class _Runtime:
+    """Ends every message in the same way."""
+
+    def __init__(self, end: MessageEnd) -> None:
+        self._end = end
+
+    def submit(self, *_: object) -> MessageEnd:
+        return self._end
+
+    def plan(self, *_: object) -> MessageEnd:
+        return self._end
+
+    def run_shard(self, *_: object) -> MessageEnd:
+        return self._end
+
+
+@pytest.mark.parametrize(("name", "arguments"), CALLS)
+def test_a_message_goes_back_if_the_runtime_says_so(name: str, arguments: tuple[object, ...]) -> None:
+    app = create_app(Settings())
+    register_tasks(app, cast(WorkerRuntime, _Runtime(MessageEnd.REQUEUE)))
+    with pytest.raises(Reject) as caught:
+        app.tasks[name](*arguments)
+    assert caught.value.requeue
+
+
+@pytest.mark.parametrize(("name", "arguments"), CALLS)
+def test_a_message_that_is_done_is_acknowledged(name: str, arguments: tuple[object, ...]) -> None:
+    app = create_app(Settings())
+    register_tasks(app, cast(WorkerRuntime, _Runtime(MessageEnd.DONE)))
+    assert app.tasks[name](*arguments) is None

@@ -21,6 +21,8 @@ from worker.schemas import JobState
 
 T = TypeVar("T")
 
+ORDERS: tuple[Any, ...] = ("completion", "input")
+
 
 class Loop:
     """Runs a coroutine with a client, in a loop of its own."""
@@ -247,9 +249,6 @@ def test_results_come_in_either_order_while_the_job_runs(loop: Loop, registry: T
             client.results(job_id, order="random")  # type: ignore[arg-type]  # that is what is tested
 
     loop(read)
-
-
-ORDERS: tuple[Any, ...] = ("completion", "input")
 
 
 def test_cancelling_writes_error_records_and_waiting_has_an_end(loop: Loop, registry: TestRegistry) -> None:

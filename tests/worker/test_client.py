@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 
 from settings import LimitSettings
 from tests.support.registry import TestRegistry, must_claim, ok
-from worker.client import BatchClient
+from worker.client import FIRST_POLL_S, LONGEST_POLL_S, BatchClient, PollPauses
 from worker.lines.files import read_raw_lines
 from worker.registry.errors import EmptyJob, InvalidJobId, JobNotFound, JobTooLarge, QueueFull
 from worker.registry.keys import UnitRef
@@ -205,3 +206,23 @@ def test_a_unix_socket_serves_registry_and_queue(redis_url: str, redis_directory
         assert client.status(job_id).status is JobState.VALIDATING
     with redis.Redis.from_url(redis_url.removesuffix("/0") + "/2") as database:
         assert database.llen("millrace") == 1
+
+
+def test_pauses_double_to_the_longest_and_start_again_with_news() -> None:
+    pauses = PollPauses()
+    found = [pauses.next_s() for _ in range(8)]
+    assert found[:3] == [FIRST_POLL_S, 2 * FIRST_POLL_S, 4 * FIRST_POLL_S]
+    assert found[-1] == LONGEST_POLL_S
+    pauses.restart()
+    assert pauses.next_s() == FIRST_POLL_S
+
+
+def test_no_pause_is_longer_than_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    pauses = PollPauses(timeout_s=0.05)
+    assert pauses.next_s() == FIRST_POLL_S
+    now_s = 100.04
+    assert pauses.next_s() == pytest.approx(0.01)
+    now_s = 101.0
+    assert pauses.next_s() == 0.0

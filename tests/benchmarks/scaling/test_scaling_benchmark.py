@@ -1,3 +1,5 @@
+"""The benchmark of how time and memory grow with requests, prompts and outputs."""
+
 from __future__ import annotations
 
 from pathlib import Path

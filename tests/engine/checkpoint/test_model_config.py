@@ -1,3 +1,5 @@
+"""A decoder's config.json, and the rotary tables made from it."""
+
 from __future__ import annotations
 
 import json
@@ -6,9 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from engine.checkpoint.config_reader import ConfigReader
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.rope import Llama3Scaling
+from engine.checkpoint.rope import Llama3Scaling, RopeConfig, inverse_frequencies, rope_cos_sin
 from engine.errors import CheckpointError
 from tests.support.decoder_config import decoder_config
 from tests.support.tiny_checkpoint import Family, make_checkpoint, make_model
@@ -84,6 +91,16 @@ QWEN3: dict[str, Any] = {
     "max_position_embeddings": 40960,
     "vocab_size": 151936,
     "dtype": "bfloat16",
+}
+
+DEFAULT = {"rope_type": "default", "rope_theta": 1000000.0}
+LLAMA3_1 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
 }
 
 
@@ -249,3 +266,31 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: byt
     with pytest.raises(CheckpointError, match=re.escape(named)) as caught:
         decoder_config(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rotary", "config_class", "parameters"),
+    [
+        (Qwen3RotaryEmbedding, Qwen3Config, DEFAULT),
+        (LlamaRotaryEmbedding, LlamaConfig, {**DEFAULT, "rope_theta": 10000.0}),
+        (LlamaRotaryEmbedding, LlamaConfig, LLAMA3_1),
+        (LlamaRotaryEmbedding, LlamaConfig, {**LLAMA3_1, "factor": 32.0}),
+        (LlamaRotaryEmbedding, LlamaConfig, {**LLAMA3_1, "original_max_position_embeddings": 256}),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 128])
+def test_the_table_is_bit_equal_with_transformers(
+    rotary: Any, config_class: Any, parameters: dict[str, Any], head_dim: int
+) -> None:
+    config = config_class(head_dim=head_dim, rope_parameters=dict(parameters), max_position_embeddings=32768)
+    module = rotary(config)
+    reader = ConfigReader(json.loads(config.to_json_string()), "config.json")
+    rope = RopeConfig.from_reader(reader, 32768)
+    cos, sin = module(torch.zeros(1), torch.arange(3000)[None])
+    expected = torch.cat((cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]), dim=-1)
+    table = rope_cos_sin(rope, head_dim, 3000)
+    assert table.dtype == torch.float32
+    assert table.shape == (3000, head_dim)
+    assert table.is_contiguous()
+    assert torch.equal(inverse_frequencies(rope, head_dim), module.inv_freq)
+    assert torch.equal(table, expected)

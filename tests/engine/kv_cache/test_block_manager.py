@@ -13,6 +13,69 @@ from engine.kv_cache.block_manager import BlockManager
 BLOCK = 4
 
 
+class BlockManagerMachine(RuleBasedStateMachine):
+    """Any order of calls leaves every block accounted for and finds only true prefixes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = _manager(12)
+        self.live: dict[str, list[int]] = {}
+        self.computed: set[tuple[int, ...]] = set()
+        self.count = 0
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20))
+    def open(self, tokens: list[int]) -> None:
+        self.count += 1
+        name = str(self.count)
+        try:
+            cached = self.manager.open(name, self.manager.new_chain(tokens, ""), tokens)
+        except KVPoolExhausted:
+            return
+        assert cached % BLOCK == 0
+        assert cached < len(tokens)
+        assert cached == 0 or tuple(tokens[:cached]) in self.computed
+        self.live[name] = tokens
+
+    @rule(data=st.data(), computed=st.integers(0, 20))
+    def commit(self, data: st.DataObject, computed: int) -> None:
+        if self.live:
+            name = data.draw(st.sampled_from(sorted(self.live)))
+            tokens = self.live[name]
+            computed = min(computed, len(tokens))
+            self.manager.commit(name, tokens, computed)
+            self.computed |= {tuple(tokens[:end]) for end in range(BLOCK, computed + 1, BLOCK)}
+
+    @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=6))
+    def grow(self, data: st.DataObject, more: list[int]) -> None:
+        if self.live:
+            name = data.draw(st.sampled_from(sorted(self.live)))
+            try:
+                self.manager.grow(name, len(self.live[name]) + len(more))
+            except KVPoolExhausted:
+                return
+            self.live[name] = [*self.live[name], *more]
+
+    @rule(data=st.data(), trusted=st.booleans())
+    def end(self, data: st.DataObject, trusted: bool) -> None:
+        if self.live:
+            name = data.draw(st.sampled_from(sorted(self.live)))
+            del self.live[name]
+            if trusted:
+                self.manager.free(name)
+            else:
+                self.manager.discard(name)
+
+    @invariant()
+    def every_block_is_accounted_for(self) -> None:
+        self.manager.check_integrity()
+        for name, tokens in self.live.items():
+            assert len(self.manager.block_table(name)) == self.manager.blocks_for(len(tokens))
+
+
+TestBlockManagerMachine = BlockManagerMachine.TestCase
+TestBlockManagerMachine.settings = hypothesis_settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
 def _manager(num_blocks: int = 9, *, prefix_caching: bool = True) -> BlockManager:
     return BlockManager(num_blocks, BLOCK, prefix_caching=prefix_caching)
 
@@ -235,64 +298,22 @@ def test_the_integrity_check_sees_a_reference_nobody_holds() -> None:
         manager.check_integrity()
 
 
-class BlockManagerMachine(RuleBasedStateMachine):
-    """Any order of calls leaves every block accounted for and finds only true prefixes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.manager = _manager(12)
-        self.live: dict[str, list[int]] = {}
-        self.computed: set[tuple[int, ...]] = set()
-        self.count = 0
-
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20))
-    def open(self, tokens: list[int]) -> None:
-        self.count += 1
-        name = str(self.count)
-        try:
-            cached = self.manager.open(name, self.manager.new_chain(tokens, ""), tokens)
-        except KVPoolExhausted:
-            return
-        assert cached % BLOCK == 0
-        assert cached < len(tokens)
-        assert cached == 0 or tuple(tokens[:cached]) in self.computed
-        self.live[name] = tokens
-
-    @rule(data=st.data(), computed=st.integers(0, 20))
-    def commit(self, data: st.DataObject, computed: int) -> None:
-        if self.live:
-            name = data.draw(st.sampled_from(sorted(self.live)))
-            tokens = self.live[name]
-            computed = min(computed, len(tokens))
-            self.manager.commit(name, tokens, computed)
-            self.computed |= {tuple(tokens[:end]) for end in range(BLOCK, computed + 1, BLOCK)}
-
-    @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=6))
-    def grow(self, data: st.DataObject, more: list[int]) -> None:
-        if self.live:
-            name = data.draw(st.sampled_from(sorted(self.live)))
-            try:
-                self.manager.grow(name, len(self.live[name]) + len(more))
-            except KVPoolExhausted:
-                return
-            self.live[name] = [*self.live[name], *more]
-
-    @rule(data=st.data(), trusted=st.booleans())
-    def end(self, data: st.DataObject, trusted: bool) -> None:
-        if self.live:
-            name = data.draw(st.sampled_from(sorted(self.live)))
-            del self.live[name]
-            if trusted:
-                self.manager.free(name)
-            else:
-                self.manager.discard(name)
-
-    @invariant()
-    def every_block_is_accounted_for(self) -> None:
-        self.manager.check_integrity()
-        for name, tokens in self.live.items():
-            assert len(self.manager.block_table(name)) == self.manager.blocks_for(len(tokens))
-
-
-TestBlockManagerMachine = BlockManagerMachine.TestCase
-TestBlockManagerMachine.settings = hypothesis_settings(max_examples=60, stateful_step_count=30, deadline=None)
+def test_a_sequence_that_must_compute_more_shares_less_waits_for_less_and_is_found_by_others() -> None:
+    manager = BlockManager(20, 4, prefix_caching=True)
+    tokens = list(range(13))
+    chain = manager.new_chain(tokens, "")
+    manager.open("a", manager.new_chain(tokens[:10], ""), tokens[:10])
+    manager.commit("a", tokens, 10)
+    assert [manager.open(f"limit {limit}", chain, tokens, limit) for limit in (0, 7, 13)] == [0, 4, 8]
+    for limit in (0, 7, 13):
+        manager.free(f"limit {limit}")
+    assert [manager.blocks_needed(chain, tokens, limit) for limit in (0, 7, 13, None)] == [4, 3, 2, 2]
+    manager.open("computing", chain, tokens)
+    assert [manager.pending_block(chain, tokens, limit) for limit in (0, 11, 12, None)] == [None, None, 2, 2]
+    manager.open("again", chain, tokens, 0)
+    manager.commit("again", tokens, 13)
+    assert manager.pending_block(chain, tokens) is None
+    for sequence_id in ("computing", "again", "a"):
+        manager.free(sequence_id)
+    manager.check_integrity()
+    assert manager.open("b", chain, tokens) == 12

@@ -16,6 +16,67 @@ from engine.kv_cache.block_pool import BlockPool, CachedBlock
 BLOCK = 4
 
 
+class WantedBlocksMachine(RuleBasedStateMachine):
+    """In any order of waiting, running and ending, children go before parents and the account adds up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = BlockManager(14, BLOCK, prefix_caching=True)
+        self.waiting: list[list[int]] = []
+        self.running: dict[str, list[int]] = {}
+        self.count = 0
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24))
+    def wait(self, tokens: list[int]) -> None:
+        self.waiting.append(tokens)
+        self.manager.want(self.manager.new_chain(tokens, ""))
+
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        if self.waiting:
+            tokens = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
+            self.manager.unwant(self.manager.new_chain(tokens, ""))
+
+    @rule(data=st.data())
+    def admit(self, data: st.DataObject) -> None:
+        if not self.waiting:
+            return
+        position = data.draw(st.integers(0, len(self.waiting) - 1))
+        tokens, chain = self.waiting[position], self.manager.new_chain(self.waiting[position], "")
+        self.count += 1
+        name = str(self.count)
+        try:
+            self.manager.open(name, chain, tokens)
+        except KVPoolExhausted:
+            return
+        del self.waiting[position]
+        self.manager.unwant(chain)
+        self.running[name] = tokens
+        self.manager.commit(name, tokens, data.draw(st.integers(0, len(tokens))))
+
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        if self.running:
+            name = data.draw(st.sampled_from(sorted(self.running)))
+            del self.running[name]
+            self.manager.free(name)
+
+    @invariant()
+    def the_account_adds_up(self) -> None:
+        self.manager.check_integrity(self.manager.new_chain(tokens, "") for tokens in self.waiting)
+
+    @invariant()
+    def children_go_before_their_parents(self) -> None:
+        pool = self.manager._pool
+        order = [pool._registered[block_id] for block_id in (*pool._unwanted, *pool._wanted)]
+        place = {block.digest: position for position, block in enumerate(order)}
+        assert all(place[block.digest] < place.get(block.parent, len(order)) for block in order)
+
+
+TestWantedBlocksMachine = WantedBlocksMachine.TestCase
+TestWantedBlocksMachine.settings = hypothesis_settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
 def _pool_with(*names: str) -> BlockPool:
     """A pool full of registered free blocks, the first name the oldest."""
     pool = BlockPool(len(names) + 1)
@@ -93,67 +154,6 @@ def test_the_integrity_check_sees_what_is_wanted_and_not_counted() -> None:
     manager.want(manager.new_chain(list(range(9)), ""))
     with pytest.raises(EngineFatal, match="what is wanted is miscounted"):
         manager.check_integrity()
-
-
-class WantedBlocksMachine(RuleBasedStateMachine):
-    """In any order of waiting, running and ending, children go before parents and the account adds up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.manager = BlockManager(14, BLOCK, prefix_caching=True)
-        self.waiting: list[list[int]] = []
-        self.running: dict[str, list[int]] = {}
-        self.count = 0
-
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24))
-    def wait(self, tokens: list[int]) -> None:
-        self.waiting.append(tokens)
-        self.manager.want(self.manager.new_chain(tokens, ""))
-
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
-        if self.waiting:
-            tokens = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
-            self.manager.unwant(self.manager.new_chain(tokens, ""))
-
-    @rule(data=st.data())
-    def admit(self, data: st.DataObject) -> None:
-        if not self.waiting:
-            return
-        position = data.draw(st.integers(0, len(self.waiting) - 1))
-        tokens, chain = self.waiting[position], self.manager.new_chain(self.waiting[position], "")
-        self.count += 1
-        name = str(self.count)
-        try:
-            self.manager.open(name, chain, tokens)
-        except KVPoolExhausted:
-            return
-        del self.waiting[position]
-        self.manager.unwant(chain)
-        self.running[name] = tokens
-        self.manager.commit(name, tokens, data.draw(st.integers(0, len(tokens))))
-
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
-        if self.running:
-            name = data.draw(st.sampled_from(sorted(self.running)))
-            del self.running[name]
-            self.manager.free(name)
-
-    @invariant()
-    def the_account_adds_up(self) -> None:
-        self.manager.check_integrity(self.manager.new_chain(tokens, "") for tokens in self.waiting)
-
-    @invariant()
-    def children_go_before_their_parents(self) -> None:
-        pool = self.manager._pool
-        order = [pool._registered[block_id] for block_id in (*pool._unwanted, *pool._wanted)]
-        place = {block.digest: position for position, block in enumerate(order)}
-        assert all(place[block.digest] < place.get(block.parent, len(order)) for block in order)
-
-
-TestWantedBlocksMachine = WantedBlocksMachine.TestCase
-TestWantedBlocksMachine.settings = hypothesis_settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 def test_long_random_lives_keep_the_order_and_the_account() -> None:

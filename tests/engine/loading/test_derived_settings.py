@@ -1,16 +1,27 @@
-"""What follows from the device and from other settings."""
+"""What follows from the device and from other settings: threads, dtype, precision, quantization."""
 
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 import pytest
+import structlog
+import torch
 
+from engine.errors import CapabilityError
 from engine.loading import derived_settings
-from engine.loading.derived_settings import derive_settings
+from engine.loading.derived_settings import computes_bfloat16, derive_settings, usable_cores
+from engine.models.decoder import weights_bytes
+from engine.models.placement import require_float32_sums
+from kernels import cpu, deterministic, int8
 from settings import Source, load_settings
+from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
+from tests.support.needs_vnni import needs_vnni
 from tests.support.simulated_memory import simulated_device
+
+PROMPT = list(range(40, 90))
 
 
 @pytest.mark.parametrize(
@@ -36,3 +47,119 @@ def test_steps_run_ahead_on_a_gpu_that_decodes_in_batches(
         effective = derive_settings(load_settings(values, environ={}, dotenv_path=Path(os.devnull)))
     assert effective.settings.engine.async_scheduling is is_ahead
     assert effective.source_of("engine.async_scheduling") is source
+
+
+@pytest.mark.parametrize(("text", "cores"), [("50000 100000", 1), ("100000 100000", 1), ("max 100000", None)])
+def test_a_quota_bounds_the_threads(tmp_path: Path, text: str, cores: int | None) -> None:
+    (tmp_path / "cpu.max").write_text(text + "\n")
+    assert usable_cores(tmp_path / "cpu.max") == (cores or len(os.sched_getaffinity(0)))
+
+
+def test_without_a_container_every_allowed_core_counts(tmp_path: Path) -> None:
+    assert usable_cores(tmp_path / "cpu.max") == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("machine", "bf16_instructions", "tiles", "expected"),
+    [
+        ("x86_64", False, False, False),  # AVX-512 alone: oneDNN says yes and emulates
+        ("x86_64", True, False, True),
+        ("AMD64", False, True, True),
+        ("aarch64", False, False, True),  # there oneDNN's answer is about the instructions
+    ],
+)
+def test_on_x86_it_takes_instructions_for_it(
+    monkeypatch: pytest.MonkeyPatch, machine: str, bf16_instructions: bool, tiles: bool, expected: bool
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16_instructions)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    assert computes_bfloat16() is expected
+
+
+def test_what_onednn_cannot_do_at_all_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert not computes_bfloat16()
+
+
+def test_determinism_is_off_unless_asked_for(moe_checkpoint: Path) -> None:
+    engine = load_engine(moe_checkpoint)
+    assert not engine.settings.engine.deterministic
+    assert engine._executor.model.ops is cpu
+
+
+def test_the_model_and_the_sampler_get_the_deterministic_operations(moe_checkpoint: Path) -> None:
+    engine = load_engine(moe_checkpoint, {"engine.deterministic": "true"})
+    assert engine._executor.model.ops is deterministic
+    assert engine._sampler._ops is deterministic
+
+
+def test_it_is_refused_on_a_gpu(moe_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(CapabilityError, match=r"engine\.deterministic=true: not available on cuda.*accepted: false"):
+        load_engine(moe_checkpoint, {"engine.deterministic": "true", "engine.device": "cuda"})
+
+
+def test_no_matrix_product_may_sum_in_less_than_float32() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = (matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction)
+    try:
+        require_float32_sums()
+        assert not matmul.allow_bf16_reduced_precision_reduction
+        assert not matmul.allow_fp16_reduced_precision_reduction
+        assert not matmul.allow_tf32
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
+
+
+def test_quantization_is_off_unless_asked_for(moe_checkpoint: Path) -> None:
+    with structlog.testing.capture_logs() as logs:
+        engine = load_engine(moe_checkpoint)
+    assert engine._executor.model.ops is cpu
+    assert not [entry for entry in logs if entry["event"] == "quantization_error"]
+
+
+@needs_vnni
+def test_its_error_is_measured_and_logged_at_load(moe_checkpoint: Path) -> None:
+    with structlog.testing.capture_logs() as logs:
+        engine = load_engine(moe_checkpoint, {"engine.quantization": "int8"})
+    assert engine._executor.model.ops is int8
+    (entry,) = [entry for entry in logs if entry["event"] == "quantization_error"]
+    assert 0 < entry["mean_error"] < entry["max_error"] < 1
+    assert entry["mean_error"] < 0.1
+    assert entry["same_greedy_tokens"] > 0.8
+
+
+@needs_vnni
+def test_its_weights_take_about_a_quarter_of_float32(moe_checkpoint: Path) -> None:
+    plain = weights_bytes(load_engine(moe_checkpoint)._executor.model)
+    model = load_engine(moe_checkpoint, {"engine.quantization": "int8"})._executor.model
+    embedding = model.embed_tokens.nbytes
+    assert weights_bytes(model) - embedding < 0.5 * (plain - embedding)  # scales weigh much in so small a model
+
+
+@needs_vnni
+def test_a_request_gets_the_same_tokens_alone_and_beside_others(moe_checkpoint: Path) -> None:
+    requests = [greedy_request(str(index), PROMPT[index:], 12) for index in range(6)]
+    together = run_all(load_engine(moe_checkpoint, {"engine.quantization": "int8"}), requests)
+    for request in requests:
+        alone = run_all(load_engine(moe_checkpoint, {"engine.quantization": "int8"}), [request])
+        assert tokens_of(alone[request.request_id]) == tokens_of(together[request.request_id])
+
+
+@needs_vnni
+def test_it_is_refused_together_with_deterministic(moe_checkpoint: Path) -> None:
+    with pytest.raises(CapabilityError, match=r"engine\.quantization=int8.*engine\.deterministic=true.*accepted"):
+        load_engine(moe_checkpoint, {"engine.quantization": "int8", "engine.deterministic": "true"})
+
+
+def test_it_is_refused_on_a_cpu_whose_sums_would_saturate(
+    moe_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    with pytest.raises(CapabilityError, match=r"engine\.quantization=int8: .*AVX-512 VNNI.*quantization=none"):
+        load_engine(moe_checkpoint, {"engine.quantization": "int8"})

@@ -1,3 +1,5 @@
+"""Chat templates render as transformers renders them."""
+
 from __future__ import annotations
 
 import json
@@ -57,6 +59,19 @@ SPECIAL = {
     "image_token": "<img>",
 }
 
+TEMPLATES = {"qwen": THINKING, "llama": HEADERS, "old": BRACKETS, "all": EVERYTHING}
+
+NAMED = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+
+NOW = datetime(2023, 11, 14, 22, 13, tzinfo=UTC)
+
+LOOP = "{% for part in messages[0].content %}{{ part.text }}{% endfor %}"
+EITHER = (
+    "{% set c = messages[0].content %}"
+    "{% if c is string %}{{ c }}{% else %}{{ c | map(attribute='text') | join }}{% endif %}"
+)
+BEGIN_ONLY = {"bos_token": "<b>"}
+
 
 def write_model(path: Path, template: object, *, file: str | None = None) -> Path:
     make_tokenizer(path)
@@ -90,9 +105,6 @@ class Both:
         return ours, theirs
 
 
-TEMPLATES = {"qwen": THINKING, "llama": HEADERS, "old": BRACKETS, "all": EVERYTHING}
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Both]:
     return {name: Both(write_model(tmp_path_factory.mktemp(name), text)) for name, text in TEMPLATES.items()}
@@ -119,9 +131,6 @@ def test_the_prompts_compared_are_not_refusals(models: dict[str, Both]) -> None:
         for messages in CONVERSATIONS.values():
             assert models[name].render(messages, tools=[TOOL])[1] != "refused"
     assert models["old"].render(CONVERSATIONS["turns"])[1].startswith("<|endoftext|>")
-
-
-NAMED = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
 
 
 @pytest.mark.parametrize("tools", [None, [], [TOOL]])
@@ -157,9 +166,6 @@ def test_a_template_says_which_variables_it_reads() -> None:
 
 def test_a_model_without_a_template_has_none(tmp_path: Path) -> None:
     assert Tokenizer.from_directory(write_model(tmp_path, None)).chat_template is None
-
-
-NOW = datetime(2023, 11, 14, 22, 13, tzinfo=UTC)
 
 
 def render(source: str, messages: list[dict[str, Any]] = CONVERSATIONS["question"], /, **options: Any) -> str:
@@ -247,3 +253,59 @@ def test_a_template_that_does_not_parse_is_refused_when_the_model_is_loaded(sour
 def test_named_templates_without_a_default_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="named tool_use; accepted: one is 'default'"):
         Tokenizer.from_directory(write_model(tmp_path, NAMED[1:]))
+
+
+def takes_parts(source: str, *, with_tools: bool = False, **others: str) -> bool:
+    return ChatTemplate({"default": source, **others}, BEGIN_ONLY).takes_parts(with_tools=with_tools)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        LOOP,
+        EITHER,
+        "{{ bos_token + 'x' }}" + LOOP,
+        LOOP.replace("part.text", "part['text'] + '\\n'"),
+        "{{ strftime_now('%Y') }}" + LOOP,
+    ],
+    ids=["loop", "either", "behind a special token", "lines", "behind a date"],
+)
+def test_a_template_that_writes_the_texts_takes_parts(source: str) -> None:
+    assert takes_parts(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content }}",
+        "{{ messages | tojson }}",
+        "{{ messages[0].content | trim }}",
+        "{{ messages[0].content + '!' }}",
+        "{{ messages[0].content if messages[0].content is string else '' }}",
+        "{{ messages[0].content[0].text }}",
+        "{{ raise_exception('never') }}",
+        "",
+    ],
+)
+def test_a_template_that_writes_the_list_or_nothing_wants_a_string(source: str) -> None:
+    assert not takes_parts(source)
+
+
+def test_each_of_a_models_templates_is_tried() -> None:
+    assert takes_parts("{{ messages[0].content }}", with_tools=True, tool_use=LOOP)
+    assert not takes_parts("{{ messages[0].content }}", with_tools=False, tool_use=LOOP)
+
+
+def test_a_template_knows_the_roles_it_compares_with() -> None:
+    template = ChatTemplate(
+        {"default": "{% if messages[0].role in ['system', \"developer\"] %}{% endif %}assistant"}, {}
+    )
+
+    assert template.knows_role("developer", with_tools=False)
+    assert not template.knows_role("tool", with_tools=False)
+
+
+def test_a_template_writes_what_stands_in_its_text_or_strings_but_not_in_comments() -> None:
+    template = ChatTemplate({"default": "{# never #}<one>{{ '<two>' }}", "tool_use": '{{ "\\"three\\"" }}'}, {})
+
+    assert [template.writes(text) for text in ("<one>", "<two>", '"three"', "never")] == [True, True, True, False]

@@ -1,3 +1,5 @@
+"""Texts to tokens and back, as transformers does it."""
+
 from __future__ import annotations
 
 import json
@@ -29,6 +31,16 @@ TEXTS = [
     "<tool> x </tool><extra>",
 ]
 BYTE_LEVEL = Tokenizer(build_tokenizer(), None)
+
+DECLARED: dict[str, Any] = {
+    "added_tokens_decoder": {
+        "293": {"content": "<|endoftext|>", "special": True, "normalized": False},
+        "296": {"content": "<tool>", "special": False, "normalized": False, "lstrip": True, "rstrip": True},
+        "297": {"content": "</tool>", "special": False, "normalized": True},
+    },
+    "eos_token": "</tool>",
+    "bos_token": "<extra>",
+}
 
 
 def write(path: Path, tokenizer: LibraryTokenizer, config: dict[str, Any] | None) -> Path:
@@ -70,17 +82,6 @@ def with_truncation_and_padding() -> LibraryTokenizer:
     tokenizer.enable_truncation(max_length=3)
     tokenizer.enable_padding(length=8, pad_token="<|endoftext|>")
     return tokenizer
-
-
-DECLARED: dict[str, Any] = {
-    "added_tokens_decoder": {
-        "293": {"content": "<|endoftext|>", "special": True, "normalized": False},
-        "296": {"content": "<tool>", "special": False, "normalized": False, "lstrip": True, "rstrip": True},
-        "297": {"content": "</tool>", "special": False, "normalized": True},
-    },
-    "eos_token": "</tool>",
-    "bos_token": "<extra>",
-}
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+"""The kernels of the experts as compiled for sm_80 and sm_90."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""The kernels over the vocabulary as compiled for sm_80 and sm_90."""
+
 from __future__ import annotations
 
 import re

@@ -1,3 +1,5 @@
+"""The table of compiled kernels, and that kernels/DESIGN.md holds the one printed."""
+
 from __future__ import annotations
 
 import ast

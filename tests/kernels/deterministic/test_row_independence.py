@@ -1,4 +1,4 @@
-"""What `kernels.deterministic` takes from `kernels.cpu`, and what it cuts itself, is one row's alone."""
+"""Each row's results depend on that row alone, in what `kernels.deterministic` takes from `kernels.cpu` too."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Triton attention in prefill and decode agrees with the reference."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -1,3 +1,5 @@
+"""Triton draws of tokens and their noise are those of the specification, to the bit."""
+
 from __future__ import annotations
 
 import os
@@ -16,7 +18,6 @@ from tests.support.assert_close import assert_close
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SEEDS = [0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63), 123456789012345, -987654321]
 POSITIONS = [0, 1, 4095, 2**31, 2**35]
-
 
 # (seed, position, token) whose 31 bits are 0, 1, 2**31 - 200, and 2**31 - 64 and 2**31 - 1, where v is clamped. Found
 # by inverting the hash: no sample of triples would hit them.

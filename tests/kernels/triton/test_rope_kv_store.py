@@ -1,3 +1,5 @@
+"""The Triton kernel that rotates queries and keys and stores keys and values agrees with the reference."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -1,3 +1,5 @@
+"""Triton masks and penalties of logits are those of the reference."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,6 +1,9 @@
+"""`millrace config` prints the settings in force, and they are those an engine holds."""
+
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,17 +11,18 @@ from click.testing import CliRunner, Result
 
 from settings import load_settings
 from tests.support.engines import load_decoder_engine
+from tests.support.millrace import millrace
 from worker.cli import admin
 
 
-def config(*arguments: str) -> Result:
+def run_config(*arguments: str) -> Result:
     return CliRunner().invoke(admin.config, list(arguments))
 
 
 def test_every_setting_has_value_and_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLRACE_ENGINE__MAX_NUM_SEQS", "3")
 
-    rows = json.loads(config("--json", "--set", "worker.concurrency=5").stdout)
+    rows = json.loads(run_config("--json", "--set", "worker.concurrency=5").stdout)
 
     assert rows["engine.max_num_seqs"] == {"value": 3, "source": "environment"}
     assert rows["worker.concurrency"] == {"value": 5, "source": "command line"}
@@ -35,7 +39,7 @@ def test_with_a_model_it_equals_what_the_engine_holds(checkpoint: Path) -> None:
     }
     arguments = [f"--set={key}={value}" for key, value in overrides.items()]
 
-    shown = json.loads(config("--json", *arguments).stdout)
+    shown = json.loads(run_config("--json", *arguments).stdout)
 
     held = load_decoder_engine(load_settings(overrides)).effective.as_json()
     # How much memory is free changes between two calls, and the pool's size with it.
@@ -46,7 +50,7 @@ def test_with_a_model_it_equals_what_the_engine_holds(checkpoint: Path) -> None:
 
 
 def test_the_table_names_value_source_and_what_is_accepted() -> None:
-    output = config("--set", "log.level=error").stdout
+    output = run_config("--set", "log.level=error").stdout
 
     assert "log.level = error    [command line]" in output
     assert "Accepted: debug, info, warning" in output
@@ -54,7 +58,7 @@ def test_the_table_names_value_source_and_what_is_accepted() -> None:
 
 def test_a_password_is_never_shown() -> None:
     for flags in ([], ["--json"]):
-        assert "hunter2" not in config("--set", "redis.url=redis://:hunter2@h/0", *flags).output
+        assert "hunter2" not in run_config("--set", "redis.url=redis://:hunter2@h/0", *flags).output
 
 
 @pytest.mark.parametrize(
@@ -66,7 +70,7 @@ def test_a_wrong_variable_is_one_line_and_exit_2(
 ) -> None:
     monkeypatch.setenv(variable, value)
 
-    result = config()
+    result = run_config()
 
     assert result.exit_code == 2
     [line] = result.stderr.splitlines()
@@ -74,7 +78,41 @@ def test_a_wrong_variable_is_one_line_and_exit_2(
 
 
 def test_a_model_that_cannot_be_read_is_exit_1(tmp_path: Path) -> None:
-    result = config("--model", str(tmp_path))
+    result = run_config("--model", str(tmp_path))
 
     assert result.exit_code == 1
     assert "config.json" in result.stderr
+
+
+def test_config_prints_what_the_engine_holds(tiny_model: Path) -> None:
+    chosen = {"engine.device": "cpu", "engine.max_num_seqs": "3", "engine.prefix_cache.enabled": "off"}
+    options = [f"--set={key}={value}" for key, value in chosen.items()]
+    shown = millrace("config", "--json", "--model", tiny_model, *options)
+    overrides = {"model.path": str(tiny_model), **chosen}
+    engine = load_decoder_engine(load_settings(overrides, environ={}, dotenv_path=Path(os.devnull)))
+    held = engine.effective.as_json()
+    assert json.loads(shown.stdout) == held
+    assert held["engine.kv_cache.num_blocks"]["value"] == engine.stats().num_blocks
+    assert held["engine.max_num_seqs"] == {"value": 3, "source": "command line"}
+    assert held["engine.prefix_cache.enabled"]["value"] is engine.runner.capabilities().prefix_cache is False
+    assert held["engine.device"]["value"] == engine.runner.capabilities().device
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("MILLRACE_ENGINE__MAX_NUM_SEQ", "3", "did you mean MILLRACE_ENGINE__MAX_NUM_SEQS?"),
+        ("MILLRACE_ENGINE__MAX_NUM_SEQS", "lots", "a whole number, 1 to"),
+    ],
+)
+@pytest.mark.parametrize("command", [["config"], ["jobs"], ["run", "-i", "-", "-o", "-"]])
+def test_a_wrong_setting_stops_the_program_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, command: list[str], name: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    done = millrace(*command)
+    assert done.returncode == 2
+    assert done.stdout == b""
+    (line,) = done.stderr.decode().splitlines()
+    assert f"{name}={value}" in line
+    assert said in line

@@ -1,18 +1,34 @@
+"""The command line as a whole: its commands, its options, its errors."""
+
 from __future__ import annotations
 
 import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import click
 import pytest
 from click.testing import CliRunner
 
 from tests.support.free_port import free_port
+from tests.support.job_status import job_status
 from tests.support.millrace import COMMAND, ROOT, millrace
+from worker.cli import jobs as errors
 from worker.cli.main import LazyCommand, LazyGroup, cli
 from worker.runtime.runtime import package_version
+from worker.schemas import JobState, JobStatus
+
+# What a producer's installation does not have.
+BARE = """
+import sys
+for name in ("torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2"):
+    sys.modules[name] = None
+from worker.cli.main import main
+main()
+"""
 
 
 def test_a_producers_command_loads_no_torch() -> None:
@@ -134,16 +150,6 @@ def thing() -> None:
     importlib.import_module("no_such_package")
 
 
-# What a producer's installation does not have.
-BARE = """
-import sys
-for name in ("torch", "triton", "numpy", "safetensors", "tokenizers", "jinja2"):
-    sys.modules[name] = None
-from worker.cli.main import main
-main()
-"""
-
-
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), ([], 2)])
 def test_the_list_of_commands_needs_no_engine(arguments: list[str], code: int) -> None:
     done = subprocess.run([sys.executable, "-c", BARE, *arguments], capture_output=True, check=False, cwd=ROOT)
@@ -190,3 +196,28 @@ def test_a_producers_command_takes_the_settings_it_reads() -> None:
 
     assert result.exit_code == 1  # and not 2: only that Redis is missing
     assert "Redis at " in result.stderr
+
+
+class FailedJob:
+    """A client of one job, which failed before any of its requests had a record."""
+
+    def status(self, _job_id: str) -> JobStatus:
+        return job_status(JobState.FAILED, error="line 2: not JSON")
+
+    def errors(self, _job_id: str) -> Iterator[dict[str, object]]:
+        return iter(())
+
+
+@contextmanager
+def _client(_effective: object) -> Iterator[FailedJob]:
+    yield FailedJob()
+
+
+def test_of_a_job_that_failed_without_records_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "job_client", _client)
+
+    done = CliRunner().invoke(errors.errors, ["s0-1"])
+
+    assert done.exit_code == 0
+    assert done.stdout == ""
+    assert done.stderr == "the job itself failed: line 2: not JSON\n"

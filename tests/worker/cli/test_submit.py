@@ -1,4 +1,4 @@
-"""`millrace submit`: one file, several, patterns, standard input, gzip or not; against a Redis where no worker runs."""
+"""`millrace submit`: one file, several, patterns, standard input, gzip or not, where no worker runs."""
 
 from __future__ import annotations
 

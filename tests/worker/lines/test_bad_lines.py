@@ -29,16 +29,6 @@ NOT_JSON = {
     "a control character in a string": b'{"prompt": "a\x00"}',
 }
 
-
-@pytest.mark.parametrize("raw", NOT_JSON.values(), ids=NOT_JSON.keys())
-def test_a_line_that_is_no_json_object_is_refused_whole(raw: bytes) -> None:
-    error = error_of(raw, index=6)
-
-    assert error.code == "invalid_json_line"
-    assert error.index == 6
-    assert error.custom_id is None
-
-
 BAD_PARAMETERS: list[tuple[bytes, str, str]] = [
     (completion_line(temperature=math.nan), "invalid_value", "temperature"),
     (completion_line(temperature=math.inf), "invalid_value", "temperature"),
@@ -152,15 +142,6 @@ BAD_PARAMETERS: list[tuple[bytes, str, str]] = [
     ),
 ]
 
-
-@pytest.mark.parametrize(("raw", "code", "param"), BAD_PARAMETERS, ids=lambda value: str(value)[:70])
-def test_a_bad_parameter_is_named(raw: bytes, code: str, param: str) -> None:
-    error = error_of(raw, index=6)
-
-    assert (error.code, error.param, error.custom_id) == (code, param, "line-7")
-    assert param in error.message or param.rsplit(".", maxsplit=1)[-1] in error.message
-
-
 TOOL = {"type": "function", "function": {"name": "f"}}
 UNSUPPORTED: list[tuple[str, object]] = [
     ("stream", True),
@@ -179,6 +160,50 @@ UNSUPPORTED: list[tuple[str, object]] = [
     ("tool_choice", TOOL),
     ("function_call", "auto"),
 ]
+
+ENVELOPES: list[tuple[bytes, str, str]] = [
+    (batch_line("/v1/moderations", {"prompt": "a"}), "unknown_url", "url"),
+    (batch_line("/v1/embeddings", {"prompt": "a"}), "url_mismatch", "url"),
+    (batch_line("/v1/completions/", {"prompt": "a"}), "unknown_url", "url"),
+    (raw_line({"custom_id": "a", "method": "POST", "url": 3, "body": {"prompt": "a"}}), "unknown_url", "url"),
+    (batch_line(COMPLETIONS, {"messages": MESSAGES}), "url_mismatch", "url"),
+    (batch_line(CHAT, {"prompt": "a"}), "url_mismatch", "url"),
+    (batch_line(COMPLETIONS, {"prompt": "a"}, method="GET"), "invalid_value", "method"),
+    (batch_line(COMPLETIONS, {"prompt": "a"}, extra=1), "unknown_parameter", "extra"),
+    (batch_line(COMPLETIONS, "a"), "invalid_type", "body"),
+    (batch_line(COMPLETIONS, None), "missing_parameter", "body"),
+    (batch_line(COMPLETIONS, {}), "missing_parameter", "prompt"),
+    (batch_line(CHAT, {}), "missing_parameter", "messages"),
+    (raw_line({"custom_id": "a", "url": CHAT, "body": {}}), "missing_parameter", "method"),
+    (raw_line({"custom_id": "a", "method": "POST", "body": {}}), "missing_parameter", "url"),
+    (raw_line({"custom_id": "a", "model": "m"}), "missing_parameter", "prompt"),
+    (batch_line(COMPLETIONS, {"prompt": "a", "temperature": math.nan}), "invalid_value", "temperature"),
+]
+
+CUSTOM_IDS: list[tuple[object, str]] = [
+    (3, "invalid_type"),
+    (None, "missing_parameter"),
+    ("", "invalid_value"),
+    ("x" * 513, "string_too_long"),
+    ("a\ud800", "invalid_value"),
+]
+
+
+@pytest.mark.parametrize("raw", NOT_JSON.values(), ids=NOT_JSON.keys())
+def test_a_line_that_is_no_json_object_is_refused_whole(raw: bytes) -> None:
+    error = error_of(raw, index=6)
+
+    assert error.code == "invalid_json_line"
+    assert error.index == 6
+    assert error.custom_id is None
+
+
+@pytest.mark.parametrize(("raw", "code", "param"), BAD_PARAMETERS, ids=lambda value: str(value)[:70])
+def test_a_bad_parameter_is_named(raw: bytes, code: str, param: str) -> None:
+    error = error_of(raw, index=6)
+
+    assert (error.code, error.param, error.custom_id) == (code, param, "line-7")
+    assert param in error.message or param.rsplit(".", maxsplit=1)[-1] in error.message
 
 
 @pytest.mark.parametrize(("name", "value"), UNSUPPORTED)
@@ -209,40 +234,11 @@ def test_no_tokens_at_all_are_asked_for_only_with_echo() -> None:
     assert error_of(chat_line(max_tokens=0)).param == "max_tokens"
 
 
-ENVELOPES: list[tuple[bytes, str, str]] = [
-    (batch_line("/v1/moderations", {"prompt": "a"}), "unknown_url", "url"),
-    (batch_line("/v1/embeddings", {"prompt": "a"}), "url_mismatch", "url"),
-    (batch_line("/v1/completions/", {"prompt": "a"}), "unknown_url", "url"),
-    (raw_line({"custom_id": "a", "method": "POST", "url": 3, "body": {"prompt": "a"}}), "unknown_url", "url"),
-    (batch_line(COMPLETIONS, {"messages": MESSAGES}), "url_mismatch", "url"),
-    (batch_line(CHAT, {"prompt": "a"}), "url_mismatch", "url"),
-    (batch_line(COMPLETIONS, {"prompt": "a"}, method="GET"), "invalid_value", "method"),
-    (batch_line(COMPLETIONS, {"prompt": "a"}, extra=1), "unknown_parameter", "extra"),
-    (batch_line(COMPLETIONS, "a"), "invalid_type", "body"),
-    (batch_line(COMPLETIONS, None), "missing_parameter", "body"),
-    (batch_line(COMPLETIONS, {}), "missing_parameter", "prompt"),
-    (batch_line(CHAT, {}), "missing_parameter", "messages"),
-    (raw_line({"custom_id": "a", "url": CHAT, "body": {}}), "missing_parameter", "method"),
-    (raw_line({"custom_id": "a", "method": "POST", "body": {}}), "missing_parameter", "url"),
-    (raw_line({"custom_id": "a", "model": "m"}), "missing_parameter", "prompt"),
-    (batch_line(COMPLETIONS, {"prompt": "a", "temperature": math.nan}), "invalid_value", "temperature"),
-]
-
-
 @pytest.mark.parametrize(("raw", "code", "param"), ENVELOPES, ids=lambda value: str(value)[:70])
 def test_a_bad_envelope_is_named_and_keeps_its_custom_id(raw: bytes, code: str, param: str) -> None:
     error = error_of(raw)
 
     assert (error.code, error.param, error.custom_id) == (code, param, "a")
-
-
-CUSTOM_IDS: list[tuple[object, str]] = [
-    (3, "invalid_type"),
-    (None, "missing_parameter"),
-    ("", "invalid_value"),
-    ("x" * 513, "string_too_long"),
-    ("a\ud800", "invalid_value"),
-]
 
 
 @pytest.mark.parametrize(("custom_id", "code"), CUSTOM_IDS)

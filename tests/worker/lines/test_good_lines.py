@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from tests.support.request_lines import CHAT, batch_line, body_of, chat_line, completion_line, parse, raw_line
+from tests.support.request_lines import CHAT, batch_line, body_of, chat_line, completion_line, error_of, parse, raw_line
 from worker.lines.bodies import CompletionBody
-from worker.lines.chat import ChatBody
+from worker.lines.chat import ChatBody, ChatMessage
+from worker.lines.errors import LineError
+from worker.lines.fields import ServiceFields
 from worker.lines.files import CustomIds
 from worker.lines.request_line import Endpoint
+
+GIVEN: dict[str, object] = {
+    "user": "u",
+    "safety_identifier": "s",
+    "metadata": {"a": "b"},
+    "store": True,
+    "service_tier": "flex",
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "prediction": {"type": "content", "content": "text"},
+}
 
 
 def test_an_openai_batch_line_keeps_its_custom_id() -> None:
@@ -173,3 +188,76 @@ def test_a_body_may_not_be_changed() -> None:
 
     with pytest.raises(ValueError, match="frozen"):
         body.n = 3
+
+
+def test_a_custom_id_may_stand_once() -> None:
+    seen = CustomIds()
+    seen.add(parse(completion_line(custom_id="a"), 0))
+    seen.add(parse(completion_line(custom_id="b"), 1))
+
+    with pytest.raises(LineError, match="was used by an earlier line") as raised:
+        seen.add(parse(completion_line(custom_id="a"), 2))
+
+    assert (raised.value.code, raised.value.param) == ("duplicate_custom_id", "custom_id")
+    assert (raised.value.index, raised.value.custom_id) == (2, "a")
+
+
+def test_a_line_number_collides_with_an_explicit_custom_id() -> None:
+    seen = CustomIds()
+    seen.add(parse(completion_line(custom_id="line-3"), 0))
+
+    with pytest.raises(LineError):
+        seen.add(parse(completion_line(), 2))
+
+
+def _message(**message: object) -> ChatMessage:
+    body = parse(chat_line(messages=[message])).body
+    assert isinstance(body, ChatBody)
+    return body.messages[0]
+
+
+@pytest.mark.parametrize("keys", [("role", "content", "name"), ("name", "content", "role")])
+def test_a_message_keeps_the_order_its_line_had(keys: tuple[str, ...]) -> None:
+    values = {"role": "user", "content": "hello", "name": "a"}
+    assert list(_message(**{key: values[key] for key in keys}).as_given()) == list(keys)
+
+
+def test_a_null_that_counts_as_absent_is_still_in_what_was_given() -> None:
+    message = _message(role="user", content="hello", name=None)
+    assert message.name is None
+    assert message.as_given() == {"role": "user", "content": "hello", "name": None}
+
+
+def test_what_was_given_cannot_be_changed_through_a_copy() -> None:
+    message = _message(role="user", content="hello")
+    message.as_given()["content"] = "other"
+    assert message.as_given() == {"role": "user", "content": "hello"}
+
+
+@pytest.mark.parametrize("line", [completion_line, chat_line])
+def test_every_service_field_is_accepted_and_changes_nothing(line: Callable[..., bytes]) -> None:
+    assert set(GIVEN) == set(ServiceFields.model_fields)
+    with_fields, without = parse(line(**GIVEN)), parse(line())
+
+    assert with_fields.prompt_key() == without.prompt_key()
+    plain = dict.fromkeys(GIVEN)
+    assert with_fields.body.model_dump() | plain == without.body.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        ("user", 3, "invalid_type"),
+        ("metadata", {"a": 1}, "invalid_type"),
+        ("store", "yes", "invalid_type"),
+        ("service_tier", "best", "invalid_value"),
+        ("prompt_cache_retention", "for ever", "invalid_value"),
+        ("prediction", "text", "invalid_type"),
+    ],
+)
+def test_a_service_field_has_openais_form(name: str, value: object, code: str) -> None:
+    error = error_of(chat_line(**{name: value}))
+
+    assert error.code == code
+    assert error.param is not None
+    assert error.param.startswith(name)

@@ -1,8 +1,9 @@
-"""The dashboard's file. What it looks like: test_dashboard_in_browser.py."""
+"""The dashboard's file, and the alert rules as Prometheus's own tool runs them."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,10 +12,16 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.promql import DASHBOARD, MONITOR, expressions, metric_names, panels
+from tests.support.promql import DASHBOARD, MONITOR, alert_rules, expressions, metric_names, panels
 from worker.metrics.catalogue import METRICS
 
 GRAFANA_COLUMNS = 24
+
+CASES = Path(__file__).with_name("alerts_cases.yml")
+# Prometheus's own.
+NOT_OURS = {"up"}
+
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool (Debian: prometheus)")
 
 
 @pytest.mark.parametrize("panel", panels(), ids=lambda panel: f"{panel['id']}-{panel['title']}")
@@ -87,3 +94,47 @@ def test_whoever_looks_at_it_comes_from_this_machine_and_can_change_nothing() ->
     assert grafana["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
     assert grafana["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
     assert "FLOWER_UNAUTHENTICATED_API" not in compose["flower"]["environment"]
+
+
+def promtool(*arguments: str | Path) -> str:
+    done = subprocess.run(
+        ["promtool", *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@needs_promtool
+def test_the_rules_parse() -> None:
+    assert f"{len(alert_rules())} rules found" in promtool("check", "rules", MONITOR / "alerts.yml")
+
+
+@needs_promtool
+def test_each_alert_fires_when_it_should_and_only_then() -> None:
+    promtool("test", "rules", CASES)
+
+
+@needs_promtool
+def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
+    for name in ("prometheus.yml", "alerts.yml"):
+        (tmp_path / name).write_text((MONITOR / name).read_text())
+
+    assert "SUCCESS" in promtool("check", "config", tmp_path / "prometheus.yml")
+
+
+def test_every_alert_is_seen_to_fire_and_seen_not_to() -> None:
+    cases = [case for test in yaml.safe_load(CASES.read_text())["tests"] for case in test["alert_rule_test"]]
+    names = {rule["alert"] for rule in alert_rules()}
+
+    assert {case["alertname"] for case in cases if case.get("exp_alerts")} == names
+    assert {case["alertname"] for case in cases if not case.get("exp_alerts")} == names
+
+
+@pytest.mark.parametrize("rule", alert_rules(), ids=lambda rule: str(rule["alert"]))
+def test_an_alert_reads_metrics_that_exist_and_says_what_to_do(rule: dict[str, Any]) -> None:
+    assert metric_names(rule["expr"]) - NOT_OURS <= {metric.name for metric in METRICS}
+    assert rule["labels"]["severity"] in {"critical", "warning", "info"}
+    assert set(rule["annotations"]) == {"summary", "do", "runbook"}
+    page, _, section = rule["annotations"]["runbook"].partition("#")
+    headings = re.findall(r"^#+ (.+)$", (MONITOR.parents[1] / page).read_text(), re.MULTILINE)
+    assert section in {heading.lower().replace(" ", "-") for heading in headings}

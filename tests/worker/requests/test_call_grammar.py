@@ -1,4 +1,4 @@
-"""What answers are held to: tried on the compiled grammar, token by token."""
+"""The grammars that tool calls are held to, tried token by token on the compiled grammar."""
 
 from __future__ import annotations
 
@@ -39,6 +39,15 @@ NOW = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 BARE_ROME = '{"name": "weather", "parameters": {"city": "Rome"}}'
 BARE_PARIS = BARE_ROME.replace("Rome", "Paris")
 THOUGHT = "<think>\nRome { or Oslo\n</think>\n\n"
+
+SHAPES = [
+    ({"response_format": {"type": "json_object"}}, '{"a": 1}', "[1]"),
+    ({"guided_json": {"type": "integer"}}, "12", '"12"'),
+    ({"guided_choice": ["yes/no", 'a "b"']}, 'a "b"', "yes"),
+    ({"guided_choice": [f"entry {i}" for i in range(2500)]}, "entry 24", "entry 2500"),
+    ({"guided_regex": "a/b\\/\n[0-9]+"}, "a/b/\n12", "a/b"),
+    ({"guided_regex": "a\\\nb"}, "a\nb", "a\\nb"),
+]
 
 
 class Model:
@@ -147,16 +156,6 @@ def test_strict_functions_keep_to_their_schema_when_they_are_called(qwen3: Model
 def test_one_call_at_a_time_is_one_strict_call(qwen3: Model) -> None:
     assert qwen3.takes(f"So {ROME} then", tools=[STRICT], parallel_tool_calls=False)
     assert not qwen3.takes(ROME + ROME, tools=[STRICT], parallel_tool_calls=False)
-
-
-SHAPES = [
-    ({"response_format": {"type": "json_object"}}, '{"a": 1}', "[1]"),
-    ({"guided_json": {"type": "integer"}}, "12", '"12"'),
-    ({"guided_choice": ["yes/no", 'a "b"']}, 'a "b"', "yes"),
-    ({"guided_choice": [f"entry {i}" for i in range(2500)]}, "entry 24", "entry 2500"),
-    ({"guided_regex": "a/b\\/\n[0-9]+"}, "a/b/\n12", "a/b"),
-    ({"guided_regex": "a\\\nb"}, "a\nb", "a\\nb"),
-]
 
 
 @pytest.mark.parametrize(("shape", "good", "bad"), SHAPES)

@@ -1,13 +1,27 @@
+"""Prompts of chats; for random conversations the tokens are those of transformers' apply_chat_template."""
+
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerFast
 
 from engine.errors import InvalidRequest
+from engine.request import Request
 from engine.text.chat_template import ChatTemplate
-from tests.support.chat_models import template_source
-from tests.support.request_lines import chat_line, parse
+from engine.text.tokenizer import Tokenizer
+from tests.support.build_request import build_request
+from tests.support.chat_models import LLAMA3_TOKENS, QWEN3_TOKENS, chat_model, template_source
+from tests.support.request_lines import chat_line, parse, raw_line
+from tests.support.served_models import served_model
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE
 from worker.lines.chat import ChatBody
 from worker.records.answers import AnswerFormats
@@ -15,6 +29,25 @@ from worker.requests.chat_prompts import ChatPrompts
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": None}}]
 SPECIAL = {"bos_token": "<b>", "eos_token": "</e>"}
+
+Message = dict[str, Any]
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(
+    ["hi", " <b>\n", "é'\"", "<think>\na\n</think>\n\nb", "</think>", "<tool_response>x</tool_response>", "<|im_end|>"]
+)
+NAMES = st.from_regex(r"[A-Za-z0-9_-]{1,8}", fullmatch=True)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | st.floats(-9, 9) | TEXTS,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(NAMES, inner, max_size=2),
+    max_leaves=4,
+)
+OBJECTS = st.dictionaries(NAMES, VALUES, max_size=3)
+PARTS = st.lists(st.builds(lambda text: {"type": "text", "text": text}, TEXTS), min_size=1, max_size=3)
+CONTENT = TEXTS | PARTS
+
+CONVERSATIONS = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 def prompts(source: str, formats: AnswerFormats | None = None) -> ChatPrompts:
@@ -148,3 +181,138 @@ def test_a_template_that_refuses_the_trial_begins_no_reasoning() -> None:
 
 def test_a_model_without_a_template_reads_no_reasoning() -> None:
     assert not ChatPrompts(None, AnswerFormats()).opens_reasoning(body())
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> list[Message]:
+    functions = draw(st.lists(st.tuples(NAMES, OBJECTS), min_size=1, max_size=2))
+    return [
+        {"id": f"c{number}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        for number, (name, arguments) in enumerate(functions)
+    ]
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> Message:
+    role = draw(st.sampled_from(["user", "assistant", "assistant", "tool", "system"]))
+    message: Message = {"role": role, "content": draw(CONTENT)}
+    if role == "tool":
+        message["tool_call_id"] = "c0"
+    if role == "assistant":
+        if draw(st.booleans()):
+            message["tool_calls"] = draw(calls())
+            message["content"] = draw(CONTENT | st.none())
+        if draw(st.booleans()):
+            message["reasoning_content"] = draw(TEXTS)
+    return message
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> dict[str, Any]:
+    first = draw(st.sampled_from([[], [{"role": "system", "content": draw(CONTENT)}]]))
+    question = {"role": "user", "content": draw(CONTENT)}
+    body: dict[str, Any] = {"messages": [*first, question, *draw(st.lists(messages(), max_size=5))]}
+    functions = draw(st.lists(st.tuples(NAMES, TEXTS, OBJECTS), max_size=2, unique_by=lambda function: function[0]))
+    if functions:
+        body["tools"] = [
+            {"type": "function", "function": {"name": name, "description": text, "parameters": schema}}
+            for name, text, schema in functions
+        ]
+    return body
+
+
+def by_transformers(theirs: PreTrainedTokenizerFast, body: Mapping[str, Any]) -> str:
+    """The prompt; "refused" where the template refuses.
+
+    As their users write it: the arguments of calls are objects, and content is a string where the template wants one.
+    """
+    conversation = json.loads(json.dumps(body["messages"]))
+    for message in conversation:
+        if isinstance(message["content"], list) and "part.text" not in theirs.chat_template:
+            message["content"] = "\n".join(part["text"] for part in message["content"])
+        for call in message.get("tool_calls", []):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    options = body.get("chat_template_kwargs", {})
+    try:
+        return str(
+            theirs.apply_chat_template(
+                conversation, tools=body.get("tools"), add_generation_prompt=True, tokenize=False, **options
+            )
+        )
+    except (TemplateError, TypeError):
+        return "refused"
+
+
+class Both:
+    """One checkpoint, read by us and by transformers."""
+
+    def __init__(self, path: Path, template: str, tokens: dict[str, bool]) -> None:
+        self.ours: Tokenizer = chat_model(path, template_source(template), tokens)
+        self.theirs = PreTrainedTokenizerFast.from_pretrained(path)
+        self.builder = served_model(self.ours).requests
+        self.num_compared = 0
+
+    def check(self, body: dict[str, Any]) -> None:
+        expected = by_transformers(self.theirs, body)
+        now_s = int(time.time())  # their templates ask the clock themselves
+        line = parse(raw_line(body))
+        if expected == "refused":
+            with pytest.raises(InvalidRequest) as raised:
+                build_request(self.builder, line, created_s=now_s)
+            assert raised.value.param == "messages"
+            return
+        request = build_request(self.builder, line, created_s=now_s)
+        assert isinstance(request, Request)
+        assert list(request.prompt_token_ids) == self.ours.encode(expected, add_special_tokens=False), expected
+        self.num_compared += 1
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory: pytest.TempPathFactory) -> Both:
+    return Both(tmp_path_factory.mktemp("marked"), "marked_calls", QWEN3_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Both:
+    return Both(tmp_path_factory.mktemp("bare"), "bare_calls", LLAMA3_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Both:
+    return Both(tmp_path_factory.mktemp("parts"), "parts", {})
+
+
+@given(body=bodies(), thinking=st.sampled_from([None, True, False]))
+@CONVERSATIONS
+def test_prompts_of_the_qwen3_kind(marked: Both, body: dict[str, Any], thinking: bool | None) -> None:
+    options = {} if thinking is None else {"chat_template_kwargs": {"enable_thinking": thinking}}
+    marked.check({**body, **options})
+
+
+@given(
+    body=bodies(),
+    options=st.fixed_dictionaries(
+        {},
+        optional={
+            "date_string": TEXTS,
+            "tools_in_user_message": st.booleans(),
+            "builtin_tools": st.lists(st.sampled_from(["search", "code_interpreter"]), max_size=2),
+        },
+    ),
+)
+@CONVERSATIONS
+def test_prompts_of_the_llama_3_kind(bare: Both, body: dict[str, Any], options: dict[str, Any]) -> None:
+    bare.check({**body, "chat_template_kwargs": options})
+
+
+@given(body=bodies().map(lambda body: {"messages": body["messages"]}), effort=st.sampled_from(["low", "high"]))
+@CONVERSATIONS
+def test_prompts_of_a_template_that_reads_parts(parts: Both, body: dict[str, Any], effort: str) -> None:
+    parts.check({**body, "chat_template_kwargs": {"reasoning_effort": effort}})
+
+
+def test_most_of_the_conversations_were_compared_and_not_refused(marked: Both, bare: Both, parts: Both) -> None:
+    fixed = {"messages": [{"role": "user", "content": "hi"}]}
+    for both in (marked, bare, parts):
+        both.check(fixed)
+        assert both.num_compared > 0

@@ -1,0 +1,119 @@
+"""Messages that never arrive, arrive ten times, or are none of ours: they are hints, the registry has the truth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from kombu.exceptions import OperationalError
+
+from tests.chaos.faults import duplicate_message, lanes, steal_message
+from tests.chaos.fleet import Fleet, running_fleet
+from tests.chaos.fuzzed_frames import fuzzed_frames
+from tests.chaos.invariants import check_invariants
+from tests.chaos.jobs import prompts, submit_jobs, wait_all
+from tests.chaos.worker_options import WorkerOptions
+from tests.support.frames import FAR_FUTURE, TWENTY_THREE, spoiled, valid_frame
+from tests.support.wait_until import wait_until
+from worker.broker.messages import MAX_FRAMES
+from worker.client import BatchClient
+from worker.registry.keys import Keys
+from worker.schemas import JobState
+
+FAKE = WorkerOptions(engine={})
+
+
+@pytest.mark.chaos
+def test_a_job_whose_every_message_was_stolen_is_announced_again(
+    client: BatchClient, bare: redis.Redis, fleet: Fleet
+) -> None:
+    jobs = submit_jobs(client, num_jobs=3, num_prompts=30)
+    num_stolen = 0
+    while steal_message(bare):
+        num_stolen += 1
+    assert num_stolen == 3
+    fleet.start()
+    wait_all(client, jobs)
+    check_invariants(client, bare, jobs)
+
+
+def test_a_submit_whose_message_cannot_be_published_is_accepted_and_done(
+    client: BatchClient, bare: redis.Redis, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OperationalError("the broker is not there")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client._app, "send_task", fail)
+        jobs = submit_jobs(client, num_jobs=1, num_prompts=20)
+    assert not any(bare.llen(lane) for lane in lanes())
+    fleet.start()
+    wait_all(client, jobs)
+    check_invariants(client, bare, jobs)
+
+
+@pytest.mark.chaos
+def test_ten_copies_of_every_message_on_two_workers_give_one_record_a_prompt(
+    client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    with running_fleet(redis_url, tmp_path, WorkerOptions(engine={"steps_per_request": 5, "step_s": 0.02})) as fleet:
+        for _ in range(2):
+            fleet.start()
+        fleet.wait_up(client)
+        jobs = submit_jobs(client, num_jobs=4, num_prompts=60)
+        num_copied = 0
+        while not all(client.status(job_id).status.is_terminal for job_id in jobs):
+            num_copied += 10 * duplicate_message(bare, copies=10)
+            time.sleep(0.05)
+        assert num_copied >= 100
+        check_invariants(client, bare, jobs)
+        assert fleet.stop() == [0, 0]
+
+
+@contextmanager
+def _undisturbed_worker(client: BatchClient, bare: redis.Redis, redis_url: str, directory: Path) -> Iterator[None]:
+    """One worker, which must live through the block, empty every list and then do a job."""
+    with running_fleet(redis_url, directory, FAKE) as fleet:
+        worker = fleet.start()
+        fleet.wait_up(client)
+        yield
+        wait_until(lambda: not any(bare.llen(lane) for lane in lanes()), timeout_s=30)
+        job = client.wait(client.submit(prompts(20)), timeout_s=10)
+        assert (job.status, job.request_counts.completed) == (JobState.COMPLETED, 20)
+        wait_until(lambda: not bare.exists("unacked", "unacked_index"), timeout_s=10)
+        assert not any(bare.llen(lane) for lane in lanes())
+        assert (worker.num_lives, worker.exit_codes) == (1, [])
+        assert "Connection to broker lost" not in worker.log
+        assert fleet.stop() == [0]
+
+
+def test_each_of_the_23_frames_that_stop_a_stock_worker_is_buried(
+    client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    template = valid_frame(client, bare)
+    frames = [
+        spoil if isinstance(spoil, bytes) else spoiled(template, spoil, f"frame-{number}")
+        for number, spoil in enumerate([*TWENTY_THREE.values(), FAR_FUTURE])
+    ]
+    with _undisturbed_worker(client, bare, redis_url, tmp_path):
+        for lane in lanes():
+            bare.lpush(lane, *frames)
+    # An object for a body is a task without arguments to Celery: it fails by itself.
+    assert bare.llen(Keys().dead_frames) == (len(frames) - 1) * len(lanes())
+
+
+@pytest.mark.parametrize("num_fuzzed", [200, pytest.param(1000, marks=pytest.mark.chaos)])
+def test_fuzzed_frames_do_not_stop_a_worker(
+    client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path, num_fuzzed: int
+) -> None:
+    frames = fuzzed_frames(valid_frame(client, bare), num_fuzzed)
+    assert len(frames) == num_fuzzed
+    with _undisturbed_worker(client, bare, redis_url, tmp_path):
+        for number, frame in enumerate(frames):
+            bare.lpush(lanes()[number % len(lanes())], frame)
+    assert num_fuzzed / 2 < bare.llen(Keys().dead_frames) <= MAX_FRAMES

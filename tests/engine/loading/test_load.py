@@ -1,0 +1,158 @@
+"""From settings to an engine that is warmed up: which steps are run, and that nothing is compiled after them."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import kernels.triton
+from engine.encoder import EncoderEngine
+from engine.engine import Engine
+from engine.errors import NonFiniteLogits
+from engine.loading.load import load_engine
+from engine.loading.warm_up import compiling_steps, first_of_each, largest_steps
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from settings import EffectiveSettings, EngineSettings, SettingsError, load_settings
+from tests.support.engines import load_engine as load_decoder
+from tests.support.engines import run_all
+from tests.support.simulated_memory import simulated_device
+from tests.support.specialisations import recorded_specialisations
+from tests.support.tiny_checkpoint import Family, make_checkpoint
+from tests.support.tiny_embedders import make_bert_checkpoint
+
+KINDS: list[tuple[Callable[[Path], Path], type, str]] = [
+    (make_checkpoint, Engine, "model.embed_tokens.weight"),
+    (make_bert_checkpoint, EncoderEngine, "embeddings.word_embeddings.weight"),
+]
+
+SETTINGS = {
+    "engine.dtype": "bfloat16",
+    "engine.max_num_seqs": "12",
+    "engine.max_num_batched_tokens": "700",
+    "engine.kv_cache.num_blocks": "250",
+}
+# As many as Qwen3-30B-A3B has, for which the launches were tuned.
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 16}
+
+
+def _settings(**model: object) -> EffectiveSettings:
+    values = {f"model.{key}": str(value) for key, value in model.items()}
+    values |= {"engine.device": "cpu", "engine.num_threads": "1", "engine.kv_cache.num_blocks": "32"}
+    return load_settings(values, environ={}, dotenv_path=Path(os.devnull))
+
+
+@pytest.mark.parametrize(("make", "kind", "words"), KINDS)
+def test_a_model_whose_first_token_is_not_finite_is_not_handed_out(
+    tmp_path: Path, make: Callable[[Path], Path], kind: type, words: str
+) -> None:
+    path = make(tmp_path)
+    assert isinstance(load_engine(_settings(path=path)), kind)
+    tensors = load_file(path / "model.safetensors")
+    tensors[words][0] = torch.nan  # of the warm-up token
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NonFiniteLogits):
+        load_engine(_settings(path=path))
+
+
+@pytest.mark.parametrize(("make", "kind", "words"), KINDS)
+def test_the_models_configuration_is_derived_from_once(
+    tmp_path: Path, make: Callable[[Path], Path], kind: type, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make(tmp_path)
+    read, seen = Path.read_text, []
+
+    def read_and_count(self: Path, encoding: str | None = None, errors: str | None = None) -> str:
+        seen.append(self.relative_to(path).as_posix() if self.is_relative_to(path) else "")
+        return read(self, encoding, errors)
+
+    monkeypatch.setattr(Path, "read_text", read_and_count)
+    load_engine(_settings(path=path))
+    assert seen.count("config.json") == 2  # what the model is, and how its vectors may be cut
+
+
+def test_a_path_out_of_the_root_is_a_fault_of_the_settings(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    with pytest.raises(SettingsError, match=r"model\.path"):
+        load_engine(_settings(path=make_checkpoint(tmp_path / "elsewhere"), root=tmp_path / "root"))
+
+
+def _request(rng: random.Random, number: int, prefix: list[int]) -> Request:
+    prompt = [rng.randrange(3, 300) for _ in range(rng.choice([1, 2, 3, 17, 60, 250, 900]))]
+    params = SamplingParams(
+        max_tokens=rng.choice([1, 2, 5]),
+        temperature=rng.choice([0.0, 0.8]),
+        top_k=rng.choice([0, 20]),
+        top_p=rng.choice([1.0, 0.9]),
+        repetition_penalty=rng.choice([1.0, 1.2]),
+        logprobs=rng.choice([None, 3]),
+        prompt_logprobs=rng.choice([None, None, 3]),
+        ignore_eos=True,
+    )
+    return Request(f"r{number}", tuple([*rng.choice([[], prefix]), *prompt][:1000]), params)
+
+
+@pytest.mark.parametrize(("family", "shape", "shares"), [("llama", {}, "off"), ("qwen3_moe", EXPERTS, "on")])
+def test_no_job_leads_to_a_compilation_after_the_warm_up(
+    family: Family, shape: dict[str, Any], shares: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, family, num_hidden_layers=1, **shape)
+    monkeypatch.setattr("engine.models.placement.operations", lambda _: kernels.triton)
+    rng = random.Random(7)
+    prefix = [rng.randrange(3, 300) for _ in range(64)]
+    with recorded_specialisations(90) as compiled:
+        with simulated_device(1 << 33):
+            engine = load_decoder(tmp_path, SETTINGS | {"engine.shared_prefix.enabled": shares})
+        warmed_up = list(compiled)
+        assert len(warmed_up) == len(set(warmed_up)) >= 15
+        run_all(engine, [_request(rng, number, prefix) for number in range(40)])
+    assert compiled == warmed_up
+
+
+def _engine_settings(**values: object) -> EngineSettings:
+    return EngineSettings.model_validate({"max_num_seqs": 4, "max_num_batched_tokens": 100, **values})
+
+
+def test_the_largest_steps_are_full_of_tokens_of_sequences_and_of_keys() -> None:
+    mixed, chunks, decode = (step.rows for step in largest_steps(_engine_settings(), 1000))
+    assert mixed == ((1, 1000),) * 3 + ((97, 1000),)
+    assert chunks == ((100, 1000),)
+    assert decode == ((1, 1000),) * 4
+
+
+def test_a_short_context_takes_several_chunks_but_no_more_than_can_run() -> None:
+    _, chunks, _ = largest_steps(_engine_settings(), 30)
+    assert chunks.rows == ((30, 30), (30, 30), (30, 30), (10, 30))
+    _, chunks, _ = largest_steps(_engine_settings(max_num_batched_tokens=1000), 30)
+    assert chunks.rows == ((30, 30),) * 4
+
+
+def test_each_class_of_tokens_is_run_once_where_it_begins() -> None:
+    assert first_of_each(lambda tokens: tokens > 64, 100) == [1, 65]
+    assert first_of_each(lambda tokens: tokens % 3 == 0, 2) == [1]
+    rows = [step.rows for step in compiling_steps(_engine_settings(), 1000, lambda tokens: tokens > 64)]
+    assert rows == [((1, 2),), ((1, 1000),), ((1, 1000),), ((65, 1000),)]
+
+
+def test_groups_of_rows_double_where_prefixes_are_shared() -> None:
+    steps = compiling_steps(_engine_settings(shared_prefix={"enabled": True}), 1000, lambda _: 0)
+    shared = [step.rows for step in steps if step.shares_prefix]
+    assert [len(rows) for rows in shared] == [2, 2, 2, 4, 4, 4]
+    assert {rows[0][0] for rows in shared} == {1, 2, 25, 50}
+
+
+def test_rows_read_and_write_one_block_whatever_their_length() -> None:
+    (mixed, _, _) = largest_steps(_engine_settings(), 1000)
+    items = mixed.items(16, generates=True)
+    assert [len(item.token_ids) for item in items] == [1, 1, 1, 97]
+    assert {tuple(item.block_table) for item in items} == {(1,) * 63}
+    assert [item.wants_hidden for item in items] == [False, False, False, True]
+    assert all(item.wants_logits for item in items)
+    assert not any(item.wants_logits for item in mixed.items(16, generates=False))

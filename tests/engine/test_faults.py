@@ -1,0 +1,221 @@
+"""Steps and rows that fail, also while the next step is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from engine.embedding import EmbeddingState
+from engine.engine import Engine, Steps
+from engine.errors import EngineFatal, NonFiniteLogits
+from engine.execution.forward import StepExecutor
+from engine.outputs import FinishedRequests
+from engine.request import EmbeddingRequest, Request, RequestOutput
+from engine.sampling_params import SamplingParams
+from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
+from tests.support.recording_stream import RecordingStream
+
+PROMPT = tuple(range(30))
+ON: dict[str, object] = {"engine.async_scheduling": "on"}
+
+
+@pytest.fixture
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    engine = load_engine(tiny_model, ON)
+    yield engine
+    engine.check_integrity()
+    assert engine.stats().num_free_blocks == 399
+
+
+def _spoil(engine: Engine, request_id: str, *, sequence: int = 0, block: int = 0) -> None:
+    """Make NaN of the values of one block of a sequence that runs, with a step under way."""
+    assert engine._in_flight is not None
+    states = [state for state in engine._scheduler.running if state.request.request_id == request_id]
+    block_id = engine._blocks.block_table(states[sequence].sequence_id)[block]
+    engine._executor.kv_cache.values[1][block_id] = torch.nan
+
+
+def _run_spoiled(engine: Engine, *bad: Request, **spoiled: int) -> dict[str, RequestOutput]:
+    """What becomes of requests of whose first a block is spoiled; one beside them is as without them."""
+    good = greedy_request("good", PROMPT[::-1], 20)
+    expected = tokens_of(run_all(engine, [good])["good"])
+    for request in (*bad, good):
+        engine.add_request(request)
+    for _ in range(3):
+        engine.step()
+    _spoil(engine, bad[0].request_id, **spoiled)
+    outputs = run_all(engine, [])
+    assert tokens_of(outputs.pop("good")) == expected
+    return outputs
+
+
+def test_a_request_that_is_not_finite_fails_alone(engine: Engine) -> None:
+    outputs = _run_spoiled(engine, greedy_request("bad", PROMPT, 20))
+    assert isinstance(outputs["bad"].error, NonFiniteLogits)
+    again = run_all(engine, [greedy_request("bad", PROMPT, 20)])["bad"]
+    assert again.num_cached_tokens == 0  # none of its blocks was left to be found
+    assert len(tokens_of(again)) == 20
+
+
+def test_a_request_of_several_completions_fails_with_one_of_them(engine: Engine) -> None:
+    bad = Request("bad", PROMPT, SamplingParams(max_tokens=20, seed=7, n=3, ignore_eos=True))
+    expected = run_all(engine, [bad])["bad"].completions
+    outputs = _run_spoiled(engine, bad, sequence=1, block=-1)  # its own, behind the prompt that all three share
+    assert isinstance(outputs["bad"].error, NonFiniteLogits)
+    assert outputs["bad"].completions == ()
+    assert run_all(engine, [bad])["bad"].completions == expected
+
+
+def test_of_equal_requests_the_first_fails_and_the_others_are_computed_again(engine: Engine) -> None:
+    equal = [greedy_request(name, PROMPT, 20) for name in ("first", "second", "third")]
+    expected = tokens_of(run_all(engine, equal[:1])["first"])
+    outputs = _run_spoiled(engine, *equal)
+    assert isinstance(outputs["first"].error, NonFiniteLogits)
+    assert tokens_of(outputs["second"]) == tokens_of(outputs["third"]) == expected
+
+
+def test_an_input_that_is_embedded_in_chunks_fails_alone_with_its_next_chunk_under_way(tiny_model: Path) -> None:
+    engine = load_engine(tiny_model, ON | {"engine.max_num_batched_tokens": "32", "engine.max_num_seqs": "8"})
+    bad, good = EmbeddingRequest("bad", [list(range(120))]), EmbeddingRequest("good", [PROMPT[::-1]])
+    [expected] = run_all(engine, [good])["good"].embeddings or ()
+    engine.add_request(bad)
+    for _ in range(2):
+        assert engine.step() == []
+    assert isinstance(engine._scheduler.running[0], EmbeddingState)
+    _spoil(engine, "bad")
+    outputs = run_all(engine, [good])
+    assert isinstance(outputs["bad"].error, NonFiniteLogits)
+    [found] = outputs["good"].embeddings or ()
+    assert list(found) == pytest.approx(list(expected), abs=1e-5)  # other rows change the rounding
+    assert run_all(engine, [bad])["bad"].error is None  # nothing of the spoiled blocks was left to be found
+
+
+@pytest.mark.parametrize("where", ["copy_back", "wait"])
+def test_a_fault_of_the_device_is_fatal_wherever_it_shows(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(*_: object) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    engine = load_engine(tiny_model, ON)
+    stream = RecordingStream()
+    monkeypatch.setattr(stream, "copy_back", fail if where == "copy_back" else lambda _: fail)
+    monkeypatch.setattr(engine._batches, "_stream", stream)
+    engine.add_request(greedy_request("a", PROMPT, 4))
+    with pytest.raises(EngineFatal, match="illegal memory access"):
+        run_all(engine, [])
+    assert "illegal memory access" in str(engine.runner.status())
+
+
+def test_a_device_at_fault_is_not_asked_for_the_step_before(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load_engine(tiny_model, ON)
+    engine.add_request(greedy_request("short", PROMPT, 2))
+    engine.add_request(greedy_request("long", PROMPT[::-1], 20))
+    for _ in range(2):
+        assert engine.step() == []  # the second token of either is under way
+
+    def fail(*_: object) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def hang(*_: object) -> Any:
+        pytest.fail("the device was asked")
+
+    monkeypatch.setattr(engine, "_is_on_host", False)
+    monkeypatch.setattr(StepExecutor, "execute", fail)
+    monkeypatch.setattr(engine._batches, "collect", hang)
+    with pytest.raises(EngineFatal, match="illegal memory access"):
+        engine.step()
+
+
+def test_what_ended_in_a_step_has_its_output_though_the_next_one_cannot_be_launched(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, short = load_engine(tiny_model, ON), greedy_request("short", PROMPT, 2)
+    expected = tokens_of(run_all(engine, [short])["short"])
+    engine.add_request(short)
+    engine.add_request(greedy_request("long", PROMPT[::-1], 20))
+    for _ in range(2):
+        assert engine.step() == []  # the second token of either is under way
+
+    def fail(*_: object) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(StepExecutor, "execute", fail)
+    (output,) = engine.step()
+    assert (output.request_id, tokens_of(output)) == ("short", expected)
+    assert engine.has_unfinished()
+    for _ in range(2):
+        with pytest.raises(EngineFatal, match="a step ran out of memory"):
+            engine.step()
+    with pytest.raises(EngineFatal, match="a step ran out of memory"):
+        engine.add_request(greedy_request("late", PROMPT, 2))
+
+
+class Finished:
+    """What `Steps` sees of outputs on their way out: here ids."""
+
+    def __init__(self) -> None:
+        self.ready: list[str] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.ready
+
+    def take(self) -> list[str]:
+        ready, self.ready = self.ready, []
+        return ready
+
+
+class Harness:
+    """Steps of which each may end requests, or fail."""
+
+    def __init__(self) -> None:
+        self.finished = Finished()
+        self.steps = Steps(cast(FinishedRequests, self.finished))
+        self.num_advances = 0
+
+    def run(self, *ended: str, fails: bool = False) -> list[str]:
+        def advance() -> None:
+            self.num_advances += 1
+            self.finished.ready += ended
+            if fails:
+                raise EngineFatal("the device is gone")
+
+        return cast(list[str], self.steps.run(advance))
+
+
+def test_each_step_hands_out_what_ended_in_it() -> None:
+    harness = Harness()
+    assert [harness.run("a", "b"), harness.run(), harness.run("c")] == [["a", "b"], [], ["c"]]
+    assert not harness.steps.have_failed
+
+
+def test_a_failure_is_raised_at_once_and_by_every_later_call_which_runs_nothing() -> None:
+    harness = Harness()
+    for _ in range(3):
+        with pytest.raises(EngineFatal, match="the device is gone"):
+            harness.run(fails=True)
+    assert harness.num_advances == 1
+    with pytest.raises(EngineFatal, match="the device is gone"):
+        harness.steps.check()
+
+
+def test_what_had_ended_is_handed_out_before_the_failure_is_raised() -> None:
+    harness = Harness()
+    assert harness.run("a", fails=True) == ["a"]
+    assert harness.steps.have_failed
+    with pytest.raises(EngineFatal, match="the device is gone"):
+        harness.run("never")
+
+
+def test_whoever_is_cancelled_after_a_failure_has_an_output_too() -> None:
+    harness = Harness()
+    assert harness.run("a", fails=True) == ["a"]
+    harness.finished.ready.append("b")
+    assert harness.run() == ["b"]
+    with pytest.raises(EngineFatal, match="the device is gone"):
+        harness.run()

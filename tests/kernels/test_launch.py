@@ -1,0 +1,216 @@
+"""How the other kernels are launched, and which numbers of tokens lead to the same kernels, without a GPU."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+import kernels.triton
+from kernels.dispatch import launch_class_of, operations
+from kernels.interface import StepShape
+from kernels.triton import launch_class as module
+from kernels.triton.dense import MANY_ROWS, RowLaunch, gate_launch, norm_launch, rope_launch
+from kernels.triton.experts import combine_launch, expert_count_launch, expert_scan_launch
+from kernels.triton.grouped_gemm import (
+    LEAST_SHARED_MEMORY_BYTES,
+    SHARED_MEMORY_BYTES,
+    GroupedGemmLaunch,
+    grouped_gemm_launch,
+)
+from kernels.triton.gumbel import gumbel_launch
+from kernels.triton.launch import power_of_two_from
+from kernels.triton.launch_class import launch_class
+from kernels.triton.moe_small_batch import down_launch, gate_up_launch
+from kernels.triton.sampling import VocabLaunch, argmax_launch, best_of_blocks_launch, penalties_launch
+from kernels.triton.truncation import collect_launch, mask_launch, search_launch
+
+TOKENS = (1, 2, 3, 8, 20, 33, 64, 65, 100, 190, 256, 400, 700, 1024, 1300, 4096, 100_000)
+LAYERS = ((128, 8), (8, 2), (64, 6), (60, 4), (256, 8), (1, 1))  # experts, top_k
+
+VOCAB_SIZES = [1, 2, 127, 128, 129, 32_000, 128_256, 151_936, 1_000_000]
+
+DENSE = StepShape(hidden_size=1024, intermediate_size=3072, itemsize=2)
+# Qwen3-30B-A3B
+EXPERTS = StepShape(2048, 6144, 2, num_experts=128, top_k=8, expert_size=768, bucketed_min_tokens=4)
+
+
+def qwen3_moe(num_tokens: int, capability: int = 90, itemsize: int = 2) -> GroupedGemmLaunch:
+    return grouped_gemm_launch(num_tokens * 8, 8, 128, itemsize=itemsize, capability=capability)
+
+
+def is_power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+@pytest.mark.parametrize(("value", "expected"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
+def test_the_next_power_of_two(value: int, expected: int) -> None:
+    assert power_of_two_from(value) == expected
+
+
+def test_qwen3_30b_a3b_takes_the_tuned_line_nearest_to_its_tokens() -> None:
+    assert qwen3_moe(1) == GroupedGemmLaunch(16, 64, 64, 1, 4, 5, swap_ab=True)
+    assert qwen3_moe(64) == GroupedGemmLaunch(16, 256, 128, 1, 8, 2, swap_ab=True)
+    assert qwen3_moe(55) == qwen3_moe(48)
+    assert qwen3_moe(57) == qwen3_moe(64)
+    assert qwen3_moe(100_000) == qwen3_moe(2048) == GroupedGemmLaunch(128, 256, 64, 16, 8, 4, swap_ab=False)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 4096])
+def test_the_derived_rule_gives_the_rows_of_the_tuned_line(num_tokens: int) -> None:
+    assert qwen3_moe(num_tokens, capability=80).block_m == qwen3_moe(num_tokens, capability=90).block_m
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90, 100])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(("num_experts", "top_k"), LAYERS)
+def test_every_launch_can_run(num_experts: int, top_k: int, itemsize: int, capability: int) -> None:
+    limit_bytes = SHARED_MEMORY_BYTES.get(capability, LEAST_SHARED_MEMORY_BYTES)
+    for num_tokens in TOKENS:
+        launch = grouped_gemm_launch(num_tokens * top_k, top_k, num_experts, itemsize=itemsize, capability=capability)
+        assert min(launch.block_m, launch.block_n, launch.block_k) >= 16  # of tl.dot
+        assert all(is_power_of_two(size) for size in (launch.block_m, launch.block_n, launch.block_k))
+        assert launch.num_stages >= 1
+        stage_bytes = (launch.block_m + launch.block_n) * launch.block_k * itemsize
+        assert launch.num_stages * stage_bytes <= limit_bytes
+        # wgmma takes 64 rows at once: swapped, the columns are the rows.
+        assert not launch.swap_ab or (launch.block_m < 64 <= launch.block_n and capability == 90 and itemsize == 2)
+
+
+@pytest.mark.parametrize("num_pairs", [0, 1, 8, 129, 1024, 4096])
+def test_few_ids_are_read_at_once(num_pairs: int) -> None:
+    launch = expert_scan_launch(num_pairs)
+    assert is_power_of_two(launch.columns)
+    assert 128 <= launch.columns <= 1024
+    assert launch.columns >= min(num_pairs, 1024)
+
+
+def test_a_block_of_ids_is_compared_in_whole_parts() -> None:
+    launch = expert_count_launch()
+    assert launch.columns % launch.rows == 0
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_the_short_cut_fills_the_gpu_with_one_token(itemsize: int) -> None:
+    first, second = gate_up_launch(2048, itemsize), down_launch(768, 8, itemsize)
+    assert 8 * 768 // first.rows >= 4 * 132
+    assert 2048 // second.rows >= 3 * 132
+    assert 2048 % first.columns == 768 % second.columns == 0  # no tails
+
+
+def test_tiles_are_no_wider_than_what_they_cover() -> None:
+    assert gate_up_launch(72, 2).columns == 128
+    assert down_launch(40, 64, 2).columns == 64
+    assert down_launch(40, 64, 2).rows == 1
+    assert down_launch(768, 64, 2).columns * 64 <= 8192
+    assert combine_launch(1, 72).columns == 128
+    assert combine_launch(64, 2048).columns == 256
+    assert combine_launch(4096, 2048).columns == 1024
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "few", "many"),
+    [
+        (128, RowLaunch(1, 128, 4), RowLaunch(16, 128, 4)),
+        (1000, RowLaunch(1, 1024, 4), RowLaunch(4, 1024, 4)),
+        (1024, RowLaunch(1, 1024, 4), RowLaunch(4, 1024, 4)),
+        (2048, RowLaunch(1, 2048, 8), RowLaunch(2, 2048, 8)),
+        (4096, RowLaunch(1, 4096, 8), RowLaunch(1, 4096, 8)),
+        (5120, RowLaunch(1, 8192, 16), RowLaunch(1, 8192, 16)),
+    ],
+)
+def test_a_norm_holds_whole_rows_and_several_where_rows_are_many(
+    hidden_size: int, few: RowLaunch, many: RowLaunch
+) -> None:
+    assert norm_launch(1, hidden_size) == norm_launch(MANY_ROWS - 1, hidden_size) == few
+    assert norm_launch(MANY_ROWS, hidden_size) == norm_launch(100 * MANY_ROWS, hidden_size) == many
+
+
+@pytest.mark.parametrize(
+    ("intermediate_size", "few", "many"),
+    [
+        (1, RowLaunch(1, 1, 1), RowLaunch(16, 1, 1)),
+        (768, RowLaunch(1, 256, 1), RowLaunch(8, 256, 4)),
+        (1000, RowLaunch(1, 1024, 4), RowLaunch(2, 1024, 4)),
+        (3072, RowLaunch(1, 1024, 4), RowLaunch(2, 1024, 4)),
+        (14336, RowLaunch(1, 1024, 4), RowLaunch(2, 1024, 4)),
+    ],
+)
+def test_a_gate_is_cut_into_pieces_that_divide_it_where_they_can(
+    intermediate_size: int, few: RowLaunch, many: RowLaunch
+) -> None:
+    assert gate_launch(1, intermediate_size) == gate_launch(MANY_ROWS - 1, intermediate_size) == few
+    assert gate_launch(MANY_ROWS, intermediate_size) == many
+
+
+@pytest.mark.parametrize("intermediate_size", [768, 1536, 3072, 9728, 12288, 14336, 17408])
+def test_no_lane_idles_at_the_sizes_of_models(intermediate_size: int) -> None:
+    assert intermediate_size % gate_launch(1, intermediate_size).block_width == 0
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "expected"),
+    [
+        (32, 128, RowLaunch(8, 64, 2)),
+        (7, 128, RowLaunch(8, 64, 2)),
+        (1, 128, RowLaunch(1, 64, 1)),
+        (32, 64, RowLaunch(16, 32, 2)),
+        (32, 80, RowLaunch(8, 64, 2)),
+        (32, 96, RowLaunch(8, 64, 2)),
+        (8, 256, RowLaunch(4, 128, 2)),
+    ],
+)
+def test_rotation_takes_heads_until_its_tile_is_full(num_heads: int, head_dim: int, expected: RowLaunch) -> None:
+    assert rope_launch(num_heads, head_dim) == expected
+
+
+def test_argmax_takes_wide_blocks_where_they_are_enough_for_every_multiprocessor() -> None:
+    # 151,936 tokens are 19 wide blocks: 6 rows leave some of 132 multiprocessors idle, 7 do not.
+    assert argmax_launch(6, 151_936) == VocabLaunch(2048, num_warps=4)
+    assert argmax_launch(7, 151_936) == argmax_launch(512, 151_936) == VocabLaunch(8192, num_warps=8)
+    assert argmax_launch(1, 37).block == 2048
+
+
+@pytest.mark.parametrize(("num_blocks", "block"), [(1, 1), (2, 2), (19, 32), (75, 128)])
+def test_the_second_stage_takes_all_blocks_of_a_row_at_once(num_blocks: int, block: int) -> None:
+    assert best_of_blocks_launch(num_blocks) == VocabLaunch(block, num_warps=1)
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_the_search_of_a_row_takes_a_small_row_at_once_and_others_in_large_blocks(vocab_size: int) -> None:
+    for launch, largest in ((collect_launch(vocab_size), 8192), (search_launch(vocab_size), 4096)):
+        assert launch.block == largest or launch.block >= vocab_size
+        assert 128 <= launch.block <= largest
+        assert launch.num_stages * launch.block * 4 <= 96 * 1024
+
+
+@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+def test_every_block_is_a_power_of_two_and_gives_each_thread_work(vocab_size: int) -> None:
+    launches = [argmax_launch(rows, vocab_size) for rows in (1, 64)]
+    launches += [gumbel_launch(), penalties_launch(), mask_launch()]
+    for launch in launches:
+        assert launch.block & (launch.block - 1) == 0
+        assert launch.block >= 32 * launch.num_warps
+
+
+def _num_classes(shape: StepShape, tokens: range) -> int:
+    with mock.patch.object(module, "compute_capability", return_value=90):
+        return len({launch_class(count, shape) for count in tokens})
+
+
+def test_a_dense_model_has_two_kinds_of_steps() -> None:
+    assert _num_classes(DENSE, range(1, 4096)) == 1
+    assert _num_classes(DENSE, range(1, 9000)) == 2
+
+
+def test_experts_have_as_many_as_their_tuned_launches_and_more() -> None:
+    assert _num_classes(EXPERTS, range(1, 4)) == 1
+    assert 15 < _num_classes(EXPERTS, range(1, 2049)) < 30
+
+
+def test_only_what_compiles_has_classes() -> None:
+    assert launch_class_of(operations(torch.device("cpu")), DENSE) is None
+    found = launch_class_of(kernels.triton, DENSE)
+    assert found is not None
+    assert found(1) == found(4095) != found(4096)

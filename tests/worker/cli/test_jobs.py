@@ -1,0 +1,275 @@
+"""The commands about jobs, against a real Redis in which no worker runs, and how a job is watched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.support.free_port import free_port
+from tests.support.job_status import job_status
+from tests.support.request_lines import completion_line
+from worker.cli import jobs as module
+from worker.cli.exit_codes import CommandError
+from worker.cli.jobs import follow_job, require_completed
+from worker.cli.main import cli
+from worker.client import BatchClient
+from worker.schemas import JobState, JobStatus
+
+UNKNOWN = "s0-00000000-0000-7000-8000-000000000000"
+
+
+class Shell:
+    """Commands on one Redis."""
+
+    def __init__(self, redis_url: str) -> None:
+        self.redis_url = redis_url
+
+    def __call__(self, *arguments: str) -> Result:
+        return CliRunner().invoke(cli, [*arguments, "--redis-url", self.redis_url])
+
+    def submit(self, path: Path, *options: str) -> str:
+        result = self("submit", str(path), *options)
+        assert result.exit_code == 0, result.output
+        return result.stdout.strip()
+
+
+@pytest.fixture
+def shell(redis_url: str) -> Shell:
+    return Shell(redis_url)
+
+
+@pytest.fixture
+def requests(tmp_path: Path) -> Path:
+    path = tmp_path / "requests.jsonl"
+    path.write_bytes(b"\n".join(completion_line(custom_id=f"line {number}") for number in range(3)) + b"\n\n")
+    return path
+
+
+def test_submit_prints_the_jobs_id_and_nothing_else(shell: Shell, requests: Path) -> None:
+    job_id = shell.submit(requests)
+
+    with BatchClient(shell.redis_url) as client:
+        assert client.status(job_id).request_counts.total == 3
+
+
+def test_submit_passes_its_options_on(shell: Shell, requests: Path) -> None:
+    job_id = shell.submit(
+        requests,
+        "--priority",
+        "2",
+        "--deadline",
+        "30m",
+        "--tenant",
+        "blue",
+        "--metadata",
+        "run=7",
+        "--metadata",
+        "x=a=b",
+    )
+
+    with BatchClient(shell.redis_url) as client:
+        job = client.status(job_id)
+    assert (job.priority, job.tenant, job.metadata) == (2, "blue", {"run": "7", "x": "a=b"})
+    assert job.expires_at == pytest.approx(job.created_at + 1800, abs=5)
+
+
+def test_the_same_idempotency_key_is_the_same_job(shell: Shell, requests: Path) -> None:
+    first = shell.submit(requests, "--idempotency-key", "k")
+
+    assert shell.submit(requests, "--idempotency-key", "k") == first
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--priority", "10"], ["--deadline", "soon"], ["--deadline", "0"], ["--tenant", "not a name"],
+        ["--metadata", "novalue"], ["--metadata", "a=1", "--metadata", "a=2"], ["--metadata", "k=" + "v" * 513],
+        ["--set", "limits.max_prompts_per_job=2"], ["--set", "redis.socket_timeout_s=nonsense"], ["--set", "nonsense"],
+    ],
+)  # fmt: skip
+def test_bad_options_are_exit_2_and_no_job(shell: Shell, requests: Path, options: list[str]) -> None:
+    result = shell("submit", str(requests), *options)
+
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    with BatchClient(shell.redis_url) as client:
+        assert client.jobs() == []
+
+
+def test_an_empty_or_missing_file_is_exit_2(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_bytes(b"\n\n")
+
+    assert shell("submit", str(tmp_path / "empty.jsonl")).exit_code == 2
+    assert shell("submit", str(tmp_path / "missing.jsonl")).exit_code == 2
+
+
+def test_no_job_is_submitted_if_its_results_cannot_be_written(shell: Shell, requests: Path) -> None:
+    for output in (str(requests), "no/such/directory/out.jsonl"):
+        assert shell("submit", str(requests), "-o", output).exit_code == 2
+
+    with BatchClient(shell.redis_url) as client:
+        assert client.jobs() == []
+    assert requests.read_bytes()
+
+
+def test_status_tells_the_same_in_words_and_as_json(shell: Shell, requests: Path) -> None:
+    job_id = shell.submit(requests)
+
+    words, as_json = shell("status", job_id), shell("status", job_id, "--json")
+
+    assert (words.exit_code, as_json.exit_code) == (0, 0)
+    assert f"job        {job_id}" in words.stdout
+    assert "requests   3: 0 completed, 0 failed" in words.stdout
+    status = json.loads(as_json.stdout)
+    assert (status["id"], status["status"], status["request_counts"]["total"]) == (job_id, "validating", 3)
+    assert status["object"] == "batch"
+    assert type(status["created_at"]) is int
+    assert status["usage"]["input_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_a_cancelled_job_keeps_one_record_a_line(shell: Shell, requests: Path, tmp_path: Path) -> None:
+    job_id = shell.submit(requests)
+
+    cancelled = shell("cancel", job_id, "--json")
+
+    assert cancelled.exit_code == 0
+    assert json.loads(cancelled.stdout)["status"] == "cancelled"
+    for command in ("results", "errors"):
+        output = tmp_path / f"{command}.jsonl"
+        assert shell(command, job_id, "-o", str(output)).exit_code == 0
+        records = [json.loads(line) for line in output.read_text().splitlines()]
+        assert {record["custom_id"] for record in records} == {"line 0", "line 1", "line 2"}
+        assert {record["error"]["code"] for record in records} == {"batch_cancelled"}
+        assert shell(command, job_id, "--json").stdout == output.read_text()
+
+
+@pytest.mark.parametrize("command", [["status"], ["watch"], ["watch", "--json"], ["results", "--follow"]])
+def test_a_cancelled_job_is_exit_1_to_whoever_waits_for_it(shell: Shell, requests: Path, command: list[str]) -> None:
+    job_id = shell.submit(requests)
+    shell("cancel", job_id)
+
+    result = shell(*command, job_id)
+
+    assert result.exit_code == 1
+    assert f"millrace: job {job_id} was cancelled" in result.stderr
+
+
+def test_jobs_lists_every_job_newest_first(shell: Shell, requests: Path) -> None:
+    ids = [shell.submit(requests) for _ in range(2)]
+
+    listed = [job["id"] for job in json.loads(shell("jobs", "--json").stdout)]
+    table = shell("jobs").stdout.splitlines()
+
+    assert sorted(listed) == sorted(ids)
+    assert [row.split()[0] for row in table[1:]] == listed
+
+
+@pytest.mark.parametrize("command", ["status", "watch", "results", "errors", "cancel"])
+def test_a_job_that_is_not_there_is_exit_1(shell: Shell, command: str) -> None:
+    result = shell(command, UNKNOWN)
+
+    assert result.exit_code == 1
+    assert UNKNOWN in result.stderr
+
+
+@pytest.mark.parametrize("command", ["results", "errors"])
+def test_a_job_that_is_not_there_leaves_the_output_file_alone(shell: Shell, tmp_path: Path, command: str) -> None:
+    output = tmp_path / "old.jsonl"
+    output.write_text("kept")
+
+    assert shell(command, UNKNOWN, "-o", str(output)).exit_code == 1
+
+    assert output.read_text() == "kept"
+
+
+@pytest.mark.parametrize("command", ["status", "watch", "results", "errors", "cancel"])
+def test_what_is_no_job_id_is_exit_2(shell: Shell, command: str) -> None:
+    assert shell(command, "../etc").exit_code == 2
+
+
+@pytest.mark.usefixtures("short_pauses")
+@pytest.mark.parametrize("command", [["jobs"], ["status", UNKNOWN], ["submit", "requests.jsonl"]])
+def test_an_unreachable_redis_is_one_line_and_exit_1(requests: Path, command: list[str]) -> None:
+    url = f"redis://:hunter2@127.0.0.1:{free_port()}/0"
+
+    result = CliRunner().invoke(cli, [*command, "--redis-url", url])
+
+    assert result.exit_code == 1
+    assert result.stderr.startswith("millrace: Redis at redis://")
+    assert "hunter2" not in result.output
+    assert requests.exists()
+
+
+@pytest.mark.parametrize("command", [["jobs"], ["submit", "requests.jsonl"]])
+def test_another_machines_redis_without_a_password_is_exit_2(requests: Path, command: list[str]) -> None:
+    result = CliRunner().invoke(cli, [*command, "--redis-url", "redis://redis.example/0"])
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith(
+        "millrace: redis.url=redis://redis.example/0: on another machine and without a pass"
+    )
+    assert requests.exists()
+
+
+class ToldClient(BatchClient):
+    """A client whose `status` gives one snapshot after the other."""
+
+    def __init__(self, story: list[JobStatus]) -> None:
+        self.story: Iterator[JobStatus] = iter(story)
+
+    def status(self, job_id: str) -> JobStatus:
+        return next(self.story)
+
+
+def test_each_change_is_told_once_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.0)
+    start, half = job_status(JobState.VALIDATING), job_status(JobState.IN_PROGRESS, 5)
+    end = job_status(JobState.COMPLETED, 9, 1)
+    told: list[JobStatus] = []
+
+    job = follow_job(ToldClient([start, start, half, half, end]), "s0-1", told.append)
+
+    assert told == [start, half, end]
+    assert job == end
+
+
+@pytest.mark.parametrize("state", [JobState.FAILED, JobState.EXPIRED, JobState.CANCELLED])
+def test_an_end_that_is_no_completion_is_an_error(state: JobState) -> None:
+    with pytest.raises(CommandError, match=rf"job s0-1 .*{state.value}.*: the reason") as raised:
+        require_completed(job_status(state, error="the reason"))
+
+    assert raised.value.exit_code == 1
+
+
+@pytest.mark.parametrize("state", [JobState.COMPLETED, JobState.IN_PROGRESS, JobState.CANCELLING])
+def test_completion_with_failed_lines_and_a_running_job_are_no_errors(state: JobState) -> None:
+    require_completed(job_status(state, 8, 2))
+
+
+def test_plain_lines_tell_each_state_and_not_every_look(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.0)
+    story = [job_status(JobState.VALIDATING)] * 3 + [job_status(JobState.IN_PROGRESS, number) for number in range(5)]
+
+    follow_job(ToldClient([*story, job_status(JobState.COMPLETED, 9, 1)]), "s0-1", plain_lines=True)
+
+    output = capsys.readouterr()
+    assert output.out == ""
+    lines = output.err.splitlines()
+    assert [line.split()[0] for line in lines] == ["validating", "in_progress", "completed"]
+    assert lines[-1].endswith("prefix hits 25%, 1 errors")
+
+
+def test_without_a_terminal_and_unasked_nothing_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.0)
+
+    follow_job(ToldClient([job_status(JobState.VALIDATING), job_status(JobState.COMPLETED, 10)]), "s0-1")
+
+    assert capsys.readouterr().err == ""

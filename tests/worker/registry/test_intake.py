@@ -1,0 +1,256 @@
+"""How jobs come in: staging, quotas, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from settings import LimitSettings, Settings
+from tests.support.lost_replies import lose_next_script_reply
+from tests.support.registry import TestRegistry, must_claim, ok
+from tests.support.units import RecordingAnnouncer
+from worker.broker.messages import MessageEnd
+from worker.registry.errors import EmptyJob, JobIncomplete, JobTooLarge, QueueFull
+from worker.registry.intake import AdmissionLimits, JobIntake
+from worker.registry.keys import UnitRef
+from worker.runtime.staged_jobs import StagedJobs
+from worker.schemas import BatchError, JobState, SubmitOptions
+
+
+def _submit(intake: JobIntake, registry: TestRegistry, num_lines: int, options: SubmitOptions | None = None) -> str:
+    job_id = registry.keys.new_job_id()
+    intake.stage(job_id, 0, [b"line"] * num_lines)
+    intake.submit(job_id, num_lines, options or SubmitOptions())
+    return job_id
+
+
+def test_a_submitted_job_is_validating_and_keeps_its_lines(registry: TestRegistry) -> None:
+    options = SubmitOptions(priority=2, deadline_s=60, tenant="acme", metadata={"run": "7"})
+    job_id = registry.submit([b"one", b"\xfftwo"], options)
+    job = registry.status(job_id)
+    assert (job.status, job.request_counts.total, job.shards_total) == (JobState.VALIDATING, 2, 0)
+    assert (job.priority, job.tenant, job.metadata) == (2, "acme", {"run": "7"})
+    assert job.expires_at == pytest.approx(job.created_at + 60)
+    assert registry.leases().lines(job_id, [1, 0]) == [b"\xfftwo", b"one"]
+    assert registry.redis.ttl(registry.keys.lines(job_id)) == -1
+    assert [listed.id for listed in registry.jobs(10)] == [job_id]
+
+
+def test_staged_lines_expire_until_they_are_submitted(registry: TestRegistry) -> None:
+    job_id = registry.keys.new_job_id()
+    registry.intake().stage(job_id, 0, [b"line"])
+    assert 3500 < registry.redis.ttl(registry.keys.lines(job_id)) <= 3600
+    registry.intake().discard(job_id)
+    assert not registry.redis.exists(registry.keys.lines(job_id))
+
+
+def test_an_accepted_job_cannot_be_staged_discarded_or_submitted_again(registry: TestRegistry) -> None:
+    intake = registry.intake()
+    job_id = registry.submit([b"first"])
+    assert not intake.stage(job_id, 0, [b"second"])
+    intake.discard(job_id)
+    assert intake.submit(job_id, 1, SubmitOptions()) == (job_id, True)  # nobody has planned it yet
+    assert registry.leases().lines(job_id, [0]) == [b"first"]
+    assert registry.redis.hget(registry.keys.admission, "jobs") == b"1"
+
+
+def test_a_second_submit_with_the_same_key_is_the_first_job(registry: TestRegistry) -> None:
+    options = SubmitOptions(idempotency_key="nightly")
+    first = registry.submit([b"line"], options)
+    second = registry.keys.new_job_id()
+    registry.intake().stage(second, 0, [b"line"])
+    assert registry.intake().submit(second, 1, options) == (first, False)
+    assert registry.intake().find("default", "nightly") == first
+    assert registry.intake().find("other tenant", "nightly") is None
+
+
+def test_a_job_without_lines_is_refused(registry: TestRegistry) -> None:
+    with pytest.raises(EmptyJob):
+        registry.intake().submit(registry.keys.new_job_id(), 0, SubmitOptions())
+
+
+def test_a_missing_line_is_found_and_named(registry: TestRegistry) -> None:
+    job_id = registry.keys.new_job_id()
+    intake = registry.intake()
+    intake.stage(job_id, 0, [b"a", b"b"])
+    intake.stage(job_id, 3, [b"d", b"e"])
+    with pytest.raises(JobIncomplete) as caught:
+        intake.submit(job_id, 4, SubmitOptions())
+    assert (caught.value.expected, caught.value.staged, caught.value.first_missing) == (4, 3, 2)
+
+
+def test_a_job_that_is_too_large_is_refused_with_the_setting_to_raise(registry: TestRegistry) -> None:
+    with pytest.raises(JobTooLarge, match=r"limits\.max_prompts_per_job"):
+        _submit(registry.intake(limits=LimitSettings(max_prompts_per_job=2)), registry, 3)
+    with pytest.raises(JobTooLarge, match=r"12 bytes.*limits\.max_job_bytes"):
+        _submit(registry.intake(limits=LimitSettings(max_job_bytes=11, max_prompt_bytes=5)), registry, 3)
+
+
+@pytest.mark.parametrize(
+    ("admission", "scope", "resource"),
+    [
+        (AdmissionLimits(max_prompts=5), "all", "prompts"),
+        (AdmissionLimits(max_bytes=20), "all", "bytes"),
+        (AdmissionLimits(max_jobs=1), "all", "jobs"),
+        (AdmissionLimits(max_tenant_prompts=5), "tenant", "prompts"),
+        (AdmissionLimits(max_tenant_bytes=20), "tenant", "bytes"),
+        (AdmissionLimits(max_tenant_jobs=1), "tenant", "jobs"),
+    ],
+)
+def test_a_full_queue_says_what_is_full_and_when_to_come_back(
+    registry: TestRegistry, admission: AdmissionLimits, scope: str, resource: str
+) -> None:
+    intake = registry.intake(admission=admission)
+    _submit(intake, registry, 3)
+    with pytest.raises(QueueFull) as caught:
+        _submit(intake, registry, 3)
+    assert (caught.value.scope, caught.value.resource) == (scope, resource)
+    assert caught.value.retry_after_s > 0
+    if scope == "tenant":
+        _submit(intake, registry, 3, SubmitOptions(tenant="another"))
+
+
+def test_finished_prompts_make_room(registry: TestRegistry) -> None:
+    intake = registry.intake(admission=AdmissionLimits(max_prompts=3, max_jobs=1))
+    job_id = _submit(intake, registry, 3)
+    leases = registry.leases()
+    plan = must_claim(leases, UnitRef.plan(job_id))
+    leases.put(plan, [ok(0), ok(1), ok(2)])
+    _submit(intake, registry, 3)
+
+
+def test_the_waiting_time_follows_the_rate_of_work(registry: TestRegistry) -> None:
+    intake = registry.intake(admission=AdmissionLimits(max_prompts=100))
+    _submit(intake, registry, 100)
+    registry.redis.hset(registry.keys.admission, "rate", "5.0")
+    with pytest.raises(QueueFull) as caught:
+        _submit(intake, registry, 50)
+    assert caught.value.retry_after_s == pytest.approx(10.0)  # 50 of 100 prompts at 5 a second
+
+
+def test_a_refused_job_is_failed_with_its_reason_and_may_be_submitted_again(registry: TestRegistry) -> None:
+    job_id = registry.keys.new_job_id()
+    error = BatchError(code="queue_full", message="no room")
+    registry.intake().refuse(job_id, error, "default")
+    job = registry.status(job_id)
+    assert (job.status, job.error, job.errors) == (JobState.FAILED, "no room", (error,))
+    assert registry.redis.ttl(registry.keys.job(job_id)) > 0
+    registry.intake().stage(job_id, 0, [b"a", b"b"])
+    assert registry.intake().submit(job_id, 2, SubmitOptions()) == (job_id, True)
+    assert registry.status(job_id).status is JobState.VALIDATING
+    assert registry.redis.ttl(registry.keys.job(job_id)) == -1
+
+
+def test_a_submission_whose_reply_is_lost_is_still_to_be_announced(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intake, job_id = registry.intake(), registry.keys.new_job_id()
+    intake.stage(job_id, 0, [b"x"])
+    registry.submit([b"so that Redis knows the scripts"])
+    lost = lose_next_script_reply(registry.redis, monkeypatch)
+    assert intake.submit(job_id, 1, SubmitOptions()) == (job_id, True)
+    assert lost
+    assert registry.redis.hget(registry.keys.admission, "jobs") == b"2"
+    leases = registry.leases()
+    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), [[0]], ageing_s=60.0)
+    assert intake.submit(job_id, 1, SubmitOptions()) == (job_id, False)
+
+
+def test_lines_staged_without_an_end_are_forgotten_unless_a_job_owns_them(registry: TestRegistry) -> None:
+    intake, keys, leases = registry.intake(), registry.keys, registry.leases()
+    finished, open_id = registry.running_job([0]), registry.submit([b"x"], SubmitOptions(idempotency_key="k"))
+    leases.put(must_claim(leases, UnitRef.shard(finished, 0)), [ok(0)])
+    registry.submit([b"x"], SubmitOptions(idempotency_key="other"))
+    registry.redis.hset(keys.lines(finished), "0", b"staged once more")
+    assert intake.submit(finished, 1, SubmitOptions()) == (finished, False)
+    assert 0 < registry.redis.ttl(keys.lines(finished)) <= 3600
+    intake.submit(open_id, 1, SubmitOptions(idempotency_key="other"))
+    assert registry.redis.ttl(keys.lines(open_id)) == -1
+
+
+def test_the_rate_of_work_does_not_count_idle_minutes(registry: TestRegistry) -> None:
+    leases = registry.leases()
+    claim = must_claim(leases, UnitRef.shard(registry.running_job([0, 1, 2]), 0))
+
+    def rate_after(seconds: int, index: int) -> float:
+        registry.redis.hincrby(registry.keys.admission, "rate_at", -seconds * 1000)
+        leases.put(claim, [ok(index)])
+        return float(registry.redis.hget(registry.keys.admission, "rate") or 0)
+
+    leases.put(claim, [ok(0)])
+    assert rate_after(100, 1) == 0  # the window begins again
+    assert rate_after(20, 2) == pytest.approx(0.05, rel=0.1)
+
+
+def _staged_jobs(
+    registry: TestRegistry, announcer: RecordingAnnouncer, client: redis.Redis | None = None
+) -> StagedJobs:
+    return StagedJobs(client or registry.redis, registry.keys, announcer, settings=Settings())
+
+
+def _stage(registry: TestRegistry) -> str:
+    """As a plain producer does: no time after which the lines are forgotten."""
+    job_id = registry.keys.new_job_id()
+    registry.redis.hset(registry.keys.lines(job_id), "0", b"{}")
+    return job_id
+
+
+def test_a_job_that_redis_cannot_take_now_keeps_its_message(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.runtime.staged_jobs.RETRY_WAIT_S", 0.01)
+    job_id, announcer = _stage(registry), RecordingAnnouncer()
+    with redis.Redis(port=1, retry=Retry(NoBackoff(), 0)) as away:
+        assert _staged_jobs(registry, announcer, away).submit(job_id, 1, {}) is MessageEnd.REQUEUE
+    assert _staged_jobs(registry, announcer).submit(job_id, 1, {}) is MessageEnd.DONE
+    assert registry.status(job_id).status is JobState.VALIDATING
+    assert announcer.announced == [(UnitRef.plan(job_id), 5)]
+
+
+def test_a_second_copy_of_the_message_announces_a_job_that_is_still_queued(registry: TestRegistry) -> None:
+    job_id, announcer = _stage(registry), RecordingAnnouncer()
+    staged_jobs = _staged_jobs(registry, announcer)
+    for _ in range(2):
+        assert staged_jobs.submit(job_id, 1, {}) is MessageEnd.DONE
+    assert announcer.announced == [(UnitRef.plan(job_id), 5)] * 2
+
+
+@pytest.mark.parametrize(
+    ("num_lines", "options", "code", "param"),
+    [
+        (2, {}, "invalid_request", None), (0, {}, "empty_file", None), ("many", {}, "invalid_request", "n"),
+        (60_000, {}, "too_many_tasks", None), (1, {"priority": 99}, "invalid_request", "priority"),
+        (1, {"endpoint": "/v1/moderations"}, "invalid_request", "endpoint"),
+    ],
+)  # fmt: skip
+def test_a_refused_job_says_why_and_its_lines_are_forgotten(
+    registry: TestRegistry, num_lines: object, options: dict[str, object], code: str, param: str | None
+) -> None:
+    job_id = _stage(registry)
+    assert _staged_jobs(registry, RecordingAnnouncer()).submit(job_id, num_lines, options) is MessageEnd.DONE
+    job = registry.status(job_id)
+    assert job.status is JobState.FAILED
+    assert [(error.code, error.param, error.line) for error in job.errors] == [(code, param, None)]
+    assert 0 < registry.redis.ttl(registry.keys.lines(job_id)) <= 3600
+
+
+def test_lines_that_are_no_hash_are_refused_and_do_not_go_round(registry: TestRegistry) -> None:
+    job_id = registry.keys.new_job_id()
+    registry.redis.rpush(registry.keys.lines(job_id), b"{}")
+    assert _staged_jobs(registry, RecordingAnnouncer()).submit(job_id, 1, {}) is MessageEnd.DONE
+    job = registry.status(job_id)
+    assert job.status is JobState.FAILED
+    assert "hash of index and line" in (job.error or "")
+    assert registry.redis.ttl(registry.keys.lines(job_id)) > 0
+
+
+def test_every_limit_comes_from_a_setting_and_unset_ones_are_left_out() -> None:
+    limits = LimitSettings(max_open_prompts=70_000, max_open_bytes=2**30, max_open_jobs=9, max_tenant_jobs=3)
+    assert list(AdmissionLimits.from_settings(limits).for_script()) == [
+        {"scope": "all", "resource": "prompts", "most": 70_000},
+        {"scope": "all", "resource": "bytes", "most": 2**30},
+        {"scope": "all", "resource": "jobs", "most": 9},
+        {"scope": "tenant", "resource": "jobs", "most": 3},
+    ]

@@ -1,0 +1,227 @@
+"""Questions about jobs: pages of records, the list of jobs, the keys and scripts they use."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from tests.support.registry import TestRegistry, must_claim, ok
+from worker.registry import jobs as job_queries
+from worker.registry.connect import connect_async
+from worker.registry.errors import InvalidJobId, JobNotFound
+from worker.registry.exchange import perform, perform_async
+from worker.registry.jobs import JobQueries, ResultOrder, ResultPage
+from worker.registry.keys import Keys, UnitRef
+from worker.registry.leases import Claim
+from worker.registry.queues import lanes_by_priority
+
+NUM_LINES = 6
+
+EXPECTED = ResultPage([b"0", b"1"], cursor=2, is_last=True, has_ended=True)
+
+
+class Pages:
+    """A running job of six lines, its records and its pages."""
+
+    def __init__(self, registry: TestRegistry) -> None:
+        self.registry = registry
+        self.job_id = registry.running_job(range(NUM_LINES))
+        self.leases = registry.leases()
+        self.shard: Claim = must_claim(self.leases, UnitRef.shard(self.job_id, 0))
+
+    def write(self, *indices: int, size: int = 1) -> None:
+        self.leases.put(self.shard, [ok(index, f"{index}".ljust(size)) for index in indices])
+
+    def page(self, cursor: int, order: ResultOrder = ResultOrder.INPUT) -> ResultPage:
+        return perform(self.registry.redis, JobQueries(self.registry.keys).page(self.job_id, cursor, order))
+
+
+@pytest.fixture
+def pages(registry: TestRegistry) -> Pages:
+    return Pages(registry)
+
+
+def numbers(page: ResultPage) -> list[int]:
+    return [int(record) for record in page.records]
+
+
+def test_completion_order_is_that_of_writing_and_the_cursor_counts_records(
+    pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_queries, "PAGE_RECORDS", 2)
+    pages.write(4, 0, 3)
+    first = pages.page(0, ResultOrder.COMPLETION)
+    assert (numbers(first), first.cursor, first.is_last, first.has_ended) == ([4, 0], 2, False, False)
+    second = pages.page(2, ResultOrder.COMPLETION)
+    assert (numbers(second), second.cursor, second.is_last) == ([3], 3, True)
+
+
+def test_input_order_ends_before_the_first_line_that_is_not_done(pages: Pages) -> None:
+    pages.write(4, 1, 0, 3)
+    page = pages.page(0)
+    assert (numbers(page), page.cursor, page.is_last, page.has_ended) == ([0, 1], 2, True, False)
+    assert numbers(pages.page(2)) == []
+    pages.write(2)
+    assert numbers(pages.page(2)) == [2, 3, 4]
+
+
+def test_an_ended_job_is_read_to_its_end_in_pages(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_queries, "PAGE_RECORDS", 4)
+    pages.write(*reversed(range(NUM_LINES)))
+    read: list[tuple[Sequence[int], bool]] = []
+    cursor = 0
+    while not read or not read[-1][1]:
+        page = pages.page(cursor)
+        assert page.has_ended
+        read.append((numbers(page), page.is_last))
+        cursor = page.cursor
+    assert read == [([0, 1, 2, 3], False), ([4, 5], True)]
+    assert numbers(pages.page(NUM_LINES)) == numbers(pages.page(10**9)) == []
+
+
+@pytest.mark.parametrize("order", list(ResultOrder))
+def test_a_page_has_a_bound_in_bytes(pages: Pages, order: ResultOrder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_queries, "PAGE_BYTES", 100)
+    pages.write(0, 1, 2, size=40)
+    pages.write(3, size=400)
+    pages.write(4, 5)
+    found, cursor, is_last = [], 0, False
+    while not is_last:
+        page = pages.page(cursor, order)
+        found.append(numbers(page))
+        cursor, is_last = page.cursor, page.is_last
+    assert found == [[0, 1], [2], [3], [4, 5]]
+
+
+@pytest.mark.parametrize("order", list(ResultOrder))
+def test_records_that_expired_under_the_reader_are_no_empty_job(pages: Pages, order: ResultOrder) -> None:
+    pages.write(*range(NUM_LINES))
+    pages.registry.redis.delete(pages.registry.keys.records(pages.job_id))
+    with pytest.raises(JobNotFound):
+        pages.page(0, order)
+
+
+def test_a_job_that_ended_without_some_records_is_read_over_the_gaps(pages: Pages) -> None:
+    pages.write(1, 3)
+    pages.registry.redis.hset(pages.registry.keys.job(pages.job_id), "st", "failed")
+    page = pages.page(0)
+    assert (numbers(page), page.cursor, page.is_last) == ([1, 3], NUM_LINES, True)
+
+
+def test_a_job_that_ended_without_any_record_has_none(pages: Pages) -> None:
+    pages.registry.redis.hset(pages.registry.keys.job(pages.job_id), "st", "failed")
+    page = pages.page(0)
+    assert (numbers(page), page.is_last, page.has_ended) == ([], True, True)
+
+
+def _jobs(registry: TestRegistry, count: int) -> list[str]:
+    """Oldest first."""
+    job_ids = [registry.submit([b"x"]) for _ in range(count)]
+    registry.redis.zadd(registry.keys.jobs, {job_id: number for number, job_id in enumerate(job_ids, 1)})
+    return job_ids
+
+
+def test_dropping_forgotten_jobs_skips_no_live_one(registry: TestRegistry) -> None:
+    job_ids = _jobs(registry, 6)
+    for job_id in job_ids[-2:]:
+        registry.redis.delete(registry.keys.job(job_id))
+    assert [job.id for job in registry.jobs(2)] == [job_ids[3], job_ids[2]]
+    assert registry.redis.zcard(registry.keys.jobs) == 4
+
+
+def test_the_newest_jobs_come_first_and_no_more_than_asked_for(registry: TestRegistry) -> None:
+    job_ids = _jobs(registry, 3)
+    assert [job.id for job in registry.jobs(2)] == [job_ids[2], job_ids[1]]
+    assert [job.id for job in registry.jobs(10)] == job_ids[::-1]
+    assert registry.jobs(0) == []
+
+
+@pytest.fixture
+def job_id(registry: TestRegistry) -> str:
+    job_id = registry.running_job(range(2))
+    leases = registry.leases()
+    leases.put(must_claim(leases, UnitRef.shard(job_id, 0)), [ok(index, f"{index}") for index in range(2)])
+    return job_id
+
+
+@pytest.mark.parametrize("order", list(ResultOrder))
+def test_a_page_is_one_command_in_one_exchange(registry: TestRegistry, job_id: str, order: ResultOrder) -> None:
+    exchange = JobQueries(registry.keys).page(job_id, 0, order)
+    [command] = next(exchange)
+    assert command[0] == "EVALSHA"
+    with pytest.raises(StopIteration) as end:
+        exchange.send([[1, 1, 0, [b"record"]]])
+    assert end.value.value == ResultPage([b"record"], cursor=1, is_last=True, has_ended=False)
+
+
+def test_a_redis_that_lost_its_scripts_is_given_them_again(registry: TestRegistry, job_id: str) -> None:
+    queries = JobQueries(registry.keys)
+    for _ in range(2):
+        registry.redis.script_flush()
+        assert perform(registry.redis, queries.page(job_id, 0, ResultOrder.COMPLETION)) == EXPECTED
+
+
+def test_a_reader_in_an_event_loop_gives_them_too(registry: TestRegistry, job_id: str) -> None:
+    async def page() -> ResultPage:
+        async with connect_async(registry.settings) as client:
+            return await perform_async(client, JobQueries(registry.keys).page(job_id, 0, ResultOrder.INPUT))
+
+    registry.redis.script_flush()
+    assert asyncio.run(page()) == EXPECTED
+
+
+def test_new_ids_are_valid_distinct_and_sort_by_time() -> None:
+    keys = Keys()
+    ids = [keys.new_job_id() for _ in range(50)]
+    assert len(set(ids)) == 50
+    assert all(keys.check_job_id(job_id) == job_id for job_id in ids)
+    assert ids[0][:15] <= ids[-1][:15]
+    assert ids[0][17] == "7"  # s0-xxxxxxxx-xxxx-7...: a version 7 UUID
+
+
+@pytest.mark.parametrize(
+    "job_id",
+    [
+        "",
+        "s0",
+        "s1-" + "0" * 36,
+        "s0-" + "0" * 35,
+        "s0-" + "0" * 36 + "\n",
+        "s0-" + "g" * 36,
+        "s0-*" + "0" * 35,
+        None,
+        7,
+    ],
+)
+def test_what_is_no_job_id_names_no_key(job_id: object) -> None:
+    with pytest.raises(InvalidJobId, match="accepted"):
+        Keys().check_job_id(job_id)
+
+
+@pytest.mark.parametrize("unit", ["", "-1", "1:x", "plans", "*", "1" * 10])
+def test_what_is_no_unit_names_no_key(unit: str) -> None:
+    keys = Keys()
+    with pytest.raises(InvalidJobId, match="accepted: plan or a number"):
+        keys.unit(UnitRef(keys.new_job_id(), unit))
+
+
+def test_every_key_of_a_job_lies_in_one_hash_slot() -> None:
+    keys = Keys()
+    names = keys.of_unit_scripts(UnitRef.shard(keys.new_job_id(), 3))
+    names += [keys.jobs, keys.idempotency("t", "k\ud800"), keys.tenant_admission("t")]
+    assert all(name.startswith("millrace:{s0}:") for name in names)
+
+
+def test_members_of_the_open_set_name_their_unit() -> None:
+    ref = UnitRef.shard("s0-" + "0" * 36, 12)
+    assert UnitRef.of_member(str(ref)) == ref
+
+
+def test_ten_priorities_share_four_lanes() -> None:
+    lanes = lanes_by_priority()
+    assert len(lanes) == 10
+    assert len(set(lanes)) == 4
+    assert lanes[0] == lanes[2] == "millrace"
+    assert lanes[9] == "millrace\x06\x169"

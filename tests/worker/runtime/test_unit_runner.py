@@ -1,0 +1,221 @@
+"""Units by the messages they came by: taken, run, given back."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+
+import pytest
+import redis
+
+from tests.support.registry import TestRegistry, must_claim, ok
+from tests.support.units import running_units
+from tests.support.wait_until import wait_until
+from worker.broker.messages import MessageEnd
+from worker.registry.keys import UnitRef
+from worker.registry.lifecycle import StopReason
+from worker.runtime.held_units import HeldUnit
+from worker.runtime.unit_runner import UnitFailed
+from worker.schemas import JobState, SubmitOptions
+
+
+def _no_work(_held: HeldUnit) -> None:
+    raise AssertionError("there was nothing to run")
+
+
+def test_a_finished_unit_acknowledges_its_message(registry: TestRegistry) -> None:
+    job_id = registry.running_job([0])
+    with running_units(registry) as units:
+
+        def work(held: HeldUnit) -> None:
+            assert held.claim.ref in units.held_units
+            units.leases.put(held.claim, [ok(0)])
+            held.set_written()
+
+        assert units.runner().run(UnitRef.shard(job_id, 0), "m", work) is MessageEnd.DONE
+        assert len(units.held_units) == 0
+    assert registry.status(job_id).status is JobState.COMPLETED
+
+
+def test_messages_of_units_that_are_held_or_finished_are_acknowledged(registry: TestRegistry) -> None:
+    job_id = registry.running_job([0], [1])
+    with running_units(registry) as units:
+        runner = units.runner()
+        units.hold(UnitRef.shard(job_id, 0))  # by this worker
+        must_claim(registry.leases(owner="other"), UnitRef.shard(job_id, 1))
+        for unit in (UnitRef.shard(job_id, 0), UnitRef.shard(job_id, 1), UnitRef.plan(job_id)):
+            assert runner.run(unit, "m", _no_work) is MessageEnd.DONE
+
+
+def test_a_draining_worker_claims_nothing(registry: TestRegistry) -> None:
+    shard = UnitRef.shard(registry.running_job([0]), 0)
+    with running_units(registry) as units:
+        runner = units.runner()
+        runner.drain()
+        assert runner.run(shard, "m", _no_work) is MessageEnd.REQUEUE
+        must_claim(units.leases, shard)
+
+
+def test_a_worker_that_hangs_claims_nothing(registry: TestRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.runtime.unit_runner.UNWELL_PAUSE_S", 0.01)
+    shard = UnitRef.shard(registry.running_job([0]), 0)
+    with running_units(registry) as units:
+        assert units.runner(is_well=False).run(shard, "m", _no_work) is MessageEnd.REQUEUE
+        must_claim(units.leases, shard)
+
+
+@pytest.mark.parametrize(
+    ("reason", "end", "attempts"),
+    [
+        (StopReason.RELEASED, MessageEnd.REQUEUE, 0),
+        (StopReason.ENGINE_FAILED, MessageEnd.REQUEUE, 1),
+    ],
+)
+def test_an_unfinished_unit_goes_back(
+    registry: TestRegistry, reason: StopReason, end: MessageEnd, attempts: int
+) -> None:
+    shard = UnitRef.shard(registry.running_job([0]), 0)
+    with running_units(registry) as units:
+        assert units.runner().run(shard, "m", lambda held: held.stop(reason)) is end
+        assert must_claim(units.leases, shard, alone=True).attempts == attempts
+
+
+@pytest.mark.parametrize(
+    ("error", "attempts", "reason"),
+    [
+        (redis.ConnectionError("a secret"), 0, StopReason.RELEASED),
+        (ZeroDivisionError("a secret"), 1, StopReason.FAILED),
+    ],
+)
+def test_a_defect_counts_as_an_attempt_and_a_lost_redis_does_not(
+    registry: TestRegistry, error: Exception, attempts: int, reason: StopReason
+) -> None:
+    held_units: list[HeldUnit] = []
+    shard = UnitRef.shard(registry.running_job([0]), 0)
+
+    def work(held: HeldUnit) -> None:
+        held_units.append(held)
+        raise error
+
+    with running_units(registry) as units:
+        with pytest.raises(UnitFailed, match=f"^{type(error).__name__}$") as caught:
+            units.runner().run(shard, "m", work)
+        assert "secret" not in "".join(traceback.format_exception(caught.value))
+        assert held_units[0].stop_reason is reason
+        assert len(units.held_units) == 0
+        assert must_claim(units.leases, shard, alone=True).attempts == attempts
+
+
+def test_a_redis_that_is_away_when_a_unit_is_to_be_claimed_is_a_line_in_the_log(
+    registry: TestRegistry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = UnitRef.shard(registry.running_job([0]), 0)
+
+    def away(*_: object, **__: object) -> None:
+        raise redis.ConnectionError("refused")
+
+    with running_units(registry) as units:
+        monkeypatch.setattr(units.leases, "claim", away)
+        with pytest.raises(UnitFailed, match=r"^ConnectionError$") as caught:
+            units.runner().run(shard, "m", _no_work)
+        assert "refused" not in "".join(traceback.format_exception(caught.value))
+
+    [record] = [record for record in caplog.records if "no unit could be claimed: refused" in record.message]
+    assert (record.__dict__["job_id"], record.__dict__["shard"], record.exc_info) == (shard.job_id, 0, None)
+
+
+def test_units_of_a_cancelled_job_are_closed_instead_of_run(registry: TestRegistry) -> None:
+    job_id = registry.running_job([0, 1])
+    registry.control.cancel(job_id)
+    with running_units(registry) as units:
+        assert units.runner().run(UnitRef.shard(job_id, 0), "m", _no_work) is MessageEnd.DONE
+    job = registry.status(job_id)
+    assert (job.status, job.request_counts.failed) == (JobState.CANCELLED, 2)
+
+
+def test_a_full_worker_gives_shards_back_unclaimed_and_still_plans(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.runtime.unit_runner.SLOT_WAIT_S", 0.05)
+    job_id, queued = registry.running_job([0], [1]), registry.submit([b"x"])
+    running, finish = threading.Event(), threading.Event()
+
+    def work(_held: HeldUnit) -> None:
+        running.set()
+        finish.wait(10)
+
+    with running_units(registry) as units:
+        runner = units.runner(max_shards=1)
+        busy = threading.Thread(target=runner.run, args=(UnitRef.shard(job_id, 0), "m", work))
+        busy.start()
+        assert running.wait(5)
+        assert runner.run(UnitRef.shard(job_id, 1), "n", _no_work) is MessageEnd.REQUEUE
+        assert registry.redis.hget(registry.keys.unit(UnitRef.shard(job_id, 1)), "st") == b"queued"
+        planned: list[HeldUnit] = []
+        assert runner.run(UnitRef.plan(queued), "p", planned.append) is MessageEnd.DONE
+        assert len(planned) == 1
+        finish.set()
+        busy.join(5)
+        assert runner.run(UnitRef.shard(job_id, 1), "n", lambda held: held.set_written()) is MessageEnd.DONE
+
+
+def test_a_unit_goes_back_only_after_what_finished_is_written(registry: TestRegistry) -> None:
+    shard = UnitRef.shard(registry.running_job([0, 1]), 0)
+    with running_units(registry) as units:
+
+        def work(held: HeldUnit) -> None:
+            held.add_unwritten(1)
+            held.stop(StopReason.RELEASED)
+
+        runner = threading.Thread(target=units.runner().run, args=(shard, "m", work))
+        runner.start()
+        wait_until(lambda: shard in units.held_units)
+        runner.join(0.2)
+        assert registry.redis.hget(registry.keys.unit(shard), "st") == b"running"
+        [held] = units.held_units.all()
+        held.add_unwritten(-1)
+        runner.join(5)
+        assert registry.redis.hget(registry.keys.unit(shard), "st") == b"queued"
+
+
+def test_a_unit_whose_last_record_is_written_on_the_way_out_is_done(registry: TestRegistry) -> None:
+    shard = UnitRef.shard(registry.running_job([0]), 0)
+    with running_units(registry) as units:
+
+        def work(held: HeldUnit) -> None:
+            held.stop(StopReason.RELEASED)
+            assert units.writer.put(held, [ok(0)])
+
+        assert units.runner().run(shard, "m", work) is MessageEnd.DONE
+    assert registry.status(shard.job_id).status is JobState.COMPLETED
+
+
+def test_a_message_is_for_the_shard_of_whoever_has_least_here(registry: TestRegistry) -> None:
+    large = registry.running_job([0], [1], options=SubmitOptions(tenant="large"))
+    small = registry.running_job([0], options=SubmitOptions(tenant="small"))
+    ran: list[UnitRef] = []
+
+    def work(held: HeldUnit) -> None:
+        ran.append(held.claim.ref)
+        units.leases.put(held.claim, [ok(index) for index in held.claim.missing])
+        held.set_written()
+
+    with running_units(registry) as units:
+        units.hold(UnitRef.shard(large, 0))
+        runner = units.runner()
+        ends = [runner.run(UnitRef.shard(large, 1), "m", work) for _ in range(3)]
+    assert ran == [UnitRef.shard(small, 0), UnitRef.shard(large, 1)]
+    assert ends == [MessageEnd.DONE] * 3
+
+
+def test_a_message_goes_back_while_the_slots_that_are_left_are_for_others(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.runtime.unit_runner.SLOT_WAIT_S", 0.01)
+    job_id = registry.running_job(*[[number] for number in range(9)])
+    with running_units(registry) as units:
+        for number in range(7):
+            units.hold(UnitRef.shard(job_id, number))
+        runner = units.runner(max_shards=8)
+        assert runner.run(UnitRef.shard(job_id, 7), "m", _no_work) is MessageEnd.REQUEUE
+        assert registry.redis.hget(registry.keys.unit(UnitRef.shard(job_id, 7)), "fence") == b"0"
