@@ -1,5 +1,5 @@
-"""What all tests share: how hypothesis behaves, one Redis that is empty at the start of each test, and the account of
-the parity tests, which is printed at the end of every run.
+"""What all tests share: hypothesis without deadlines, a Redis that is empty at the start of each test, restored logs,
+and the account of the parity tests, which is printed at the end of every run.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ import pytest
 import redis
 import structlog
 
-from tests.support.free_port import free_port
-from tests.support.redis_server import private_redis
+from tests.support.redis_servers import free_port, private_redis
+
+TIES = pytest.StashKey[dict[str, int]]()
+_OF_WORKER = "parity"  # where a process of pytest-xdist leaves its account
+
 
 # No deadline: on two cores that other processes use too, a deadline fails at random.
 hypothesis.settings.register_profile("millrace", deadline=None)
 hypothesis.settings.load_profile("millrace")
-
-
-TIES = pytest.StashKey[dict[str, int]]()
-_OF_WORKER = "parity"  # where a process of pytest-xdist leaves its account
 
 
 def pytest_configure(config: pytest.Config) -> None:

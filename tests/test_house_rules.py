@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("settings", "kernels", "engine", "worker")
-MAX_FILE_LINES = 300
+MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 40
 MAX_KERNEL_LINES = 90
 MAX_PARAMETERS = 6
@@ -44,10 +44,6 @@ def _functions(path: Path) -> Iterator[Function]:
     for node in ast.walk(_tree(path)):
         if isinstance(node, Function):
             yield node
-
-
-def _public_classes(path: Path) -> list[str]:
-    return [node.name for node in _tree(path).body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
 
 
 def _code_lines(function: Function) -> int:
@@ -103,12 +99,6 @@ def test_nothing_is_global_and_nothing_is_asserted_to_users(kind: type[ast.stmt]
         if isinstance(node, kind)
     ]
     assert not places, f"{kind.__name__} in {places}; instead: {instead}"
-
-
-def test_a_file_has_at_most_one_public_class_but_for_families() -> None:
-    families = {"errors.py", "item_result.py", "unified_refusal.py"}  # an error tree, a tagged union, enum and error
-    crowded = {_name(path): names for path in _sources(*PACKAGES) if len(names := _public_classes(path)) > 1}
-    assert not {name: names for name, names in crowded.items() if Path(name).name not in families}
 
 
 @pytest.mark.parametrize("name", DOCSTRING_ONLY)

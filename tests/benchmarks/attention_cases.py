@@ -1,8 +1,13 @@
-"""Attention over the paged cache."""
+"""Cases of attention over the paged cache, with and without shared prefixes, and of what writes into the cache.
+
+Rows that share a prefix are compared with the same rows attended one by one, which decides `engine.shared_prefix`.
+Before attention come the norm of queries and keys, the rotary embedding and the write into the cache.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
@@ -10,15 +15,28 @@ from torch.nn.attention.varlen import varlen_attn
 
 from kernels.attention_types import AttentionState
 from kernels.interface import Operations
-from tests.benchmarks.attention_inputs import AttentionInputs
-from tests.benchmarks.case import Case, Prepare, Workload
-from tests.benchmarks.elementwise_cases import ELEMENTWISE_GOAL_PERCENT
-from tests.benchmarks.model_shape import ModelShape, distinct
-from tests.benchmarks.sizes import Sizes
-from tests.benchmarks.tensors import random
+from tests.benchmarks.kernel_inputs import (
+    BLOCK_SIZE,
+    ELEMENTWISE_GOAL_PERCENT,
+    EPS,
+    AttentionInputs,
+    Case,
+    ModelShape,
+    Prepare,
+    Sizes,
+    Workload,
+    distinct,
+    random,
+    shuffled,
+)
 
 DECODE_GOAL_PERCENT = 80.0
 PREFILL_GOAL_PERCENT = 60.0
+
+SUFFIX_QUERIES = 16  # of a prompt whose prefix is cached: 64 pairs of a block of 128 with 4 heads a KV head
+
+ROPE_BLOCK_SIZE = 16
+MAX_POSITIONS = 40960
 
 
 def attention_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
@@ -138,3 +156,102 @@ def _merge(ops: Operations, model: ModelShape, num_tokens: int) -> Prepare:
         )
 
     return prepare
+
+
+def shared_prefix_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
+    """A decode step and a step of short suffixes, seven eighths of the keys shared by 4, 16 and all rows; decode with
+    half as much, and with an eighth, to see where it stops to pay."""
+    num_rows, context = sizes.few_tokens, sizes.context_tokens
+    shares = [(group_rows, 7) for group_rows in (4, 16, num_rows)] + [(16, 4), (16, 1), (2, 7)]
+    for names, model in distinct(models, lambda m: (m.num_heads, m.num_kv_heads, m.head_dim)):
+        heads = f"{model.num_heads}/{model.num_kv_heads} x {model.head_dim}"
+        for group_rows, eighths in shares:
+            group = min(group_rows, num_rows)
+            shared = context * eighths // 8 // BLOCK_SIZE * BLOCK_SIZE or BLOCK_SIZE
+            shape = f"{num_rows} x {context}, {shared} shared by {group}, {heads}"
+            prepare = _shared(ops, model, (1, num_rows, context), group, shared)
+            yield Case("paged_decode_attention", names, shape, "bandwidth", prepare)
+            if eighths == 7:
+                queries = min(SUFFIX_QUERIES, context - shared)
+                shape = f"{num_rows} x last {queries} of {context}, {shared} shared by {group}, {heads}"
+                prepare = _shared(ops, model, (queries, num_rows, context), group, shared)
+                yield Case("paged_prefill_attention", names, shape, "bandwidth", prepare)
+
+
+def _shared(ops: Operations, model: ModelShape, step: tuple[int, int, int], group_rows: int, shared: int) -> Prepare:
+    """step: queries of a row, rows, keys of a row."""
+    query_len, num_rows, kv_len = step
+
+    def prepare(device: torch.device) -> Workload:
+        lens = ((query_len,) * num_rows, (kv_len,) * num_rows)
+        inputs = AttentionInputs(model, *lens, device, group_rows, shared)
+        attend = ops.paged_decode_attention if query_len == 1 else ops.paged_prefill_attention
+        plain = replace(inputs.rows, prefix_groups=())
+        num_keys = num_rows * (kv_len - shared) + len(inputs.rows.prefix_groups) * shared
+        kv_bytes = 2 * 2 * num_keys * model.num_kv_heads * model.head_dim
+        query_bytes = 2 * 2 * inputs.q.numel() + 4 * inputs.q.shape[0] * model.num_heads
+        return Workload(
+            kv_bytes + query_bytes,
+            "2 x 2 S Hkv D bytes of keys and values (S: different ones) + 2 x 2 T Hq D + 4 T Hq of queries and results",
+            lambda: attend(inputs.q, inputs.k, inputs.v, inputs.rows, inputs.scale).output,
+            {"row by row": lambda: attend(inputs.q, inputs.k, inputs.v, plain, inputs.scale).output},
+        )
+
+    return prepare
+
+
+def rope_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
+    """Tokens of one prompt, or of as many requests, whose slots lie anywhere."""
+    for num_tokens, goal in ((sizes.few_tokens, None), (sizes.many_tokens, ELEMENTWISE_GOAL_PERCENT)):
+        for names, model in distinct(models, lambda m: (m.num_heads, m.num_kv_heads, m.head_dim, m.qk_norm)):
+            norm = "norm" if model.qk_norm else "no norm"
+            shape = f"T {num_tokens}, {model.num_heads}/{model.num_kv_heads} x {model.head_dim}, {norm}"
+            yield Case("qk_norm_rope_store_kv", names, shape, "bandwidth", _rope(ops, num_tokens, model), goal)
+
+
+def _rope(ops: Operations, num_tokens: int, model: ModelShape) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        qkv = random(num_tokens, model.qkv_width, device=device)
+        weights = random(2, model.head_dim, device=device)
+        norm = (weights[0], weights[1], EPS) if model.qk_norm else None
+        cos_sin = random(MAX_POSITIONS, model.head_dim, device=device, dtype=torch.float32)
+        positions = shuffled(MAX_POSITIONS, device)[:num_tokens]
+        num_blocks = -(-num_tokens // ROPE_BLOCK_SIZE) + 1
+        caches = torch.zeros(
+            2, num_blocks, ROPE_BLOCK_SIZE, model.num_kv_heads, model.head_dim, dtype=qkv.dtype, device=device
+        )
+        slots = shuffled(num_blocks * ROPE_BLOCK_SIZE, device)[:num_tokens]
+        return Workload(
+            # Read and written: each head once. Read besides: cosines and sines in float32, position and slot.
+            num_tokens * (2 * 2 * model.qkv_width + 4 * model.head_dim + 16),
+            "T (2 x 2 (Hq + 2 Hkv) D + 4 D + 16) bytes",
+            lambda: ops.qk_norm_rope_store_kv(qkv, norm, cos_sin, positions, caches[0], caches[1], slots),
+            {"torch rms_norm, rotation, index_copy_": lambda: _by_torch(qkv, norm, cos_sin[positions], caches, slots)},
+        )
+
+    return prepare
+
+
+def _by_torch(
+    qkv: torch.Tensor,
+    norm: tuple[torch.Tensor, torch.Tensor, float] | None,
+    rotation: torch.Tensor,
+    caches: torch.Tensor,
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    num_kv_heads, head_dim = caches.shape[-2:]
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    queries, keys, values = torch.tensor_split(heads, (num_heads, num_heads + num_kv_heads), dim=1)
+    if norm is not None:
+        queries = F.rms_norm(queries, (head_dim,), norm[0], norm[2])
+        keys = F.rms_norm(keys, (head_dim,), norm[1], norm[2])
+    cos, sin = rotation[:, None].chunk(2, dim=-1)
+    caches[0].flatten(0, 1).index_copy_(0, slots, _rotate(keys, cos, sin))
+    caches[1].flatten(0, 1).index_copy_(0, slots, values)
+    return _rotate(queries, cos, sin)
+
+
+def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)

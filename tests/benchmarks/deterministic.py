@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks.deterministic [--trials N]`: what `engine.deterministic` costs on this machine.
+"""Measures what `engine.deterministic` costs on this machine: `python -m tests.benchmarks.deterministic [--trials N]`.
 
 Random checkpoints of 8 layers, one thread, trials of the two engines in turn. Seconds are the process's processor time,
 so that what else runs on the machine does not count.

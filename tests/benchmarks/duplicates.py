@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks.duplicates [--trials N] [--json FILE]`: 30 % duplicates, computed once.
+"""Measures the work that duplicates cost: `python -m tests.benchmarks.duplicates [--trials N] [--json FILE]`.
 
 200 prompts of one tenant, shuffled, of which 60 say the same as one of the other 140; greedy and seeded in turn; a tiny
 model, one thread, 16 sequences at a time. Tokens are those that the model's forward passes take in.

@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks.fairness [--wall] [--json FILE]`: how long small tenants wait beside a large one.
+"""Measures how long small tenants wait for a large one: `python -m tests.benchmarks.fairness [--wall] [--json FILE]`.
 
 Three tenants of equal priority, one with 100 times the prompts of each of the others, all submitted at once, the large
 one's first. A tenant's fair share is the time it would need alone with a third of the machine.
@@ -28,8 +28,7 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduling.waiting_queue import SchedulerLimits
-from tests.benchmarks.dry_engine import DryEngine
-from tests.support.engines import load_engine
+from tests.support.engines import DryEngine, load_engine
 from tests.support.tiny_checkpoint import make_checkpoint
 
 LIMITS = SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=2048, unified_prefill=True)

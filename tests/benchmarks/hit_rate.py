@@ -1,4 +1,6 @@
-"""`python -m tests.benchmarks.hit_rate [--seeds N] [--json FILE]`: prefix hits over what the prefix tree allows.
+"""Measures prefix hits over what the prefix tree allows.
+
+`python -m tests.benchmarks.hit_rate [--seeds N] [--json FILE]`
 
 8 jobs of 400 prompts under 40 prefixes of 256 to 1024 tokens (8 roots, 5 branches each), shuffled; 64 sequences at a
 time; a KV pool of a third of the sum of the prefixes. No model: the figures are exact and the same on every machine.
@@ -21,7 +23,7 @@ from pathlib import Path
 from engine.kv_cache.block_manager import BlockHashChain, BlockManager
 from engine.scheduling.sequence import SequenceState
 from engine.scheduling.waiting_queue import BlockedAt, SchedulerLimits, WaitingQueue
-from tests.benchmarks.dry_engine import DryEngine
+from tests.support.engines import DryEngine
 
 BLOCK_SIZE = 16
 NUM_JOBS, PROMPTS_A_JOB = 8, 400

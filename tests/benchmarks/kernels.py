@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks.kernels [--json FILE] [--only OPERATION]`: every operation on this GPU."""
+"""Measures every operation on this GPU: `python -m tests.benchmarks.kernels [--json FILE] [--only OPERATION]`."""
 
 from __future__ import annotations
 
@@ -6,26 +6,143 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
 from kernels.dispatch import operation_names
 from kernels.interface import Operations
-from tests.benchmarks.attention_cases import attention_cases
-from tests.benchmarks.case import Case
-from tests.benchmarks.elementwise_cases import elementwise_cases
-from tests.benchmarks.expert_cases import expert_cases
-from tests.benchmarks.gpu_timer import GpuTimer
-from tests.benchmarks.machine import Machine, measure_machine
-from tests.benchmarks.measurement import Measurement, MedianUs, measure
-from tests.benchmarks.model_shape import MODELS, ModelShape
-from tests.benchmarks.report import as_json, as_table, describe_machine
-from tests.benchmarks.rope_cases import rope_cases
-from tests.benchmarks.sampling_cases import sampling_cases
-from tests.benchmarks.shared_prefix_cases import shared_prefix_cases
-from tests.benchmarks.sizes import Sizes
+from tests.benchmarks.attention_cases import attention_cases, rope_cases, shared_prefix_cases
+from tests.benchmarks.kernel_inputs import MODELS, Case, ModelShape, Sizes
+from tests.benchmarks.layer_cases import elementwise_cases, expert_cases, sampling_cases
+from tests.benchmarks.machine import GpuTimer, Machine, measure_machine
+
+# Median microseconds of a run, with an optional action before each run that is not timed.
+MedianUs = Callable[[Callable[[], object], Callable[[], None] | None], float]
+
+HEADER = ("operation", "models", "shape", "time us", "of bound", "goal", "library us", "ratio", "library")
+EXPLANATION = """\
+of bound = amount / time / rate, with the rate measured above (copy: bytes read + written; matmul: bfloat16 FLOP)
+ratio    = time of the fastest library call / our time; above 1 ours is faster
+time     = median between two CUDA events, L2 emptied before each run; {floor:.1f} us of it are the events' own
+amounts:"""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Times of one case, ours and the best library call's."""
+
+    case: Case
+    amount: int = 0
+    formula: str = ""
+    time_us: float | None = None  # None: failed, see error
+    library: str = ""  # the fastest one that ran
+    library_us: float | None = None
+    error: str = ""
+    failed_libraries: dict[str, str] = field(default_factory=dict)  # name -> why
+
+    def percent(self, rate_per_s: float) -> float | None:
+        """Share of the bound that was reached: amount / time / rate."""
+        return None if self.time_us is None else 100 * self.amount / (self.time_us / 1e6) / rate_per_s
+
+    @property
+    def ratio(self) -> float | None:
+        """Time of the library call / our time: above 1 we are faster."""
+        return None if self.time_us is None or self.library_us is None else self.library_us / self.time_us
+
+
+def measure(case: Case, device: torch.device, median_us: MedianUs) -> Measurement:
+    """Allocate, run ours and every library call. What fails is recorded, so that one failure costs one figure."""
+    try:
+        work = case.prepare(device)
+        time_us = median_us(work.run, work.restore)
+    except Exception as error:  # a seam: kernels raise what torch, triton and the driver raise
+        return Measurement(case, error=_one_line(error))
+    library_us: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for name, run in work.libraries.items():
+        try:
+            library_us[name] = median_us(run, work.restore)
+        except Exception as error:  # the same seam; a library that lacks the operation says so in many ways
+            failed[name] = _one_line(error)
+    best = min(library_us, key=lambda name: library_us[name], default="")
+    return Measurement(case, work.amount, work.formula, time_us, best, library_us.get(best), "", failed)
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+
+
+def rate_per_s(machine: Machine, measurement: Measurement) -> float:
+    """The bound of a case on this machine."""
+    return machine.copy_bytes_per_s if measurement.case.bound == "bandwidth" else machine.matmul_flop_per_s
+
+
+def describe_machine(machine: Machine) -> str:
+    """The machine in three lines."""
+    return (
+        f"{machine.gpu}, driver {machine.driver}, CUDA {machine.cuda}, torch {machine.torch}, triton {machine.triton}\n"
+        f"{machine.checkout}\n"
+        f"copy {machine.copy_bytes_per_s / 1e12:.2f} TB/s, matmul {machine.matmul_flop_per_s / 1e12:.0f} TFLOP/s"
+    )
+
+
+def as_table(machine: Machine, measurements: Sequence[Measurement]) -> str:
+    """All figures, the formulas below, and what failed."""
+    rows = [HEADER, *(_row(machine, measurement) for measurement in measurements)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    formulas = dict.fromkeys(f"  {m.case.operation}: {m.formula}" for m in measurements if m.formula)
+    lines += ["", EXPLANATION.format(floor=machine.event_floor_us), *formulas]
+    for m in measurements:
+        where = f"{m.case.operation} {m.case.shape}"
+        lines += [f"failed: {where}: {m.error}"] * bool(m.error)
+        lines += [f"library failed: {where}: {name}: {reason}" for name, reason in m.failed_libraries.items()]
+    return "\n".join(lines)
+
+
+def as_json(machine: Machine, measurements: Sequence[Measurement]) -> dict[str, object]:
+    """The same as plain data."""
+    return {"machine": asdict(machine), "measurements": [_record(machine, m) for m in measurements]}
+
+
+def _row(machine: Machine, m: Measurement) -> tuple[str, ...]:
+    percent, goal = m.percent(rate_per_s(machine, m)), m.case.goal_percent
+    verdict = "" if goal is None else f"{goal:.0f}%" if percent is None or percent >= goal else f"{goal:.0f}% missed"
+    chain = m.case.operation.split("+")
+    return (
+        chain[0] if len(chain) == 1 else f"{chain[0]} .. {chain[-1]}",
+        m.case.models,
+        m.case.shape,
+        "failed" if m.time_us is None else f"{m.time_us:.1f}",
+        "" if percent is None else f"{percent:.1f}% {m.case.bound}",
+        verdict,
+        "" if m.library_us is None else f"{m.library_us:.1f}",
+        "" if m.ratio is None else f"{m.ratio:.2f}",
+        m.library,
+    )
+
+
+def _record(machine: Machine, m: Measurement) -> dict[str, object]:
+    return {
+        "operation": m.case.operation,
+        "models": m.case.models,
+        "shape": m.case.shape,
+        "time_us": m.time_us,
+        "bound": m.case.bound,
+        "amount": m.amount,
+        "formula": m.formula,
+        "percent": m.percent(rate_per_s(machine, m)),
+        "goal_percent": m.case.goal_percent,
+        "library": m.library,
+        "library_us": m.library_us,
+        "ratio": m.ratio,
+        "error": m.error,
+        "failed_libraries": m.failed_libraries,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks.large_job [--lines N] [--line-bytes N]`: one large job through the queue.
+"""Measures one large job through the queue: `python -m tests.benchmarks.large_job [--lines N] [--line-bytes N]`.
 
 A strict job, so every line is checked before the first one runs. Producer, worker, reader and Redis are a process each.
 """
@@ -7,35 +7,84 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from redis import Redis
 
-from tests.benchmarks.large_job_figures import LargeJobFigures
-from tests.benchmarks.large_lines import large_lines
-from tests.benchmarks.process_memory import forget_peak, peak_rss_mib, rss_mib
-from tests.benchmarks.queue_lines import queue_lines
-from tests.benchmarks.queue_machine import QueueMachine
-from tests.benchmarks.queue_report import describe_machine
-from tests.benchmarks.queue_workers import ROOT, queue_workers
-from tests.support.free_port import free_port
-from tests.support.redis_server import private_redis
+from tests.benchmarks.large_job_part import forget_peak, peak_rss_mib, rss_mib
+from tests.benchmarks.machine import QueueMachine
+from tests.benchmarks.queue import ROOT, describe_machine, queue_lines, queue_workers
+from tests.support.processes import wait_until
+from tests.support.redis_servers import free_port, private_redis
 from tests.support.tiny_tokenizer import make_tokenizer
-from tests.support.wait_until import wait_until
 from worker.client import BatchClient
 from worker.records.record import has_failed
 from worker.schemas import JobState, JobStatus
+
+Memory = tuple[float, float]  # MiB of resident memory: before the job, and at most
+
+WORDS = (" the", " and", " you", " are", " a", " is", " system", " user")
+TEXT_BYTES = 1 << 20  # one text, of which each line has another piece
+SYSTEM = "You are an assistant and you answer the user in one line."
 
 START_TIMEOUT_S = 60.0
 RUN_TIMEOUT_S = 600.0
 WARM_UP_LINES = 500
 POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class LargeJobFigures:
+    """One run. Times in seconds, on a clock on the wall."""
+
+    num_lines: int
+    input_bytes: int
+    output_bytes: int
+    accepted_s: float  # from the first line read to the job's acceptance
+    planned_s: float  # from there to the job's shards
+    run_s: float  # from there to the last record, by an engine that answers at once
+    downloaded_s: float
+    producer_mib: Memory
+    planner_mib: Memory  # of the worker, until its plan was done
+    worker_mib: Memory  # the same until the job was done
+    reader_mib: Memory
+    redis_peak_mib: float  # lines and records
+
+    def as_table(self) -> str:
+        """A Markdown table, a row for each phase."""
+        rows = [
+            ("accepted", self.accepted_s, self.input_bytes, "producer", self.producer_mib),
+            ("planned", self.planned_s, self.input_bytes, "worker", self.planner_mib),
+            ("run", self.run_s, self.input_bytes, "worker", self.worker_mib),
+            ("downloaded", self.downloaded_s, self.output_bytes, "reader", self.reader_mib),
+        ]
+        lines = ["| what | s | lines/s | MB/s | RSS before -> peak |", "|---|---:|---:|---:|---|"]
+        for what, seconds, num_bytes, who, (before, peak) in rows:
+            rates = f"{self.num_lines / seconds:,.0f} | {num_bytes / seconds / 1e6:.1f}"
+            lines.append(f"| {what} | {seconds:.2f} | {rates} | {who} {before:.0f} -> {peak:.0f} MiB |")
+        sizes = f"{self.input_bytes / 1e6:.0f} MB in, {self.output_bytes / 1e6:.0f} MB out"
+        return "\n".join([f"{self.num_lines:,} lines, {sizes}; Redis at most {self.redis_peak_mib:.0f} MiB", *lines])
+
+
+def large_lines(num_lines: int, line_bytes: int) -> Iterator[bytes]:
+    """Chat lines of about `line_bytes` bytes, no two the same; the tests' tokenizer makes a token of three bytes."""
+    random_ = random.Random(0)
+    text = "".join(random_.choices(WORDS, k=TEXT_BYTES // 3))
+    for number in range(num_lines):
+        begin = random_.randrange(TEXT_BYTES // 2)
+        question = f"Question {number}:" + text[begin : begin + max(line_bytes - 260, 0)]
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+        body = {"model": "millrace", "messages": messages, "max_tokens": 16, "temperature": 0.7}
+        line = {"custom_id": f"large-{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+        yield json.dumps(line).encode()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
-"""The producer or the reader of a large job, in a process of its own: its memory is nobody else's.
+"""Submits or reads a large job in a process of its own, whose memory is nobody else's.
 
-`python -m tests.benchmarks.large_job_part submit URL FILE`, or `read URL JOB FILE`: prints its figures as JSON.
+`python -m tests.benchmarks.large_job_part submit URL FILE`, or `read URL JOB FILE`: prints its figures as JSON. Memory
+is as Linux counts it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,32 @@ import time
 from pathlib import Path
 
 from settings import LimitSettings
-from tests.benchmarks.process_memory import peak_rss_mib, rss_mib
 from worker.cli.files import RecordPaths, record_output, write_records
 from worker.client import BatchClient
 from worker.lines.files import read_raw_lines
+
+
+def rss_mib(pid: int | str = "self") -> float:
+    """What it has in memory now."""
+    return _field(pid, "VmRSS")
+
+
+def peak_rss_mib(pid: int | str = "self") -> float:
+    """The most it has had since it began, or since `forget_peak`.
+
+    Not getrusage: its ru_maxrss begins with what the process had that started this one.
+    """
+    return _field(pid, "VmHWM")
+
+
+def forget_peak(pid: int) -> None:
+    """Let the peak begin anew with what the process has now, see proc(5) on clear_refs."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def _field(pid: int | str, name: str) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) / 1024
 
 
 def submit(url: str, file: Path) -> dict[str, object]:

@@ -1,18 +1,74 @@
-"""What the figures were measured on, and what it can do at best."""
+"""Describes the machine and the version of the source that a benchmark measured, and measures what they cannot say.
+
+What a GPU can do at best, and the time of work on it without what the host adds and without what an earlier run left in
+the cache; CPU time of other processes, and what a hypervisor took of the CPUs. Figures are written as files that say
+how they were made.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import math
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Protocol, Self
 
 import torch
 import triton
 
-from tests.benchmarks.checkout import Checkout, command_output
+from engine.loading.derived_settings import usable_cores
+from tests.support.redis_servers import redis_executable
+
+ROOT = Path(__file__).resolve().parents[2]
 
 COPY_BYTES = 2**30
 MATMUL_SIZE = 8192
+
+FLUSH_BYTES = 512 * 2**20  # eight times the L2 of an H200 (60 MB), which it replaces before each run
+MIN_RUNS, MAX_RUNS = 10, 100
+BUDGET_S = 0.5  # of GPU time for the runs of one measurement
+WARM_UP_RUNS = 3  # the first compiles
+
+FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
+
+PACKAGES = ("celery", "redis", "pydantic", "tokenizers")
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """The commit, and whether the source is that commit's."""
+
+    commit: str  # "unknown" outside a git checkout
+    dirty: bool | None  # whether tracked files differ from the commit; None where that is unknown
+
+    @classmethod
+    def read(cls) -> Checkout:
+        """The one this file is in."""
+        changed = command_output(["git", "status", "--porcelain", "--untracked-files=no"])
+        commit = command_output(["git", "rev-parse", "HEAD"])
+        return cls(commit or "unknown", None if changed is None else bool(changed))
+
+    def __str__(self) -> str:
+        return f"commit {self.commit}{', with changes' if self.dirty else ''}"
+
+
+def command_output(command: Sequence[str]) -> str | None:
+    """What the command prints when run in the checkout, None where it fails or is not there."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
 
 
 class _Timer(Protocol):
@@ -52,3 +108,168 @@ def measure_machine(timer: _Timer, device: torch.device) -> Machine:
         matmul_flop_per_s=2 * MATMUL_SIZE**3 / (matmul_us / 1e6),
         event_floor_us=timer.median_us(lambda: None),
     )
+
+
+class GpuTimer:
+    """Measures with CUDA events around each run.
+
+    Before each run a buffer is overwritten: that empties the L2, and it keeps the GPU busy for as long as the host
+    needs to enqueue the run, so that launch times of the host are not measured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._flush_buffer = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+        self._flush_s = 0.0
+        self._flush_s = self.median_us(self._flush_buffer.zero_) / 1e6
+
+    def median_us(self, run: Callable[[], object], restore: Callable[[], None] | None = None) -> float:
+        """Median of many runs, in microseconds; restore goes before each run, outside the time."""
+        host_s, total_s = 0.0, 0.0
+        for _ in range(WARM_UP_RUNS):
+            _call(restore)
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            run()
+            host_s = time.perf_counter() - begin
+            torch.cuda.synchronize()
+            total_s = time.perf_counter() - begin
+        # A run that waits for the GPU on the host cannot be hidden, so no more than 20 passes are tried.
+        passes = min(1 + math.ceil(1.5 * host_s / self._flush_s), 20) if self._flush_s else 1
+        num_runs = min(max(int(BUDGET_S / max(total_s, 1e-6)), MIN_RUNS), MAX_RUNS)
+        events = [(_event(), _event()) for _ in range(num_runs)]
+        for start, end in events:
+            _call(restore)
+            for _ in range(passes):
+                self._flush_buffer.zero_()
+            start.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
+        return statistics.median(float(start.elapsed_time(end)) for start, end in events) * 1000
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types here
+
+
+def _call(action: Callable[[], None] | None) -> None:
+    if action is not None:
+        action()
+
+
+@dataclass(frozen=True)
+class PeersMachine:
+    """CPU and source."""
+
+    cpu: str
+    num_cpus: int
+    features: tuple[str, ...]  # of those that decide how fast a type is
+    load: float  # runnable processes over the minute before
+    torch: str
+    checkout: Checkout
+
+    @classmethod
+    def read(cls) -> PeersMachine:
+        """This machine. Linux only."""
+        info = Path("/proc/cpuinfo").read_text()
+        flags = _value(info, "flags").split()
+        return cls(
+            cpu=_value(info, "model name"),
+            num_cpus=usable_cores(),
+            features=tuple(name for name in FEATURES if name in flags),
+            load=os.getloadavg()[0],
+            torch=torch.__version__,
+            checkout=Checkout.read(),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.cpu}, {self.num_cpus} CPUs ({' '.join(self.features)}), load before {self.load:.2f}\n"
+            f"torch {self.torch}, {self.checkout}"
+        )
+
+
+def _value(info: str, wanted: str) -> str:
+    """Of the first line of that name; "" where there is none."""
+    for line in info.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == wanted:
+            return value.strip()
+    return ""
+
+
+@dataclass(frozen=True)
+class QueueMachine:
+    """CPU and software."""
+
+    cpu: str
+    num_cpus: int  # workers, Redis and producer share them
+    load: float  # runnable processes over the minute before
+    versions: str
+    checkout: Checkout
+
+    @classmethod
+    def read(cls) -> QueueMachine:
+        """This machine."""
+        server = command_output([redis_executable(), "--version"]) or "unknown"
+        packages = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
+        return cls(
+            cpu=_cpu(),
+            num_cpus=len(os.sched_getaffinity(0)),
+            load=os.getloadavg()[0],
+            versions=f"Python {platform.python_version()}, {server.partition(' sha')[0]}, {packages}",
+            checkout=Checkout.read(),
+        )
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+@dataclass(frozen=True)
+class CpuTicks:
+    """Time of all CPUs since boot, in steps of 10 ms. Linux only.
+
+    While the hypervisor runs others ("steal" of proc(5)), a virtual machine stands still and its clock goes on: the
+    same trial took 12.7 s with nothing taken, 15.5 with 7 % and 22.7 with 20 %.
+    """
+
+    total: int
+    stolen: int
+
+    @classmethod
+    def read(cls, stat: Path = Path("/proc/stat")) -> Self:
+        """Now."""
+        # user nice system idle iowait irq softirq steal; guests' time, which follows, is in user's already
+        fields = [int(field) for field in stat.read_text().splitlines()[0].split()[1:9]]
+        return cls(sum(fields), fields[7])
+
+    def stolen_share(self, before: CpuTicks) -> float:
+        """Of the time since `before`, 0 to 1."""
+        return (self.stolen - before.stolen) / max(self.total - before.total, 1)
+
+
+def cpu_time_s(pids: Iterable[int]) -> float:
+    """User and system time of these processes so far, all of their threads, in steps of 10 ms. Linux only."""
+    return sum(_ticks(pid) for pid in pids) / os.sysconf("SC_CLK_TCK")
+
+
+def _ticks(pid: int) -> int:
+    # The name, in brackets, may hold blanks; utime and stime are fields 14 and 15 of proc(5).
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def write_figures(path: Path, module: str, arguments: Sequence[str] | None, figures: Mapping[str, object]) -> None:
+    """Replace the file: JSON, the day (UTC) and the command before the figures.
+
+    module: below `tests.benchmarks`; arguments: what followed it, None for those of this process.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", f"tests.benchmarks.{module}", *given])
+    about = {"date": datetime.now(UTC).date().isoformat(), "command": command}
+    path.write_text(json.dumps(about | dict(figures), indent=1) + "\n")

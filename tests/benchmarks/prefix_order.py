@@ -1,4 +1,6 @@
-"""`python -m tests.benchmarks.prefix_order [--seeds N] [--json FILE]`: prefix hits and fair shares through the queue.
+"""Measures prefix hits and fair shares through the queue.
+
+`python -m tests.benchmarks.prefix_order [--seeds N] [--json FILE]`
 
 Real Redis, one real worker, a tiny model. Takes a minute.
 
@@ -31,10 +33,9 @@ from pathlib import Path
 
 from engine.kv_cache.block_manager import BlockManager
 from engine.scheduling.waiting_queue import SchedulerLimits
-from tests.benchmarks.dry_engine import DryEngine
 from tests.benchmarks.hit_rate import BLOCK_SIZE, FirstCome, Prompt, hits_percent, optimum_percent
-from tests.support.free_port import free_port
-from tests.support.redis_server import private_redis
+from tests.support.engines import DryEngine
+from tests.support.redis_servers import free_port, private_redis
 from tests.support.tiny_checkpoint import make_checkpoint
 from tests.support.workers import running_workers
 from worker.client import BatchClient

@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks.shared_prefix [--trials N]`: what attention over shared prefixes saves on this machine.
+"""Measures what attention over shared prefixes saves here: `python -m tests.benchmarks.shared_prefix [--trials N]`.
 
 One layer of float32 attention on one thread, one group of rows with a shared prefix: the same call with the group and
 without, in turn. Figures are times without / times with, of the process's processor time, so that what else runs on the
@@ -27,6 +27,10 @@ DECODE_OWN_TOKENS = (16, 96)
 CHUNK_TOKENS = 64
 NUM_BLOCKS = 4096  # of 64 KiB and more
 CALLS = 4  # layers of one step: what is derived from the rows is made in the first
+
+ROWS = tuple((num_rows, 1, own) for num_rows in NUM_ROWS for own in DECODE_OWN_TOKENS) + tuple(
+    (num_rows, CHUNK_TOKENS, CHUNK_TOKENS) for num_rows in NUM_ROWS if num_rows <= 16
+)
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,6 @@ SHAPES = (
     Heads("16/8 heads of 128", 16, 8, 128),
     Heads("8/2 heads of 64", 8, 2, 64),
     Heads("32/4 heads of 128", 32, 4, 128),
-)
-ROWS = tuple((num_rows, 1, own) for num_rows in NUM_ROWS for own in DECODE_OWN_TOKENS) + tuple(
-    (num_rows, CHUNK_TOKENS, CHUNK_TOKENS) for num_rows in NUM_ROWS if num_rows <= 16
 )
 
 

@@ -11,15 +11,11 @@ import torch
 
 from kernels import cpu
 from kernels.dispatch import operation_names
-from tests.benchmarks import gpu_timer, machine
-from tests.benchmarks.case import Case, Workload
-from tests.benchmarks.checkout import Checkout
-from tests.benchmarks.kernels import all_cases, main, measure_all, parse
-from tests.benchmarks.machine import Machine
-from tests.benchmarks.measurement import measure
-from tests.benchmarks.model_shape import MODELS, ModelShape
-from tests.benchmarks.report import as_table
-from tests.benchmarks.sizes import Sizes
+from tests.benchmarks import machine
+from tests.benchmarks import machine as gpu_timer
+from tests.benchmarks.kernel_inputs import MODELS, Case, ModelShape, Sizes, Workload
+from tests.benchmarks.kernels import all_cases, as_table, main, measure, measure_all, parse
+from tests.benchmarks.machine import Checkout, Machine
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

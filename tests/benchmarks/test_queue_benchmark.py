@@ -7,15 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.large_job import measure
+from tests.benchmarks.large_job import large_lines, measure
 from tests.benchmarks.large_job import parse as parse_large_job
-from tests.benchmarks.large_lines import large_lines
-from tests.benchmarks.process_memory import peak_rss_mib, rss_mib
-from tests.benchmarks.queue import main, parse
-from tests.benchmarks.queue_lines import queue_lines
-from tests.benchmarks.queue_measurement import QueueMeasurement
-from tests.benchmarks.queue_report import as_table
-from tests.benchmarks.write_figures import write_figures
+from tests.benchmarks.large_job_part import peak_rss_mib, rss_mib
+from tests.benchmarks.machine import write_figures
+from tests.benchmarks.queue import QueueMeasurement, as_table, main, parse, queue_lines
 from tests.support.request_lines import parse as parse_line
 
 

@@ -1,4 +1,4 @@
-"""A Redis that was emptied, a client, workers with the fake engine."""
+"""Fixtures of the fault injection: an emptied Redis, an impatient client, workers with the fake engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import redis
 
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.chaos.jobs import impatient_client
-from tests.support.restartable_redis import RestartableRedis, restartable_redis
+from tests.support.redis_servers import RestartableRedis, restartable_redis
 from worker.client import BatchClient
 
 

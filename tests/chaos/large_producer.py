@@ -1,4 +1,4 @@
-"""A producer of one large job, in a process of its own: `python -m tests.chaos.large_producer URL PROMPTS BYTES`.
+"""Submits one large job from a process of its own: `python -m tests.chaos.large_producer URL PROMPTS BYTES`.
 
 Prints its figures as JSON. Its lines come from a generator, its results are read while the job runs.
 """

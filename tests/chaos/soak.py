@@ -1,4 +1,4 @@
-"""Minutes of random faults on workers with the real engine: `python -m tests.chaos.soak --minutes 5`
+"""Does random faults for minutes to workers with the real engine: `python -m tests.chaos.soak --minutes 5`
 
 Prints a table of what was done and what came of it. Exit code 1 unless nothing is missing, double or different.
 """
@@ -6,33 +6,41 @@ Prints a table of what was done and what came of it. Exit code 1 unless nothing 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import redis
 
 from engine.errors import EngineFatal
-from tests.chaos.checked_engine import POOL_IS_WHOLE
-from tests.chaos.fleet import Fleet, running_fleet
-from tests.chaos.fleet_worker import FleetWorker
-from tests.chaos.invariants import check_admission, check_nothing_is_left
-from tests.chaos.jobs import impatient_client, insist
-from tests.chaos.soak_faults import SoakFaults
-from tests.chaos.soak_work import SoakWork
-from tests.chaos.undisturbed import Record, content
-from tests.chaos.worker_options import WorkerOptions
-from tests.support.restartable_redis import RestartableRedis, restartable_redis
-from tests.support.wait_until import wait_until
+from tests.chaos.faults import drop_connections, duplicate_message, junk_frame, steal_message
+from tests.chaos.fleet import Fleet, FleetWorker, running_fleet
+from tests.chaos.jobs import Record, check_admission, check_nothing_is_left, content, contents, impatient_client, insist
+from tests.chaos.real_engines import POOL_IS_WHOLE
+from tests.chaos.worker_program import WorkerOptions
+from tests.support.engines import CHECKPOINT, GOAL, ticket_lines
+from tests.support.processes import wait_until
+from tests.support.redis_servers import RestartableRedis, restartable_redis
+from tests.support.request_lines import read_records
+from tests.support.workers import millrace
 from worker.client import BatchClient
+from worker.demo.tickets import GradedAnswers, Ticket, make_tickets
 from worker.registry.errors import JobNotFound
+
+MAX_TOKENS = 12
+NUM_DIFFERENT = 40  # jobs; the others ask the same again, so that the undisturbed run does not take as long as the soak
+TOPICS = tuple(f"You are assistant number {number}, and you answer the question of the user. " for number in range(8))
+
+REDIS_DOWN_S = 0.5
 
 LEASE_S = 3.0
 SETTINGS = {
@@ -51,6 +59,131 @@ SETTLE_TIMEOUT_S = 300.0
 START_TIMEOUT_S = 120.0
 
 Expected = Mapping[str, Record]
+
+
+class SoakWork:
+    """Jobs on the demo's model: half of the lines are tickets, answered greedily by schema, the others seeded texts."""
+
+    def __init__(self, directory: Path, num_jobs: int, num_prompts: int) -> None:
+        asked = make_tickets(seed=3, held_out=True)
+        different = [[next(asked) for _ in range(0, num_prompts, 2)] for _ in range(min(num_jobs, NUM_DIFFERENT))]
+        self.tickets: dict[str, Ticket] = {}
+        self.jobs: list[list[Mapping[str, Any]]] = []
+        for job in range(num_jobs):
+            kind = job % NUM_DIFFERENT
+            tickets = {f"{job}-{2 * number}": ticket for number, ticket in enumerate(different[kind])}
+            self.tickets |= tickets
+            texts = [_text_line(job, kind, number) for number in range(1, num_prompts, 2)]
+            self.jobs.append([*ticket_lines(tickets), *texts])
+        self.engine_settings = {
+            "model.path": str(CHECKPOINT),
+            "engine.device": "cpu",
+            "engine.dtype": "float32",
+            "engine.num_threads": "1",
+            "engine.max_num_seqs": "32",
+            "engine.kv_cache.num_blocks": "600",
+            "engine.deterministic": "true",
+        }
+        self._directory = directory
+
+    def undisturbed(self) -> dict[str, Record]:
+        """The contents of every job's records by custom_id, from one `millrace run`.
+
+        Raises RuntimeError unless that run's tickets are answered right: what is compared with it then means something.
+        """
+        source, target = self._directory / "all.jsonl", self._directory / "undisturbed.jsonl"
+        source.write_text("".join(json.dumps(line) + "\n" for job in self.jobs[:NUM_DIFFERENT] for line in job))
+        options = [word for name, value in self.engine_settings.items() for word in ("--set", f"{name}={value}")]
+        done = millrace("run", "-i", source, "-o", target, *options, timeout_s=600)
+        if done.returncode:
+            raise RuntimeError(done.stderr.decode())
+        found = contents(read_records(target))
+        graded = GradedAnswers.of_records(
+            {name: self.tickets[name] for name in found.keys() & self.tickets}, found.values()
+        )
+        if graded.accuracy < GOAL:
+            raise RuntimeError(
+                f"{graded.num_exact} of {graded.num_tickets} tickets are answered right: {graded.wrong[:3]}"
+            )
+        return {
+            line["custom_id"]: {**found[f"{job % NUM_DIFFERENT}-{number}"], "custom_id": line["custom_id"]}
+            for job, lines in enumerate(self.jobs)
+            for line in lines
+            for number in [line["custom_id"].partition("-")[2]]
+        }
+
+
+def _text_line(job: int, kind: int, number: int) -> Mapping[str, Any]:
+    body = {
+        "prompt": f"{TOPICS[kind % len(TOPICS)]}Question {number} of kind {kind}?",
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0.9,
+        "top_p": 0.9,
+        "seed": 1000 * kind + number,
+    }
+    return {"custom_id": f"{job}-{number}", "method": "POST", "url": "/v1/completions", "body": body}
+
+
+class SoakFaults:
+    """Hurts the workers of a fleet and its Redis, and counts."""
+
+    def __init__(self, fleet: Fleet, server: RestartableRedis, *, freeze_s: float, seed: int) -> None:
+        self.counts: Counter[str] = Counter()
+        self._fleet = fleet
+        self._server = server
+        self._bare = redis.Redis.from_url(server.url)
+        self._freeze_s = freeze_s  # longer than a lease
+        self._random = random.Random(seed)
+        self._thaws: list[threading.Timer] = []
+        # Kind -> (how often in relation to the others, what is done: False if there was nothing to do it to).
+        self._faults: dict[str, tuple[int, Callable[[], object]]] = {
+            "SIGKILL of a worker": (2, lambda: self._hurt_one(FleetWorker.kill)),
+            "SIGTERM of a worker": (2, lambda: self._hurt_one(FleetWorker.terminate)),
+            "SIGSTOP past the lease": (2, lambda: self._hurt_one(self._freeze)),
+            "CLIENT KILL of all connections": (2, lambda: drop_connections(self._bare)),
+            "Redis SIGKILL": (1, self._kill_redis),
+            "duplicated message": (4, lambda: duplicate_message(self._bare)),
+            "stolen message": (4, lambda: steal_message(self._bare)),
+            "junk frame": (4, lambda: junk_frame(self._bare)),
+        }
+
+    def inject(self) -> None:
+        """One fault, chosen by its weight."""
+        kinds = list(self._faults)
+        (kind,) = self._random.choices(kinds, [self._faults[name][0] for name in kinds])
+        try:
+            happened = self._faults[kind][1]()
+        except redis.RedisError:
+            return  # our own connection was hit by an earlier fault
+        if happened is not False:
+            self.counts[kind] += 1
+
+    def stop(self) -> None:
+        """Let nothing stay frozen."""
+        for thaw in self._thaws:
+            thaw.cancel()
+        for worker in self._fleet.workers:
+            worker.thaw()
+        self._bare.close()
+
+    def _hurt_one(self, hurt: Callable[[FleetWorker], None]) -> bool:
+        """Only a worker that is up: while one loads it holds nothing."""
+        workers = [worker for worker in self._fleet.workers if worker.is_up]
+        if workers:
+            hurt(self._random.choice(workers))
+        return bool(workers)
+
+    def _freeze(self, worker: FleetWorker) -> None:
+        worker.freeze()
+        thaw = threading.Timer(self._freeze_s, worker.thaw)
+        thaw.daemon = True
+        self._thaws.append(thaw)
+        thaw.start()
+
+    def _kill_redis(self) -> None:
+        self._server.kill()
+        time.sleep(REDIS_DOWN_S)
+        self._server.start()
 
 
 def main() -> int:

@@ -15,12 +15,9 @@ import redis
 from click.testing import CliRunner
 
 from tests.chaos.jobs import prompts
-from tests.support.acl_redis import AclRedis, acl_redis
-from tests.support.free_port import free_port
-from tests.support.millrace import millrace
-from tests.support.readme import python_block, replace_line
-from tests.support.wait_until import wait_until
-from tests.support.worker_processes import WorkerProcesses, worker_processes
+from tests.support.processes import wait_until
+from tests.support.redis_servers import AclRedis, acl_redis, free_port
+from tests.support.workers import WorkerProcesses, millrace, python_block, replace_line, worker_processes
 from worker.cli.main import cli
 from worker.client import BatchClient
 from worker.schemas import JobState

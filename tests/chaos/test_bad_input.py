@@ -8,14 +8,22 @@ import pytest
 import redis
 from celery import Celery
 
-from tests.chaos.death import DEATHS_OF_PLANS
+from tests.chaos.faults import DEATHS_OF_PLANS
 from tests.chaos.fleet import Fleet, running_fleet
-from tests.chaos.invariants import check_admission, check_invariants, check_nothing_is_left, check_records
-from tests.chaos.jobs import prompts, submit_jobs, wait_all
-from tests.chaos.undisturbed import contents, undisturbed
-from tests.chaos.worker_options import WorkerOptions
-from tests.support.records import error_body
-from tests.support.wait_until import wait_until
+from tests.chaos.jobs import (
+    check_admission,
+    check_invariants,
+    check_nothing_is_left,
+    check_records,
+    contents,
+    prompts,
+    submit_jobs,
+    undisturbed,
+    wait_all,
+)
+from tests.chaos.worker_program import WorkerOptions
+from tests.support.processes import wait_until
+from tests.support.request_lines import error_body
 from worker.client import BatchClient
 from worker.registry.keys import Keys
 from worker.schemas import JobState

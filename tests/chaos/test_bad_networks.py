@@ -10,12 +10,10 @@ import pytest
 import redis
 
 from tests.chaos.fleet import Fleet, running_fleet
-from tests.chaos.invariants import check_invariants
-from tests.chaos.jobs import impatient_client, submit_jobs, wait_all, was_claimed_again
-from tests.chaos.worker_options import WorkerOptions
-from tests.support.restartable_redis import RestartableRedis
-from tests.support.tcp_proxy import TcpProxy, tcp_proxy
-from tests.support.wait_until import wait_until
+from tests.chaos.jobs import check_invariants, impatient_client, submit_jobs, wait_all, was_claimed_again
+from tests.chaos.worker_program import WorkerOptions
+from tests.support.processes import wait_until
+from tests.support.redis_servers import RestartableRedis, TcpProxy, tcp_proxy
 from worker.client import BatchClient
 
 pytestmark = pytest.mark.timeout(240)

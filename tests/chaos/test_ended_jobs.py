@@ -11,11 +11,9 @@ from pydantic import SecretStr
 
 from settings import LimitSettings, RedisSettings
 from tests.chaos.fleet import Fleet, running_fleet
-from tests.chaos.invariants import check_admission, check_nothing_is_left, check_records
-from tests.chaos.jobs import prompts
-from tests.chaos.undisturbed import contents, undisturbed
-from tests.chaos.worker_options import WorkerOptions
-from tests.support.wait_until import wait_until
+from tests.chaos.jobs import check_admission, check_nothing_is_left, check_records, contents, prompts, undisturbed
+from tests.chaos.worker_program import WorkerOptions
+from tests.support.processes import wait_until
 from worker.client import BatchClient
 from worker.registry.errors import JobNotFound, JobTooLarge, QueueFull
 from worker.registry.keys import Keys

@@ -8,14 +8,24 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.chaos.death import DEATHS
+from tests.chaos.faults import DEATHS
 from tests.chaos.fleet import running_fleet
-from tests.chaos.invariants import check_admission, check_invariants, check_nothing_is_left, check_records
-from tests.chaos.jobs import prompts, submit_jobs, wait_all, was_claimed_again
-from tests.chaos.undisturbed import Record, contents, undisturbed
-from tests.chaos.worker_options import WorkerOptions
+from tests.chaos.jobs import (
+    Record,
+    check_admission,
+    check_invariants,
+    check_nothing_is_left,
+    check_records,
+    contents,
+    prompts,
+    submit_jobs,
+    undisturbed,
+    wait_all,
+    was_claimed_again,
+)
+from tests.chaos.worker_program import WorkerOptions
 from tests.support.fake_engine import KILL
-from tests.support.wait_until import wait_until
+from tests.support.processes import wait_until
 from worker.client import BatchClient
 from worker.schemas import JobState
 

@@ -13,10 +13,9 @@ import pytest
 import redis
 
 from tests.chaos.fleet import running_fleet
-from tests.chaos.invariants import check_nothing_is_left, check_records
-from tests.chaos.jobs import prompts
-from tests.chaos.worker_options import WorkerOptions
-from tests.support.millrace import ROOT
+from tests.chaos.jobs import check_nothing_is_left, check_records, prompts
+from tests.chaos.worker_program import WorkerOptions
+from tests.support.workers import ROOT
 from worker.client import BatchClient
 
 NUM_PROMPTS = 10_000

@@ -12,14 +12,20 @@ import pytest
 import redis
 from kombu.exceptions import OperationalError
 
-from tests.chaos.faults import duplicate_message, lanes, steal_message
+from tests.chaos.faults import (
+    FAR_FUTURE,
+    TWENTY_THREE,
+    duplicate_message,
+    fuzzed_frames,
+    lanes,
+    spoiled,
+    steal_message,
+    valid_frame,
+)
 from tests.chaos.fleet import Fleet, running_fleet
-from tests.chaos.fuzzed_frames import fuzzed_frames
-from tests.chaos.invariants import check_invariants
-from tests.chaos.jobs import prompts, submit_jobs, wait_all
-from tests.chaos.worker_options import WorkerOptions
-from tests.support.frames import FAR_FUTURE, TWENTY_THREE, spoiled, valid_frame
-from tests.support.wait_until import wait_until
+from tests.chaos.jobs import check_invariants, prompts, submit_jobs, wait_all
+from tests.chaos.worker_program import WorkerOptions
+from tests.support.processes import wait_until
 from worker.broker.messages import MAX_FRAMES
 from worker.client import BatchClient
 from worker.registry.keys import Keys

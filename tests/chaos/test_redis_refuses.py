@@ -12,12 +12,10 @@ import redis
 
 from tests.chaos.faults import redis_setting
 from tests.chaos.fleet import running_fleet
-from tests.chaos.invariants import check_invariants
-from tests.chaos.jobs import impatient_client, insist, prompts, submit_jobs, wait_all
-from tests.chaos.worker_options import WorkerOptions
-from tests.support.free_port import free_port
-from tests.support.restartable_redis import RestartableRedis
-from tests.support.wait_until import wait_until
+from tests.chaos.jobs import check_invariants, impatient_client, insist, prompts, submit_jobs, wait_all
+from tests.chaos.worker_program import WorkerOptions
+from tests.support.processes import wait_until
+from tests.support.redis_servers import RestartableRedis, free_port
 
 pytestmark = pytest.mark.chaos
 

@@ -10,11 +10,18 @@ import redis
 
 from tests.chaos.faults import drop_connections, flush_scripts
 from tests.chaos.fleet import running_fleet
-from tests.chaos.invariants import check_admission, check_invariants
-from tests.chaos.jobs import impatient_client, insist, prompts, submit_jobs, wait_all
-from tests.chaos.undisturbed import undisturbed
-from tests.chaos.worker_options import WorkerOptions
-from tests.support.restartable_redis import RestartableRedis
+from tests.chaos.jobs import (
+    check_admission,
+    check_invariants,
+    impatient_client,
+    insist,
+    prompts,
+    submit_jobs,
+    undisturbed,
+    wait_all,
+)
+from tests.chaos.worker_program import WorkerOptions
+from tests.support.redis_servers import RestartableRedis
 from worker.client import BatchClient
 from worker.registry.errors import JobNotFound
 from worker.registry.keys import Keys

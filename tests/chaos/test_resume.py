@@ -12,15 +12,11 @@ from typing import Any
 import pytest
 import redis
 
-from tests.chaos.counted_engine import read_count
-from tests.chaos.invariants import check_admission, check_records
-from tests.chaos.undisturbed import Record, contents
-from tests.support.millrace import millrace
-from tests.support.records import read_records
-from tests.support.wait_until import wait_until
-from tests.support.warm_interpreter import warm_interpreter
-from tests.support.warm_process import WarmProcess
-from tests.support.worker_processes import QUICK
+from tests.chaos.jobs import Record, check_admission, check_records, contents
+from tests.chaos.real_engines import read_count
+from tests.support.processes import WarmProcess, wait_until, warm_interpreter
+from tests.support.request_lines import read_records
+from tests.support.workers import QUICK, millrace
 from worker.client import BatchClient
 from worker.registry.keys import Keys
 
@@ -87,7 +83,7 @@ def start(redis_url: str, tmp_path: Path) -> Iterator[Start]:
         values |= {name.replace("__", "."): value for name, value in settings.items()}
         arguments = [f"{key}={value}" for key, value in values.items()]
         with (tmp_path / f"log-{len(processes)}").open("wb") as log:
-            process = warm_interpreter().start("tests.chaos.resume_worker", [str(count), *arguments], log)
+            process = warm_interpreter().start("tests.chaos.real_engines", [str(count), *arguments], log)
         processes.append(process)
         return process, count
 

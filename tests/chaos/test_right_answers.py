@@ -8,16 +8,14 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.chaos.deterministic_runs import SIZES, Run, differing, make_requests, run
 from tests.chaos.fleet import running_fleet
-from tests.chaos.invariants import check_invariants, check_nothing_is_left, check_records
-from tests.chaos.undisturbed import contents
-from tests.chaos.worker_options import WorkerOptions
-from tests.support.demo_tickets import CHECKPOINT, GOAL, run_lines, ticket_lines
-from tests.support.engines import load_engine
-from tests.support.needs_vnni import needs_vnni
+from tests.chaos.jobs import check_invariants, check_nothing_is_left, check_records, contents
+from tests.chaos.real_engines import SIZES, Run, differing, make_requests, run
+from tests.chaos.worker_program import WorkerOptions
+from tests.support.engines import CHECKPOINT, GOAL, load_engine, run_lines, ticket_lines
+from tests.support.processes import wait_until
+from tests.support.tensors import needs_vnni
 from tests.support.tiny_checkpoint import VOCAB_SIZE, Family, make_checkpoint
-from tests.support.wait_until import wait_until
 from worker.client import BatchClient
 from worker.demo.tickets import GradedAnswers, answer_text, numbered_tickets
 

@@ -11,13 +11,10 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.chaos.fleet import Fleet, running_fleet
-from tests.chaos.fleet_worker import FleetWorker
-from tests.chaos.invariants import check_invariants
-from tests.chaos.jobs import submit_jobs, wait_all
-from tests.chaos.undisturbed import Record
-from tests.chaos.worker_options import WorkerOptions
-from tests.support.wait_until import wait_until
+from tests.chaos.fleet import Fleet, FleetWorker, running_fleet
+from tests.chaos.jobs import Record, check_invariants, submit_jobs, wait_all
+from tests.chaos.worker_program import WorkerOptions
+from tests.support.processes import wait_until
 from worker.client import BatchClient
 from worker.registry.keys import Keys
 

@@ -1,7 +1,8 @@
-"""A worker process for fault injection: `python -m tests.chaos.worker_program OPTIONS KEY=VALUE ...`
+"""Runs a worker for fault injection: `python -m tests.chaos.worker_program OPTIONS KEY=VALUE ...`
 
-OPTIONS is JSON, see WorkerOptions. `millrace worker` in everything but: the engine may be a fake one, the broker's
-visibility timeout is short, so that a test can wait for what a killed worker had not acknowledged.
+OPTIONS is JSON, see WorkerOptions. `millrace worker` in everything but: the engine may be a fake one, and the broker's
+visibility timeout is short, so that a test can wait for what a killed worker had not acknowledged. Only the standard
+library is imported at the top: kombu takes its own reference to time.time, and the clock may have to be shifted first.
 """
 
 from __future__ import annotations
@@ -10,12 +11,23 @@ import json
 import logging
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
-
-from tests.chaos.worker_options import WorkerOptions
 
 RESTORE_INTERVAL_S = 1  # how often messages of dead workers are looked for; 10 in production
 MUTEX_EXPIRE_S = 2  # of a worker that died while it looked; 30 in production
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Travels as JSON on the worker program's command line; imports nothing, see there."""
+
+    engine: dict[str, Any] | None = None  # options of a FakeEngine; none: the real one, on `model.path`
+    visibility_timeout_s: int = 4  # the same for all workers of one Redis
+    die_at: str = ""  # a name of DEATHS
+    clock_shift_s: float = 0.0
+    has_other_scripts: bool = False  # Lua of the same effect with another digest, as of another version
+    log_level: str = "INFO"  # DEBUG: also what Celery says of every message
 
 
 def main() -> int:
@@ -24,13 +36,13 @@ def main() -> int:
     if options.clock_shift_s:
         _shift_clock(options.clock_shift_s)
     logging.basicConfig(level=options.log_level, format="%(asctime)s %(threadName)s %(name)s %(levelname)s %(message)s")
-    return _run(options, sys.argv[2:])
+    return _run_worker(options, sys.argv[2:])
 
 
-def _run(options: WorkerOptions, assignments: list[str]) -> int:
+def _run_worker(options: WorkerOptions, assignments: list[str]) -> int:
     # Only now: kombu takes its own reference to time.time when it is imported.
     from settings import load_settings, parse_assignments
-    from tests.chaos.death import die_at
+    from tests.chaos.faults import die_at
     from worker import celery_worker as worker_process
     from worker.app import create_app
 
@@ -51,7 +63,9 @@ def _run(options: WorkerOptions, assignments: list[str]) -> int:
     if options.has_other_scripts:
         _change_scripts()
     effective = load_settings(parse_assignments(assignments), environ={})
-    return worker_process.run_worker(effective, _load_engine if options.engine is None else _fake(options.engine))
+    return worker_process.run_worker(
+        effective, _load_engine if options.engine is None else _load_fake_engine(options.engine)
+    )
 
 
 def _change_scripts() -> None:
@@ -62,13 +76,13 @@ def _change_scripts() -> None:
 
 
 def _load_engine(effective: Any) -> Any:
-    from tests.chaos.checked_engine import CheckedEngine
+    from tests.chaos.real_engines import CheckedEngine
     from tests.support.engines import load_decoder_engine
 
     return CheckedEngine(load_decoder_engine(effective))
 
 
-def _fake(engine: dict[str, Any]) -> Any:
+def _load_fake_engine(engine: dict[str, Any]) -> Any:
     from tests.support.fake_engine import FakeEngine
 
     return lambda _effective: FakeEngine(**engine)

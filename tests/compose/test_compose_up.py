@@ -12,11 +12,9 @@ import pytest
 import redis
 import trustme
 
-from tests.compose.compose_project import NoCompose, find_compose
-from tests.compose.producer import Producer
-from tests.compose.transcript import Transcript
-from tests.compose.walk import millrace_project, walk
-from tests.support.free_port import free_port
+from tests.compose.__main__ import millrace_project, walk
+from tests.compose.compose_project import NoCompose, Producer, Transcript, find_compose
+from tests.support.redis_servers import free_port
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(2400)]
 

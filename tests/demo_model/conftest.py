@@ -1,12 +1,11 @@
-"""The tokenizer, which takes two seconds to make."""
+"""The demo model's tokenizer, made once: it takes two seconds."""
 
 from __future__ import annotations
 
 import pytest
 from tokenizers import Tokenizer
 
-from tests.demo_model.tasks import all_tasks
-from tests.demo_model.tokenizer import make_tokenizer
+from tests.demo_model.tasks import all_tasks, make_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,20 @@
-"""The three tasks, and an exercise. Held out are combinations, never words: every test can be passed."""
+"""Makes what the demo's model learns: three tasks and an exercise, and the tokenizer and chat template for their text.
+
+Held out are combinations, never words: every test can be passed.
+"""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import date, timedelta
+from itertools import islice
+from pathlib import Path
 
-from tests.demo_model.example import Example
-from tests.demo_model.task import Task
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
 from worker.demo.tickets import CUSTOMERS, PRODUCTS, SYSTEM_PROMPT, is_held_out, make_tickets
 
 DATE_PROMPT = "Write the date as YYYY-MM-DD and nothing else. The day comes before the month unless the year is first."
@@ -30,6 +36,37 @@ MONTHS = (
     "December",
 )  # fmt: skip
 SUM_FORMS = ("{a} + {b}", "What is {a} plus {b}?", "One costs {a}, the other {b}. How much are both?")
+
+VOCAB_SIZE = 1280
+CORPUS_EXAMPLES = 2000  # of each task
+END, PAD = "<|im_end|>", "<|endoftext|>"
+SPECIAL_TOKENS = (PAD, "<|im_start|>", END)
+# The same text as `prompt_text` and `question_text` make, which a test holds together.
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}\n"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """What the user says, and all of what the model must say."""
+
+    user: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A system prompt, and examples without end of what is asked under it."""
+
+    name: str
+    system: str
+    examples: Callable[[int, bool], Iterator[Example]]  # of a seed; held out from training or for it
+    batch_size: int  # examples of it in a step of the training
+    is_exercise: bool = False  # not an end in itself: has no goal, and is left out in the end
 
 
 def all_tasks() -> tuple[Task, ...]:
@@ -86,3 +123,55 @@ def copy_examples(seed: int, held_out: bool) -> Iterator[Example]:
 def _ordinal(number: int) -> str:
     suffix = "th" if number in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{suffix}"
+
+
+def prefix_text(task: Task) -> str:
+    """What every prompt of a task begins with."""
+    return f"<|im_start|>system\n{task.system}<|im_end|>\n"
+
+
+def question_text(example: Example) -> str:
+    """The rest of the prompt."""
+    return f"<|im_start|>user\n{example.user}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def make_tokenizer(tasks: Sequence[Task], seed: int) -> Tokenizer:
+    """Byte-level BPE in which every digit is a token, so that a number is copied and added digit by digit."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"\p{N}"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_corpus(tasks, seed), trainer)
+    return tokenizer
+
+
+def special_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of one of SPECIAL_TOKENS. Raises KeyError."""
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise KeyError(token)
+    return found
+
+
+def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into the directory `path`."""
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": PAD}
+    (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+def _corpus(tasks: Sequence[Task], seed: int) -> Iterator[str]:
+    for task in tasks:
+        yield prefix_text(task)
+        for example in islice(task.examples(seed, False), CORPUS_EXAMPLES):
+            yield question_text(example)
+            yield example.answer

@@ -16,14 +16,9 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from transformers import Qwen3MoeForCausalLM
 
 from engine.text.tokenizer import Tokenizer
-from tests.demo_model import training as training_module
-from tests.demo_model.batch import make_batch
-from tests.demo_model.export import export
-from tests.demo_model.model import make_model, predict
-from tests.demo_model.task import Task
-from tests.demo_model.tasks import all_tasks
-from tests.demo_model.tokenizer import END, prefix_text, question_text, save_tokenizer
-from tests.demo_model.training import Training
+from tests.demo_model import __main__ as training_module
+from tests.demo_model.__main__ import Training, export, make_batch, make_model, predict
+from tests.demo_model.tasks import END, Task, all_tasks, prefix_text, question_text, save_tokenizer
 from worker.demo.tickets import CUSTOMERS, PRODUCTS
 
 TASKS = {task.name: task for task in all_tasks()}

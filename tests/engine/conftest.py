@@ -1,11 +1,14 @@
-"""A small checkpoint shared by the tests of the engine."""
+"""A small checkpoint for the tests of the engine, and an engine whose choices of tokens do not hang on rounding."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from engine.engine import Engine
+from tests.support.engines import load_engine
 from tests.support.tiny_checkpoint import make_checkpoint
 
 
@@ -13,3 +16,10 @@ from tests.support.tiny_checkpoint import make_checkpoint
 def moe_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3-MoE checkpoint with its tokenizer."""
     return make_checkpoint(tmp_path_factory.mktemp("moe") / "tiny-moe", "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    engine = load_engine(tiny_model)
+    yield engine
+    engine.close()

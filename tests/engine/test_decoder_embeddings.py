@@ -15,8 +15,7 @@ from engine.engine import Engine
 from engine.errors import InvalidRequest
 from engine.request import EmbeddingRequest, RequestOutput
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
-from tests.support.tiny_checkpoint import make_checkpoint
-from tests.support.tiny_embedders import ReferenceEmbedder, make_body_checkpoint, write_pooling
+from tests.support.tiny_checkpoint import ReferenceEmbedder, make_body_checkpoint, make_checkpoint, write_pooling
 
 TOLERANCE = 1e-4  # the issue's; observed below 1e-6
 LENGTHS = (1, 5, 16, 33)

@@ -20,10 +20,8 @@ from engine.request import Completion, Request, SequenceCheckpoint, TokenCheckpo
 from engine.resume import model_fingerprint
 from engine.sampling_params import SamplingParams
 from kernels.dispatch import deterministic_operations, operations
-from tests.support.decoder_config import decoder_config
-from tests.support.engines import load_engine, run_all
-from tests.support.interrupted import interrupted
-from tests.support.tiny_checkpoint import make_checkpoint
+from tests.support.engines import interrupted, load_engine, run_all
+from tests.support.tiny_checkpoint import decoder_config, make_checkpoint
 
 PROMPT = tuple(range(30))
 MAX_TOKENS = 20

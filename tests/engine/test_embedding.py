@@ -15,8 +15,7 @@ from engine.errors import InvalidRequest, NonFiniteLogits, PromptTooLong
 from engine.kv_cache.block_manager import BlockHashChain
 from engine.request import EmbeddingRequest
 from tests.support.engines import greedy_request, load_engine, run_all
-from tests.support.tiny_checkpoint import make_checkpoint
-from tests.support.tiny_embedders import ReferenceEmbedder, write_pooling
+from tests.support.tiny_checkpoint import ReferenceEmbedder, make_checkpoint, write_pooling
 
 INPUTS = [list(range(40)), [7, 8, 9]]
 

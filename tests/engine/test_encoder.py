@@ -19,7 +19,7 @@ from engine.loading.load import load_engine
 from engine.request import EmbeddingRequest, RequestOutput
 from settings import load_settings
 from tests.support.engines import greedy_request
-from tests.support.tiny_embedders import ReferenceEmbedder, make_bert_checkpoint, write_pooling
+from tests.support.tiny_checkpoint import ReferenceEmbedder, make_bert_checkpoint, write_pooling
 
 TOLERANCE = 1e-4  # the issue's; observed below 1e-6
 TEXTS = ["a", "The millrace carries water.", "short one", "to the mill, 24 hours a day!" * 3, "a", "under the mill"]

@@ -16,8 +16,8 @@ from engine.execution.forward import StepExecutor
 from engine.outputs import FinishedRequests
 from engine.request import EmbeddingRequest, Request, RequestOutput
 from engine.sampling_params import SamplingParams
+from tests.support.devices import RecordingStream
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
-from tests.support.recording_stream import RecordingStream
 
 PROMPT = tuple(range(30))
 ON: dict[str, object] = {"engine.async_scheduling": "on"}

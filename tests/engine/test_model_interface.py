@@ -19,8 +19,7 @@ from engine.model_interface import (
     UnifiedRefusal,
     UnifiedRefused,
 )
-from tests.support.engines import greedy_request, load_engine
-from tests.support.runners import PROMPT, error_of, logits_of, make_runner
+from tests.support.engines import PROMPT, error_of, greedy_request, load_engine, logits_of, make_runner
 
 
 def _free(runner: ModelRunner) -> int:

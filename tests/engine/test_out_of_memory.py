@@ -13,8 +13,7 @@ from engine.errors import CapabilityError, EngineFatal
 from engine.execution.decode_graphs import DecodeRun
 from engine.execution.forward import StepExecutor
 from engine.out_of_memory import is_out_of_memory, naming_settings, step_failure
-from tests.support.engines import greedy_request, load_engine
-from tests.support.static_runner import StaticRunner, load_static_engine
+from tests.support.engines import StaticRunner, greedy_request, load_engine, load_static_engine
 from tests.support.tiny_checkpoint import make_checkpoint
 
 GPU_SAYS = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80 GiB.\nSee documentation."

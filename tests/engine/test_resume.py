@@ -13,8 +13,7 @@ import pytest
 from engine.engine import Engine
 from engine.request import Completion, FinishReason, Request, SequenceCheckpoint, TokenCheckpoint
 from engine.sampling_params import SamplingParams
-from tests.support.engines import load_engine, run_all
-from tests.support.interrupted import interrupted
+from tests.support.engines import interrupted, load_engine, run_all
 
 PROMPT = tuple(range(30))
 MAX_TOKENS = 48

@@ -15,9 +15,8 @@ from engine.request import AnyRequest, EmbeddingRequest, FinishReason, Request, 
 from engine.sampling_params import SamplingParams
 from engine.staging import ArrayStaging, StagingBuffer
 from engine.structured.grammar import Grammar
+from tests.support.devices import KernelOperations, NoHostReads, RecordingStream
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
-from tests.support.no_host_reads import KernelOperations, NoHostReads
-from tests.support.recording_stream import RecordingStream
 
 PROMPT = tuple(range(30))
 ON: dict[str, object] = {"engine.async_scheduling": "on"}

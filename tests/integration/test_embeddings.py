@@ -10,8 +10,8 @@ import torch
 from click.testing import CliRunner
 
 from engine.text.tokenizer import Tokenizer
-from tests.support.records import error_body, essence, read_records
-from tests.support.tiny_embedders import ReferenceEmbedder, make_bert_checkpoint, write_pooling
+from tests.support.request_lines import error_body, essence, read_records
+from tests.support.tiny_checkpoint import ReferenceEmbedder, make_bert_checkpoint, write_pooling
 from tests.support.workers import ONE_THREAD, running_workers
 from worker.cli.run import run
 from worker.client import BatchClient

@@ -14,11 +14,8 @@ import trustme
 from pydantic import SecretStr
 
 from settings import RedisSettings, Settings
-from tests.support.acl_redis import AclRedis, acl_redis
-from tests.support.free_port import free_port
-from tests.support.millrace import millrace
-from tests.support.tls_front import tls_front
-from tests.support.worker_processes import worker_processes
+from tests.support.redis_servers import AclRedis, acl_redis, free_port, tls_front
+from tests.support.workers import millrace, worker_processes
 from worker.app import create_app
 from worker.client import BatchClient
 from worker.registry.connect import connect

@@ -11,12 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.millrace import millrace
-from tests.support.readme import python_block, replace_line
-from tests.support.records import check_thousand_records, error_body, essences, read_records
-from tests.support.thousand_lines import thousand_lines
-from tests.support.wait_until import wait_until
-from tests.support.workers import ONE_THREAD, QUICK_HEARTBEATS, running_workers
+from tests.support.processes import wait_until
+from tests.support.request_lines import check_thousand_records, error_body, essences, read_records, thousand_lines
+from tests.support.workers import ONE_THREAD, QUICK_HEARTBEATS, millrace, python_block, replace_line, running_workers
 from worker.client import BatchClient
 
 MILLRACE = Path(sys.executable).parent / "millrace"  # the installed command

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.collector import running_collector
 from tests.support.fake_engine import QUOTE
-from tests.support.millrace import millrace
-from tests.support.worker_processes import STOP_TIMEOUT_S, worker_processes
-from tests.support.workers import ONE_THREAD, running_workers
+from tests.support.monitoring import running_collector
+from tests.support.workers import FAKE_WORKER_STOP_TIMEOUT_S, ONE_THREAD, millrace, running_workers, worker_processes
 from worker.client import BatchClient
 
 CANARY = "canary-sings-7c1e"
@@ -85,7 +83,7 @@ def test_no_traceback_of_a_worker_holds_a_word_of_the_prompt_it_broke_over(
         worker = workers.start(log__format=log_format)
         workers.wait_up(client)
         client.submit([{"prompt": f"{QUOTE} {CANARY}", "metadata": {"note": CANARY}}])
-        assert worker.wait(STOP_TIMEOUT_S) == 70
+        assert worker.wait(FAKE_WORKER_STOP_TIMEOUT_S) == 70
 
         assert "the engine broke" in workers.log()
         assert "ValueError" in workers.log()

@@ -14,8 +14,8 @@ from openai.types.chat import ChatCompletion
 
 from engine.engine import Engine
 from settings import LimitSettings, ModelSettings
-from tests.support.chat_models import LLAMA3_TOKENS, QWEN3_TOKENS, chat_model, template_source
 from tests.support.engines import load_engine
+from tests.support.fake_engine import LLAMA3_TOKENS, QWEN3_TOKENS, chat_model, template_source
 from tests.support.grammars import POINT, SLOW_SCHEMA
 from tests.support.request_lines import chat_line, completion_line
 from tests.support.tiny_checkpoint import make_checkpoint

@@ -1,4 +1,4 @@
-"""A job's records as they are written, with redis-py and nothing else: python poll_results.py REDIS_URL JOB_ID"""
+"""Prints a job's records as they are written, with redis-py alone: python poll_results.py REDIS_URL JOB_ID"""
 
 from __future__ import annotations
 

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.millrace import millrace
-from tests.support.records import essences, read_records
 from tests.support.registry import TestRegistry, must_claim, ok
-from tests.support.request_lines import chat_line, completion_line
-from tests.support.workers import ONE_THREAD, running_workers
+from tests.support.request_lines import chat_line, completion_line, essences, read_records
+from tests.support.workers import ONE_THREAD, millrace, running_workers
 from worker.registry.keys import UnitRef
 
 HERE = Path(__file__).parent

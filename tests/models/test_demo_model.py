@@ -14,10 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from engine.engine import Engine
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from tests.demo_model.task import Task
-from tests.demo_model.tasks import all_tasks
-from tests.support.demo_tickets import CHECKPOINT, GOAL, run_lines, ticket_lines
-from tests.support.engines import load_engine, run_all, tokens_of
+from tests.demo_model.tasks import Task, all_tasks
+from tests.support.engines import CHECKPOINT, GOAL, load_engine, run_all, run_lines, ticket_lines, tokens_of
 from worker.demo.tickets import GradedAnswers, answer_text, numbered_tickets
 
 MAX_BYTES = 8_000_000

@@ -19,8 +19,14 @@ from engine.model_interface import LogitsResult
 from engine.text.tokenizer import Tokenizer
 from tests.conftest import TIES
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
-from tests.support.reference_model import ReferenceContinuation, continue_greedily, count_ties_where_it_differs
-from tests.support.tiny_checkpoint import VOCAB_SIZE, Family, make_checkpoint
+from tests.support.tiny_checkpoint import (
+    VOCAB_SIZE,
+    Family,
+    ReferenceContinuation,
+    continue_greedily,
+    count_ties_where_it_differs,
+    make_checkpoint,
+)
 
 NUM_TOKENS = 32  # prompts of 33 and 50 tokens cross a block more than once
 LOGITS_TOLERANCE = 1e-4  # float32 over two or three layers: observed below 2e-5

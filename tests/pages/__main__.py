@@ -1,11 +1,214 @@
-"""Writes the pages that are made from the code; with `--check` it only says which are stale."""
+"""Writes the pages that are made from the code; with `--check` it only says which are stale.
+
+They are settings/SETTINGS.md, worker/METRICS.md and worker/COMMANDS.md.
+"""
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import re
 import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
-from tests.pages.generated_pages import ROOT, stale_pages
+import click
+from pydantic import BaseModel
+
+from engine.checkpoint.files import Checkpoint
+from engine.checkpoint.model_config import ModelConfig
+from engine.loading.derived_settings import derive_for
+from settings import SettingRow, Settings, Source, load_settings
+from worker.cli.main import cli
+from worker.metrics import catalogue
+from worker.metrics.catalogue import Metric
+
+ROOT = Path(__file__).resolve().parents[2]
+
+_SMALLEST_MODEL = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_act": "silu",
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+
+_LABEL_VALUES = {
+    "outcome": catalogue.OUTCOMES,
+    "unit": catalogue.UNITS,
+    "attempt": catalogue.ATTEMPTS,
+    "end": catalogue.UNIT_ENDS,
+    "status": catalogue.JOB_ENDS,
+    "lane": catalogue.LANES,
+    "part": catalogue.PARTS,
+}
+
+
+def commands_page() -> str:
+    """Every command with its options."""
+    context = click.Context(cli, info_name="millrace")
+    names = cli.list_commands(context)
+    rows = ((f"[`millrace {name}`](#millrace-{name})", cli.summary_of(name)) for name in names)
+    return page(
+        "Commands",
+        "`millrace COMMAND --help` prints the same.",
+        table(("command", "what it does"), rows),
+        *(_command_section(context, name) for name in names),
+    )
+
+
+def metrics_page() -> str:
+    """Every metric, by what it is about."""
+    return page(
+        "Metrics",
+        f"{len(catalogue.METRICS)} metrics, served by each worker at `/metrics`, which is off unless "
+        "`metrics.port` says where (`millrace worker --set metrics.port=9464`; containers have it on). "
+        "Beside it `/healthz` answers 200 while the worker takes work, else 503 with the reasons.",
+        _about(),
+        _metrics_section("The worker", catalogue.WORKER_METRICS),
+        _metrics_section("Its engine", catalogue.ENGINE_METRICS),
+        _metrics_section("The queue, the same from every worker", catalogue.QUEUE_METRICS),
+        _metrics_section("The process", catalogue.PROCESS_METRICS),
+        "## Labels\n\n"
+        + table(("label", "values"), ((f"`{name}`", _words(values)) for name, values in _LABEL_VALUES.items())),
+    )
+
+
+def settings_page() -> str:
+    """Every setting, by group, in the order of declaration."""
+    rows = load_settings(environ={}).rows()
+    derived = _derived_keys()
+    by_group: dict[str, list[SettingRow]] = {}
+    for row in rows:
+        by_group.setdefault(row.key.rpartition(".")[0], []).append(row)
+    sections = [_settings_section(group, about, by_group[group], derived) for group, about in _groups(Settings, "")]
+    return page(
+        "Settings",
+        f"{len(rows)} settings. Each is set on the command line (`--set engine.max_num_seqs=64`), by the variable "
+        "named below it in the environment or `.env`, or in a TOML profile that `MILLRACE_PROFILE` names; the "
+        "first of these that does decides. `millrace config` shows the value in force and where it came from.",
+        "Derived: left at its default, the value follows from the model and the machine; "
+        "`millrace config --model DIR` shows it.",
+        *sections,
+    )
+
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "settings/SETTINGS.md": settings_page,
+    "worker/METRICS.md": metrics_page,
+    "worker/COMMANDS.md": commands_page,
+}
+
+
+def stale_pages(root: Path = ROOT) -> dict[str, str]:
+    """Pages that are not there or not what the code says, with what they should be."""
+    wanted = {name: write() for name, write in PAGES.items()}
+    return {name: text for name, text in wanted.items() if _text(root / name) != text}
+
+
+def _text(path: Path) -> str | None:
+    return path.read_text() if path.exists() else None
+
+
+def _settings_section(group: str, about: str, rows: list[SettingRow], derived: frozenset[str]) -> str:
+    cells = [
+        (
+            f"`{row.key}`<br>`{row.variable}`",
+            plain(row.accepted) + (f" ({row.unit})" if row.unit else ""),
+            f"`{row.default_text}`{', derived' if row.key in derived else ''}",
+            plain(row.description),
+        )
+        for row in rows
+    ]
+    return f"## {group}\n\n{about}\n\n{table(('setting, variable', 'accepted', 'default', 'what it does'), cells)}"
+
+
+def _groups(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
+    """The groups that hold settings, with what their class says of itself."""
+    for name, field in model.model_fields.items():
+        group = field.annotation
+        if isinstance(group, type) and issubclass(group, BaseModel):
+            yield f"{prefix}{name}", " ".join((inspect.getdoc(group) or "").split())
+            yield from _groups(group, f"{prefix}{name}.")
+
+
+def _derived_keys() -> frozenset[str]:
+    """Those that the engine fills in for a decoder: the same on every machine, whatever their values there."""
+    config: Mapping[str, object] = _SMALLEST_MODEL
+    derived = derive_for(
+        load_settings(environ={}),
+        Path("model"),
+        ModelConfig.from_hf(config),
+        open_checkpoint=lambda path: Checkpoint({}),
+    )
+    return frozenset(key for key in derived.origins if derived.source_of(key) in {Source.DERIVED, Source.ESTIMATED})
+
+
+def _about() -> str:
+    """What the catalogue says of itself, with its constants' values."""
+    text = inspect.getdoc(catalogue) or ""
+    return re.sub(r"\b[A-Z]+_[A-Z_]+\b", lambda match: f"{getattr(catalogue, match[0])}", text)
+
+
+def _metrics_section(title: str, metrics: Sequence[Metric]) -> str:
+    rows = ((f"`{metric.name}`", metric.kind, _words(metric.labels), _meaning(metric)) for metric in metrics)
+    return f"## {title}\n\n{table(('metric', 'type', 'labels', 'what it is'), rows)}"
+
+
+def _meaning(metric: Metric) -> str:
+    if not metric.buckets:
+        return plain(metric.help)
+    return f"{plain(metric.help)} Buckets up to {', '.join(f'{bound:g}' for bound in metric.buckets)}."
+
+
+def _words(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _command_section(parent: click.Context, name: str) -> str:
+    command = cli.get_command(parent, name)
+    if command is None:
+        raise LookupError(name)
+    # A width beyond every line: nothing is wrapped, on whatever terminal.
+    context = click.Context(command, info_name=name, parent=parent, terminal_width=10_000, max_content_width=10_000)
+    arguments = " ".join(command.collect_usage_pieces(context))
+    options = (option.get_help_record(context) for option in command.params if isinstance(option, click.Option))
+    rows = ((f"`{spelling}`", plain(" ".join(meaning.split()))) for spelling, meaning in filter(None, options))
+    about = plain(inspect.cleandoc(command.help or "")).replace("\n- ", "\n\\- ")  # the file, not an item of a list
+    return (
+        f"## millrace {name}\n\n`millrace {name} {arguments}`\n\n{about}\n\n{table(('option', 'what it does'), rows)}"
+    )
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; `|` in a cell is escaped, a line's end is a space."""
+    lines = [head, ["---"] * len(head), *rows]
+    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def plain(text: str) -> str:
+    """Text as it stands: outside of code nothing in it is markup."""
+    parts = text.split("`")
+    return "`".join(
+        part if index % 2 else re.sub(r"(\*|<(?=[/a-zA-Z]))", r"\\\1", part) for index, part in enumerate(parts)
+    )
+
+
+def page(title: str, *parts: str) -> str:
+    """A page that `make pages` writes."""
+    note = "<!-- Written by `make pages` from the code; edit that. -->"
+    return "\n\n".join([note, f"# {title}", *parts]) + "\n"
 
 
 def main() -> int:

@@ -1,19 +1,22 @@
-"""Whether what a document names exists."""
+"""Finds what a document names and what does not exist: modules, paths, settings, metrics, commands, links."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Self
 
+import click
 import redis
 
-from tests.pages.known_names import KnownNames
-from tests.pages.markdown import Markdown, Piece
-from tests.pages.problem import Problem
+from settings import load_settings
+from settings.sources import PROFILE_VARIABLE
+from worker.cli.main import cli
+from worker.metrics.catalogue import METRICS
 
 _VARIABLE = re.compile(r"\bMILLRACE_[A-Z0-9_]*[A-Z0-9]\b")
 _METRIC = re.compile(r"\bmillrace_[a-z0-9_]*[a-z0-9](?P<open>_?\*)?")
@@ -31,6 +34,40 @@ PACKAGES = ("worker", "engine", "kernels", "settings", "tests")
 _SKIPPED = {".venv", "node_modules", "__pycache__"}
 # They look like settings and are something of Redis's.
 _FOREIGN = {"redis.conf", "redis.io"}
+
+_TARGET = re.compile(r"^([a-z][\w-]*):", re.MULTILINE)
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# A span may go on in the next line of its paragraph.
+_SPAN = re.compile(r"`([^`\n]+(?:\n[^`\n]+)*)`")
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class KnownNames:
+    """Read off the code."""
+
+    settings: frozenset[str]
+    groups: frozenset[str]
+    variables: frozenset[str]
+    metrics: frozenset[str]
+    commands: Mapping[str, frozenset[str]]  # of `millrace` -> its options, as they are spelt
+    targets: frozenset[str]  # of make
+
+    @classmethod
+    def of_code(cls, root: Path) -> Self:
+        """As the code stands."""
+        rows = load_settings(environ={}).rows()
+        return cls(
+            settings=frozenset(row.key for row in rows),
+            groups=frozenset(group for row in rows for group in _prefixes(row.key)),
+            variables=frozenset(row.variable for row in rows) | {PROFILE_VARIABLE},
+            metrics=frozenset(metric.name for metric in METRICS)
+            | {f"{metric.name}_{part}" for metric in METRICS if metric.buckets for part in ("bucket", "sum", "count")},
+            commands=_commands(),
+            targets=frozenset(_TARGET.findall((root / "Makefile").read_text())),
+        )
 
 
 @dataclass(frozen=True)
@@ -172,3 +209,85 @@ def _line(piece: Piece, match: re.Match[str]) -> int:
 
 def _without_comments(text: str) -> str:
     return re.sub(r"(?m)(^|\s)#.*$", r"\1", text)
+
+
+def _prefixes(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def _commands() -> dict[str, frozenset[str]]:
+    context = click.Context(cli)
+    found = {}
+    for name in cli.list_commands(context):
+        command = cli.get_command(context, name)
+        parameters = command.params if command else []
+        found[name] = frozenset(
+            spelling
+            for option in parameters
+            for spelling in (*option.opts, *option.secondary_opts)
+            if spelling[0] == "-"
+        ) | {"--help"}
+    return found
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """A name that does not exist, and where it stands."""
+
+    document: str
+    line: int
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.document}:{self.line}: {self.name}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some text of a document, and the line it begins in, counted from 1."""
+
+    text: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Markdown:
+    """A document's text, and what is code in it."""
+
+    text: str
+
+    @property
+    def fenced(self) -> list[tuple[str, Piece]]:
+        """Blocks between ``` with their language, which may be empty."""
+        return [(match[1], self._piece(match, 2)) for match in _FENCE.finditer(self.text)]
+
+    @property
+    def prose(self) -> str:
+        """The text with an empty line for each line of a fenced block."""
+        return _FENCE.sub(lambda match: "\n" * match[0].count("\n"), self.text)
+
+    @property
+    def spans(self) -> Iterator[Piece]:
+        """What stands between single backticks, on one line."""
+        for match in _SPAN.finditer(self.prose):
+            yield Piece(" ".join(match[1].split()), self._line(match.start(1)))
+
+    @property
+    def links(self) -> Iterator[Piece]:
+        """Where links lead."""
+        for match in _LINK.finditer(_SPAN.sub(lambda span: "-" * len(span[0]), self.prose)):
+            yield Piece(match[1], self._line(match.start(1)))
+
+    @property
+    def anchors(self) -> set[str]:
+        """What GitHub calls the headings."""
+        titles = (match[1].lower() for match in _HEADING.finditer(self.prose))
+        return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+
+    def _piece(self, match: re.Match[str], group: int) -> Piece:
+        return Piece(match[group], self.text.count("\n", 0, match.start(group)) + 1)
+
+    def _line(self, offset_in_prose: int) -> int:
+        return self.prose.count("\n", 0, offset_in_prose) + 1

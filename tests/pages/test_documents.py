@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from engine.kv_cache.tensors import KVCacheSpec
-from tests.pages.document_check import DocumentCheck
-from tests.pages.generated_pages import ROOT
-from tests.pages.known_names import KnownNames
-from tests.pages.markdown import Markdown
-from tests.support.promql import alert_rules
+from tests.pages.__main__ import ROOT
+from tests.pages.document_check import DocumentCheck, KnownNames, Markdown
+from tests.support.monitoring import alert_rules
 
 NAMES = KnownNames.of_code(ROOT)
 CHECK = DocumentCheck(ROOT, NAMES)

@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages.commands_page import commands_page
-from tests.pages.generated_pages import PAGES, ROOT, stale_pages
-from tests.pages.metrics_page import metrics_page
-from tests.pages.settings_page import settings_page
+from tests.pages.__main__ import PAGES, ROOT, commands_page, metrics_page, settings_page, stale_pages
 
 
 def test_no_page_is_stale() -> None:

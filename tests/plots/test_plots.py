@@ -7,8 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.plots.__main__ import RESULTS, plots
-from tests.plots.figure_file import FigureFile
+from tests.plots.__main__ import RESULTS, FigureFile, plots
 
 TEXT = "{http://www.w3.org/2000/svg}text"
 

@@ -1,4 +1,4 @@
-"""No test of the settings sees a `.env` or a MILLRACE_ variable of the machine it runs on."""
+"""Hides the `.env` and the MILLRACE_ variables of this machine from the tests of the settings."""
 
 from __future__ import annotations
 

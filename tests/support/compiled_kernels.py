@@ -1,7 +1,8 @@
-"""Ahead-of-time compilation: the operations' own launches, compiled for a GPU that is not there.
+"""Compiles the operations' own launches ahead of time, for a GPU that is not there.
 
-Runs on a machine without GPU: pip's triton brings ptxas and cuobjdump. Launches go through a driver that names the
-target and launches nothing, so each kernel is specialised exactly as a real call with these tensors would do it.
+Runs on a machine without a GPU: pip's triton brings ptxas and cuobjdump. Launches go through a driver that names the
+target and launches nothing, so each kernel is specialised exactly as a real call with these tensors would do it. A
+second driver only records the specialisations; on a GPU, compilations are counted as they happen.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime import driver
@@ -25,6 +28,8 @@ from triton.runtime.jit import JITFunction
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_MEMORY_LIMIT_BYTES = {80: 166_912, 90: 232_448}
+
+_NUMBERS = count(1)
 
 
 @dataclass(frozen=True)
@@ -121,3 +126,54 @@ def _inspect(kernel: Any, name: str, capability: int, constants: dict[str, Any])
         shared_bytes=kernel.metadata.shared,
         ptx=kernel.asm["ptx"],
     )
+
+
+class _Specialising(_Driver):
+    """A device that no other test has: Triton keeps what is compiled for each."""
+
+    def __init__(self, capability: int) -> None:
+        super().__init__(capability)
+        self._name = f"specialising {next(_NUMBERS)}"
+
+    def get_current_device(self) -> Any:
+        return self._name
+
+
+@contextmanager
+def recorded_specialisations(capability: int) -> Iterator[list[str]]:
+    """Names of kernels with their keys, one for each compilation that a GPU would see, in their order.
+
+    What kernels would write is zeros.
+    """
+    recorded: list[str] = []
+    run = JITFunction.run
+
+    def never_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    def never_compile(self: Any, key: Any, signature: Any, device: Any, *_: Any) -> object:
+        recorded.append(f"{self.fn.__name__} {key}")
+        kernel = object()
+        self.device_caches[device][0][key] = kernel
+        return kernel
+
+    with (
+        mock.patch.object(driver, "_active", _Specialising(capability)),
+        mock.patch.object(JITFunction, "run", never_launch),
+        mock.patch.object(JITFunction, "_do_compile", never_compile),
+        mock.patch.object(torch, "empty", torch.zeros),
+        mock.patch.object(torch, "empty_like", torch.zeros_like),
+    ):
+        yield recorded
+
+
+@contextmanager
+def counted_compilations() -> Iterator[list[str]]:
+    """What is compiled within the block, each kernel with its launch; nothing is in the interpreter."""
+    compiled: list[str] = []
+
+    def note(*, repr: str, **_: Any) -> None:  # the name is Triton's
+        compiled.append(repr)
+
+    with mock.patch.object(knobs.runtime, "jit_post_compile_hook", note):
+        yield compiled

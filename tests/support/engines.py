@@ -1,19 +1,45 @@
-"""Engines on small checkpoints, and running requests on them."""
+"""Runs requests on engines with small checkpoints, on parts of an engine, and on a scheduler without a model.
+
+Decode graphs run without a GPU here: steps go over the static buffers and nothing is captured. The engine without a
+model counts tokens: every token takes the same time. The demo's tickets have known right answers, so wrong bytes
+anywhere show as wrong answers.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 
 from engine.engine import Engine
+from engine.execution.decode_graphs import DecodeGraphs, DecodeRun
 from engine.execution.profile import PassTrace
+from engine.kv_cache.block_manager import BlockManager
+from engine.kv_cache.tensors import KVCacheTensors
+from engine.loading import load as load_decoder_parts
 from engine.loading.load import load_engine as load_any_engine
-from engine.request import AnyRequest, Request, RequestOutput
+from engine.model_interface import ErrorResult, ItemResult, LogitsResult, ModelRunner
+from engine.models.decoder import DecoderModel
+from engine.request import AnyRequest, FinishReason, Request, RequestOutput, TokenCheckpoint
 from engine.sampling_params import SamplingParams
-from settings import EffectiveSettings, load_settings
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import RequestState
+from engine.scheduling.waiting_queue import SchedulerLimits
+from settings import EffectiveSettings, EngineSettings, LimitSettings, ModelSettings, load_settings
+from worker.demo.run import CHECKPOINT, GOAL
+from worker.demo.tickets import Ticket, demo_lines
+from worker.offline import LineFeed, OfflineRun
 
 MAX_STEPS = 20_000
+
+PROMPT = list(range(40))
+
+__all__ = ["CHECKPOINT", "GOAL", "ticket_lines", "run_lines"]
 
 
 def load_engine(
@@ -67,3 +93,183 @@ def tokens_of(output: RequestOutput) -> list[int]:
     assert output.error is None, output.error
     (completion,) = output.completions
     return list(completion.token_ids)
+
+
+def make_runner(checkpoint: Path, **overrides: str) -> ModelRunner:
+    """A runner with 399 usable blocks; overrides are engine settings, `__` for the dots in their names."""
+    return load_engine(checkpoint, {f"engine.{k.replace('__', '.')}": v for k, v in overrides.items()}).runner
+
+
+def logits_of(result: ItemResult | None) -> torch.Tensor:
+    """The logits [V] of an item that must have them."""
+    assert isinstance(result, LogitsResult)
+    return result.logits
+
+
+def error_of(result: ItemResult | None) -> Exception:
+    """The error of an item that must have failed."""
+    assert isinstance(result, ErrorResult)
+    return result.error
+
+
+class StaticRun:
+    """What stands for a graph: runs the step again, with its own lengths since CPU kernels read those of the host."""
+
+    def __init__(self, runner: StaticRunner, run: DecodeRun) -> None:
+        self._runner = runner
+        self._run = run
+
+    def __call__(self, kv_lens: tuple[int, ...]) -> None:
+        self._runner.replays.append(kv_lens)
+        self._run(kv_lens)
+
+
+class StaticRunner:
+    """A GraphBackend that records what is asked of it. `failing`: sizes that cannot be captured."""
+
+    def __init__(self, failing: Collection[int] = ()) -> None:
+        self._failing = failing
+        self.captures: list[tuple[int, ...]] = []  # the bounds of each attempt
+        self.runs: list[StaticRun] = []
+        self.replays: list[tuple[int, ...]] = []  # the lengths of each
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of each replay."""
+        return [len(kv_lens) for kv_lens in self.replays]
+
+    def capture(self, run: DecodeRun, kv_len_bounds: tuple[int, ...]) -> DecodeRun:
+        self.captures.append(kv_len_bounds)
+        if len(kv_len_bounds) in self._failing:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        run((1,) * len(kv_len_bounds))  # as the run before a capture: over padding alone
+        self.runs.append(StaticRun(self, run))
+        return self.runs[-1]
+
+
+def load_static_engine(
+    path: Path,
+    backend: StaticRunner,
+    overrides: Mapping[str, object] | None = None,
+    batch_sizes: Sequence[int] = (1, 2, 4, 8),
+) -> Engine:
+    """`load_engine` with decode graphs of `backend`."""
+
+    def make(model: DecoderModel, kv_cache: KVCacheTensors, _: EngineSettings, max_model_len: int) -> DecodeGraphs:
+        return DecodeGraphs(model, kv_cache, backend, batch_sizes, max_model_len)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_decoder_parts, "make_decode_graphs", make)
+        return load_engine(path, overrides)
+
+
+def interrupted(engine: Engine, request: Request, num_tokens: int) -> TokenCheckpoint:
+    """The request's checkpoint once its sequences have `num_tokens` tokens each, or have ended with fewer."""
+    engine.add_request(request)
+    for _ in range(num_tokens):  # the prompt fits one step: a token a step
+        assert engine.step() == []
+    checkpoint = engine.checkpoint(request.request_id)
+    assert checkpoint is not None
+    assert engine.abort(request.request_id)
+    engine.step()
+    return checkpoint
+
+
+def make_request(
+    request_id: str, prompt: Sequence[int], *, max_tokens: int = 4, priority: int = 0, n: int = 1
+) -> Request:
+    """A greedy request that only max_tokens ends."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, n=n)
+    return Request(request_id, tuple(prompt), params, priority)
+
+
+def make_state(request: Request, blocks: BlockManager, arrival: int = 0) -> RequestState:
+    """The first sequence of a request."""
+    return RequestState(
+        request=request,
+        index=0,
+        arrival=arrival,
+        seed=0,
+        max_tokens=request.params.max_tokens or 1,
+        chain=blocks.new_chain(request.prompt_token_ids, ""),
+        token_ids=list(request.prompt_token_ids),
+    )
+
+
+class DryEngine:
+    """Runs requests as the engine would, on the same scheduler and the same account of KV blocks, exactly and fast.
+
+    Real: admission, chunks, prefix hits, eviction, preemption. Skipped: the model and the sampler; generated tokens are
+    numbers that occur in no prompt and in no other sequence.
+    """
+
+    def __init__(self, blocks: BlockManager, limits: SchedulerLimits) -> None:
+        self.blocks = blocks
+        self.scheduler = Scheduler(limits, blocks)
+        self.scheduled_tokens = 0  # the clock
+        self.prompt_tokens_run = 0  # prompt positions run, those run again after a preemption included
+        self.num_steps = 0
+        self._arrivals = 0
+
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, tenant: str = "") -> RequestState:
+        """Queue a request that generates `max_tokens` tokens."""
+        self._arrivals += 1
+        state = RequestState(
+            request=Request(request_id, prompt, SamplingParams(max_tokens=max_tokens), tenant=tenant),
+            index=0,
+            arrival=self._arrivals,
+            seed=0,
+            max_tokens=max_tokens,
+            chain=self.blocks.new_chain(prompt, tenant),
+            token_ids=list(prompt),
+        )
+        self.scheduler.add(state)
+        return state
+
+    def run(self, on_finished: Callable[[RequestState], None] = lambda _: None) -> None:
+        """Run until nothing is left; `on_finished` may add more."""
+        while self.scheduler.has_work:
+            for state in self.step():
+                on_finished(state)
+
+    def step(self) -> list[RequestState]:
+        """Run one step; the sequences that ended."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return []
+        self.num_steps += 1
+        self.scheduled_tokens += batch.num_tokens
+        for item in batch.items:
+            end = min(item.start + item.num_scheduled_tokens, item.state.num_prompt_tokens)
+            self.prompt_tokens_run += max(end - item.start, 0)
+        self.scheduler.commit(batch.items)
+        finished: list[RequestState] = []
+        for item in batch.items:
+            state = item.state
+            if not item.samples or not isinstance(state, RequestState):
+                continue
+            state.token_ids.append(-(state.arrival * 4096 + state.num_output_tokens) - 1)
+            if state.num_output_tokens >= state.max_tokens:
+                state.finish_reason = FinishReason.LENGTH
+                self.scheduler.finish(state)
+                finished.append(state)
+        return finished
+
+
+def ticket_lines(tickets: Mapping[str, Ticket], *, by_schema: bool = True) -> list[dict[str, Any]]:
+    """The demo's lines for these tickets; without the schema nothing holds the model to JSON."""
+    lines: list[dict[str, Any]] = list(demo_lines(tickets))
+    if not by_schema:
+        for line in lines:
+            del line["body"]["response_format"]
+    return lines
+
+
+def run_lines(engine: Engine, lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The records of these lines, as `millrace run` makes them, in this process."""
+    records: list[Mapping[str, Any]] = []
+    run = OfflineRun(engine, ModelSettings(name=CHECKPOINT.name), window=64, write=records.append)
+    feed = LineFeed([json.dumps(line).encode() for line in lines], LimitSettings(), capacity=64, by_prefix=True)
+    feed.start()
+    run.run(feed, lambda: False, lambda: None)
+    return records

@@ -1,17 +1,28 @@
-"""A StepEngine without a model: deterministic answers, and misbehaviour on request."""
+"""Engines without a model: answers are deterministic, at once or token by token, and misbehave on request.
+
+With them comes what surrounds an engine that does not run: a model as requests and records see it, one with a chat
+template and answers as its tokens, figures, outputs, and prompts fed to an engine thread or a window without a shard.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import time
+import uuid
 from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
+
+from tokenizers import AddedToken
 
 from engine.engine import EngineStats
-from engine.errors import EngineUnavailable, InvalidRequest
+from engine.errors import EngineError, EngineUnavailable, InvalidRequest
 from engine.request import (
     AnyRequest,
     Completion,
@@ -20,11 +31,18 @@ from engine.request import (
     Request,
     RequestOutput,
     RequestTimings,
+    SequenceCheckpoint,
     TokenCheckpoint,
+    TokenLogprobs,
 )
+from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
-from tests.support.byte_tokenizer import ByteTokenizer
-from tests.support.engine_stats import engine_stats
+from settings import ModelSettings
+from tests.support.tiny_tokenizer import EOS_TOKEN, ByteTokenizer, build_tokenizer, tokenizer_config
+from worker.lines.request_line import PrefixKey, prefix_sort_key
+from worker.requests.served_model import ServedModel
+from worker.runtime.engine_thread import EngineThread
+from worker.runtime.window import OnCheckpoint, OnOutputs, PromptFeed
 
 # Words in a prompt, and what they make the engine do.
 REFUSE = "*refuse*"  # add_request raises InvalidRequest
@@ -35,6 +53,31 @@ HANG = "*hang*"  # step does not return for a minute
 KILL = "*kill*"  # the process dies by kill -9
 
 EMBEDDING = (0.6, 0.8)  # of every input
+
+_IDLE = EngineStats(
+    device="cpu",
+    dtype="float32",
+    num_steps=0,
+    num_running=0,
+    num_waiting=0,
+    num_finished_requests=0,
+    num_duplicates=0,
+    prompt_tokens=0,
+    cached_tokens=0,
+    output_tokens=0,
+    generated_tokens=0,
+    num_preemptions=0,
+    num_blocks=1,
+    num_free_blocks=0,
+    prefix_cache=None,
+    decode_graphs=None,
+)
+
+TEMPLATES = Path(__file__).parent / "jinja"
+# Which of the texts that templates give a meaning are special tokens. Qwen3's tokenizer has the marks as plain tokens.
+QWEN3_TOKENS = {"<tool_call>": False, "</tool_call>": False, "<think>": False, "</think>": False}
+HERMES_TOKENS = dict.fromkeys(QWEN3_TOKENS, True)
+LLAMA3_TOKENS = {"<|python_tag|>": True, "<|eot_id|>": True, "<|start_header_id|>": True, "<|end_header_id|>": True}
 
 
 def answer(prompt: str) -> str:
@@ -160,3 +203,161 @@ class FakeEngine:
             raise ValueError(f"broken by {prompt!r}")
         if HANG in prompt:
             time.sleep(60)
+
+
+class WritingEngine(FakeEngine):
+    """A step is a token of each request; every `interval` tokens a checkpoint is due. Answers are `answer`'s."""
+
+    def __init__(self, *, interval: int = 4, step_s: float = 0.0, stop_after: int = 1_000_000) -> None:
+        super().__init__(step_s=step_s)
+        self.num_generated = 0
+        self.resumed: list[int] = []  # tokens that requests came with
+        self._interval = interval
+        self._stop_after = stop_after  # tokens of a request after which it gets no further
+        self._written: dict[str, bytes] = {}
+        self._due: list[str] = []
+
+    def add_request(self, request: AnyRequest) -> None:
+        assert isinstance(request, Request)
+        super().add_request(request)
+        came_with = bytes(request.resume.sequences[0].token_ids) if request.resume else b""
+        self.resumed.append(len(came_with))
+        self._written[request.request_id] = came_with
+
+    def checkpoint(self, request_id: str) -> TokenCheckpoint | None:
+        written = self._written.get(request_id)
+        return TokenCheckpoint("fake", 1, (SequenceCheckpoint(tuple(written), None),)) if written else None
+
+    def due_checkpoints(self) -> dict[str, TokenCheckpoint]:
+        due, self._due = self._due, []
+        found = {request_id: self.checkpoint(request_id) for request_id in due}
+        return {request_id: checkpoint for request_id, checkpoint in found.items() if checkpoint is not None}
+
+    def abort(self, request_id: str) -> bool:
+        self._written.pop(request_id, None)
+        return super().abort(request_id)
+
+    def step(self) -> list[RequestOutput]:
+        for request_id, (request, _) in list(self._open.items()):
+            self._write(request_id, request)
+        still_open, self._open = self._open, {}
+        outputs = super().step()  # those that were aborted, and the pause
+        self._open = still_open
+        return outputs
+
+    def _write(self, request_id: str, request: Request) -> None:
+        whole = answer(self._prompt(request)).encode()
+        written = self._written[request_id]
+        if len(written) >= self._stop_after:
+            return
+        self._written[request_id] = written = whole[: len(written) + 1]
+        self.num_generated += 1
+        if written == whole:
+            del self._written[request_id], self._open[request_id]
+            completion = Completion(0, whole.decode(), tuple(whole), FinishReason.STOP, None, None)
+            resumed = request.resume.num_tokens if request.resume else 0
+            self._ready.append(
+                RequestOutput(request_id, len(request.prompt_token_ids), 0, (completion,), num_resumed_tokens=resumed)
+            )
+        elif len(written) % self._interval == 0:
+            self._due.append(request_id)
+
+
+def engine_stats(**figures: Any) -> EngineStats:
+    """Those of an engine that has done nothing, but for `figures`."""
+    return replace(_IDLE, **figures)
+
+
+def served_model(
+    tokenizer: Tokenizer, *, max_model_len: int = 1 << 20, generates: bool = True, **settings: Any
+) -> ServedModel:
+    """A model called "m" of this tokenizer; `settings`: those of ModelSettings."""
+    engine = FakeEngine(max_model_len=max_model_len)
+    engine.tokenizer, engine.generates = tokenizer, generates
+    return ServedModel(engine, ModelSettings(**{"name": "m", **settings}))
+
+
+def template_source(name: str) -> str:
+    """A template of tests/support/jinja."""
+    return (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def chat_model(path: Path, template: str, tokens: Mapping[str, bool]) -> Tokenizer:
+    """The tokenizer, written into the directory `path`; `tokens`: added token -> whether it is special."""
+    tokenizer = build_tokenizer()
+    added = {
+        special: [AddedToken(text, special=special) for text in tokens if tokens[text] is special]
+        for special in (True, False)
+    }
+    tokenizer.add_special_tokens(added[True])
+    tokenizer.add_tokens(added[False])
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = tokenizer_config() | {"bos_token": "<|endoftext|>", "chat_template": template}
+    (path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return Tokenizer.from_directory(path)
+
+
+def answered(
+    tokenizer: Tokenizer,
+    text: str,
+    *,
+    finish_reason: FinishReason = FinishReason.STOP,
+    stop: str | None = None,
+    index: int = 0,
+) -> Completion:
+    """A completion of `text` as the engine ends it; `stop`: the stop string that `text` holds and that ended it."""
+    token_ids = tokenizer.encode(text)
+    if finish_reason is FinishReason.STOP and stop is None:
+        token_ids += tokenizer.encode(EOS_TOKEN)
+    shown = tokenizer.decode(token_ids)
+    if stop is not None:
+        shown = shown[: shown.index(stop)]
+    return Completion(index, shown, tuple(token_ids), finish_reason, stop, None)
+
+
+def completion(
+    text: str = "ok",
+    *,
+    index: int = 0,
+    token_ids: Sequence[int] = (7, 8),
+    finish_reason: FinishReason = FinishReason.STOP,
+    stop_reason: str | int | None = None,
+    logprobs: Sequence[TokenLogprobs] | None = None,
+) -> Completion:
+    """A finished completion."""
+    kept = None if logprobs is None else tuple(logprobs)
+    return Completion(index, text, tuple(token_ids), finish_reason, stop_reason, kept)
+
+
+def request_output(request_id: str = "0", *completions: Completion, error: EngineError | None = None) -> RequestOutput:
+    """The end of a request with 5 prompt tokens, 4 of them cached; one completion unless told."""
+    found = completions if completions or error else (completion(),)
+    return RequestOutput(request_id, num_prompt_tokens=5, num_cached_tokens=4, completions=found, error=error)
+
+
+def make_feed(tenant: str = "t", priority: int = 5) -> PromptFeed:
+    """A feed nobody listens to."""
+    return PromptFeed(tenant, priority, on_outputs=lambda _: None)
+
+
+def prompts(texts: Sequence[str], *, of: str = "", max_tokens: int = 1) -> list[tuple[PrefixKey, Request]]:
+    """What a shard offers for these prompts. A request's id is `of` and the text, then something unique after a #."""
+    params = SamplingParams(max_tokens=max_tokens)
+    return [
+        (prefix_sort_key(text), Request(f"{of}{text}#{uuid.uuid4()}", list(text.encode()), params)) for text in texts
+    ]
+
+
+@contextmanager
+def fed(
+    thread: EngineThread,
+    requests: Sequence[Request],
+    on_outputs: OnOutputs = lambda _: None,
+    on_checkpoint: OnCheckpoint = lambda _, __: None,
+) -> Iterator[PromptFeed]:
+    """A feed of these requests, in this order, for as long as the block runs."""
+    feed = PromptFeed("t", 5, on_outputs=on_outputs, on_checkpoint=on_checkpoint)
+    with thread.fed_by(feed):
+        thread.offer(feed, [((b"",), request) for request in requests], is_last=True)
+        yield feed

@@ -1,15 +1,27 @@
-"""The registry's classes over a test's Redis, and jobs in it."""
+"""Works on jobs in a test's Redis: through the registry's classes, a worker's inner parts without Celery, or as a
+program written for OpenAI's batches sees them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self, cast
 
 import redis
-from pydantic import SecretStr
+from celery import Celery
+from openai.types import Batch, BatchError, Completion, CreateEmbeddingResponse
+from openai.types.chat import ChatCompletion
+from openai.types.shared import ErrorObject
+from pydantic import BaseModel, SecretStr
 
-from settings import LimitSettings, RedisSettings
+from settings import LimitSettings, ModelSettings, RedisSettings, WorkerSettings
+from tests.support.fake_engine import FakeEngine
+from tests.support.processes import running_thread
+from worker.broker.messages import Announcer
+from worker.records.record import BatchFile
 from worker.registry.connect import connect
 from worker.registry.exchange import perform, text
 from worker.registry.intake import AdmissionLimits, JobIntake
@@ -18,7 +30,22 @@ from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import Claim, PromptRecord, UnitLeases
 from worker.registry.lifecycle import ClaimRefusal, Outcome
 from worker.registry.queues import ReapQueue, ShardQueue
-from worker.schemas import JobStatus, SubmitOptions, WorkerInfo
+from worker.requests.served_model import ServedModel
+from worker.runtime.engine_thread import EngineThread
+from worker.runtime.held_units import HeldUnit, HeldUnits
+from worker.runtime.planner import Planner
+from worker.runtime.shard import ShardPrompts, ShardRun
+from worker.runtime.unit_runner import EngineState, ShardSlots, UnitRunner
+from worker.runtime.window import AdmissionWindow
+from worker.runtime.writer import ResultWriter, refused_record
+from worker.schemas import JobState, JobStatus, JobUsage, RequestCounts, SubmitOptions, WorkerInfo, batch_object
+from worker.unit_closer import UnitCloser
+
+BODIES: dict[str, type[BaseModel]] = {
+    "chat.completion": ChatCompletion,
+    "text_completion": Completion,
+    "list": CreateEmbeddingResponse,
+}
 
 
 @dataclass(frozen=True)
@@ -103,3 +130,156 @@ def must_claim(leases: UnitLeases, ref: UnitRef, *, alone: bool = False) -> Clai
 def ok(index: int, record: str = "{}") -> PromptRecord:
     """The record of a prompt that succeeded: 5 tokens in, 2 of them cached, 3 out."""
     return PromptRecord(index, Outcome.OK, record, prompt_tokens=5, cached_tokens=2, output_tokens=3)
+
+
+class RecordingAnnouncer(Announcer):
+    """Remembers what it would have published."""
+
+    def __init__(self) -> None:
+        super().__init__(Celery(set_as_current=False))
+        self.announced: list[tuple[UnitRef, int]] = []
+
+    def announce(self, ref: UnitRef, priority: int) -> None:
+        self.announced.append((ref, priority))
+
+
+@dataclass
+class Units:
+    """Runs units on the test's own thread."""
+
+    registry: TestRegistry
+    engine: FakeEngine
+    engine_thread: EngineThread
+    leases: UnitLeases
+    writer: ResultWriter
+    failures: list[BaseException]
+    announcer: RecordingAnnouncer = field(default_factory=RecordingAnnouncer)
+    held_units: HeldUnits = field(default_factory=HeldUnits)
+    model_name: str = "fake"
+
+    @property
+    def closer(self) -> UnitCloser:
+        return UnitCloser(self.leases, LimitSettings())
+
+    def hold(self, ref: UnitRef) -> HeldUnit:
+        return self.held_units.hold(must_claim(self.leases, ref), message_id="m")
+
+    def runner(self, *, is_well: bool = True, max_shards: int = 4) -> UnitRunner:
+        return UnitRunner(
+            self.leases,
+            self.closer,
+            self.held_units,
+            give_back_for_s=0.1,
+            slots=ShardSlots(self.registry.shard_queue(), self.held_units, max_shards),
+            engine=EngineState(is_well=lambda: is_well, is_empty=lambda: True),
+        )
+
+    def planner(self, *, shard_size: int = 2) -> Planner:
+        settings = WorkerSettings(shard_size=shard_size, result_batch_size=2)
+        return Planner(
+            self.leases,
+            self.announcer,
+            self.closer,
+            settings=settings,
+            limits=LimitSettings(),
+            model_name=self.model_name,
+        )
+
+    def run_job(self, job_id: str) -> None:
+        """Plan the job and run its shards, one after the other; all of it must be queued."""
+        self.planner().plan(self.hold(UnitRef.plan(job_id)))
+        for number in range(self.registry.status(job_id).shards_total):
+            self.shard_run(self.hold(UnitRef.shard(job_id, number))).run()
+
+    def shard_run(self, held: HeldUnit) -> ShardRun:
+        served = ServedModel(self.engine, ModelSettings(name=self.model_name))
+        prompts = ShardPrompts(held.claim, served, limits=LimitSettings())
+        return ShardRun(
+            held,
+            prompts,
+            leases=self.leases,
+            engine=self.engine_thread,
+            writer=self.writer,
+            closer=self.closer,
+        )
+
+
+@contextmanager
+def running_units(
+    registry: TestRegistry, engine: FakeEngine | None = None, *, max_open: int = 1000, lease_s: float = 30.0
+) -> Iterator[Units]:
+    """Engine thread and writer, running."""
+    engine = engine or FakeEngine()
+    failures: list[BaseException] = []
+    window = AdmissionWindow(max_open, ageing_s=60.0)
+    engine_thread = EngineThread(lambda: engine, window=window, on_failure=failures.append)
+    leases = registry.leases(lease_s=lease_s)
+    writer = ResultWriter(leases, batch_size=10, replace_refused=refused_record)
+    engine_thread.start()
+    try:
+        with running_thread(writer.run):
+            yield Units(registry, engine, engine_thread, leases, writer, failures)
+    finally:
+        engine_thread.stop(5)
+
+
+@dataclass(frozen=True)
+class OpenAIBatch:
+    """Every line was checked against the package's own types."""
+
+    batch: Batch
+    output: dict[str, Any]  # custom_id -> body, as the package's type
+    errors: dict[str | None, ErrorObject | BatchError]  # custom_id -> why there is no answer
+
+    @classmethod
+    def read(cls, registry: TestRegistry, job_id: str) -> Self:
+        batch = Batch.model_validate(batch_object(registry.status(job_id)), strict=True)
+        output: dict[str, Any] = {}
+        errors: dict[str | None, ErrorObject | BatchError] = {}
+        for raw in registry.records(job_id):
+            record = json.loads(raw)
+            assert record.keys() == {"id", "custom_id", "response", "error"}
+            if BatchFile.of_record(record) is BatchFile.OUTPUT:
+                output[record["custom_id"]] = _body(record)
+            else:
+                errors[record["custom_id"]] = _error(record)
+        assert batch.request_counts is not None
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (len(output), len(errors))
+        return cls(batch, output, errors)
+
+
+def _body(record: dict[str, Any]) -> Any:
+    response = record["response"]
+    assert (response["status_code"], record["error"]) == (200, None)
+    assert isinstance(response["request_id"], str)
+    body = response["body"]
+    return BODIES[body["object"]].model_validate(body, strict=True)
+
+
+def _error(record: dict[str, Any]) -> ErrorObject | BatchError:
+    if record["response"] is None:
+        return BatchError.model_validate(record["error"], strict=True)
+    assert record["error"] is None
+    assert record["response"]["status_code"] != 200
+    return ErrorObject.model_validate(record["response"]["body"]["error"], strict=True)
+
+
+def job_status(
+    status: JobState, completed: int = 0, failed: int = 0, error: str | None = None, *, output_tokens: int = 7
+) -> JobStatus:
+    """Of ten prompts; a quarter of their tokens came from the prefix cache."""
+    return JobStatus(
+        id="s0-1",
+        status=status,
+        created_at=0.0,
+        request_counts=RequestCounts(total=10, completed=completed, failed=failed),
+        usage=JobUsage(
+            input_tokens=100, cached_tokens=25, output_tokens=output_tokens, total_tokens=100 + output_tokens
+        ),
+        shards_total=1,
+        shards_done=0,
+        priority=5,
+        tenant="default",
+        metadata={},
+        error=error,
+    )

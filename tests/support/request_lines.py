@@ -1,17 +1,42 @@
-"""Request lines for tests."""
+"""Makes request lines and reads the records that answer them, among them a file of 1,000 lines of which 20 are bad in
+10 ways.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
+from engine.request import AnyRequest
 from settings import LimitSettings
 from worker.lines.bodies import EmbeddingBody
 from worker.lines.errors import LineError
 from worker.lines.parse import parse_request_line
 from worker.lines.request_line import GeneratingBody, RequestLine
+from worker.requests.builder import RequestBuilder
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+
+NUM_LINES = 1000
+MAX_TOKENS = 4
+SYSTEM_PROMPTS = tuple(f"You are assistant number {i} and you answer the user. " * 3 for i in range(5))
+
+# Kind of bad line -> (the field its error must name, how it is written for a custom_id).
+BAD_KINDS: dict[str, tuple[str | None, Callable[[str], str]]] = {
+    "bad JSON": (None, '{{"custom_id": "{}", "body": {{"prompt": "x"'.format),
+    "duplicate custom_id": ("custom_id", lambda name: _line("line-0", prompt="again")),
+    "unknown parameter": ("temprature", lambda name: _line(name, prompt="x", temprature=1)),
+    "wrong type": ("max_tokens", lambda name: _line(name, prompt="x", max_tokens="many")),
+    "prompt longer than the context": ("prompt", lambda name: _line(name, prompt=[1] * 2000)),
+    "empty prompt": ("prompt", lambda name: _line(name, prompt="")),
+    "token id out of range": ("prompt", lambda name: _line(name, prompt=[1, 2, 100000])),
+    "unknown url": ("url", lambda name: _line(name, url="/v1/poems", prompt="x")),
+    "lone surrogate": ("prompt", lambda name: _line(name, prompt="half a pair: \ud83d")),
+    "NaN temperature": ("temperature", lambda name: _line(name, prompt="x", temperature=float("nan"))),
+}
 
 
 def raw_line(value: object) -> bytes:
@@ -53,3 +78,86 @@ def error_of(raw: bytes, index: int = 0) -> LineError:
     except LineError as error:
         return error
     raise AssertionError(f"accepted: {line}")
+
+
+def build_request(
+    builder: RequestBuilder, line: RequestLine, request_id: str = "r", *, created_s: int = 0, tenant: str = ""
+) -> AnyRequest:
+    """The engine's request for `line`. Raises what is wrong with it."""
+    [request] = builder.build_all([(line, request_id)], created_s=created_s, tenant=tenant)
+    if isinstance(request, Exception):
+        raise request
+    return request
+
+
+def _line(custom_id: str, *, url: str = "/v1/completions", **body: Any) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
+
+
+def _good_line(number: int) -> str:
+    options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "temperature": 0}
+    system = SYSTEM_PROMPTS[number % len(SYSTEM_PROMPTS)]
+    if number % 2:
+        return _line(f"line-{number}", prompt=f"{system}Question {number}?", return_token_ids=True, **options)
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": f"Question {number}?"}]
+    return _line(f"line-{number}", url="/v1/chat/completions", messages=messages, **options)
+
+
+def bad_line_numbers() -> dict[int, str]:
+    """Line number (from 0) -> kind: every kind twice, spread over the file."""
+    kinds = list(BAD_KINDS)
+    return {25 + 50 * index: kinds[index % len(kinds)] for index in range(2 * len(kinds))}
+
+
+def thousand_lines() -> list[str]:
+    """The lines of the file."""
+    bad = bad_line_numbers()
+    return [
+        BAD_KINDS[bad[number]][1](f"line-{number}") if number in bad else _good_line(number)
+        for number in range(NUM_LINES)
+    ]
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a results file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def error_body(record: dict[str, Any]) -> dict[str, Any] | None:
+    """The error of a record, None for a result."""
+    response = record["response"]
+    if response is None:
+        return dict(record["error"])
+    failure: dict[str, Any] | None = response["body"].get("error")
+    return failure
+
+
+def essence(record: dict[str, Any]) -> tuple[Any, ...]:
+    """What must be the same however a line was run: not the ids and times, not what the cache saved."""
+    failure = error_body(record)
+    if failure is not None:
+        return (record["custom_id"], failure.get("line"), failure["param"], failure["code"], failure["message"])
+    body = record["response"]["body"]
+    choices = json.dumps(body["choices"], sort_keys=True)
+    return (record["custom_id"], body["object"], choices, body["usage"]["total_tokens"], body["model"])
+
+
+def essences(records: Iterable[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Records in an order of their own, so that two runs can be compared."""
+    return sorted((essence(record) for record in records), key=repr)
+
+
+def check_thousand_records(records: list[dict[str, Any]]) -> None:
+    """980 results and 20 errors that name line and field, one record a line."""
+    assert len(records) == NUM_LINES
+    failures = {body["line"]: body for record in records if (body := error_body(record)) is not None}
+    bad = bad_line_numbers()
+    assert sorted(failures) == [number + 1 for number in sorted(bad)]
+    for number, kind in bad.items():
+        found = failures[number + 1]
+        assert found["param"] == BAD_KINDS[kind][0], (kind, found)
+        assert found["code"], (kind, found)
+    results = [record for record in records if error_body(record) is None]
+    assert len(results) == NUM_LINES - len(bad)
+    assert len({record["custom_id"] for record in results}) == len(results)
+    assert all(record["response"]["status_code"] == 200 for record in results)

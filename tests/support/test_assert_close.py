@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from tests.support.assert_close import assert_close
+from tests.support.tensors import assert_close
 
 
 def test_equal_tensors_pass() -> None:

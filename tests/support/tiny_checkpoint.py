@@ -1,12 +1,25 @@
-"""Small random checkpoints of each model family, written by transformers."""
+"""Writes small random checkpoints of each model family with transformers, and asks transformers for the right answers.
+
+The oracle of the parity tests is transformers' own greedy continuation, with the margin of every choice; for models
+that embed it is the same network pooled by hand.
+"""
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import (
+    AutoModel,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -17,6 +30,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from engine.checkpoint.embedding_config import Pooling
+from engine.checkpoint.files import Checkpoint
+from engine.checkpoint.model_config import ModelConfig, read_config
+from engine.models.decoder import DecoderModel
+from engine.models.load import load_decoder
+from engine.models.placement import ModelPlacement
+from kernels.dispatch import operations
 from tests.support.tiny_tokenizer import EOS_TOKEN, PAD_TOKEN, make_tokenizer
 
 Family = Literal["qwen3", "qwen3_moe", "llama"]
@@ -56,6 +76,28 @@ ROPE_DEFAULTS: dict[Family, dict[str, Any]] = {
         "original_max_position_embeddings": 256,
     },
 }
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,?!"
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+BERT_VOCAB_SIZE = len(SPECIAL_TOKENS) + 2 * len(LETTERS)
+BERT_DEFAULTS: dict[str, Any] = {
+    "vocab_size": BERT_VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
+SWITCHES: dict[Pooling, str] = {
+    "cls": "pooling_mode_cls_token",
+    "mean": "pooling_mode_mean_tokens",
+    "last_token": "pooling_mode_lasttoken",
+}
+
+TIE = 1e-4  # two logits closer than this are a tie: rounding may decide between them
+
+CPU = torch.device("cpu")
 
 
 def make_checkpoint(
@@ -105,3 +147,147 @@ def _build(family: Family, options: dict[str, Any]) -> PreTrainedModel:
     for parameter in model.parameters():  # model.to() would also round the rotary frequencies
         parameter.data = parameter.data.to(getattr(torch, options["dtype"]))
     return model
+
+
+def make_body_checkpoint(path: Path, family: Family = "qwen3", **config_overrides: Any) -> Path:
+    """A decoder as AutoModel saves it: no head, and tensors named without `model.`."""
+    make_tokenizer(path)
+    make_model(family, **config_overrides).model.save_pretrained(path)
+    return path
+
+
+def make_bert_checkpoint(path: Path, *, masked_lm: bool = False, seed: int = 0, **config_overrides: Any) -> Path:
+    """An encoder with a WordPiece tokenizer; `masked_lm`: with the head of pre-training, and `bert.` before names."""
+    make_word_piece_tokenizer(path)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = BertConfig(**(BERT_DEFAULTS | config_overrides))
+        model: PreTrainedModel = BertForMaskedLM(config) if masked_lm else BertModel(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():  # norms are born as ones, biases as zeros
+                if "LayerNorm" in name or "bias" in name:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path)
+    return path
+
+
+def make_word_piece_tokenizer(path: Path) -> None:
+    """Letters, alone and within words, in the files of a published BERT; truncation and padding are asked for."""
+    pieces = [*SPECIAL_TOKENS, *LETTERS, *(f"##{letter}" for letter in LETTERS)]
+    tokenizer = Tokenizer(models.WordPiece({piece: index for index, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.enable_truncation(16)
+    tokenizer.enable_padding(length=16)
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path / "tokenizer.json"))
+    named = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL_TOKENS, strict=True))
+    config = {"tokenizer_class": "BertTokenizerFast", "clean_up_tokenization_spaces": True, "do_lower_case": True}
+    (path / "tokenizer_config.json").write_text(json.dumps(config | named))
+
+
+def write_pooling(path: Path, pooling: Pooling, *, normalize: bool = True) -> None:
+    """The files that sentence-transformers saves beside a model."""
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
+    modules = [
+        {
+            "idx": index,
+            "name": str(index),
+            "path": f"{index}_{kind}" if index else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for index, kind in enumerate(kinds)
+    ]
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "1_Pooling").mkdir(exist_ok=True)
+    switches = {name: name == SWITCHES[pooling] for name in (*SWITCHES.values(), "pooling_mode_max_tokens")}
+    (path / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 1, **switches}))
+
+
+class ReferenceEmbedder:
+    """transformers' hidden states, pooled as sentence-transformers' Pooling and Normalize modules define it."""
+
+    def __init__(self, path: Path, pooling: Pooling) -> None:
+        self._model = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
+        self._pooling = pooling
+
+    @torch.inference_mode()
+    def embed(self, token_ids: Sequence[int], dimensions: int | None = None) -> torch.Tensor:
+        """[H], or [dimensions], of length 1."""
+        ids = torch.tensor([list(token_ids)])
+        hidden = self._model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
+        pooled = {"cls": hidden[0], "mean": hidden.mean(dim=0), "last_token": hidden[-1]}[self._pooling]
+        return torch.nn.functional.normalize(pooled[:dimensions], dim=0)
+
+
+@dataclass(frozen=True)
+class ReferenceContinuation:
+    """What transformers generates greedily after a prompt."""
+
+    token_ids: list[int]
+    margins: list[float]  # best minus second best logit at each step, of the tokens that may be chosen
+    logits: torch.Tensor  # [num_tokens, V], float32
+
+
+def continue_greedily(
+    model: Any, prompts: Sequence[Sequence[int]], num_tokens: int, suppressed: Sequence[int]
+) -> list[ReferenceContinuation]:
+    """Continue each prompt without the `suppressed` ids; prompts of one length share a batch: nothing is padded."""
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for index, prompt in enumerate(prompts):
+        by_length[len(prompt)].append(index)
+    results: dict[int, ReferenceContinuation] = {}
+    for indices in by_length.values():
+        ids = torch.tensor([list(prompts[index]) for index in indices])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            suppress_tokens=list(suppressed),
+            output_logits=True,
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+        logits = torch.stack(out.logits, dim=1).float()  # [batch, num_tokens, V]
+        best = torch.stack(out.scores, dim=1).topk(2, dim=-1).values
+        for row, index in enumerate(indices):
+            results[index] = ReferenceContinuation(
+                token_ids=out.sequences[row, ids.shape[1] :].tolist(),
+                margins=(best[row, :, 0] - best[row, :, 1]).tolist(),
+                logits=logits[row],
+            )
+    return [results[index] for index in range(len(prompts))]
+
+
+def count_ties_where_it_differs(expected: ReferenceContinuation, found: Sequence[int]) -> int:
+    """0 if equal, 1 if the first difference is at a tie of the reference; anything else fails."""
+    assert len(found) == len(expected.token_ids)
+    for step, (wanted, got) in enumerate(zip(expected.token_ids, found, strict=True)):
+        if wanted != got:
+            margin = expected.margins[step]
+            assert margin <= TIE, f"step {step}: token {got}, not {wanted}, at a margin of {margin}"
+            return 1
+    return 0
+
+
+def decoder_config(path: Path) -> ModelConfig:
+    """That of config.json in a model directory."""
+    config = read_config(path)
+    assert isinstance(config, ModelConfig)
+    return config
+
+
+def load_alone(path: Path) -> DecoderModel:
+    """In float32 on the CPU."""
+    placement = ModelPlacement(CPU, torch.float32, operations(CPU), max_positions=64, bucketed_min_tokens=8)
+    with Checkpoint.open(path) as checkpoint:
+        return load_decoder(decoder_config(path), checkpoint, placement)

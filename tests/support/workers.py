@@ -1,21 +1,77 @@
-"""Real workers: `millrace worker` processes, warm ones."""
+"""Runs `millrace` as users do: the command, real workers, and workers with the fake engine.
+
+This module is also the program of a worker with the fake engine:
+`python -m tests.support.workers '{"slots": 3}' KEY=VALUE ...`
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
 
-from tests.support.millrace import CLI
-from tests.support.wait_until import wait_until
-from tests.support.warm_interpreter import warm_interpreter
-from tests.support.warm_process import WarmProcess
+from settings import load_settings, parse_assignments
+from tests.support.fake_engine import FakeEngine
+from tests.support.processes import WarmProcess, wait_until, warm_interpreter
+from worker.celery_worker import run_worker
 from worker.client import BatchClient
+from worker.runtime.log_setup import configure_logging
+
+ROOT = Path(__file__).resolve().parents[2]
+_CODE = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import worker.cli.main as m; m.main()"
+COMMAND = [sys.executable, "-c", _CODE]  # with all of its imports
+CLI = "worker.cli.main"  # for `warm_interpreter`
+PIPE_BYTES = 65_536  # what a pipe takes at once
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 ONE_THREAD = ("--set", "engine.num_threads=1")
 QUICK_HEARTBEATS = ("--set", "worker.renew_interval_s=0.2")  # for who waits to see a figure in one
+
+FAKE_WORKER_STOP_TIMEOUT_S = 15.0
+
+# Times short enough for a test.
+QUICK = {
+    "worker.lease_s": "1.0",
+    "worker.renew_interval_s": "0.2",
+    "worker.reap_interval_s": "0.2",
+    "worker.reap_grace_s": "0.5",
+    "worker.drain_timeout_s": "5",
+    "worker.concurrency": "4",
+    "worker.shard_size": "10",
+}
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def millrace(
+    *arguments: str | Path, stdin: bytes = b"", timeout_s: float = 100.0
+) -> subprocess.CompletedProcess[bytes]:
+    """Run `millrace ARGUMENTS` to its end in a warm process; `stdin` comes by a pipe, PIPE_BYTES at most."""
+    assert len(stdin) <= PIPE_BYTES
+    read, write = os.pipe()
+    os.write(write, stdin)
+    os.close(write)
+    with TemporaryFile() as stdout, TemporaryFile() as stderr:
+        process = warm_interpreter().start(CLI, list(map(str, arguments)), stdout, stderr=stderr, stdin=read)
+        os.close(read)
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(arguments, code, *(_content(stream) for stream in (stdout, stderr)))
+
+
+def _content(stream: IO[bytes]) -> bytes:
+    stream.seek(0)
+    return stream.read()
 
 
 @contextmanager
@@ -33,3 +89,78 @@ def running_workers(redis_url: str, model: Path, count: int, *options: str) -> I
                 worker.terminate()
             codes = [worker.wait(timeout=STOP_TIMEOUT_S) for worker in workers]
     assert codes == [0] * count
+
+
+class WorkerProcesses:
+    """Starts workers and sees to it that none outlives the test."""
+
+    def __init__(self, redis_url: str, directory: Path) -> None:
+        self._redis_url = redis_url
+        self._directory = directory
+        self._processes: list[WarmProcess] = []
+
+    def start(self, *, engine: Mapping[str, object] | None = None, **settings: str) -> WarmProcess:
+        """Start a worker; settings as `worker__lease_s="2"`, over QUICK."""
+        values = {**QUICK, **{name.replace("__", "."): value for name, value in settings.items()}}
+        arguments = [f"{key}={value}" for key, value in {"redis.url": self._redis_url, **values}.items()]
+        program = "tests.support.workers"
+        with self._log_path(len(self._processes)).open("wb") as log:
+            process = warm_interpreter().start(program, [json.dumps(engine or {}), *arguments], log)
+        self._processes.append(process)
+        return process
+
+    def wait_up(self, client: BatchClient) -> None:
+        """Wait until every worker that was started has sent its heartbeat."""
+        wait_until(lambda: len(client.workers()) >= len(self._processes), timeout_s=20)
+
+    def log(self, number: int = 0) -> str:
+        """What the worker wrote so far."""
+        return self._log_path(number).read_text()
+
+    def kill_all(self) -> None:
+        """End what still runs."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait(FAKE_WORKER_STOP_TIMEOUT_S)
+
+    def _log_path(self, number: int) -> Path:
+        return self._directory / f"worker-{number}.log"
+
+
+@contextmanager
+def worker_processes(redis_url: str, directory: Path) -> Iterator[WorkerProcesses]:
+    """Workers of one test."""
+    workers = WorkerProcesses(redis_url, directory)
+    try:
+        yield workers
+    finally:
+        workers.kill_all()
+
+
+def python_block(after: str) -> str:
+    """The first fenced Python block of the README behind the words `after`."""
+    text = README.read_text()
+    start = text.index(after)
+    match = re.search(r"```python\n(.*?)```", text[start:], re.DOTALL)
+    assert match is not None, f"no Python block after {after!r}"
+    return match[1]
+
+
+def replace_line(code: str, begins_with: str, line: str) -> str:
+    """`code` with the one line that begins so replaced."""
+    pattern = re.compile(rf"^{re.escape(begins_with)}.*$", re.MULTILINE)
+    assert len(pattern.findall(code)) == 1, f"not one line begins with {begins_with!r}"
+    return pattern.sub(lambda _: line, code)
+
+
+def main() -> int:
+    """Run a worker whose engine and settings the command line gives."""
+    engine_options = json.loads(sys.argv[1])
+    effective = load_settings(parse_assignments(sys.argv[2:]), environ={})
+    configure_logging(effective.settings.log)
+    return run_worker(effective, lambda _: FakeEngine(**engine_options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

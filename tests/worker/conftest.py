@@ -1,4 +1,7 @@
-"""The registry's classes over the tests' Redis, a client and real workers."""
+"""Fixtures of the worker's tests: the registry over the tests' Redis, a client, real workers, one monitored run.
+
+The monitored run is shared by all pages that are looked at after it: it takes most of the time of these tests.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.monitoring import MonitoredRun, monitored_run
 from tests.support.registry import TestRegistry
-from tests.support.worker_processes import WorkerProcesses, worker_processes
+from tests.support.tiny_checkpoint import make_checkpoint
+from tests.support.workers import WorkerProcesses, worker_processes
 from worker.client import BatchClient
 
 
@@ -29,3 +34,17 @@ def client(redis_url: str) -> Iterator[BatchClient]:
 def workers(redis_url: str, tmp_path: Path) -> Iterator[WorkerProcesses]:
     with worker_processes(redis_url, tmp_path) as workers:
         yield workers
+
+
+@pytest.fixture(scope="package")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MonitoredRun]:
+    """Jobs that were run a moment ago."""
+    model = make_checkpoint(tmp_path_factory.mktemp("model") / "tiny", "qwen3", initializer_range=0.6)
+    with monitored_run(tmp_path_factory.mktemp("monitored"), model) as run:
+        yield run
+
+
+@pytest.fixture(scope="package")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where screenshots go, for people to look at."""
+    return tmp_path_factory.mktemp("pictures")

@@ -16,12 +16,10 @@ from engine.errors import EngineFatal, EngineUnavailable, InvalidRequest
 from engine.request import AnyRequest, Request, RequestOutput, TokenCheckpoint
 from engine.text.tokenizer import Tokenizer
 from settings import LimitSettings, ModelSettings, Settings
-from tests.support.fake_engine import FakeEngine
-from tests.support.outputs import completion, request_output
-from tests.support.registry import TestRegistry
+from tests.support.fake_engine import FakeEngine, completion, request_output
+from tests.support.registry import TestRegistry, running_units
 from tests.support.request_lines import completion_line, raw_line
 from tests.support.tiny_tokenizer import make_tokenizer
-from tests.support.units import running_units
 from worker.client import BatchClient
 from worker.lines.files import read_raw_lines
 from worker.offline import LineFeed, OfflineRun

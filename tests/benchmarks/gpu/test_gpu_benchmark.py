@@ -12,13 +12,11 @@ import torch
 
 from engine.checkpoint.files import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
-from tests.benchmarks.gpu import gpu_run
+from tests.benchmarks.gpu import __main__ as gpu_run
 from tests.benchmarks.gpu.__main__ import main
-from tests.benchmarks.gpu.gpu_model import MODELS
-from tests.benchmarks.gpu.parity import Parity
-from tests.benchmarks.gpu.random_shard import STANDARD_DEVIATION, random_checkpoint
-from tests.benchmarks.gpu.step_counts import STEP, StepCounts, count_steps
-from tests.benchmarks.gpu.weight_shapes import weight_shapes
+from tests.benchmarks.gpu.measure import STEP, StepCounts, count_steps
+from tests.benchmarks.gpu.random_model import MODELS, STANDARD_DEVIATION, random_checkpoint, weight_shapes
+from tests.benchmarks.gpu.transformers_peer import Parity
 from tests.support.tiny_checkpoint import Family, make_checkpoint
 
 TINY = ["--device", "cpu", "--tiny"]

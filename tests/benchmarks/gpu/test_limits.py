@@ -7,21 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks.gpu.decode_cell import DecodeCell
-from tests.benchmarks.gpu.engine_load import EngineLoad
-from tests.benchmarks.gpu.gpu_goal import find_goals
-from tests.benchmarks.gpu.gpu_model import MODELS
-from tests.benchmarks.gpu.gpu_report import goals_table, line
-from tests.benchmarks.gpu.gpu_result import GpuResult
-from tests.benchmarks.gpu.gpu_sizes import GpuSizes
-from tests.benchmarks.gpu.gpu_workload import GpuWorkload, nano_vllm_workload, shared_prefix_workload
-from tests.benchmarks.gpu.limits import Limits
-from tests.benchmarks.gpu.parity import Parity
-from tests.benchmarks.gpu.peer_figures import PeerFigures
-from tests.benchmarks.gpu.step_counts import StepCounts
-from tests.benchmarks.gpu.throughput import Throughput
-from tests.benchmarks.gpu.weight_shapes import weight_shapes
-from tests.benchmarks.peers.model_cost import ModelCost, Product
+from tests.benchmarks.gpu.measure import DecodeCell, EngineLoad, StepCounts, Throughput
+from tests.benchmarks.gpu.random_model import MODELS, weight_shapes
+from tests.benchmarks.gpu.report import GpuResult, find_goals, goals_table, line
+from tests.benchmarks.gpu.transformers_peer import Parity, PeerFigures
+from tests.benchmarks.gpu.workload import GpuSizes, GpuWorkload, Limits, nano_vllm_workload, shared_prefix_workload
+from tests.benchmarks.peers.floor import ModelCost, Product
 
 # 10 weights in the layers and 4 in the head, one FLOP a pair, one element of KV a token.
 SMALL = ModelCost((Product(5, 2, 1, 1),), Product(2, 2, 1, 1), 1, 1, num_experts=0, experts_per_token=0)

@@ -1,19 +1,167 @@
-"""transformers' continuous batching on the same weights and the same workload."""
+"""Compares the engine with transformers on the same device: the tokens of a small random checkpoint, and the speed of
+continuous batching on the same weights and the same workload.
+"""
 
 from __future__ import annotations
 
+import random
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import AutoModelForCausalLM
 
 from engine.checkpoint.files import Checkpoint
-from tests.benchmarks.gpu.gpu_sizes import GpuSizes
-from tests.benchmarks.gpu.gpu_workload import GpuWorkload
-from tests.benchmarks.gpu.peer_figures import PeerFigures
+from engine.engine import Engine
+from engine.request import Request, RequestOutput
+from engine.sampling_params import SamplingParams
+from tests.benchmarks.gpu.workload import Deadline, GpuSizes, GpuWorkload
+from tests.support.engines import load_engine
+from tests.support.tiny_checkpoint import VOCAB_SIZE, Family, make_checkpoint
+
+# Of the kernels' own sizes: heads of 128, groups of 4 query heads.
+SHAPE: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 512,
+    "initializer_range": 0.08,
+}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4}
+CASES: tuple[tuple[Family, dict[str, Any]], ...] = (("qwen3", SHAPE), ("qwen3_moe", SHAPE | EXPERTS))
+DTYPES = ("float32", "bfloat16")
+
+SHARED_TOKENS = 64
+NUM_LOGPROBS = 20
+FLOAT32_TOLERANCE = 2e-3  # of a log-probability: sums of 250 keys in another order; TF32 would be off by 1e-2
+TIE = 2e-3  # logits of the reference closer than this: rounding may choose
+# Of bfloat16, whose error has no bound of its own: how far transformers is off, on the same tokens, and this much more.
+TIMES_THEIRS = 1.5
+MORE_THAN_THEIRS = 0.005
+
+
+@dataclass(frozen=True)
+class Parity:
+    """One checkpoint in one type, against transformers in float32 over the same weights, after our own tokens."""
+
+    family: str
+    dtype: str
+    num_tokens: int
+    same_tokens: float  # share of those that the reference chooses, ties included
+    their_same_tokens: float  # the same of transformers in this type
+    max_error: float  # of log-probabilities: the 20 likeliest of each position
+    mean_error: float
+    their_mean_error: float
+
+    @property
+    def holds(self) -> bool:
+        """float32: every token, and every log-probability within the tolerance. bfloat16: as close as transformers."""
+        if self.dtype == "float32":
+            return self.same_tokens == 1.0 and self.max_error <= FLOAT32_TOLERANCE
+        is_close = self.mean_error <= TIMES_THEIRS * self.their_mean_error + MORE_THAN_THEIRS
+        return is_close and self.same_tokens >= self.their_same_tokens - 0.1
+
+    def __str__(self) -> str:
+        theirs = f", transformers {self.their_mean_error:.1e}" if self.dtype != "float32" else ""
+        return (
+            f"{self.family} {self.dtype}: {'same' if self.holds else 'DIFFERS'}; {self.num_tokens} tokens, "
+            f"{100 * self.same_tokens:.1f} % the reference's; log-probabilities off by {self.mean_error:.1e}{theirs}, "
+            f"at most {self.max_error:.1e}"
+        )
+
+
+def check_parity(family: Family, shape: dict[str, Any], dtype: str, sizes: GpuSizes, device: torch.device) -> Parity:
+    """Make the checkpoint in a directory of its own, run both."""
+    with tempfile.TemporaryDirectory(prefix="millrace-parity-") as folder:
+        path = make_checkpoint(Path(folder), family, dtype=dtype, **shape)
+        engine = load_engine(path, {"engine.device": device.type, "engine.dtype": dtype})
+        outputs = _generate(engine, sizes)
+        unknown_ids = engine.tokenizer.unknown_ids(VOCAB_SIZE)
+        engine.close()
+        reference = _Reference(path, torch.float32, device, unknown_ids)
+        theirs = reference if dtype == "float32" else _Reference(path, torch.bfloat16, device, unknown_ids)
+        return _compare((family, dtype), outputs, reference, theirs)
+
+
+class _Reference:
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, unknown_ids: tuple[int, ...]) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().to(device)
+        self._device = device
+        self._unknown_ids = list(unknown_ids)
+
+    @torch.inference_mode()
+    def positions(self, prompt: tuple[int, ...], generated: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the tokens that may be chosen, and log-probabilities of all: [generated, V] float32 on the host."""
+        ids = torch.tensor([[*prompt, *generated[:-1]]], device=self._device)
+        logits = self._model(ids).logits[0, len(prompt) - 1 :].float().cpu()
+        log_probabilities = torch.log_softmax(logits, dim=-1)
+        logits[:, self._unknown_ids] = -torch.inf
+        return logits, log_probabilities
+
+
+def _prompts(sizes: GpuSizes) -> list[tuple[int, ...]]:
+    generator = random.Random(0)
+
+    def tokens(count: int) -> list[int]:
+        return [generator.randrange(256) for _ in range(count)]
+
+    shared = tokens(SHARED_TOKENS)
+    return [*(tuple(tokens(length)) for length in sizes.parity_prompts), (*shared, *tokens(7)), (*shared, *tokens(30))]
+
+
+def _generate(engine: Engine, sizes: GpuSizes) -> list[tuple[tuple[int, ...], RequestOutput]]:
+    params = SamplingParams(max_tokens=sizes.parity_tokens, temperature=0.0, ignore_eos=True, logprobs=NUM_LOGPROBS)
+    prompts = _prompts(sizes)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(Request(str(number), prompt, params))
+    outputs: dict[str, RequestOutput] = {}
+    deadline = Deadline(120.0)
+    while engine.has_unfinished():
+        deadline.check()
+        outputs.update((output.request_id, output) for output in engine.step())
+    for output in outputs.values():
+        if output.error is not None:
+            raise output.error
+    return [(prompt, outputs[str(number)]) for number, prompt in enumerate(prompts)]
+
+
+def _compare(
+    case: tuple[str, str],
+    outputs: list[tuple[tuple[int, ...], RequestOutput]],
+    reference: _Reference,
+    theirs: _Reference,
+) -> Parity:
+    same: list[bool] = []
+    their_same: list[bool] = []
+    errors: list[float] = []
+    their_errors: list[float] = []
+    for prompt, output in outputs:
+        completion = output.completions[0]
+        logits, expected = reference.positions(prompt, completion.token_ids)
+        their_logits, their_found = theirs.positions(prompt, completion.token_ids)
+        for step, ours in enumerate(completion.logprobs or ()):
+            best = float(logits[step].max())
+            same.append(best - float(logits[step, ours.token_id]) <= TIE)
+            their_same.append(best - float(logits[step, int(their_logits[step].argmax())]) <= TIE)
+            errors += [abs(value - float(expected[step, token_id])) for token_id, value in ours.top]
+            their_errors += [abs(float(their_found[step, i] - expected[step, i])) for i, _ in ours.top]
+    count = len(same)
+    return Parity(
+        *case,
+        num_tokens=count,
+        same_tokens=sum(same) / count,
+        their_same_tokens=sum(their_same) / count,
+        max_error=max(errors),
+        mean_error=sum(errors) / len(errors),
+        their_mean_error=sum(their_errors) / len(their_errors),
+    )
 
 
 def run_transformers(
@@ -94,3 +242,20 @@ def _model(config: Mapping[str, object], checkpoint: Checkpoint, device: torch.d
         parameter.requires_grad_(False)
         parameter.data = checkpoint.read(name)
     return model.eval()
+
+
+@dataclass(frozen=True)
+class PeerFigures:
+    """What it did in the time it had."""
+
+    version: str
+    attention: str
+    seconds: float
+    output_tokens: int
+    finished_requests: int
+    num_requests: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens a second, prefill included."""
+        return self.output_tokens / self.seconds

@@ -12,23 +12,12 @@ from pathlib import Path
 import pytest
 
 from engine.checkpoint.model_config import ModelConfig
-from tests.benchmarks.checkout import Checkout
-from tests.benchmarks.cpu_ticks import CpuTicks
-from tests.benchmarks.peers.__main__ import main
-from tests.benchmarks.peers.arithmetic import Arithmetic
-from tests.benchmarks.peers.checkpoints import MODELS, build_tokenizer
-from tests.benchmarks.peers.comparison import Comparison
-from tests.benchmarks.peers.distance import Distance
-from tests.benchmarks.peers.floor import Floor
-from tests.benchmarks.peers.machine_busy import MachineBusy
-from tests.benchmarks.peers.machine_rates import MachineRates
-from tests.benchmarks.peers.model_cost import ModelCost, Product
-from tests.benchmarks.peers.options import parse
-from tests.benchmarks.peers.peers_machine import PeersMachine
-from tests.benchmarks.peers.peers_report import as_json, floor_table, ratio_table
-from tests.benchmarks.peers.servers.trial_loop import TrialAnswer
-from tests.benchmarks.peers.trials import Trials
-from tests.benchmarks.peers.workload import VOCAB_SIZE, WORKLOADS, Workload
+from tests.benchmarks.machine import Checkout, CpuTicks, PeersMachine
+from tests.benchmarks.peers.__main__ import as_json, floor_table, main, parse, ratio_table
+from tests.benchmarks.peers.floor import Arithmetic, Floor, MachineRates, ModelCost, Product
+from tests.benchmarks.peers.servers import TrialAnswer
+from tests.benchmarks.peers.trials import Comparison, Distance, MachineBusy, Trials
+from tests.benchmarks.peers.workload import MODELS, VOCAB_SIZE, WORKLOADS, Workload, build_tokenizer
 from tests.support.tiny_checkpoint import make_checkpoint
 
 RATES = MachineRates({"float32": 1e9, "bfloat16": 2e9, "int8": 4e9}, 1e9)

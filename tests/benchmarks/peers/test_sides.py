@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.peers.queue_side import queue_side
-from tests.benchmarks.peers.servers.trial_loop import serve
-from tests.benchmarks.peers.trial_server import TrialServerFailed, trial_server
+from tests.benchmarks.peers.servers import serve
+from tests.benchmarks.peers.sides import TrialServerFailed, queue_side, trial_server
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
+from tests.support.processes import wait_until
 from tests.support.tiny_checkpoint import make_checkpoint
-from tests.support.wait_until import wait_until
 
 SERVER = f"""
 import os, sys, time
@@ -71,9 +70,11 @@ def test_answers_of_another_length_are_no_measurement(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_our_server_runs_the_engine_with_the_settings_given(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model")
-    module = "tests.benchmarks.peers.servers.millrace_server"
+    module = "tests.benchmarks.peers.servers"
     settings = ["engine.dtype=float32", "engine.num_threads=1", "engine.kv_cache.num_blocks=100"]
-    with trial_server([sys.executable, "-m", module, str(model), *settings], {}, tmp_path / "log") as server:
+    with trial_server(
+        [sys.executable, "-m", module, "millrace", str(model), *settings], {}, tmp_path / "log"
+    ) as server:
         answer = server.run([[1, 2, 3], [4, 5, 6, 7]], 5)
         assert [len(output) for output in answer["outputs"]] == [5, 5]
         assert server.run([[4, 5, 6, 7], [1, 2, 3]], 5)["outputs"] == answer["outputs"][::-1]

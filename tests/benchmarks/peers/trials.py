@@ -1,16 +1,23 @@
-"""Trials of two sides in turn."""
+"""Runs trials of two sides in turn, workload by workload, and compares the times with each other and with the floor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
 from typing import NamedTuple, Protocol
 
-from tests.benchmarks.cpu_ticks import CpuTicks
-from tests.benchmarks.peers.comparison import Comparison
-from tests.benchmarks.peers.machine_busy import MachineBusy
-from tests.benchmarks.peers.servers.trial_loop import TrialAnswer
-from tests.benchmarks.peers.workload import Workload
+from engine.loading.derived_settings import usable_cores
+from tests.benchmarks.machine import CpuTicks, PeersMachine
+from tests.benchmarks.peers.floor import Floor, MachineRates, ModelCost
+from tests.benchmarks.peers.servers import TrialAnswer
+from tests.benchmarks.peers.sides import PEERS, SERVERS, QueueSide, TrialServer, queue_side, trial_server
+from tests.benchmarks.peers.workload import WORKLOADS, Workload, checkpoint
+from tests.support.tiny_checkpoint import decoder_config
 
 MAX_REPEATS = 4  # for each pair that is wanted
 
@@ -88,3 +95,117 @@ def _comparison(workload: Workload, pairs: Sequence[tuple[_Trial, _Trial | None]
         num_repeated=num_repeated,
         same_first_token=sum(agreements) / len(agreements) if agreements else 1.0,
     )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Seconds of each trial, first of ours and then of the other side; trial by trial they had the same prompts."""
+
+    workload: Workload
+    our_s: tuple[float, ...]
+    other_s: tuple[float, ...]  # empty: only ours was measured
+    stolen: tuple[float, ...]  # share of the CPUs that the hypervisor took, of each pair the trial that suffered more
+    num_repeated: int  # pairs that did not count, because it took too much
+    same_first_token: float  # share of the requests whose first token both chose; 1.0 where only ours was measured
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Our time over the other's of each trial; below 1 ours is faster."""
+        return tuple(ours / other for ours, other in zip(self.our_s, self.other_s, strict=bool(self.other_s)))
+
+    @property
+    def ratio(self) -> float | None:
+        """Median of the trials."""
+        return median(self.ratios) if self.other_s else None
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Of one workload."""
+
+    rates: MachineRates  # the best of before and after the trials
+    floor: Floor
+    times: float  # our median over the floor
+
+    @classmethod
+    def of(cls, comparison: Comparison, cost: ModelCost, rates: MachineRates, dtypes: tuple[str, str]) -> Distance:
+        """`dtypes`: of our activations and KV, and of our weights."""
+        floor = Floor.of(comparison.workload, cost, rates, dtypes)
+        return cls(rates, floor, median(comparison.our_s) / floor.total_s)
+
+
+class MachineBusy(RuntimeError):
+    """Too few pairs of trials in which the hypervisor took little."""
+
+    def __init__(self, max_stolen: float, num_pairs: int, wanted: int) -> None:
+        """max_stolen: share of the CPUs, 0 to 1."""
+        super().__init__(
+            f"--max-stolen {max_stolen:g}: {num_pairs} pairs of trials in which the hypervisor took no larger share of "
+            f"the CPUs, {wanted} wanted; later, or with a larger share"
+        )
+
+
+class PeersRun:
+    """What was measured so far. A model is loaded once for all of its workloads."""
+
+    def __init__(self, options: argparse.Namespace, cache: Path) -> None:
+        self.machine = PeersMachine.read()
+        self.sides: dict[str, dict[str, str]] = {}
+        self.comparisons: list[Comparison] = []
+        self.distances: dict[str, Distance] = {}
+        self.command_s: dict[str, list[float]] = {}  # by workload: each trial's `submit --wait`, its start-up included
+        self._options = options
+        self._cache = cache
+
+    def measure(self) -> Iterator[Comparison]:
+        """Each workload as it is done. Raises PeerMissing, TrialServerFailed, MachineBusy."""
+        for model in dict.fromkeys(WORKLOADS[name].model for name in self._options.workloads):
+            path = checkpoint(model, self._cache)
+            cost = ModelCost.of(decoder_config(path))
+            with self._both_sides(path) as (ours, other):
+                for workload in map(WORKLOADS.__getitem__, self._options.workloads):
+                    if workload.model == model:
+                        yield self._measure(workload, cost, ours, other)
+
+    def _measure(self, workload: Workload, cost: ModelCost, ours: Side, other: Side | None) -> Comparison:
+        options, products = self._options, (*cost.layers, cost.head)
+        workload = workload.sized(options.requests, options.max_tokens)
+        weights = options.dtype if options.quantization == "none" else options.quantization
+        dtypes = tuple(dict.fromkeys(("float32", "bfloat16", weights)))
+        before = MachineRates.measure(products, usable_cores(), dtypes)
+        comparison = Trials(options.trials, options.sorted, options.max_stolen).compare(workload, ours, other)
+        rates = before.best_of(MachineRates.measure(products, usable_cores(), dtypes))
+        self.comparisons.append(comparison)
+        if isinstance(ours, QueueSide):
+            self.command_s[workload.name] = ours.command_s[-options.trials - comparison.num_repeated :]
+        self.distances[workload.name] = Distance.of(comparison, cost, rates, (options.dtype, weights))
+        return comparison
+
+    @contextmanager
+    def _both_sides(self, model: Path) -> Iterator[tuple[Side, Side | None]]:
+        """Ours and the other, each in processes of its own. Through the queue the other is our engine without it."""
+        options, assignments = self._options, self._assignments()
+        command = [sys.executable, "-m", SERVERS, "millrace", str(model), *assignments]
+        with ExitStack() as stack:
+            engine = stack.enter_context(trial_server(command, {}, self._cache / "ours.log"))
+            if options.through_queue:
+                self.sides = {"ours": {"engine": "Millrace, through Redis and one worker"}, "other": engine.about}
+                yield stack.enter_context(queue_side(model, assignments)), engine
+                return
+            peer = stack.enter_context(self._peer(model))
+            self.sides = {"ours": engine.about, "other": {} if peer is None else peer.about}
+            yield engine, peer
+
+    def _peer(self, model: Path) -> AbstractContextManager[TrialServer | None]:
+        options = self._options
+        if options.peer is None:
+            return nullcontext()
+        peer = PEERS[options.peer]
+        command = peer.command(options.venv, model, options.peer_dtype)
+        return trial_server(command, peer.environment(options.venv), self._cache / f"{peer.name}.log")
+
+    def _assignments(self) -> list[str]:
+        options = self._options
+        quantization = [] if options.quantization == "none" else [f"engine.quantization={options.quantization}"]
+        threads = f"engine.num_threads={usable_cores()}"
+        return [f"engine.dtype={options.dtype}", threads, *quantization, *options.set]

@@ -1,4 +1,4 @@
-"""`python -m tests.benchmarks.scaling [--only WHAT] [--rounds N] [--json FILE]`: cost against size.
+"""Measures cost against size: `python -m tests.benchmarks.scaling [--only WHAT] [--rounds N] [--json FILE]`.
 
 Time per token against the number of requests, their prompts' and their answers' length, and what of a prompt its
 neighbours do not share, on a small model; resident memory of `millrace run` and of a worker against the number of
@@ -14,17 +14,60 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.benchmarks.peers.peers_machine import PeersMachine
-from tests.benchmarks.scaling import waiting_memory
-from tests.benchmarks.scaling.axis import AXES
-from tests.benchmarks.scaling.scaling_point import ScalingPoint
-from tests.benchmarks.scaling.scaling_report import EXPLANATION, memory_table, points_table
-from tests.benchmarks.scaling.scaling_run import measure, small_model
-from tests.benchmarks.scaling.waiting_memory import WaitingMemory
-from tests.benchmarks.write_figures import write_figures
+from tests.benchmarks.machine import PeersMachine, write_figures
+from tests.benchmarks.scaling import measure as waiting_memory
+from tests.benchmarks.scaling.measure import AXES, ScalingPoint, WaitingMemory, exponent, measure, small_model
+
+EXPLANATION = """\
+x before: against the row above; arithmetic: what FLOP per token alone would make of it (attention sees more keys)
+exponent: b in seconds ~ size^b over all rows, and over the last two (64 requests run at a time: before that a step
+grows cheaper per token); beside it the exponent of FLOP. A term that grows faster than the work shows as a time
+exponent above that of the arithmetic."""
 
 WAITING = (1_000, 4_000, 16_000, 48_000)
 MEMORY = "memory"
+
+
+def points_table(points: Sequence[ScalingPoint]) -> str:
+    """One axis."""
+    lines = [
+        f"| {points[0].axis} | tokens | seconds | us per token | x before | x before, arithmetic |",
+        "|" + "---|" * 6,
+    ]
+    for before, point in zip([None, *points], points, strict=False):
+        time = flop = ""
+        if before is not None:
+            time = f"{point.us_per_token / before.us_per_token:.2f}"
+            flop = f"{point.flop_per_token / before.flop_per_token:.2f}"
+        cells = f"{point.size} | {point.num_tokens} | {point.seconds:.3f} | {point.us_per_token:.1f} | {time} | {flop}"
+        lines.append(f"| {cells} |")
+    return "\n".join([*lines, "", exponents(points)])
+
+
+def exponents(points: Sequence[ScalingPoint]) -> str:
+    """Of time and of arithmetic over all sizes, and between the last two."""
+    texts = []
+    for name, chosen in (("all", points), ("last two", points[-2:])):
+        sizes = [point.size for point in chosen]
+        time = exponent(sizes, [point.seconds for point in chosen])
+        flop = exponent(sizes, [point.flop for point in chosen])
+        texts.append(f"{name}: time {time:.2f}, arithmetic {flop:.2f}")
+    return f"exponent of {points[0].axis}: {'; '.join(texts)}"
+
+
+def memory_table(memories: Sequence[WaitingMemory]) -> str:
+    """Resident memory against the requests waiting."""
+    lines = ["| process | requests waiting | resident, MB | at most, MB | bytes more a request |", "|" + "---|" * 5]
+    firsts = {memory.process: memory for memory in reversed(memories)}
+    for memory in memories:
+        first = firsts[memory.process]
+        more = ""
+        if memory is not first:
+            growth = memory.peak_bytes - first.peak_bytes
+            more = f"{growth / (memory.num_waiting - first.num_waiting):.0f}"
+        sizes = f"{memory.resident_bytes / 1e6:.0f} | {memory.peak_bytes / 1e6:.0f}"
+        lines.append(f"| {memory.process} | {memory.num_waiting} | {sizes} | {more} |")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

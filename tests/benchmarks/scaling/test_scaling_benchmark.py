@@ -6,13 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.scaling import waiting_memory
-from tests.benchmarks.scaling.__main__ import main
-from tests.benchmarks.scaling.axis import AXES, Axis
-from tests.benchmarks.scaling.scaling_point import ScalingPoint, exponent
-from tests.benchmarks.scaling.scaling_report import memory_table, points_table
-from tests.benchmarks.scaling.scaling_run import measure
-from tests.benchmarks.scaling.waiting_memory import WaitingMemory
+from tests.benchmarks.scaling import measure as waiting_memory
+from tests.benchmarks.scaling.__main__ import main, memory_table, points_table
+from tests.benchmarks.scaling.measure import AXES, Axis, ScalingPoint, WaitingMemory, exponent, measure
 from tests.support.tiny_checkpoint import make_checkpoint
 
 POINTS = [ScalingPoint("prompt tokens", size, size * 10, 1e-4 * size**1.5, 1e3 * size) for size in (100, 400, 1600)]

@@ -11,8 +11,7 @@ import pytest
 from engine.checkpoint.embedding_config import EmbeddingConfig, Pooling
 from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_config
 from engine.errors import CheckpointError
-from tests.support.tiny_checkpoint import make_checkpoint
-from tests.support.tiny_embedders import write_pooling
+from tests.support.tiny_checkpoint import make_checkpoint, write_pooling
 
 # The keys of all-MiniLM-L6-v2's file.
 MINILM: dict[str, Any] = {

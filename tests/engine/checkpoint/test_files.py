@@ -19,8 +19,7 @@ from engine.checkpoint.model_config import read_generation_config
 from engine.errors import CheckpointError
 from engine.loading.derived_settings import derive_settings
 from settings import ModelSettings, SettingsError, load_settings
-from tests.support.decoder_config import decoder_config
-from tests.support.tiny_checkpoint import make_checkpoint, make_model
+from tests.support.tiny_checkpoint import decoder_config, make_checkpoint, make_model
 
 INDEX = "model.safetensors.index.json"
 

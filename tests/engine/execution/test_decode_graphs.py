@@ -19,9 +19,15 @@ from engine.execution.decode_graphs import DecodeGraphStats
 from engine.model_interface import DecodeItem
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
-from tests.support.runners import logits_of
-from tests.support.static_runner import StaticRunner, load_static_engine
+from tests.support.engines import (
+    StaticRunner,
+    greedy_request,
+    load_engine,
+    load_static_engine,
+    logits_of,
+    run_all,
+    tokens_of,
+)
 from tests.support.tiny_checkpoint import Family, make_checkpoint
 
 MAX_MODEL_LEN = 48

@@ -15,8 +15,7 @@ from engine.errors import EngineFatal
 from engine.execution import decode_graphs as module
 from engine.execution.decode_graphs import CudaGraphBackend, decode_graph_sizes, make_decode_graphs
 from settings import CudaGraphSettings, EngineSettings
-from tests.support.engines import load_engine
-from tests.support.static_runner import StaticRunner
+from tests.support.engines import StaticRunner, load_engine
 
 DEVICE = torch.device("cuda")
 

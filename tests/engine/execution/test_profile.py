@@ -15,8 +15,7 @@ from structlog.testing import capture_logs
 
 from engine.execution.profile import PassTrace
 from engine.model_interface import DecodeItem
-from tests.support.engines import greedy_request, load_engine, run_all
-from tests.support.runners import make_runner
+from tests.support.engines import greedy_request, load_engine, make_runner, run_all
 
 STAGES = ["embedding", "layer 0", "layer 1", "logits"]
 CPU = torch.device("cpu")

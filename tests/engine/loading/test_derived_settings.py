@@ -17,9 +17,9 @@ from engine.models.decoder import weights_bytes
 from engine.models.placement import require_float32_sums
 from kernels import cpu, deterministic, int8
 from settings import Source, load_settings
+from tests.support.devices import simulated_device
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
-from tests.support.needs_vnni import needs_vnni
-from tests.support.simulated_memory import simulated_device
+from tests.support.tensors import needs_vnni
 
 PROMPT = list(range(40, 90))
 

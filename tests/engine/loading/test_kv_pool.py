@@ -15,8 +15,8 @@ from engine.loading.derived_settings import derive_settings
 from engine.loading.kv_pool import expected_step_bytes
 from engine.loading.memory import cgroup_headroom_bytes, meminfo_available_bytes, num_blocks_that_fit
 from settings import EffectiveSettings, Source, load_settings
+from tests.support.devices import simulated_device
 from tests.support.engines import load_engine
-from tests.support.simulated_memory import simulated_device
 from tests.support.tiny_checkpoint import make_checkpoint
 
 MIB = 1 << 20

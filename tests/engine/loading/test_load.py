@@ -21,12 +21,11 @@ from engine.loading.warm_up import compiling_steps, first_of_each, largest_steps
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from settings import EffectiveSettings, EngineSettings, SettingsError, load_settings
+from tests.support.compiled_kernels import recorded_specialisations
+from tests.support.devices import simulated_device
 from tests.support.engines import load_engine as load_decoder
 from tests.support.engines import run_all
-from tests.support.simulated_memory import simulated_device
-from tests.support.specialisations import recorded_specialisations
-from tests.support.tiny_checkpoint import Family, make_checkpoint
-from tests.support.tiny_embedders import make_bert_checkpoint
+from tests.support.tiny_checkpoint import Family, make_bert_checkpoint, make_checkpoint
 
 KINDS: list[tuple[Callable[[Path], Path], type, str]] = [
     (make_checkpoint, Engine, "model.embed_tokens.weight"),

@@ -27,12 +27,10 @@ from engine.sampling_params import SamplingParams
 from engine.staging import ArrayStaging
 from engine.structured.grammar import Grammar
 from settings import EngineSettings, Source
-from tests.support.decoder_config import decoder_config
-from tests.support.engines import load_engine, run_all
-from tests.support.needs_vnni import needs_vnni
-from tests.support.simulated_memory import simulated_device
-from tests.support.static_runner import StaticRunner
-from tests.support.tiny_checkpoint import make_checkpoint
+from tests.support.devices import simulated_device
+from tests.support.engines import StaticRunner, load_engine, run_all
+from tests.support.tensors import needs_vnni
+from tests.support.tiny_checkpoint import decoder_config, make_checkpoint
 
 MIB = 1 << 20
 TOTAL = 40 * MIB

@@ -19,11 +19,16 @@ from engine.models.decoder import weights_bytes
 from engine.models.load import check_decoder, check_encoder, load_decoder, load_encoder
 from engine.models.placement import ModelPlacement
 from kernels.dispatch import operations
-from tests.support.decoder_config import decoder_config
 from tests.support.engines import load_engine
-from tests.support.load_alone import load_alone
-from tests.support.tiny_checkpoint import VOCAB_SIZE, Family, make_checkpoint
-from tests.support.tiny_embedders import make_bert_checkpoint, make_body_checkpoint
+from tests.support.tiny_checkpoint import (
+    VOCAB_SIZE,
+    Family,
+    decoder_config,
+    load_alone,
+    make_bert_checkpoint,
+    make_body_checkpoint,
+    make_checkpoint,
+)
 
 CPU = torch.device("cpu")
 PLACEMENT = ModelPlacement(CPU, torch.float32, operations(CPU), max_positions=64, bucketed_min_tokens=8)
@@ -96,7 +101,7 @@ def test_loading_makes_no_second_copy_of_the_weights(tmp_path: Path) -> None:
     code = f"""
 import re, sys
 from pathlib import Path
-from tests.support.load_alone import load_alone
+from tests.support.tiny_checkpoint import load_alone
 anonymous_kb = lambda: int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 before = anonymous_kb()
 model = load_alone(Path({str(tmp_path)!r}))

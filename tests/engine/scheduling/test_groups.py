@@ -9,7 +9,7 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.request import FinishReason, Request
 from engine.scheduling.groups import GroupTable, SequenceGroup
 from engine.scheduling.sequence import RequestState
-from tests.support.factories import make_request, make_state
+from tests.support.engines import make_request, make_state
 
 Group = SequenceGroup[Request, RequestState]
 

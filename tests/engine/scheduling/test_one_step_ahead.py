@@ -17,9 +17,7 @@ from engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from engine.scheduling.sequence import RequestState, TokenCounts
 from engine.scheduling.waiting_queue import SchedulerLimits
 from engine.structured.grammar import Grammar
-from tests.support.engines import load_engine, run_all
-from tests.support.factories import make_request, make_state
-from tests.support.static_runner import StaticRunner, load_static_engine
+from tests.support.engines import StaticRunner, load_engine, load_static_engine, make_request, make_state, run_all
 
 BLOCK = 4
 

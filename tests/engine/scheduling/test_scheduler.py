@@ -15,7 +15,7 @@ from engine.request import FinishReason
 from engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from engine.scheduling.sequence import RequestState
 from engine.scheduling.waiting_queue import SchedulerLimits
-from tests.support.factories import make_request, make_state
+from tests.support.engines import make_request, make_state
 
 BLOCK = 4
 

@@ -11,7 +11,7 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import RequestState
 from engine.scheduling.waiting_queue import PrefixSweep, SchedulerLimits, WaitingQueue
-from tests.support.factories import make_request
+from tests.support.engines import make_request
 
 QUANTUM = 10
 

@@ -15,7 +15,7 @@ from engine.structured.grammar import Grammar, check_json_schema
 from engine.structured.matcher import GrammarMatcher, TokenMasks
 from engine.text.tokenizer import Tokenizer
 from settings import StructuredOutputSettings
-from tests.support.held_trials import HeldTrials
+from tests.support.grammars import HeldTrials
 from tests.support.tiny_tokenizer import make_tokenizer
 
 EOS = 295

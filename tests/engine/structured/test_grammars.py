@@ -17,8 +17,7 @@ from engine.request import Completion, FinishReason
 from engine.sampling_params import SamplingParams
 from engine.structured.grammar import Grammar
 from tests.support.engines import load_engine, run_all
-from tests.support.grammars import POINT, held_request, schema_grammar
-from tests.support.held_trials import HeldTrials
+from tests.support.grammars import POINT, HeldTrials, held_request, schema_grammar
 
 A_WORD = Grammar("regex", "[abc]{3,6}")
 LETTERS = Grammar("regex", "[a-z ]*")

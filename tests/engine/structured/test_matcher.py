@@ -18,10 +18,8 @@ from engine.structured.grammar import Grammar
 from engine.structured.trial import ByteVocabulary, compile_matcher, definition
 from engine.text.tokenizer import Tokenizer
 from tests.support.engines import load_engine, run_all
-from tests.support.grammars import held_request, schema_grammar
-from tests.support.json_schemas import Schema, random_schema
-from tests.support.sentencepiece_tokenizer import build_sentencepiece_tokenizer
-from tests.support.tiny_tokenizer import make_tokenizer
+from tests.support.grammars import Schema, held_request, random_schema, schema_grammar
+from tests.support.tiny_tokenizer import build_sentencepiece_tokenizer, make_tokenizer
 
 INTEGER_A: dict[str, object] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.errors import CheckpointError, InvalidRequest
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
-from tests.support.chat_templates import BRACKETS, EVERYTHING, HEADERS, THINKING
-from tests.support.tiny_tokenizer import make_tokenizer
+from tests.support.tiny_tokenizer import BRACKETS, EVERYTHING, HEADERS, THINKING, make_tokenizer
 
 TOOL: dict[str, Any] = {
     "type": "function",

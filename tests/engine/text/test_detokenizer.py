@@ -18,8 +18,7 @@ from engine.errors import CheckpointError
 from engine.outputs import StopStrings
 from engine.text.detokenizer import TokenDecoder
 from engine.text.tokenizer import Tokenizer
-from tests.support.sentencepiece_tokenizer import PIECES, build_sentencepiece_tokenizer
-from tests.support.tiny_tokenizer import build_tokenizer
+from tests.support.tiny_tokenizer import PIECES, build_sentencepiece_tokenizer, build_tokenizer
 
 TOKENIZERS = {
     "byte_level": Tokenizer(build_tokenizer(), None),

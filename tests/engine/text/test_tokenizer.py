@@ -16,8 +16,13 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.errors import CheckpointError, InvalidRequest
 from engine.text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer
-from tests.support.sentencepiece_tokenizer import build_sentencepiece_tokenizer
-from tests.support.tiny_tokenizer import SPECIAL_TOKENS, build_tokenizer, make_tokenizer, tokenizer_config
+from tests.support.tiny_tokenizer import (
+    SPECIAL_TOKENS,
+    build_sentencepiece_tokenizer,
+    build_tokenizer,
+    make_tokenizer,
+    tokenizer_config,
+)
 
 TEXTS = [
     "",

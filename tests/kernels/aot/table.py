@@ -1,19 +1,54 @@
-"""What every kernel takes of a GPU, in every configuration that the `*_cases.py` of this folder launch.
+"""Launches every operation at the shapes of the supported models, and tables what each kernel takes of a GPU.
 
 `python -m tests.kernels.aot.table` prints the Markdown table that kernels/DESIGN.md keeps. It needs no GPU: the kernels
-are compiled for sm_80 and sm_90, or taken from triton's cache where their code has not changed.
+are compiled for sm_80 and sm_90, or taken from triton's cache where their code has not changed. Launched are attention
+and elementwise operations at the shapes of four models and at the head sizes none of them has, experts at those of
+Qwen3-30B-A3B and of other expert layers, sampling at two sizes of vocabulary.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
+import torch
+
+from kernels.attention_types import AttentionRows, AttentionState, PrefixGroup
+from kernels.expert_types import ExpertLayout, RoutedExperts
+from kernels.triton.decode_attention import paged_decode_attention
+from kernels.triton.dense import MANY_ROWS, fused_add_rms_norm, pack, rms_norm, silu_and_mul
+from kernels.triton.experts import combine_experts, route_topk, sort_tokens_by_expert
+from kernels.triton.grouped_gemm import grouped_gemm
+from kernels.triton.gumbel import gumbel_argmax
+from kernels.triton.moe_small_batch import moe_small_batch
+from kernels.triton.partial_attention import merge_attention_states
+from kernels.triton.prefill_attention import paged_prefill_attention
+from kernels.triton.rope_kv_store import qk_norm_rope_store_kv
+from kernels.triton.sampling import apply_penalties, argmax
+from kernels.triton.truncation import mask_top_k_top_p_min_p
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
+
+BLOCK_SIZE = 16
+
+_SPLIT = [(1, 4096)]  # one row does not
+_UNSPLIT = [(1, 4096)] * 264  # rows alone fill 132 multiprocessors
+_CHUNKS = [(512, 4096), (100, 100), (1, 700)]
+# (query, head of the group) pairs of a group that the kernel over shared keys takes in blocks of 16, of 64 and of 128.
+_NUM_SHARED_PAIRS = (16, 64, 400)
+_SHARED_TOKENS = 1024
+
+DTYPE = torch.bfloat16
+ELEMENTWISE_ROW_COUNTS = (1, MANY_ROWS - 1, MANY_ROWS)  # one on each side of the only branch
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2048, 768, 128, 8  # Qwen3-30B-A3B
+# One number of tokens for each line of the H200 table; together they also reach each line of the derived rule.
+TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 4096)
+# (experts, top_k, tokens) that take the derived rule on Hopper too: 16 rows narrow and wide, 32, 64, 128, grouped 128.
+DERIVED = ((64, 6, 4), (64, 6, 80), (64, 6, 150), (64, 6, 300), (64, 6, 1000), (64, 6, 4000))
+
+VOCAB_SIZES = (151_936, 128_256)  # Qwen3 of every size, Llama 3
+SAMPLING_ROW_COUNTS = (1, 2, 64)  # narrow blocks, narrow blocks of a count not divisible by 16, wide blocks
 
 HEADINGS = (
     *("kernel", "configuration", "warps", "stages", "sm", "registers", "spilled bytes", "shared bytes"),
@@ -22,18 +57,213 @@ HEADINGS = (
 LAUNCH_CONSTANTS = ("BLOCK", "TILE", "CHUNK", "SWAP")  # how the names begin of what a launch function decides
 
 
-def case_modules() -> Iterator[ModuleType]:
-    """The modules whose `run_cases` launch kernels."""
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if module.name.endswith("_cases"):
-            yield importlib.import_module(f"{__package__}.{module.name}")
+@dataclass(frozen=True)
+class _Heads:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+
+
+_HEADS_OF_MODELS = {
+    "Qwen3-0.6B": _Heads(16, 8),
+    "Qwen3-8B": _Heads(32, 8),
+    "Qwen3-30B-A3B": _Heads(32, 4),
+    "Llama-3-8B": _Heads(32, 8),
+}
+# Among them one head a KV head and 16, and groups that are no powers of two.
+_OTHER_HEADS = (_Heads(16, 1), _Heads(14, 2, 64), _Heads(5, 1, 80), _Heads(8, 8, 96), _Heads(14, 2, 256))
+
+# Every head size but 96, and the largest, which is the first to spill, in the largest blocks: a kernel over shared keys
+# takes 3 to 5 s to compile, for each of two architectures.
+_SHARING = (
+    *((_HEADS_OF_MODELS["Qwen3-8B"], num_pairs) for num_pairs in _NUM_SHARED_PAIRS),
+    (_HEADS_OF_MODELS["Qwen3-30B-A3B"], 64),
+    (_Heads(14, 2, 64), 64),
+    (_Heads(5, 1, 80), 16),
+    (_Heads(14, 2, 256), 400),
+)
+
+
+def launch_attention() -> None:
+    """Call the operations with tensors that nobody reads or writes."""
+    for heads in (*_HEADS_OF_MODELS.values(), *_OTHER_HEADS):
+        _attend(heads, torch.bfloat16, decode=(_SPLIT, _UNSPLIT), prefill=(_CHUNKS,))
+    for heads, num_pairs in _SHARING:
+        _attend_to_shared_keys(heads, torch.bfloat16, num_pairs)
+
+
+def launch_float32_attention() -> None:
+    """One shape in float32, in which no model of that size is run."""
+    _attend(_HEADS_OF_MODELS["Qwen3-8B"], torch.float32, decode=(_SPLIT, _UNSPLIT), prefill=(_CHUNKS,))
+    for num_pairs in _NUM_SHARED_PAIRS:
+        _attend_to_shared_keys(_HEADS_OF_MODELS["Qwen3-8B"], torch.float32, num_pairs)
+
+
+def launch_two_steps() -> None:
+    """Two steps of one model that differ in every number, and in where the rows' tensors start."""
+    _attend(_HEADS_OF_MODELS["Qwen3-8B"], torch.bfloat16, decode=(_UNSPLIT,), prefill=(_CHUNKS,))
+    _attend(
+        _HEADS_OF_MODELS["Qwen3-8B"],
+        torch.bfloat16,
+        decode=([(1, 999)] * 77,),
+        prefill=([(33, 77), (1, 5)],),
+        first_row=1,
+    )
+    _attend_to_shared_keys(_HEADS_OF_MODELS["Qwen3-8B"], torch.bfloat16, 400)
+    _attend_to_shared_keys(_HEADS_OF_MODELS["Qwen3-8B"], torch.bfloat16, 332, num_tokens=77 * BLOCK_SIZE, first_row=1)
+
+
+def _attend(
+    heads: _Heads,
+    dtype: torch.dtype,
+    *,
+    decode: tuple[list[tuple[int, int]], ...],
+    prefill: tuple[list[tuple[int, int]], ...],
+    first_row: int = 0,
+) -> None:
+    k_cache, v_cache = (torch.empty(8, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, dtype=dtype) for _ in range(2))
+    for operation, steps in ((paged_decode_attention, decode), (paged_prefill_attention, prefill)):
+        for lens in steps:
+            rows = _attention_rows(lens, first_row)
+            q = torch.empty(rows.num_queries, heads.num_heads, heads.head_dim, dtype=dtype)
+            state = operation(q, k_cache, v_cache, rows, heads.head_dim**-0.5)
+            merge_attention_states(state, AttentionState(*(torch.empty_like(tensor) for tensor in state)))
+
+
+def _attend_to_shared_keys(
+    heads: _Heads, dtype: torch.dtype, num_pairs: int, *, num_tokens: int = _SHARED_TOKENS, first_row: int = 0
+) -> None:
+    """Rows of one query of which the first share their first num_tokens keys, all but one of them."""
+    k_cache, v_cache = (torch.empty(8, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, dtype=dtype) for _ in range(2))
+    num_members = max(num_pairs * heads.num_kv_heads // heads.num_heads, 2)
+    rows = _attention_rows([(1, num_tokens + 99)] * (num_members + 1), first_row)
+    q = torch.empty(rows.num_queries, heads.num_heads, heads.head_dim, dtype=dtype)
+    for operation in (paged_decode_attention, paged_prefill_attention):
+        shared = replace(rows, prefix_groups=(PrefixGroup(0, num_members, num_tokens),))
+        operation(q, k_cache, v_cache, shared, heads.head_dim**-0.5)
+
+
+def _attention_rows(lens: list[tuple[int, int]], first_row: int) -> AttentionRows:
+    """first_row: of this many rows before these the tensors have a place, too."""
+    num_rows, max_blocks = len(lens), max(-(-kv_len // BLOCK_SIZE) for _, kv_len in lens)
+    return AttentionRows(
+        block_tables=torch.empty(num_rows + first_row, max_blocks, dtype=torch.int32)[first_row:],
+        cu_seqlens_q=torch.empty(num_rows + first_row + 1, dtype=torch.int32)[first_row:],
+        seq_lens=torch.empty(num_rows + first_row, dtype=torch.int32)[first_row:],
+        query_lens=tuple(query_len for query_len, _ in lens),
+        kv_lens=tuple(kv_len for _, kv_len in lens),
+    )
+
+
+@dataclass(frozen=True)
+class _Model:
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    qk_norm: bool
+    head_dim: int = 128
+
+
+_MODELS = {
+    "Qwen3-0.6B": _Model(1024, 3072, 16, 8, True),
+    "Qwen3-8B": _Model(4096, 12288, 32, 8, True),
+    "Qwen3-30B-A3B": _Model(2048, 768, 32, 4, True),
+    "Llama-3-8B": _Model(4096, 14336, 32, 8, False),
+}
+# Head sizes that none of them has, and hidden sizes that are no powers of two.
+_OTHER_MODELS = [_Model(1000, 1000, 4, 4, True, d) for d in (64, 80)] + [
+    _Model(5120, 17408, 7, 1, True, d) for d in (96, 256)
+]
+
+
+def launch_elementwise() -> None:
+    """Call the operations with tensors that nobody reads or writes."""
+    for model in (*_MODELS.values(), *_OTHER_MODELS):
+        weight = torch.empty(model.hidden_size, dtype=DTYPE)
+        for num_rows in ELEMENTWISE_ROW_COUNTS:
+            x = torch.empty(num_rows, model.hidden_size, dtype=DTYPE)
+            rms_norm(x, weight, 1e-6)
+            fused_add_rms_norm(x, torch.empty_like(x), weight, 1e-6)
+            silu_and_mul(torch.empty(num_rows, 2 * model.intermediate_size, dtype=DTYPE))
+        for num_tokens in (1, 2048):
+            _store(model, num_tokens)
+
+
+def _store(model: _Model, num_tokens: int) -> None:
+    cache = torch.empty(8, BLOCK_SIZE, model.num_kv_heads, model.head_dim, dtype=DTYPE)
+    norm = torch.empty(model.head_dim, dtype=DTYPE)
+    qk_norm_rope_store_kv(
+        torch.empty(num_tokens, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim, dtype=DTYPE),
+        (norm, norm, 1e-6) if model.qk_norm else None,
+        torch.empty(40960, model.head_dim),
+        torch.empty(num_tokens, dtype=torch.int64),
+        cache,
+        torch.empty_like(cache),
+        torch.empty(num_tokens, dtype=torch.int64),
+    )
+
+
+def _run_gemms(num_tokens: int, num_experts: int, top_k: int) -> None:
+    layout = ExpertLayout(
+        torch.empty(num_tokens * top_k, dtype=torch.int64), torch.empty(num_experts + 1, dtype=torch.int64), top_k
+    )
+    gate_up = torch.empty(num_experts, 2 * INTERMEDIATE, HIDDEN, dtype=torch.bfloat16, device="meta")
+    down = torch.empty(num_experts, HIDDEN, INTERMEDIATE, dtype=torch.bfloat16, device="meta")
+    grouped_gemm(torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16), pack(gate_up), layout, gather=True)
+    hidden = torch.empty(num_tokens * top_k, INTERMEDIATE, dtype=torch.bfloat16)
+    grouped_gemm(hidden, pack(down), layout, gather=False)
+
+
+def _run_others(num_tokens: int) -> None:
+    for renormalise in (False, True):
+        routed = route_topk(torch.empty(num_tokens, EXPERTS, dtype=torch.bfloat16), TOP_K, renormalise=renormalise)
+    layout = sort_tokens_by_expert(routed.expert_ids, EXPERTS)
+    rows = torch.empty(num_tokens * TOP_K, HIDDEN, dtype=torch.bfloat16)
+    combine_experts(rows, layout, routed.weights)
+
+
+def _run_short_cut(num_tokens: int) -> None:
+    x = torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16)
+    gate_up = torch.empty(EXPERTS, 2 * INTERMEDIATE, HIDDEN, dtype=torch.bfloat16, device="meta")
+    down = torch.empty(EXPERTS, HIDDEN, INTERMEDIATE, dtype=torch.bfloat16, device="meta")
+    expert_ids = torch.empty(num_tokens, TOP_K, dtype=torch.int64)
+    moe_small_batch(x, pack(gate_up), pack(down), RoutedExperts(torch.empty(num_tokens, TOP_K), expert_ids))
+
+
+def launch_experts() -> None:
+    """Call every operation in every configuration its launch can take; meant to run under `compiling_for`."""
+    for num_tokens in TOKENS:
+        _run_gemms(num_tokens, EXPERTS, TOP_K)
+        _run_others(num_tokens)
+    for num_experts, top_k, num_tokens in DERIVED:
+        _run_gemms(num_tokens, num_experts, top_k)
+    _run_short_cut(1)
+
+
+def launch_sampling() -> None:
+    """Launch every sampling kernel in every configuration that its launch function returns for these shapes."""
+    for vocab_size in VOCAB_SIZES:
+        for num_rows in SAMPLING_ROW_COUNTS:
+            _sample(num_rows, vocab_size)
+
+
+def _sample(num_rows: int, vocab_size: int) -> None:
+    logits = torch.empty(num_rows, vocab_size)
+    ids = torch.empty(num_rows, dtype=torch.int64)
+    number = torch.empty(num_rows)
+    pairs = torch.empty(1000, dtype=torch.int64)
+    argmax(logits)
+    gumbel_argmax(logits, ids, ids)
+    apply_penalties(logits, pairs, pairs, pairs.int(), number, number, number)
+    mask_top_k_top_p_min_p(logits, ids, number, number)
 
 
 def compile_all(capability: int) -> list[CompiledKernel]:
     """Every kernel that any case launches, in the order of the launches."""
     with compiling_for(capability) as kernels:
-        for module in case_modules():
-            module.run_cases()
+        for launch in (launch_attention, launch_elementwise, launch_experts, launch_sampling):
+            launch()
     return kernels
 
 

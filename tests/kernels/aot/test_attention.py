@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.aot.attention_cases import run_cases, run_float32_cases, run_two_steps
+from tests.kernels.aot.table import launch_attention, launch_float32_attention, launch_two_steps
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
 
 KERNELS = {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_merge_kernel", "_shared_prefix_kernel"}
@@ -16,7 +16,7 @@ OTHER_SHARED_MEMORY_LIMIT_BYTES = 101_376  # sm_86, sm_89 and sm_120 take sm_80'
 @pytest.fixture(scope="module", params=[80, 90])
 def compiled(request: pytest.FixtureRequest) -> list[CompiledKernel]:
     with compiling_for(request.param) as kernels:
-        run_cases()
+        launch_attention()
     return kernels
 
 
@@ -85,7 +85,7 @@ def test_rows_with_and_without_shared_keys_are_both_compiled(compiled: list[Comp
 
 def test_steps_of_other_sizes_use_the_same_kernels() -> None:
     with compiling_for(90) as kernels:
-        run_two_steps()
+        launch_two_steps()
     plain = ["_decode_kernel", "_merge_kernel", "_prefill_kernel"]
     sharing = ["_combine_kernel", "_decode_kernel", "_prefill_kernel", *["_shared_prefix_kernel"] * 2]  # float32 parts
     assert sorted(kernel.name for kernel in kernels) == sorted(plain + sharing)
@@ -98,13 +98,13 @@ def test_nothing_is_read_back_from_the_device(monkeypatch: pytest.MonkeyPatch) -
     for name in READS_BACK:
         monkeypatch.setattr(torch.Tensor, name, refuse)
     with compiling_for(90):
-        run_cases()
+        launch_attention()
 
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_float32_fits_too(capability: int) -> None:
     with compiling_for(capability) as kernels:
-        run_float32_cases()
+        launch_float32_attention()
     for kernel in kernels:
         assert kernel.spill_bytes == 0, kernel
         assert kernel.shared_bytes <= OTHER_SHARED_MEMORY_LIMIT_BYTES, kernel

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.kernels.aot.elementwise_cases import run_cases
+from tests.kernels.aot.table import launch_elementwise
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
 
 KERNELS = {"rms_norm_kernel", "silu_and_mul_kernel", "qk_norm_rope_store_kv_kernel"}
@@ -19,7 +19,7 @@ MAX_REGISTERS = 128
 @pytest.fixture(scope="module", params=[80, 90])
 def compiled(request: pytest.FixtureRequest) -> list[CompiledKernel]:
     with compiling_for(request.param) as kernels:
-        run_cases()
+        launch_elementwise()
     return kernels
 
 

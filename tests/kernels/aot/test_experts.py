@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.aot.experts_cases import run_cases
+from tests.kernels.aot.table import launch_experts
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
 
 KERNELS = {
@@ -23,7 +23,7 @@ KERNELS = {
 @pytest.fixture(scope="module", params=[80, 90])
 def compiled(request: pytest.FixtureRequest) -> list[CompiledKernel]:
     with compiling_for(request.param) as kernels:
-        run_cases()
+        launch_experts()
     return kernels
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.kernels.aot.sampling_cases import run_cases
+from tests.kernels.aot.table import launch_sampling
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
 
 KERNELS = {
@@ -26,7 +26,7 @@ LOAD_OF_16_BYTES = re.compile(r"ld\.global[\w.:]*\.v4\.b32")
 @pytest.fixture(scope="module", params=[80, 90])
 def compiled(request: pytest.FixtureRequest) -> list[CompiledKernel]:
     with compiling_for(request.param) as kernels:
-        run_cases()
+        launch_sampling()
     return kernels
 
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from kernels import cpu, reference
 from kernels.attention_types import AttentionState
 from kernels.kv_gather import SEGMENT_TOKENS, KeyRange, KvGatherPlan
-from tests.support.assert_close import assert_close
-from tests.support.paged_cache import PagedCache, make_paged_cache
+from tests.support.tensors import PagedCache, assert_close, make_paged_cache
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RAGGED = [(1, 133), (5, 18), (37, 37), (1, 1), (16, 48), (2, 2), (1, 16), (3, 20), (1, 17)]

@@ -9,7 +9,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 
 from kernels import cpu, reference
 from kernels.packed_weight import PackedWeight
-from tests.support.assert_close import assert_close
+from tests.support.tensors import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 64), (3, 80), (17, 1000), (5, 7, 128)]

@@ -10,7 +10,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from kernels import cpu, reference
 from kernels.expert_types import ExpertLayout, RoutedExperts
 from kernels.interface import Operations
-from tests.support.assert_close import assert_close
+from tests.support.tensors import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # (tokens, experts, experts per token): one token, odd numbers, more experts than pairs (so most take none).

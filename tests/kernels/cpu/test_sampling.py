@@ -19,7 +19,7 @@ from kernels import cpu, gumbel_noise, reference
 from kernels.cpu import gumbel as cpu_gumbel
 from kernels.interface import Operations
 from kernels.reference import sampling as reference_gumbel
-from tests.support.assert_close import assert_close
+from tests.support.tensors import assert_close
 
 PINNED = ["0x1.a95f1a0000000p+1", "-0x1.8088fa0000000p-2", "0x1.25cb660000000p+2"]
 SEEDS = [0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63), 123456789012345]

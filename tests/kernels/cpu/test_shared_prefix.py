@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernels import cpu, reference
 from kernels.cpu.shared_prefix import prefix_batches
 from tests.kernels.cpu.test_attention import check_state
-from tests.support.paged_cache import PagedCache, make_paged_cache
+from tests.support.tensors import PagedCache, make_paged_cache
 
 BLOCK = 16
 Lens = list[tuple[int, int]]

@@ -1,3 +1,5 @@
+"""Runs a test on one thread of PyTorch and on two."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator

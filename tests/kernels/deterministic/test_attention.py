@@ -10,8 +10,7 @@ import torch
 from kernels import deterministic, reference
 from kernels.attention_types import AttentionRows, AttentionState
 from kernels.deterministic.key_blocks import KEY_BLOCK_TOKENS, KeyBlockPlan
-from tests.support.assert_close import assert_close
-from tests.support.paged_cache import PagedCache, make_paged_cache
+from tests.support.tensors import PagedCache, assert_close, make_paged_cache
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RAGGED = [(1, 133), (5, 18), (37, 37), (1, 1), (140, 300), (2, 130), (1, 128), (3, 257)]

@@ -11,7 +11,7 @@ from kernels.deterministic.dense import TILE_ROWS, next_height, tile_heights
 from kernels.expert_types import RoutedExperts
 from kernels.interface import KernelsUnavailable
 from kernels.packed_weight import PackedWeight
-from tests.support.assert_close import assert_close
+from tests.support.tensors import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # (outputs, inputs): a router, odd numbers, a vocabulary wider than a row is long, a narrow and deep one.

@@ -9,7 +9,7 @@ import torch
 
 from kernels import deterministic, reference
 from kernels.expert_types import RoutedExperts
-from tests.support.assert_close import assert_close
+from tests.support.tensors import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16]
 NUM_ROWS = 999  # with 333 columns above what PyTorch leaves to one thread, and neither a multiple of a vector

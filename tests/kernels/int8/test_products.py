@@ -8,9 +8,7 @@ import torch
 from kernels import int8, reference
 from kernels.expert_types import RoutedExperts
 from kernels.int8.products import SLAB_ELEMENTS, quantise_rows
-from tests.support.assert_close import assert_close
-from tests.support.int8_products import int8_linear, rounded
-from tests.support.needs_vnni import needs_vnni
+from tests.support.tensors import assert_close, int8_linear, needs_vnni, rounded
 
 DTYPES = [torch.float32, torch.bfloat16]
 # (outputs, inputs): one by one, odd numbers, a narrow and deep one, a vocabulary, sums beyond 2^24.

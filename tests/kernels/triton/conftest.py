@@ -1,4 +1,4 @@
-"""These tests run twice: in Triton's interpreter on any machine, and as they are on a GPU.
+"""Runs these tests in Triton's interpreter on any machine, or as they are on a GPU.
 
 The interpreter is chosen when a kernel is decorated, so it needs a pytest run of its own:
 `TRITON_INTERPRET=1 python -m pytest tests/kernels/triton`.

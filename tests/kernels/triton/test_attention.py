@@ -19,10 +19,8 @@ from kernels.triton.attention_launch import DecodeSplits
 from kernels.triton.decode_attention import paged_decode_attention
 from kernels.triton.partial_attention import merge_attention_states
 from kernels.triton.prefill_attention import paged_prefill_attention
-from tests.support.assert_close import assert_close
-from tests.support.guarded_memory import GuardedMemory
-from tests.support.paged_cache import PagedCache, make_paged_cache
-from tests.support.sparse_storage import past_int32_storage
+from tests.support.devices import GuardedMemory, past_int32_storage
+from tests.support.tensors import PagedCache, assert_close, make_paged_cache
 
 Operation = Callable[..., AttentionState]
 Array = npt.NDArray[Any]

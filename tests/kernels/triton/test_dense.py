@@ -11,10 +11,8 @@ import torch
 from kernels import reference
 from kernels.triton import dense as row_launch
 from kernels.triton.dense import fused_add_rms_norm, linear, pack, rms_norm, silu_and_mul
-from tests.support.assert_close import assert_close
-from tests.support.assert_same_bits import assert_same_bits
-from tests.support.guarded_memory import GuardedMemory
-from tests.support.sparse_storage import past_int32_storage
+from tests.support.devices import GuardedMemory, past_int32_storage
+from tests.support.tensors import assert_close, assert_same_bits
 
 EPS = 1e-6
 SHAPES = [(1, 64), (3, 80), (5, 1000), (2, 4096), (2, 3, 128)]

@@ -14,9 +14,9 @@ import kernels.triton
 from engine.engine import Engine
 from engine.request import Request, RequestOutput
 from engine.sampling_params import SamplingParams
-from tests.support.compilations import counted_compilations
+from tests.support.compiled_kernels import counted_compilations
+from tests.support.devices import simulated_device
 from tests.support.engines import greedy_request, load_engine, run_all
-from tests.support.simulated_memory import simulated_device
 from tests.support.tiny_checkpoint import Family, make_checkpoint
 
 PREFIX = list(range(5, 25))  # more than a block, so that later requests hit it

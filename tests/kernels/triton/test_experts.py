@@ -16,10 +16,8 @@ from kernels.triton.dense import pack
 from kernels.triton.experts import combine_experts, route_topk, sort_tokens_by_expert
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.moe_small_batch import moe_small_batch
-from tests.support.assert_close import assert_close
-from tests.support.expert_layers import SHAPES, expert_weights, framed, layout_of, on_cpu, randn, routing
-from tests.support.guarded_memory import GuardedMemory
-from tests.support.sparse_storage import past_int32_storage
+from tests.support.devices import GuardedMemory, past_int32_storage
+from tests.support.tensors import SHAPES, assert_close, expert_weights, framed, layout_of, on_cpu, randn, routing
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

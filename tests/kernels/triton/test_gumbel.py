@@ -13,7 +13,7 @@ import triton.language as tl
 from kernels import cpu, reference
 from kernels.reference import sampling as reference_gumbel
 from kernels.triton.gumbel import gumbel_argmax, token_noise
-from tests.support.assert_close import assert_close
+from tests.support.tensors import assert_close
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SEEDS = [0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63), 123456789012345, -987654321]

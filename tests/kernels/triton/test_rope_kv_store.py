@@ -10,10 +10,8 @@ import torch
 
 from kernels import reference
 from kernels.triton.rope_kv_store import qk_norm_rope_store_kv
-from tests.support.assert_close import assert_close
-from tests.support.assert_same_bits import assert_same_bits
-from tests.support.guarded_memory import GuardedMemory
-from tests.support.sparse_storage import past_int32_storage
+from tests.support.devices import GuardedMemory, past_int32_storage
+from tests.support.tensors import assert_close, assert_same_bits
 
 NUM_BLOCKS = 3
 MAX_POSITIONS = 50

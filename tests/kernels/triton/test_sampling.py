@@ -11,7 +11,7 @@ from kernels import cpu, reference
 from kernels.triton import truncation
 from kernels.triton.sampling import VocabLaunch, apply_penalties, argmax
 from kernels.triton.truncation import MAX_VOCAB_SIZE, mask_top_k_top_p_min_p
-from tests.support.assert_close import assert_close
+from tests.support.tensors import assert_close
 
 Option = tuple[int, float, float]  # top_k, top_p, min_p
 # The interpreter computes in NumPy, which warns of inf - inf where a GPU does not.

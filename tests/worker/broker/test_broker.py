@@ -18,11 +18,10 @@ from kombu import Message
 from pydantic import SecretStr
 
 from settings import RedisSettings, Settings
-from tests.support.frames import FAR_FUTURE, TWENTY_THREE, body, put, spoiled, valid_frame
-from tests.support.registry import TestRegistry
-from tests.support.units import running_units
-from tests.support.wait_until import wait_until
-from tests.support.worker_processes import worker_processes
+from tests.chaos.faults import FAR_FUTURE, TWENTY_THREE, body, put, spoiled, valid_frame
+from tests.support.processes import wait_until
+from tests.support.registry import TestRegistry, running_units
+from tests.support.workers import worker_processes
 from worker.app import create_app
 from worker.broker.celery_guards import InterruptibleRequest, send_first_event
 from worker.broker.messages import MAX_FRAME_BYTES, MAX_FRAMES, RUN_SHARD_TASK, MessageEnd, bury

@@ -1,4 +1,4 @@
-"""A checkpoint, and an environment that says nothing."""
+"""A checkpoint for the command line's tests, and an environment without MILLRACE_ variables and without a .env."""
 
 from __future__ import annotations
 

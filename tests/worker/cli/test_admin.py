@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.support.free_port import free_port
-from tests.support.millrace import COMMAND, ROOT, millrace
+from tests.support.redis_servers import free_port
 from tests.support.request_lines import chat_line, completion_line
+from tests.support.workers import COMMAND, ROOT, millrace
 from worker.cli import admin
 from worker.cli.main import cli
 

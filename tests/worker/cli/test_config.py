@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from settings import load_settings
 from tests.support.engines import load_decoder_engine
-from tests.support.millrace import millrace
+from tests.support.workers import millrace
 from worker.cli import admin
 
 

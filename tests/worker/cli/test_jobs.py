@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.support.free_port import free_port
-from tests.support.job_status import job_status
+from tests.support.redis_servers import free_port
+from tests.support.registry import job_status
 from tests.support.request_lines import completion_line
 from worker.cli import jobs as module
 from worker.cli.exit_codes import CommandError

@@ -13,9 +13,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from tests.support.free_port import free_port
-from tests.support.job_status import job_status
-from tests.support.millrace import COMMAND, ROOT, millrace
+from tests.support.redis_servers import free_port
+from tests.support.registry import job_status
+from tests.support.workers import COMMAND, ROOT, millrace
 from worker.cli import jobs as errors
 from worker.cli.main import LazyCommand, LazyGroup, cli
 from worker.runtime.runtime import package_version

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.job_status import job_status
+from tests.support.registry import job_status
 from worker.cli import progress as module
 from worker.cli.progress import WINDOW_S, JobProgress, JobRates, ProgressLine, progress_text
 from worker.schemas import JobState, JobStatus

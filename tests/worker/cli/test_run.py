@@ -18,11 +18,9 @@ from click.testing import CliRunner
 from engine.execution.batch import ForwardItem
 from engine.execution.forward import StepExecutor
 from engine.models.decoder import ForwardResult
-from tests.support.millrace import CLI, millrace
+from tests.support.processes import WarmProcess, wait_until, warm_interpreter
 from tests.support.request_lines import chat_line, completion_line, raw_line
-from tests.support.wait_until import wait_until
-from tests.support.warm_interpreter import warm_interpreter
-from tests.support.warm_process import WarmProcess
+from tests.support.workers import CLI, millrace
 from worker.cli.run import run
 
 

@@ -10,9 +10,9 @@ import pytest
 import redis
 from click.testing import CliRunner, Result
 
-from tests.support.millrace import millrace
 from tests.support.registry import TestRegistry
 from tests.support.request_lines import completion_line
+from tests.support.workers import millrace
 from worker.cli.main import cli
 
 

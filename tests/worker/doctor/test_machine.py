@@ -13,7 +13,7 @@ from engine.loading.derived_settings import usable_cores
 from kernels import cpu
 from kernels.dispatch import operation_names
 from settings import EngineSettings
-from tests.support.doctor import configured, found_at
+from tests.support.redis_servers import configured, found_at
 from worker.doctor import machine as check_device
 from worker.doctor import machine as check_machine
 from worker.doctor.machine import device_findings, driver_version, kernel_run, machine_findings, wanted_device

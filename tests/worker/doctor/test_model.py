@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.loading import derived_settings
 from settings import load_settings
-from tests.support.simulated_memory import SimulatedMemory
-from tests.support.tiny_checkpoint import make_checkpoint
-from tests.support.tiny_embedders import make_bert_checkpoint
+from tests.support.devices import SimulatedMemory
+from tests.support.tiny_checkpoint import make_bert_checkpoint, make_checkpoint
 from worker.doctor import model as check_model
 from worker.doctor.model import model_findings
 from worker.doctor.report import Finding, Level

@@ -13,12 +13,19 @@ import redis
 from pydantic import SecretStr
 
 from settings import RedisSettings
-from tests.support.acl_redis import AclRedis, acl_redis
-from tests.support.doctor import configured, facts_at, found_at, redis_settings
-from tests.support.free_port import free_port
+from tests.support.redis_servers import (
+    HOST,
+    AclRedis,
+    TcpProxy,
+    acl_redis,
+    configured,
+    facts_at,
+    found_at,
+    free_port,
+    redis_settings,
+    tls_front,
+)
 from tests.support.registry import TestRegistry
-from tests.support.tcp_proxy import TcpProxy
-from tests.support.tls_front import HOST, tls_front
 from worker.doctor.redis import redis_findings
 from worker.doctor.redis_facts import RedisFacts
 from worker.doctor.report import Level

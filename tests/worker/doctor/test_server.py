@@ -12,11 +12,16 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.support.doctor import configured, found_at
-from tests.support.free_port import free_port
-from tests.support.redis_server import private_redis, redis_executable, wait_until_it_answers
-from tests.support.restartable_redis import restartable_redis
-from tests.support.wait_until import wait_until
+from tests.support.processes import wait_until
+from tests.support.redis_servers import (
+    configured,
+    found_at,
+    free_port,
+    private_redis,
+    redis_executable,
+    restartable_redis,
+    wait_until_it_answers,
+)
 from worker.doctor.report import Finding, Level
 from worker.doctor.server import LISTED_ON, REDIS, VALKEY, Advisory, ServerVersion, server_findings
 

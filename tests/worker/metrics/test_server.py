@@ -13,9 +13,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from settings import SettingsError
-from tests.support.free_port import free_port
-from tests.support.scrape import get, health, scrape
-from tests.support.wait_until import wait_until
+from tests.support.monitoring import get, health, scrape
+from tests.support.processes import wait_until
+from tests.support.redis_servers import free_port
 from worker.metrics.catalogue import (
     JOB_ENDS,
     LANES,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.promql import DASHBOARD, MONITOR, alert_rules, expressions, metric_names, panels
+from tests.support.monitoring import DASHBOARD, MONITOR, alert_rules, expressions, metric_names, panels
 from worker.metrics.catalogue import METRICS
 
 GRAFANA_COLUMNS = 24

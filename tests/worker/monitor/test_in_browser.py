@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.chromium import chromium_executable, look_at
-from tests.support.promql import DASHBOARD, panels
-from tests.support.wait_until import wait_until
-from tests.worker.monitor.monitored_run import MonitoredRun, status_of
+from tests.support.monitoring import DASHBOARD, MonitoredRun, chromium_executable, look_at, panels, status_of
+from tests.support.processes import wait_until
 
 PAGE = Path(__file__).with_name("panels.html")
 GRID_PX = 36  # of one row of the dashboard's grid, with its gap

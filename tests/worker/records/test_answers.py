@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.text.chat_template import ChatTemplate
-from tests.support.chat_models import template_source
+from tests.support.fake_engine import template_source
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE
 from worker.records.answers import AnswerFormats, CalledTool, read_call, read_calls, split_reasoning, whole_value
 

@@ -14,12 +14,9 @@ from engine.errors import PromptTooLong
 from engine.request import Completion, FinishReason, Request, TokenLogprobs
 from engine.text.tokenizer import Tokenizer
 from settings import ModelSettings
-from tests.support.build_request import build_request
-from tests.support.chat_models import QWEN3_TOKENS, answered, chat_model, template_source
 from tests.support.engines import load_engine, run_all
-from tests.support.outputs import request_output
-from tests.support.request_lines import chat_line, completion_line, parse
-from tests.support.served_models import served_model
+from tests.support.fake_engine import QWEN3_TOKENS, answered, chat_model, request_output, served_model, template_source
+from tests.support.request_lines import build_request, chat_line, completion_line, parse
 from tests.support.tiny_checkpoint import make_checkpoint
 from worker.records.record import encode_record
 from worker.requests.served_model import PromptEchoes, ServedModel

@@ -13,7 +13,7 @@ import pytest
 from openai.types import CreateEmbeddingResponse
 
 from engine.request import Completion, FinishReason, RequestOutput, TokenLogprobs
-from tests.support.outputs import completion, request_output
+from tests.support.fake_engine import completion, request_output
 from tests.support.request_lines import chat_line, completion_line, error_of, parse, raw_line
 from worker.lines.bodies import EmbeddingBody
 from worker.lines.chat import ChatBody

@@ -8,9 +8,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from settings import LimitSettings, Settings
-from tests.support.lost_replies import lose_next_script_reply
-from tests.support.registry import TestRegistry, must_claim, ok
-from tests.support.units import RecordingAnnouncer
+from tests.support.redis_servers import lose_next_script_reply
+from tests.support.registry import RecordingAnnouncer, TestRegistry, must_claim, ok
 from worker.broker.messages import MessageEnd
 from worker.registry.errors import EmptyJob, JobIncomplete, JobTooLarge, QueueFull
 from worker.registry.intake import AdmissionLimits, JobIntake

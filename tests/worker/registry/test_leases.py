@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.support.lost_replies import lose_next_script_reply
+from tests.support.redis_servers import lose_next_script_reply
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.registry.errors import JobNotFound
 from worker.registry.keys import UnitRef

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 import redis
 
-from tests.support.lost_replies import lose_next_script_reply
+from tests.support.redis_servers import lose_next_script_reply
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.registry.keys import UnitRef
 from worker.registry.leases import PromptRecord, UnitLeases

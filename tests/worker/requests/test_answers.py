@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.request import Completion, FinishReason
-from tests.support.chat_models import HERMES_TOKENS, LLAMA3_TOKENS, QWEN3_TOKENS, answered, chat_model, template_source
+from tests.support.fake_engine import HERMES_TOKENS, LLAMA3_TOKENS, QWEN3_TOKENS, answered, chat_model, template_source
 from tests.support.request_lines import chat_line, parse
 from worker.lines.chat import ChatBody
 from worker.records.answers import AnswerFormats, CalledTool, ChatAnswer

@@ -12,9 +12,8 @@ from engine.request import Request
 from engine.structured.grammar import Grammar
 from engine.text.tokenizer import Tokenizer
 from settings import ModelSettings, SettingsError
-from tests.support.build_request import build_request
-from tests.support.request_lines import chat_line, completion_line, parse, raw_line
-from tests.support.served_models import served_model
+from tests.support.fake_engine import served_model
+from tests.support.request_lines import build_request, chat_line, completion_line, parse, raw_line
 from tests.support.tiny_tokenizer import make_tokenizer
 from worker.lines.request_line import RequestLine
 from worker.requests.builder import RequestBuilder

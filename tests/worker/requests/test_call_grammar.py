@@ -14,10 +14,15 @@ from engine.request import Request
 from engine.structured.compiler import ModelVocabulary
 from engine.structured.grammar import Grammar
 from engine.structured.trial import compile_matcher, definition
-from tests.support.build_request import build_request
-from tests.support.chat_models import HERMES_TOKENS, LLAMA3_TOKENS, QWEN3_TOKENS, chat_model, template_source
-from tests.support.request_lines import chat_line, parse
-from tests.support.served_models import served_model
+from tests.support.fake_engine import (
+    HERMES_TOKENS,
+    LLAMA3_TOKENS,
+    QWEN3_TOKENS,
+    chat_model,
+    served_model,
+    template_source,
+)
+from tests.support.request_lines import build_request, chat_line, parse
 from worker.requests.chat_prompts import ChatPrompts
 
 CITY = {

@@ -18,10 +18,8 @@ from engine.errors import InvalidRequest
 from engine.request import Request
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
-from tests.support.build_request import build_request
-from tests.support.chat_models import LLAMA3_TOKENS, QWEN3_TOKENS, chat_model, template_source
-from tests.support.request_lines import chat_line, parse, raw_line
-from tests.support.served_models import served_model
+from tests.support.fake_engine import LLAMA3_TOKENS, QWEN3_TOKENS, chat_model, served_model, template_source
+from tests.support.request_lines import build_request, chat_line, parse, raw_line
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE
 from worker.lines.chat import ChatBody
 from worker.records.answers import AnswerFormats

@@ -11,10 +11,9 @@ from engine.errors import InvalidRequest, PromptTooLong
 from engine.request import EmbeddingRequest, Request
 from engine.text.tokenizer import Tokenizer
 from settings import LimitSettings
-from tests.support.build_request import build_request
-from tests.support.request_lines import batch_line, chat_line, completion_line, error_of, parse, raw_line
-from tests.support.served_models import served_model
-from tests.support.tiny_embedders import make_word_piece_tokenizer
+from tests.support.fake_engine import served_model
+from tests.support.request_lines import batch_line, build_request, chat_line, completion_line, error_of, parse, raw_line
+from tests.support.tiny_checkpoint import make_word_piece_tokenizer
 from worker.lines.bodies import EmbeddingBody
 from worker.lines.errors import LineError
 from worker.lines.parse import parse_request_line

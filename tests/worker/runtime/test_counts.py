@@ -10,10 +10,9 @@ import pytest
 import redis
 
 from settings import LimitSettings, WorkerSettings
-from tests.support.engine_stats import engine_stats
+from tests.support.fake_engine import engine_stats
+from tests.support.processes import running_thread, wait_until
 from tests.support.registry import TestRegistry, must_claim, ok
-from tests.support.running_thread import running_thread
-from tests.support.wait_until import wait_until
 from worker.registry.keys import UnitRef
 from worker.registry.leases import Claim, PromptRecord
 from worker.registry.lifecycle import Outcome, RunMode, StopReason

@@ -14,10 +14,8 @@ from engine.engine import EngineStats
 from engine.errors import CheckpointError, EngineUnavailable, InvalidRequest
 from engine.request import FinishReason, Request, RequestOutput, TokenCheckpoint
 from engine.sampling_params import SamplingParams
-from tests.support.fake_engine import BREAK, FAIL, REFUSE, FakeEngine, answer
-from tests.support.feeds import fed
-from tests.support.wait_until import wait_until
-from tests.support.writing_engine import WritingEngine
+from tests.support.fake_engine import BREAK, FAIL, REFUSE, FakeEngine, WritingEngine, answer, fed
+from tests.support.processes import wait_until
 from worker.requests.step_engine import StepEngine
 from worker.runtime.counts import EngineMeter
 from worker.runtime.engine_thread import EngineThread

@@ -13,12 +13,9 @@ import redis
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from settings import WorkerSettings
-from tests.support.fake_engine import FakeEngine
-from tests.support.feeds import fed
-from tests.support.registry import TestRegistry, must_claim
-from tests.support.running_thread import running_thread
-from tests.support.units import Units, running_units
-from tests.support.wait_until import wait_until
+from tests.support.fake_engine import FakeEngine, fed
+from tests.support.processes import running_thread, wait_until
+from tests.support.registry import TestRegistry, Units, must_claim, running_units
 from worker.registry.keys import UnitRef
 from worker.registry.leases import Claim, Heartbeats
 from worker.registry.lifecycle import ClaimRefusal, PutStatus, RunMode, StopReason

@@ -8,11 +8,9 @@ import pytest
 
 from settings import LimitSettings
 from tests.support.fake_engine import EMBEDDING, FakeEngine, answer
-from tests.support.openai_batch import OpenAIBatch
-from tests.support.registry import TestRegistry
+from tests.support.registry import OpenAIBatch, TestRegistry, Units, running_units
 from tests.support.request_lines import CHAT, COMPLETIONS, batch_line, completion_line
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE
-from tests.support.units import Units, running_units
 from worker.client import BatchClient
 from worker.registry.errors import EmptyJob, JobTooLarge
 from worker.registry.keys import UnitRef

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.registry import TestRegistry, must_claim, ok
+from tests.support.registry import TestRegistry, must_claim, ok, running_units
 from tests.support.request_lines import CHAT, COMPLETIONS, chat_line, completion_line
-from tests.support.units import running_units
 from worker.lines.errors import LineError
 from worker.registry.keys import UnitRef
 from worker.registry.lifecycle import ClaimRefusal, StopReason

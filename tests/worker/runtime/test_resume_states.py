@@ -14,12 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.request import SequenceCheckpoint, TokenCheckpoint, TokenLogprobs
-from tests.support.fake_engine import answer
-from tests.support.registry import TestRegistry, must_claim, ok
-from tests.support.running_thread import running_thread
-from tests.support.units import Units, running_units
-from tests.support.wait_until import wait_until
-from tests.support.writing_engine import WritingEngine
+from tests.support.fake_engine import WritingEngine, answer
+from tests.support.processes import running_thread, wait_until
+from tests.support.registry import TestRegistry, Units, must_claim, ok, running_units
 from worker.registry.keys import UnitRef
 from worker.registry.leases import Claim, PromptCheckpoint, UnitLeases
 from worker.registry.lifecycle import StopReason

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.fake_engine import FAIL, REFUSE, FakeEngine, answer
-from tests.support.registry import TestRegistry, must_claim, ok
-from tests.support.units import Units, running_units
-from tests.support.wait_until import wait_until
+from tests.support.processes import wait_until
+from tests.support.registry import TestRegistry, Units, must_claim, ok, running_units
 from worker.registry.keys import UnitRef
 from worker.registry.lifecycle import StopReason
 from worker.runtime.held_units import HeldUnit, HeldUnits

@@ -14,10 +14,9 @@ import pytest
 import redis
 from kombu.asynchronous import Hub
 
+from tests.support.processes import running_thread, wait_until
 from tests.support.registry import TestRegistry
-from tests.support.running_thread import running_thread
-from tests.support.wait_until import wait_until
-from tests.support.worker_processes import WorkerProcesses
+from tests.support.workers import WorkerProcesses
 from worker.celery_worker import worker_step
 from worker.client import BatchClient
 from worker.registry.keys import UnitRef

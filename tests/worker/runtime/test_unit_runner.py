@@ -8,9 +8,8 @@ import traceback
 import pytest
 import redis
 
-from tests.support.registry import TestRegistry, must_claim, ok
-from tests.support.units import running_units
-from tests.support.wait_until import wait_until
+from tests.support.processes import wait_until
+from tests.support.registry import TestRegistry, must_claim, ok, running_units
 from worker.broker.messages import MessageEnd
 from worker.registry.keys import UnitRef
 from worker.registry.lifecycle import StopReason

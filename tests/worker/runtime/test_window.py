@@ -8,7 +8,7 @@ import pytest
 
 from engine.request import AnyRequest, EmbeddingRequest, Request
 from engine.sampling_params import SamplingParams
-from tests.support.feeds import make_feed, prompts
+from tests.support.fake_engine import make_feed, prompts
 from worker.requests.step_engine import request_room
 from worker.runtime.window import LOW_WATER, OVERTAKES, AdmissionWindow, PromptFeed
 

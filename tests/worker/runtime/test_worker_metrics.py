@@ -8,15 +8,17 @@ from typing import Any, cast
 
 from engine.execution.decode_graphs import DecodeGraphStats
 from engine.kv_cache.block_manager import PrefixCacheMetrics
-from tests.support.engine_stats import engine_stats
-from tests.support.fake_engine import FAIL
-from tests.support.free_port import free_port
-from tests.support.millrace import millrace
-from tests.support.restartable_redis import restartable_redis
-from tests.support.scrape import get, health, scrape
-from tests.support.wait_until import wait_until
-from tests.support.worker_processes import STOP_TIMEOUT_S, WorkerProcesses, worker_processes
-from tests.support.workers import running_workers
+from tests.support.fake_engine import FAIL, engine_stats
+from tests.support.monitoring import get, health, scrape
+from tests.support.processes import wait_until
+from tests.support.redis_servers import free_port, restartable_redis
+from tests.support.workers import (
+    FAKE_WORKER_STOP_TIMEOUT_S,
+    WorkerProcesses,
+    millrace,
+    running_workers,
+    worker_processes,
+)
 from worker.client import BatchClient
 from worker.metrics.catalogue import METRICS, PARTS
 from worker.runtime.counts import EngineMeter, UnitCounts
@@ -112,7 +114,7 @@ def test_a_worker_that_drains_says_so(client: BatchClient, workers: WorkerProces
     worker.terminate()
     wait_until(lambda: health(port) == (503, ["draining"]), timeout_s=2)
     assert scrape(port)["millrace_draining"] == 1
-    assert worker.wait(STOP_TIMEOUT_S) == 0
+    assert worker.wait(FAKE_WORKER_STOP_TIMEOUT_S) == 0
     assert client.status(job_id).status is JobState.COMPLETED
 
 

@@ -11,9 +11,9 @@ import redis
 from celery import Celery
 
 from tests.support.fake_engine import BREAK, FAIL, HANG, KILL, answer
+from tests.support.processes import wait_until
 from tests.support.registry import TestRegistry
-from tests.support.wait_until import wait_until
-from tests.support.worker_processes import STOP_TIMEOUT_S, WorkerProcesses
+from tests.support.workers import FAKE_WORKER_STOP_TIMEOUT_S, WorkerProcesses
 from worker.client import BatchClient
 from worker.registry.keys import UnitRef
 from worker.schemas import JobState
@@ -64,7 +64,7 @@ def test_two_workers_share_a_job_and_sigterm_ends_them_cleanly(
     assert all(worker.steps > 0 for worker in client.workers())  # both of them worked
     for process in processes:
         process.send_signal(signal.SIGTERM)
-    assert [process.wait(STOP_TIMEOUT_S) for process in processes] == [0, 0]
+    assert [process.wait(FAKE_WORKER_STOP_TIMEOUT_S) for process in processes] == [0, 0]
     assert client.workers() == []
     _check_nothing_is_left(registry)
 
@@ -168,7 +168,7 @@ def test_sigterm_gives_back_what_the_drain_does_not_finish(
     shard = registry.keys.unit(UnitRef.shard(job_id, 0))
     wait_until(lambda: registry.redis.hget(shard, "st") == b"running")
     worker.send_signal(signal.SIGTERM)
-    assert worker.wait(STOP_TIMEOUT_S) == 0
+    assert worker.wait(FAKE_WORKER_STOP_TIMEOUT_S) == 0
     assert registry.redis.hmget(shard, "st", "att") == [b"queued", b"0"]
     assert not registry.redis.exists("unacked")
     assert registry.redis.llen("millrace\x06\x163") == 1  # the message is back
@@ -197,7 +197,7 @@ def test_a_broken_engine_costs_an_attempt_and_ends_the_worker_with_70(
 ) -> None:
     job_id = client.submit([{"prompt": BREAK}, {"prompt": "innocent"}])
     # In company, alone, and twice more without its innocent neighbour.
-    codes = [workers.start(worker__max_attempts="3").wait(STOP_TIMEOUT_S) for _ in range(4)]
+    codes = [workers.start(worker__max_attempts="3").wait(FAKE_WORKER_STOP_TIMEOUT_S) for _ in range(4)]
     assert codes == [70, 70, 70, 70]
     workers.start(worker__max_attempts="3")
     job = client.wait(job_id, WAIT_S)
@@ -212,7 +212,7 @@ def test_a_prompt_that_kills_its_worker_is_lost_after_max_attempts(
 ) -> None:
     job_id = client.submit([{"prompt": KILL}])
     for _ in range(2):
-        assert workers.start(worker__max_attempts="2", worker__lease_s="0.5").wait(STOP_TIMEOUT_S) == -9
+        assert workers.start(worker__max_attempts="2", worker__lease_s="0.5").wait(FAKE_WORKER_STOP_TIMEOUT_S) == -9
     workers.start(worker__max_attempts="2")
     assert client.wait(job_id, WAIT_S).request_counts.failed == 1
 
@@ -237,7 +237,7 @@ def test_a_worker_that_hangs_loses_its_lease_to_another(
 
 def test_without_redis_a_worker_does_not_start(workers: WorkerProcesses) -> None:
     worker = workers.start(redis__url="redis://127.0.0.1:1/0")
-    assert worker.wait(STOP_TIMEOUT_S) == 1
+    assert worker.wait(FAKE_WORKER_STOP_TIMEOUT_S) == 1
     assert "ConnectionError" in workers.log()
 
 
@@ -246,7 +246,7 @@ def test_a_thread_that_breaks_ends_the_worker_with_70(workers: WorkerProcesses, 
     registry.control.cancel(job_id)
     registry.redis.hset(registry.keys.job(job_id), "pri", "no number")  # the reaper stumbles over it
     worker = workers.start()
-    assert worker.wait(STOP_TIMEOUT_S) == 70
+    assert worker.wait(FAKE_WORKER_STOP_TIMEOUT_S) == 70
     assert "the thread reaper broke" in workers.log()
 
 

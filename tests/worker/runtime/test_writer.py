@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 import redis
 
+from tests.support.processes import running_thread, wait_until
 from tests.support.registry import TestRegistry, must_claim, ok
-from tests.support.running_thread import running_thread
-from tests.support.wait_until import wait_until
 from worker.registry.keys import UnitRef
 from worker.registry.leases import Claim, PromptCheckpoint, PromptRecord, UnitLeases
 from worker.registry.lifecycle import PutStatus, RunMode, StopReason

@@ -11,10 +11,10 @@ import pytest
 from pydantic import SecretStr
 
 from settings import RedisSettings, TracingSettings
-from tests.support.collector import Collector, running_collector
 from tests.support.fake_engine import FAIL
-from tests.support.free_port import free_port
-from tests.support.worker_processes import STOP_TIMEOUT_S, WorkerProcesses
+from tests.support.monitoring import Collector, running_collector
+from tests.support.redis_servers import free_port
+from tests.support.workers import FAKE_WORKER_STOP_TIMEOUT_S, WorkerProcesses
 from worker.client import BatchClient
 from worker.schemas import JobState
 
@@ -52,7 +52,7 @@ def test_a_job_is_one_trace_from_submit_to_record(
         job_id = client.submit([*LINES[:-1], {"prompt": f"{FAIL} {CANARY}"}], metadata={"note": CANARY})
         assert client.wait(job_id, WAIT_S).status is JobState.COMPLETED
     worker.terminate()
-    assert worker.wait(STOP_TIMEOUT_S) == 0
+    assert worker.wait(FAKE_WORKER_STOP_TIMEOUT_S) == 0
 
     [submit], [plan], claims = collector.named("submit"), collector.named("plan"), collector.named("claim")
     assert {span.trace_id for span in collector.spans} == {submit.trace_id}
@@ -93,7 +93,7 @@ def test_a_producer_without_tracing_may_name_its_trace(
         for job_id in (named, unnamed):
             client.wait(job_id, WAIT_S)
     worker.terminate()
-    assert worker.wait(STOP_TIMEOUT_S) == 0
+    assert worker.wait(FAKE_WORKER_STOP_TIMEOUT_S) == 0
 
     traces: dict[str, set[str]] = {}
     for span in collector.spans:
@@ -123,7 +123,7 @@ def test_a_collector_that_is_away_costs_a_line_and_no_job(redis_url: str, worker
         began_s = time.monotonic()
     assert time.monotonic() - began_s < 5
     worker.terminate()
-    assert worker.wait(STOP_TIMEOUT_S) == 0
+    assert worker.wait(FAKE_WORKER_STOP_TIMEOUT_S) == 0
 
     events = [json.loads(line) for line in workers.log().splitlines()]
     of_tracing = [event for event in events if event["logger"].startswith("opentelemetry")]

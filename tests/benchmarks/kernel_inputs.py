@@ -1,0 +1,220 @@
+"""Says what a case of the kernel benchmark is, and makes the inputs of attention and of expert layers.
+
+A case is one operation at one shape: what is run, what it is compared with, and what the hardware would need. A paged
+cache is also there as contiguous keys and values, for libraries; expert layers have uniform routing and the same steps
+by PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (the customary name)
+
+from kernels.attention_types import AttentionRows, PrefixGroup
+from kernels.expert_types import ExpertLayout, RoutedExperts
+
+Bound = Literal["bandwidth", "matmul"]
+
+DTYPE = torch.bfloat16
+
+BLOCK_SIZE = 16
+
+WEIGHT_SCALE = 0.02  # so that products of 2,048 terms stay near 1
+
+EPS = 1e-6
+ELEMENTWISE_GOAL_PERCENT = 85.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A case with its tensors allocated."""
+
+    amount: int  # bytes that must move, or FLOP that must be done
+    formula: str  # how the amount is computed
+    run: Callable[[], torch.Tensor]
+    libraries: Mapping[str, Callable[[], torch.Tensor]] = field(default_factory=dict)  # the same result, by others
+    restore: Callable[[], None] | None = None  # undoes what run does in place; not timed
+
+
+Prepare = Callable[[torch.device], Workload]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case before its tensors are allocated, so that one after the other fits a GPU."""
+
+    operation: str  # name in `kernels.interface`, or a chain of them joined by +
+    models: str
+    shape: str
+    bound: Bound  # what the amount is compared with
+    prepare: Prepare
+    goal_percent: float | None = None  # of the bound, on an H200
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Counts shared by all cases; the defaults are those of the goals."""
+
+    few_tokens: int = 64  # a decode step
+    many_tokens: int = 8192  # a prefill step
+    context_tokens: int = 4096
+    chunk_tokens: int = 512  # queries of a prefill over a cached prefix
+    penalised_tokens: int = 1024  # of one row
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the operations of one model see. Names as in `kernels.interface`."""
+
+    name: str
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int  # of one expert where there are experts
+    vocab_size: int
+    head_dim: int = 128
+    num_experts: int = 0  # 0: dense
+    experts_per_token: int = 0
+    qk_norm: bool = True
+
+    @property
+    def qkv_width(self) -> int:
+        """Width of queries, keys and values together."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+MODELS = (
+    ModelShape("Qwen3-0.6B", 1024, 16, 8, 3072, 151936),
+    ModelShape("Qwen3-8B", 4096, 32, 8, 12288, 151936),
+    ModelShape("Qwen3-30B-A3B", 2048, 32, 4, 768, 151936, num_experts=128, experts_per_token=8),
+    ModelShape("Llama-3-8B", 4096, 32, 8, 14336, 128256, qk_norm=False),
+)
+
+
+def distinct(models: Iterable[ModelShape], key: Callable[[ModelShape], Hashable]) -> Iterator[tuple[str, ModelShape]]:
+    """One model of those that look the same to an operation, under the names of all of them."""
+    groups: dict[Hashable, list[ModelShape]] = {}
+    for model in models:
+        groups.setdefault(key(model), []).append(model)
+    for alike in groups.values():
+        yield ", ".join(model.name for model in alike), alike[0]
+
+
+def random(*shape: int, device: torch.device, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+    """Normally distributed, made where it is used: a head's weight on a CPU would take seconds."""
+    return torch.randn(*shape, device=device, dtype=dtype)
+
+
+def shuffled(size: int, device: torch.device) -> torch.Tensor:
+    """0 .. size - 1 in random order, int64."""
+    return torch.randperm(size, device=device)
+
+
+class AttentionInputs:
+    """Blocks of all rows are handed out in random order, as after hours of use.
+
+    Of each group_rows rows the first shared_tokens keys are the same blocks, when group_rows is above 1.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        query_lens: tuple[int, ...],
+        kv_lens: tuple[int, ...],
+        device: torch.device,
+        group_rows: int = 1,
+        shared_tokens: int = 0,
+    ) -> None:
+        num_used = [-(-kv_len // BLOCK_SIZE) for kv_len in kv_lens]
+        self.q = random(sum(query_lens), model.num_heads, model.head_dim, device=device)
+        shape = (sum(num_used) + 1, BLOCK_SIZE, model.num_kv_heads, model.head_dim)
+        self.k, self.v = (random(*shape, device=device) for _ in range(2))
+        self.scale = model.head_dim**-0.5
+        blocks = torch.split(shuffled(sum(num_used), device) + 1, num_used)
+        tables = torch.zeros(len(kv_lens), max(num_used), dtype=torch.int32, device=device)
+        for row, row_blocks in enumerate(blocks):
+            tables[row, : num_used[row]] = row_blocks
+        first_rows = range(0, len(kv_lens), group_rows)
+        for row in first_rows:  # the blocks that the others had in their place are left unused
+            tables[row : row + group_rows, : shared_tokens // BLOCK_SIZE] = tables[row, : shared_tokens // BLOCK_SIZE]
+        self.rows = AttentionRows(
+            block_tables=tables,
+            cu_seqlens_q=_starts(query_lens, device),
+            seq_lens=torch.tensor(kv_lens, dtype=torch.int32, device=device),
+            query_lens=query_lens,
+            kv_lens=kv_lens,
+            prefix_groups=tuple(PrefixGroup(row, group_rows, shared_tokens) for row in first_rows if shared_tokens),
+        )
+        self.cu_seqlens_k = _starts(kv_lens, device)
+        slots = torch.cat(
+            [
+                (table[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=device)).flatten()[:kv_len]
+                for table, kv_len in zip(tables, kv_lens, strict=True)
+            ]
+        )
+        # [sum of kv_lens, Hkv, D] each
+        self.contiguous = (self.k.flatten(0, 1)[slots], self.v.flatten(0, 1)[slots])
+
+
+def _starts(lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
+
+
+class ExpertInputs:
+    """Tensors of one layer and one step."""
+
+    def __init__(self, model: ModelShape, num_tokens: int, device: torch.device) -> None:
+        self.num_experts, self.top_k = model.num_experts, model.experts_per_token
+        hidden, width = model.hidden_size, model.intermediate_size
+        self.x = random(num_tokens, hidden, device=device)
+        self.logits = random(num_tokens, self.num_experts, device=device)
+        self.gate_up = random(self.num_experts, 2 * width, hidden, device=device).mul_(WEIGHT_SCALE)
+        self.down = random(self.num_experts, hidden, width, device=device).mul_(WEIGHT_SCALE)
+        self.routed = self.route()
+        self.layout = self.sort()
+        self.group_ends = self.layout.expert_offsets[1:].int()
+        self.pair_tokens = self.layout.pair_ids // self.top_k
+        self.num_pairs = num_tokens * self.top_k
+        self.num_reached = int((self.routed.expert_ids.flatten().bincount() > 0).sum())
+
+    def route(self) -> RoutedExperts:
+        """`route_topk`, renormalised."""
+        weights, ids = torch.softmax(self.logits.float(), dim=-1).topk(self.top_k, dim=-1)
+        return RoutedExperts(weights / weights.sum(dim=-1, keepdim=True), ids)
+
+    def sort(self) -> ExpertLayout:
+        """`sort_tokens_by_expert`, without a wait for the GPU."""
+        ordered, pair_ids = self.routed.expert_ids.flatten().sort(stable=True)
+        experts = torch.arange(self.num_experts + 1, device=ordered.device)
+        return ExpertLayout(pair_ids, torch.searchsorted(ordered, experts), self.top_k)
+
+    def grouped_gate_up(self) -> torch.Tensor:
+        """`grouped_gemm` with gather."""
+        return F.grouped_mm(self.x[self.pair_tokens], self.gate_up.transpose(-2, -1), offs=self.group_ends)
+
+    def grouped_down(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`grouped_gemm` without gather."""
+        return F.grouped_mm(hidden, self.down.transpose(-2, -1), offs=self.group_ends)
+
+    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+        """`combine_experts`, with the weights rounded to the model dtype so that it is one product."""
+        by_pair = torch.empty_like(rows)
+        by_pair[self.layout.pair_ids] = rows
+        weights = self.routed.weights.to(rows.dtype)[:, None]
+        return torch.bmm(weights, by_pair.view(-1, self.top_k, rows.shape[1])).squeeze(1)
+
+    def experts(self) -> torch.Tensor:
+        """The layer from routed tokens on, with the layout of the first routing."""
+        self.sort()
+        gate, up = self.grouped_gate_up().chunk(2, dim=-1)
+        return self.combine(self.grouped_down(F.silu(gate).mul_(up)))
+
+    def layer(self) -> torch.Tensor:
+        """The layer from the router's logits on."""
+        self.route()
+        return self.experts()

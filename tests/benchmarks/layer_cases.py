@@ -1,0 +1,364 @@
+"""Cases of everything but attention: projections, norms, the gated activation, mixture of experts, sampling.
+
+Of experts each operation is a case, and so is the layer they make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (the customary name)
+
+from kernels.interface import Operations
+from tests.benchmarks.kernel_inputs import (
+    ELEMENTWISE_GOAL_PERCENT,
+    EPS,
+    Bound,
+    Case,
+    ExpertInputs,
+    ModelShape,
+    Prepare,
+    Sizes,
+    Workload,
+    distinct,
+    random,
+    shuffled,
+)
+
+DECODE_GOAL_PERCENT = 75.0
+LAYER = "route_topk+sort_tokens_by_expert+grouped_gemm+silu_and_mul+grouped_gemm+combine_experts"
+LAYER_FORMULA = "bandwidth: 2 (E' 3 I H + 2 T H) bytes, E': experts with tokens; matmul: 2 T top_k 3 I H FLOP"
+
+TOP_K, TOP_P, MIN_P = 50, 0.9, 0.05
+LOGIT_SCALE = 3.0  # a nucleus of some thousand tokens
+
+
+def elementwise_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
+    """A decode step's tokens and a prefill step's; the goal is for the latter, since few rows do not fill a GPU."""
+    yield from _linear_cases(ops, models, sizes)
+    for num_tokens, goal in ((sizes.few_tokens, None), (sizes.many_tokens, ELEMENTWISE_GOAL_PERCENT)):
+        for names, model in distinct(models, lambda m: m.hidden_size):
+            shape, hidden = f"T {num_tokens}, H {model.hidden_size}", model.hidden_size
+            yield Case("rms_norm", names, shape, "bandwidth", _rms_norm(ops, num_tokens, hidden), goal)
+            yield Case("fused_add_rms_norm", names, shape, "bandwidth", _add_norm(ops, num_tokens, hidden), goal)
+        for names, model in distinct(models, lambda m: (m.intermediate_size, m.experts_per_token)):
+            rows = num_tokens * max(model.experts_per_token, 1)
+            shape, prepare = f"rows {rows}, I {model.intermediate_size}", _silu(ops, rows, model.intermediate_size)
+            yield Case("silu_and_mul", names, shape, "bandwidth", prepare, goal)
+
+
+def _linear_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
+    few, many = sizes.few_tokens, sizes.many_tokens
+    for model in models:
+        widths = {"qkv": model.qkv_width, "head": model.vocab_size}
+        if not model.num_experts:
+            widths["gate_up"] = 2 * model.intermediate_size
+        for name, width in widths.items():
+            shape = f"{name} {model.hidden_size} -> {width}"
+            prepare = _linear(ops, few, model.hidden_size, width, by_bytes=True)
+            yield Case("linear", model.name, f"T {few}, {shape}", "bandwidth", prepare)
+            if name != "head":  # only the last token of a prompt goes through the head
+                prepare = _linear(ops, many, model.hidden_size, width, by_bytes=False)
+                yield Case("linear", model.name, f"T {many}, {shape}", "matmul", prepare)
+
+
+def _linear(ops: Operations, num_tokens: int, k: int, n: int, *, by_bytes: bool) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        x, weight = random(num_tokens, k, device=device), ops.pack(random(n, k, device=device))
+        amount = 2 * (n * k + num_tokens * (k + n)) if by_bytes else 2 * num_tokens * n * k
+        formula = "bandwidth: 2 (N K + T K + T N) bytes; matmul: 2 T N K FLOP; it is a library call itself (cuBLASLt)"
+        return Workload(amount, formula, lambda: ops.linear(x, weight))
+
+    return prepare
+
+
+def _rms_norm(ops: Operations, num_tokens: int, hidden: int) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        x, weight = random(num_tokens, hidden, device=device), random(hidden, device=device)
+        libraries = {"torch rms_norm": lambda: F.rms_norm(x, (hidden,), weight, EPS)}
+        run = lambda: ops.rms_norm(x, weight, EPS)  # noqa: E731  (as the library's beside it)
+        return Workload(2 * (2 * num_tokens * hidden + hidden), "2 (2 T H + H) bytes", run, libraries)
+
+    return prepare
+
+
+def _add_norm(ops: Operations, num_tokens: int, hidden: int) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        x, weight = random(num_tokens, hidden, device=device), random(hidden, device=device)
+        residual = random(num_tokens, hidden, device=device)
+        original = residual.clone()
+        return Workload(
+            2 * (4 * num_tokens * hidden + hidden),
+            "2 (4 T H + H) bytes: x and residual read, residual and result written",
+            lambda: ops.fused_add_rms_norm(x, residual, weight, EPS),
+            {"torch add_, rms_norm": lambda: F.rms_norm(residual.add_(x), (hidden,), weight, EPS)},
+            restore=lambda: _copy(residual, original),
+        )
+
+    return prepare
+
+
+def _silu(ops: Operations, num_rows: int, width: int) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        gate_up = random(num_rows, 2 * width, device=device)
+
+        def by_torch() -> torch.Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return F.silu(gate).mul_(up)
+
+        amount = 2 * 3 * num_rows * width
+        return Workload(amount, "2 x 3 rows I bytes", lambda: ops.silu_and_mul(gate_up), {"torch silu, mul_": by_torch})
+
+    return prepare
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def expert_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
+    """Routing is uniform: of 128 experts, 64 tokens with 8 choices reach 126."""
+    few, many = sizes.few_tokens, sizes.many_tokens
+    for model in (model for model in models if model.num_experts):
+        experts = f"E {model.num_experts}, top {model.experts_per_token}, H {model.hidden_size}"
+        for tokens in (1, 4):
+            prepare = _small_batch(ops, model, tokens)
+            yield Case("moe_small_batch", model.name, f"T {tokens}, {experts}", "bandwidth", prepare)
+        for tokens in (few // 4, few, 4 * few, many):
+            bound: Bound = "matmul" if tokens == many else "bandwidth"
+            goal = DECODE_GOAL_PERCENT if tokens == few else None
+            prepare = _layer(ops, model, tokens, bound)
+            yield Case(LAYER, model.name, f"expert layer, T {tokens}, {experts}", bound, prepare, goal)
+            for name, gather in (("gate_up", True), ("down", False)):
+                prepare = _gemm(ops, model, tokens, bound, gather=gather)
+                yield Case("grouped_gemm", model.name, f"{name}, T {tokens}, {experts}", bound, prepare)
+        for tokens, goal in ((few, None), (many, ELEMENTWISE_GOAL_PERCENT)):
+            shape = f"T {tokens}, {experts}"
+            yield Case("route_topk", model.name, shape, "bandwidth", _route(ops, model, tokens))
+            yield Case("sort_tokens_by_expert", model.name, shape, "bandwidth", _sort(ops, model, tokens))
+            yield Case("combine_experts", model.name, shape, "bandwidth", _combine(ops, model, tokens), goal)
+
+
+def _layer(ops: Operations, model: ModelShape, num_tokens: int, bound: Bound) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        inputs = ExpertInputs(model, num_tokens, device)
+        gate_up, down = ops.pack(inputs.gate_up), ops.pack(inputs.down)
+
+        def run() -> torch.Tensor:
+            routed = ops.route_topk(inputs.logits, inputs.top_k, renormalise=True)
+            layout = ops.sort_tokens_by_expert(routed.expert_ids, inputs.num_experts)
+            hidden = ops.silu_and_mul(ops.grouped_gemm(inputs.x, gate_up, layout, gather=True))
+            rows = ops.grouped_gemm(hidden, down, layout, gather=False)
+            return ops.combine_experts(rows, layout, routed.weights)
+
+        return Workload(_layer_amount(inputs, bound), LAYER_FORMULA, run, {"torch with F.grouped_mm": inputs.layer})
+
+    return prepare
+
+
+def _layer_amount(inputs: ExpertInputs, bound: Bound) -> int:
+    weights_of_an_expert = inputs.gate_up[0].numel() + inputs.down[0].numel()
+    if bound == "matmul":
+        return 2 * inputs.num_pairs * weights_of_an_expert
+    return 2 * (inputs.num_reached * weights_of_an_expert + 2 * inputs.x.numel())
+
+
+def _small_batch(ops: Operations, model: ModelShape, num_tokens: int) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        inputs = ExpertInputs(model, num_tokens, device)
+        gate_up, down = ops.pack(inputs.gate_up), ops.pack(inputs.down)
+        return Workload(
+            _layer_amount(inputs, "bandwidth"),
+            "2 (E' 3 I H + 2 T H) bytes, E': experts with tokens",
+            lambda: ops.moe_small_batch(inputs.x, gate_up, down, inputs.routed),
+            {"torch with F.grouped_mm": inputs.experts},
+        )
+
+    return prepare
+
+
+def _gemm(ops: Operations, model: ModelShape, num_tokens: int, bound: Bound, *, gather: bool) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        inputs = ExpertInputs(model, num_tokens, device)
+        weight = ops.pack(inputs.gate_up if gather else inputs.down)
+        _, n, k = weight.shape
+        x = inputs.x if gather else random(inputs.num_pairs, k, device=device)
+        num_bytes = 2 * (inputs.num_reached * n * k + x.numel() + inputs.num_pairs * n)
+        return Workload(
+            2 * inputs.num_pairs * n * k if bound == "matmul" else num_bytes,
+            "bandwidth: 2 (E' N K + x + T top_k N) bytes, E': experts with tokens; matmul: 2 T top_k N K FLOP",
+            lambda: ops.grouped_gemm(x, weight, inputs.layout, gather=gather),
+            {"gather, F.grouped_mm": inputs.grouped_gate_up}
+            if gather
+            else {"F.grouped_mm": lambda: inputs.grouped_down(x)},
+        )
+
+    return prepare
+
+
+def _route(ops: Operations, model: ModelShape, num_tokens: int) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        inputs = ExpertInputs(model, num_tokens, device)
+        return Workload(
+            2 * inputs.logits.numel() + 12 * inputs.num_pairs,
+            "2 T E + 12 T top_k bytes",
+            lambda: ops.route_topk(inputs.logits, inputs.top_k, renormalise=True).weights,
+            {"torch softmax, topk": lambda: inputs.route().weights},
+        )
+
+    return prepare
+
+
+def _sort(ops: Operations, model: ModelShape, num_tokens: int) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        inputs = ExpertInputs(model, num_tokens, device)
+        return Workload(
+            16 * inputs.num_pairs + 8 * (inputs.num_experts + 1),
+            "16 T top_k + 8 (E + 1) bytes",
+            lambda: ops.sort_tokens_by_expert(inputs.routed.expert_ids, inputs.num_experts).pair_ids,
+            {"torch sort, searchsorted": lambda: inputs.sort().pair_ids},
+        )
+
+    return prepare
+
+
+def _combine(ops: Operations, model: ModelShape, num_tokens: int) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        inputs = ExpertInputs(model, num_tokens, device)
+        rows = random(inputs.num_pairs, model.hidden_size, device=device)
+        return Workload(
+            2 * (rows.numel() + inputs.x.numel()) + 12 * inputs.num_pairs,
+            "2 (T top_k H + T H) + 12 T top_k bytes",
+            lambda: ops.combine_experts(rows, inputs.layout, inputs.routed.weights),
+            {"torch scatter, bmm": lambda: inputs.combine(rows)},
+        )
+
+    return prepare
+
+
+def sampling_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
+    """A decode step's rows over the vocabularies."""
+    rows = sizes.few_tokens
+    for names, model in distinct(models, lambda m: m.vocab_size):
+        vocab = model.vocab_size
+        shape = f"{rows} x {vocab}"
+        yield Case("argmax", names, shape, "bandwidth", _argmax(ops, rows, vocab))
+        yield Case("gumbel_argmax", names, shape, "bandwidth", _gumbel(ops, rows, vocab))
+        num_tokens = min(sizes.penalised_tokens, vocab)
+        penalties = _penalties(ops, rows, vocab, num_tokens)
+        yield Case("apply_penalties", names, f"{shape}, {num_tokens} tokens a row", "bandwidth", penalties)
+        top_k = min(TOP_K, vocab)
+        for what, k, p, least, by_torch in (
+            (f"top-k {top_k}", top_k, 1.0, 0.0, _torch_top_k(top_k)),
+            (f"top-p {TOP_P}", vocab, TOP_P, 0.0, _torch_top_p),
+            (f"min-p {MIN_P}", vocab, 1.0, MIN_P, _torch_min_p),
+            ("off", vocab, 1.0, 0.0, None),
+        ):
+            prepare = _mask(ops, (rows, vocab), (k, p, least), by_torch)
+            yield Case("mask_top_k_top_p_min_p", names, f"{shape}, {what}", "bandwidth", prepare)
+
+
+def _logits(rows: int, vocab: int, device: torch.device) -> torch.Tensor:
+    return random(rows, vocab, device=device, dtype=torch.float32).mul_(LOGIT_SCALE)
+
+
+def _argmax(ops: Operations, rows: int, vocab: int) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        logits = _logits(rows, vocab, device)
+        libraries = {"torch argmax": lambda: logits.argmax(dim=-1)}
+        return Workload(4 * rows * vocab, "4 N V bytes", lambda: ops.argmax(logits), libraries)
+
+    return prepare
+
+
+def _gumbel(ops: Operations, rows: int, vocab: int) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        logits = _logits(rows, vocab, device)
+        seeds, positions = (shuffled(rows, device) for _ in range(2))
+        return Workload(
+            4 * rows * vocab,
+            "4 N V bytes (the noise of all tokens is arithmetic on top)",
+            lambda: ops.gumbel_argmax(logits, seeds, positions),
+            {"torch softmax, multinomial": lambda: logits.softmax(dim=-1).multinomial(1).squeeze(1)},
+        )
+
+    return prepare
+
+
+def _penalties(ops: Operations, rows: int, vocab: int, num_tokens: int) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        logits = _logits(rows, vocab, device)
+        original = logits.clone()
+        row_ids = torch.arange(rows, device=device).repeat_interleave(num_tokens)
+        token_ids = torch.cat([shuffled(vocab, device)[:num_tokens] for _ in range(rows)])
+        counts = (token_ids % 3).int()
+        repetition, presence, frequency = (torch.full((rows,), x, device=device) for x in (1.1, 0.2, 0.3))
+
+        def run() -> torch.Tensor:
+            ops.apply_penalties(logits, row_ids, token_ids, counts, repetition, presence, frequency)
+            return logits
+
+        def by_torch() -> torch.Tensor:
+            found, penalty = logits[row_ids, token_ids], repetition[row_ids]
+            found = torch.where(found < 0, found * penalty, found / penalty)
+            found -= frequency[row_ids] * counts + presence[row_ids] * (counts > 0)
+            logits[row_ids, token_ids] = found
+            return logits
+
+        return Workload(
+            row_ids.numel() * (8 + 8 + 4 + 2 * 32),
+            "M (20 + 2 x 32) bytes: of a logit that lies alone the memory moves a sector of 32 bytes",
+            run,
+            {"torch index, where, index_put": by_torch},
+            restore=lambda: _copy(logits, original),
+        )
+
+    return prepare
+
+
+def _mask(
+    ops: Operations,
+    shape: tuple[int, int],
+    limits: tuple[int, float, float],
+    by_torch: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        rows, vocab = shape
+        logits = _logits(rows, vocab, device)
+        original = logits.clone()
+        top_k = torch.full((rows,), limits[0], dtype=torch.int64, device=device)
+        top_p, min_p = (torch.full((rows,), limit, device=device) for limit in limits[1:])
+
+        def run() -> torch.Tensor:
+            ops.mask_top_k_top_p_min_p(logits, top_k, top_p, min_p)
+            return logits
+
+        return Workload(
+            2 * 4 * logits.numel(),
+            "2 x 4 N V bytes: one read, one write (off: nothing needs to move)",
+            run,
+            {} if by_torch is None else {"torch topk or sort": lambda: by_torch(logits)},
+            restore=lambda: _copy(logits, original),
+        )
+
+    return prepare
+
+
+def _torch_top_k(top_k: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def run(logits: torch.Tensor) -> torch.Tensor:
+        return logits.masked_fill_(logits < logits.topk(top_k, dim=-1).values[:, -1:], -torch.inf)
+
+    return run
+
+
+def _torch_top_p(logits: torch.Tensor) -> torch.Tensor:
+    ordered, ids = logits.sort(dim=-1)
+    dropped = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - TOP_P
+    dropped[:, -1] = False
+    return logits.masked_fill_(torch.zeros_like(dropped).scatter_(1, ids, dropped), -torch.inf)
+
+
+def _torch_min_p(logits: torch.Tensor) -> torch.Tensor:
+    probabilities = logits.softmax(dim=-1)
+    return logits.masked_fill_(probabilities < MIN_P * probabilities.amax(dim=-1, keepdim=True), -torch.inf)

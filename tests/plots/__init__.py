@@ -1,1 +1,0 @@
-"""Plots of the committed figures in tests/benchmarks/results."""

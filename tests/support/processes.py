@@ -1,0 +1,231 @@
+"""Starts processes by forking one that has imported everything: `python -m tests.support.processes SOCKET_DESCRIPTOR`
+
+Importing torch and Celery takes a process 1 to 4 seconds, which is most of what a test of the command line or of a
+worker takes. A fork is a process like any other: it has its own memory, signals, descriptors, directory, environment
+and exit code, and runs `main` of the module it is told. Not for tests of what is imported, or when.
+
+Beside that: a loop of the worker on a thread of its own, and waiting for what another thread or process does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from worker.runtime.supervision import SupervisedThread
+
+ROOT = Path(__file__).resolve().parents[2]  # so that `tests` can be imported
+
+POLL_S = 0.002
+
+PRELOADED = (
+    "celery.apps.worker",
+    "celery.concurrency.thread",
+    "engine.loading.load",
+    "kombu.transport.redis",
+    "tests.support.workers",
+    "worker.cli.admin",
+    "worker.cli.main",
+    "worker.cli.run",
+    "worker.cli.submit",
+    "worker.cli.worker",
+)
+MAX_REQUEST_BYTES = 1 << 20
+
+
+class WarmInterpreter:
+    """One `warm_server`, which ends with this process."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-m", "tests.support.processes", str(theirs.fileno())]
+            # Nobody waits for it: without the socket's other end it has nothing to do and goes.
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+            )
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        stdout: IO[bytes],
+        *,
+        stderr: IO[bytes] | None = None,
+        stdin: int | None = None,
+    ) -> WarmProcess:
+        """Run `main` of a module with this process's directory and environment, as `python -m` would.
+
+        stderr: none to have it in stdout. stdin: a descriptor; none to have it empty.
+        """
+        request = {"module": module, "arguments": list(arguments), "cwd": os.getcwd(), "environ": dict(os.environ)}
+        told, tells = os.pipe()
+        empty = os.open(os.devnull, os.O_RDONLY)
+        descriptors = [empty if stdin is None else stdin, stdout.fileno(), (stderr or stdout).fileno(), tells]
+        try:
+            socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
+        finally:
+            os.close(tells)
+            os.close(empty)
+        return WarmProcess(module, told)
+
+
+@cache
+def warm_interpreter() -> WarmInterpreter:
+    """The one of this process; the first who asks waits for its imports."""
+    return WarmInterpreter()
+
+
+class WarmProcess:
+    """What tests use of `subprocess.Popen`; its descriptors are given, so there are no pipes."""
+
+    def __init__(self, module: str, told: int) -> None:
+        """told: a pipe to read the process id from, and then the exit code."""
+        self.args = module
+        self.returncode: int | None = None
+        self._told = os.fdopen(told, "rb", buffering=0)
+        self._lock = threading.Lock()  # of supervisors and tests that look at the same time
+        self.pid = int(self._told.readline())
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        with self._lock:
+            if self.returncode is None and select.select([self._told], [], [], 0)[0]:
+                self.returncode = int(self._told.readline())
+                self._told.close()
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired."""
+        until_s = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if until_s is not None and time.monotonic() > until_s:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            time.sleep(POLL_S)
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Nothing if it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+@contextmanager
+def running_thread(run: Callable[[threading.Event], None]) -> Iterator[SupervisedThread]:
+    """Run `run` until the end of the block; it must end within five seconds then, and never raise."""
+    failures: list[BaseException] = []
+    thread = SupervisedThread("test", run, on_failure=failures.append)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        assert thread.stop(5)
+        assert failures == []
+
+
+def wait_until(condition: Callable[[], object], *, timeout_s: float = 10.0) -> None:
+    """Return when `condition` holds; fail after `timeout_s` seconds."""
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > until_s:
+            raise AssertionError(f"not so after {timeout_s} s")
+        time.sleep(0.005)
+
+
+def serve_forks() -> None:
+    """Serve until the other end of the socket is closed; in a fork, run what was asked for."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.freeze()  # what was imported is not to be gone through, and so copied, by every fork
+    request = _fork_for_requests(control)
+    if request is not None:
+        control.close()
+        _end_process(_run_request(request))
+
+
+def _run_request(request: dict[str, Any]) -> int:
+    """The exit code of what was asked for."""
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    sys.argv = [request["module"], *request["arguments"]]
+    try:
+        return int(importlib.import_module(request["module"]).main() or 0)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+
+def _end_process(code: int) -> NoReturn:
+    """As the interpreter ends, but for taking apart every module: with torch that is a second of processor time."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads; not public
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _fork_for_requests(control: socket.socket) -> dict[str, Any] | None:
+    """Fork for each request; returns it in the process that is to run it, None when there will be no more."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 4)
+        if not data:
+            return None
+        if os.fork() == 0:
+            _fork_and_tell(descriptors)
+            request: dict[str, Any] = json.loads(data)
+            return request
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _fork_and_tell(descriptors: list[int]) -> None:
+    """Fork once more: whoever asked has no child to wait for, so its parent tells the process id and how it ended.
+
+    Returns in the child. descriptors: its standard input, output and error, and where that is told.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    *standard, told = descriptors
+    pid = os.fork()
+    for number, descriptor in enumerate(standard):
+        if pid == 0:
+            os.dup2(descriptor, number)
+        os.close(descriptor)
+    if pid:
+        os.write(told, f"{pid}\n".encode())
+        _, status = os.waitpid(pid, 0)
+        os.write(told, f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        os._exit(0)
+    os.close(told)
+
+
+if __name__ == "__main__":
+    serve_forks()

