@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import count
 
 from engine.embedding import EmbeddingRequests, EmbeddingState, pool
-from engine.engine import EngineStats, Steps
+from engine.engine import Steps
 from engine.errors import InvalidRequest
 from engine.kv_cache.block_manager import BlockHashChain
 from engine.out_of_memory import step_failure
@@ -18,6 +18,7 @@ from engine.outputs import FinishedRequests
 from engine.parts import EncoderParts
 from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, TokenCheckpoint
 from engine.scheduling.waiting_queue import SchedulerLimits, WaitingQueue
+from engine.stats import EngineStats
 from engine.text.tokenizer import Tokenizer
 from engine.validation import check_embedding_request
 from settings import EffectiveSettings, Settings

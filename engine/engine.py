@@ -1,13 +1,12 @@
 """The engine for decoders: takes requests, runs steps, hands out what ended.
 
-Beside it what every engine has: the loop that stops at the first failed step, and the figures.
+Beside it the loop that every engine has, which stops at the first failed step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 
 import torch
@@ -15,9 +14,7 @@ import torch
 from engine.batch_runner import BatchRunner, StepInFlight
 from engine.embedding import EmbeddingRequests
 from engine.errors import EngineFatal, InvalidRequest, NonFiniteLogits
-from engine.execution.decode_graphs import DecodeGraphStats
 from engine.generation import GenerationRequests
-from engine.kv_cache.block_manager import PrefixCacheMetrics
 from engine.model_interface import ModelRunner
 from engine.out_of_memory import is_out_of_memory
 from engine.outputs import FinishedRequests, OutputProcessor
@@ -27,6 +24,7 @@ from engine.sampler import Sampler
 from engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from engine.scheduling.waiting_queue import SchedulerLimits
 from engine.staging import make_device_stream
+from engine.stats import EngineStats
 from engine.text.tokenizer import Tokenizer
 from engine.validation import check_embedding_request, check_request
 from settings import EffectiveSettings, Settings
@@ -252,25 +250,3 @@ class Steps:
         """Raise EngineFatal if a step has failed."""
         if self._failure is not None:
             raise EngineFatal(str(self._failure)) from self._failure
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Figures of a running engine; counters since it was loaded. A value: another thread may keep and read it."""
-
-    device: str  # cpu or cuda
-    dtype: str  # of weights and KV cache
-    num_steps: int  # a step with engine.decode.batched off takes several forward passes
-    num_running: int  # sequences that hold blocks
-    num_waiting: int  # sequences that hold none
-    num_finished_requests: int
-    num_duplicates: int  # of these, given what was generated for an equal one
-    prompt_tokens: int  # of requests that have ended
-    cached_tokens: int  # of these, found in the prefix cache at first admission, or all of a duplicate's
-    output_tokens: int  # of requests that have ended, those taken over from a checkpoint or an equal one included
-    generated_tokens: int  # sampled by this engine, whatever became of their requests
-    num_preemptions: int
-    num_blocks: int  # the null block included
-    num_free_blocks: int
-    prefix_cache: PrefixCacheMetrics | None  # None: the model keeps no KV
-    decode_graphs: DecodeGraphStats | None  # None: decode steps are not captured

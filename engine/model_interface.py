@@ -15,9 +15,10 @@ import torch
 from engine.errors import EngineError, InvalidRequest, KVPoolExhausted, NonFiniteLogits, PromptTooLong
 from engine.execution.batch import ForwardItem
 from engine.execution.forward import StepExecutor
-from engine.kv_cache.block_manager import BlockHashChain, BlockManager, PrefixCacheMetrics
+from engine.kv_cache.block_manager import BlockHashChain, BlockManager
 from engine.model_status import MemoryProfile, ModelCapabilities, ModelReport, ModelStatus
 from engine.request import RESERVED_PREFIX
+from engine.stats import PrefixCacheMetrics
 from settings import EngineSettings
 
 WARM_UP_ID = f"{RESERVED_PREFIX}_warm_up__"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.execution.decode_graphs import DecodeGraphStats
 from engine.execution.forward import StepExecutor
 from engine.kv_cache.block_manager import BlockManager
 from engine.models.decoder import weights_bytes
 from engine.models.placement import DTYPE_NAMES, supported_dtypes
+from engine.stats import DecodeGraphStats
 from settings import EngineSettings
 
 

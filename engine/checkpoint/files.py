@@ -1,25 +1,14 @@
-"""Finds a checkpoint's files, and reads the weights out of its safetensors."""
+"""Finds the files of a checkpoint: its directory, held to `model.root`, and those that hold its weights. Torch-free."""
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, cast
-
-import torch
-from safetensors import SafetensorError, safe_open
 
 from engine.checkpoint.config_reader import read_json_object
 from engine.errors import CheckpointError
 from settings import ModelSettings, SettingsError
-
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# A header entry takes about 150 bytes: room for 200,000 tensors, where Qwen3-235B has 36,945 over all its files.
-MAX_HEADER_BYTES = 32 << 20
-LENGTH_BYTES = 8  # of the header's length
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -27,170 +16,6 @@ MAX_INDEX_BYTES = 64 << 20  # the index of Qwen3-235B, 118 files, takes 3.3 MB
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz")
 
 _TEMPLATES = "additional_chat_templates"  # the one folder of a checkpoint that is read
-
-
-class Checkpoint:
-    """The tensors of one or many safetensors files under their names, memory-mapped.
-
-    Opening reads the headers only. Whether the tensors are those of a model is for the model's loader to judge.
-    """
-
-    def __init__(self, shards: dict[str, Shard]) -> None:
-        """`shards` maps each tensor to the file it is in; `open` is the way to get one."""
-        self._shards = shards
-        self.total_bytes = sum(shard.data_bytes for shard in set(shards.values()))
-
-    @classmethod
-    def open(cls, path: Path) -> Checkpoint:
-        """Open the weights of a model directory.
-
-        Raises CheckpointError naming file and tensor: no safetensors files, a damaged file, an index that does not
-        say what the files hold.
-        """
-        files = WeightFiles.find(path)
-        shards: dict[str, Shard] = {}
-        opened: list[Shard] = []
-        try:
-            for file_name in files.file_names:
-                shard = Shard(files.directory / file_name)
-                opened.append(shard)
-                for name in sorted(shard.names()):
-                    if name in shards:
-                        raise CheckpointError(f"{path}: tensor {name} is in {shards[name].path.name} and {file_name}")
-                    shards[name] = shard
-            if files.index is not None:
-                _check_index(path, files.index, shards)
-        except CheckpointError:
-            for shard in opened:
-                shard.close()
-            raise
-        return cls(shards)
-
-    def names(self) -> frozenset[str]:
-        """Every tensor."""
-        return frozenset(self._shards)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Dimensions of a tensor. Raises CheckpointError if there is none of this name."""
-        return self._shard(name).shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor on disk. Raises CheckpointError as `read` does."""
-        return self._shard(name).dtype(name)
-
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor in its shape and dtype on disk, memory-mapped: no bytes are read before they are used.
-
-        It stays valid after `close`. Writing to it changes a private copy of the touched pages, never the file.
-        Raises CheckpointError if there is none of this name, its dtype is none of float32, bfloat16 and float16, or the
-        checkpoint was closed.
-        """
-        return self._shard(name).read(name)
-
-    def close(self) -> None:
-        """Close the files. May be called twice."""
-        for shard in set(self._shards.values()):
-            shard.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _shard(self, name: str) -> Shard:
-        shard = self._shards.get(name)
-        if shard is None:
-            raise CheckpointError(f"tensor {name} is missing")
-        return shard
-
-
-def _check_index(path: Path, index: dict[str, str], shards: dict[str, Shard]) -> None:
-    for name in sorted(index.keys() | shards.keys()):
-        indexed = index.get(name)
-        found = shards[name].path.name if name in shards else None
-        if indexed is None:
-            raise CheckpointError(f"{path}: tensor {name} is in {found} but not in the index")
-        if found != indexed:
-            raise CheckpointError(
-                f"{path}: tensor {name} is not in {indexed}, where the index puts it"
-                + (f", but in {found}" if found else "")
-            )
-
-
-class Shard:
-    """One memory-mapped safetensors file: its header, and views of its tensors.
-
-    Tensors of any dtype are described; one of a dtype that is not computed in is refused when it is asked for. Raises
-    CheckpointError naming the file, and the tensor where one is at fault.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        header_bytes = _header_bytes(path)
-        self._file = _open(path)
-        self.data_bytes = path.stat().st_size - LENGTH_BYTES - header_bytes  # safetensors leaves no gaps in between
-        self._tensors = {name: self._describe(name) for name in self._file.keys()}  # noqa: SIM118 (not a dict)
-
-    def names(self) -> frozenset[str]:
-        """Every tensor in the file."""
-        return frozenset(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Dimensions of a tensor, from the header."""
-        return self._tensors[name][0]
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor, from the header."""
-        stored = self._tensors[name][1]
-        if stored not in DTYPES:
-            raise CheckpointError(f"{self.path}: tensor {name} has dtype {stored}; accepted: {', '.join(DTYPES)}")
-        return DTYPES[stored]
-
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor that lies in the mapping, which lives as long as the tensor does."""
-        self.dtype(name)  # refuses it
-        try:
-            tensor = cast(torch.Tensor, self._file.get_tensor(name))
-        except SafetensorError as error:
-            raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {error}") from error
-        # Writers that do not pad the header leave tensors at odd addresses, where vector instructions may not load.
-        return tensor.clone() if tensor.data_ptr() % tensor.itemsize else tensor
-
-    def close(self) -> None:
-        """Close the file. Tensors that were read stay valid."""
-        self._file.__exit__(None, None, None)
-
-    def _describe(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Its shape and the file's name for its dtype."""
-        part = self._file.get_slice(name)
-        return tuple(part.get_shape()), part.get_dtype()
-
-
-def _open(path: Path) -> Any:  # noqa: ANN401 (safetensors has no types)
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: not a valid safetensors file: {error}") from error
-    except RuntimeError as error:  # torch's, where the kernel maps no file that is larger than the machine's memory
-        raise CheckpointError(f"{path}: cannot be mapped into memory: {error}") from error
-
-
-def _header_bytes(path: Path) -> int:
-    """The header's length, with which a file begins; safetensors would believe up to 100 MB."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(LENGTH_BYTES)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(start) < LENGTH_BYTES:
-        raise CheckpointError(f"{path}: not a valid safetensors file: {len(start)} bytes long")
-    header_bytes: int = struct.unpack("<Q", start)[0]
-    if header_bytes > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{path}: header of {header_bytes} bytes; accepted: at most {MAX_HEADER_BYTES}")
-    return header_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,8 +109,3 @@ def _files(directory: Path) -> Iterator[Path]:
     for folder in (directory, directory / _TEMPLATES):
         if folder.is_dir():
             yield from sorted(folder.iterdir())
-
-
-def is_body_alone(names: Container[str]) -> bool:
-    """Whether a decoder's tensors are named without `model.`, as a body alone is saved (Qwen3Model): it has no head."""
-    return "embed_tokens.weight" in names

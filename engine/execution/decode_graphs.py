@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +17,7 @@ from engine.kv_cache.tensors import KVCacheTensors
 from engine.models.decoder import DecoderModel, ForwardBatch
 from engine.out_of_memory import is_out_of_memory
 from engine.staging import StagingBuffer
+from engine.stats import DecodeGraphStats
 from kernels.attention_types import AttentionRows
 from settings import EngineSettings
 
@@ -143,16 +143,6 @@ def decode_graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     limit = min(max_num_seqs, MAX_DEFAULT_SIZE)
     sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, MAX_DEFAULT_SIZE, 32))
     return (*(size for size in sizes if size < limit), limit)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeGraphStats:
-    """Figures of the decode graphs since the model was loaded."""
-
-    captured_sizes: tuple[int, ...]  # rows of each graph, rising
-    failed_sizes: tuple[int, ...]  # whose capture failed, rising: such steps run in a larger graph or eagerly
-    num_replays: int
-    num_eager_decode_steps: int  # steps of decode rows alone that no graph could serve
 
 
 class DecodeBuffers:

@@ -10,12 +10,13 @@ import torch
 
 from engine.errors import NonFiniteLogits
 from engine.execution.batch import BatchStaging, ForwardItem, PlannedBatch, fill_in, plan_batch
-from engine.execution.decode_graphs import DecodeGraphs, DecodeGraphStats
+from engine.execution.decode_graphs import DecodeGraphs
 from engine.execution.prefix_groups import DECODE_GATE, PREFILL_GATE
 from engine.execution.profile import ObservedPasses, PassTrace
 from engine.kv_cache.tensors import KVCacheTensors
 from engine.models.decoder import DecoderModel, ForwardResult, LayerObserver
 from engine.models.encoder import EncoderModel, PackedTokens
+from engine.stats import DecodeGraphStats
 from settings import EngineSettings
 
 _log = structlog.get_logger(__name__)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from engine.errors import EngineFatal, InvalidRequest, KVPoolExhausted
 from engine.kv_cache.block_pool import BlockPool, CachedBlock
+from engine.stats import PrefixCacheMetrics
 
 DIGEST_BYTES = 16  # 128 bits: at 2^32 blocks a collision has probability 2^-65, and a hit verifies tokens as well
 
@@ -278,20 +279,3 @@ class SequenceBlocks:
     chain: BlockHashChain
     num_committed_blocks: int = 0  # leading blocks known to hold good KV; registered where their digest was new
     block_table: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixCacheMetrics:
-    """Counters since the pool was made; they survive idleness and the end of every sequence."""
-
-    enabled: bool
-    probes: int  # admissions; a preempted sequence counts again
-    hits: int  # of those, how many found at least one block
-    queried_tokens: int
-    saved_prefill_tokens: int  # tokens whose KV was found
-    evictions: int  # registered blocks that had to make room
-    registered_blocks: int  # blocks a hit could find now, held or free
-    used_blocks: int  # blocks held by sequences now
-    free_blocks: int
-    block_size: int
-    registered_bytes: int

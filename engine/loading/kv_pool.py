@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.checkpoint.files import Checkpoint, is_body_alone
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights import Checkpoint, is_body_alone
 from engine.errors import CapabilityError
 from engine.kv_cache.tensors import KVCacheSpec
 from engine.loading.memory import CudaDeviceMemory, DeviceMemory, free_memory_bytes, num_blocks_that_fit

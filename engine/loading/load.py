@@ -10,8 +10,8 @@ import structlog
 import torch
 
 from engine.checkpoint.embedding_config import EmbeddingConfig
-from engine.checkpoint.files import Checkpoint
 from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_config, read_generation_config
+from engine.checkpoint.weights import Checkpoint
 from engine.encoder import EncoderEngine
 from engine.engine import Engine
 from engine.errors import CheckpointError, EngineFatal

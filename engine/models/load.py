@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 
-from engine.checkpoint.files import Checkpoint, is_body_alone
 from engine.checkpoint.model_config import EncoderConfig, ModelConfig, MoeConfig
 from engine.checkpoint.rope import rope_cos_sin
+from engine.checkpoint.weights import Checkpoint, is_body_alone
 from engine.models.decoder import AttentionLayer, DecoderLayer, DecoderModel, DenseMLP, MoeMLP, StreamedLayers
 from engine.models.encoder import Affine, EncoderLayer, EncoderModel, GeluForm, LayerNorm
 from engine.models.placement import SHAPES_ONLY, ModelPlacement

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.checkpoint.files import Checkpoint
+from engine.checkpoint.weights import Checkpoint
 from engine.errors import CheckpointError
 
 SAMPLED_ELEMENTS = 64  # of each tensor

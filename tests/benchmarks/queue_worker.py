@@ -7,8 +7,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from engine.engine import EngineStats
 from engine.request import AnyRequest, Completion, FinishReason, Request, RequestOutput, TokenCheckpoint
+from engine.stats import EngineStats
 from engine.text.tokenizer import Tokenizer
 from settings import load_settings, parse_assignments
 from tests.support.fake_engine import engine_stats

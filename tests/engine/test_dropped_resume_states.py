@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint.files import Checkpoint
+from engine.checkpoint.weights import Checkpoint
 from engine.engine import Engine
 from engine.models.load import load_decoder
 from engine.models.placement import ModelPlacement

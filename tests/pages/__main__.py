@@ -15,8 +15,8 @@ from pathlib import Path
 import click
 from pydantic import BaseModel
 
-from engine.checkpoint.files import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights import Checkpoint
 from engine.loading.derived_settings import derive_for
 from settings import SettingRow, Settings, Source, load_settings
 from worker.cli.main import cli

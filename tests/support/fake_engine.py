@@ -21,7 +21,6 @@ from typing import Any, cast
 
 from tokenizers import AddedToken
 
-from engine.engine import EngineStats
 from engine.errors import EngineError, EngineUnavailable, InvalidRequest
 from engine.request import (
     AnyRequest,
@@ -36,6 +35,7 @@ from engine.request import (
     TokenLogprobs,
 )
 from engine.sampling_params import SamplingParams
+from engine.stats import EngineStats
 from engine.text.tokenizer import Tokenizer
 from settings import ModelSettings
 from tests.support.tiny_tokenizer import EOS_TOKEN, ByteTokenizer, build_tokenizer, tokenizer_config

@@ -31,8 +31,8 @@ from transformers import (
 )
 
 from engine.checkpoint.embedding_config import Pooling
-from engine.checkpoint.files import Checkpoint
 from engine.checkpoint.model_config import ModelConfig, read_config
+from engine.checkpoint.weights import Checkpoint
 from engine.models.decoder import DecoderModel
 from engine.models.load import load_decoder
 from engine.models.placement import ModelPlacement

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from engine.engine import EngineStats
 from engine.errors import EngineFatal, EngineUnavailable, InvalidRequest
 from engine.request import AnyRequest, Request, RequestOutput, TokenCheckpoint
+from engine.stats import EngineStats
 from engine.text.tokenizer import Tokenizer
 from settings import LimitSettings, ModelSettings, Settings
 from tests.support.fake_engine import FakeEngine, completion, request_output

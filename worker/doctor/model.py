@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.embedding_config import EmbeddingConfig
-from engine.checkpoint.files import Checkpoint
 from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_config
+from engine.checkpoint.weights import Checkpoint
 from engine.errors import CapabilityError, CheckpointError
 from engine.loading.derived_settings import derive_for, model_path
 from engine.loading.kv_pool import device_memory, expected_profile, expected_weights_bytes, kv_cache_spec

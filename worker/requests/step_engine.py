@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from engine.engine import EngineStats
 from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, TokenCheckpoint
 
 if TYPE_CHECKING:
+    from engine.stats import EngineStats
     from engine.text.tokenizer import Tokenizer
 
 # Sequences in the engine at once, as a multiple of those that run at once: the rest wait, sorted by prefix.

@@ -11,7 +11,7 @@ from itertools import accumulate, product
 
 import redis
 
-from engine.engine import EngineStats
+from engine.stats import EngineStats
 from settings import WorkerSettings
 from worker.metrics.catalogue import ATTEMPTS, OUTCOMES, STEP_SECONDS, STEP_SEQUENCES, STEP_TOKENS, UNIT_ENDS, UNITS
 from worker.registry.keys import Keys

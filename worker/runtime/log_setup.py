@@ -21,7 +21,7 @@ _PRIVATE_FIELDS = frozenset(
     {"prompt", "messages", "body", "text", "output", "raw", "line", "record", "completion"}
     | {"custom_id", "metadata", "args", "kwargs"}
 )
-_TRANSPORT = re.compile(r"worker\.broker\.guarded_(socket_)?transport:\w+(?=://)")
+_TRANSPORT = re.compile(r"worker\.broker\.messages:Guarded\w*Transport(?=://)")
 _LINE_ENDS = re.compile(r"\s*\n\s*")
 _REQUEST_ID = re.compile(r"(?P<job_id>[^/]+)/(?P<index>[0-9]+)/(?P<shard>[0-9]+)\.[^/]*")  # see ShardPrompts
 

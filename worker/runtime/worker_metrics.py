@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from engine.engine import EngineStats
+from engine.stats import EngineStats
 from settings import MetricsSettings, WorkerSettings
 from worker.metrics.catalogue import METRICS, OTHER_TENANTS, UNITS, UNREAD_PRIORITY, Metric
 from worker.metrics.server import MetricsServer

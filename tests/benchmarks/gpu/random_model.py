@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.files import Checkpoint, Shard
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights import Checkpoint, Shard
 from engine.engine import Engine
 from engine.loading.derived_settings import derive_for
 from engine.loading.load import load_decoder_parts

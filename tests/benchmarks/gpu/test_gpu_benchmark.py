@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint.files import Checkpoint
 from engine.checkpoint.model_config import ModelConfig
+from engine.checkpoint.weights import Checkpoint
 from tests.benchmarks.gpu import __main__ as gpu_run
 from tests.benchmarks.gpu.__main__ import main
 from tests.benchmarks.gpu.measure import STEP, StepCounts, count_steps

@@ -17,7 +17,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from engine.checkpoint.files import Checkpoint
+from engine.checkpoint.weights import Checkpoint
 from engine.engine import Engine
 from engine.request import Request, RequestOutput
 from engine.sampling_params import SamplingParams

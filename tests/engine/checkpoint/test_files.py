@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.checkpoint.files import Checkpoint, check_files_are_under_root, model_directory
+from engine.checkpoint.files import check_files_are_under_root, model_directory
 from engine.checkpoint.model_config import read_generation_config
+from engine.checkpoint.weights import Checkpoint
 from engine.errors import CheckpointError
 from engine.loading.derived_settings import derive_settings
 from settings import ModelSettings, SettingsError, load_settings

@@ -15,10 +15,10 @@ from structlog.testing import capture_logs
 
 from engine.engine import Engine
 from engine.errors import CapabilityError
-from engine.execution.decode_graphs import DecodeGraphStats
 from engine.model_interface import DecodeItem
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from engine.stats import DecodeGraphStats
 from tests.support.engines import (
     StaticRunner,
     greedy_request,

@@ -12,7 +12,7 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
-from engine.checkpoint.files import Checkpoint
+from engine.checkpoint.weights import Checkpoint
 from engine.engine import Engine
 from engine.errors import CapabilityError
 from engine.execution.decode_graphs import DecodeGraphs

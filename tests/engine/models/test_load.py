@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint.files import Checkpoint
 from engine.checkpoint.model_config import EncoderConfig, read_config
+from engine.checkpoint.weights import Checkpoint
 from engine.errors import CapabilityError, CheckpointError
 from engine.models.decoder import weights_bytes
 from engine.models.load import check_decoder, check_encoder, load_decoder, load_encoder

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from engine.engine import EngineStats
 from engine.errors import CheckpointError, EngineUnavailable, InvalidRequest
 from engine.request import FinishReason, Request, RequestOutput, TokenCheckpoint
 from engine.sampling_params import SamplingParams
+from engine.stats import EngineStats
 from tests.support.fake_engine import BREAK, FAIL, REFUSE, FakeEngine, WritingEngine, answer, fed
 from tests.support.processes import wait_until
 from worker.requests.step_engine import StepEngine

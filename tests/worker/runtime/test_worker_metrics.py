@@ -6,8 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from engine.execution.decode_graphs import DecodeGraphStats
-from engine.kv_cache.block_manager import PrefixCacheMetrics
+from engine.stats import DecodeGraphStats, PrefixCacheMetrics
 from tests.support.fake_engine import FAIL, engine_stats
 from tests.support.monitoring import get, health, scrape
 from tests.support.processes import wait_until

@@ -1,0 +1,54 @@
+"""Counts what a running engine did: its steps, requests, tokens, blocks, prefix hits and decode graphs. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGraphStats:
+    """Figures of the decode graphs since the model was loaded."""
+
+    captured_sizes: tuple[int, ...]  # rows of each graph, rising
+    failed_sizes: tuple[int, ...]  # whose capture failed, rising: such steps run in a larger graph or eagerly
+    num_replays: int
+    num_eager_decode_steps: int  # steps of decode rows alone that no graph could serve
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheMetrics:
+    """Counters since the pool was made; they survive idleness and the end of every sequence."""
+
+    enabled: bool
+    probes: int  # admissions; a preempted sequence counts again
+    hits: int  # of those, how many found at least one block
+    queried_tokens: int
+    saved_prefill_tokens: int  # tokens whose KV was found
+    evictions: int  # registered blocks that had to make room
+    registered_blocks: int  # blocks a hit could find now, held or free
+    used_blocks: int  # blocks held by sequences now
+    free_blocks: int
+    block_size: int
+    registered_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Figures of a running engine; counters since it was loaded. A value: another thread may keep and read it."""
+
+    device: str  # cpu or cuda
+    dtype: str  # of weights and KV cache
+    num_steps: int  # a step with engine.decode.batched off takes several forward passes
+    num_running: int  # sequences that hold blocks
+    num_waiting: int  # sequences that hold none
+    num_finished_requests: int
+    num_duplicates: int  # of these, given what was generated for an equal one
+    prompt_tokens: int  # of requests that have ended
+    cached_tokens: int  # of these, found in the prefix cache at first admission, or all of a duplicate's
+    output_tokens: int  # of requests that have ended, those taken over from a checkpoint or an equal one included
+    generated_tokens: int  # sampled by this engine, whatever became of their requests
+    num_preemptions: int
+    num_blocks: int  # the null block included
+    num_free_blocks: int
+    prefix_cache: PrefixCacheMetrics | None  # None: the model keeps no KV
+    decode_graphs: DecodeGraphStats | None  # None: decode steps are not captured
