@@ -5,6 +5,7 @@ and the account of the parity tests, which is printed at the end of every run.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import structlog
 
 from tests.support.redis_servers import free_port, private_redis
 
+THREAD_ENDS_S = 10.0  # for one that was told to end and is on its way
 TIES = pytest.StashKey[dict[str, int]]()
 _OF_WORKER = "parity"  # where a process of pytest-xdist leaves its account
 
@@ -63,6 +65,21 @@ def _restored_logging() -> Iterator[None]:
     root.handlers, root.level = handlers, level
     logging.captureWarnings(False)
     structlog.reset_defaults()
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_outlives_its_test() -> Iterator[None]:
+    """A thread that a test leaves behind disturbs the next one: it draws from `random`, writes to its Redis, or logs.
+
+    Threads of fixtures with a wider scope are there before, and so are not counted.
+    """
+    before = set(threading.enumerate())
+    yield
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in left:
+        thread.join(THREAD_ENDS_S)
+    running = sorted(thread.name for thread in left if thread.is_alive())
+    assert not running, f"the test leaves threads running: {running}"
 
 
 @pytest.fixture(scope="session")

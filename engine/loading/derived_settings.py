@@ -66,9 +66,10 @@ def derive_for(
             and effective.settings.engine.decode.batched,
         }
     )
+    if isinstance(config, EncoderConfig):
+        _check_encoder(effective.settings.engine)  # first: what no encoder can do is no question of this machine's units
     _check_capabilities(effective, config, device)
     if isinstance(config, EncoderConfig):
-        _check_encoder(effective.settings.engine)
         return effective.with_derived({"engine.max_model_len": config.default_max_len})
     num_blocks = effective.settings.engine.kv_cache.num_blocks
     if num_blocks is not None:

@@ -13,6 +13,7 @@ from engine.model_status import MemoryProfile
 from engine.models.placement import DTYPES
 from engine.out_of_memory import POOL_SETTINGS, STEP_SETTINGS
 from engine.prompt_logprobs import MAX_LOGITS_BYTES
+from kernels.cpu.dense import has_blocked_layout
 from settings import EffectiveSettings, EngineSettings, Source
 
 NUM_BLOCKS = "engine.kv_cache.num_blocks"
@@ -120,14 +121,15 @@ def _useful_blocks(effective: EffectiveSettings, config: ModelConfig) -> int:
 def expected_weights_bytes(checkpoint: Checkpoint, config: ModelConfig, settings: EngineSettings) -> int:
     """Bytes under fully derived device, dtype and quantization, within a hundredth.
 
-    A tied head is counted as a second copy of the embedding on every CPU; those without a layout of their own (not x86,
-    or no AVX) share it, and get fewer KV blocks than they could have. Norms and routers, which stay
-    in the model dtype, and the scales of quantised weights are left out of the account: together below a hundredth.
+    A tied head is a second copy of the embedding where a CPU's kernels have a layout of their own for it. Norms and
+    routers, which stay in the model dtype, and the scales of quantised weights are left out of the account: together
+    below a hundredth.
     """
     itemsize = DTYPES[settings.dtype].itemsize
     num_elements = checkpoint.total_bytes // DTYPES[config.dtype].itemsize
     embedding = config.vocab_size * config.hidden_size
-    is_packed = settings.device == "cpu" and not settings.deterministic
+    has_own_layout = settings.quantization == "int8" or has_blocked_layout(DTYPES[settings.dtype])
+    is_packed = settings.device == "cpu" and not settings.deterministic and has_own_layout
     if config.tie_word_embeddings and is_packed and not is_body_alone(checkpoint.names()):
         num_elements += embedding
     if settings.quantization == "int8":

@@ -79,9 +79,15 @@ def workers(server: AclRedis, tmp_path: Path) -> Iterator[WorkerProcesses]:
         yield workers
 
 
+def redis_time_s(server: AclRedis) -> float:
+    """By the clock that deadlines are compared with."""
+    seconds, microseconds = server.admin.time()
+    return float(seconds) + microseconds / 1e6
+
+
 @pytest.mark.usefixtures("nothing_denied")
 def test_jobs_are_done_cancelled_expired_refused_and_outlive_a_killed_worker(
-    client: BatchClient, workers: WorkerProcesses
+    server: AclRedis, client: BatchClient, workers: WorkerProcesses
 ) -> None:
     first = workers.start(engine=SLOW, worker__lease_s=LEASE_S, metrics__port=str(free_port()))
     workers.wait_up(client)
@@ -91,6 +97,8 @@ def test_jobs_are_done_cancelled_expired_refused_and_outlive_a_killed_worker(
     cancelled, expired = client.submit(prompts(30), priority=8), client.submit(prompts(30), deadline_s=0.2)
     refused = client.submit([*prompts(3), b"{"], strict=True)
     client.cancel(cancelled)
+    deadline_s = redis_time_s(server) + 0.2  # no sooner than that of the job
+    wait_until(lambda: redis_time_s(server) > deadline_s)  # else a fast worker would be done before
     workers.start(worker__lease_s=LEASE_S, worker__send_events="true")
 
     assert client.wait(job_id, ENDED_S).request_counts.completed == 40

@@ -1,4 +1,4 @@
-"""Declares every metric there is. No label ever holds a prompt, an answer, a job's id or a producer's metadata.
+"""Every metric there is. No label ever holds a prompt, an answer, a job's id or a producer's metadata.
 
 Labels are few and bounded. `tenant` is one of the TOP_TENANTS with the most waiting shards, or OTHER_TENANTS for all
 others together (of the 200 that have waited longest): there may be thousands, and each value of a label is a series

@@ -96,8 +96,8 @@ def test_the_heights_found_give_the_bits_of_the_tile(dtype: torch.dtype) -> None
 
 def test_a_height_that_sums_in_another_order_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def other_order_below_16_rows(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        half = x.shape[1] // 2 if x.shape[0] < 16 else 0
-        return out.copy_(x[:, :half] @ weight[:, :half].T).add_(x[:, half:] @ weight[:, half:].T)
+        product_into(x, weight, out)  # by one unit in the last place, which another order may or may not change
+        return out if x.shape[0] >= 16 else out.copy_(out.nextafter(torch.full_like(out, torch.inf)))
 
     monkeypatch.setattr(MODULE, other_order_below_16_rows)
     assert not {4, 8} & set(tile_heights.__wrapped__((96, 200), torch.float32, 0, 1))
