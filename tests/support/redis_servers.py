@@ -234,14 +234,18 @@ def tls_front(backend_port: int, ca_file: Path) -> Iterator[int]:
     ca.issue_cert(HOST, "localhost").configure_cert(context)
     with closing(socket.create_server((HOST, 0))) as listener:
         threading.Thread(target=_accept_connections, args=(listener, context, backend_port), daemon=True).start()
-        yield listener.getsockname()[1]
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)  # closing it alone does not wake who waits in accept
 
 
 def _accept_connections(listener: socket.socket, context: ssl.SSLContext, backend_port: int) -> None:
     with suppress(OSError):  # the listener was closed
         while True:
             plain, _ = listener.accept()
-            threading.Thread(target=_serve_connection, args=(plain, context, backend_port), daemon=True).start()
+            arguments = (plain, context, backend_port)
+            threading.Thread(target=_serve_connection, args=arguments, name="tls-connection", daemon=True).start()
 
 
 def _serve_connection(plain: socket.socket, context: ssl.SSLContext, backend_port: int) -> None:
