@@ -67,7 +67,7 @@ def derive_for(
         }
     )
     if isinstance(config, EncoderConfig):
-        _check_encoder(effective.settings.engine)  # first: what no encoder can do is no question of this machine's units
+        _check_encoder(effective.settings.engine)  # first: what no encoder can do hangs on no unit of this machine
     _check_capabilities(effective, config, device)
     if isinstance(config, EncoderConfig):
         return effective.with_derived({"engine.max_model_len": config.default_max_len})
