@@ -70,13 +70,13 @@ from settings.engine import (
     ProfileSettings,
     StructuredOutputSettings,
 )
+from settings.entries import Source, parse_assignments
 from settings.errors import SettingsError
 from settings.limits import LimitSettings
 from settings.model import ModelSettings, ReasoningFormat, ToolCallFormat
 from settings.observability import LogSettings, MetricsSettings, TracingSettings
 from settings.redis import RedisSettings
 from settings.resolve import EffectiveSettings, SettingRow, load_settings
-from settings.sources import Source, parse_assignments
 from settings.worker import WorkerSettings
 
 __all__ = [

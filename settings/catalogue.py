@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, Field, SecretStr, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -19,11 +18,10 @@ from settings.engine import EngineSettings
 from settings.fields import (
     BOOLEAN_FORMS,
     NONE_WORD,
-    VALUE_CONFIG,
     Accepted,
+    SettingsGroup,
     Unit,
     read_boolean,
-    read_choice,
     read_number,
     read_whole_number,
     write,
@@ -33,7 +31,6 @@ from settings.masking import MASK, mask_refused_url, mask_url, mask_userinfo, sh
 from settings.model import ModelSettings
 from settings.observability import LogSettings, MetricsSettings, TracingSettings
 from settings.redis import RedisSettings
-from settings.sources import ENV_DELIMITER, ENV_PREFIX
 from settings.worker import WorkerSettings
 
 JsonValue = bool | int | float | str | None
@@ -55,9 +52,7 @@ class Settings(BaseSettings):
     test or a library user gets what the arguments say.
     """
 
-    model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", strict=True, env_prefix=ENV_PREFIX, env_nested_delimiter=ENV_DELIMITER
-    )
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", strict=True)
 
     model: ModelSettings = Field(default_factory=ModelSettings)
     redis: RedisSettings = Field(default_factory=RedisSettings)
@@ -77,8 +72,15 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only the arguments: `load_settings` reads the rest, since these sources skip names they do not know."""
-        return (init_settings,)
+        """The sources that `read_from` was given, strongest first; the arguments where it was not."""
+        sources: tuple[PydanticBaseSettingsSource, ...] = init_settings().get("sources", (init_settings,))
+        return sources
+
+    @classmethod
+    def read_from(cls, sources: tuple[PydanticBaseSettingsSource, ...]) -> Self:
+        """What `sources` say, strongest first. Raises what they raise, and ValidationError for a contradiction."""
+        arguments: dict[str, Any] = {"sources": sources}
+        return cls(**arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,12 @@ class SettingSpec:
         Text goes through the one grammar; a value that already has a type (from TOML, or from Python) must have the
         setting's own.
         """
-        return self.check(self._from_text(raw) if isinstance(raw, str) else self._from_typed(raw))
+        if isinstance(raw, str):
+            raw = self._from_text(raw)
+        elif self.kind is bool and type(raw) is int:
+            # A boolean written as 1 or 0 is accepted as text, so TOML's 1 and 0 are too: one grammar, not two.
+            raw = read_boolean(str(raw))
+        return self.check(raw)
 
     def check(self, value: object) -> object:
         """A typed value, if it is accepted; text is no number here. Raises ValueError."""
@@ -126,16 +133,10 @@ class SettingSpec:
         if self.optional and text.lower() == NONE_WORD:
             return None
         if self.choices:
-            return read_choice(text, self.choices)
+            return text.lower()
         if "\0" in text:
             raise ValueError("holds a null byte")
         return _READERS[self.kind](text)
-
-    def _from_typed(self, value: object) -> object:
-        # A boolean written as 1 or 0 is accepted as text, so TOML's 1 and 0 are too: one grammar, not two.
-        if self.kind is bool and type(value) is int:
-            return read_boolean(str(value))
-        return value
 
     def plain(self, value: object) -> JsonValue:
         """A typed value as JSON holds it: paths as text, passwords masked."""
@@ -173,23 +174,10 @@ class Catalogue:
         groups = {key[:index] for key in specs for index, letter in enumerate(key) if letter == "."}
         return cls(MappingProxyType(specs), frozenset(groups))
 
-    def nearest(self, name: str) -> tuple[SettingSpec, bool]:
-        """The setting whose key is most like `name` (dotted), and whether it is likely to be what was meant."""
-        name = name.lower()
-        spec = max(self.specs.values(), key=lambda candidate: likeness(name, candidate.key))
-        return spec, likeness(name, spec.key) >= 0.7
-
-
-def likeness(name: str, key: str) -> float:
-    """0 to 1; a right last part with wrong groups (`block_size`) counts nearly as much as a whole key."""
-    whole = difflib.SequenceMatcher(None, name, key, autojunk=False).ratio()
-    last, key_last = name.rpartition(".")[2], key.rpartition(".")[2]
-    return max(whole, 0.9 * difflib.SequenceMatcher(None, last, key_last, autojunk=False).ratio())
-
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[SettingSpec]:
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        if isinstance(field.annotation, type) and issubclass(field.annotation, SettingsGroup):
             yield from _walk(field.annotation, f"{prefix}{name}.")
         else:
             yield _spec(f"{prefix}{name}", field)
@@ -201,7 +189,6 @@ def _spec(key: str, field: FieldInfo) -> SettingSpec:
     kind = str if choices else annotation
     if not isinstance(kind, type):
         raise TypeError(f"{key}: settings of type {annotation} are not supported")
-    units = [mark.name for mark in marks if isinstance(mark, Unit)]
     accepted = _accepted(kind, choices, marks)
     declared = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
     return SettingSpec(
@@ -209,11 +196,11 @@ def _spec(key: str, field: FieldInfo) -> SettingSpec:
         kind=kind,
         choices=choices,
         optional=optional,
-        unit=units[0] if units else None,
+        unit=next((mark.name for mark in marks if isinstance(mark, Unit)), None),
         accepted=f"{accepted}, or {NONE_WORD}" if optional else accepted,
         description=field.description or "",
         default=field.get_default(),
-        adapter=TypeAdapter(cast("type[object]", declared), config=VALUE_CONFIG),
+        adapter=TypeAdapter(cast("type[object]", declared), config=SettingsGroup.model_config),
     )
 
 
@@ -221,10 +208,9 @@ def _unwrap(field: FieldInfo) -> tuple[object, bool, tuple[object, ...]]:
     """The bare type, whether None is accepted, and all marks on it, inside and outside of `| None`."""
     annotation: object = field.annotation
     marks = tuple(field.metadata)
-    optional = False
-    if get_origin(annotation) is Union or type(None) in get_args(annotation):
+    optional = type(None) in get_args(annotation)
+    if optional:
         (annotation,) = [member for member in get_args(annotation) if member is not type(None)]
-        optional = True
     if get_origin(annotation) is Annotated:
         annotation, *inner = get_args(annotation)
         marks += tuple(inner)
@@ -243,12 +229,10 @@ def _accepted(kind: type, choices: tuple[str, ...], marks: tuple[object, ...]) -
 
 
 def _bounds(marks: tuple[object, ...]) -> str:
-    low = next((f"{write(mark.ge)}" for mark in marks if isinstance(mark, Ge)), None)
-    above = next((f" above {write(mark.gt)}" for mark in marks if isinstance(mark, Gt)), None)
-    high = next((write(mark.le) for mark in marks if isinstance(mark, Le)), None)
-    below = next((f" below {write(mark.lt)}" for mark in marks if isinstance(mark, Lt)), None)
-    if low is not None and high is not None:
-        return f", {low} to {high}"
-    lower = above or (f", at least {low}" if low is not None else "")
-    upper = below or (f", at most {high}" if high is not None else "")
-    return lower + upper
+    """Every number has both ends: with one it would accept what no machine can hold."""
+    (high,) = [write(mark.le) for mark in marks if isinstance(mark, Le)]
+    for mark in marks:
+        if isinstance(mark, Ge):
+            return f", {write(mark.ge)} to {high}"
+    (above,) = [write(mark.gt) for mark in marks if isinstance(mark, Gt)]
+    return f" above {above}, at most {high}"

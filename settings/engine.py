@@ -1,23 +1,20 @@
-"""How the engine runs a model: the group `engine` and the groups in it.
-
-`auto` and none are filled in by the engine from the machine and the checkpoint.
-"""
+"""How the engine runs a model: the group `engine` and the groups in it."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from settings.errors import FieldOrderError
 from settings.fields import (
-    GROUP_CONFIG,
     Accepted,
     Blocks,
     Bytes,
     Seconds,
     Sequences,
+    SettingsGroup,
     Steps,
     Tokens,
     Unit,
@@ -35,10 +32,8 @@ def _check_sizes(text: str) -> str:
     return text
 
 
-class CudaGraphSettings(BaseModel):
+class CudaGraphSettings(SettingsGroup):
     """Capture of decode steps as CUDA graphs."""
-
-    model_config = GROUP_CONFIG
 
     enabled: bool | None = Field(
         default=None,
@@ -57,10 +52,8 @@ class CudaGraphSettings(BaseModel):
         return None if self.batch_sizes is None else _read_sizes(self.batch_sizes)
 
 
-class DecodeSettings(BaseModel):
+class DecodeSettings(SettingsGroup):
     """How decode steps run."""
-
-    model_config = GROUP_CONFIG
 
     batched: bool = Field(
         default=True, description="Decode many sequences in one forward pass; off: one after the other, to compare."
@@ -76,10 +69,8 @@ def _check_power_of_two(value: int) -> int:
     return value
 
 
-class KVCacheSettings(BaseModel):
+class KVCacheSettings(SettingsGroup):
     """Size of the block pool. There is no other kind of KV cache than the paged one."""
-
-    model_config = GROUP_CONFIG
 
     block_size: Annotated[Tokens, Accepted("a power of two, 8 to 256"), AfterValidator(_check_power_of_two)] = Field(
         default=16, ge=8, le=256, description="Tokens in one block of the KV cache."
@@ -100,10 +91,8 @@ class KVCacheSettings(BaseModel):
     )
 
 
-class MoeSettings(BaseModel):
+class MoeSettings(SettingsGroup):
     """How mixture-of-experts layers run."""
-
-    model_config = GROUP_CONFIG
 
     bucketed: bool = Field(
         default=True, description="Sort tokens by expert and multiply once per expert; off: token by token, to compare."
@@ -113,21 +102,17 @@ class MoeSettings(BaseModel):
     )
 
 
-class PrefixCacheSettings(BaseModel):
+class PrefixCacheSettings(SettingsGroup):
     """Reuse of KV blocks between requests that begin alike."""
-
-    model_config = GROUP_CONFIG
 
     enabled: bool = Field(default=True, description="Requests that begin alike share the KV blocks of the beginning.")
 
 
-class ProfileSettings(BaseModel):
+class ProfileSettings(SettingsGroup):
     """Which steps are profiled: timed layer by layer (`layers`), or traced (`millrace run --profile FILE`).
 
     Timing synchronises the device and a trace takes memory and disk, so both are off unless asked for.
     """
-
-    model_config = GROUP_CONFIG
 
     layers: bool = Field(default=False, description="Log the time of each layer of selected steps.")
     every_steps: Steps = Field(
@@ -139,7 +124,6 @@ class ProfileSettings(BaseModel):
     min_seqs: Sequences | None = Field(
         default=None, ge=1, le=65_536, description="Select only steps with at least so many sequences; none: any."
     )
-
     max_steps: Steps = Field(
         default=16, ge=1, le=1_000_000, description="Most steps that the trace of millrace run --profile holds."
     )
@@ -153,10 +137,8 @@ class ProfileSettings(BaseModel):
         return self.min_seqs is None or num_seqs >= self.min_seqs
 
 
-class SharedPrefixSettings(BaseModel):
+class SharedPrefixSettings(SettingsGroup):
     """Attention over beginnings that running requests share."""
-
-    model_config = GROUP_CONFIG
 
     enabled: bool | None = Field(
         default=None,
@@ -165,10 +147,8 @@ class SharedPrefixSettings(BaseModel):
     )
 
 
-class StructuredOutputSettings(BaseModel):
+class StructuredOutputSettings(SettingsGroup):
     """What a request's grammar may cost; one that costs more fails its request alone."""
-
-    model_config = GROUP_CONFIG
 
     max_grammar_bytes: Bytes = Field(
         default=65_536, ge=1, le=16_777_216, description="Largest grammar: text of its schema, expression or rules."
@@ -187,10 +167,8 @@ class StructuredOutputSettings(BaseModel):
     )
 
 
-class EngineSettings(BaseModel):
+class EngineSettings(SettingsGroup):
     """How the engine runs a model. `auto` and none are filled in by the engine from machine and checkpoint."""
-
-    model_config = GROUP_CONFIG
 
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Where the model runs; auto: cuda where there is a usable GPU, else cpu."

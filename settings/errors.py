@@ -1,9 +1,4 @@
-"""What can be wrong with a setting.
-
-ValueError
-  SettingsError      a name or a value that stops the program at start, in one line
-  FieldOrderError    two settings of one group contradict each other; load_settings turns it into a SettingsError
-"""
+"""What can be wrong with a setting: a name or a value, or two settings that contradict each other."""
 
 from __future__ import annotations
 
@@ -30,7 +25,7 @@ class SettingsError(ValueError):
 
 
 class FieldOrderError(ValueError):
-    """Within one group, `low` times `factor` is greater than `high`."""
+    """Within one group, `low` times `factor` is greater than `high`; `load_settings` makes a SettingsError of it."""
 
     def __init__(self, low: str, high: str, *, factor: int = 1) -> None:
         self.low = low

@@ -1,8 +1,4 @@
-"""What a setting is declared with, and the one way each kind of value is written as text.
-
-The text is the same in the environment, `.env`, a profile and an option. pydantic checks values strictly, so text is
-read here before it gets there.
-"""
+"""What settings are declared with, and the one way to write each kind of value as text, wherever it is written."""
 
 from __future__ import annotations
 
@@ -11,13 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import ConfigDict
-
-# What holds for one value checked by itself, before there is a group.
-VALUE_CONFIG = ConfigDict(strict=True, allow_inf_nan=False)
-
-# strict: a boolean is not a number and "64" is not 64; text is read by the functions below before it comes here.
-GROUP_CONFIG = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+from pydantic import BaseModel, ConfigDict
 
 TRUE_WORDS = ("true", "on", "yes", "1")
 FALSE_WORDS = ("false", "off", "no", "0")
@@ -27,6 +17,15 @@ BOOLEAN_FORMS = f"{', '.join(TRUE_WORDS)} or {', '.join(FALSE_WORDS)}"
 # At most 19 digits: more than any setting holds, and far below the 4300 at which int() itself refuses.
 _WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,18})")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,40})?([eE][+-]?[0-9]{1,3})?")
+
+
+class SettingsGroup(BaseModel):
+    """Settings that belong together: frozen, of declared names only, and strictly typed.
+
+    Strict: a boolean is not a number, and "64" is not 64; text is read by the functions below before it comes here.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +75,6 @@ def read_number(text: str) -> float:
     if _NUMBER.fullmatch(text) is None or not math.isfinite(float(text)):
         raise ValueError("not a number")
     return float(text)
-
-
-def read_choice(text: str, choices: tuple[str, ...]) -> str:
-    """One of `choices`, which are lower case, in any letter case. Raises ValueError."""
-    if text.lower() not in choices:
-        raise ValueError("not one of the choices")
-    return text.lower()
 
 
 def write(value: object) -> str:

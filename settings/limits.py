@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from settings.errors import FieldOrderError
-from settings.fields import GROUP_CONFIG, Bytes, Jobs, Prompts, Unit
+from settings.fields import Bytes, Jobs, Prompts, SettingsGroup, Unit
 
 
-class LimitSettings(BaseModel):
+class LimitSettings(SettingsGroup):
     """What a producer may ask for; beyond it a line or a job is refused, never cut."""
-
-    model_config = GROUP_CONFIG
 
     max_prompts_per_job: Prompts = Field(default=50_000, ge=1, le=10_000_000, description="Most lines in one job.")
     max_prompt_bytes: Bytes = Field(default=262_144, ge=1, le=1_073_741_824, description="Largest request line.")

@@ -5,18 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
-from settings.fields import GROUP_CONFIG, Accepted
+from settings.fields import Accepted, SettingsGroup
 
 ToolCallFormat = Literal["auto", "qwen3", "llama3", "none"]
 ReasoningFormat = Literal["auto", "qwen3", "none"]
 
 
-class ModelSettings(BaseModel):
+class ModelSettings(SettingsGroup):
     """Which model runs, and what it is called in results."""
-
-    model_config = GROUP_CONFIG
 
     path: Annotated[Path, Accepted("the directory of a checkpoint in Hugging Face layout")] | None = Field(
         default=None, description="Checkpoint directory: config.json, *.safetensors and tokenizer.json."

@@ -6,18 +6,16 @@ import re
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, Field
 
-from settings.fields import GROUP_CONFIG, Accepted, Seconds, Unit
+from settings.fields import Accepted, Seconds, SettingsGroup, Unit
 
 # An IPv4 or IPv6 address, or a name that the machine knows.
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,255}")
 
 
-class LogSettings(BaseModel):
+class LogSettings(SettingsGroup):
     """What is logged, and how. Logs go to standard error."""
-
-    model_config = GROUP_CONFIG
 
     level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe event that is logged."
@@ -33,10 +31,8 @@ def _check_host(host: str) -> str:
     return host
 
 
-class MetricsSettings(BaseModel):
+class MetricsSettings(SettingsGroup):
     """Metrics and health of a worker, over HTTP. Off by default: a port belongs to one worker of a machine."""
-
-    model_config = GROUP_CONFIG
 
     port: int | None = Field(
         default=None,
@@ -67,14 +63,12 @@ def _check_endpoint(url: str) -> str:
 _Endpoint = Annotated[str, Accepted("a URL such as http://collector:4318/v1/traces"), AfterValidator(_check_endpoint)]
 
 
-class TracingSettings(BaseModel):
+class TracingSettings(SettingsGroup):
     """What is told to OpenTelemetry: spans of jobs, shards and some of their requests, sent by OTLP over HTTP.
 
     What is not set here (headers, certificates, resource attributes) OpenTelemetry reads itself, from its own OTEL_*
     variables.
     """
-
-    model_config = GROUP_CONFIG
 
     enabled: bool = Field(default=False, description="Whether spans are made. Needs the extra `tracing`.")
     endpoint: _Endpoint | None = Field(

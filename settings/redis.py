@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr
 
-from settings.fields import GROUP_CONFIG, Accepted, Seconds, WholeSeconds
+from settings.fields import Accepted, Seconds, SettingsGroup, WholeSeconds
 
 _URL_FORMS = "redis://[user:password@]host[:port][/db], rediss:// likewise, or unix:///path"
 # No `$`, `{` or space: a host that was meant to be replaced by a shell is a mistake, not a host.
@@ -17,35 +17,32 @@ _HOST = re.compile(r"[A-Za-z0-9._:%-]+")
 
 
 def _check_url(secret: SecretStr) -> SecretStr:
-    # The message never holds the URL: it may hold a password.
-    url = secret.get_secret_value()
-    if not url.isprintable() or " " in url:
-        raise ValueError("not a Redis URL")
+    if not _is_redis_url(secret.get_secret_value()):
+        raise ValueError("not a Redis URL")  # never with the URL, which may hold a password
+    return secret
+
+
+def _is_redis_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise ValueError("not a Redis URL") from error
+    except ValueError:
+        return False
+    if not url.isprintable() or " " in url:
+        return False
     if parts.scheme == "unix":
-        if not parts.path.startswith("/"):
-            raise ValueError("not a Redis URL")
-        return secret
-    well_formed = (
+        return parts.path.startswith("/")
+    return (
         parts.scheme in {"redis", "rediss"}
         and _HOST.fullmatch(host or "") is not None
         and port != 0
         and re.fullmatch(r"(/[0-9]*)?", parts.path, re.ASCII) is not None
         and not parts.fragment
     )
-    if not well_formed:
-        raise ValueError("not a Redis URL")
-    return secret
 
 
-class RedisSettings(BaseModel):
+class RedisSettings(SettingsGroup):
     """The Redis that holds queue, registry and results."""
-
-    model_config = GROUP_CONFIG
 
     url: Annotated[SecretStr, Accepted(_URL_FORMS), AfterValidator(_check_url)] = Field(
         default=SecretStr("redis://127.0.0.1:6379/0"), description="Redis to connect to. The password is never printed."

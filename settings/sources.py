@@ -1,7 +1,8 @@
-"""Where settings come from: `--set` options, environment variables, a `.env` file and a TOML profile.
+"""The places that settings are read from, each a source of pydantic-settings.
 
-Each is read into entries, values as somebody wrote them with the place they were written at; nothing is known about
-them yet.
+pydantic-settings' own sources are not used: they skip a name they do not know, a line of `.env` they cannot read and a
+file that is missing, replace `${NAME}` in `.env`, read a variable named like a group as JSON, and cannot say where a
+value came from. What is theirs is the merging: the sources are given to `Settings` strongest first.
 """
 
 from __future__ import annotations
@@ -10,123 +11,132 @@ import io
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from dotenv.parser import parse_stream
+from pydantic.fields import FieldInfo
+from pydantic_settings import PydanticBaseSettingsSource
 
+from settings.catalogue import Catalogue, Settings
+from settings.entries import ENV_PREFIX, PROFILE_VARIABLE, Entry, Origin, Source
 from settings.errors import SettingsError
-from settings.masking import mask_userinfo, show
-
-ENV_PREFIX = "MILLRACE_"
-ENV_DELIMITER = "__"
-PROFILE_VARIABLE = "MILLRACE_PROFILE"  # names the TOML profile; not a setting itself
+from settings.masking import show
+from settings.refusals import read_entry
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
-class Source(Enum):
-    """Where a value came from, strongest first. The value is what `millrace config` prints."""
+class SettingsSource(PydanticBaseSettingsSource):
+    """One place that settings are written in, and which of them came from there.
 
-    COMMAND_LINE = "command line"
-    ENVIRONMENT = "environment"
-    DOTENV = ".env"
-    PROFILE = "profile"
-    DERIVED = "derived"
-    ESTIMATED = "estimated"  # without loading the model, which measures it
-    DEFAULT = "default"
-
-    def overrides(self, other: Source) -> bool:
-        """Whether this source is stronger than `other`."""
-        order = list(Source)
-        return order.index(self) < order.index(other)
-
-    def spell(self, key: str) -> str:
-        """A dotted key as it is written in this source: `engine.seed` is `MILLRACE_ENGINE__SEED` in `.env`."""
-        if self is Source.COMMAND_LINE:
-            return f"--set {key}"
-        if self in {Source.ENVIRONMENT, Source.DOTENV}:
-            return ENV_PREFIX + key.upper().replace(".", ENV_DELIMITER)
-        return key
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where one effective value came from, and under which name, so that a later error can say so."""
-
-    source: Source
-    written: str
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One value as somebody wrote it, before anything is known about it."""
-
-    source: Source
-    name: str  # as written: MILLRACE_ENGINE__SEED in the environment and .env, engine.seed elsewhere
-    raw: object  # text, or what TOML or a Python caller made of it
-    place: str = ""  # file and line, for error messages: "config/.env:3"
-
-    @property
-    def key(self) -> str | None:
-        """The dotted key this name stands for, known or not; None if no key is written like this."""
-        if self.source not in {Source.ENVIRONMENT, Source.DOTENV}:
-            return self.name
-        key = self.dotted
-        return key if self.source.spell(key) == self.name else None
-
-    @property
-    def dotted(self) -> str:
-        """The name as nearly as it can be read as a dotted key, to find what was meant."""
-        if self.source not in {Source.ENVIRONMENT, Source.DOTENV}:
-            return self.name.lower()
-        return self.name[len(ENV_PREFIX) :].lower().replace(ENV_DELIMITER, ".")
-
-    @property
-    def written(self) -> str:
-        """The name as the user wrote it, with its place, on one line."""
-        name = f"--set {show(self.name)}" if self.source is Source.COMMAND_LINE else show(self.name)
-        return f"{show(self.place)}: {name}" if self.place else name
-
-
-def parse_assignments(texts: Iterable[str]) -> dict[str, str]:
-    """`["engine.seed=7"]` as overrides for `load_settings`; of a key set twice the last counts, as with any option.
-
-    Keys and values are not looked at here. Raises SettingsError for a text without `=` or without a key.
+    Making a source reads its text, so that an unreadable file is found before a wrong value. Calling it, which
+    `Settings` does, reads every value, also one that a stronger source overrides: a fault must not wait for its day.
     """
-    overrides: dict[str, str] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise SettingsError(
-                f"--set {show(mask_userinfo(text))}", None, "", accepted="key=value, such as engine.max_num_seqs=64"
-            )
-        overrides[key] = value
-    return overrides
+
+    def __init__(self, entries: Iterable[Entry], decided: Collection[str] = ()) -> None:
+        """`decided`: keys that this source may name but does not set."""
+        super().__init__(Settings)
+        self.origins: dict[str, Origin] = {}  # by dotted key; filled by the call
+        self._entries = tuple(entries)
+        self._decided = decided
+
+    def __call__(self) -> dict[str, Any]:
+        """The values of this source, nested as the settings are. Raises SettingsError for the first wrong one."""
+        tree: dict[str, Any] = {}
+        for entry in self._entries:
+            spec, value = read_entry(entry)
+            if spec.key in self._decided:
+                continue
+            self.origins[spec.key] = Origin(entry.source, entry.written, value)
+            *groups, name = spec.key.split(".")
+            table = tree
+            for group in groups:
+                table = table.setdefault(group, {})
+            table[name] = value
+        return tree
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """The values of one group, for whoever asks a source for one field; `Settings` calls the source instead."""
+        return self().get(field_name), field_name, False
 
 
-def is_ours(name: str) -> bool:
-    """Whether a variable is meant for us; in any letter case, since `millrace_log__level` is a slip, not a stranger."""
+class CommandLineSource(SettingsSource):
+    """`--set` options, or what a Python caller gives for them: values by dotted key."""
+
+    def __init__(self, overrides: Mapping[str, object]) -> None:
+        super().__init__(Entry(Source.COMMAND_LINE, key, raw) for key, raw in overrides.items())
+
+
+class _VariableSource(SettingsSource):
+    """Variables meant for us, one of which may name the profile."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        entries = tuple(entries)
+        super().__init__(entry for entry in entries if entry.name != PROFILE_VARIABLE)
+        self.profile = next((entry for entry in entries if entry.name == PROFILE_VARIABLE), None)
+
+
+class EnvironmentSource(_VariableSource):
+    """Environment variables, in the order of their names; others' are left to them."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        super().__init__(Entry(Source.ENVIRONMENT, name, environ[name]) for name in sorted(environ) if _is_ours(name))
+
+
+class DotEnvSource(_VariableSource):
+    """The variables of a `.env` file, in its order; of `./.env`, if there is one, where no path is given."""
+
+    def __init__(self, path: Path | None) -> None:
+        default = Path(".env")
+        path = path or (default if default.is_file() else None)
+        super().__init__(() if path is None else _dotenv_entries(path))
+
+
+class ProfileSource(SettingsSource):
+    """The values of a TOML file: of `path`, else of the one that a variable names, else none.
+
+    Raises SettingsError for a file that cannot be read or is not TOML.
+    """
+
+    def __init__(self, path: Path | None, variable: Entry | None) -> None:
+        if path is not None or variable is None:
+            super().__init__(() if path is None else _profile_entries(path))
+            return
+        if variable.raw == "":
+            raise SettingsError(variable.written, "''", "", accepted="the path of a TOML file")
+        # A missing profile is an error that names the variable as well as the file: neither alone says what to mend.
+        try:
+            super().__init__(_profile_entries(Path(str(variable.raw))))
+        except SettingsError as error:
+            raise SettingsError(variable.written, None, str(error)) from error
+
+
+class DerivedSource(SettingsSource):
+    """What the engine found out from the machine and the checkpoint, for keys that are not yet `decided`.
+
+    It stands before the other sources, since it fills in what one of them set to `auto` or none.
+    """
+
+    def __init__(self, derived: Mapping[str, object], decided: Collection[str], *, is_estimate: bool) -> None:
+        source = Source.ESTIMATED if is_estimate else Source.DERIVED
+        super().__init__((Entry(source, key, value) for key, value in derived.items()), decided)
+
+
+def _is_ours(name: str) -> bool:
+    # In any letter case: `millrace_log__level` is a slip of ours, not a variable of somebody else's.
     return name.upper().startswith(ENV_PREFIX)
 
 
-def environment_entries(environ: Mapping[str, str]) -> Iterator[Entry]:
-    """The variables meant for us, in the order of their names."""
-    for name in sorted(environ):
-        if is_ours(name):
-            yield Entry(Source.ENVIRONMENT, name, environ[name])
-
-
-def dotenv_entries(path: Path) -> Iterator[Entry]:
-    """The variables of a `.env` file that are meant for us, in its order; others' variables are left to them.
+def _dotenv_entries(path: Path) -> Iterator[Entry]:
+    """The variables of a `.env` file that are meant for us.
 
     python-dotenv's parser is used without its loader, which skips lines it cannot read and replaces `${NAME}` from
     the environment. Raises SettingsError for an unreadable file, an unreadable line that names us, a name without a
     value and a name set twice.
     """
     first_line: dict[str, int] = {}
-    for binding in parse_stream(io.StringIO(read_text_file(path), newline="")):
+    for binding in parse_stream(io.StringIO(_read_text_file(path), newline="")):
         # The parser counts from the line after the previous binding, so blank lines before a name are skipped here.
         text = binding.original.string
         line = binding.original.line + text[: len(text) - len(text.lstrip())].count("\n")
@@ -136,7 +146,7 @@ def dotenv_entries(path: Path) -> Iterator[Entry]:
                 raise SettingsError(show(place), None, "this line cannot be read", accepted="NAME=value")
             continue
         name = binding.key
-        if name is None or not is_ours(name):
+        if name is None or not _is_ours(name):
             continue
         entry = Entry(Source.DOTENV, name, binding.value, place)
         if binding.value is None:
@@ -147,34 +157,30 @@ def dotenv_entries(path: Path) -> Iterator[Entry]:
         yield entry
 
 
-def profile_entries(path: Path, keys: Collection[str]) -> Iterator[Entry]:
-    """The values of a TOML file, with the names of their tables: `block_size` in `[kv_cache]` is kv_cache.block_size.
-
-    `keys` are those of the settings, below which nothing is a table. Raises SettingsError for a file that cannot be
-    read or is not TOML.
-    """
-    text = read_text_file(path)
+def _profile_entries(path: Path) -> Iterator[Entry]:
+    text = _read_text_file(path)
     try:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         reason = str(error) if isinstance(error, tomllib.TOMLDecodeError) else "nested too deeply"
         raise SettingsError(show(str(path)), None, f"not TOML: {reason}") from error
-    yield from _flatten(data, "", str(path), keys)
+    yield from _flatten(data, "", str(path))
 
 
-def _flatten(table: Mapping[str, object], prefix: str, place: str, keys: Collection[str]) -> Iterator[Entry]:
+def _flatten(table: Mapping[str, object], prefix: str, place: str) -> Iterator[Entry]:
+    """The values of a table and of those in it: `block_size` in `[engine.kv_cache]` is engine.kv_cache.block_size."""
+    catalogue = Catalogue.read()
     for name, value in table.items():
         # A quoted "a.b" is one name with a dot in it, not a path; the quotes keep the two apart.
         key = prefix + (name if _BARE_KEY.fullmatch(name) else f'"{name}"')
-        inside = any(known.startswith(f"{key}.") for known in keys)
         # A filled table of an unknown name is walked too, so that the error names a setting, not the table.
-        if isinstance(value, dict) and (inside or (value and key not in keys)):
-            yield from _flatten(value, f"{key}.", place, keys)
+        if isinstance(value, dict) and (key in catalogue.groups or (value and key not in catalogue.specs)):
+            yield from _flatten(value, f"{key}.", place)
         else:
             yield Entry(Source.PROFILE, key, value, place)
 
 
-def read_text_file(path: Path) -> str:
+def _read_text_file(path: Path) -> str:
     """The text of a UTF-8 file, without a byte order mark. Raises SettingsError naming the file and the reason."""
     try:
         return path.read_text(encoding="utf-8-sig")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from settings.errors import FieldOrderError
-from settings.fields import GROUP_CONFIG, Prompts, Seconds, Unit
+from settings.fields import Prompts, Seconds, SettingsGroup, Unit
 
 
-class WorkerSettings(BaseModel):
+class WorkerSettings(SettingsGroup):
     """How a worker takes and keeps its share of the jobs."""
-
-    model_config = GROUP_CONFIG
 
     concurrency: Annotated[int, Unit("shards")] = Field(
         default=16, ge=1, le=1024, description="Shards in flight in one worker; their prompts share the engine's steps."

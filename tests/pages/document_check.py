@@ -14,7 +14,7 @@ import click
 import redis
 
 from settings import load_settings
-from settings.sources import PROFILE_VARIABLE
+from settings.entries import PROFILE_VARIABLE
 from worker.cli.main import cli
 from worker.metrics.catalogue import METRICS
 
