@@ -16,7 +16,7 @@ def error_of(environ: dict[str, str]) -> str:
     return str(caught.value)
 
 
-def test_a_mistyped_variable_is_named_with_its_value_its_neighbour_and_the_accepted_forms() -> None:
+def test_a_mistyped_variable_is_named_with_its_value_and_its_neighbour() -> None:
     assert error_of({"MILLRACE_ENGINE__MAX_NUM_SEQ": "3"}) == (
         "MILLRACE_ENGINE__MAX_NUM_SEQ=3: no such setting; did you mean MILLRACE_ENGINE__MAX_NUM_SEQS? "
         "accepted: a whole number, 1 to 65536"
@@ -97,7 +97,7 @@ def test_an_error_carries_its_parts() -> None:
     assert caught.value.accepted == "auto, cpu or cuda"
 
 
-def test_assignments_are_split_at_the_first_equals_sign_and_the_last_one_counts() -> None:
+def test_assignments_split_at_the_first_equals_sign_and_the_last_counts() -> None:
     texts = ["redis.url=redis://h/0?a=b", "engine.seed=1", "engine.seed=2"]
 
     assert parse_assignments(texts) == {"redis.url": "redis://h/0?a=b", "engine.seed": "2"}

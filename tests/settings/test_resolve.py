@@ -102,7 +102,7 @@ def test_a_given_environment_replaces_that_of_the_process(monkeypatch: pytest.Mo
     assert load_settings(environ={}).settings.engine.max_num_seqs == 64
 
 
-def test_the_profile_named_by_an_argument_beats_the_one_named_by_the_variable() -> None:
+def test_the_profile_of_an_argument_beats_that_of_the_variable() -> None:
     Path("a.toml").write_text("[engine]\nmax_num_seqs = 1\n")
     Path("b.toml").write_text("[engine]\nmax_num_seqs = 2\n")
     environ = {"MILLRACE_PROFILE": "b.toml"}
@@ -135,7 +135,7 @@ def test_derived_values_fill_only_what_nobody_set() -> None:
     assert before.source_of("engine.num_threads") is Source.DEFAULT
 
 
-def test_auto_and_none_leave_the_decision_open_even_when_somebody_wrote_them() -> None:
+def test_a_written_auto_or_none_leaves_the_decision_open() -> None:
     environ = {"MILLRACE_ENGINE__DEVICE": "auto", "MILLRACE_ENGINE__MAX_MODEL_LEN": "none"}
     effective = load_settings({"model.name": "auto"}, environ=environ).with_derived(
         {"engine.device": "cpu", "engine.max_model_len": 4096, "model.name": "other"}

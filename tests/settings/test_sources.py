@@ -74,7 +74,7 @@ def test_a_file_that_was_asked_for_must_exist() -> None:
         load_settings(environ={}, dotenv_path=Path("nowhere.env"))
 
 
-def test_a_file_that_was_asked_for_replaces_the_one_in_the_working_directory() -> None:
+def test_a_given_file_replaces_the_one_in_the_working_directory() -> None:
     Path(".env").write_text("MILLRACE_LOG__LEVEL=debug\n")
     Path("other.env").write_text("MILLRACE_LOG__FORMAT=json\n")
     log = load_settings(environ={}, dotenv_path=Path("other.env")).settings.log
