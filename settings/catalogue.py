@@ -1,4 +1,4 @@
-"""All settings of one process, and the catalogue read off them: what each one accepts, and how it is shown."""
+"""`Settings`, the model of all settings, and the catalogue of what each one accepts and how it is shown."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ _READERS: Mapping[type, Callable[[str], object]] = {
 class Settings(BaseSettings):
     """All settings of one process, frozen.
 
-    Made by `load_settings`. `Settings()` by itself is the defaults: it reads neither environment nor files, so a
-    test or a library user gets what the arguments say.
+    `load_settings` makes them from every source. `Settings(...)` reads neither environment nor files: it holds its
+    arguments and otherwise the defaults, for tests and for use as a library.
     """
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", strict=True)
@@ -72,13 +72,13 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The sources that `read_from` was given, strongest first; the arguments where it was not."""
+        """The sources given to `read_from`; for `Settings(...)` only its arguments."""
         sources: tuple[PydanticBaseSettingsSource, ...] = init_settings().get("sources", (init_settings,))
         return sources
 
     @classmethod
     def read_from(cls, sources: tuple[PydanticBaseSettingsSource, ...]) -> Self:
-        """What `sources` say, strongest first. Raises what they raise, and ValidationError for a contradiction."""
+        """The settings of `sources`, strongest first. Raises SettingsError, or ValidationError for a contradiction."""
         arguments: dict[str, Any] = {"sources": sources}
         return cls(**arguments)
 
@@ -115,7 +115,7 @@ class SettingSpec:
         if isinstance(raw, str):
             raw = self._from_text(raw)
         elif self.kind is bool and type(raw) is int:
-            # A boolean written as 1 or 0 is accepted as text, so TOML's 1 and 0 are too: one grammar, not two.
+            # The text `1` is a boolean, so TOML's number 1 is one too.
             raw = read_boolean(str(raw))
         return self.check(raw)
 
@@ -205,7 +205,7 @@ def _spec(key: str, field: FieldInfo) -> SettingSpec:
 
 
 def _unwrap(field: FieldInfo) -> tuple[object, bool, tuple[object, ...]]:
-    """The bare type, whether None is accepted, and all marks on it, inside and outside of `| None`."""
+    """A field's type without `| None` and Annotated, whether None is accepted, and the marks of both places."""
     annotation: object = field.annotation
     marks = tuple(field.metadata)
     optional = type(None) in get_args(annotation)
@@ -229,7 +229,7 @@ def _accepted(kind: type, choices: tuple[str, ...], marks: tuple[object, ...]) -
 
 
 def _bounds(marks: tuple[object, ...]) -> str:
-    """Every number has both ends: with one it would accept what no machine can hold."""
+    """The range of a number, in words. Both ends must be declared, or it would accept what no machine can hold."""
     (high,) = [write(mark.le) for mark in marks if isinstance(mark, Le)]
     for mark in marks:
         if isinstance(mark, Ge):

@@ -1,4 +1,4 @@
-"""One value as somebody wrote it, and the names that settings have in each place they can be written."""
+"""One value as somebody wrote it, and how a setting is named in each place it can be written."""
 
 from __future__ import annotations
 

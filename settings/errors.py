@@ -1,4 +1,4 @@
-"""What can be wrong with a setting: a name or a value, or two settings that contradict each other."""
+"""Errors in settings: an unknown name, a value that is not accepted, or two values that contradict each other."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class SettingsError(ValueError):
         where = name if value is None else f"{name}={value}"
         parts = [where, problem] if problem else [where]
         tail = [] if accepted is None else [f"accepted: {accepted}"]
-        # A question mark already ends the problem's sentence: "did you mean X? accepted: ...".
+        # After a question mark no separator is needed: "did you mean X? accepted: ...".
         separator = " " if problem.endswith("?") else ": " if not problem else "; "
         super().__init__(separator.join([": ".join(parts), *tail]))
 
 
 class FieldOrderError(ValueError):
-    """Within one group, `low` times `factor` is greater than `high`; `load_settings` makes a SettingsError of it."""
+    """Within one group, `low` times `factor` is greater than `high`; `load_settings` turns it into a SettingsError."""
 
     def __init__(self, low: str, high: str, *, factor: int = 1) -> None:
         self.low = low

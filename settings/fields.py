@@ -1,4 +1,4 @@
-"""What settings are declared with, and the one way to write each kind of value as text, wherever it is written."""
+"""The types that settings are declared with, and how each kind of value is read from text and written as text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,40})?([eE][+-]?[0-9]{1,3
 class SettingsGroup(BaseModel):
     """Settings that belong together: frozen, of declared names only, and strictly typed.
 
-    Strict: a boolean is not a number, and "64" is not 64; text is read by the functions below before it comes here.
+    Strict: a boolean is not a number, and "64" is not 64. Text is turned into typed values by the functions below,
+    before pydantic sees it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

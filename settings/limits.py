@@ -1,4 +1,4 @@
-"""What a producer may ask for, of one request, of one job and of all that is unfinished."""
+"""Limits on one request, on one job and on all that is unfinished: the group `limits`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class LimitSettings(SettingsGroup):
 
     @model_validator(mode="after")
     def _the_largest_part_fits_the_whole(self) -> LimitSettings:
-        # A job that could never be admitted would be refused with a message about load, not about its size.
+        # Without this, a job that can never fit would be refused with a message about load, not about its size.
         if self.max_prompts_per_job > self.max_open_prompts:
             raise FieldOrderError("max_prompts_per_job", "max_open_prompts")
         if self.max_prompt_bytes > self.max_job_bytes:

@@ -1,4 +1,4 @@
-"""Shows a name or a value on one line, of bounded length, and without passwords."""
+"""Shows names and values in messages: on one line, cut at 120 characters, without passwords."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mask_url(url: str) -> str:
 
 
 def mask_refused_url(url: str) -> str:
-    """All that may be shown of a URL that could not be understood, so whose password may stand anywhere."""
+    """What may be shown of a URL that was not understood: its scheme, since the password may be anywhere after it."""
     scheme, separator, _ = url.partition("://")
     return f"{scheme}://{MASK}" if separator and scheme.isalpha() else MASK
 
@@ -35,13 +35,13 @@ def mask_userinfo(text: str) -> str:
 
 def _without_password(match: re.Match[str]) -> str:
     if match["password"] is None:
-        # A lone userinfo is a user name to Redis, but people put a token there.
+        # redis://TOKEN@host: to Redis that is a user name, but people put a token there.
         return f"{match['scheme']}{MASK}@"
     return f"{match['scheme']}{match['user']}:{MASK}@"
 
 
 def sounds_secret(name: str) -> bool:
-    """Whether the value of an unknown setting of this name should be hidden: it may be a mistyped secret."""
+    """Whether to hide the value of an unknown setting of this name, which may be a mistyped name of a secret."""
     return _SECRET_NAME.search(name) is not None
 
 

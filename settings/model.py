@@ -1,4 +1,4 @@
-"""Which model runs, and what it is called in results."""
+"""The checkpoint, its name, and the formats of its output: the group `model`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker tells those who run it: logs, metrics and health over HTTP, spans for OpenTelemetry."""
+"""Logs, metrics and health over HTTP, and spans for OpenTelemetry: the groups `log`, `metrics` and `tracing`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class MetricsSettings(SettingsGroup):
 
 def _check_endpoint(url: str) -> str:
     parts = urlsplit(url)
-    is_plain = url.isprintable() and " " not in url and "@" not in parts.netloc  # a password belongs into a header
+    is_plain = url.isprintable() and " " not in url and "@" not in parts.netloc  # a password belongs in a header
     if parts.scheme not in {"http", "https"} or not parts.hostname or not is_plain:
         raise ValueError("not the URL of a collector")
     return url

@@ -1,4 +1,4 @@
-"""Which Redis holds queue, registry and results, and how it is connected to."""
+"""The connection to Redis, and how long jobs stay there: the group `redis`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, SecretStr
 from settings.fields import Accepted, Seconds, SettingsGroup, WholeSeconds
 
 _URL_FORMS = "redis://[user:password@]host[:port][/db], rediss:// likewise, or unix:///path"
-# No `$`, `{` or space: a host that was meant to be replaced by a shell is a mistake, not a host.
+# No `$`, `{` or space: `${HOST}` is a variable that no shell has replaced.
 _HOST = re.compile(r"[A-Za-z0-9._:%-]+")
 
 

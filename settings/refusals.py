@@ -1,4 +1,4 @@
-"""Reads one entry against the catalogue, and says in one line what is wrong with it."""
+"""Checks one entry against the catalogue; what is wrong with it is said in one line."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def read_entry(entry: Entry) -> tuple[SettingSpec, object]:
     spec = None if entry.key is None else Catalogue.read().specs.get(entry.key)
     if spec is None:
         raise _unknown_setting(entry)
-    # A derived value has its type: a model whose directory is called "none" has a name.
+    # A derived value is typed and not read as text: the name of a model in a directory `none` is "none".
     is_typed = entry.source in {Source.DERIVED, Source.ESTIMATED}
     try:
         return spec, spec.check(entry.raw) if is_typed else spec.read(entry.raw)
     except ValueError:
-        # Raised again in full: the reader knows neither the name as written nor whether the value is secret.
+        # The first error knows neither the name as written nor whether the value is secret.
         raise SettingsError(entry.written, spec.show(entry.raw), "", accepted=spec.accepted) from None
 
 
@@ -68,9 +68,9 @@ def _shown_value(entry: Entry, nearest: SettingSpec) -> str:
 
 
 def contradiction(error: ValidationError, origins: Mapping[str, Origin]) -> SettingsError:
-    """Blames the one of two settings that was set most deliberately, and quotes the other with its source.
+    """Names the one of two settings that has the stronger source, and quotes the other with its source.
 
-    `error` is what `Settings` raised for values that were accepted one by one, so that only a contradiction is left.
+    `error` is what `Settings` raised; its values were accepted one by one, so only a contradiction can be left.
     """
     details = error.errors(include_input=False, include_url=False)[0]
     cause = details.get("ctx", {}).get("error")

@@ -1,4 +1,4 @@
-"""`load_settings`: the settings in force, each with the source it came from."""
+"""Loads the settings in force, each with the source its value came from."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EffectiveSettings:
 
     @classmethod
     def read(cls, sources: tuple[SettingsSource, ...]) -> EffectiveSettings:
-        """What `sources` say, strongest first; every other key has its default. Raises SettingsError."""
+        """The settings of `sources`, strongest first; every other key has its default. Raises SettingsError."""
         defaults = {key: Origin(Source.DEFAULT, key, spec.default) for key, spec in Catalogue.read().specs.items()}
         origins = ChainMap(*(source.origins for source in sources), defaults)  # filled as Settings calls the sources
         try:

@@ -30,12 +30,13 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 class SettingsSource(PydanticBaseSettingsSource):
     """One place that settings are written in, and which of them came from there.
 
-    Making a source reads its text, so that an unreadable file is found before a wrong value. Calling it, which
-    `Settings` does, reads every value, also one that a stronger source overrides: a fault must not wait for its day.
+    Making a source reads its text, so that an unreadable file is reported before a wrong value. Calling it, which
+    `Settings` does, checks every value, also one that a stronger source overrides: otherwise a mistake would come to
+    light only on the day that source is gone.
     """
 
     def __init__(self, entries: Iterable[Entry], decided: Collection[str] = ()) -> None:
-        """`decided`: keys that this source may name but does not set."""
+        """`decided`: keys whose values are checked here but not set."""
         super().__init__(Settings)
         self.origins: dict[str, Origin] = {}  # by dotted key; filled by the call
         self._entries = tuple(entries)
@@ -57,7 +58,7 @@ class SettingsSource(PydanticBaseSettingsSource):
         return tree
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """The values of one group, for whoever asks a source for one field; `Settings` calls the source instead."""
+        """The values of one group. The base class demands it; `Settings` calls the whole source instead."""
         return self().get(field_name), field_name, False
 
 
@@ -69,7 +70,7 @@ class CommandLineSource(SettingsSource):
 
 
 class _VariableSource(SettingsSource):
-    """Variables meant for us, one of which may name the profile."""
+    """Variables with our prefix; the one that names the profile is set apart."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         entries = tuple(entries)
@@ -78,7 +79,7 @@ class _VariableSource(SettingsSource):
 
 
 class EnvironmentSource(_VariableSource):
-    """Environment variables, in the order of their names; others' are left to them."""
+    """Environment variables with our prefix, in the order of their names."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         super().__init__(Entry(Source.ENVIRONMENT, name, environ[name]) for name in sorted(environ) if _is_ours(name))
@@ -105,7 +106,7 @@ class ProfileSource(SettingsSource):
             return
         if variable.raw == "":
             raise SettingsError(variable.written, "''", "", accepted="the path of a TOML file")
-        # A missing profile is an error that names the variable as well as the file: neither alone says what to mend.
+        # Name the variable as well as the missing file: neither alone says what to correct.
         try:
             super().__init__(_profile_entries(Path(str(variable.raw))))
         except SettingsError as error:
@@ -124,12 +125,12 @@ class DerivedSource(SettingsSource):
 
 
 def _is_ours(name: str) -> bool:
-    # In any letter case: `millrace_log__level` is a slip of ours, not a variable of somebody else's.
+    # In any letter case: `millrace_log__level` is a mistyped setting, not a variable of another program.
     return name.upper().startswith(ENV_PREFIX)
 
 
 def _dotenv_entries(path: Path) -> Iterator[Entry]:
-    """The variables of a `.env` file that are meant for us.
+    """The variables of a `.env` file with our prefix.
 
     python-dotenv's parser is used without its loader, which skips lines it cannot read and replaces `${NAME}` from
     the environment. Raises SettingsError for an unreadable file, an unreadable line that names us, a name without a

@@ -1,4 +1,4 @@
-"""How a worker takes and keeps its share of the jobs."""
+"""Shards, leases, retries and draining: the group `worker`."""
 
 from __future__ import annotations
 
