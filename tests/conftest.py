@@ -21,6 +21,7 @@ from tests.support.redis_servers import free_port, private_redis
 # fixture; a feed that reads a file ends with the process, since nothing can interrupt a read; a connection of the TLS
 # stand-in ends with its server.
 LASTING_THREADS = ("grammars_", "line-feed", "tls-connection")
+WATCHED_FOLDERS = {"worker", "integration", "chaos"}  # where threads, Redis and Hypothesis meet
 THREAD_ENDS_S = 10.0  # for one that was told to end and is on its way
 TIES = pytest.StashKey[dict[str, int]]()
 _OF_WORKER = "parity"  # where a process of pytest-xdist leaves its account
@@ -72,13 +73,15 @@ def _restored_logging() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_thread_outlives_its_test() -> Iterator[None]:
+def _no_thread_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
     """A thread that a test leaves behind disturbs the next one: it draws from `random`, writes to its Redis, or logs.
 
     Threads of fixtures with a wider scope are there before, and so are not counted.
     """
     before = set(threading.enumerate())
     yield
+    if not WATCHED_FOLDERS & set(request.node.path.parts):
+        return
     left = [
         thread
         for thread in threading.enumerate()
