@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import queue
 import threading
 from collections import deque
@@ -13,7 +11,7 @@ from dataclasses import replace
 
 import redis
 
-from engine.request import AnyRequest, Request, RequestOutput, SequenceCheckpoint, TokenCheckpoint, TokenLogprobs
+from engine.request import AnyRequest, Request, RequestOutput, TokenCheckpoint
 from settings import LimitSettings
 from worker.lines.errors import LineError
 from worker.lines.parse import parse_request_line
@@ -24,10 +22,10 @@ from worker.registry.lifecycle import Outcome, StopReason
 from worker.requests.served_model import ServedModel
 from worker.runtime.engine_thread import EngineThread
 from worker.runtime.held_units import HeldUnit, trace_request
+from worker.runtime.resume_state import decode_resume_state, encode_resume_state
 from worker.runtime.window import PromptFeed
 from worker.runtime.writer import ResultWriter
 from worker.unit_closer import UnitCloser
-from worker.untyped import Untyped
 
 READ_AHEAD = 32  # lines of one read: at most 8 MiB with the default limits, and 32 MiB of checkpoints
 READ_RETRY_S = 0.05  # between tries to read lines, each of which has waited for Redis in its own way
@@ -38,6 +36,39 @@ MAX_CHECKPOINT_BYTES = 1024 * 1024
 logger = logging.getLogger(__name__)
 
 Prepared = tuple[RequestLine, AnyRequest]
+
+
+class ShardRunner:
+    """Runs claimed shards, each on the thread that calls `run`, once it was told which model is served."""
+
+    def __init__(
+        self,
+        leases: UnitLeases,
+        engine: EngineThread,
+        writer: ResultWriter,
+        closer: UnitCloser,
+        *,
+        limits: LimitSettings,
+    ) -> None:
+        self._leases = leases
+        self._engine = engine
+        self._writer = writer
+        self._closer = closer
+        self._limits = limits
+        self._served: ServedModel | None = None  # None: not loaded yet
+
+    def serve(self, model: ServedModel) -> None:
+        """Run shards on this model, which the engine has loaded."""
+        self._served = model
+
+    def run(self, held: HeldUnit) -> None:
+        """Run one shard, see ShardRun.run."""
+        if self._served is None:
+            raise RuntimeError("a shard was taken before the engine was loaded")
+        prompts = ShardPrompts(held.claim, self._served, limits=self._limits)
+        ShardRun(
+            held, prompts, leases=self._leases, engine=self._engine, writer=self._writer, closer=self._closer
+        ).run()
 
 
 class ShardRun:
@@ -143,7 +174,7 @@ class ShardRun:
         if checkpoint is None:
             return None
         try:
-            return decode_checkpoint(checkpoint)
+            return decode_resume_state(checkpoint)
         except ValueError as error:
             logger.warning("the checkpoint of a prompt is dropped: %s", error, extra={"index": index})
             return None
@@ -187,7 +218,7 @@ class ShardRun:
             line = self._running.get(request_id)
             if line is None:
                 continue
-            encoded = encode_checkpoint(checkpoint)
+            encoded = encode_resume_state(checkpoint)
             if len(encoded) <= MAX_CHECKPOINT_BYTES:
                 yield PromptCheckpoint(line.index, encoded)
 
@@ -273,58 +304,3 @@ class ShardPrompts:
 
 def _failed(index: int, record: Mapping[str, object]) -> PromptRecord:
     return PromptRecord(index, Outcome.ERROR, encode_record(record))
-
-
-def encode_checkpoint(checkpoint: TokenCheckpoint) -> str:
-    """One line of ASCII: 4 to 7 bytes a token, and some 40 for each log-probability. Numbers come back bit for bit."""
-    sequences = [[sequence.token_ids, _of_logprobs(sequence.logprobs)] for sequence in checkpoint.sequences]
-    # The base seed as text: Lua's numbers, should a script ever read it, have 53 bits.
-    value = {"identity": checkpoint.identity, "seed": str(checkpoint.base_seed), "sequences": sequences}
-    return json.dumps(value, separators=(",", ":"))
-
-
-def decode_checkpoint(raw: bytes) -> TokenCheckpoint:
-    """The checkpoint; whether it goes with a request is the engine's to check. Raises ValueError if it is none."""
-    try:
-        value = json.loads(raw)
-        return TokenCheckpoint(
-            identity=_text(value["identity"]),
-            base_seed=int(_text(value["seed"])),
-            sequences=tuple(
-                SequenceCheckpoint(tuple(_whole(token_id) for token_id in token_ids), _logprobs(logprobs))
-                for token_ids, logprobs in value["sequences"]
-            ),
-        )
-    except (TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"it has another shape: {type(error).__name__}: {error}") from error
-
-
-def _of_logprobs(logprobs: tuple[TokenLogprobs, ...] | None) -> list[tuple[object, ...]] | None:
-    return None if logprobs is None else [(item.token_id, item.logprob, item.top) for item in logprobs]
-
-
-def _logprobs(value: Untyped) -> tuple[TokenLogprobs, ...] | None:
-    if value is None:
-        return None
-    return tuple(
-        TokenLogprobs(_whole(token_id), _number(logprob), tuple((_whole(one), _number(its)) for one, its in top))
-        for token_id, logprob, top in value
-    )
-
-
-def _text(value: Untyped) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{type(value).__name__} instead of a text")
-    return value
-
-
-def _whole(value: Untyped) -> int:
-    if type(value) is not int:  # a bool is an int to isinstance
-        raise TypeError(f"{type(value).__name__} instead of a whole number")
-    return value
-
-
-def _number(value: Untyped) -> float:
-    if type(value) is not float or math.isnan(value):
-        raise TypeError(f"{value!r:.40} instead of a number")
-    return value

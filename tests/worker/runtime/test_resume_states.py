@@ -21,7 +21,7 @@ from worker.registry.keys import UnitRef
 from worker.registry.leases import Claim, PromptCheckpoint, UnitLeases
 from worker.registry.lifecycle import StopReason
 from worker.runtime.held_units import HeldUnit
-from worker.runtime.shard import decode_checkpoint, encode_checkpoint
+from worker.runtime.resume_state import decode_resume_state, encode_resume_state
 from worker.runtime.writer import ResultWriter, refused_record
 
 PROMPTS = ["a", "b", "c"]
@@ -150,7 +150,7 @@ def _hold_job(units: Units) -> HeldUnit:
 def _kept_tokens(units: Units, held: HeldUnit) -> list[int]:
     """Tokens in the checkpoint of each prompt."""
     found = units.leases.lines_and_checkpoints(held.claim.ref.job_id, range(len(PROMPTS)))
-    return [0 if raw is None else decode_checkpoint(raw).num_tokens for _, raw in found]
+    return [0 if raw is None else decode_resume_state(raw).num_tokens for _, raw in found]
 
 
 def _texts(registry: TestRegistry, job_id: str) -> list[str]:
@@ -262,13 +262,13 @@ def test_a_checkpoint_that_is_too_large_is_not_written(registry: TestRegistry, m
 
 @given(checkpoints)
 def test_what_is_read_is_what_was_written_to_the_bit(checkpoint: TokenCheckpoint) -> None:
-    assert decode_checkpoint(encode_checkpoint(checkpoint).encode("ascii")) == checkpoint
+    assert decode_resume_state(encode_resume_state(checkpoint).encode("ascii")) == checkpoint
 
 
 def test_a_forbidden_token_has_a_logprob_of_minus_infinity() -> None:
     logprobs = (TokenLogprobs(1, -math.inf, ()),)
     checkpoint = TokenCheckpoint("a", 1, (SequenceCheckpoint((1,), logprobs),))
-    assert decode_checkpoint(encode_checkpoint(checkpoint).encode()) == checkpoint
+    assert decode_resume_state(encode_resume_state(checkpoint).encode()) == checkpoint
 
 
 @pytest.mark.parametrize(
@@ -285,10 +285,10 @@ def test_a_forbidden_token_has_a_logprob_of_minus_infinity() -> None:
 )  # fmt: skip
 def test_what_is_no_checkpoint_is_a_value_error(value: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
-        decode_checkpoint(json.dumps(value).encode())
+        decode_resume_state(json.dumps(value).encode())
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff\xfe\x00", b"[" * 100_000, b'{"identity": "a"'])
 def test_bytes_that_are_no_json_are_a_value_error(raw: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        decode_checkpoint(raw)
+        decode_resume_state(raw)
