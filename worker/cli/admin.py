@@ -65,16 +65,24 @@ def _derive(effective: EffectiveSettings) -> EffectiveSettings:
 @click.command("doctor")
 @click.option("--model", metavar="DIR", help="Checkpoint directory (model.path).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of findings.")
+@click.option(
+    "--quantization-error", is_flag=True,
+    help="Also load the model and compare it, with engine.quantization=int8, with its full weights.",
+)  # fmt: skip
 @redis_options
-def doctor(model: str | None, as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
+def doctor(
+    model: str | None, as_json: bool, quantization_error: bool, redis_url: str | None, assignments: tuple[str, ...]
+) -> None:
     """Look at Redis, the workers, this machine and the model, and say how to mend what is wrong.
 
-    With a model this machine is to be a worker, else a producer. Nothing is changed and no weight is loaded. Exit code
-    1 if something will not work; a warning is not that.
+    With a model this machine is to be a worker, else a producer. Nothing is changed, and no weight is loaded unless
+    asked for. Exit code 1 if something will not work; a warning is not that.
     """
     effective = load_command_settings(assignments, {"model.path": model, "redis.url": redis_url})
+    if quantization_error and effective.settings.model.path is None:
+        raise BadUsage("--quantization-error: model.path is not set; accepted: with --model DIR")
     findings = []
-    for finding in _findings(effective):
+    for finding in _findings(effective, with_quantization_error=quantization_error):
         findings.append(finding)
         if not as_json:
             _show(finding)
@@ -86,7 +94,7 @@ def doctor(model: str | None, as_json: bool, redis_url: str | None, assignments:
         sys.exit(ExitCode.FAILED)
 
 
-def _findings(effective: EffectiveSettings) -> Iterator[Finding]:
+def _findings(effective: EffectiveSettings, *, with_quantization_error: bool) -> Iterator[Finding]:
     shown_url = next(row.value_text for row in effective.rows() if row.key == "redis.url")
     is_worker = effective.settings.model.path is not None
     yield from redis_findings(effective.settings.redis, shown_url, for_worker=is_worker)
@@ -99,9 +107,11 @@ def _findings(effective: EffectiveSettings) -> Iterator[Finding]:
         )
         return
     # Imported here: a producer has no torch, and doctor must tell it so.
-    from worker.doctor.model import engine_findings  # noqa: PLC0415  # torch comes with it
+    from worker.doctor.model import engine_findings, quantization_findings  # noqa: PLC0415  # torch comes with it
 
     yield from engine_findings(effective)
+    if with_quantization_error:
+        yield from quantization_findings(effective)
 
 
 def _show(finding: Finding) -> None:

@@ -1,4 +1,4 @@
-"""Checks whether the model can be loaded here, without loading it, and how much fits beside it.
+"""Checks whether the model can be loaded here, without loading it, how much fits beside it, and what int8 costs it.
 
 Imported only where torch is installed.
 """
@@ -13,11 +13,12 @@ import torch
 from engine.checkpoint.embedding_config import EmbeddingConfig
 from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_config
 from engine.checkpoint.weights import Checkpoint
-from engine.errors import CapabilityError, CheckpointError
+from engine.errors import CapabilityError, CheckpointError, EngineError
 from engine.loading.derived_settings import derive_for, model_path
-from engine.loading.kv_pool import device_memory, expected_profile, expected_weights_bytes, kv_cache_spec
-from engine.loading.load import read_eos_token_ids
-from engine.models.load import check_decoder, check_encoder
+from engine.loading.kv_pool import device_memory, expected_profile, expected_weights_bytes, kv_cache_spec, longest_row
+from engine.loading.load import QuantizationError, measure_quantization_error, read_eos_token_ids
+from engine.models.load import check_decoder, check_encoder, load_decoder
+from engine.models.placement import prepare_placement
 from engine.text.tokenizer import Tokenizer
 from settings import EffectiveSettings, EngineSettings, SettingsError, Source
 from worker.doctor.machine import device_findings, machine_findings, size_text, wanted_device
@@ -117,3 +118,40 @@ def _chat_template(tokenizer: Tokenizer) -> Finding:
         fix = "add chat_template.jinja to the checkpoint, or send prompts only"
         return Finding("chat template", Level.WARNING, "none: lines with messages will be refused", fix)
     return Finding("chat template", Level.OK, "found")
+
+
+def quantization_findings(effective: EffectiveSettings) -> Iterator[Finding]:
+    """How far the quantised model's logits are from those of its full weights; loads the model, which takes a while."""
+    quantization = effective.settings.engine.quantization
+    if quantization == "none":
+        detail, fix = "engine.quantization=none: there is nothing to compare", "set engine.quantization=int8"
+        yield Finding("quantization", Level.WARNING, detail, fix)
+        return
+    try:
+        error = quantization_error(effective)
+    except (EngineError, SettingsError) as failure:
+        fix = "set what the line names, or engine.quantization=none"
+        yield Finding("quantization", Level.FAILED, f"not measured: {failure}", fix)
+        return
+    yield Finding(
+        "quantization",
+        Level.OK,
+        f"{quantization}: logits are off by {error.mean_error:.3f} on average and {error.max_error:.3f} at most, in "
+        f"standard deviations of their row; the likeliest token is the same in {error.same_greedy_tokens:.1%} of rows",
+    )
+
+
+def quantization_error(effective: EffectiveSettings) -> QuantizationError:
+    """Load the quantised model, and its full weights layer by layer, and compare their logits on random tokens.
+
+    Raises CheckpointError, SettingsError, CapabilityError (no such kernels here, no logits, memory ran out).
+    """
+    path = model_path(effective)
+    config = read_config(path)
+    derived = derive_for(effective, path, config)
+    if isinstance(config, EncoderConfig):
+        raise CapabilityError("an encoder makes no logits to compare")
+    placement = prepare_placement(derived.settings.engine, max_positions=longest_row(derived, config))
+    with Checkpoint.open(path) as checkpoint:
+        model = load_decoder(config, checkpoint, placement)
+        return measure_quantization_error(model, config, checkpoint, placement, kv_cache_spec(derived, config))

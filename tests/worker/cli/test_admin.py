@@ -13,10 +13,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from engine.loading.load import QuantizationError
+from settings import EffectiveSettings
 from tests.support.redis_servers import free_port
 from tests.support.request_lines import chat_line, completion_line
 from tests.support.workers import COMMAND, ROOT, millrace
 from worker.cli import admin
+from worker.cli.exit_codes import BadUsage
 from worker.cli.main import cli
 
 
@@ -123,6 +126,32 @@ def test_a_model_that_cannot_run_is_exit_1(redis_url: str, tmp_path: Path) -> No
 
     assert code == 1
     assert findings["model"]["level"] == "failed"
+
+
+def test_the_quantization_error_is_measured_where_it_is_asked_for(
+    redis_url: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[EffectiveSettings] = []
+
+    def measure(effective: EffectiveSettings) -> QuantizationError:
+        asked.append(effective)
+        return QuantizationError(0.25, 0.0314, 0.96875)
+
+    monkeypatch.setattr("worker.doctor.model.quantization_error", measure)
+    arguments = ["--redis-url", redis_url, "--model", str(checkpoint), "--set", "engine.quantization=int8"]
+
+    assert "quantization" not in run_doctor(*arguments)[1]
+    finding = run_doctor(*arguments, "--quantization-error")[1]["quantization"]
+
+    assert finding["detail"].startswith("int8: logits are off by 0.031 on average")
+    assert [effective.settings.engine.quantization for effective in asked] == ["int8"]
+
+
+def test_without_a_model_there_is_no_quantization_error_to_measure() -> None:
+    result = CliRunner().invoke(admin.doctor, ["--quantization-error"], standalone_mode=False)
+
+    assert isinstance(result.exception, BadUsage)
+    assert "--model DIR" in str(result.exception)
 
 
 def test_a_producer_without_torch_is_told_so(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

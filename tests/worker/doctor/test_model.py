@@ -11,11 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.loading import derived_settings
+from engine.loading.load import QuantizationError
 from settings import load_settings
 from tests.support.devices import SimulatedMemory
+from tests.support.tensors import needs_vnni
 from tests.support.tiny_checkpoint import make_bert_checkpoint, make_checkpoint
 from worker.doctor import model as check_model
-from worker.doctor.model import model_findings
+from worker.doctor.model import model_findings, quantization_findings
 from worker.doctor.report import Finding, Level
 
 
@@ -173,3 +175,53 @@ def test_an_encoder_with_a_tensor_too_few_fails(tmp_path: Path) -> None:
     spoil(make_bert_checkpoint(tmp_path), encoder__layer__0__output__dense__bias=None)
 
     assert "encoder.layer.0.output.dense.bias is missing" in found(tmp_path)["model"].detail
+
+
+def compared(path: Path, **engine: str) -> Finding:
+    overrides = {"model.path": str(path), "engine.device": "cpu", "engine.kv_cache.num_blocks": "101"}
+    overrides |= {f"engine.{name}": value for name, value in engine.items()}
+    [finding] = quantization_findings(load_settings(overrides, environ={}))
+    return finding
+
+
+@needs_vnni
+def test_int8_is_compared_with_the_full_weights(whole: Path) -> None:
+    error = check_model.quantization_error(
+        load_settings({"model.path": str(whole), "engine.device": "cpu", "engine.quantization": "int8"}, environ={})
+    )
+
+    assert 0 < error.mean_error < error.max_error < 1
+    assert error.same_greedy_tokens > 0.8
+
+
+def test_what_int8_costs_is_told_in_figures(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_model, "quantization_error", lambda effective: QuantizationError(0.25, 0.0314, 0.96875))
+
+    finding = compared(whole, quantization="int8")
+
+    assert (finding.level, finding.fix) == (Level.OK, None)
+    assert "off by 0.031 on average and 0.250 at most" in finding.detail
+    assert finding.detail.endswith("the likeliest token is the same in 96.9% of rows")
+
+
+def test_full_weights_have_nothing_to_be_compared_with(whole: Path) -> None:
+    finding = compared(whole)
+
+    assert finding.level is Level.WARNING
+    assert finding.fix == "set engine.quantization=int8"
+
+
+def test_a_cpu_without_8_bit_products_cannot_compare(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+
+    finding = compared(whole, quantization="int8")
+
+    assert finding.level is Level.FAILED
+    assert "AVX-512 VNNI" in finding.detail
+
+
+def test_an_encoder_cannot_be_compared(tmp_path: Path) -> None:
+    finding = compared(make_bert_checkpoint(tmp_path), quantization="int8")
+
+    assert finding.level is Level.FAILED
+    assert "encoder" in finding.detail
