@@ -127,11 +127,12 @@ class HeldUnit:
             self._changed.notify_all()
         self._on_change()
 
-    def wait_flushed(self, until: StopReason, timeout_s: float | None = None) -> bool:
+    def wait_flushed(self, until: StopReason | None = None, timeout_s: float | None = None) -> bool:
         """Wait until the writer has none of our records; False if a reason of at least `until`, or time, ends it."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._num_unwritten == 0 or (self._stop_reason or 0) >= until, timeout=timeout_s
+                lambda: self._num_unwritten == 0 or (until is not None and (self._stop_reason or 0) >= until),
+                timeout=timeout_s,
             )
             return self._num_unwritten == 0
 

@@ -102,7 +102,8 @@ class LeaseKeeper:
 
 def _apply(unit: HeldUnit, is_ours: bool, mode: RunMode, time_left_s: float | None) -> None:
     if not is_ours:
-        # Also the answer for a unit that was finished meanwhile: its owner is on its way out then.
+        # Also the answer for a unit whose last record was written meanwhile: the writer may not have heard of it yet,
+        # and the owner waits for that.
         if not unit.is_written:
             unit.stop(StopReason.FENCED)
         return

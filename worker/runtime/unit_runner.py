@@ -216,9 +216,10 @@ class UnitRunner:
                 self._held_units.remove(held)
 
     def _conclude(self, held: HeldUnit) -> MessageEnd:
-        if _is_to_go_back(held):
-            # What had finished is not to be run again: it is written before the lease is gone.
-            held.wait_flushed(until=StopReason.FENCED, timeout_s=FLUSH_TIMEOUT_S)
+        if held.stop_reason is not None:
+            # What had finished is not to be run again: it is written before the lease is given back. A lease that is
+            # gone may have gone because the last write ended the unit, whose answer is still on its way.
+            held.wait_flushed(timeout_s=FLUSH_TIMEOUT_S)
         if not _is_to_go_back(held):
             return MessageEnd.DONE
         self._give_back(held, count_attempt=held.stop_reason is StopReason.ENGINE_FAILED)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import pytest
 import redis
@@ -16,8 +18,9 @@ from settings import WorkerSettings
 from tests.support.fake_engine import FakeEngine, fed
 from tests.support.processes import running_thread, wait_until
 from tests.support.registry import TestRegistry, Units, must_claim, running_units
+from worker.broker.messages import MessageEnd
 from worker.registry.keys import UnitRef
-from worker.registry.leases import Claim, Heartbeats
+from worker.registry.leases import Claim, Heartbeats, UnitLeases
 from worker.registry.lifecycle import ClaimRefusal, PutStatus, RunMode, StopReason
 from worker.registry.queues import DueUnit, ReapQueue
 from worker.runtime.held_units import HeldUnit, HeldUnits
@@ -107,6 +110,32 @@ def test_the_owner_is_told_that_another_has_its_unit(registry: TestRegistry) -> 
         units.leases.release(held.claim, count_attempt=False)
         with _keeping(units):
             wait_until(lambda: held.stop_reason is StopReason.FENCED)
+
+
+def test_a_unit_that_ended_while_its_lease_was_renewed_is_done(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shard = UnitRef.shard(registry.running_job([0]), 0)
+    is_concluded = threading.Event()
+    put, wait_flushed = UnitLeases.put, HeldUnit.wait_flushed
+
+    def put_and_answer_late(*arguments: Any) -> object:
+        answer = put(*arguments)  # the unit's last record: from here on it has no lease
+        assert is_concluded.wait(5)
+        return answer
+
+    def conclude(held: HeldUnit, *arguments: Any, **options: Any) -> bool:
+        is_concluded.set()
+        return wait_flushed(held, *arguments, **options)
+
+    monkeypatch.setattr(UnitLeases, "put", put_and_answer_late)
+    monkeypatch.setattr(HeldUnit, "wait_flushed", conclude)
+    with running_units(registry) as units, _keeping(units), caplog.at_level(logging.INFO):
+        runner = units.runner()
+        assert runner.run(shard, "m", lambda held: units.shard_run(held).run()) is MessageEnd.DONE
+
+    assert "shard done" in caplog.messages
+    assert not [event for event in caplog.records if event.levelno >= logging.WARNING]
 
 
 def test_the_heartbeat_is_there_while_the_keeper_runs(registry: TestRegistry) -> None:
