@@ -178,7 +178,7 @@ def test_a_password_that_is_none_is_refused(tmp_path: Path) -> None:
     assert "16 characters" in str(flower("--password-file", tmp_path / "password").exception)
 
 
-def test_a_redis_that_may_not_be_used_is_refused_and_the_password_that_was_made_is_its_owners_alone(
+def test_flower_refuses_an_open_redis_and_makes_a_private_password(
     tmp_path: Path,
 ) -> None:
     refused = flower("--password-file", tmp_path / "password", "--redis-url", "redis://elsewhere/0")
@@ -238,7 +238,7 @@ def test_a_wrong_setting_is_exit_2(checkpoint: Path) -> None:
     assert millrace("worker", "--model", checkpoint, "--concurrency", "many").returncode == 2
 
 
-def test_another_machines_redis_without_a_password_is_exit_2_before_anything_is_loaded(checkpoint: Path) -> None:
+def test_a_remote_redis_without_a_password_is_exit_2_before_loading(checkpoint: Path) -> None:
     done = millrace("worker", "--model", checkpoint, "--redis-url", "redis://redis.example:6379/0")
 
     assert done.returncode == 2

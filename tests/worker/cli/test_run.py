@@ -101,7 +101,7 @@ def test_a_model_that_does_not_load_leaves_the_last_results_as_they_are(tmp_path
     assert [file.read_text() for file in sorted(results.iterdir())] == ["an older run's results"] * 2
 
 
-def test_an_interrupt_while_the_model_loads_leaves_the_last_results_as_they_are(
+def test_an_interrupt_while_the_model_loads_keeps_the_last_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

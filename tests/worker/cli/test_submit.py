@@ -115,7 +115,7 @@ def test_the_last_results_stay_where_nothing_was_submitted(redis_url: str, tmp_p
     assert last.read_text() == "the last run's"
 
 
-def test_an_output_that_cannot_be_written_is_exit_2_before_anything_is_submitted(
+def test_an_output_that_cannot_be_written_is_exit_2_before_submission(
     redis_url: str, registry: TestRegistry, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "in.jsonl", "1")

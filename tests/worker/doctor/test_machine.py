@@ -166,7 +166,7 @@ def test_a_gpu_that_the_settings_leave_alone_is_a_warning(gpu: pytest.MonkeyPatc
     assert (finding.level, finding.detail) == (Level.WARNING, "not used: engine.device=cpu")
 
 
-def test_a_driver_without_a_torch_that_can_use_it_is_a_warning_with_the_command(
+def test_a_driver_that_torch_cannot_use_is_a_warning_with_the_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15\n")

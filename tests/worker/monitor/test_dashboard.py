@@ -85,7 +85,7 @@ def test_dashboard_data_source_and_compose_name_each_other_rightly() -> None:
     assert f"MILLRACE_METRICS__PORT={found['port']}\n" in (MONITOR.parent / "Dockerfile").read_text()
 
 
-def test_whoever_looks_at_it_comes_from_this_machine_and_can_change_nothing() -> None:
+def test_it_can_be_seen_from_this_machine_alone_and_changes_nothing() -> None:
     compose = yaml.safe_load((MONITOR.parents[1] / "compose.yaml").read_text())["services"]
     for name in ("flower", "prometheus", "grafana"):
         assert compose[name]["profiles"] == ["monitor"]

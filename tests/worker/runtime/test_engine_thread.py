@@ -226,7 +226,7 @@ def _running_thread(engine: WritingEngine) -> Iterator[EngineThread]:
         assert thread.stop(WAIT_S)
 
 
-def test_checkpoints_that_come_due_reach_their_requests_callback_before_its_output() -> None:
+def test_due_resume_states_reach_the_callback_before_the_output() -> None:
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     with _running_thread(WritingEngine(interval=6)) as thread:
         requests = [_request(name, name) for name in ("a", "b")]
@@ -254,7 +254,7 @@ def test_a_suspended_request_leaves_the_engine_with_what_it_had_generated() -> N
         assert events.empty()
 
 
-def test_a_request_that_ends_in_the_step_that_runs_is_an_output_not_a_checkpoint() -> None:
+def test_a_request_that_ends_while_suspended_is_an_output() -> None:
     outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
     checkpoints: list[TokenCheckpoint] = []
     with _running_thread(WritingEngine(step_s=0.02)) as thread, fed(thread, [_request("a")], outputs.put):
@@ -264,7 +264,7 @@ def test_a_request_that_ends_in_the_step_that_runs_is_an_output_not_a_checkpoint
         assert (len(checkpoints), outputs.qsize()) in [(1, 0), (0, 1)]
 
 
-def test_an_engine_that_broke_has_no_checkpoints_to_give_and_is_not_waited_for() -> None:
+def test_a_broken_engine_is_not_waited_for_on_suspension() -> None:
     failures: list[BaseException] = []
     thread = EngineThread(WritingBroken, window=AdmissionWindow(1, ageing_s=60.0), on_failure=failures.append)
     thread.start()

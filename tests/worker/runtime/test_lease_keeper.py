@@ -196,7 +196,7 @@ def test_the_unit_of_a_message_is_told_to_stop_and_no_other() -> None:
     assert (mine.stop_reason, other.stop_reason) == (StopReason.RELEASED, None)
 
 
-def test_a_unit_that_is_being_claimed_when_its_message_is_stopped_stops_once_it_is_held() -> None:
+def test_a_message_stopped_during_its_claim_stops_the_unit_once_held() -> None:
     held_units = HeldUnits()
     held_units.stop_message("mine", StopReason.RELEASED)
     mine = held_units.hold(_claim(0), message_id="mine")

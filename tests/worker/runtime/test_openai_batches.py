@@ -95,7 +95,7 @@ def test_the_embeddings_example_is_answered(registry: TestRegistry) -> None:
     assert (found.batch.status, found.batch.endpoint) == ("completed", "/v1/embeddings")
 
 
-def test_a_refused_request_is_in_the_error_file_and_the_others_are_answered(registry: TestRegistry) -> None:
+def test_a_refused_request_is_in_the_error_file_others_are_answered(registry: TestRegistry) -> None:
     bad = CHAT_LINES[1].replace(b'"max_tokens": 1000', b'"max_tokens": 0')
     found = _run(registry, CHAT_MODEL, CHAT_LINES[0], bad, strict=False)
 

@@ -103,7 +103,7 @@ def test_a_tenth_of_the_queue_drops_a_checkpoint_and_holds_nobody_up(registry: T
     assert _kept_bytes(leases, held, 1) == [b"9"]
 
 
-def test_a_checkpoint_that_redis_does_not_take_is_dropped_and_records_go_on(
+def test_a_resume_state_that_redis_does_not_take_is_dropped(
     registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leases = registry.leases()
@@ -129,7 +129,7 @@ def test_a_lost_unit_is_heard_of_from_its_checkpoint(registry: TestRegistry) -> 
         wait_until(lambda: held.stop_reason is StopReason.FENCED)
 
 
-def test_the_last_records_of_a_unit_and_a_late_checkpoint_do_not_look_like_a_loss(registry: TestRegistry) -> None:
+def test_a_resume_state_behind_the_last_records_does_not_look_like_a_loss(registry: TestRegistry) -> None:
     leases = registry.leases()
     held, writer = _hold(registry, leases, 1), _writer(leases)
     writer.offer(held, PromptCheckpoint(0, "a"))
@@ -181,7 +181,7 @@ def _finish(registry: TestRegistry, ref: UnitRef) -> WritingEngine:
     return engine
 
 
-def test_checkpoints_that_come_due_are_kept_while_the_shard_runs_and_gone_at_its_end(registry: TestRegistry) -> None:
+def test_due_resume_states_are_kept_until_the_shard_ends(registry: TestRegistry) -> None:
     with running_units(registry, WritingEngine(step_s=0.001, stop_after=9)) as units:
         held = _hold_job(units)
         thread = threading.Thread(target=units.shard_run(held).run)

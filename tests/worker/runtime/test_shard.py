@@ -96,9 +96,7 @@ def test_a_defect_of_ours_over_one_prompt_is_its_error_record(
 
 
 @pytest.mark.parametrize("reason", [StopReason.CANCELLED, StopReason.EXPIRED])
-def test_a_shard_whose_job_ends_keeps_what_is_finished_and_says_so_of_the_rest(
-    registry: TestRegistry, reason: StopReason
-) -> None:
+def test_a_shard_whose_job_ends_keeps_results_and_closes_the_rest(registry: TestRegistry, reason: StopReason) -> None:
     with running_units(registry, FakeEngine(steps_per_request=3, step_s=0.01, slots=2)) as units:
         held = _hold_job(units, [f"p{number}" for number in range(50)])
         thread = _start(units, held)

@@ -74,7 +74,7 @@ def test_a_template_that_writes_the_time_writes_that_of_the_job(registry: TestRe
     assert bytes(request.prompt_token_ids) == b"14 Nov 2023 22:13"
 
 
-def test_lines_that_cannot_be_run_become_records_and_the_others_keep_their_order(registry: TestRegistry) -> None:
+def test_lines_that_cannot_be_run_become_records_and_order_is_kept(registry: TestRegistry) -> None:
     raw_lines = [b'{"prompt": "a"}', b"{", None, b'{"prompt": "b", "model": "other"}', b'{"prompt": "c"}']
     items = _prompts(_claim(registry, registry.keys.new_job_id())).prepare(enumerate(raw_lines, 5))
 
@@ -87,7 +87,7 @@ def test_lines_that_cannot_be_run_become_records_and_the_others_keep_their_order
     assert [record.index for record in records] == [6, 7, 8]
 
 
-def test_what_nobody_expected_over_one_prompt_is_its_record_and_stands_in_the_log(
+def test_an_unexpected_error_over_a_prompt_is_its_record_and_logged(
     registry: TestRegistry, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompts = _prompts(_claim(registry, registry.keys.new_job_id()))

@@ -155,7 +155,7 @@ def test_trouble_ends_the_process_even_if_nothing_else_does(watched: Watched, mo
     assert watched.exit_codes == [70]
 
 
-def test_a_worker_whose_engine_hangs_ends_with_70_and_another_does_its_work(
+def test_a_worker_whose_engine_hangs_exits_70_and_another_takes_over(
     workers: WorkerProcesses, registry: TestRegistry, redis_url: str
 ) -> None:
     hanging = workers.start(engine={"step_s": 600}, worker__hang_timeout_s="2")

@@ -105,7 +105,7 @@ def test_a_defect_counts_as_an_attempt_and_a_lost_redis_does_not(
         assert must_claim(units.leases, shard, alone=True).attempts == attempts
 
 
-def test_a_redis_that_is_away_when_a_unit_is_to_be_claimed_is_a_line_in_the_log(
+def test_a_redis_that_is_away_on_a_claim_is_a_line_in_the_log(
     registry: TestRegistry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard = UnitRef.shard(registry.running_job([0]), 0)

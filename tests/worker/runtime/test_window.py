@@ -125,7 +125,7 @@ def test_the_better_priority_goes_first_whichever_tenant_has_it() -> None:
     assert harness.ranks == {"othery": 0, "otherz": 0, "ta": 5, "tb": 5}
 
 
-def test_a_priority_that_waits_gets_a_turn_and_goes_in_as_if_it_were_the_best() -> None:
+def test_a_priority_that_waits_gets_a_turn_as_if_it_were_the_best() -> None:
     harness = Harness(1)
     harness.feed("abcdefgh", priority=0)
     harness.feed("xyz", priority=2)
@@ -169,7 +169,7 @@ def test_nobody_overtakes_in_the_engine_whoever_has_aged_as_far() -> None:
     assert harness.ranks["tc"] == 1
 
 
-def test_the_next_prompt_of_the_sweep_is_waited_for_while_the_engine_has_enough() -> None:
+def test_the_sweep_waits_for_its_next_prompt_while_the_engine_has_enough() -> None:
     harness = Harness(8)  # a quarter of which is enough
     reading = harness.feed("ab", is_last=False)
     harness.feed("cdefgh")

@@ -103,7 +103,7 @@ def test_an_event_loop_that_does_not_turn_takes_no_message(worker: Worker) -> No
     assert worker.after(1) == []
 
 
-def test_an_event_loop_that_turns_and_has_redis_asked_for_no_message_takes_none(worker: Worker) -> None:
+def test_an_event_loop_that_asks_redis_for_no_message_takes_none(worker: Worker) -> None:
     assert worker.after(LATE_S + 1, redis_answers=False) == []
     assert worker.after(2, redis_answers=False) == ["consumer is 16 s late"]
     assert worker.after(1) == []
@@ -136,7 +136,7 @@ def test_a_step_may_take_as_long_as_its_leases_are_kept(worker: Worker) -> None:
     assert worker.health.reasons() == ["a step of the engine has been running for 120 s"]
 
 
-def test_a_redis_that_does_not_answer_and_messages_that_nobody_takes_are_reasons(worker: Worker) -> None:
+def test_a_silent_redis_and_untaken_messages_are_reasons(worker: Worker) -> None:
     worker.reader.has_answered = False
     worker.watchdog.untaken_s = 20.0
     assert worker.health.reasons() == [

@@ -141,7 +141,7 @@ def test_a_plain_celery_producer_gets_its_results(
     assert "priority" in (refused.error or "")
 
 
-def test_copies_of_a_live_shards_message_are_acknowledged_without_a_second_run(
+def test_copies_of_a_live_shards_message_do_not_run_it_again(
     client: BatchClient, workers: WorkerProcesses, registry: TestRegistry
 ) -> None:
     workers.start(engine=SLOW, worker__concurrency="8")

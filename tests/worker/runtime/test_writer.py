@@ -194,7 +194,7 @@ def _codes(registry: TestRegistry, held: HeldUnit) -> list[str]:
     return [record["response"]["body"]["error"]["code"] if "response" in record else "ok" for record in records]
 
 
-def test_one_record_that_redis_refuses_becomes_an_error_and_the_others_go_on(
+def test_a_record_that_redis_refuses_becomes_an_error_and_others_go_on(
     registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leases = registry.leases()

@@ -45,7 +45,7 @@ def test_it_is_off_unless_it_is_asked_for() -> None:
         assert traceparent == ""
 
 
-def test_without_the_packages_all_works_and_whoever_wants_spans_is_told_what_to_install() -> None:
+def test_without_the_packages_tracing_names_what_to_install() -> None:
     code = """
 import sys
 sys.modules["opentelemetry"] = None  # as if it were not installed
