@@ -66,7 +66,7 @@ def test_what_is_held_out_is_in_no_ticket_for_training() -> None:
     assert len(pairs[1]) > 150
 
 
-def test_every_product_complaint_and_customer_of_held_out_tickets_is_known_from_training() -> None:
+def test_every_word_of_held_out_tickets_is_known_from_training() -> None:
     trained, held_out = _tickets(5000, held_out=False), _tickets(500, held_out=True)
 
     for name, values in (("product", PRODUCTS), ("customer", CUSTOMERS)):
@@ -140,7 +140,7 @@ def test_anything_else_is_wrong(answer: str, num_right: dict[str, int]) -> None:
     assert graded.wrong == [(TICKET, answer)]
 
 
-def test_an_error_and_a_missing_record_are_wrong_answers_and_other_records_are_none() -> None:
+def test_errors_and_missing_records_are_wrong_and_others_do_not_count() -> None:
     error = {"custom_id": "b", "response": {"body": {"error": {"message": "broken"}}}}
     other = {"custom_id": "text", "response": {"body": {"choices": [{"text": "a completion"}]}}}
 
