@@ -26,12 +26,12 @@ _LINE_ENDS = re.compile(r"\s*\n\s*")
 _REQUEST_ID = re.compile(r"(?P<job_id>[^/]+)/(?P<index>[0-9]+)/(?P<shard>[0-9]+)\.[^/]*")  # see ShardPrompts
 
 # Their texts are about the machine. Others quote the value they choke on, which may be a prompt or an answer.
-_SPEAKING = (OSError, MemoryError, RuntimeError, redis.RedisError)
-_SPEAKING_NAME = "engine.errors.EngineFatal"  # by name: a producer's process does not import the engine
+_LOGGABLE = (OSError, MemoryError, RuntimeError, redis.RedisError)
+_LOGGABLE_NAME = "engine.errors.EngineFatal"  # by name: a producer's process does not import the engine
 _HIDDEN = "hidden: it may quote a prompt; log.level=debug shows it"
 MAX_FRAMES = 30  # of each exception, the innermost
 
-INTERVAL_S = 60.0
+PACE_S = 60.0
 
 
 def configure_logging(settings: LogSettings, stream: TextIO | None = None) -> None:
@@ -139,7 +139,7 @@ class ExceptionFields:
         return event
 
     def _described(self, error: BaseException) -> dict[str, object]:
-        text = str(error) if self._shows_all_texts or _is_speaking(error) else _HIDDEN
+        text = str(error) if self._shows_all_texts or _is_loggable(error) else _HIDDEN
         frames = traceback.extract_tb(error.__traceback__, limit=-MAX_FRAMES)
         return {
             "type": type(error).__qualname__,
@@ -148,9 +148,9 @@ class ExceptionFields:
         }
 
 
-def _is_speaking(error: BaseException) -> bool:
+def _is_loggable(error: BaseException) -> bool:
     kind = type(error)
-    return isinstance(error, _SPEAKING) or f"{kind.__module__}.{kind.__qualname__}" == _SPEAKING_NAME
+    return isinstance(error, _LOGGABLE) or f"{kind.__module__}.{kind.__qualname__}" == _LOGGABLE_NAME
 
 
 def _exception(exc_info: object) -> BaseException | None:
@@ -195,5 +195,5 @@ class PacedFilter(logging.Filter):
         now_s = time.monotonic()
         if now_s < self._silent_until_s.get(record.name, 0.0):
             return False
-        self._silent_until_s[record.name] = now_s + INTERVAL_S
+        self._silent_until_s[record.name] = now_s + PACE_S
         return True

@@ -18,7 +18,7 @@ from structlog.types import EventDict
 from engine.errors import EngineFatal
 from settings import LogSettings
 from worker.celery_worker import CeleryLogFilter
-from worker.runtime.log_setup import INTERVAL_S, ExceptionFields, PacedFilter, configure_logging
+from worker.runtime.log_setup import PACE_S, ExceptionFields, PacedFilter, configure_logging
 from worker.runtime.unit_runner import UnitFailed
 
 SECRET = "what a user wrote"
@@ -294,7 +294,7 @@ def test_each_logger_of_the_library_has_one_record_a_minute(monkeypatch: pytest.
 
     assert [paced.filter(exporter_record("opentelemetry.exporter")) for _ in range(3)] == [True, False, False]
     assert paced.filter(exporter_record("opentelemetry.sdk"))
-    now_s += INTERVAL_S
+    now_s += PACE_S
     assert paced.filter(exporter_record("opentelemetry.exporter"))
 
 
