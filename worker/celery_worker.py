@@ -34,12 +34,11 @@ def run_worker(
     load_engine: Callable[[EffectiveSettings], StepEngine],
     exit_process: Callable[[int], object] = os._exit,
 ) -> int:
-    """Run a worker on the main thread of this process until a signal, or an engine that broke or hung, ends it; the
-    exit code.
+    """Run a worker on this process's main thread until a signal, or an engine that broke or hung, ends it.
 
-    0 after SIGTERM, once running prompts finished or were given back, and after SIGQUIT, which gives them back at
-    once; 1 after SIGINT, otherwise as SIGTERM; 70 (EX_SOFTWARE) if the engine or a thread around it broke or hung,
-    for a supervisor to start another.
+    Returns the exit code: 0 after SIGTERM, once running prompts finished or were given back, and after SIGQUIT, which
+    gives them back at once; 1 after SIGINT, otherwise as SIGTERM; 70 (EX_SOFTWARE) if the engine or a thread around it
+    broke or hung, for a supervisor to start another.
     Raises redis.RedisError if Redis cannot be had, and what `load_engine` raises: both before any work is taken.
     """
     settings = effective.settings
@@ -141,10 +140,10 @@ class CeleryLogFilter(logging.Filter):
     """Makes debug lines of what is logged elsewhere with the ids of its job, and drops the tasks' arguments.
 
     Celery says of each task that it was received and that it succeeded, without saying which job it was about, and at
-    each reconnection what it does about its prefetch count. It
-    warns with ten lines of traceback whenever a message goes back, which is how a full, draining or unwell worker
-    passes a unit on: 640 times in five minutes of fault injection. What failed over a unit was logged by its runner.
-    Arguments of `millrace.submit` hold the producer's own notes.
+    each reconnection what it does about its prefetch count. It warns with ten lines of traceback whenever a message
+    goes back, which is how a full, draining or unwell worker passes a unit on: 640 times in five minutes of fault
+    injection. What failed over a unit was logged by its runner. Arguments of `millrace.submit` hold the producer's own
+    notes.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -14,7 +14,7 @@ from worker.registry.queues import QUEUE
 
 OLDEST_REDIS = (6, 2)  # celery 5.7
 
-# The users of `millrace acl` have none of these: with each of them a stolen password is worth more than the queue.
+# The users of `millrace acl` have none of these: each makes a stolen password worth more than the queue.
 _DANGEROUS = frozenset(
     (
         *("+@admin", "+@dangerous", "+acl", "+config", "+debug", "+module", "+migrate", "+replicaof", "+slaveof"),

@@ -34,7 +34,7 @@ class MetricsServer:
         ).start()
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering and free the port."""
         self._server.shutdown()
         self._server.server_close()
 

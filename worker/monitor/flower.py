@@ -47,11 +47,11 @@ def flower(address: str, port: int, password_file: str, redis_url: str | None, a
 
 
 def run_flower(settings: Settings, address: str, port: int, page_password: str) -> None:
-    """Serve http://address:port/ to whoever knows the password, until SIGTERM or SIGINT; /metrics (counts by worker and
-    task) and /healthcheck to anybody.
+    """Serve http://address:port/ to whoever knows the password, until SIGTERM or SIGINT.
 
-    What it shows is what workers tell it (`worker.send_events`) since it was started. Raises SettingsError for a Redis
-    that may not be used, OSError for an address that cannot be had; a Redis that is away is waited for.
+    /metrics (counts by worker and task) and /healthcheck are served to anybody. What it shows is what workers tell it
+    (`worker.send_events`) since it was started. Raises SettingsError for a Redis that may not be used, OSError for an
+    address that cannot be had; a Redis that is away is waited for.
     """
     app = create_app(settings)
     app.control_cls = "worker.monitor.flower:SilentControl"

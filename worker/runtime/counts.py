@@ -1,4 +1,4 @@
-"""Counts what this worker did: units and prompts, the engine's steps, and looks at the queue now and then."""
+"""Counts this worker's units, prompts and engine steps, and reads the queue's figures now and then."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ _ENDS = {
 }
 _ENDS_BY_MODE = {RunMode.CANCELLED: "cancelled", RunMode.EXPIRED: "expired"}
 
-# At least, between two EngineStats of an engine that works: one costs 11 us (85 with cold caches), all else 2.
+# Least time between two EngineStats of a working engine: one takes 11 us (85 with cold caches), the rest of a step's
+# bookkeeping 2.
 PUBLISH_INTERVAL_S = 0.25
 
 logger = logging.getLogger(__name__)
@@ -59,22 +60,22 @@ class UnitCounts:
 
     @property
     def attempts(self) -> Mapping[tuple[str, str], int]:
-        """Units that were held, by kind and attempt."""
+        """Units that were claimed, by kind and attempt."""
         return self._attempts.copy()
 
     @property
     def ends(self) -> Mapping[tuple[str, str], int]:
-        """Units that are held no more, by kind and why."""
+        """Units that were let go of, by kind and why."""
         return self._ends.copy()
 
     def add_attempt(self, held: HeldUnit) -> None:
-        """A unit is held."""
+        """Count a unit that was just claimed, by its attempt."""
         attempt = ATTEMPTS[min(held.claim.attempts, len(ATTEMPTS) - 1)]
         with self._lock:
             self._attempts[_kind(held), attempt] += 1
 
     def add_records(self, records: Iterable[PromptRecord]) -> None:
-        """Records were written."""
+        """Count records that Redis has taken, and their tokens."""
         with self._lock:
             for record in records:
                 self._prompts[record.outcome.value] += 1
@@ -85,7 +86,7 @@ class UnitCounts:
                 self._tokens["reasoning"] += record.reasoning_tokens
 
     def add_end(self, held: HeldUnit) -> None:
-        """A unit is held no more."""
+        """Count a unit that was let go of, by why."""
         with self._lock:
             self._ends[_kind(held), _end(held)] += 1
 
@@ -119,7 +120,7 @@ class CountedLeases(UnitLeases):
         self._counts = counts
 
     def put(self, claim: Claim, records: Sequence[PromptRecord]) -> tuple[PutStatus, RunMode]:
-        """UnitLeases.put."""
+        """Write records, see UnitLeases.put, and count them."""
         status, mode = super().put(claim, records)
         if status is not PutStatus.FENCED:
             self._counts.add_records(records)
@@ -139,11 +140,11 @@ class StepHistogram:
 
     @property
     def sum(self) -> float:
-        """All values together."""
+        """The sum of all values."""
         return self._sum
 
     def add(self, value: float) -> None:
-        """One more value."""
+        """Count one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
@@ -156,7 +157,8 @@ class StepHistogram:
 class EngineMeter:
     """The engine's figures as of a moment ago, and how long and how large its steps were.
 
-    Only the engine's thread writes. Others read values that do not change: nobody else touches the engine for a figure.
+    Only the engine's thread writes. Others read the last published figures, which do not change, so that they need not
+    touch the engine.
     """
 
     def __init__(self) -> None:
@@ -177,12 +179,12 @@ class EngineMeter:
         return time.monotonic() - self._published_at >= PUBLISH_INTERVAL_S
 
     def publish(self, stats: EngineStats) -> None:
-        """These are the engine's figures now."""
+        """Take over the engine's present figures."""
         self._stats = stats
         self._published_at = time.monotonic()
 
     def step(self, duration_s: float, size: tuple[int, int]) -> None:
-        """A call of the engine's `step` took so long and began a step of so many sequences and tokens."""
+        """Count a call of the engine's `step`; `size`: sequences and tokens of the step it began."""
         self.step_seconds.add(duration_s)
         num_sequences, num_tokens = size
         if num_sequences:  # else it only took the answers of the step before
@@ -204,7 +206,7 @@ class QueueReader:
 
     @property
     def latest(self) -> QueueReading | None:
-        """What the last look found; None if it found nothing: old figures look like those of a queue that stands."""
+        """The figures of the last look; None if it failed, since old ones would look like a queue that stands still."""
         return self._latest
 
     @property

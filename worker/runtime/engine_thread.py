@@ -19,7 +19,7 @@ from worker.runtime.window import AdmissionWindow, PromptFeed
 OnSuspended = Callable[[Mapping[str, TokenCheckpoint]], None]
 
 SUSPEND_POLL_S = 0.1
-IDLE_LOOK_S = 1.0  # between looks for work, for which it is woken anyway: they show that it could be
+IDLE_LOOK_S = 1.0  # between looks while idle: work wakes the thread anyway, the looks show that it lives
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 class EngineThread:
     """Loads the engine, steps it, and is the only one to touch it. Other threads leave prompts and aborts here.
 
-    Before each step the engine gets what the window takes from the feeds. Outputs and checkpoints are handed to the
-    callbacks of the feed they came from on this thread, so a callback may only put them somewhere.
+    Before each step the engine gets what the window takes from the feeds. Outputs and resume states are handed
+    to the callbacks of the feed they came from on this thread, so a callback may only put them somewhere.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class EngineThread:
 
     @property
     def num_steps(self) -> int:
-        """Steps finished; a leaseholder watches it move."""
+        """Steps finished; the watchdog looks whether it moves."""
         return self._num_steps
 
     @property
@@ -89,7 +89,7 @@ class EngineThread:
 
     @property
     def num_open_requests(self) -> int:
-        """Requests in the engine, without their output."""
+        """Requests given to the engine whose output has not come yet."""
         return len(self._open)
 
     @contextmanager
@@ -110,7 +110,7 @@ class EngineThread:
             self._changed.notify_all()
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests before the next step; nobody is called back for them. Only those in the engine are meant."""
+        """End those of the requests that are in the engine before its next step; nobody is called back for them."""
         with self._changed:
             self._aborts += self._forget(request_ids)
             self._changed.notify_all()
@@ -199,7 +199,7 @@ class EngineThread:
             engine.abort(request_id)
 
     def _forget(self, request_ids: Sequence[str]) -> list[str]:
-        """Under the lock: nobody waits for these any more; those of them that are open."""
+        """Drop the callbacks of these requests and return those that are open. Call under the lock."""
         open_ids = [request_id for request_id in request_ids if request_id in self._open]
         self._open.update(dict.fromkeys(open_ids))
         return open_ids

@@ -82,7 +82,7 @@ class HeldUnit:
         return 0.0 if self._released_at is None else time.monotonic() - self._released_at
 
     def set_time_left(self, time_left_s: float | None) -> None:
-        """What Redis says is left until the job's deadline; None: it has none."""
+        """Take over how much time Redis says is left until the job's deadline; None: it has none."""
         self._deadline_at = None if time_left_s is None else time.monotonic() + time_left_s
 
     def on_change(self, call: Callable[[], None]) -> None:
@@ -100,7 +100,7 @@ class HeldUnit:
         self._on_change()
 
     def hear(self, status: PutStatus, mode: RunMode) -> None:
-        """What a write's answer means for the unit: it is lost, all written, or to be run in `mode`."""
+        """Act on the answer to a write: the unit is lost, all written, or to be run in `mode`."""
         if status is PutStatus.FENCED:
             self.stop(StopReason.FENCED)
         elif status is not PutStatus.OPEN:
@@ -109,19 +109,19 @@ class HeldUnit:
             self.hear_mode(mode)
 
     def hear_mode(self, mode: RunMode) -> None:
-        """Whoever runs the unit is to stop, unless `mode` says to run it."""
+        """Tell the owner to stop, unless `mode` says to run the unit."""
         reason = StopReason.of_mode(mode)
         if reason is not None:
             self.stop(reason)
 
     def add_unwritten(self, count: int) -> None:
-        """`count` records were handed to the writer, or, below 0, left it."""
+        """Note that `count` records were handed to the writer or, below 0, left it."""
         with self._changed:
             self._num_unwritten += count
             self._changed.notify_all()
 
     def set_written(self) -> None:
-        """Every record of the unit is in Redis."""
+        """Note that every record of the unit is in Redis."""
         with self._changed:
             self._is_written = True
             self._changed.notify_all()
@@ -152,7 +152,7 @@ class HeldUnits:
         self._on_removed = on_removed
         self._changed = threading.Condition()
         self._held: dict[UnitRef, HeldUnit] = {}
-        self._stopped: dict[str, StopReason] = {}  # by message: those of which a unit may be on its way from Redis
+        self._stopped: dict[str, StopReason] = {}  # by message: of those whose unit may be being claimed
 
     def __len__(self) -> int:
         return len(self._held)
@@ -162,7 +162,7 @@ class HeldUnits:
             return ref in self._held
 
     def hold(self, claim: Claim, *, message_id: str) -> HeldUnit:
-        """A unit was claimed on this Celery message: its span begins, and what it brings about belongs to that."""
+        """Keep a unit that was claimed on this Celery message, and begin its span, under which its work is traced."""
         span = self._tracing.hold(claim)
         held = HeldUnit(replace(claim, traceparent=span.traceparent), message_id=message_id, span=span)
         with self._changed:
@@ -174,7 +174,7 @@ class HeldUnits:
         return held
 
     def remove(self, held: HeldUnit) -> None:
-        """Its owner is done with it."""
+        """Forget a unit whose owner is done with it."""
         with self._changed:
             if self._held.get(held.claim.ref) is held:
                 del self._held[held.claim.ref]
@@ -210,7 +210,7 @@ class HeldUnits:
 def reported(held: HeldUnit) -> Iterator[None]:
     """Log its beginning and its end and end its span; whatever this thread logs within the block has its ids.
 
-    Of a plan that goes well the planner has said all there is to say.
+    A plan's lines are for debugging unless it fails: the planner logs what it did.
     """
     is_plan, began_s = held.claim.ref.is_plan, time.monotonic()
     kind, level = ("plan", logging.DEBUG) if is_plan else ("shard", logging.INFO)

@@ -25,7 +25,7 @@ _TRANSPORT = re.compile(r"worker\.broker\.messages:Guarded\w*Transport(?=://)")
 _LINE_ENDS = re.compile(r"\s*\n\s*")
 _REQUEST_ID = re.compile(r"(?P<job_id>[^/]+)/(?P<index>[0-9]+)/(?P<shard>[0-9]+)\.[^/]*")  # see ShardPrompts
 
-# Their texts are about the machine. Others quote the value they choke on, which may be a prompt or an answer.
+# Errors whose texts are about the machine. Others quote the value they fail on, which may be a prompt or an answer.
 _LOGGABLE = (OSError, MemoryError, RuntimeError, redis.RedisError)
 _LOGGABLE_NAME = "engine.errors.EngineFatal"  # by name: a producer's process does not import the engine
 _HIDDEN = "hidden: it may quote a prompt; log.level=debug shows it"
@@ -179,8 +179,7 @@ def _as_text(described: dict[str, object]) -> str:
 class PacedFilter(logging.Filter):
     """Lets one record a minute through of each logger below `prefix`, and everything of others.
 
-    OpenTelemetry says several times for each batch of spans that the collector is away: a line a second for as long as
-    that takes.
+    OpenTelemetry logs several times for each batch of spans that the collector is away: a line a second.
     """
 
     def __init__(self, prefix: str) -> None:

@@ -6,17 +6,18 @@ import threading
 import time
 from collections.abc import Callable
 
-# For what runs to finish by itself before it is sent away: enough for the last prompts of a shard, little beside the
-# re-prefill that sending it away costs.
+# How long running units may finish by themselves before they are sent away: enough for the last prompts of a shard, and
+# little beside the prefill that sending it away repeats.
 COMPANY_WAIT_S = 2.0
 SEND_AWAY_INTERVAL_S = 0.2  # a unit that was just being claimed is not seen the first time
 
 
 class Quarantine:
-    """Units share the worker, or one suspect has it to itself: then its crash says who did it.
+    """Lets units share the worker, or one suspect have it to itself: a crash then shows which unit caused it.
 
-    One suspect at a time waits for the worker, and from then on nothing else enters: suspects that follow each other
-    do not send the others away each time. Who waits here holds no unit, so that a crash meanwhile blames nobody.
+    One suspect at a time waits for the worker, and while it waits nothing else enters: of suspects that follow each
+    other only the first sends other units away. A thread that waits here has claimed nothing, so that a crash meanwhile
+    blames no unit.
     """
 
     def __init__(self, send_away: Callable[[], None], is_empty: Callable[[], bool]) -> None:
@@ -38,7 +39,7 @@ class Quarantine:
             return True
 
     def leave(self) -> None:
-        """Of who entered."""
+        """End what `enter` began."""
         with self._changed:
             self._num_together -= 1
             self._changed.notify_all()
@@ -63,13 +64,13 @@ class Quarantine:
                 self._changed.notify_all()
 
     def leave_alone(self) -> None:
-        """Of who entered alone."""
+        """End what `enter_alone` began."""
         with self._changed:
             self._is_taken = False
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let nobody in any more; who waits is refused."""
+        """Let nobody in any more; those that wait are refused."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -18,7 +18,7 @@ def encode_resume_state(checkpoint: TokenCheckpoint) -> str:
 
 
 def decode_resume_state(raw: bytes) -> TokenCheckpoint:
-    """The checkpoint; whether it goes with a request is the engine's to check. Raises ValueError if it is none."""
+    """The resume state; whether it fits a request is for the engine to check. Raises ValueError if it is none."""
     try:
         value = json.loads(raw)
         return TokenCheckpoint(

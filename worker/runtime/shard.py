@@ -27,10 +27,11 @@ from worker.runtime.window import PromptFeed
 from worker.runtime.writer import ResultWriter
 from worker.unit_closer import UnitCloser
 
-READ_AHEAD = 32  # lines of one read: at most 8 MiB with the default limits, and 32 MiB of checkpoints
+READ_AHEAD = 32  # lines of one read: at most 8 MiB with the default limits, and 32 MiB of resume states
 READ_RETRY_S = 0.05  # between tries to read lines, each of which has waited for Redis in its own way
 SUSPEND_TIMEOUT_S = 1.5  # for the step that runs, when the shard is given back; records have theirs after that
-# A larger one is not written, the prompt's last smaller one stays. A token takes 4 to 7 bytes: with logprobs it may be.
+# A larger resume state is not written: the prompt keeps its last smaller one. A token takes 4 to 7 bytes, so that only
+# log-probabilities make one so large.
 MAX_CHECKPOINT_BYTES = 1024 * 1024
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class ShardRun:
         self._unread = deque(held.claim.missing)
         self._running: dict[str, RequestLine] = {}  # by request id: offered, and then in the engine
         self._unrecorded = dict.fromkeys(held.claim.missing)  # in order; a dict for its cheap removal
-        # None: look at `held` and at the checkpoints
+        # None: look at `held` and at the resume states
         self._events: queue.SimpleQueue[list[RequestOutput] | None] = queue.SimpleQueue()
         # The newest of each request, by its id: while Redis is away, old ones would pile up by the gigabyte.
         self._checkpoints: dict[str, TokenCheckpoint] = {}
@@ -154,7 +155,7 @@ class ShardRun:
         return True
 
     def _prepare(self, found: Mapping[int, tuple[bytes | None, bytes | None]]) -> list[tuple[PrefixKey, AnyRequest]]:
-        """Line and checkpoint by index, to requests to be offered and records of what cannot be run."""
+        """From line and resume state by index: requests to offer; what cannot be run gets its record."""
         prompts: list[tuple[PrefixKey, AnyRequest]] = []
         for item in self._prompts.prepare((index, raw) for index, (raw, _) in found.items()):
             if isinstance(item, PromptRecord):
@@ -233,11 +234,11 @@ class ShardRun:
                 return
 
     def _finish(self, outputs: Sequence[RequestOutput]) -> bool:
-        """False if the writer takes nothing more."""
+        """Hand the records of these outputs to the writer; False if it takes nothing more of this unit."""
         return self._writer.put(self._held, self._records(outputs))
 
     def _records(self, outputs: Sequence[RequestOutput]) -> Iterator[PromptRecord]:
-        """Made as the writer takes them: those of one step may come to gigabytes."""
+        """Each made as the writer takes it: those of one step may come to gigabytes."""
         for output in outputs:
             line = self._running.pop(output.request_id, None)
             if line is None or output.was_aborted:

@@ -18,7 +18,7 @@ from worker.runtime.engine_thread import EngineThread
 
 logger = logging.getLogger(__name__)
 
-TICK_INTERVAL_S = 1.0  # between two turns of Celery's event loop that are told here
+TICK_INTERVAL_S = 1.0  # between two calls of Activity.tick by Celery's event loop
 # Celery has Redis answer BRPOP after a second if there is no message: an answer shows that it asks for messages.
 ANSWER_INTERVAL_S = 1.0
 
@@ -56,7 +56,7 @@ class SupervisedThread:
         return self._stopping.overdue_s
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float) -> bool:
@@ -91,7 +91,7 @@ class StopSignal(threading.Event):
         return super().is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait so long; whether to stop."""
+        """Wait at most `timeout` seconds; whether to stop."""
         self._due_at = math.inf if timeout is None else time.monotonic() + timeout
         is_set = super().wait(timeout)
         self._due_at = time.monotonic()
@@ -137,7 +137,7 @@ class Activity:
         return max(0.0, time.monotonic() - self._answered_at - TICK_INTERVAL_S - ANSWER_INTERVAL_S)
 
     def tick(self, num_answers: object) -> None:
-        """The event loop turns. `num_answers`: another value whenever Redis has answered a question for messages."""
+        """Note a turn of the event loop. `num_answers` changes whenever Redis has answered a question for messages."""
         self._num_ticks += 1
         self._ticked_at = time.monotonic()
         if num_answers != self._num_answers or self.is_full:
@@ -146,7 +146,7 @@ class Activity:
 
     @contextmanager
     def task(self) -> Iterator[None]:
-        """For as long as a task runs."""
+        """Count a task as running within the block."""
         with self._lock:
             self._num_received += 1
             self._num_running += 1
@@ -158,11 +158,11 @@ class Activity:
 
 
 class Watchdog:
-    """Looks every second whether Celery's event loop turns, whether the engine's step ends, whether messages that wait
-    are taken. If not for too long, it has the units given back, and the process end with 70 for a supervisor.
+    """Looks every second whether Celery's event loop turns, the engine's step ends and waiting messages are taken.
 
-    Only time in which the watchdog itself could look counts: a process that was stopped and goes on is given another
-    chance, and Redis that cannot be had excuses Celery.
+    When one of these has stood still for too long, it has the units given back and the process exit with 70, for a
+    supervisor to start another. Only time in which the watchdog itself could look counts, so that a process that was
+    stopped and goes on gets another chance; and while Redis cannot be had, Celery may stand still.
     """
 
     def __init__(

@@ -23,11 +23,11 @@ from worker.unit_closer import UnitCloser
 
 FLUSH_TIMEOUT_S = 3.0  # for records on their way to Redis when a unit is given back
 RETRY_S = 0.5
-DRAIN_GIVE_BACK_S = 5.0  # tries to give a unit back to a Redis that is away, while this process ends
+DRAIN_GIVE_BACK_S = 5.0  # how long to try to give a unit back to a Redis that is away, while this process ends
 UNWELL_PAUSE_S = 1.0  # keeps the message from going round without rest
 SLOT_WAIT_S = 0.5  # likewise: each spare thread of a full worker turns over two messages a second at most
-# For a suspect that runs to end before the next one's message goes back for other workers to take. Not longer: they may
-# be idle. Not as short as the above: the next one should be there when the first ends.
+# How long a suspect waits for another one that runs before its message goes back for other workers, which may be idle.
+# Longer than SLOT_WAIT_S, so that it is likely to be there when the other ends.
 SUSPECT_WAIT_S = 5.0
 MAX_CHOICES = 8  # shards that other workers were quicker to claim, before the message goes back
 
@@ -42,16 +42,17 @@ SLOTS_PER_RESERVED = 8
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """Asked of the engine by whoever takes units."""
+    """What the engine is asked before a unit is taken."""
 
     is_well: Callable[[], bool]  # its step has not lasted suspiciously long
     is_empty: Callable[[], bool]  # it holds no request, nor is in a step for one that was given up
 
 
 class UnitFailed(Exception):
-    """The work on a unit raised `cause`, of which only the type is kept.
+    """The work on a unit raised `cause`, which was logged, and the unit given back: to Celery the task is over.
 
-    To be raised `from None`: Celery sends the whole traceback to Flower, and a cause's text may be a user's words.
+    Only the cause's type is kept. To be raised `from None`: Celery sends the whole traceback to Flower, and a cause's
+    text may be a user's words.
     """
 
     def __init__(self, cause: Exception) -> None:
@@ -172,7 +173,7 @@ class UnitRunner:
                 held.stop(StopReason.SENT_AWAY)
 
     def _claim_and_run(self, ref: UnitRef, message_id: str, work: Work, *, alone: bool) -> MessageEnd | None:
-        """None: it is a suspect, to be claimed by who runs it alone."""
+        """What becomes of the message; None: the unit is a suspect, which must be claimed to run alone."""
         claimed = self._claim(ref, message_id, alone=alone)
         if isinstance(claimed, HeldUnit):
             return self._run_held(claimed, work, alone=alone)
@@ -256,16 +257,16 @@ class ShardSlots:
         self._choosing = threading.Lock()
 
     def take(self, timeout_s: float) -> bool:
-        """Have a slot until `give`; False if none is free for so long."""
+        """Take a slot until `give`; False if none becomes free within `timeout_s`."""
         return self._slots.acquire(timeout=timeout_s)
 
     def give(self) -> None:
-        """Of who took a slot."""
+        """Give back the slot that `take` got."""
         self._slots.release()
 
     @contextmanager
     def choosing(self, timeout_s: float) -> Iterator[bool]:
-        """One at a time: whoever chooses must know what the one before has got. False if that takes so long."""
+        """Let one thread choose at a time, as each must know what the one before got. False after `timeout_s`."""
         has_lock = self._choosing.acquire(timeout=timeout_s)
         try:
             yield has_lock

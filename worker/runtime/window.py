@@ -126,7 +126,7 @@ class AdmissionWindow:
         return best, best
 
     def _rank(self, priority: int) -> int:
-        """The engine's number: lower first, strictly, for ever."""
+        """The priority the engine is given: it serves lower numbers first, however long others wait."""
         worse = [rank for rank in self._entered_s if rank > priority]
         now = self._clock()
         for rank in sorted(worse, reverse=True):
@@ -146,7 +146,7 @@ class AdmissionWindow:
 
 
 def _num_tokens(request: AnyRequest) -> int:
-    """Those it brings and may generate."""
+    """Tokens of its prompt and those it may generate."""
     if isinstance(request, EmbeddingRequest):
         return request.num_prompt_tokens
     return request.num_prompt_tokens + request.params.n * (request.params.max_tokens or 0)
@@ -189,7 +189,8 @@ class FeedSweep:
         self._last_turns.pop(feed, None)
 
     def due(self, *, must_wait: bool = False) -> PromptFeed:
-        """Whose prompt is next, of the feeds that are live or, with `must_wait`, of those of which one waits already.
+        """The feed whose prompt is next, of those that are live or, with `must_wait`, of those where one waits already.
+
         Raises ValueError if there is none.
         """
         feeds = [feed for feed in self._last_turns if feed.num_waiting or (feed.is_live and not must_wait)]

@@ -1,4 +1,4 @@
-"""Tells those who run a worker its figures, for Prometheus, and whether it takes work."""
+"""Serves a worker's figures to Prometheus, and whether it takes work and why not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from worker.schemas import WorkerInfo
 
 Phase = Literal["starting", "up", "draining", "failed"]
 
-# Of parts that come round every second or so. Celery's loop stands for 10 s where Redis does (redis.socket_timeout_s).
+# From when a part that should move every second or so is late. Celery's loop stands still for 10 s where Redis does
+# (redis.socket_timeout_s).
 LATE_S = 15.0
 
 # A number, or one for each value of the metric's label or labels, or a histogram.
@@ -83,8 +84,9 @@ class WorkerHealth:
         return found
 
     def overdue(self) -> Mapping[str, float]:
-        """How many seconds past its time each part has not moved; of a worker that begins or ends none, since its parts
-        do so one by one. A step of the engine may take its time.
+        """By part, for how many seconds past its time it has not moved. A step of the engine may take its time.
+
+        Empty while the worker starts or stops, which its parts do one by one.
         """
         worker = self._worker
         if worker.phase() != "up":
@@ -115,7 +117,7 @@ class WorkerMetrics:
         self._server = MetricsServer(self._settings.host, self._settings.port, registry, health.reasons)
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         if self._server is not None:
             self._server.close()
 
@@ -145,7 +147,7 @@ class WorkerCollector(Collector):
 
 
 def worker_figures(worker: WatchedWorker, health: WorkerHealth) -> dict[str, Figure]:
-    """Of the process, and of its engine once that is loaded."""
+    """Figures of the process, and of its engine once that is loaded."""
     tokens, (num_items, num_bytes) = worker.counts.tokens, worker.writer.waiting
     held = Counter("plan" if unit.claim.ref.is_plan else "shard" for unit in worker.held_units.all())
     figures: dict[str, Figure] = {
@@ -203,7 +205,7 @@ def _engine_figures(worker: WatchedWorker, stats: EngineStats) -> dict[str, Figu
 
 
 def queue_figures(reading: QueueReading) -> dict[str, Figure]:
-    """Of the queue, the same from every worker."""
+    """Figures of the queue, the same from every worker."""
     waiting: dict[tuple[str, str], float] = {}
     oldest: dict[tuple[str, str], float] = {}
     for backlog in reading.backlogs:
@@ -235,7 +237,7 @@ def queue_figures(reading: QueueReading) -> dict[str, Figure]:
 
 
 def family(metric: Metric, figure: Figure) -> Family:
-    """One metric with what it is now."""
+    """A metric with its present figure, as prometheus_client has it."""
     if isinstance(figure, StepHistogram):
         histogram = HistogramMetricFamily(metric.name, metric.help)
         histogram.add_metric([], buckets=list(figure.buckets()), sum_value=figure.sum)

@@ -28,7 +28,7 @@ FULL_WAIT_S = 1.0  # for room in a full queue, from when a unit is to be given b
 # Of one write. Redis does nothing else meanwhile (4 MiB: some 10 ms), and takes no value above proto-max-bulk-len
 # (512 MiB) nor a command above client-query-buffer-limit (1 GiB): 200 records with many logprobs can come to that.
 MAX_BATCH_BYTES = 4 * 1024 * 1024
-MAX_QUEUED_BYTES = 64 * 1024 * 1024  # of records and checkpoints that wait: a record may be of 23 MB (embeddings)
+MAX_QUEUED_BYTES = 64 * 1024 * 1024  # of records and resume states that wait: a record may be of 23 MB (embeddings)
 # Redis closes the connection on a value that is too large for it, without an answer. A record larger than a batch that
 # ends this many writes so, each with the client's own six retries, while Redis is well, is taken to be one.
 OVERSIZE_TRIES = 3
@@ -45,7 +45,7 @@ _REFUSED = Failure.of_server("The request was executed, but its result could not
 class ResultWriter:
     """Writes records to Redis, each unit's together, as fast as Redis takes them; never waits to fill a batch.
 
-    Checkpoints of unfinished prompts take the same way, behind the records of their batch. They are not tried twice:
+    Resume states of unfinished prompts go the same way, behind the records of their batch. They are not tried twice:
     what Redis does not take at once is dropped, and a later one, or the prompt begun again, makes up for it.
 
     While Redis cannot be had it keeps trying, and its full queue holds the shards back. A record that Redis refuses
@@ -66,11 +66,11 @@ class ResultWriter:
 
     @property
     def waiting(self) -> tuple[int, int]:
-        """How many records and checkpoints wait for Redis, and their bytes."""
+        """How many records and resume states wait for Redis, and their bytes."""
         return self._items.waiting
 
     def offer(self, held: HeldUnit, checkpoint: PromptCheckpoint) -> bool:
-        """Queue a checkpoint; False, and it is dropped, if a tenth of the queue waits, or it is full."""
+        """Queue a resume state; False, and it is dropped, if a tenth of the queue waits, or it is full."""
         if self._items.qsize() >= self._batch_size:
             return False
         held.add_unwritten(1)
@@ -82,7 +82,7 @@ class ResultWriter:
         return True
 
     def put(self, held: HeldUnit, items: Iterable[PromptRecord | PromptCheckpoint]) -> bool:
-        """Queue records, or last checkpoints, of a unit, taking one after the other; waits while the queue is full.
+        """Queue records, or last resume states, of a unit, taking one after the other; waits while the queue is full.
 
         False if the rest was dropped because the unit is lost, or is to be given back and there was no room for a
         while.
@@ -129,7 +129,7 @@ class ResultWriter:
         records = [item for item in items if isinstance(item, PromptRecord)]
         for batch in _batches(records, self._batch_size):
             self._write(held, batch, stopping)
-        # After the records: a checkpoint of a prompt whose record is in this batch is refused by its script.
+        # After the records: Redis refuses the resume state of a prompt whose record was in this batch.
         newest = {item.index: item for item in items if isinstance(item, PromptCheckpoint)}
         for checkpoints in _batches(list(newest.values()), self._batch_size):
             self._write_checkpoints(held, checkpoints)

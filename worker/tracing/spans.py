@@ -21,7 +21,7 @@ class Tracing:
         yield options.traceparent or ""
 
     def hold(self, claim: Claim) -> UnitSpan:
-        """A unit was claimed."""
+        """Begin the span of a unit that was claimed."""
         return UnitSpan(claim.traceparent)
 
     def close(self) -> None:
@@ -44,13 +44,13 @@ class UnitSpan:
         return False
 
     def add_request(self, request: TracedRequest) -> None:
-        """A request of the unit ended."""
+        """Add the spans of a request of the unit that has ended."""
 
     def add_write(self, records: Sequence[PromptRecord], began_s: float) -> None:
-        """Records were written to Redis, from `began_s` (time.monotonic()) until now."""
+        """Add the span of a write of records to Redis, from `began_s` (time.monotonic()) until now."""
 
     def end(self, outcome: str, *, is_error: bool) -> None:
-        """The unit is held no more."""
+        """End the span, as the unit is let go of."""
 
 
 @dataclass(frozen=True, slots=True)
