@@ -81,15 +81,6 @@ def rate_per_s(machine: Machine, measurement: Measurement) -> float:
     return machine.copy_bytes_per_s if measurement.case.bound == "bandwidth" else machine.matmul_flop_per_s
 
 
-def describe_machine(machine: Machine) -> str:
-    """The machine in three lines."""
-    return (
-        f"{machine.gpu}, driver {machine.driver}, CUDA {machine.cuda}, torch {machine.torch}, triton {machine.triton}\n"
-        f"{machine.checkout}\n"
-        f"copy {machine.copy_bytes_per_s / 1e12:.2f} TB/s, matmul {machine.matmul_flop_per_s / 1e12:.0f} TFLOP/s"
-    )
-
-
 def as_table(machine: Machine, measurements: Sequence[Measurement]) -> str:
     """All figures, the formulas below, and what failed."""
     rows = [HEADER, *(_row(machine, measurement) for measurement in measurements)]
@@ -156,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda")
     timer = GpuTimer(device)
     machine = measure_machine(timer, device)
-    print(describe_machine(machine), flush=True)
+    print(machine, flush=True)
     cases = [
         case
         for case in all_cases(triton, MODELS, Sizes())

@@ -21,7 +21,7 @@ from redis import Redis
 
 from tests.benchmarks.large_job_part import forget_peak, peak_rss_mib, rss_mib
 from tests.benchmarks.machine import QueueMachine
-from tests.benchmarks.queue import ROOT, describe_machine, queue_lines, queue_workers
+from tests.benchmarks.queue import ROOT, queue_lines, queue_workers
 from tests.support.processes import wait_until
 from tests.support.redis_servers import free_port, private_redis
 from tests.support.tiny_tokenizer import make_tokenizer
@@ -90,7 +90,7 @@ def large_lines(num_lines: int, line_bytes: int) -> Iterator[bytes]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; 0. Takes two to three minutes with the defaults."""
     options = parse(arguments)
-    print(describe_machine(QueueMachine.read()), flush=True)
+    print(QueueMachine.read(), flush=True)
     with tempfile.TemporaryDirectory() as name:
         print(measure(Path(name), options.lines, options.line_bytes).as_table())
     return 0

@@ -89,6 +89,13 @@ class Machine:
     matmul_flop_per_s: float  # bfloat16
     event_floor_us: float  # what a run of nothing takes: part of every time below
 
+    def __str__(self) -> str:
+        return (
+            f"{self.gpu}, driver {self.driver}, CUDA {self.cuda}, torch {self.torch}, triton {self.triton}\n"
+            f"{self.checkout}\n"
+            f"copy {self.copy_bytes_per_s / 1e12:.2f} TB/s, matmul {self.matmul_flop_per_s / 1e12:.0f} TFLOP/s"
+        )
+
 
 def measure_machine(timer: _Timer, device: torch.device) -> Machine:
     """Read the versions and measure the limits."""
@@ -214,20 +221,15 @@ class QueueMachine:
         server = command_output([redis_executable(), "--version"]) or "unknown"
         packages = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
         return cls(
-            cpu=_cpu(),
+            cpu=_value(Path("/proc/cpuinfo").read_text(), "model name") or platform.machine(),
             num_cpus=len(os.sched_getaffinity(0)),
             load=os.getloadavg()[0],
             versions=f"Python {platform.python_version()}, {server.partition(' sha')[0]}, {packages}",
             checkout=Checkout.read(),
         )
 
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return platform.machine()
+    def __str__(self) -> str:
+        return f"{self.cpu}, {self.num_cpus} CPUs, load before {self.load:.2f}; {self.versions}\n{self.checkout}"
 
 
 @dataclass(frozen=True)

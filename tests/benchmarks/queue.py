@@ -59,14 +59,6 @@ STOP_TIMEOUT_S = 30.0
 SYSTEM_PROMPTS = tuple(f"You are assistant number {i} and you answer the user in one line. " * 2 for i in range(5))
 
 
-def describe_machine(machine: QueueMachine) -> str:
-    """The machine in two lines."""
-    return (
-        f"{machine.cpu}, {machine.num_cpus} CPUs, load before {machine.load:.2f}; {machine.versions}\n"
-        f"{machine.checkout}"
-    )
-
-
 def as_table(measurements: Sequence[QueueMeasurement]) -> str:
     """A Markdown table, a row for each number of workers."""
     counts = sorted({m.num_workers for m in measurements})
@@ -245,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and write the JSON; 0. Takes one to three minutes with the defaults."""
     options = parse(arguments)
     machine = QueueMachine.read()
-    print(describe_machine(machine), flush=True)
+    print(machine, flush=True)
     measurements: list[QueueMeasurement] = []
     for num_workers in options.workers:
         for _ in range(options.repeats):

@@ -36,7 +36,6 @@ from tests.benchmarks.gpu.workload import (
     nano_vllm_workload,
     shared_prefix_workload,
 )
-from tests.benchmarks.kernels import describe_machine
 from tests.benchmarks.machine import Checkout, GpuTimer, Machine, measure_machine
 from tests.benchmarks.peers.floor import ModelCost
 
@@ -262,7 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no CUDA GPU: nothing was measured", file=sys.stderr)
         return 1
     machine = _machine(torch.device(options.device))
-    print(describe_machine(machine) if is_measurement else TRIAL, flush=True)
+    print(machine if is_measurement else TRIAL, flush=True)
     with tempfile.TemporaryDirectory(prefix="millrace-gpu-") as folder:
         for result in GpuRun(options, machine, Path(folder), deadline).measure():
             if not results or results[-1].section != result.section:
