@@ -12,7 +12,6 @@ import torch
 from kernels import cpu
 from kernels.dispatch import operation_names
 from tests.benchmarks import machine
-from tests.benchmarks import machine as gpu_timer
 from tests.benchmarks.kernel_inputs import MODELS, Case, ModelShape, Sizes, Workload
 from tests.benchmarks.kernels import all_cases, as_table, main, measure, measure_all, parse
 from tests.benchmarks.machine import Checkout, Machine
@@ -144,15 +143,15 @@ class FakeEvent:
 
 
 def test_a_time_is_the_median_of_many_runs_each_restored_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_timer, "FLUSH_BYTES", 1024)
-    monkeypatch.setattr(gpu_timer, "MAX_RUNS", 11)
+    monkeypatch.setattr(machine, "FLUSH_BYTES", 1024)
+    monkeypatch.setattr(machine, "MAX_RUNS", 11)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    timer = gpu_timer.GpuTimer(CPU)
+    timer = machine.GpuTimer(CPU)
     calls: list[str] = []
     FakeEvent.pairs = 0
     assert timer.median_us(lambda: calls.append("run"), lambda: calls.append("restore")) == 6000.0
-    assert calls == ["restore", "run"] * (11 + gpu_timer.WARM_UP_RUNS)
+    assert calls == ["restore", "run"] * (11 + machine.WARM_UP_RUNS)
 
 
 def test_the_limits_of_the_machine_come_from_its_own_times(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import Checkpoint
-from tests.benchmarks.gpu import __main__ as gpu_run
+from tests.benchmarks.gpu import __main__ as gpu_main
 from tests.benchmarks.gpu.__main__ import main
 from tests.benchmarks.gpu.measure import STEP, StepCounts, count_steps
 from tests.benchmarks.gpu.random_model import MODELS, STANDARD_DEVIATION, random_checkpoint, weight_shapes
@@ -111,7 +111,7 @@ def test_a_difference_from_transformers_ends_it_with_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     differing = Parity("qwen3", "float32", 192, 0.5, 1.0, 1.0, 0.1, 0.0)
-    monkeypatch.setattr(gpu_run, "check_parity", lambda *_: differing)
+    monkeypatch.setattr(gpu_main, "check_parity", lambda *_: differing)
     code, written = run(tmp_path, *TINY)
     assert code == 2
     assert [result["section"] for result in written["results"]] == ["parity"]
@@ -124,7 +124,7 @@ def test_a_section_that_fails_costs_itself_alone(
     def fail(*_: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access\nmore")
 
-    monkeypatch.setattr(gpu_run, "run_workload", fail)
+    monkeypatch.setattr(gpu_main, "run_workload", fail)
     code, written = run(tmp_path, *ONE)
     assert code == 1
     assert [(result["section"], result.get("error")) for result in written["results"][:5]] == [

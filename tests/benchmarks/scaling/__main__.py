@@ -15,8 +15,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.benchmarks.machine import PeersMachine, write_figures
-from tests.benchmarks.scaling import measure as waiting_memory
-from tests.benchmarks.scaling.measure import AXES, ScalingPoint, WaitingMemory, exponent, measure, small_model
+from tests.benchmarks.scaling.measure import (
+    AXES,
+    ScalingPoint,
+    WaitingMemory,
+    exponent,
+    measure,
+    memory_of_run,
+    memory_of_worker,
+    small_model,
+)
 
 EXPLANATION = """\
 x before: against the row above; arithmetic: what FLOP per token alone would make of it (attention sees more keys)
@@ -84,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"\n{points_table(_of(axis.name, points))}", flush=True)
         print(f"\n{EXPLANATION}\n", flush=True)
         if MEMORY in options.only:
-            looks = (waiting_memory.of_run, waiting_memory.of_worker)
+            looks = (memory_of_run, memory_of_worker)
             memories = [look(model, count) for look in looks for count in WAITING]
             print(memory_table(memories))
     if options.json is not None:

@@ -148,7 +148,7 @@ class WaitingMemory:
     peak_bytes: int  # the most since it began
 
 
-def of_run(model: Path, num_requests: int) -> WaitingMemory:
+def memory_of_run(model: Path, num_requests: int) -> WaitingMemory:
     """`millrace run` on a file of that many lines."""
     with tempfile.TemporaryDirectory() as name:
         lines, results = _write_lines(Path(name), num_requests), Path(name) / "results.jsonl"
@@ -163,7 +163,7 @@ def of_run(model: Path, num_requests: int) -> WaitingMemory:
             process.wait()
 
 
-def of_worker(model: Path, num_requests: int) -> WaitingMemory:
+def memory_of_worker(model: Path, num_requests: int) -> WaitingMemory:
     """A worker with one job of that many lines."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.scaling import measure as waiting_memory
 from tests.benchmarks.scaling.__main__ import main, memory_table, points_table
-from tests.benchmarks.scaling.measure import AXES, Axis, ScalingPoint, WaitingMemory, exponent, measure
+from tests.benchmarks.scaling.measure import AXES, Axis, ScalingPoint, WaitingMemory, exponent, measure, memory_of_run
 from tests.support.tiny_checkpoint import make_checkpoint
 
 POINTS = [ScalingPoint("prompt tokens", size, size * 10, 1e-4 * size**1.5, 1e3 * size) for size in (100, 400, 1600)]
@@ -63,8 +62,8 @@ def test_every_size_is_measured(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_memory_is_read_while_requests_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting_memory, "SETTLE_S", 0.0)
-    memory = waiting_memory.of_run(make_checkpoint(tmp_path / "model"), 200)
+    monkeypatch.setattr("tests.benchmarks.scaling.measure.SETTLE_S", 0.0)
+    memory = memory_of_run(make_checkpoint(tmp_path / "model"), 200)
     assert 50e6 < memory.resident_bytes <= memory.peak_bytes
 
 
