@@ -1,7 +1,7 @@
-"""Cases of attention over the paged cache, with and without shared prefixes, and of what writes into the cache.
+"""Benchmark cases of attention over the paged cache, with and without shared prefixes, and of writing into the cache.
 
 Rows that share a prefix are compared with the same rows attended one by one, which decides `engine.shared_prefix`.
-Before attention come the norm of queries and keys, the rotary embedding and the write into the cache.
+Writing includes what comes before it: the norm of queries and keys, and the rotary embedding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_POSITIONS = 40960
 
 
 def attention_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
-    """Decode of one request, of a batch, of a ragged batch; prefill of a fresh prompt, of several, of a chunk."""
+    """Decode of one request, a batch and a ragged batch; prefill of one new prompt, of several, and of a chunk."""
     rows, context, chunk = sizes.few_tokens, sizes.context_tokens, sizes.chunk_tokens
     ragged = tuple(max(context * (row + 1) // rows, 1) for row in range(rows))
     for names, model in distinct(models, lambda m: (m.num_heads, m.num_kv_heads, m.head_dim)):
@@ -123,7 +123,7 @@ def _varlen(inputs: AttentionInputs) -> torch.Tensor:
 
 
 def _sdpa(inputs: AttentionInputs, *, is_causal: bool) -> Callable[[], torch.Tensor]:
-    """Rows of one length, keys and values contiguous."""
+    """PyTorch's own attention on contiguous keys and values; all rows must have the same length."""
     num_rows = len(inputs.rows.kv_lens)
     q, k, v = (x.view(num_rows, -1, *x.shape[1:]).transpose(1, 2) for x in (inputs.q, *inputs.contiguous))
 
@@ -159,8 +159,10 @@ def _merge(ops: Operations, model: ModelShape, num_tokens: int) -> Prepare:
 
 
 def shared_prefix_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
-    """A decode step and a step of short suffixes, seven eighths of the keys shared by 4, 16 and all rows; decode with
-    half as much, and with an eighth, to see where it stops to pay."""
+    """Decode steps, and steps of short suffixes, of which 4, 16 or all rows share seven eighths of the keys.
+
+    Decode is also run with half and with an eighth shared, to see where it stops to pay.
+    """
     num_rows, context = sizes.few_tokens, sizes.context_tokens
     shares = [(group_rows, 7) for group_rows in (4, 16, num_rows)] + [(16, 4), (16, 1), (2, 7)]
     for names, model in distinct(models, lambda m: (m.num_heads, m.num_kv_heads, m.head_dim)):
@@ -179,7 +181,7 @@ def shared_prefix_cases(ops: Operations, models: Sequence[ModelShape], sizes: Si
 
 
 def _shared(ops: Operations, model: ModelShape, step: tuple[int, int, int], group_rows: int, shared: int) -> Prepare:
-    """step: queries of a row, rows, keys of a row."""
+    """A step given as (queries of a row, rows, keys of a row), beside the same rows without their group."""
     query_len, num_rows, kv_len = step
 
     def prepare(device: torch.device) -> Workload:
@@ -201,7 +203,7 @@ def _shared(ops: Operations, model: ModelShape, step: tuple[int, int, int], grou
 
 
 def rope_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
-    """Tokens of one prompt, or of as many requests, whose slots lie anywhere."""
+    """A decode step's and a prefill step's tokens, written to slots in random order."""
     for num_tokens, goal in ((sizes.few_tokens, None), (sizes.many_tokens, ELEMENTWISE_GOAL_PERCENT)):
         for names, model in distinct(models, lambda m: (m.num_heads, m.num_kv_heads, m.head_dim, m.qk_norm)):
             norm = "norm" if model.qk_norm else "no norm"

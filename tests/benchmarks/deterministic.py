@@ -52,7 +52,7 @@ class Workload:
         return self.num_requests * (self.prompt_tokens + self.max_tokens)
 
     def requests(self, trial: str) -> list[Request]:
-        """The same tokens in every trial."""
+        """The requests of one trial; their tokens are the same in every trial."""
         return [
             greedy_request(f"{trial}-{number}", [(7 * number + token) % 300 for token in range(self.prompt_tokens)],
                            self.max_tokens)
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(engines: Sequence[Engine], workload: Workload, trials: int) -> str:
-    """Columns of the table: medians of `trials`, after one run of each that warms up."""
+    """One row's figures: medians of `trials`, after one run of each engine that warms up."""
     for engine in engines:
         run_all(engine, workload.requests("warm"))
     seconds = [[_seconds(engine, workload, trial) for engine in engines] for trial in range(trials)]

@@ -1,6 +1,6 @@
 """Measures the work that duplicates cost: `python -m tests.benchmarks.duplicates [--trials N] [--json FILE]`.
 
-200 prompts of one tenant, shuffled, of which 60 say the same as one of the other 140; greedy and seeded in turn; a tiny
+200 shuffled prompts of one tenant, of which 60 equal one of the other 140; greedy and seeded in turn; a tiny
 model, one thread, 16 sequences at a time. Tokens are those that the model's forward passes take in.
 
     work = tokens of the 200 prompts / tokens of the 140 different ones alone; 1.00 is work done once
@@ -31,7 +31,7 @@ VOCAB_SIZE = 300
 
 
 def make_requests(rng: random.Random) -> tuple[list[Request], list[Request]]:
-    """Different requests, and these with their duplicates, shuffled."""
+    """Requests that all differ, and the same together with their duplicates, shuffled."""
     different = [
         Request(
             str(number),
@@ -47,7 +47,7 @@ def make_requests(rng: random.Random) -> tuple[list[Request], list[Request]]:
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> tuple[int, float, dict[str, list[int]]]:
-    """Forward tokens, seconds, and each request's tokens."""
+    """Run the requests: tokens that the forward passes took in, seconds, and each request's tokens."""
     num_tokens = 0
     execute = engine._executor.execute
 

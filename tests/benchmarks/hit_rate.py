@@ -1,4 +1,4 @@
-"""Measures prefix hits over what the prefix tree allows.
+"""Measures prefix hits against the most that the prefix tree allows.
 
 `python -m tests.benchmarks.hit_rate [--seeds N] [--json FILE]`
 
@@ -36,7 +36,7 @@ Prompt = tuple[int, ...]
 
 
 class FirstCome(WaitingQueue[SequenceState]):
-    """The order that was: arrival, passing over those whose next block another sequence is computing."""
+    """For comparison: order of arrival, passing over those whose next block another sequence is computing."""
 
     def __init__(self) -> None:
         super().__init__(LIMITS)
@@ -49,7 +49,7 @@ class FirstCome(WaitingQueue[SequenceState]):
         return iter(self._states)
 
     def add(self, state: SequenceState) -> None:
-        """Behind all others; one that was preempted comes back to the front."""
+        """Put it behind all others; one that was preempted comes back to the front."""
         self._states = {state: None} | self._states if state.was_admitted else self._states | {state: None}
 
     def remove(self, state: SequenceState) -> None:
@@ -62,13 +62,13 @@ class FirstCome(WaitingQueue[SequenceState]):
 
 
 class OldestFirst(BlockManager):
-    """The eviction that was: oldest first, whoever waits for it."""
+    """For comparison: evicts the oldest blocks first, whoever waits for them."""
 
     def want(self, chain: BlockHashChain) -> None:
-        """Nobody asks."""
+        """Ignored: no block is spared."""
 
     def unwant(self, chain: BlockHashChain) -> None:
-        """Nobody asks."""
+        """Ignored: no block is spared."""
 
 
 def make_prompts(rng: random.Random) -> tuple[list[Prompt], int]:
@@ -86,7 +86,7 @@ def _tokens(rng: random.Random, least: int, most: int) -> Prompt:
 
 
 def optimum_percent(prompts: Iterable[Prompt]) -> float:
-    """Hits if every block of the prefix tree is computed once."""
+    """Hits in percent if every block of the prefix tree is computed once."""
     blocks: set[bytes] = set()
     alone = total = 0
     for prompt in prompts:
@@ -100,7 +100,7 @@ def optimum_percent(prompts: Iterable[Prompt]) -> float:
 
 
 def hits_percent(engine: DryEngine, prompts: Sequence[Prompt], window: int, rng: random.Random) -> float:
-    """Run the prompts, at most `window` in the engine at once."""
+    """Run the prompts, at most `window` in the engine at once; hits in percent of the prompt tokens."""
     waiting = iter([(str(number), prompt, rng.randint(16, 64)) for number, prompt in enumerate(prompts)])
 
     def feed(count: int) -> None:

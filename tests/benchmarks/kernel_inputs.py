@@ -1,8 +1,8 @@
-"""Says what a case of the kernel benchmark is, and makes the inputs of attention and of expert layers.
+"""Defines a case of the kernel benchmark, and makes the inputs of attention and of expert layers.
 
-A case is one operation at one shape: what is run, what it is compared with, and what the hardware would need. A paged
-cache is also there as contiguous keys and values, for libraries; expert layers have uniform routing and the same steps
-by PyTorch.
+A case is one operation at one shape: what is run, what it is compared with, and what the hardware must do at least.
+For the libraries in comparison the paged cache also exists as contiguous keys and values, and expert layers also as
+PyTorch operations. Routing is uniform.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ELEMENTWISE_GOAL_PERCENT = 85.0
 
 @dataclass(frozen=True)
 class Workload:
-    """A case with its tensors allocated."""
+    """A case whose tensors are allocated, ready to run."""
 
     amount: int  # bytes that must move, or FLOP that must be done
     formula: str  # how the amount is computed
@@ -46,7 +46,7 @@ Prepare = Callable[[torch.device], Workload]
 
 @dataclass(frozen=True)
 class Case:
-    """A case before its tensors are allocated, so that one after the other fits a GPU."""
+    """A case whose tensors are not allocated yet: only one at a time fits a GPU."""
 
     operation: str  # name in `kernels.interface`, or a chain of them joined by +
     models: str
@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Counts shared by all cases; the defaults are those of the goals."""
+    """Token counts that all cases share. The goals hold for the defaults."""
 
     few_tokens: int = 64  # a decode step
     many_tokens: int = 8192  # a prefill step
@@ -69,7 +69,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the operations of one model see. Names as in `kernels.interface`."""
+    """The dimensions of a model that its operations see, named as in `kernels.interface`."""
 
     name: str
     hidden_size: int
@@ -97,7 +97,7 @@ MODELS = (
 
 
 def distinct(models: Iterable[ModelShape], key: Callable[[ModelShape], Hashable]) -> Iterator[tuple[str, ModelShape]]:
-    """One model of those that look the same to an operation, under the names of all of them."""
+    """One model of each set that looks the same to an operation, with the names of all of the set."""
     groups: dict[Hashable, list[ModelShape]] = {}
     for model in models:
         groups.setdefault(key(model), []).append(model)
@@ -106,7 +106,7 @@ def distinct(models: Iterable[ModelShape], key: Callable[[ModelShape], Hashable]
 
 
 def random(*shape: int, device: torch.device, dtype: torch.dtype = DTYPE) -> torch.Tensor:
-    """Normally distributed, made where it is used: a head's weight on a CPU would take seconds."""
+    """Normally distributed values, drawn on `device`: a head's weight would take seconds on a CPU."""
     return torch.randn(*shape, device=device, dtype=dtype)
 
 
@@ -116,9 +116,9 @@ def shuffled(size: int, device: torch.device) -> torch.Tensor:
 
 
 class AttentionInputs:
-    """Blocks of all rows are handed out in random order, as after hours of use.
+    """Queries and a paged cache whose blocks are in random order, as after hours of use.
 
-    Of each group_rows rows the first shared_tokens keys are the same blocks, when group_rows is above 1.
+    If group_rows is above 1, each group_rows rows share the blocks of their first shared_tokens keys.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ def _starts(lens: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 class ExpertInputs:
-    """Tensors of one layer and one step."""
+    """The tensors of one expert layer in one step, and the layer's operations by PyTorch."""
 
     def __init__(self, model: ModelShape, num_tokens: int, device: torch.device) -> None:
         self.num_experts, self.top_k = model.num_experts, model.experts_per_token
@@ -183,38 +183,38 @@ class ExpertInputs:
         self.num_reached = int((self.routed.expert_ids.flatten().bincount() > 0).sum())
 
     def route(self) -> RoutedExperts:
-        """`route_topk`, renormalised."""
+        """As `route_topk` with renormalised weights."""
         weights, ids = torch.softmax(self.logits.float(), dim=-1).topk(self.top_k, dim=-1)
         return RoutedExperts(weights / weights.sum(dim=-1, keepdim=True), ids)
 
     def sort(self) -> ExpertLayout:
-        """`sort_tokens_by_expert`, without a wait for the GPU."""
+        """As `sort_tokens_by_expert`, without waiting for the GPU."""
         ordered, pair_ids = self.routed.expert_ids.flatten().sort(stable=True)
         experts = torch.arange(self.num_experts + 1, device=ordered.device)
         return ExpertLayout(pair_ids, torch.searchsorted(ordered, experts), self.top_k)
 
     def grouped_gate_up(self) -> torch.Tensor:
-        """`grouped_gemm` with gather."""
+        """As `grouped_gemm` with gather."""
         return F.grouped_mm(self.x[self.pair_tokens], self.gate_up.transpose(-2, -1), offs=self.group_ends)
 
     def grouped_down(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`grouped_gemm` without gather."""
+        """As `grouped_gemm` without gather."""
         return F.grouped_mm(hidden, self.down.transpose(-2, -1), offs=self.group_ends)
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
-        """`combine_experts`, with the weights rounded to the model dtype so that it is one product."""
+        """As `combine_experts`, but with weights rounded to the model's dtype, so that it is one product."""
         by_pair = torch.empty_like(rows)
         by_pair[self.layout.pair_ids] = rows
         weights = self.routed.weights.to(rows.dtype)[:, None]
         return torch.bmm(weights, by_pair.view(-1, self.top_k, rows.shape[1])).squeeze(1)
 
     def experts(self) -> torch.Tensor:
-        """The layer from routed tokens on, with the layout of the first routing."""
+        """The layer after routing, with the layout of the first routing."""
         self.sort()
         gate, up = self.grouped_gate_up().chunk(2, dim=-1)
         return self.combine(self.grouped_down(F.silu(gate).mul_(up)))
 
     def layer(self) -> torch.Tensor:
-        """The layer from the router's logits on."""
+        """The whole layer, from the router's logits."""
         self.route()
         return self.experts()

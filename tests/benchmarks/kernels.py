@@ -32,7 +32,7 @@ amounts:"""
 
 @dataclass(frozen=True)
 class Measurement:
-    """Times of one case, ours and the best library call's."""
+    """Our time of one case, and that of the fastest library call."""
 
     case: Case
     amount: int = 0
@@ -54,7 +54,7 @@ class Measurement:
 
 
 def measure(case: Case, device: torch.device, median_us: MedianUs) -> Measurement:
-    """Allocate, run ours and every library call. What fails is recorded, so that one failure costs one figure."""
+    """Allocate the case, time our operation and every library call. A failure is recorded and costs one figure only."""
     try:
         work = case.prepare(device)
         time_us = median_us(work.run, work.restore)
@@ -77,12 +77,12 @@ def _one_line(error: Exception) -> str:
 
 
 def rate_per_s(machine: Machine, measurement: Measurement) -> float:
-    """The bound of a case on this machine."""
+    """The measured rate that bounds a case: bytes or FLOP a second."""
     return machine.copy_bytes_per_s if measurement.case.bound == "bandwidth" else machine.matmul_flop_per_s
 
 
 def as_table(machine: Machine, measurements: Sequence[Measurement]) -> str:
-    """All figures, the formulas below, and what failed."""
+    """The figures, then the formulas and what failed."""
     rows = [HEADER, *(_row(machine, measurement) for measurement in measurements)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -96,7 +96,7 @@ def as_table(machine: Machine, measurements: Sequence[Measurement]) -> str:
 
 
 def as_json(machine: Machine, measurements: Sequence[Measurement]) -> dict[str, object]:
-    """The same as plain data."""
+    """The machine and all figures as plain data."""
     return {"machine": asdict(machine), "measurements": [_record(machine, m) for m in measurements]}
 
 
@@ -137,7 +137,7 @@ def _record(machine: Machine, m: Measurement) -> dict[str, object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 without a GPU or where a case failed."""
+    """Measure all cases. Returns 0; 1 without a GPU or if a case failed."""
     options = parse(arguments)
     if not torch.cuda.is_available():
         print("no CUDA GPU: nothing was measured", file=sys.stderr)
@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure_all(
     cases: Iterable[Case], device: torch.device, median_us: MedianUs, machine: Machine, json_path: Path | None
 ) -> int:
-    """Print the table and write the JSON. Returns 1 where a case failed, else 0."""
+    """Print the table and write the JSON. Returns 1 if a case failed, else 0."""
     measurements: list[Measurement] = []
     for case in cases:
         measurements.append(measure(case, device, median_us))
@@ -172,7 +172,7 @@ def measure_all(
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Exits with 2 and one line where an argument cannot be used."""
+    """Parse the command line; exit with 2 and one line if an argument cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.kernels", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
     parser.add_argument(
@@ -194,7 +194,7 @@ def all_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> It
 
 
 def write_json(path: Path, machine: Machine, measurements: Sequence[Measurement]) -> None:
-    """Replace the file."""
+    """Write the figures to `path`, replacing what is there."""
     path.write_text(json.dumps(as_json(machine, measurements), indent=1) + "\n")
 
 

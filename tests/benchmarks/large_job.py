@@ -43,7 +43,7 @@ POLL_S = 0.02
 
 @dataclass(frozen=True)
 class LargeJobFigures:
-    """One run. Times in seconds, on a clock on the wall."""
+    """The figures of one run. Times are wall-clock seconds."""
 
     num_lines: int
     input_bytes: int
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Exits with 2 and one line where an argument cannot be used."""
+    """Parse the command line; exit with 2 and one line if an argument cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.large_job", description=__doc__)
     parser.add_argument("--lines", type=int, default=50_000, metavar="N", help="lines of the job")
     parser.add_argument("--line-bytes", type=int, default=4_000, metavar="N", help="bytes of a line, about")

@@ -1,4 +1,4 @@
-"""Submits or reads a large job in a process of its own, whose memory is nobody else's.
+"""Submits or reads a large job in a process of its own, so that its memory can be measured.
 
 `python -m tests.benchmarks.large_job_part submit URL FILE`, or `read URL JOB FILE`: prints its figures as JSON. Memory
 is as Linux counts it.
@@ -18,12 +18,12 @@ from worker.lines.files import read_raw_lines
 
 
 def rss_mib(pid: int | str = "self") -> float:
-    """What it has in memory now."""
+    """MiB of memory that this process has now."""
     return _field(pid, "VmRSS")
 
 
 def peak_rss_mib(pid: int | str = "self") -> float:
-    """The most it has had since it began, or since `forget_peak`.
+    """MiB that this process had at most, since it began or since `forget_peak`.
 
     Not getrusage: its ru_maxrss begins with what the process had that started this one.
     """
@@ -31,7 +31,7 @@ def peak_rss_mib(pid: int | str = "self") -> float:
 
 
 def forget_peak(pid: int) -> None:
-    """Let the peak begin anew with what the process has now, see proc(5) on clear_refs."""
+    """Reset the peak to what the process has now; see proc(5) on clear_refs."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
@@ -60,7 +60,7 @@ def read(url: str, job_id: str, file: Path) -> dict[str, object]:
 
 
 def main(arguments: list[str]) -> None:
-    """Do what the first argument says."""
+    """Submit or read, as the first argument says, and print the figures."""
     if arguments[0] == "submit":
         figures = submit(arguments[1], Path(arguments[2]))
     else:

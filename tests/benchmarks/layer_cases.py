@@ -1,6 +1,6 @@
-"""Cases of everything but attention: projections, norms, the gated activation, mixture of experts, sampling.
+"""Benchmark cases of everything but attention: projections, norms, gated activation, mixture of experts, sampling.
 
-Of experts each operation is a case, and so is the layer they make.
+For experts each operation is a case, and so is the whole layer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOGIT_SCALE = 3.0  # a nucleus of some thousand tokens
 
 
 def elementwise_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
-    """A decode step's tokens and a prefill step's; the goal is for the latter, since few rows do not fill a GPU."""
+    """A decode step's and a prefill step's tokens. The goal is for prefill: few rows do not fill a GPU."""
     yield from _linear_cases(ops, models, sizes)
     for num_tokens, goal in ((sizes.few_tokens, None), (sizes.many_tokens, ELEMENTWISE_GOAL_PERCENT)):
         for names, model in distinct(models, lambda m: m.hidden_size):
@@ -118,7 +118,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def expert_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
-    """Routing is uniform: of 128 experts, 64 tokens with 8 choices reach 126."""
+    """Expert layers with uniform routing: 64 tokens with 8 choices reach 126 of 128 experts."""
     few, many = sizes.few_tokens, sizes.many_tokens
     for model in (model for model in models if model.num_experts):
         experts = f"E {model.num_experts}, top {model.experts_per_token}, H {model.hidden_size}"

@@ -1,8 +1,7 @@
-"""Describes the machine and the version of the source that a benchmark measured, and measures what they cannot say.
+"""Describes the machine and the commit that a benchmark measured, and times what runs there.
 
-What a GPU can do at best, and the time of work on it without what the host adds and without what an earlier run left in
-the cache; CPU time of other processes, and what a hypervisor took of the CPUs. Figures are written as files that say
-how they were made.
+That is: what a GPU can do at best, the time of work on it without the host's share and with an empty cache, CPU time of
+other processes, and what a hypervisor took of the CPUs. Figures are written to files that say how they were made.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ PACKAGES = ("celery", "redis", "pydantic", "tokenizers")
 
 @dataclass(frozen=True)
 class Checkout:
-    """The commit, and whether the source is that commit's."""
+    """The commit that is checked out, and whether the source differs from it."""
 
     commit: str  # "unknown" outside a git checkout
     dirty: bool | None  # whether tracked files differ from the commit; None where that is unknown
 
     @classmethod
     def read(cls) -> Checkout:
-        """The one this file is in."""
+        """Read the checkout that this file is in."""
         changed = command_output(["git", "status", "--porcelain", "--untracked-files=no"])
         commit = command_output(["git", "rev-parse", "HEAD"])
         return cls(commit or "unknown", None if changed is None else bool(changed))
@@ -63,7 +62,7 @@ class Checkout:
 
 
 def command_output(command: Sequence[str]) -> str | None:
-    """What the command prints when run in the checkout, None where it fails or is not there."""
+    """What the command prints when run in the checkout; None if it fails or does not exist."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
@@ -166,7 +165,7 @@ def _call(action: Callable[[], None] | None) -> None:
 
 @dataclass(frozen=True)
 class PeersMachine:
-    """CPU and source."""
+    """The CPU and its features, and the source: what decides the figures of an engine on a CPU."""
 
     cpu: str
     num_cpus: int
@@ -177,7 +176,7 @@ class PeersMachine:
 
     @classmethod
     def read(cls) -> PeersMachine:
-        """This machine. Linux only."""
+        """Read this machine. Linux only."""
         info = Path("/proc/cpuinfo").read_text()
         flags = _value(info, "flags").split()
         return cls(
@@ -197,7 +196,7 @@ class PeersMachine:
 
 
 def _value(info: str, wanted: str) -> str:
-    """Of the first line of that name; "" where there is none."""
+    """The value of the first line of /proc/cpuinfo with that name; "" if there is none."""
     for line in info.splitlines():
         name, _, value = line.partition(":")
         if name.strip() == wanted:
@@ -207,7 +206,7 @@ def _value(info: str, wanted: str) -> str:
 
 @dataclass(frozen=True)
 class QueueMachine:
-    """CPU and software."""
+    """The CPU and the software that the queue runs on."""
 
     cpu: str
     num_cpus: int  # workers, Redis and producer share them
@@ -217,7 +216,7 @@ class QueueMachine:
 
     @classmethod
     def read(cls) -> QueueMachine:
-        """This machine."""
+        """Read this machine."""
         server = command_output([redis_executable(), "--version"]) or "unknown"
         packages = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
         return cls(
@@ -245,18 +244,18 @@ class CpuTicks:
 
     @classmethod
     def read(cls, stat: Path = Path("/proc/stat")) -> Self:
-        """Now."""
+        """Read the counters as they are now."""
         # user nice system idle iowait irq softirq steal; guests' time, which follows, is in user's already
         fields = [int(field) for field in stat.read_text().splitlines()[0].split()[1:9]]
         return cls(sum(fields), fields[7])
 
     def stolen_share(self, before: CpuTicks) -> float:
-        """Of the time since `before`, 0 to 1."""
+        """The share of all CPUs' time since `before` that the hypervisor took, 0 to 1."""
         return (self.stolen - before.stolen) / max(self.total - before.total, 1)
 
 
 def cpu_time_s(pids: Iterable[int]) -> float:
-    """User and system time of these processes so far, all of their threads, in steps of 10 ms. Linux only."""
+    """User and system time of these processes so far, all threads together, in steps of 10 ms. Linux only."""
     return sum(_ticks(pid) for pid in pids) / os.sysconf("SC_CLK_TCK")
 
 
@@ -267,9 +266,9 @@ def _ticks(pid: int) -> int:
 
 
 def write_figures(path: Path, module: str, arguments: Sequence[str] | None, figures: Mapping[str, object]) -> None:
-    """Replace the file: JSON, the day (UTC) and the command before the figures.
+    """Write the figures as JSON, after the day (UTC) and the command that made them.
 
-    module: below `tests.benchmarks`; arguments: what followed it, None for those of this process.
+    module: the benchmark's name below `tests.benchmarks`; arguments: its command line, None for this process' own.
     """
     given = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "-m", f"tests.benchmarks.{module}", *given])

@@ -71,7 +71,7 @@ def _tokens(rng: random.Random, least: int, most: int) -> Prompt:
 
 
 def measure_hits(model: Path, seed: int) -> dict[str, float]:
-    """Percent of the prompt tokens, by name of the order."""
+    """Hits in percent of the prompt tokens, by name of the order."""
     rng = random.Random(seed)
     prompts, num_blocks = make_prompts(rng)
     options = [f"worker.shard_size={SHARD_SIZE}", f"engine.kv_cache.num_blocks={num_blocks}"]
@@ -117,7 +117,7 @@ def measure_shares(model: Path, seed: int) -> dict[str, dict[str, float]]:
 
 
 def _num_done_at_the_end_of(client: BatchClient, small: Mapping[str, str], large: str) -> dict[str, int]:
-    """Prompts of all tenants that were done, from now on, when each small tenant's job was."""
+    """By small tenant: prompts of all tenants that were done between now and the end of its job."""
     before = client.status(large).request_counts.finished
     found: dict[str, int] = {}
     while len(found) < len(small):

@@ -1,4 +1,4 @@
-"""Measures the queue alone.
+"""Measures what the queue costs without a model.
 
 `python -m tests.benchmarks.queue [--prompts N] [--workers 1 2 4] [--repeats N] [--json FILE]`
 
@@ -68,7 +68,7 @@ def as_table(measurements: Sequence[QueueMeasurement]) -> str:
 
 
 def as_json(machine: QueueMachine, measurements: Sequence[QueueMeasurement]) -> dict[str, object]:
-    """The same as plain data, a record for each run."""
+    """The machine and every run as plain data."""
     return {"machine": asdict(machine), "measurements": [_record(m) for m in measurements]}
 
 
@@ -117,16 +117,16 @@ class QueueMeasurement:
 
     @property
     def prompts_per_s_per_worker(self) -> float:
-        """Planning included."""
+        """Prompts a second and worker, planning included."""
         return self.num_prompts / self.total_s / self.num_workers
 
     @property
     def shards_per_s_per_worker(self) -> float:
-        """After planning, in prompts a second."""
+        """Prompts a second and worker once planning is done."""
         return self.num_prompts / (self.total_s - self.planning_s) / self.num_workers
 
     def us_per_prompt(self, seconds: float) -> float:
-        """Microseconds a prompt."""
+        """`seconds` in microseconds a prompt."""
         return seconds / self.num_prompts * 1e6
 
 
@@ -234,7 +234,7 @@ def queue_lines(num_lines: int) -> Iterator[bytes]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table and write the JSON; 0. Takes one to three minutes with the defaults."""
+    """Print the table and write the JSON. Returns 0. Takes one to three minutes with the defaults."""
     options = parse(arguments)
     machine = QueueMachine.read()
     print(machine, flush=True)
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Exits with 2 and one line where an argument cannot be used."""
+    """Parse the command line; exit with 2 and one line if an argument cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.queue", description=__doc__)
     parser.add_argument("--prompts", type=int, default=20_000, metavar="N", help="in each run, over all workers")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="worker processes")

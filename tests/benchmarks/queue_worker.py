@@ -1,4 +1,5 @@
-"""Runs a worker whose engine answers every request in the step after it came:
+"""Runs a worker whose engine answers every request in the step after it came.
+
 `python -m tests.benchmarks.queue_worker TOKENIZER_DIR KEY=VALUE ...`
 """
 
@@ -68,7 +69,7 @@ class InstantEngine:
 
 
 def main() -> int:
-    """Run until a signal; the exit code."""
+    """Run until a signal. Returns the exit code."""
     effective = load_settings(parse_assignments(sys.argv[2:]), environ={})
     configure_logging(effective.settings.log)
     return run_worker(effective, lambda _: InstantEngine(Tokenizer.from_directory(Path(sys.argv[1]))))

@@ -45,7 +45,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A group of rows."""
+    """The size of a group of rows that share a prefix."""
 
     num_rows: int
     query_tokens: int  # of each row: 1 is decode
@@ -53,7 +53,7 @@ class Sizes:
     shared_tokens: int
 
     def make_rows(self) -> AttentionRows:
-        """Rows over blocks in random order, as one group. Of the own tokens a decode row has between half and all."""
+        """One group of rows over blocks in random order. A decode row has between half and all of the own tokens."""
         shared, own = self.shared_tokens // BLOCK_SIZE, -(-self.own_tokens // BLOCK_SIZE)
         blocks = (torch.randperm(NUM_BLOCKS - 1)[: shared + self.num_rows * own] + 1).int()
         heads = blocks[:shared].expand(self.num_rows, -1)

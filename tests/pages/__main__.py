@@ -55,7 +55,7 @@ _LABEL_VALUES = {
 
 
 def commands_page() -> str:
-    """Every command with its options."""
+    """The page of all commands with their options."""
     context = click.Context(cli, info_name="millrace")
     names = cli.list_commands(context)
     rows = ((f"[`millrace {name}`](#millrace-{name})", cli.summary_of(name)) for name in names)
@@ -68,7 +68,7 @@ def commands_page() -> str:
 
 
 def metrics_page() -> str:
-    """Every metric, by what it is about."""
+    """The page of all metrics, by what they are about."""
     return page(
         "Metrics",
         f"{len(catalogue.METRICS)} metrics, served by each worker at `/metrics`, which is off unless "
@@ -85,7 +85,7 @@ def metrics_page() -> str:
 
 
 def settings_page() -> str:
-    """Every setting, by group, in the order of declaration."""
+    """The page of all settings, by group, in the order of declaration."""
     rows = load_settings(environ={}).rows()
     derived = _derived_keys()
     by_group: dict[str, list[SettingRow]] = {}
@@ -111,7 +111,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
 
 
 def stale_pages(root: Path = ROOT) -> dict[str, str]:
-    """Pages that are not there or not what the code says, with what they should be."""
+    """Pages that are missing or differ from what the code says, with the text they should have."""
     wanted = {name: write() for name, write in PAGES.items()}
     return {name: text for name, text in wanted.items() if _text(root / name) != text}
 
@@ -134,7 +134,7 @@ def _settings_section(group: str, about: str, rows: list[SettingRow], derived: f
 
 
 def _groups(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
-    """The groups that hold settings, with what their class says of itself."""
+    """The groups of settings, each with its class' docstring."""
     for name, field in model.model_fields.items():
         group = field.annotation
         if isinstance(group, type) and issubclass(group, BaseModel):
@@ -143,7 +143,7 @@ def _groups(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _derived_keys() -> frozenset[str]:
-    """Those that the engine fills in for a decoder: the same on every machine, whatever their values there."""
+    """Settings that the engine fills in for a decoder. They are the same on every machine; their values are not."""
     config: Mapping[str, object] = _SMALLEST_MODEL
     derived = derive_for(
         load_settings(environ={}),
@@ -155,7 +155,7 @@ def _derived_keys() -> frozenset[str]:
 
 
 def _about() -> str:
-    """What the catalogue says of itself, with its constants' values."""
+    """The catalogue's docstring, with its constants replaced by their values."""
     text = inspect.getdoc(catalogue) or ""
     return re.sub(r"\b[A-Z]+_[A-Z_]+\b", lambda match: f"{getattr(catalogue, match[0])}", text)
 
@@ -191,14 +191,14 @@ def _command_section(parent: click.Context, name: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; `|` in a cell is escaped, a line's end is a space."""
+    """A Markdown table. In a cell `|` is escaped and a line's end becomes a space."""
     lines = [head, ["---"] * len(head), *rows]
     cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def plain(text: str) -> str:
-    """Text as it stands: outside of code nothing in it is markup."""
+    """Text with its markup escaped, but for code spans."""
     parts = text.split("`")
     return "`".join(
         part if index % 2 else re.sub(r"(\*|<(?=[/a-zA-Z]))", r"\\\1", part) for index, part in enumerate(parts)
@@ -212,7 +212,7 @@ def page(title: str, *parts: str) -> str:
 
 
 def main() -> int:
-    """The exit code: 1 if a page was stale and is not to be written."""
+    """Write stale pages, or with `--check` only name them. Returns 1 if one is left stale."""
     parser = argparse.ArgumentParser(prog="python -m tests.pages", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is stale")
     is_check = parser.parse_args().check

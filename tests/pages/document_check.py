@@ -28,11 +28,11 @@ _MODULE = re.compile(r"\bpython3?[ \t]+-m[ \t]+(?P<name>[\w.]+)")
 _OUR_MODULE = re.compile(r"tests(\.\w+)+")
 _PATH = re.compile(r"[\w.*-]+(/[\w.*-]+)+/?|[\w.*-]+/")
 _SUFFIXES = {".py", ".md", ".lua", ".yaml", ".yml", ".toml", ".sh", ".svg"}
-# Of a name without a folder: these are ours wherever they stand, others may be a user's or a checkpoint's.
+# A file named without its folder must be one of ours if it ends so; others may be a user's or a checkpoint's.
 _OUR_SUFFIXES = {".py", ".lua"}
 PACKAGES = ("worker", "engine", "kernels", "settings", "tests")
 _SKIPPED = {".venv", "node_modules", "__pycache__"}
-# They look like settings and are something of Redis's.
+# These look like settings but belong to Redis.
 _FOREIGN = {"redis.conf", "redis.io"}
 
 _TARGET = re.compile(r"^([a-z][\w-]*):", re.MULTILINE)
@@ -46,7 +46,7 @@ _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class KnownNames:
-    """Read off the code."""
+    """The names that documents may use, read off the code."""
 
     settings: frozenset[str]
     groups: frozenset[str]
@@ -57,7 +57,7 @@ class KnownNames:
 
     @classmethod
     def of_code(cls, root: Path) -> Self:
-        """As the code stands."""
+        """Read the names from the code under `root`."""
         rows = load_settings(environ={}).rows()
         return cls(
             settings=frozenset(row.key for row in rows),
@@ -72,18 +72,18 @@ class KnownNames:
 
 @dataclass(frozen=True)
 class DocumentCheck:
-    """Holds documents against the code under `root`."""
+    """Compares documents with the code under `root`."""
 
     root: Path
     names: KnownNames
 
     def documents(self) -> list[Path]:
-        """Every Markdown file of ours."""
+        """Every Markdown file of this repository."""
         found = (path.relative_to(self.root) for path in sorted(self.root.rglob("*.md")))
         return [path for path in found if not any(part in _SKIPPED or part.startswith(".") for part in path.parts[:-1])]
 
     def problems(self, document: Path, text: str) -> list[Problem]:
-        """Everything wrong with the text of `document`, whose path is relative to the root."""
+        """What the text of `document` names that does not exist. `document` is relative to the root."""
         markdown = Markdown(text)
         shell = [piece for language, piece in markdown.fenced if language in ("", "sh", "bash", "shell", "console")]
         spans = list(markdown.spans)
@@ -118,7 +118,7 @@ class DocumentCheck:
                 yield _line(piece, match), match[0], "there is no such setting, and no such module"
 
     def _is_python(self, name: str) -> bool:
-        """Whether it is a module of ours, stands in one, as `worker.client.BatchClient` does, or is the library's."""
+        """Whether it is one of our modules, a name in one (`worker.client.BatchClient`), or redis-py's."""
         if name.startswith("redis."):
             return hasattr(redis, name.split(".")[1])
         path = self.root.joinpath(*name.split("."))
@@ -138,7 +138,7 @@ class DocumentCheck:
                     yield line, f"millrace {match['name']} {option}", "there is no such option"
 
     def _options(self, piece: Piece) -> Iterator[tuple[int, str, str]]:
-        """An option by itself: of whichever command, or of a program that our files call with it."""
+        """An option by itself may be any command's, or any program's that our files call with it."""
         match = _OPTION_ALONE.fullmatch(piece.text)
         if match is None or any(match[1] in options for options in self.names.commands.values()):
             return
@@ -151,7 +151,7 @@ class DocumentCheck:
 
     @cached_property
     def _code(self) -> str:
-        """All that is no document."""
+        """The text of all files that may call a program with an option."""
         files = [self.root / "Makefile", *self.root.glob("*.yaml"), self.root / "worker/Dockerfile"]
         for package in PACKAGES:
             files += (self.root / package).rglob("*.py")
@@ -246,7 +246,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some text of a document, and the line it begins in, counted from 1."""
+    """A part of a document, and the line it begins in, counted from 1."""
 
     text: str
     line: int
@@ -254,13 +254,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Markdown:
-    """A document's text, and what is code in it."""
+    """A document's text, and the code, links and headings in it."""
 
     text: str
 
     @property
     def fenced(self) -> list[tuple[str, Piece]]:
-        """Blocks between ``` with their language, which may be empty."""
+        """Fenced blocks with their language, which may be empty."""
         return [(match[1], self._piece(match, 2)) for match in _FENCE.finditer(self.text)]
 
     @property
@@ -270,19 +270,19 @@ class Markdown:
 
     @property
     def spans(self) -> Iterator[Piece]:
-        """What stands between single backticks, on one line."""
+        """Code spans, each joined to one line."""
         for match in _SPAN.finditer(self.prose):
             yield Piece(" ".join(match[1].split()), self._line(match.start(1)))
 
     @property
     def links(self) -> Iterator[Piece]:
-        """Where links lead."""
+        """The targets of links."""
         for match in _LINK.finditer(_SPAN.sub(lambda span: "-" * len(span[0]), self.prose)):
             yield Piece(match[1], self._line(match.start(1)))
 
     @property
     def anchors(self) -> set[str]:
-        """What GitHub calls the headings."""
+        """The anchors that GitHub gives the headings."""
         titles = (match[1].lower() for match in _HEADING.finditer(self.prose))
         return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
 

@@ -53,7 +53,7 @@ EXIT_DIFFERS = 2
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Exits with 2 and one line where an argument cannot be used."""
+    """Parse the command line; exit with 2 and one line if an argument cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.gpu", description=DESCRIPTION)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON, after each of them")
     parser.add_argument(
@@ -84,7 +84,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class _Visit:
-    """A model that is loaded once, for some sections."""
+    """A model that is loaded once, and the sections that are measured on it."""
 
     model: str
     graphs: bool
@@ -101,7 +101,7 @@ WITHOUT_GRAPHS = tuple(_Visit(visit.model, False, ("decode",)) for visit in WITH
 
 
 class GpuRun:
-    """Measures what the options ask for. What fails costs its own section only."""
+    """Measures what the options ask for. A failure costs its own section only."""
 
     def __init__(self, options: argparse.Namespace, machine: Machine, directory: Path, deadline: Deadline) -> None:
         self._options = options
@@ -112,7 +112,7 @@ class GpuRun:
         self._deadline = deadline
 
     def measure(self) -> Iterator[GpuResult]:
-        """Each figure as it is there."""
+        """Yield each figure as soon as it is measured."""
         wanted = self._options.sections
         if "parity" in wanted:
             for family, _ in CASES:
@@ -208,7 +208,7 @@ def _one_line(error: Exception) -> str:
 
 
 class EngineSlot:
-    """Loads an engine when it is first asked for, and gives its memory back: two models do not fit."""
+    """Loads an engine when it is first needed and frees its memory afterwards: two models do not fit."""
 
     def __init__(self, load: Callable[[], Engine], device: torch.device) -> None:
         self._load = load
@@ -221,13 +221,13 @@ class EngineSlot:
         return self._engine is None
 
     def get(self) -> Engine:
-        """The engine, loaded at the first call and at the first after `discard`."""
+        """The engine, loaded by the first call and by the first after `discard`."""
         if self._engine is None:
             self._engine = self._load()
         return self._engine
 
     def discard(self) -> None:
-        """Drop it, whatever it was doing."""
+        """Close the engine, whatever it was doing, and free its memory."""
         # After a fault of the device every call fails; the next section says so.
         with suppress(RuntimeError, EngineError):
             if self._engine is not None:
@@ -237,7 +237,7 @@ class EngineSlot:
 
 
 def free_memory(device: torch.device) -> None:
-    """Of what nobody refers to; tiny models on a CPU need no room."""
+    """Return unused memory to the GPU. On a CPU, where the models are tiny, do nothing."""
     if device.type == "cuda":
         gc.collect()
         with suppress(RuntimeError):
@@ -245,7 +245,9 @@ def free_memory(device: torch.device) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 without a GPU or where something failed; 2 where our tokens are not transformers'."""
+    """Print and write each figure. Returns 0; 1 without a GPU or if something failed; 2 if our tokens differ from
+    transformers'.
+    """
     options = parse(arguments)
     deadline = Deadline(options.budget_s)
     has_device = options.device == "cpu" or torch.cuda.is_available()
@@ -288,7 +290,7 @@ def _machine(device: torch.device) -> Machine:
 
 
 def _write(path: Path | None, machine: Machine | None, results: Sequence[GpuResult], about: dict[str, Any]) -> None:
-    """After each figure: a run that is cut off keeps what it measured."""
+    """Called after each figure: a run that is cut off keeps what it measured."""
     if path is not None:
         path.write_text(json.dumps(as_json(machine, results, about), indent=1) + "\n")
 

@@ -1,7 +1,6 @@
-"""Measures a loaded engine: what it holds, a workload from the first request to the last output, decode steps by batch.
+"""Measures a loaded engine: its memory, a whole workload, and decode steps by batch size.
 
-Decode steps of all batch sizes come after one prefill; what the host and the GPU do in a step is counted by
-torch.profiler.
+The decode steps of all batch sizes follow one prefill. torch.profiler counts what host and GPU do in a step.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ COPY_TO_HOST = "Memcpy DtoH"
 
 @dataclass(frozen=True)
 class Throughput:
-    """What one run of a workload took."""
+    """The time and the counts of one run of a workload."""
 
     seconds: float
     output_tokens: int
@@ -50,7 +49,7 @@ class Throughput:
 
     @property
     def percent(self) -> float:
-        """Of what memory and arithmetic allow."""
+        """Speed in percent of what memory and arithmetic allow."""
         return 100 * self.limit_s / self.seconds
 
     @property
@@ -60,7 +59,7 @@ class Throughput:
 
 
 def run_workload(engine: Engine, load: GpuWorkload, limits: Limits, deadline: Deadline) -> Throughput:
-    """Time it. Raises the error of a request that failed, OutOfTime."""
+    """Run and time a workload. Raises the error of a request that failed, and OutOfTime."""
     requests = load.requests()
     before = engine.stats()
     begin = time.perf_counter()
@@ -89,7 +88,7 @@ def run_workload(engine: Engine, load: GpuWorkload, limits: Limits, deadline: De
 
 
 class DecodeCells:
-    """Prefills the largest batch and measures it, aborts down to the next, and so on."""
+    """Measures decode by batch size: prefills the largest batch, then aborts requests down to each smaller one."""
 
     def __init__(self, engine: Engine, limits: Limits, sizes: GpuSizes, deadline: Deadline) -> None:
         self._engine = engine
@@ -100,7 +99,7 @@ class DecodeCells:
         self._lost_tokens = engine.stats().generated_tokens  # generated for requests that are no longer here
 
     def measure(self) -> Iterator[DecodeCell]:
-        """Each batch size as it is done. Raises OutOfTime, at the end RuntimeError where the KV pool was too small."""
+        """Yield each batch size as it is done. Raises OutOfTime, and RuntimeError if the KV pool is too small."""
         batches = [batch for batch in self._sizes.batches if self._fits(batch)]
         if batches:
             yield from self._measure(batches)
@@ -152,7 +151,7 @@ class DecodeCells:
         return DecodeCell(batch, context, step_ms, limit_s * 1e3, allocations, replays, counts)
 
     def _timed(self) -> float:
-        """Milliseconds a step, the last one's work on the GPU included."""
+        """Milliseconds a step, including the GPU's work of the last one."""
         self._synchronize()
         begin = time.perf_counter()
         for _ in range(self._sizes.timed_steps):
@@ -161,7 +160,7 @@ class DecodeCells:
         return (time.perf_counter() - begin) / self._sizes.timed_steps * 1e3
 
     def _step(self) -> None:
-        """What is aborted is handed out here: what had been generated for it counts no more."""
+        """Run a step. It also returns what was aborted, whose tokens no longer count."""
         self._deadline.check()
         for output in self._engine.step():
             if output.error is not None:
@@ -194,7 +193,7 @@ def _mean(before: int | None, after: int | None, num_steps: int) -> float | None
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Means a step."""
+    """What host and GPU did in a step, on average."""
 
     kernels: float  # that the GPU ran, those of graphs included
     launches: float  # calls of the host that enqueue something: kernels, graphs, copies
@@ -234,7 +233,7 @@ class StepCounts:
 
 @dataclass(frozen=True)
 class DecodeCell:
-    """One batch size."""
+    """The figures of decode at one batch size."""
 
     batch: int
     context_tokens: float  # mean over the sequences and the timed steps
@@ -246,22 +245,22 @@ class DecodeCell:
 
     @property
     def median_ms(self) -> float:
-        """Of the times taken."""
+        """Median of the times that were taken, in ms a step."""
         return median(self.step_ms)
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated."""
+        """Generated tokens a second."""
         return self.batch / self.median_ms * 1e3
 
     @property
     def percent(self) -> float:
-        """Of what memory and arithmetic allow."""
+        """Speed in percent of what memory and arithmetic allow."""
         return 100 * self.limit_ms / self.median_ms
 
 
 def count_steps(step: Callable[[], object], num_steps: int, device: torch.device) -> StepCounts | None:
-    """Run steps under the profiler. None where it saw no GPU."""
+    """Count what steps do, by the profiler. None if it saw no GPU."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -278,7 +277,7 @@ def count_steps(step: Callable[[], object], num_steps: int, device: torch.device
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Random weights made, memory measured, graphs captured."""
+    """How long loading took, and where memory went: random weights, KV pool, graphs."""
 
     seconds: float
     weights_bytes: int
@@ -290,7 +289,7 @@ class EngineLoad:
 
     @classmethod
     def of(cls, engine: Engine, seconds: float) -> EngineLoad:
-        """seconds: that loading it took."""
+        """Read the figures of an engine that took `seconds` to load."""
         status = engine.runner.status()
         graphs = status.decode_graphs
         return cls(

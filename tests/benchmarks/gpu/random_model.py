@@ -1,6 +1,6 @@
-"""Makes engines of the published models' shapes with random weights that never were in a file.
+"""Makes engines of the published models' shapes with random weights.
 
-Every tensor of a checkpoint is drawn on the device when it is read.
+No file holds the weights: each tensor is drawn on the device when it is read.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class GpuModel:
-    """One model."""
+    """A published model's configuration."""
 
     name: str
     config: Mapping[str, object]  # of config.json, in Hugging Face's names
@@ -58,11 +58,11 @@ class GpuModel:
 
     @property
     def parsed(self) -> ModelConfig:
-        """As the engine reads it."""
+        """The configuration as the engine reads it."""
         return ModelConfig.from_hf(self.config)
 
     def tiny(self) -> GpuModel:
-        """The same kind, to try the script with: no figure of it means anything."""
+        """A tiny model of the same kind, to try the script with; its figures mean nothing."""
         config = {**self.config, **_TINY}
         if "num_experts" in config:
             config |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -70,7 +70,7 @@ class GpuModel:
 
 
 def _published(name: str, shape: tuple[int, ...], num_trials: int = 1, **more: object) -> GpuModel:
-    """Dense unless `more` says otherwise."""
+    """A Qwen3 model of this shape, dense unless `more` says otherwise."""
     config = {**_PUBLISHED, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     return GpuModel(name, config | dict(zip(_SHAPE, shape, strict=True)) | more, 151_669, num_trials)
 
@@ -98,7 +98,7 @@ MODELS: Mapping[str, GpuModel] = {
 
 
 def load_random(model: GpuModel, path: Path, device: torch.device, overrides: Mapping[str, object]) -> Engine:
-    """Weights are made on the device; everything else of the checkpoint lies in `path`.
+    """Load an engine whose weights are drawn on the device; the rest of the checkpoint is in `path`.
 
     Settings are the defaults but for the overrides, whatever this machine's environment says.
     """
@@ -121,9 +121,9 @@ def write_model_directory(model: GpuModel, path: Path) -> None:
 
 
 class RandomShard(Shard):
-    """In place of a file: nothing is written, downloaded or copied from the host. A tensor is a function of its name.
+    """Stands for a file of weights, without one: a tensor is a function of its name, drawn on the device.
 
-    The loader copies expert by expert and layer by layer, so at no time a second copy of the weights exists.
+    The loader copies expert by expert and layer by layer, so there is never a second copy of all weights.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
@@ -143,7 +143,7 @@ class RandomShard(Shard):
         return self._dtype
 
     def read(self, name: str) -> torch.Tensor:
-        """Matrices around 0; the weights of norms, which are vectors, around 1."""
+        """Draw the tensor: matrices around 0; vectors, which are weights of norms, around 1."""
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         shape = self._shapes[name]
         mean = 1.0 if len(shape) == 1 else 0.0
@@ -151,17 +151,17 @@ class RandomShard(Shard):
         return drawn.normal_(mean, STANDARD_DEVIATION, generator=generator)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 def random_checkpoint(config: ModelConfig, device: torch.device) -> Checkpoint:
-    """All weights of a model, as the loader takes them."""
+    """A checkpoint of random weights, as the loader takes it."""
     shard = RandomShard(config, device)
     return Checkpoint(dict.fromkeys(sorted(shard.names()), shard))
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Name -> shape, in the layout of Hugging Face."""
+    """The shape of each tensor by its Hugging Face name."""
     shapes: dict[str, Shape] = {
         "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
         "model.norm.weight": (config.hidden_size,),

@@ -1,4 +1,4 @@
-"""Tells the GPU's figures, as lines for people and as JSON for programs, and what an H200 is to reach."""
+"""Formats the GPU's figures as lines and as JSON, and compares them with the goals for an H200."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ Figure = Parity | EngineLoad | Throughput | DecodeCell | PeerFigures
 
 
 def header(section: str) -> str:
-    """Of the lines of a section."""
+    """The heading of a section's lines."""
     columns = {"decode": DECODE_HEADER, "nano-vllm": WORKLOAD_HEADER, "shared-prefix": WORKLOAD_HEADER}
     return "\n" + _labels(section, "model", "graphs") + columns.get(section, "")
 
 
 def line(result: GpuResult) -> str:
-    """One figure, or why it is not there."""
+    """One figure as a line, or why it is missing."""
     graphs = {None: "", True: "on", False: "off"}[result.graphs]
     return _labels(result.section, result.model, graphs) + _text(result)
 
 
 def goals_table(goals: Sequence[GpuGoal]) -> str:
-    """All goals, measured or not."""
+    """A table of all goals, measured or not."""
     verdicts = {None: "", True: "met", False: "missed"}
     rows = [("goal on an H200", "asked", "found", "")]
     for goal in goals:
@@ -111,7 +111,7 @@ def _decode(cell: DecodeCell) -> str:
 
 
 def _count(value: float | None, width: int) -> str:
-    """Of a step; - where it was not measured."""
+    """A count a step, right-aligned; - if it was not measured."""
     return f"{'-' if value is None else format(value, '.4g'):>{width}}"
 
 
@@ -129,7 +129,7 @@ def _record(result: GpuResult) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GpuGoal:
-    """A goal and what was found."""
+    """A goal and the figure that was measured for it."""
 
     name: str
     unit: str
@@ -140,7 +140,7 @@ class GpuGoal:
 
     @property
     def is_met(self) -> bool | None:
-        """None: not measured, or not on the GPU that the goal is for."""
+        """Whether the goal is met; None if it was not measured on the GPU that it is for."""
         if self.value is None or GOAL_GPU not in (self.gpu or ""):
             return None
         return self.value >= self.bound if self.at_least else self.value <= self.bound
@@ -152,7 +152,7 @@ class GpuGoal:
 
 
 def find_goals(results: Sequence[GpuResult], gpu: str | None) -> list[GpuGoal]:
-    """Every goal. gpu: None where nothing counts as measured: without one, or of tiny shapes."""
+    """All goals with their figures. gpu: None if nothing counts as measured (no GPU, or tiny shapes)."""
     found = list(results) if gpu is not None else []
     steps = [r.figure for r in found if r.graphs and isinstance(r.figure, DecodeCell)]
     syncs = [cell.counts.syncs for cell in steps if cell.counts is not None]
@@ -175,7 +175,7 @@ def find_goals(results: Sequence[GpuResult], gpu: str | None) -> list[GpuGoal]:
 
 
 def _percent(results: Iterable[GpuResult], model: str) -> float | None:
-    """With graphs or without, whichever is faster: the engine's default may be either."""
+    """The faster of decode with and without graphs: the engine's default may be either."""
     cells = [r.figure for r in results if r.model == model and isinstance(r.figure, DecodeCell)]
     return max((cell.percent for cell in cells if cell.batch == GOAL_BATCH), default=None)
 
@@ -190,7 +190,7 @@ def _median(values: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True)
 class GpuResult:
-    """Of a section, as it comes."""
+    """One figure of a section, or the error in its place."""
 
     section: str
     model: str
@@ -200,5 +200,5 @@ class GpuResult:
 
     @property
     def differs(self) -> bool:
-        """Whether our tokens are not transformers'."""
+        """Whether our tokens differ from transformers'."""
         return isinstance(self.figure, Parity) and not self.figure.holds

@@ -1,5 +1,7 @@
-"""Compares the engine with transformers on the same device: the tokens of a small random checkpoint, and the speed of
-continuous batching on the same weights and the same workload.
+"""Compares the engine with transformers on the same device.
+
+Compared are the tokens of a small random checkpoint, and the speed of continuous batching on the same weights and
+workload.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ MORE_THAN_THEIRS = 0.005
 
 @dataclass(frozen=True)
 class Parity:
-    """One checkpoint in one type, against transformers in float32 over the same weights, after our own tokens."""
+    """How our tokens of one checkpoint in one dtype compare with transformers in float32 on the same tokens."""
 
     family: str
     dtype: str
@@ -62,7 +64,9 @@ class Parity:
 
     @property
     def holds(self) -> bool:
-        """float32: every token, and every log-probability within the tolerance. bfloat16: as close as transformers."""
+        """In float32: every token the same and every log-probability within the tolerance. In bfloat16: as close as
+        transformers in bfloat16.
+        """
         if self.dtype == "float32":
             return self.same_tokens == 1.0 and self.max_error <= FLOAT32_TOLERANCE
         is_close = self.mean_error <= TIMES_THEIRS * self.their_mean_error + MORE_THAN_THEIRS
@@ -78,7 +82,7 @@ class Parity:
 
 
 def check_parity(family: Family, shape: dict[str, Any], dtype: str, sizes: GpuSizes, device: torch.device) -> Parity:
-    """Make the checkpoint in a directory of its own, run both."""
+    """Make a checkpoint and compare what both generate."""
     with tempfile.TemporaryDirectory(prefix="millrace-parity-") as folder:
         path = make_checkpoint(Path(folder), family, dtype=dtype, **shape)
         engine = load_engine(path, {"engine.device": device.type, "engine.dtype": dtype})
@@ -167,10 +171,10 @@ def _compare(
 def run_transformers(
     config: Mapping[str, object], checkpoint: Checkpoint, load: GpuWorkload, device: torch.device, sizes: GpuSizes
 ) -> PeerFigures:
-    """Start-up and its own warm-up are left out; greedy, which costs it less than the workload's temperature.
+    """Time transformers on a workload, greedily, which costs it less than the workload's temperature would.
 
-    Stopped after `sizes.peer_s` seconds: what was generated until then counts. Raises RuntimeError where it has no
-    continuous batching or its loop dies.
+    Start-up and its own warm-up are left out. It is stopped after `sizes.peer_s` seconds; what it generated until then
+    counts. Raises RuntimeError if it has no continuous batching or its loop dies.
     """
     model = _model(config, checkpoint, device)
     if not hasattr(model, "continuous_batching_context_manager"):
@@ -199,7 +203,7 @@ def run_transformers(
 
 
 def _run(manager: Any, load: GpuWorkload, end: float) -> dict[str, int]:
-    """Tokens of each request that finished in time."""
+    """Run the requests; the number of tokens of each that finished in time."""
     for number, (prompt, count) in enumerate(zip(load.prompts, load.max_tokens, strict=True)):
         manager.add_request(list(prompt), request_id=str(number), max_new_tokens=count)
     finished: dict[str, int] = {}
@@ -215,7 +219,7 @@ def _run(manager: Any, load: GpuWorkload, end: float) -> dict[str, int]:
 
 
 def _hints(load: GpuWorkload) -> Any:
-    """What its own `generate_batch` would tell it."""
+    """The workload hints that transformers' own `generate_batch` would give."""
     from transformers.generation.continuous_batching.utils import WorkloadHints  # not public: may be gone elsewhere
 
     return WorkloadHints(
@@ -226,7 +230,7 @@ def _hints(load: GpuWorkload) -> Any:
 
 
 def _running_tokens(manager: Any) -> int:
-    """Of the requests it had not finished; 0 where this version keeps them elsewhere."""
+    """Tokens of the requests that had not finished; 0 if this version keeps them elsewhere."""
     with suppress(AttributeError, RuntimeError):  # the loop's thread changes the table meanwhile
         states = list(manager.batch_processor.scheduler.active_requests.values())
         return sum(len(state.generated_tokens) for state in states)
@@ -246,7 +250,7 @@ def _model(config: Mapping[str, object], checkpoint: Checkpoint, device: torch.d
 
 @dataclass(frozen=True)
 class PeerFigures:
-    """What it did in the time it had."""
+    """What transformers generated in the time it had."""
 
     version: str
     attention: str

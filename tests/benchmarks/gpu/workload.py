@@ -1,6 +1,6 @@
-"""Says how much is run and when to stop, makes prompts that arrive together, and computes the least time they can take.
+"""Makes the workloads of the GPU benchmark, and computes the least time that they can take.
 
-Each prompt has the number of tokens it gets. The least time is what a GPU's memory and arithmetic allow.
+The least time is what the GPU's memory and arithmetic allow.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GpuWorkload:
 
     @property
     def output_tokens(self) -> int:
-        """Of all requests."""
+        """Tokens that all requests generate together."""
         return sum(self.max_tokens)
 
     @property
@@ -52,7 +52,7 @@ class GpuWorkload:
         return max(len(prompt) + count for prompt, count in zip(self.prompts, self.max_tokens, strict=True))
 
     def requests(self, prefix: str = "") -> list[Request]:
-        """For the engine; ids are the prefix and a number."""
+        """The engine's requests; an id is `prefix` and a number."""
         pairs = zip(self.prompts, self.max_tokens, strict=True)
         return [
             Request(
@@ -64,7 +64,9 @@ class GpuWorkload:
         ]
 
     def warm_up(self, max_token_id: int) -> GpuWorkload:
-        """As many requests of the same lengths with other tokens, 8 generated each, and some as long as any becomes."""
+        """A workload to warm up with: the same lengths with other tokens, 8 generated each, and some prompts as long as
+        any request becomes.
+        """
         moved = tuple(tuple((token + 1) % (max_token_id + 1) for token in prompt) for prompt in self.prompts)
         generator = random.Random("long prompts")
         long = tuple(tuple(_tokens(generator, self.longest - 8, max_token_id)) for _ in range(LONG_PROMPTS))
@@ -85,7 +87,7 @@ def nano_vllm_workload(sizes: GpuSizes, trial: int = 0) -> GpuWorkload:
 
 
 def shared_prefix_workload(sizes: GpuSizes) -> GpuWorkload:
-    """One prefix for all, greedy."""
+    """Prompts that all begin with one prefix, greedy."""
     generator = random.Random("shared")
     prefix = _tokens(generator, sizes.shared_tokens, sizes.max_token_id)
     prompts = tuple(
@@ -109,7 +111,7 @@ def _tokens(generator: random.Random, count: int, max_token_id: int) -> list[int
 
 @dataclass(frozen=True)
 class GpuSizes:
-    """Counts of all sections; the defaults are those of the goals."""
+    """How much each section runs. The goals hold for the defaults."""
 
     max_token_id: int = 10_000  # of prompts
     num_requests: int = 256
@@ -138,12 +140,12 @@ class GpuSizes:
 
     @property
     def decode_steps(self) -> int:
-        """That a request of the last batch runs, at most."""
+        """Steps that a request of the last batch runs, at most."""
         return len(self.batches) * (self.warm_steps + 3 * self.timed_steps + self.profiled_steps)
 
     @classmethod
     def tiny(cls) -> GpuSizes:
-        """To try the script with."""
+        """Tiny counts, to try the script with."""
         return cls(
             max_token_id=250,
             num_requests=4,
@@ -166,7 +168,7 @@ class GpuSizes:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one model at one pair of rates."""
+    """The least times of one model, given a GPU's rates."""
 
     cost: ModelCost
     bytes_per_s: float = H200_BYTES_PER_S
@@ -174,21 +176,21 @@ class Limits:
     itemsize: int = 2  # of weights and KV
 
     def weights_bytes(self, num_tokens: int) -> float:
-        """That a step over so many tokens reads."""
+        """Bytes of weights that a step over `num_tokens` tokens reads."""
         return self.cost.weights_read(num_tokens) * self.itemsize
 
     def kv_bytes(self, num_tokens: float) -> float:
-        """Of so many tokens."""
+        """Bytes of the KV of `num_tokens` tokens."""
         return self.cost.kv_elements_per_token * self.itemsize * num_tokens
 
     def decode_step_s(self, batch: int, kv_tokens: float) -> float:
-        """One token each for `batch` sequences that hold `kv_tokens` together."""
+        """Least time of a step that gives `batch` sequences a token each; `kv_tokens` is what they have together."""
         products = batch * (self.cost.layer_flop_per_token + self.cost.head.flop_per_token)
         weights_s = max(self.weights_bytes(batch) / self.bytes_per_s, products / self.flop_per_s)
         return weights_s + self.kv_bytes(kv_tokens) / self.bytes_per_s
 
     def prefill_s(self, own_tokens: Sequence[int], shared_tokens: int = 0) -> float:
-        """Up to the first token of prompts that begin with the same `shared_tokens` and go on by themselves."""
+        """Least time to the first tokens of prompts that share `shared_tokens` and then have `own_tokens` each."""
         num_tokens = shared_tokens + sum(own_tokens)
         pairs = _triangle(shared_tokens) + sum(own * shared_tokens + _triangle(own) for own in own_tokens)
         flop = (
@@ -199,7 +201,7 @@ class Limits:
         return max(self.weights_bytes(num_tokens) / self.bytes_per_s, flop / self.flop_per_s)
 
     def workload_s(self, load: GpuWorkload) -> float:
-        """From the prompts to the last token."""
+        """Least time of a whole workload."""
         own = [len(prompt) - load.shared_tokens for prompt in load.prompts]
         total_s = self.prefill_s(own, load.shared_tokens)
         for step in range(1, max(load.max_tokens)):
@@ -214,11 +216,11 @@ def _triangle(count: int) -> int:
 
 
 class OutOfTime(Exception):
-    """The time is spent; what was to be measured is not."""
+    """The time is up before everything was measured."""
 
 
 class Deadline:
-    """A moment in the future."""
+    """The moment after which nothing more is measured."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -226,10 +228,10 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds until then; negative after it."""
+        """Seconds until the deadline; negative once it has passed."""
         return self._end - time.monotonic()
 
     def check(self) -> None:
-        """Raise OutOfTime once it has passed."""
+        """Raise OutOfTime if it has passed."""
         if self.left_s <= 0:
             raise OutOfTime(f"the {self.seconds:.0f} s are spent")

@@ -50,7 +50,7 @@ EXIT_CODE_TERMINATED = 143
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Exits with 2 and one line where an argument cannot be used."""
+    """Parse the command line; exit with 2 and one line if an argument cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.peers", description=DESCRIPTION)
     _add_what_is_compared(parser)
     parser.add_argument("--workload", default=",".join(WORKLOADS), metavar="NAMES", help=f"of {', '.join(WORKLOADS)}")
@@ -109,12 +109,12 @@ def _refused_number(options: argparse.Namespace) -> str | None:
 
 
 def ratio_table(comparisons: Sequence[Comparison]) -> str:
-    """Seconds of each trial, the ratio of each pair's median and range."""
+    """A table of the seconds of each trial, and the median and range of the ratios."""
     return _table(RATIO_HEADER, [_ratio_row(comparison) for comparison in comparisons])
 
 
 def floor_table(distances: Mapping[str, Distance]) -> str:
-    """By workload, and the formula below."""
+    """A table of the least time of each workload, with its formula below."""
     rows = [_floor_row(name, distance) for name, distance in distances.items()]
     return f"{_table(FLOOR_HEADER, rows)}\n\n{FORMULA}"
 

@@ -1,7 +1,7 @@
 """Computes the least time that a workload can take on this machine.
 
-From the arithmetic and the bytes that a model needs a token, the arithmetic that a workload is at least, and what this
-CPU can do at best in the shapes of the model.
+It follows from the arithmetic and bytes that the model needs for a token, the arithmetic that the workload needs at
+least, and what this CPU can do at best in the model's shapes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Call = Callable[[], object]
 
 
 class Flop(NamedTuple):
-    """Multiplications and additions."""
+    """Numbers of multiplications and additions."""
 
     products: float  # with weights
     attention: float
@@ -45,7 +45,7 @@ class Flop(NamedTuple):
 
 @dataclass(frozen=True)
 class Floor:
-    """Seconds, and what they come from."""
+    """The least time of a workload, and what it follows from."""
 
     prefill_s: float
     decode_s: float
@@ -54,12 +54,12 @@ class Floor:
 
     @property
     def total_s(self) -> float:
-        """Prefill and decode."""
+        """Seconds of prefill and decode together."""
         return self.prefill_s + self.decode_s
 
     @classmethod
     def of(cls, workload: Workload, cost: ModelCost, rates: MachineRates, dtypes: tuple[str, str]) -> Floor:
-        """`dtypes`: of activations and KV, and of weights (int8 or the same)."""
+        """The floor of a workload. `dtypes`: of activations and KV, then of weights (int8 or the same)."""
         dtype, weight_dtype = dtypes
         arithmetic = Arithmetic(workload, cost)
 
@@ -90,7 +90,7 @@ class Product:
 
     @property
     def flop_per_token(self) -> int:
-        """Through all that it uses."""
+        """FLOP of a token in all of these weights that it passes through."""
         return 2 * self.n * self.k * self.used
 
 
@@ -107,7 +107,7 @@ class ModelCost:
 
     @classmethod
     def of(cls, config: ModelConfig) -> ModelCost:
-        """From the checkpoint's config."""
+        """The cost of the model that a checkpoint's config describes."""
         layers, hidden, head_dim = config.num_layers, config.hidden_size, config.head_dim
         attended = config.num_heads * head_dim
         products = [
@@ -132,12 +132,13 @@ class ModelCost:
 
     @property
     def layer_flop_per_token(self) -> int:
-        """Products of all layers."""
+        """FLOP of a token in the products of all layers."""
         return sum(product.flop_per_token for product in self.layers)
 
     def weights_read(self, num_tokens: int) -> float:
-        """Weights that a step over `num_tokens` tokens reads once, the head's included: of the experts, those that
-        tokens choose when they choose evenly.
+        """Weights that a step over `num_tokens` tokens reads, the head's included.
+
+        Of the experts it reads those that the tokens choose, if they choose evenly.
         """
         chosen = 1.0
         if self.num_experts:
@@ -148,13 +149,13 @@ class ModelCost:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Each shared prefix is computed once, the head only for tokens that are sampled."""
+    """The least arithmetic of a workload: each shared prefix once, the head only for tokens that are sampled."""
 
     workload: Workload
     cost: ModelCost
 
     def prefill(self) -> Flop:
-        """Up to the first token of every request."""
+        """FLOP up to the first token of every request."""
         load, cost = self.workload, self.cost
         products = load.num_prefill_tokens * cost.layer_flop_per_token + load.num_requests * cost.head.flop_per_token
         own_pairs = load.own_tokens * load.prefix_tokens + _triangle(load.own_tokens)
@@ -162,13 +163,13 @@ class Arithmetic:
         return Flop(products, pairs * cost.attention_flop_per_pair)
 
     def decode_step(self, step: int) -> Flop:
-        """One token of every request, `step` tokens behind its prompt (1 is the first)."""
+        """FLOP of a step that gives every request a token, `step` tokens after its prompt (1 is the first)."""
         load, cost = self.workload, self.cost
         products = load.num_requests * (cost.layer_flop_per_token + cost.head.flop_per_token)
         return Flop(products, load.num_requests * (load.prompt_tokens + step) * cost.attention_flop_per_pair)
 
     def total(self) -> Flop:
-        """From the prompts to the last tokens."""
+        """FLOP from the prompts to the last tokens."""
         steps = [self.prefill(), *(self.decode_step(step) for step in range(1, self.workload.max_tokens))]
         return Flop(sum(step.products for step in steps), sum(step.attention for step in steps))
 
@@ -179,8 +180,9 @@ def _triangle(count: int) -> int:
 
 @dataclass(frozen=True)
 class MachineRates:
-    """Of the fastest calls. The rate of products is over all shapes of a model at NUM_ROWS rows, each in the fastest
-    way that PyTorch has.
+    """What this CPU does at best: products and reading, by the fastest calls.
+
+    The rate of products is over all shapes of a model at NUM_ROWS rows, each in the fastest way that PyTorch has.
     """
 
     flop_per_s: Mapping[str, float]  # of those measured: float32, bfloat16, int8 (u8 activations)
@@ -188,7 +190,7 @@ class MachineRates:
 
     @classmethod
     def measure(cls, products: Sequence[Product], num_threads: int, dtypes: Sequence[str]) -> MachineRates:
-        """Takes a few seconds."""
+        """Measure the rates, in a few seconds."""
         threads_before = torch.get_num_threads()
         torch.set_num_threads(num_threads)
         try:
@@ -199,7 +201,7 @@ class MachineRates:
             torch.set_num_threads(threads_before)
 
     def best_of(self, other: MachineRates) -> MachineRates:
-        """The higher of each: what else ran here can only have lowered it."""
+        """The higher of each rate: other work on the machine can only have lowered it."""
         rates = {name: max(rate, other.flop_per_s[name]) for name, rate in self.flop_per_s.items()}
         return MachineRates(rates, max(self.read_bytes_per_s, other.read_bytes_per_s))
 

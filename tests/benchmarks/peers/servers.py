@@ -28,14 +28,14 @@ CACHE_GB = 4
 
 
 class TrialAnswer(TypedDict):
-    """What a trial gave."""
+    """The time and the tokens of a trial."""
 
     seconds: float  # of `generate` alone
     outputs: list[list[int]]
 
 
 def serve(load: Callable[[], tuple[Generate, dict[str, str]]]) -> None:
-    """Answer until standard input ends. `load` returns what runs a trial, and a description of versions and types."""
+    """Answer trials until standard input ends. `load` returns what runs a trial, and its versions and dtypes."""
     answers = os.fdopen(os.dup(1), "w")  # libraries print to standard output: from here on that is standard error
     os.dup2(2, 1)
     generate, about = load()
@@ -55,7 +55,7 @@ def _answer(write: Callable[[str], object], value: object) -> None:
 
 
 def load_millrace(model: str, assignments: Sequence[str]) -> tuple[Generate, dict[str, str]]:
-    """The engine as an offline caller has it: defaults but for the assignments."""
+    """Load our engine as an offline caller has it: with the defaults but for the assignments."""
     import torch
 
     from engine.request import Request
@@ -85,7 +85,7 @@ def load_millrace(model: str, assignments: Sequence[str]) -> tuple[Generate, dic
 
 
 def load_vllm(model: str, dtype: str) -> tuple[Generate, dict[str, str]]:
-    """Compiled (the default and the fastest), prefix caching on. Its answers are not detokenised; ours are."""
+    """Load vLLM, compiled (the default and the fastest), with prefix caching. It does not detokenise; we do."""
     vllm = importlib.import_module("vllm")
     llm = vllm.LLM(
         model,
@@ -106,7 +106,7 @@ def load_vllm(model: str, dtype: str) -> tuple[Generate, dict[str, str]]:
 
 
 def load_transformers(model: str, dtype: str) -> tuple[Generate, dict[str, str]]:
-    """`generate` on one rectangular batch: the prompts must be equally long."""
+    """Load transformers; `generate` takes one rectangular batch, so the prompts must be equally long."""
     import torch
     import transformers
 
@@ -131,7 +131,7 @@ def load_transformers(model: str, dtype: str) -> tuple[Generate, dict[str, str]]
 
 
 def load_openvino(model: str, dtype: str) -> tuple[Generate, dict[str, str]]:
-    """Continuous batching, prefix caching on."""
+    """Load OpenVINO GenAI with continuous batching and prefix caching."""
     genai, openvino = importlib.import_module("openvino_genai"), importlib.import_module("openvino")
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = CACHE_GB
@@ -153,12 +153,12 @@ def load_openvino(model: str, dtype: str) -> tuple[Generate, dict[str, str]]:
 
 
 def _row(prompt: list[int]) -> object:
-    """[1, tokens] int64."""
+    """The tokens as an int64 array [1, tokens]."""
     return importlib.import_module("numpy").array([prompt], dtype="int64")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """SIDE MODEL and, of ours, assignments, else the dtype."""
+    """Serve the side. Arguments: SIDE MODEL, then assignments if it is ours, else the dtype."""
     side, model, *rest = arguments
     peers = {"vllm": load_vllm, "transformers": load_transformers, "openvino": load_openvino}
     serve(lambda: load_millrace(model, rest) if side == "millrace" else peers[side](model, *rest))

@@ -1,5 +1,7 @@
-"""Starts and asks the sides of a comparison: a process that holds a model and runs a trial at a time, or our engine
-behind Redis and a worker, `millrace submit --wait` for each trial.
+"""Starts the sides of a comparison and runs trials on them.
+
+A side is a process that has loaded a model, or our engine behind Redis and a worker (`millrace submit --wait` for each
+trial).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ LOG_TAIL_CHARACTERS = 2000
 
 
 class PeerMissing(Exception):
-    """The peer cannot be run here; the text says what to do."""
+    """The peer is not installed here; the text says how to install it."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Peer:
     exporter: str | None = None  # program of the environment that makes its own form of a checkpoint
 
     def python(self, venv: Path) -> Path:
-        """The interpreter. Raises PeerMissing where it, or the peer's package, is not there."""
+        """The environment's interpreter. Raises PeerMissing if it or the peer's package is missing."""
         python = venv / "bin" / "python"
         if not python.exists():
             raise PeerMissing(f"{self.name}: no virtual environment at {venv}; make one with: {self.install}")
@@ -53,7 +55,7 @@ class Peer:
         return python
 
     def command(self, venv: Path, model: Path, dtype: str) -> list[str]:
-        """What serves trials on the checkpoint `model`."""
+        """The command that serves trials on the checkpoint `model`."""
         return [str(self.python(venv)), "-m", SERVERS, self.name, str(self._exported(venv, model)), dtype]
 
     def _exported(self, venv: Path, model: Path) -> Path:
@@ -71,7 +73,7 @@ class Peer:
 
 
 def _vllm_environment(venv: Path) -> dict[str, str]:
-    """Its documentation asks for Intel's OpenMP, which its requirements bring, and for tcmalloc where there is one."""
+    """vLLM's documentation asks for Intel's OpenMP, which its requirements bring, and for tcmalloc if installed."""
     wanted = [venv / "lib" / "libiomp5.so", Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")]
     return {
         "VLLM_CPU_KVCACHE_SPACE": "4",
@@ -105,12 +107,13 @@ PEERS = {
 
 
 class TrialServerFailed(Exception):
-    """The process ended before it answered; the text has the end of its log."""
+    """The process ended before it answered; the text is the end of its log."""
 
 
 class TrialServer:
-    """Stopped (SIGSTOP, with every process it started) whenever it is not running a trial: it takes no processor time
-    from the other side, whatever its threads do between two trials.
+    """Runs trials in a process that is stopped (SIGSTOP, with all it started) between them.
+
+    So it takes no processor time from the other side, whatever its threads do between trials.
     """
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
@@ -120,7 +123,7 @@ class TrialServer:
         self._signal(signal.SIGSTOP)
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> TrialAnswer:
-        """Run one trial. Raises TrialServerFailed; AssertionError where an answer is not `max_tokens` long."""
+        """Run one trial. Raises TrialServerFailed, and AssertionError if an answer is not `max_tokens` long."""
         self._signal(signal.SIGCONT)
         self._write({"prompts": prompts, "max_tokens": max_tokens})
         answer = self._read()
@@ -131,7 +134,7 @@ class TrialServer:
         return TrialAnswer(seconds=answer["seconds"], outputs=answer["outputs"])
 
     def close(self) -> None:
-        """Let the process end; what is still there after STOP_TIMEOUT_S is killed, and so is what it started."""
+        """Let the process end; after STOP_TIMEOUT_S kill it. What it started is killed too."""
         with suppress(ProcessLookupError):
             self._signal(signal.SIGCONT)
         with suppress(subprocess.TimeoutExpired):
@@ -157,7 +160,7 @@ class TrialServer:
 
 @contextmanager
 def trial_server(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Iterator[TrialServer]:
-    """Start it, wait until it has loaded its model, end it. Raises TrialServerFailed."""
+    """A trial server that has loaded its model, and is ended on exit. Raises TrialServerFailed."""
     with log.open("wb") as errors:
         process = subprocess.Popen(
             command,
@@ -177,7 +180,7 @@ def trial_server(command: Sequence[str], environment: Mapping[str, str], log: Pa
 
 
 def _kill_group(process: subprocess.Popen[str]) -> None:
-    """Kill the process and all that it started, where they have not ended, and close its pipes."""
+    """Kill what is left of the process and of all that it started, and close its pipes."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(STOP_TIMEOUT_S)
@@ -188,7 +191,7 @@ def _kill_group(process: subprocess.Popen[str]) -> None:
 
 
 class QueueSide:
-    """One worker, one job at a time."""
+    """Runs each trial as a job through Redis and one worker."""
 
     def __init__(self, redis_url: str, directory: Path) -> None:
         self._redis_url = redis_url
@@ -196,7 +199,7 @@ class QueueSide:
         self.command_s: list[float] = []  # of each trial: the whole command, its own start-up included
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> TrialAnswer:
-        """Seconds from the job's acceptance to its last record. Raises CalledProcessError where the job failed."""
+        """Run one trial, timed from the job's acceptance to its last record. Raises CalledProcessError if it failed."""
         lines, results = self._directory / "lines.jsonl", self._directory / "results.jsonl"
         lines.write_text("".join(_line(number, prompt, max_tokens) for number, prompt in enumerate(prompts)))
         start = time.perf_counter()
@@ -226,14 +229,14 @@ def _line(number: int, prompt: Sequence[int], max_tokens: int) -> str:
 
 
 def _outputs(results: Path, count: int) -> list[list[int]]:
-    """In the order of the prompts."""
+    """The token ids of each answer, in the order of the prompts."""
     records = {record["custom_id"]: record for record in map(json.loads, results.read_text().splitlines())}
     return [records[str(number)]["response"]["body"]["choices"][0]["token_ids"] for number in range(count)]
 
 
 @contextmanager
 def queue_side(model: Path, assignments: Sequence[str]) -> Iterator[QueueSide]:
-    """A private Redis and one worker with these settings."""
+    """Start a private Redis and one worker with these settings."""
     options = [part for assignment in assignments for part in ("--set", assignment)]
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -23,7 +23,7 @@ MAX_REPEATS = 4  # for each pair that is wanted
 
 
 class Side(Protocol):
-    """Runs a trial. `TrialServer` is one."""
+    """What runs a trial, such as a `TrialServer`."""
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> TrialAnswer: ...
 
@@ -36,7 +36,7 @@ class _Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Trials:
-    """How many, and under which conditions."""
+    """How many trials are run, and which of them count."""
 
     count: int
     is_sorted: bool = False  # the other side gets its prompts in order of their tokens
@@ -44,8 +44,9 @@ class Trials:
     read_ticks: Callable[[], CpuTicks] = CpuTicks.read
 
     def compare(self, workload: Workload, ours: Side, other: Side | None) -> Comparison:
-        """A warm-up and the trials of both sides in turn, each with prompts of its own; which side is first alternates
-        too. Raises MachineBusy where too few pairs were left alone.
+        """Run a warm-up, then trials of both sides in turn. Each pair has its own prompts; who is first alternates.
+
+        Raises MachineBusy if the hypervisor took too much in too many pairs.
         """
         pairs: list[tuple[_Trial, _Trial | None]] = []
         for number in range(1 + self.count * (1 + MAX_REPEATS)):
@@ -99,7 +100,7 @@ def _comparison(workload: Workload, pairs: Sequence[tuple[_Trial, _Trial | None]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Seconds of each trial, first of ours and then of the other side; trial by trial they had the same prompts."""
+    """The seconds of each trial of both sides. Trials of the same number had the same prompts."""
 
     workload: Workload
     our_s: tuple[float, ...]
@@ -110,18 +111,18 @@ class Comparison:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Our time over the other's of each trial; below 1 ours is faster."""
+        """Our time / the other's, trial by trial; below 1 we are faster."""
         return tuple(ours / other for ours, other in zip(self.our_s, self.other_s, strict=bool(self.other_s)))
 
     @property
     def ratio(self) -> float | None:
-        """Median of the trials."""
+        """Median of the ratios; None if only ours was measured."""
         return median(self.ratios) if self.other_s else None
 
 
 @dataclass(frozen=True)
 class Distance:
-    """Of one workload."""
+    """How far our time of a workload is from the least that the machine allows."""
 
     rates: MachineRates  # the best of before and after the trials
     floor: Floor
@@ -129,7 +130,7 @@ class Distance:
 
     @classmethod
     def of(cls, comparison: Comparison, cost: ModelCost, rates: MachineRates, dtypes: tuple[str, str]) -> Distance:
-        """`dtypes`: of our activations and KV, and of our weights."""
+        """The distance of our times. `dtypes`: of our activations and KV, then of our weights."""
         floor = Floor.of(comparison.workload, cost, rates, dtypes)
         return cls(rates, floor, median(comparison.our_s) / floor.total_s)
 
@@ -146,7 +147,7 @@ class MachineBusy(RuntimeError):
 
 
 class PeersRun:
-    """What was measured so far. A model is loaded once for all of its workloads."""
+    """Measures all workloads and keeps the figures. A model is loaded once for all of its workloads."""
 
     def __init__(self, options: argparse.Namespace, cache: Path) -> None:
         self.machine = PeersMachine.read()
@@ -158,7 +159,7 @@ class PeersRun:
         self._cache = cache
 
     def measure(self) -> Iterator[Comparison]:
-        """Each workload as it is done. Raises PeerMissing, TrialServerFailed, MachineBusy."""
+        """Yield each workload as it is done. Raises PeerMissing, TrialServerFailed, MachineBusy."""
         for model in dict.fromkeys(WORKLOADS[name].model for name in self._options.workloads):
             path = checkpoint(model, self._cache)
             cost = ModelCost.of(decoder_config(path))
@@ -183,7 +184,7 @@ class PeersRun:
 
     @contextmanager
     def _both_sides(self, model: Path) -> Iterator[tuple[Side, Side | None]]:
-        """Ours and the other, each in processes of its own. Through the queue the other is our engine without it."""
+        """Start our side and the other, in processes of their own. Through the queue, the other is our engine alone."""
         options, assignments = self._options, self._assignments()
         command = [sys.executable, "-m", SERVERS, "millrace", str(model), *assignments]
         with ExitStack() as stack:

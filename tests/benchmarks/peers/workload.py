@@ -1,5 +1,6 @@
-"""Makes the prompts that both sides are given, and the two models: random weights in bfloat16, as Hugging Face
-directories.
+"""Makes the prompts that both sides are given, and the two models.
+
+The models are Hugging Face directories with random weights in bfloat16.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Workload:
     """Requests of one length that arrive together: greedy, `max_tokens` each, the end of sequence ignored."""
 
     name: str
-    model: str  # of MODELS in checkpoints.py
+    model: str  # of MODELS
     num_groups: int  # 0: nothing shared
     prefix_tokens: int  # that the requests of a group begin with
     own_tokens: int
@@ -73,12 +74,12 @@ class Workload:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of one request."""
+        """Tokens of one prompt."""
         return self.prefix_tokens + self.own_tokens
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens to compute when each prefix is computed once."""
+        """Prompt tokens to compute if each prefix is computed once."""
         return self.num_groups * self.prefix_tokens + self.num_requests * self.own_tokens
 
     def prompts(self, seed: int) -> list[list[int]]:
@@ -93,7 +94,7 @@ class Workload:
         return prompts
 
     def sized(self, num_requests: int, max_tokens: int) -> Workload:
-        """The same kind with other numbers."""
+        """This workload with other numbers of requests and tokens."""
         return replace(self, num_requests=num_requests, max_tokens=max_tokens)
 
 
@@ -112,7 +113,7 @@ WORKLOADS = {
 
 
 def checkpoint(model: str, cache: Path) -> Path:
-    """The directory of `model` below `cache`; made (ten seconds, 0.4 GB) where it is not there yet."""
+    """The directory of `model` below `cache`; it is made (ten seconds, 0.4 GB) if it is missing."""
     path = cache / model
     if not (path / "complete").exists():
         _write(model, path)
@@ -132,7 +133,7 @@ def _write(model: str, path: Path) -> None:
 
 
 def write_tokenizer(path: Path, vocab_size: int = VOCAB_SIZE) -> None:
-    """Its two files."""
+    """Write the tokenizer's two files."""
     build_tokenizer(vocab_size).save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(), indent=1))
 

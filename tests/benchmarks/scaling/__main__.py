@@ -37,7 +37,7 @@ MEMORY = "memory"
 
 
 def points_table(points: Sequence[ScalingPoint]) -> str:
-    """One axis."""
+    """A table of one axis: time a token by size."""
     lines = [
         f"| {points[0].axis} | tokens | seconds | us per token | x before | x before, arithmetic |",
         "|" + "---|" * 6,
@@ -64,7 +64,7 @@ def exponents(points: Sequence[ScalingPoint]) -> str:
 
 
 def memory_table(memories: Sequence[WaitingMemory]) -> str:
-    """Resident memory against the requests waiting."""
+    """A table of resident memory by the number of requests waiting."""
     lines = ["| process | requests waiting | resident, MB | at most, MB | bytes more a request |", "|" + "---|" * 5]
     firsts = {memory.process: memory for memory in reversed(memories)}
     for memory in memories:

@@ -1,4 +1,4 @@
-"""Measures the time of every size along the axes on one small model, and a process's memory while requests wait."""
+"""Measures how time grows with size on one small model, and a process' memory while requests wait."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SETTLE_S = 4.0  # after the first results, or the job's start
 
 @dataclass(frozen=True)
 class Axis:
-    """Workloads that differ in one number."""
+    """A series of workloads that differ in one number."""
 
     name: str
     sizes: tuple[int, ...]
@@ -77,7 +77,7 @@ AXES = (
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """Median of the rounds."""
+    """One size's time, the median of the rounds."""
 
     axis: str
     size: int
@@ -87,12 +87,12 @@ class ScalingPoint:
 
     @property
     def us_per_token(self) -> float:
-        """Microseconds."""
+        """Microseconds a token."""
         return self.seconds / self.num_tokens * 1e6
 
     @property
     def flop_per_token(self) -> float:
-        """Grows with the length of the context: attention."""
+        """FLOP a token; attention's grow with the length of the context."""
         return self.flop / self.num_tokens
 
 
@@ -105,12 +105,12 @@ def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
 
 
 def small_model(directory: Path) -> Path:
-    """4 layers of width 256, float32."""
+    """Write the model: 4 layers of width 256, float32."""
     return make_checkpoint(directory / "small", "qwen3", **SHAPE)
 
 
 def measure(model: Path, axes: Sequence[Axis], rounds: int) -> list[ScalingPoint]:
-    """Every size once a round; the first round's first size is run once more before, to warm up."""
+    """Run every size once a round. The first size is run once before, to warm up."""
     cost = ModelCost.of(decoder_config(model))
     engine = load_engine(model, {"engine.num_threads": usable_cores(), "engine.kv_cache.num_blocks": NUM_BLOCKS})
     loads = {(axis.name, size): axis.workload(size) for axis in axes for size in axis.sizes}
@@ -140,7 +140,7 @@ def _seconds(engine: Engine, workload: Workload, seed: int) -> float:
 
 @dataclass(frozen=True)
 class WaitingMemory:
-    """Of one process."""
+    """The memory of one process while requests wait in it."""
 
     process: str  # "millrace run" or "worker"
     num_waiting: int  # of the file or job, those that run included
@@ -149,7 +149,7 @@ class WaitingMemory:
 
 
 def memory_of_run(model: Path, num_requests: int) -> WaitingMemory:
-    """`millrace run` on a file of that many lines."""
+    """Measure `millrace run` on a file of `num_requests` lines."""
     with tempfile.TemporaryDirectory() as name:
         lines, results = _write_lines(Path(name), num_requests), Path(name) / "results.jsonl"
         command = [*COMMAND, "run", "-i", str(lines), "-o", str(results), "--model", str(model), *OPTIONS]
@@ -164,7 +164,7 @@ def memory_of_run(model: Path, num_requests: int) -> WaitingMemory:
 
 
 def memory_of_worker(model: Path, num_requests: int) -> WaitingMemory:
-    """A worker with one job of that many lines."""
+    """Measure a worker with one job of `num_requests` lines."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         url = stack.enter_context(private_redis(directory, port=free_port()))
