@@ -1,20 +1,23 @@
 # Two commands set everything up on a fresh machine with Python >= 3.11 and make:
-#   make demo   runs the main job: Redis, a worker, a trained model, 300 tickets, answers compared with the right ones
-#   make test   runs the checks and the tests
-#   make chaos  runs all of the fault injection, also what takes too long for `make test`
-#   make structured  runs the tests of structured output, also 600 random JSON schemas
-#   make slow   runs the tests that take too long for `make test` and disturb nothing
-#   make test-interop  runs a producer in another language; needs node and npm
-#   make test-browser  looks at the dashboard and Flower in Chromium while a worker runs; needs chromium and prometheus
-#   make test-compose  runs compose.yaml with real containers; needs Docker; some 10 minutes, most of them the build
-#   make pages  writes the pages that are made from the code: settings, metrics, commands
+#   make demo          the main job: Redis, a worker, a trained model, 300 tickets, answers compared with the right ones
+#   make test          the checks and the tests
+# Parts of it, and what takes longer or needs more:
+#   make check         the checks alone; `make tests`: the tests alone
+#   make chaos         all fault injection; `make test` runs a part of it
+#   make slow          tests that take too long for `make test` and disturb nothing
+#   make structured    the tests of structured output, also 600 random JSON schemas
+#   make test-interop  a producer in another language; needs node and npm
+#   make test-browser  the dashboard and Flower in Chromium while a worker runs; needs chromium and prometheus
+#   make test-compose  compose.yaml with real containers; needs Docker; some 10 minutes, most of them the build
+#   make pages         writes the pages that are made from the code: settings, metrics, commands
+#   make clean         removes .venv and .demo
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
-# File by file in the order of their names: the few long files come early, and nothing long is left for the end.
+# A file at a time in the order of names: the few long files come early, so that no process is left alone at the end.
 IN_PARALLEL := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
-# Threads that wait sleep: two spinning ones would take the other process's core.
+# Waiting threads sleep: spinning ones would take the other process's core.
 ONE_THREAD := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
 .PHONY: demo test tests chaos slow structured test-interop test-browser test-compose check pages clean
@@ -22,7 +25,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 demo: $(VENV)/.demo-installed
 	$(BIN)/millrace demo
 
-# Beside each other: mypy's first minute takes one core. The house rules are among the checks.
+# Checks and tests run beside each other, since mypy's first minute takes one core. The house rules are a check.
 test: $(VENV)/.test-installed
 	$(MAKE) --jobs=2 check tests
 
@@ -63,7 +66,7 @@ pages: $(VENV)/.test-installed
 clean:
 	rm -rf $(VENV) .demo
 
-# The CPU build of torch lies on some machines beside the registry; pip finds it there by its exact version.
+# Where the package index also has the CPU build of torch, pip takes it for its exact version.
 $(VENV)/.demo-installed: pyproject.toml | $(VENV)/.created
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[engine,demo]"
 	touch $@
