@@ -1,11 +1,10 @@
 """What all tests share: hypothesis without deadlines, a Redis that is empty at the start of each test, restored logs,
-and the account of the parity tests, which is printed at the end of every run.
+no threads left behind, and the account of the parity tests, which is printed at the end of every run.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,8 @@ import redis
 import structlog
 
 from tests.support.redis_servers import free_port, private_redis
+from tests.support.threads import PROCESS_WIDE, STARTED_LATE, leaving_no_threads
 
-# Threads that may outlast a test: an engine's compiler of grammars, started when first needed, ends with the engine's
-# fixture; a feed that reads a file ends with the process, since nothing can interrupt a read; a connection of the TLS
-# stand-in ends with its server.
-LASTING_THREADS = ("grammars_", "line-feed", "tls-connection")
-WATCHED_FOLDERS = {"worker", "integration", "chaos"}  # where threads, Redis and Hypothesis meet
-THREAD_ENDS_S = 10.0  # for one that was told to end and is on its way
 TIES = pytest.StashKey[dict[str, int]]()
 _OF_WORKER = "parity"  # where a process of pytest-xdist leaves its account
 
@@ -72,25 +66,21 @@ def _restored_logging() -> Iterator[None]:
     structlog.reset_defaults()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_thread_outlives_its_module() -> Iterator[None]:
+    """What a module's own fixtures start ends with them."""
+    with leaving_no_threads("the module"):
+        yield
+
+
 @pytest.fixture(autouse=True)
-def _no_thread_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
+def _no_thread_outlives_its_test(_no_thread_outlives_its_module: None) -> Iterator[None]:
     """A thread that a test leaves behind disturbs the next one: it draws from `random`, writes to its Redis, or logs.
 
-    Threads of fixtures with a wider scope are there before, and so are not counted.
+    Fixtures of a wider scope are set up before this one, so the threads they start are not the test's.
     """
-    before = set(threading.enumerate())
-    yield
-    if not WATCHED_FOLDERS & set(request.node.path.parts):
-        return
-    left = [
-        thread
-        for thread in threading.enumerate()
-        if thread not in before and not thread.name.startswith(LASTING_THREADS)
-    ]
-    for thread in left:
-        thread.join(THREAD_ENDS_S)
-    running = sorted(thread.name for thread in left if thread.is_alive())
-    assert not running, f"the test leaves threads running: {running}"
+    with leaving_no_threads("the test", but=(*PROCESS_WIDE, *STARTED_LATE)):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -45,6 +45,10 @@ _PASSWORDS = {
 
 HOST = "127.0.0.1"
 
+# Below those that Linux gives to outgoing connections: a client that tries again and again to reach a server that is
+# down could be given the server's own port, be connected to itself, and keep the server from coming back.
+SERVER_PORTS = range(20_000, 32_000)
+
 PROXY_POLL_S = 0.1
 CHUNK_BYTES = 65_536
 
@@ -88,10 +92,12 @@ def wait_until_it_answers(port: int, process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of this machine that was free a moment ago, and that no outgoing connection is given meanwhile."""
+    for port in random.SystemRandom().sample(SERVER_PORTS, 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((HOST, port))
+            return port
+    raise RuntimeError(f"a hundred ports of {SERVER_PORTS} are taken")
 
 
 class RestartableRedis:
@@ -233,15 +239,17 @@ def tls_front(backend_port: int, ca_file: Path) -> Iterator[int]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     ca.issue_cert(HOST, "localhost").configure_cert(context)
     with closing(socket.create_server((HOST, 0))) as listener:
-        threading.Thread(target=_accept_connections, args=(listener, context, backend_port), daemon=True).start()
+        accepting = threading.Thread(target=_accept_connections, args=(listener, context, backend_port), daemon=True)
+        accepting.start()
         try:
             yield listener.getsockname()[1]
         finally:
             listener.shutdown(socket.SHUT_RDWR)  # closing it alone does not wake who waits in accept
+            accepting.join()
 
 
 def _accept_connections(listener: socket.socket, context: ssl.SSLContext, backend_port: int) -> None:
-    with suppress(OSError):  # the listener was closed
+    with suppress(OSError):  # the listener was shut down
         while True:
             plain, _ = listener.accept()
             arguments = (plain, context, backend_port)
@@ -288,8 +296,11 @@ class TcpProxy:
         self._open: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(PROXY_POLL_S)
+        self._random = random.Random(0)  # not the one of all: hypothesis objects to another thread's use of that
+        self._pumps: list[threading.Thread] = []
         self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._accept, name="proxy", daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, name="proxy", daemon=True)
+        self._accepting.start()
 
     def kill_half(self) -> int:
         """From now on nothing passes over the present connections, and neither side is told; how many there were.
@@ -309,10 +320,16 @@ class TcpProxy:
             self._connected.set()
 
     def close(self) -> None:
-        """End it and every connection."""
+        """End it and every connection; its threads have ended when this returns."""
         self._closing.set()
         self._connected.set()
         self._listener.close()
+        self._accepting.join()
+        for end in list(self._open):
+            with suppress(OSError):  # its pump was quicker
+                end.shutdown(socket.SHUT_RDWR)  # wakes who stands in a send that nobody takes
+        for pump in self._pumps:
+            pump.join()
 
     def _accept(self) -> None:
         while not self._closing.is_set():
@@ -330,7 +347,10 @@ class TcpProxy:
             self._open |= {client, server}
             for source, target in ((client, server), (server, client)):
                 source.settimeout(PROXY_POLL_S)
-                threading.Thread(target=self._pump, args=(source, target), name="proxy-pump", daemon=True).start()
+                self._pumps.append(
+                    threading.Thread(target=self._pump, args=(source, target), name="proxy-pump", daemon=True)
+                )
+                self._pumps[-1].start()
 
     def _pump(self, source: socket.socket, target: socket.socket) -> None:
         try:
@@ -354,7 +374,7 @@ class TcpProxy:
         self._connected.wait()
         if source in self._dead:
             return
-        if random.random() < self.reset_probability:
+        if self._random.random() < self.reset_probability:
             for end in (source, target):  # no linger: closing sends RST
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             raise ConnectionResetError

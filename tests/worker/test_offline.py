@@ -98,6 +98,8 @@ class Harness:
         feed = LineFeed(lines, LimitSettings(), capacity=8, by_prefix=True)
         feed.start()
         self.offline.run(feed, should_stop, lambda: None)
+        while feed.take(1, 5.0):  # what a run that stopped left there keeps the feed's thread waiting
+            pass
 
     def status_codes(self) -> dict[str, int]:
         return {str(record["custom_id"]): record["response"]["status_code"] for record in self.records}  # type: ignore[index]  # JSON
