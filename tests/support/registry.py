@@ -114,10 +114,36 @@ class TestRegistry:
         """The first page of them, as they were written."""
         return perform(self.redis, JobQueries(self.keys).page(job_id, 0, ResultOrder.COMPLETION)).records
 
+    def let_pass(self, ref: UnitRef, seconds: float) -> None:
+        """Bring the end of the unit's lease so much nearer."""
+        self.redis.hincrby(self.keys.unit(ref), "lease", -round(1000 * seconds))
+
+    def lapse(self, ref: UnitRef) -> None:
+        """Let the unit's lease have run out."""
+        self.redis.hset(self.keys.unit(ref), "lease", 1)
+
+    def lease_left_s(self, ref: UnitRef) -> float:
+        """How long the unit's lease still lasts, by Redis's clock."""
+        return float(cast(bytes, self.redis.hget(self.keys.unit(ref), "lease"))) / 1000 - self.time_s()
+
+    def expire(self, job_id: str) -> None:
+        """Let the job's deadline have passed."""
+        self.redis.hset(self.keys.job(job_id), "deadline", 1)
+
+    def time_s(self) -> float:
+        """Redis's clock, which leases and deadlines go by."""
+        return redis_time_s(self.redis)
+
     def make_due(self) -> None:
         """Let every open unit be due for a look."""
         for member in self.redis.zrange(self.keys.open, 0, -1):
             self.redis.zadd(self.keys.open, {str(text(cast(bytes, member))): 1})
+
+
+def redis_time_s(client: redis.Redis) -> float:
+    """The server's clock, in seconds since 1970."""
+    seconds, microseconds = cast("tuple[int, int]", client.time())
+    return seconds + microseconds / 1e6
 
 
 def must_claim(leases: UnitLeases, ref: UnitRef, *, alone: bool = False) -> Claim:

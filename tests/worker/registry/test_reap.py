@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.support.processes import wait_until
 from tests.support.redis_servers import lose_next_script_reply
 from tests.support.registry import TestRegistry, must_claim
 from worker.registry.keys import UnitRef
@@ -77,9 +78,9 @@ def test_a_unit_that_waited_ten_minutes_is_announced_even_so(registry: TestRegis
 
 def test_a_dead_workers_unit_is_announced_and_a_live_ones_is_not(registry: TestRegistry) -> None:
     job_id = registry.running_job([0], [1])
-    must_claim(registry.leases(lease_s=0.05), UnitRef.shard(job_id, 0))
+    must_claim(registry.leases(), UnitRef.shard(job_id, 0))
     must_claim(registry.leases(), UnitRef.shard(job_id, 1))
-    time.sleep(0.06)
+    registry.lapse(UnitRef.shard(job_id, 0))
     registry.make_due()
     assert [unit.ref for unit in registry.reap_queue().due()] == [UnitRef.shard(job_id, 0)]
     assert 25 < _score_in_s(registry, UnitRef.shard(job_id, 1)) <= 31
@@ -95,7 +96,8 @@ def test_units_of_a_cancelled_job_are_to_be_closed_at_once(registry: TestRegistr
 
 def test_units_of_an_expired_job_are_to_be_closed_when_it_expires(registry: TestRegistry) -> None:
     job_id = registry.running_job([0], options=SubmitOptions(deadline_s=0.05))
-    time.sleep(0.06)
+    deadline_s = registry.time_s() + 0.05  # no sooner than the job's
+    wait_until(lambda: registry.time_s() > deadline_s)
     due = registry.reap_queue().due()
     assert [(unit.ref, unit.should_close) for unit in due] == [(UnitRef.shard(job_id, 0), True)]
 

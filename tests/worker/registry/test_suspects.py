@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import cast
 
@@ -16,15 +15,12 @@ from worker.registry.leases import PromptRecord, UnitLeases
 from worker.registry.lifecycle import ClaimRefusal, Outcome, PutStatus, RunMode
 from worker.schemas import JobState, SubmitOptions
 
-SHORT_S = 0.05
-LAPSED_S = 0.06  # longer than the short lease
 
-
-def _crash(leases: UnitLeases, ref: UnitRef, *, alone: bool) -> None:
+def _crash(registry: TestRegistry, leases: UnitLeases, ref: UnitRef, *, alone: bool) -> None:
     claim = must_claim(leases, ref, alone=alone)
     if alone:
         assert leases.begin_alone(claim)
-    time.sleep(LAPSED_S)
+    registry.lapse(ref)
 
 
 def _shards(registry: TestRegistry, job_id: str) -> dict[int, list[int]]:
@@ -38,10 +34,10 @@ def _shards(registry: TestRegistry, job_id: str) -> dict[int, list[int]]:
 
 
 def test_a_unit_that_crashed_a_worker_is_refused_to_who_would_not_run_it_alone(registry: TestRegistry) -> None:
-    leases = registry.leases(lease_s=SHORT_S)
+    leases = registry.leases()
     shard = UnitRef.shard(registry.running_job([0, 1]), 0)
     assert not leases.is_suspect(shard)
-    _crash(leases, shard, alone=False)
+    _crash(registry, leases, shard, alone=False)
     before = registry.redis.hgetall(registry.keys.unit(shard))
     assert leases.claim(shard) is ClaimRefusal.SUSPECT
     assert registry.redis.hgetall(registry.keys.unit(shard)) == before
@@ -52,7 +48,7 @@ def test_a_unit_that_crashed_a_worker_is_refused_to_who_would_not_run_it_alone(r
 
 
 def test_crashes_in_company_make_nobody_guilty(registry: TestRegistry) -> None:
-    leases = registry.leases(lease_s=SHORT_S, max_attempts=2)
+    leases = registry.leases(max_attempts=2)
     shard = UnitRef.shard(registry.running_job([0, 1]), 0)
     registry.redis.hset(registry.keys.unit(shard), "att", 7)
     assert must_claim(leases, shard, alone=True).mode is RunMode.RUN
@@ -64,11 +60,11 @@ def test_crashes_in_company_make_nobody_guilty(registry: TestRegistry) -> None:
 def test_what_crashed_alone_is_split_into_at_most_sixteen_suspects(
     registry: TestRegistry, num_prompts: int, sizes: list[int]
 ) -> None:
-    leases = registry.leases(lease_s=SHORT_S)
+    leases = registry.leases()
     order = [(7 * index) % num_prompts if num_prompts == 256 else index for index in range(num_prompts)]
     job_id = registry.running_job(order, [num_prompts])
-    _crash(leases, UnitRef.shard(job_id, 0), alone=False)
-    _crash(leases, UnitRef.shard(job_id, 0), alone=True)
+    _crash(registry, leases, UnitRef.shard(job_id, 0), alone=False)
+    _crash(registry, leases, UnitRef.shard(job_id, 0), alone=True)
     assert leases.claim(UnitRef.shard(job_id, 0)) is ClaimRefusal.SPLIT
     shards = _shards(registry, job_id)
     assert shards.pop(1) == [num_prompts]
@@ -81,16 +77,16 @@ def test_what_crashed_alone_is_split_into_at_most_sixteen_suspects(
 
 
 def test_a_suspect_whose_claim_never_came_through_is_not_to_blame(registry: TestRegistry) -> None:
-    leases = registry.leases(lease_s=SHORT_S, max_attempts=2)
+    leases = registry.leases(max_attempts=2)
     shard = UnitRef.shard(registry.running_job([0, 1]), 0)
-    _crash(leases, shard, alone=False)
+    _crash(registry, leases, shard, alone=False)
     must_claim(leases, shard, alone=True)  # and nothing more: the reply was lost for good
-    time.sleep(LAPSED_S)
+    registry.lapse(shard)
     assert must_claim(leases, shard, alone=True).attempts == 1
-    time.sleep(LAPSED_S)
+    registry.lapse(shard)
     claim = must_claim(leases, shard, alone=True)
     assert leases.begin_alone(claim)
-    time.sleep(LAPSED_S)
+    registry.lapse(shard)
     assert not leases.begin_alone(replace(claim, token="1:old"))
     assert leases.claim(shard) is ClaimRefusal.SPLIT
 
@@ -98,21 +94,21 @@ def test_a_suspect_whose_claim_never_came_through_is_not_to_blame(registry: Test
 def test_killed_from_outside_again_and_again_innocents_are_lost_no_sooner_than_in_max_attempts_of_their_own(
     registry: TestRegistry,
 ) -> None:
-    leases = registry.leases(lease_s=SHORT_S, max_attempts=3)
+    leases = registry.leases(max_attempts=3)
     job_id = registry.running_job(list(range(16)))
-    _crash(leases, UnitRef.shard(job_id, 0), alone=False)
-    _crash(leases, UnitRef.shard(job_id, 0), alone=True)
+    _crash(registry, leases, UnitRef.shard(job_id, 0), alone=False)
+    _crash(registry, leases, UnitRef.shard(job_id, 0), alone=True)
     leases.claim(UnitRef.shard(job_id, 0))
     part = UnitRef.shard(job_id, 1)
-    _crash(leases, part, alone=True)
+    _crash(registry, leases, part, alone=True)
     assert must_claim(leases, part, alone=True).mode is RunMode.RUN
 
 
 def test_parts_are_announced_at_once_although_their_lane_is_full(registry: TestRegistry) -> None:
-    leases = registry.leases(lease_s=SHORT_S)
+    leases = registry.leases()
     job_id = registry.running_job([0, 1], options=SubmitOptions(priority=7))
-    _crash(leases, UnitRef.shard(job_id, 0), alone=False)
-    _crash(leases, UnitRef.shard(job_id, 0), alone=True)
+    _crash(registry, leases, UnitRef.shard(job_id, 0), alone=False)
+    _crash(registry, leases, UnitRef.shard(job_id, 0), alone=True)
     leases.claim(UnitRef.shard(job_id, 0))
     registry.redis.lpush("millrace\x06\x166", "a message")
     due = registry.reap_queue().due()
@@ -120,12 +116,12 @@ def test_parts_are_announced_at_once_although_their_lane_is_full(registry: TestR
 
 
 def test_only_prompts_without_a_record_are_split_and_the_job_ends_with_all_shards_done(registry: TestRegistry) -> None:
-    leases = registry.leases(lease_s=SHORT_S)
+    leases = registry.leases()
     job_id = registry.running_job([3, 1, 0, 2])
     claim = must_claim(leases, UnitRef.shard(job_id, 0), alone=True)
     leases.begin_alone(claim)
     leases.put(claim, [ok(1)])
-    time.sleep(LAPSED_S)
+    registry.lapse(claim.ref)
     assert leases.claim(claim.ref) is ClaimRefusal.SPLIT
     assert leases.put(claim, [ok(3)])[0] is PutStatus.FENCED
     assert not leases.renew([claim])[0][0]
@@ -141,12 +137,12 @@ def test_only_prompts_without_a_record_are_split_and_the_job_ends_with_all_shard
 
 
 def test_one_prompt_alone_is_lost_after_max_attempts_and_tried_alone_before(registry: TestRegistry) -> None:
-    leases = registry.leases(lease_s=SHORT_S, max_attempts=3)
+    leases = registry.leases(max_attempts=3)
     shard = UnitRef.shard(registry.running_job([0]), 0)
-    _crash(leases, shard, alone=False)
-    _crash(leases, shard, alone=True)
+    _crash(registry, leases, shard, alone=False)
+    _crash(registry, leases, shard, alone=True)
     assert leases.claim(shard) is ClaimRefusal.SUSPECT
-    _crash(leases, shard, alone=True)
+    _crash(registry, leases, shard, alone=True)
     lost = must_claim(leases, shard)  # nothing is run: it need not be alone
     assert (lost.mode, lost.attempts) == (RunMode.LOST, 3)
     assert registry.redis.zscore(registry.keys.dead, str(shard)) is not None
@@ -168,35 +164,35 @@ def test_a_release_that_counts_makes_suspects_in_company_and_guilty_ones_alone(r
 
 
 def test_guilty_shards_of_a_cancelled_job_are_closed_whole(registry: TestRegistry) -> None:
-    leases = registry.leases(lease_s=SHORT_S)
+    leases = registry.leases()
     job_id = registry.running_job([0, 1])
-    _crash(leases, UnitRef.shard(job_id, 0), alone=True)
+    _crash(registry, leases, UnitRef.shard(job_id, 0), alone=True)
     registry.control.cancel(job_id)
     claim = must_claim(leases, UnitRef.shard(job_id, 0))
     assert (claim.mode, claim.missing) == (RunMode.CANCELLED, (0, 1))
 
 
 def test_a_plan_that_crashed_runs_alone_and_is_never_split(registry: TestRegistry) -> None:
-    leases = registry.leases(lease_s=SHORT_S, max_attempts=3)
+    leases = registry.leases(max_attempts=3)
     plan = UnitRef.plan(registry.submit([b"x", b"y"]))
-    _crash(leases, plan, alone=False)
+    _crash(registry, leases, plan, alone=False)
     assert leases.claim(plan) is ClaimRefusal.SUSPECT
-    _crash(leases, plan, alone=True)
-    _crash(leases, plan, alone=True)
+    _crash(registry, leases, plan, alone=True)
+    _crash(registry, leases, plan, alone=True)
     assert must_claim(leases, plan).mode is RunMode.LOST
 
 
 def test_a_claim_alone_and_a_loss_survive_a_lost_reply(registry: TestRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    leases = registry.leases(lease_s=SHORT_S, max_attempts=3)
+    leases = registry.leases(max_attempts=3)
     shard = UnitRef.shard(registry.running_job([0]), 0)
-    _crash(leases, shard, alone=False)
-    _crash(leases, shard, alone=True)
+    _crash(registry, leases, shard, alone=False)
+    _crash(registry, leases, shard, alone=True)
     lost = lose_next_script_reply(registry.redis, monkeypatch)
     claim = must_claim(leases, shard, alone=True)
     assert lost
     assert (claim.attempts, claim.mode) == (2, RunMode.RUN)
     leases.begin_alone(claim)
-    time.sleep(LAPSED_S)
+    registry.lapse(shard)
     lost = lose_next_script_reply(registry.redis, monkeypatch)
     claim = must_claim(leases, shard)
     assert lost
@@ -204,9 +200,9 @@ def test_a_claim_alone_and_a_loss_survive_a_lost_reply(registry: TestRegistry, m
 
 
 def test_a_split_whose_reply_is_lost_is_made_once(registry: TestRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    leases = registry.leases(lease_s=SHORT_S)
+    leases = registry.leases()
     job_id = registry.running_job([0, 1])
-    _crash(leases, UnitRef.shard(job_id, 0), alone=True)
+    _crash(registry, leases, UnitRef.shard(job_id, 0), alone=True)
     lost = lose_next_script_reply(registry.redis, monkeypatch)
     assert leases.claim(UnitRef.shard(job_id, 0)) is ClaimRefusal.TERMINAL
     assert lost
@@ -214,10 +210,10 @@ def test_a_split_whose_reply_is_lost_is_made_once(registry: TestRegistry, monkey
 
 
 def test_without_memory_nothing_is_half_split(registry: TestRegistry) -> None:
-    leases = registry.leases(lease_s=SHORT_S)
+    leases = registry.leases()
     job_id = registry.running_job([0, 1])
     shard = UnitRef.shard(job_id, 0)
-    _crash(leases, shard, alone=True)
+    _crash(registry, leases, shard, alone=True)
     registry.redis.config_set("maxmemory", 1)
     try:
         with pytest.raises(redis.ResponseError, match="OOM"):
