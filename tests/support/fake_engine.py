@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import signal
+import threading
 import time
 import uuid
 from array import array
@@ -52,6 +53,8 @@ QUOTE = "*quote*"  # likewise, with the prompt in the error's text and in local 
 HANG = "*hang*"  # step does not return for a minute
 KILL = "*kill*"  # the process dies by kill -9
 
+GATE_TIMEOUT_S = 60.0
+
 EMBEDDING = (0.6, 0.8)  # of every input
 
 _IDLE = EngineStats(
@@ -86,7 +89,10 @@ def answer(prompt: str) -> str:
 
 
 class FakeEngine:
-    """Advances up to `slots` requests one of `steps_per_request` steps in each step, oldest first."""
+    """Advances up to `slots` requests one of `steps_per_request` steps in each step, oldest first.
+
+    gate: a file. After `answers_before_gate` answers no request ends until it exists, however fast the machine is.
+    """
 
     def __init__(
         self,
@@ -96,6 +102,8 @@ class FakeEngine:
         slots: int = 8,
         max_model_len: int = 4096,
         chat_template: str | None = None,
+        gate: str = "",
+        answers_before_gate: int = 0,
     ) -> None:
         self.tokenizer = cast(Tokenizer, ByteTokenizer(chat_template))
         self.max_model_len = max_model_len
@@ -106,6 +114,8 @@ class FakeEngine:
         self._steps_per_request = steps_per_request
         self._step_s = step_s
         self._slots = slots
+        self._gate = Path(gate) if gate else None
+        self._answers_before_gate = answers_before_gate
         self._open: dict[str, tuple[Request, int]] = {}  # request id -> request, steps left
         self._ready: list[RequestOutput] = []
         self._num_steps = 0
@@ -150,13 +160,20 @@ class FakeEngine:
             arrived_s, scheduled_s = self._began_s[request_id]
             self._began_s[request_id] = (arrived_s, scheduled_s or time.monotonic())
             self._misbehave(self._prompt(request))
-            if steps_left > 1:
-                self._open[request_id] = (request, steps_left - 1)
+            if steps_left > 1 or self._is_shut:
+                self._open[request_id] = (request, max(steps_left - 1, 1))
                 continue
             del self._open[request_id]
             self._ready.append(self._end(request))
         ready, self._ready = self._ready, []
         return ready
+
+    @property
+    def _is_shut(self) -> bool:
+        if self._gate is None:
+            return False
+        self._answers_before_gate -= 1
+        return self._answers_before_gate < 0 and not self._gate.exists()
 
     def has_unfinished(self) -> bool:
         return bool(self._open or self._ready)
@@ -203,6 +220,18 @@ class FakeEngine:
             raise ValueError(f"broken by {prompt!r}")
         if HANG in prompt:
             time.sleep(60)
+
+
+class GatedEngine(FakeEngine):
+    """No step ends before `goes_on` is set: until then, whatever a test does happens during the first step."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.goes_on = threading.Event()
+
+    def step(self) -> list[RequestOutput]:
+        assert self.goes_on.wait(GATE_TIMEOUT_S)
+        return super().step()
 
 
 class WritingEngine(FakeEngine):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,7 +13,7 @@ from engine.errors import CheckpointError, EngineUnavailable, InvalidRequest
 from engine.request import FinishReason, Request, RequestOutput, TokenCheckpoint
 from engine.sampling_params import SamplingParams
 from engine.stats import EngineStats
-from tests.support.fake_engine import BREAK, FAIL, REFUSE, FakeEngine, WritingEngine, answer, fed
+from tests.support.fake_engine import BREAK, FAIL, REFUSE, FakeEngine, GatedEngine, WritingEngine, answer, fed
 from tests.support.processes import wait_until
 from worker.requests.step_engine import StepEngine
 from worker.runtime.counts import EngineMeter
@@ -59,14 +58,16 @@ def test_every_request_gets_its_own_output() -> None:
 
 
 def test_outputs_of_one_step_come_together_to_whom_they_belong() -> None:
-    with _running(FakeEngine(step_s=0.05)) as (thread, _):
+    all_are_there = threading.Event()
+    with _running(FakeEngine()) as (thread, _):
         mine: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
         other: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
         with (
-            fed(thread, [_request("first")], lambda _: time.sleep(0.1)),  # until the others are all there
+            fed(thread, [_request("first")], lambda _: all_are_there.wait(WAIT_S)),
             fed(thread, [_request("a"), _request("b"), _request("c")], mine.put),
             fed(thread, [_request("d")], other.put),
         ):
+            all_are_there.set()
             assert [output.request_id for output in mine.get(timeout=WAIT_S)] == ["a", "b", "c"]
             assert [output.request_id for output in other.get(timeout=WAIT_S)] == ["d"]
 
@@ -143,8 +144,8 @@ def test_there_is_no_room_beyond_the_bound_until_a_request_ends() -> None:
         wait_until(lambda: thread.num_steps > 1)
         assert (thread.num_open_requests, feed.num_waiting) == (2, 1)
         thread.abort(["a"])
-        wait_until(lambda: feed.num_waiting == 0)
-        assert (thread.num_open_requests, engine.most_open) == (2, 2)
+        wait_until(lambda: (thread.num_open_requests, feed.num_waiting) == (2, 0))
+        assert engine.most_open == 2
 
 
 def test_prompts_that_were_not_taken_are_forgotten_with_their_feed() -> None:
@@ -189,16 +190,17 @@ def test_it_is_idle_until_there_is_a_request_and_counts_its_steps() -> None:
 
 
 def test_a_step_that_does_not_end_is_seen_from_outside() -> None:
-    with _running(FakeEngine(step_s=0.5)) as (thread, _), fed(thread, [_request("a")]):
-        wait_until(lambda: thread.stalled_for_s > 0.2, timeout_s=1)
+    engine = GatedEngine()
+    with _running(engine) as (thread, _), fed(thread, [_request("a")]):
+        wait_until(lambda: thread.stalled_for_s > 0.2)
+        engine.goes_on.set()
 
 
 def test_an_idle_engine_shows_that_it_still_looks_for_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.runtime.engine_thread.IDLE_LOOK_S", 0.01)
     with _running(FakeEngine()) as (thread, _):
         with thread._changed:  # as long as somebody holds it, the engine cannot come round
-            time.sleep(0.2)
-            assert thread.idle_overdue_s > 0.1
+            wait_until(lambda: thread.idle_overdue_s > 0.1)
         wait_until(lambda: thread.idle_overdue_s < 0.1)
 
 
@@ -258,7 +260,7 @@ def test_a_request_that_ends_while_suspended_is_an_output() -> None:
     outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
     checkpoints: list[TokenCheckpoint] = []
     with _running_thread(WritingEngine(step_s=0.02)) as thread, fed(thread, [_request("a")], outputs.put):
-        wait_until(lambda: thread.num_steps == 15)  # of 16
+        wait_until(lambda: thread.num_steps >= 15)  # of 16
         checkpoints += thread.suspend(["a"], lambda: False).values()
         # Either it was taken out before its last token, or that token's output came first: never both, never neither.
         assert (len(checkpoints), outputs.qsize()) in [(1, 0), (0, 1)]

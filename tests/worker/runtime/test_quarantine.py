@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.processes import wait_until
 from tests.support.registry import TestRegistry, Units, must_claim, ok, running_units
+from tests.support.threads import is_waiting
 from worker.broker.messages import MessageEnd
 from worker.registry.keys import UnitRef
 from worker.registry.lifecycle import StopReason
@@ -34,7 +35,7 @@ class Visitors:
         self.gate = Quarantine(self.sent_away.set, lambda: self.engine_is_empty)
         self.answers: list[bool] = []
 
-    def ask(self, enter: Callable[[float], bool], timeout_s: float = 5) -> threading.Thread:
+    def ask(self, enter: Callable[[float], bool], timeout_s: float = 60) -> threading.Thread:
         thread = threading.Thread(target=lambda: self.answers.append(enter(timeout_s)))
         thread.start()
         return thread
@@ -66,7 +67,8 @@ def test_a_suspect_waits_until_the_engine_has_let_go_of_what_was_sent_away() -> 
     visitors = Visitors()
     visitors.engine_is_empty = False  # in a step for a unit that is gone
     suspect = visitors.ask(visitors.gate.enter_alone)
-    suspect.join(0.2)
+    assert visitors.sent_away.wait(5)  # its patience is over, and it waits on
+    wait_until(lambda: is_waiting(suspect))
     assert visitors.answers == []
     visitors.engine_is_empty = True
     suspect.join(5)
@@ -74,11 +76,12 @@ def test_a_suspect_waits_until_the_engine_has_let_go_of_what_was_sent_away() -> 
 
 
 def test_company_that_ends_by_itself_in_time_is_not_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.runtime.quarantine.COMPANY_WAIT_S", 5)
+    monkeypatch.setattr("worker.runtime.quarantine.COMPANY_WAIT_S", 60)
     visitors = Visitors()
     assert visitors.gate.enter(0)
     suspect = visitors.ask(visitors.gate.enter_alone)
-    wait_until(lambda: not visitors.gate.enter(0))
+    wait_until(lambda: visitors.gate._is_wanted)
+    assert not visitors.gate.enter(0)
     visitors.gate.leave()
     suspect.join(5)
     assert visitors.answers == [True]
@@ -90,8 +93,10 @@ def test_a_waiting_suspect_goes_before_ordinary_units() -> None:
     gate = visitors.gate
     assert gate.enter_alone(0)
     second = visitors.ask(gate.enter_alone)
-    wait_until(lambda: not gate.enter_alone(0))
+    wait_until(lambda: gate._is_wanted)
+    assert not gate.enter_alone(0)
     ordinary = visitors.ask(gate.enter)
+    wait_until(lambda: is_waiting(ordinary))
     gate.leave_alone()
     second.join(5)
     assert visitors.answers == [True]
@@ -105,12 +110,14 @@ def test_one_suspect_waits_at_a_time_and_not_for_ever() -> None:
     visitors = Visitors()
     gate = visitors.gate
     assert gate.enter_alone(0)
-    waiting = visitors.ask(gate.enter_alone, timeout_s=0.2)
-    wait_until(lambda: gate._is_wanted)
-    assert not gate.enter_alone(5)  # at once
-    waiting.join(5)
-    assert visitors.answers == [False]
+    assert not gate.enter_alone(0.05)
     assert not gate.enter(0.05)  # the first still runs
+    waiting = visitors.ask(gate.enter_alone)
+    wait_until(lambda: gate._is_wanted)
+    assert not gate.enter_alone(600)  # at once: that is longer than a test may take
+    gate.leave_alone()
+    waiting.join(5)
+    assert visitors.answers == [True]
     gate.leave_alone()
     assert gate.enter(0)
 

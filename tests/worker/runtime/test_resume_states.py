@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.request import SequenceCheckpoint, TokenCheckpoint, TokenLogprobs
-from tests.support.fake_engine import WritingEngine, answer
+from tests.support.fake_engine import GatedEngine, WritingEngine, answer
 from tests.support.processes import running_thread, wait_until
 from tests.support.registry import TestRegistry, Units, must_claim, ok, running_units
 from worker.registry.keys import UnitRef
@@ -229,15 +229,17 @@ def test_who_lost_the_unit_writes_no_checkpoint(registry: TestRegistry) -> None:
 
 def test_a_step_that_does_not_end_is_not_waited_for(registry: TestRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.runtime.shard.SUSPEND_TIMEOUT_S", 0.05)
-    with running_units(registry, WritingEngine(step_s=0.5, stop_after=3)) as units:
+    engine = GatedEngine()
+    with running_units(registry, engine) as units:
         held = _hold_job(units)
         thread = threading.Thread(target=units.shard_run(held).run)
         thread.start()
-        wait_until(lambda: not units.engine_thread.is_idle)
+        wait_until(lambda: engine.most_open == len(PROMPTS))
         held.stop(StopReason.RELEASED)
-        thread.join(0.4)
+        thread.join(5)
         assert not thread.is_alive()
         assert _kept_tokens(units, held) == [0, 0, 0]
+        engine.goes_on.set()
 
 
 def test_a_checkpoint_that_cannot_be_read_means_the_prompt_starts_over(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from tests.support.fake_engine import FAIL, REFUSE, FakeEngine, answer
+from tests.support.fake_engine import FAIL, REFUSE, FakeEngine, GatedEngine, answer
 from tests.support.processes import wait_until
 from tests.support.registry import TestRegistry, Units, must_claim, ok, running_units
 from worker.registry.keys import UnitRef
@@ -117,14 +116,23 @@ def test_a_shard_whose_job_ends_keeps_results_and_closes_the_rest(registry: Test
 
 
 def test_cancelling_frees_the_engine_within_a_step(registry: TestRegistry) -> None:
-    with running_units(registry, FakeEngine(steps_per_request=ENDLESS, step_s=0.2)) as units:
+    steps_at_abort: list[int] = []
+
+    class Watched(GatedEngine):
+        def abort(self, request_id: str) -> bool:
+            steps_at_abort.append(self.stats().num_steps)
+            return super().abort(request_id)
+
+    engine = Watched(steps_per_request=ENDLESS, step_s=0.001)
+    with running_units(registry, engine) as units:
         held = _hold_job(units, ["a", "b"])
         thread = _start(units, held)
-        wait_until(lambda: units.engine_thread.num_steps > 0)
-        steps = units.engine_thread.num_steps
+        wait_until(lambda: engine.most_open == 2)  # the first step has begun, or is about to
         held.stop(StopReason.CANCELLED)
-        wait_until(lambda: units.engine.num_aborted == 2)
-        assert units.engine_thread.num_steps <= steps + 1
+        wait_until(lambda: units.engine_thread._aborts)
+        engine.goes_on.set()
+        wait_until(lambda: engine.num_aborted == 2)
+        assert steps_at_abort == [1, 1]
         thread.join(5)
 
 
@@ -143,9 +151,9 @@ def test_a_shard_that_is_given_up_writes_nothing_more(registry: TestRegistry, re
 
 
 def test_a_worker_that_lost_its_lease_stops_as_soon_as_it_writes(registry: TestRegistry) -> None:
-    with running_units(registry, FakeEngine(steps_per_request=5, step_s=0.01, slots=1), lease_s=0.1) as units:
+    with running_units(registry, FakeEngine(steps_per_request=5, step_s=0.01, slots=1)) as units:
         held = _hold_job(units, ["a", "b", "c", "d"])
-        time.sleep(0.11)
+        registry.lapse(held.claim.ref)
         taken = must_claim(registry.leases(owner="other"), held.claim.ref, alone=True)
         units.shard_run(held).run()
         assert held.stop_reason is StopReason.FENCED
@@ -201,7 +209,9 @@ def test_no_more_lines_are_read_than_the_engine_will_soon_take(
 
         monkeypatch.setattr(units.leases, "lines_and_checkpoints", counted)
         thread = _start(units, held)
-        wait_until(lambda: units.engine_thread.num_steps > 20)
+        wait_until(lambda: sum(read) == READ_AHEAD and units.engine_thread.num_open_requests == 8)
+        steps = units.engine_thread.num_steps
+        wait_until(lambda: units.engine_thread.num_steps > steps + 20)
         assert sum(read) == READ_AHEAD
         units.engine_thread.abort(list(engine._open))
         wait_until(lambda: sum(read) == 2 * READ_AHEAD)
@@ -209,17 +219,30 @@ def test_no_more_lines_are_read_than_the_engine_will_soon_take(
         thread.join(5)
 
 
-def test_prompts_of_two_shards_go_into_the_engine_side_by_side(registry: TestRegistry) -> None:
+def test_prompts_of_two_shards_go_into_the_engine_side_by_side(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order: list[str] = []
+    offered: list[None] = []
 
-    class Watched(FakeEngine):
+    class Watched(GatedEngine):
         def add_request(self, request: Any) -> None:
             order.append(bytes(request.prompt_token_ids).decode())
             super().add_request(request)
 
-    with running_units(registry, Watched(step_s=0.05, slots=1), max_open=1) as units:
+    engine = Watched(slots=1)
+    with running_units(registry, engine, max_open=1) as units:
+        offer = units.engine_thread.offer
+
+        def offer_and_tell(*prompts: Any, **options: Any) -> None:
+            offer(*prompts, **options)
+            offered.append(None)
+
+        monkeypatch.setattr(units.engine_thread, "offer", offer_and_tell)
         shards = [_hold_job(units, ["a", "c", "e", "g"]), _hold_job(units, ["b", "d", "f", "h"])]
         threads = [_start(units, held) for held in shards]
+        wait_until(lambda: len(offered) == 2)
+        engine.goes_on.set()
         for thread in threads:
             thread.join(10)
     assert "".join(order[-6:]) == "cdefgh"

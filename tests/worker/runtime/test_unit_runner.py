@@ -10,6 +10,7 @@ import redis
 
 from tests.support.processes import wait_until
 from tests.support.registry import TestRegistry, must_claim, ok, running_units
+from tests.support.threads import is_waiting
 from worker.broker.messages import MessageEnd
 from worker.registry.keys import UnitRef
 from worker.registry.lifecycle import StopReason
@@ -169,7 +170,7 @@ def test_a_unit_goes_back_only_after_what_finished_is_written(registry: TestRegi
         runner = threading.Thread(target=units.runner().run, args=(shard, "m", work))
         runner.start()
         wait_until(lambda: shard in units.held_units)
-        runner.join(0.2)
+        wait_until(lambda: is_waiting(runner))
         assert registry.redis.hget(registry.keys.unit(shard), "st") == b"running"
         [held] = units.held_units.all()
         held.add_unwritten(-1)

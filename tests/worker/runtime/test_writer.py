@@ -11,6 +11,7 @@ import redis
 
 from tests.support.processes import running_thread, wait_until
 from tests.support.registry import TestRegistry, must_claim, ok
+from tests.support.threads import is_waiting
 from worker.registry.keys import UnitRef
 from worker.registry.leases import Claim, PromptCheckpoint, PromptRecord, UnitLeases
 from worker.registry.lifecycle import PutStatus, RunMode, StopReason
@@ -64,8 +65,7 @@ def test_a_queue_is_full_of_records_however_they_came(registry: TestRegistry) ->
     writer.put(held, (ok(index) for index in range(10)))
     blocked = threading.Thread(target=writer.put, args=(held, [ok(10), ok(11)]))
     blocked.start()
-    blocked.join(0.3)
-    assert blocked.is_alive()
+    wait_until(lambda: is_waiting(blocked))
     with running_thread(writer.run):
         blocked.join(5)
         assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
@@ -83,8 +83,7 @@ def test_a_queue_is_full_of_bytes_too_but_takes_a_record_of_any_size(
     assert writer.put(held, [ok(1, "x" * 2000)])  # one byte is left: whoever comes next waits
     blocked = threading.Thread(target=writer.put, args=(held, [ok(2)]))
     blocked.start()
-    blocked.join(0.3)
-    assert blocked.is_alive()
+    wait_until(lambda: is_waiting(blocked))
     assert not writer.offer(held, PromptCheckpoint(2, "{}"))
     with running_thread(writer.run):
         blocked.join(5)
@@ -104,7 +103,7 @@ def test_no_more_records_are_made_than_the_queue_takes(registry: TestRegistry) -
 
     blocked = threading.Thread(target=writer.put, args=(held, records()))
     blocked.start()
-    blocked.join(0.3)
+    wait_until(lambda: is_waiting(blocked))
     assert 10 <= len(made) <= 12  # one waits, the next did not fit beside it
     with running_thread(writer.run):
         blocked.join(5)
@@ -149,8 +148,7 @@ def test_a_full_queue_holds_the_shard_back_until_it_has_to_stop(registry: TestRe
         writer.put(held, [ok(index)])
     blocked = threading.Thread(target=writer.put, args=(held, [ok(10)]))
     blocked.start()
-    blocked.join(0.3)
-    assert blocked.is_alive()
+    wait_until(lambda: is_waiting(blocked))
     held.stop(StopReason.RELEASED)
     blocked.join(5)
     assert not blocked.is_alive()
