@@ -160,7 +160,7 @@ class FakeEngine:
             arrived_s, scheduled_s = self._began_s[request_id]
             self._began_s[request_id] = (arrived_s, scheduled_s or time.monotonic())
             self._misbehave(self._prompt(request))
-            if steps_left > 1 or self._is_shut:
+            if steps_left > 1 or not self._passes_gate():
                 self._open[request_id] = (request, max(steps_left - 1, 1))
                 continue
             del self._open[request_id]
@@ -168,12 +168,12 @@ class FakeEngine:
         ready, self._ready = self._ready, []
         return ready
 
-    @property
-    def _is_shut(self) -> bool:
+    def _passes_gate(self) -> bool:
+        """Whether one more request may end."""
         if self._gate is None:
-            return False
+            return True
         self._answers_before_gate -= 1
-        return self._answers_before_gate < 0 and not self._gate.exists()
+        return self._answers_before_gate >= 0 or self._gate.exists()
 
     def has_unfinished(self) -> bool:
         return bool(self._open or self._ready)

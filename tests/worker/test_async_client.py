@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from settings import LimitSettings
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.async_client import AsyncBatchClient
+from worker.client import PollPauses
 from worker.registry.errors import EmptyJob, InvalidJobId, JobNotFound, JobTooLarge
 from worker.registry.keys import UnitRef
 from worker.schemas import JobState
@@ -107,21 +108,23 @@ def test_a_job_that_is_not_there_is_an_error_to_every_verb(
 
 @pytest.mark.parametrize("is_asynchronous", [True, False])
 def test_a_cancelled_task_submits_nothing(loop: Loop, registry: TestRegistry, is_asynchronous: bool) -> None:
-    goes_on = threading.Event()
+    goes_on, has_begun = threading.Event(), threading.Event()
 
     async def endless() -> AsyncIterator[bytes]:
         while True:
             yield b"x"
+            has_begun.set()
             await asyncio.sleep(0.001)
 
     def stuck() -> Iterator[bytes]:
         yield b"x"
+        has_begun.set()
         goes_on.wait(10)
         yield b"x"
 
     async def cancel_soon(client: AsyncBatchClient) -> None:
         task = asyncio.create_task(client.submit(endless() if is_asynchronous else stuck()))
-        await asyncio.sleep(0.2)
+        assert await asyncio.to_thread(has_begun.wait, 10)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -149,7 +152,10 @@ def test_submits_that_were_cancelled_but_go_on_leave_a_thread_for_cancel(
         try:
             for number in range(3):
                 task = asyncio.create_task(client.submit(stuck()))
-                await (asyncio.to_thread(has_begun.acquire, timeout=5) if number < 2 else asyncio.sleep(0.2))
+                if number < 2:
+                    assert await asyncio.to_thread(has_begun.acquire, timeout=5)
+                else:
+                    await _until(lambda: client._submits._work_queue.qsize() > 0)  # it waits behind the two
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
@@ -180,11 +186,13 @@ def test_submits_whose_lines_need_the_default_threads_all_end(loop: Loop, regist
 @pytest.mark.parametrize("ending", ["refused", "cancelled", "invalid"])
 def test_a_generator_is_closed_however_its_submit_ends(loop: Loop, ending: str) -> None:
     ends: list[str] = []
+    has_begun = asyncio.Event()
 
     async def lines() -> AsyncIterator[bytes]:
         try:
             while True:
                 yield b"x"
+                has_begun.set()
                 await asyncio.sleep(0.0001)
         finally:
             await asyncio.sleep(0)
@@ -194,14 +202,17 @@ def test_a_generator_is_closed_however_its_submit_ends(loop: Loop, ending: str) 
         generator = lines()
         if ending == "invalid":
             await anext(generator)
-        timeout_s = 0.2 if ending == "cancelled" else 20
+        submitting = asyncio.create_task(client.submit(generator, priority=99 if ending == "invalid" else 5))
+        if ending == "cancelled":
+            await has_begun.wait()
+            submitting.cancel()
         try:
-            await asyncio.wait_for(client.submit(generator, priority=99 if ending == "invalid" else 5), timeout_s)
-        except (JobTooLarge, TimeoutError, ValidationError) as error:
+            await submitting
+        except (JobTooLarge, asyncio.CancelledError, ValidationError) as error:
             ends.append(type(error).__name__)
 
     loop(submit, LimitSettings(max_prompts_per_job=600) if ending == "refused" else None)
-    name = {"refused": "JobTooLarge", "cancelled": "TimeoutError", "invalid": "ValidationError"}[ending]
+    name = {"refused": "JobTooLarge", "cancelled": "CancelledError", "invalid": "ValidationError"}[ending]
     assert ends == ["closed", name]
 
 
@@ -229,7 +240,29 @@ def test_one_line_in_place_of_lines_is_a_type_error(loop: Loop, registry: TestRe
     assert registry.redis.keys("*") == []
 
 
-def test_results_come_in_either_order_while_the_job_runs(loop: Loop, registry: TestRegistry) -> None:
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Every pause that a client has begun to make between two polls."""
+    begun: list[float] = []
+    next_s = PollPauses.next_s
+
+    def noted(self: PollPauses) -> float:
+        begun.append(next_s(self))
+        return begun[-1]
+
+    monkeypatch.setattr(PollPauses, "next_s", noted)
+    return begun
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_results_come_in_either_order_while_the_job_runs(
+    loop: Loop, registry: TestRegistry, pauses: list[float]
+) -> None:
     job_id = registry.running_job([0, 1, 2])
     leases = registry.leases()
     shard = must_claim(leases, UnitRef.shard(job_id, 0))
@@ -241,7 +274,7 @@ def test_results_come_in_either_order_while_the_job_runs(loop: Loop, registry: T
         assert await numbers(client.results(job_id, order="input")) == [0]
         following = [asyncio.create_task(numbers(client.results(job_id, follow=True, order=order))) for order in ORDERS]
         waiting = asyncio.create_task(client.wait(job_id))
-        await asyncio.sleep(0.1)
+        await _until(lambda: len(pauses) >= 6)  # two of each task
         leases.put(shard, [ok(1, '{"i": 1}')])
         assert await asyncio.gather(*following) == [[2, 0, 1], [0, 1, 2]]
         assert (await waiting).status is JobState.COMPLETED
@@ -266,12 +299,14 @@ def test_cancelling_writes_error_records_and_waiting_has_an_end(loop: Loop, regi
     assert len(registry.jobs(10)) == 1
 
 
-def test_many_jobs_are_followed_without_a_thread_for_each(loop: Loop, registry: TestRegistry) -> None:
+def test_many_jobs_are_followed_without_a_thread_for_each(
+    loop: Loop, registry: TestRegistry, pauses: list[float]
+) -> None:
     job_ids = [registry.running_job([0]) for _ in range(20)]
 
     async def follow_all(client: AsyncBatchClient) -> int:
         waiting = [asyncio.create_task(client.wait(job_id)) for job_id in job_ids]
-        await asyncio.sleep(0.2)
+        await _until(lambda: len(pauses) >= 2 * len(job_ids))
         num_threads = threading.active_count()
         leases = registry.leases()
         for job_id in job_ids:

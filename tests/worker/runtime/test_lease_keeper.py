@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -15,7 +14,7 @@ import redis
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from settings import WorkerSettings
-from tests.support.fake_engine import FakeEngine, fed
+from tests.support.fake_engine import FakeEngine, GatedEngine, fed
 from tests.support.processes import running_thread, wait_until
 from tests.support.registry import TestRegistry, Units, must_claim, running_units
 from worker.broker.messages import MessageEnd
@@ -24,25 +23,32 @@ from worker.registry.leases import Claim, Heartbeats, UnitLeases
 from worker.registry.lifecycle import ClaimRefusal, PutStatus, RunMode, StopReason
 from worker.registry.queues import DueUnit, ReapQueue
 from worker.runtime.held_units import HeldUnit, HeldUnits
-from worker.runtime.lease_keeper import LeaseKeeper, Reaper
+from worker.runtime.lease_keeper import WATCH_INTERVAL_S, LeaseKeeper, Reaper
 from worker.schemas import JobState, SubmitOptions, WorkerInfo
 
 INFO = WorkerInfo(id="w1", version="1", model="m", steps=3, open_requests=2, held=1)
-LEASE_S = 0.4
+LEASE_S = 30.0
 
 
 @contextmanager
-def _keeping(units: Units, *, hang_timeout_s: float = 60) -> Iterator[LeaseKeeper]:
+def _keeping(units: Units, *, hang_timeout_s: float = 60, renew_interval_s: float = 0.1) -> Iterator[LeaseKeeper]:
     keeper = LeaseKeeper(
         units.leases,
         Heartbeats(units.registry.redis, units.registry.keys),
         units.held_units,
         units.engine_thread,
-        settings=WorkerSettings(lease_s=LEASE_S, renew_interval_s=0.1, hang_timeout_s=hang_timeout_s),
+        settings=WorkerSettings(lease_s=3000, renew_interval_s=renew_interval_s, hang_timeout_s=hang_timeout_s),
         describe=lambda: INFO,
     )
     with running_thread(keeper.run):
         yield keeper
+
+
+def _outlast_a_lease(units: Units, ref: UnitRef) -> None:
+    """Let more time pass than the unit's lease lasts, by Redis's clock, half of it before each renewal."""
+    for _ in range(3):
+        units.registry.let_pass(ref, LEASE_S / 2)
+        wait_until(lambda: units.registry.lease_left_s(ref) > LEASE_S / 2)
 
 
 def _running_request(units: Units) -> AbstractContextManager[object]:
@@ -53,7 +59,7 @@ def test_leases_are_kept_while_the_engine_is_idle(registry: TestRegistry) -> Non
     shard = UnitRef.shard(registry.running_job([0]), 0)
     with running_units(registry, lease_s=LEASE_S) as units, _keeping(units):
         held = units.hold(shard)
-        time.sleep(LEASE_S * 2)
+        _outlast_a_lease(units, shard)
         assert units.leases.claim(shard) is ClaimRefusal.BUSY
         assert held.stop_reason is None
 
@@ -63,44 +69,52 @@ def test_leases_are_kept_while_the_engine_advances(registry: TestRegistry) -> No
     engine = FakeEngine(steps_per_request=1_000_000, step_s=0.02)
     with running_units(registry, engine, lease_s=LEASE_S) as units, _keeping(units), _running_request(units):
         units.hold(shard)
-        time.sleep(LEASE_S * 2)
+        _outlast_a_lease(units, shard)
         assert units.leases.claim(shard) is ClaimRefusal.BUSY
 
 
 def test_a_slow_step_keeps_its_leases(registry: TestRegistry) -> None:
     shard = UnitRef.shard(registry.running_job([0]), 0)
-    engine = FakeEngine(step_s=1.5)
+    engine = GatedEngine()
     with running_units(registry, engine, lease_s=LEASE_S) as units, _keeping(units), _running_request(units):
+        wait_until(lambda: engine.most_open == 1)
         units.hold(shard)
-        time.sleep(LEASE_S * 2)
+        _outlast_a_lease(units, shard)
         assert units.leases.claim(shard) is ClaimRefusal.BUSY
+        engine.goes_on.set()
 
 
 def test_an_engine_that_hangs_loses_its_leases(registry: TestRegistry) -> None:
     shard = UnitRef.shard(registry.running_job([0]), 0)
-    engine = FakeEngine(step_s=1.5)  # one step outlasts several leases
-    with running_units(registry, engine, lease_s=LEASE_S) as units, _keeping(units, hang_timeout_s=0.5):
+    engine = GatedEngine()  # one step outlasts every lease
+    with running_units(registry, engine, lease_s=0.4) as units, _keeping(units, hang_timeout_s=0.5):
         units.hold(shard)
         with _running_request(units):
-            wait_until(lambda: units.leases.claim(shard) is not ClaimRefusal.BUSY, timeout_s=2)
+            wait_until(lambda: units.leases.claim(shard) is not ClaimRefusal.BUSY)
+            engine.goes_on.set()
 
 
 def test_the_owner_of_a_cancelled_job_is_told_within_a_second(registry: TestRegistry) -> None:
     job_id = registry.running_job([0])
-    with running_units(registry) as units, _keeping(units):
+    assert WATCH_INTERVAL_S < 1
+    with running_units(registry) as units:
         held = units.hold(UnitRef.shard(job_id, 0))
-        time.sleep(0.15)
-        assert held.stop_reason is None
-        registry.control.cancel(job_id)
-        wait_until(lambda: held.stop_reason is StopReason.CANCELLED, timeout_s=1)
+        with _keeping(units, renew_interval_s=600):  # no renewal tells it
+            wait_until(lambda: registry.workers() == [INFO])  # it has looked
+            assert held.stop_reason is None
+            registry.control.cancel(job_id)
+            wait_until(lambda: held.stop_reason is StopReason.CANCELLED)
 
 
 def test_the_owner_is_told_of_the_deadline(registry: TestRegistry) -> None:
-    job_id = registry.running_job([0], options=SubmitOptions(deadline_s=0.3))
-    with running_units(registry) as units, _keeping(units):
+    job_id = registry.running_job([0], options=SubmitOptions(deadline_s=600))
+    with running_units(registry) as units:
         held = units.hold(UnitRef.shard(job_id, 0))
-        assert held.stop_reason is None
-        wait_until(lambda: held.stop_reason is StopReason.EXPIRED, timeout_s=1.5)
+        with _keeping(units, renew_interval_s=600):  # no renewal tells it
+            wait_until(lambda: registry.workers() == [INFO])  # it has looked
+            assert held.stop_reason is None
+            held.set_time_left(0.3)
+            wait_until(lambda: held.stop_reason is StopReason.EXPIRED)
 
 
 def test_the_owner_is_told_that_another_has_its_unit(registry: TestRegistry) -> None:
@@ -154,7 +168,7 @@ def test_the_heartbeat_is_overdue_while_redis_takes_no_writes(
 
     with running_units(registry) as units, _keeping(units) as keeper:
         wait_until(lambda: registry.workers() == [INFO])
-        assert keeper.overdue_s < 1
+        wait_until(lambda: keeper.overdue_s == 0)
         with monkeypatch.context() as full:
             full.setattr(Heartbeats, "beat", refuse)
             wait_until(lambda: keeper.overdue_s >= 1, timeout_s=5)
@@ -225,8 +239,14 @@ def _reaper(units: Units, due_units: ReapQueue | None = None, is_well: Callable[
 def test_a_worker_that_hangs_puts_no_unit_off(registry: TestRegistry) -> None:
     job_id = registry.running_job([0])
     registry.make_due()
-    with running_units(registry) as units, running_thread(_reaper(units, is_well=lambda: False).run):
-        time.sleep(0.3)
+    looks: list[None] = []
+
+    def hangs() -> bool:
+        looks.append(None)
+        return False
+
+    with running_units(registry) as units, running_thread(_reaper(units, is_well=hangs).run):
+        wait_until(lambda: len(looks) > 3)
     assert [due.ref for due in registry.reap_queue().due()] == [UnitRef.shard(job_id, 0)]
 
 
