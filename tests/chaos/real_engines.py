@@ -1,9 +1,9 @@
 """Runs the real engine under observation: with an account of its KV pool, a count of its tokens, or the logits it
 sampled from.
 
-`python -m tests.chaos.real_engines COUNT_FILE KEY=VALUE ...` is `millrace worker` with a count of its generated tokens
-in a file that can be read after a kill -9. The runs that are compared bit for bit have the same requests in engines of
-different sizes, with every row of logits that was sampled from on record.
+`python -m tests.chaos.real_engines COUNT_FILE MOST_TOKENS KEY=VALUE ...` is `millrace worker` with a count of its
+generated tokens in a file that can be read after a kill -9, and no step after so many. The runs that are compared bit
+for bit have the same requests in engines of different sizes, with every row of logits that was sampled from on record.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import mmap
 import random
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -35,6 +36,7 @@ POOL_IS_WHOLE = "the KV pool is whole"
 logger = logging.getLogger(__name__)
 
 SIZE_BYTES = 8
+PAUSE_S = 0.005
 
 LONGEST_PROMPT = 300  # beyond two blocks of keys
 MOST_TOKENS = 8
@@ -88,10 +90,15 @@ def read_count(path: Path) -> int:
 
 
 class CountedEngine:
-    """Passes everything on to `engine`, and notes in a mapped file, which outlives the process, what it generated."""
+    """Passes everything on to `engine`, and notes in a mapped file, which outlives the process, what it generated.
 
-    def __init__(self, engine: Engine, path: Path) -> None:
+    Once it has generated `most_tokens`, it goes no further: however fast the machine, its job is not over then.
+    """
+
+    def __init__(self, engine: Engine, path: Path, most_tokens: int) -> None:
         self._engine = engine
+        self._most_tokens = most_tokens
+        self._num_tokens = 0
         path.write_bytes(bytes(SIZE_BYTES))
         with path.open("r+b") as file:
             self._count = mmap.mmap(file.fileno(), SIZE_BYTES)
@@ -100,9 +107,13 @@ class CountedEngine:
         return getattr(self._engine, name)
 
     def step(self) -> list[Any]:
-        """One step."""
+        """One step, or a pause."""
+        if self._num_tokens >= self._most_tokens:
+            time.sleep(PAUSE_S)
+            return []
         outputs = self._engine.step()
-        self._count[:] = self._engine.stats().generated_tokens.to_bytes(SIZE_BYTES, "little")
+        self._num_tokens = self._engine.stats().generated_tokens
+        self._count[:] = self._num_tokens.to_bytes(SIZE_BYTES, "little")
         return outputs
 
 
@@ -188,10 +199,10 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(threadName)s %(name)s %(levelname)s %(message)s")
 
     def load(effective: EffectiveSettings) -> StepEngine:
-        engine: StepEngine = CountedEngine(load_decoder_engine(effective), Path(sys.argv[1]))
+        engine: StepEngine = CountedEngine(load_decoder_engine(effective), Path(sys.argv[1]), int(sys.argv[2]))
         return engine
 
-    return run_worker(load_settings(parse_assignments(sys.argv[2:]), environ={}), load)
+    return run_worker(load_settings(parse_assignments(sys.argv[3:]), environ={}), load)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from tests.chaos.jobs import prompts
 from tests.support.processes import wait_until
 from tests.support.redis_servers import AclRedis, acl_redis, free_port
+from tests.support.registry import redis_time_s
 from tests.support.workers import WorkerProcesses, millrace, python_block, replace_line, worker_processes
 from worker.cli.main import cli
 from worker.client import BatchClient
@@ -79,17 +80,12 @@ def workers(server: AclRedis, tmp_path: Path) -> Iterator[WorkerProcesses]:
         yield workers
 
 
-def redis_time_s(server: AclRedis) -> float:
-    """By the clock that deadlines are compared with."""
-    seconds, microseconds = server.admin.time()
-    return float(seconds) + microseconds / 1e6
-
-
 @pytest.mark.usefixtures("nothing_denied")
 def test_jobs_are_done_cancelled_expired_refused_and_outlive_a_killed_worker(
-    server: AclRedis, client: BatchClient, workers: WorkerProcesses
+    server: AclRedis, client: BatchClient, workers: WorkerProcesses, tmp_path: Path
 ) -> None:
-    first = workers.start(engine=SLOW, worker__lease_s=LEASE_S, metrics__port=str(free_port()))
+    engine = SLOW | {"answers_before_gate": 5, "gate": str(tmp_path / "never")}  # it dies with most of its job to do
+    first = workers.start(engine=engine, worker__lease_s=LEASE_S, metrics__port=str(free_port()))
     workers.wait_up(client)
     job_id = client.submit(prompts(40), idempotency_key="a key of our own")
     wait_until(lambda: client.status(job_id).request_counts.completed >= 3, timeout_s=ENDED_S)
@@ -97,8 +93,8 @@ def test_jobs_are_done_cancelled_expired_refused_and_outlive_a_killed_worker(
     cancelled, expired = client.submit(prompts(30), priority=8), client.submit(prompts(30), deadline_s=0.2)
     refused = client.submit([*prompts(3), b"{"], strict=True)
     client.cancel(cancelled)
-    deadline_s = redis_time_s(server) + 0.2  # no sooner than that of the job
-    wait_until(lambda: redis_time_s(server) > deadline_s)  # else a fast worker would be done before
+    deadline_s = redis_time_s(server.admin) + 0.2  # no sooner than that of the job
+    wait_until(lambda: redis_time_s(server.admin) > deadline_s)  # else a fast worker would be done before
     workers.start(worker__lease_s=LEASE_S, worker__send_events="true")
 
     assert client.wait(job_id, ENDED_S).request_counts.completed == 40

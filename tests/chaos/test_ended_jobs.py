@@ -22,9 +22,9 @@ from worker.schemas import JobState
 pytestmark = pytest.mark.chaos
 
 NUM_PROMPTS = 200
-# 8 of 200 prompts every 0.3 s: a job lasts for more than seven seconds.
-SLOW = WorkerOptions(engine={"steps_per_request": 30, "step_s": 0.01})
-END_S = 5.0
+NUM_ANSWERS = 24
+DEADLINE_S = 5.0  # long enough for the first answers
+END_S = 30.0
 LINES = prompts(NUM_PROMPTS)
 
 MB = 1024 * 1024
@@ -72,12 +72,14 @@ def test_a_job_that_is_ended_early_keeps_what_had_finished(
     redis_url: str,
     tmp_path: Path,
 ) -> None:
-    with running_fleet(redis_url, tmp_path, SLOW) as fleet:
+    # Of 200 prompts no more than these are answered: the job is always half done, and a busy worker stays busy.
+    engine = {"step_s": 0.01, "answers_before_gate": NUM_ANSWERS, "gate": str(tmp_path / "never")}
+    with running_fleet(redis_url, tmp_path, WorkerOptions(engine=engine)) as fleet:
         fleet.start()
         fleet.wait_up(client)
         if phase == "queued":
             _fill_every_slot(client)
-        job_id = client.submit(LINES, deadline_s=1.5 if end == "deadline" else None)
+        job_id = client.submit(LINES, deadline_s=DEADLINE_S if end == "deadline" else None)
         if phase == "running":
             wait_until(lambda: client.status(job_id).request_counts.completed > 0)
         if end == "cancel":

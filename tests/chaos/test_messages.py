@@ -89,9 +89,9 @@ def _undisturbed_worker(client: BatchClient, bare: redis.Redis, redis_url: str, 
         fleet.wait_up(client)
         yield
         wait_until(lambda: not any(bare.llen(lane) for lane in lanes()), timeout_s=30)
-        job = client.wait(client.submit(prompts(20)), timeout_s=10)
+        job = client.wait(client.submit(prompts(20)), timeout_s=60)
         assert (job.status, job.request_counts.completed) == (JobState.COMPLETED, 20)
-        wait_until(lambda: not bare.exists("unacked", "unacked_index"), timeout_s=10)
+        wait_until(lambda: not bare.exists("unacked", "unacked_index"))
         assert not any(bare.llen(lane) for lane in lanes())
         assert (worker.num_lives, worker.exit_codes) == (1, [])
         assert "Connection to broker lost" not in worker.log

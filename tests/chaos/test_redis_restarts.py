@@ -21,6 +21,7 @@ from tests.chaos.jobs import (
     wait_all,
 )
 from tests.chaos.worker_program import WorkerOptions
+from tests.support.processes import wait_until
 from tests.support.redis_servers import RestartableRedis
 from worker.client import BatchClient
 from worker.registry.errors import JobNotFound
@@ -81,12 +82,11 @@ def test_without_one_lost_jobs_are_not_found_and_may_be_submitted_again(
         fleet.start()
         fleet.wait_up(client)
         lost = _submit_again(client, lines)
-        while client.status(lost).request_counts.finished == 0:
-            time.sleep(0.01)
+        wait_until(lambda: client.status(lost).request_counts.finished > 0)
         _lose_all(forgetful_redis, bare, how)
         with pytest.raises(JobNotFound):
             insist(lambda: client.status(lost))
-        time.sleep(1.5)  # longer than a lease: the worker has seen that its units are gone, and writes nothing
+        wait_until(lambda: [worker.held for worker in insist(client.workers)] == [0])  # it saw that its units are gone
         assert not list(bare.scan_iter(f"{Keys().prefix}j:*"))
         check_admission(bare)
         job_id = _submit_again(client, lines)
@@ -96,6 +96,11 @@ def test_without_one_lost_jobs_are_not_found_and_may_be_submitted_again(
         check_invariants(client, bare, jobs)
         assert fleet.stop() == [0]
         assert fleet.num_restarts == 0
+
+
+def _num_connections(bare: redis.Redis) -> int:
+    """Without our own."""
+    return len(bare.client_list(_type="normal")) - 1
 
 
 def _submit_again(client: BatchClient, lines: list[dict[str, str]]) -> str:
@@ -113,9 +118,10 @@ def test_a_storm_of_lost_connections_and_forgotten_scripts_changes_no_record(
         jobs = submit_jobs(client, num_jobs=4, num_prompts=60)
         num_dropped = 0
         for _ in range(8):
+            wait_until(lambda: _num_connections(bare) > 2)  # theirs come back
             num_dropped += drop_connections(bare)
             flush_scripts(bare)
-            time.sleep(0.15)
+            time.sleep(0.15)  # a storm has lulls, in which something may be done
         assert num_dropped > 16
         wait_all(client, jobs)
         check_invariants(client, bare, jobs)

@@ -76,14 +76,16 @@ def start(redis_url: str, tmp_path: Path) -> Iterator[Start]:
     """Starts workers, each with the file in which it counts its tokens; none outlives the test."""
     processes: list[WarmProcess] = []
 
-    def start(load: Load, **settings: str) -> tuple[WarmProcess, Path]:
+    def start(load: Load, most_tokens: float, **settings: str) -> tuple[WarmProcess, Path]:
         count = tmp_path / f"count-{len(processes)}"
         values = {"redis.url": redis_url, **QUICK, "worker.shard_size": "100", **load.settings}
         values["engine.checkpoint_tokens"] = str(load.checkpoint_tokens)
         values |= {name.replace("__", "."): value for name, value in settings.items()}
         arguments = [f"{key}={value}" for key, value in values.items()]
         with (tmp_path / f"log-{len(processes)}").open("wb") as log:
-            process = warm_interpreter().start("tests.chaos.real_engines", [str(count), *arguments], log)
+            process = warm_interpreter().start(
+                "tests.chaos.real_engines", [str(count), str(round(most_tokens)), *arguments], log
+            )
         processes.append(process)
         return process, count
 
@@ -97,7 +99,7 @@ def _end_first_worker(
     client: BatchClient, start: Start, load: Load, share: float, end: signal.Signals, **settings: str
 ) -> tuple[str, int]:
     """A job whose first worker gets `end` once it generated `share` of the tokens, and how many it had generated."""
-    first, count = start(load, **settings)
+    first, count = start(load, share * load.total, **settings)
     wait_until(lambda: len(client.workers()) == 1, timeout_s=60)
     job_id = client.submit(load.lines())
     wait_until(lambda: read_count(count) >= share * load.total, timeout_s=FINISH_TIMEOUT_S)
@@ -109,7 +111,7 @@ def _end_first_worker(
 
 def _finish(client: BatchClient, bare: redis.Redis, start: Start, load: Load, job_id: str, **settings: str) -> int:
     """Have a second worker end the job, compare every byte, and return how many tokens that worker generated."""
-    second, count = start(load, **settings)
+    second, count = start(load, load.total, **settings)
     client.wait(job_id, timeout_s=FINISH_TIMEOUT_S)
     check_records(client, bare, job_id, num_prompts=load.num_prompts)
     assert contents(client.results(job_id)) == load.expected
@@ -151,8 +153,7 @@ def test_a_worker_killed_half_way_costs_the_tokens_since_the_last_checkpoints(
 def test_a_worker_that_drains_loses_no_token(
     client: BatchClient, bare: redis.Redis, start: Start, long_load: Load
 ) -> None:
-    # No checkpoint comes due in 600 tokens: only the one at the end can have saved them. (A load of 900 tokens was over
-    # before SIGTERM took effect, on a busy machine.)
+    # No checkpoint comes due in 600 tokens: only the one at the end can have saved them.
     job_id, before = _end_first_worker(
         client, start, long_load, 0.5, signal.SIGTERM, engine__checkpoint_tokens="1000", worker__drain_timeout_s="0.1"
     )

@@ -137,8 +137,8 @@ def test_cancel_keeps_what_is_finished_and_ends_the_rest_with_a_record_each(redi
         job_id = client.submit([*short, *long])
         wait_until(lambda: client.status(job_id).request_counts.completed >= len(short), timeout_s=30.0)
         client.cancel(job_id)
-        status = client.wait(job_id, timeout_s=10.0)
-        wait_until(lambda: all(w.open_requests == 0 for w in client.workers()), timeout_s=10.0)
+        status = client.wait(job_id, timeout_s=60.0)
+        wait_until(lambda: all(w.open_requests == 0 for w in client.workers()))
         records = list(client.results(job_id))
         again = client.submit([{"prompt": "after", "max_tokens": 2}])
         assert client.wait(again, timeout_s=30.0).request_counts.completed == 1

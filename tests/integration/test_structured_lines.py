@@ -22,7 +22,7 @@ from tests.support.tiny_checkpoint import make_checkpoint
 from worker.offline import LineFeed, OfflineRun
 
 FORMAT = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT, "strict": True}}
-LIMITS = {"engine.structured_output.compile_timeout_s": "0.5", "engine.structured_output.max_grammar_bytes": "1000"}
+LIMITS = {"engine.structured_output.compile_timeout_s": "2", "engine.structured_output.max_grammar_bytes": "1000"}
 
 CITY = {
     "type": "object",

@@ -147,8 +147,8 @@ def running_thread(run: Callable[[threading.Event], None]) -> Iterator[Supervise
         assert failures == []
 
 
-def wait_until(condition: Callable[[], object], *, timeout_s: float = 10.0) -> None:
-    """Return when `condition` holds; fail after `timeout_s` seconds."""
+def wait_until(condition: Callable[[], object], *, timeout_s: float = 30.0) -> None:
+    """Return when `condition` holds; fail after `timeout_s` seconds, for a machine with much else to do."""
     until_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > until_s:

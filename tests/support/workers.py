@@ -35,7 +35,7 @@ STOP_TIMEOUT_S = 30.0
 ONE_THREAD = ("--set", "engine.num_threads=1")
 QUICK_HEARTBEATS = ("--set", "worker.renew_interval_s=0.2")  # for who waits to see a figure in one
 
-FAKE_WORKER_STOP_TIMEOUT_S = 15.0
+FAKE_WORKER_STOP_TIMEOUT_S = 30.0
 
 # Times short enough for a test.
 QUICK = {
@@ -111,7 +111,7 @@ class WorkerProcesses:
 
     def wait_up(self, client: BatchClient) -> None:
         """Wait until every worker that was started has sent its heartbeat."""
-        wait_until(lambda: len(client.workers()) >= len(self._processes), timeout_s=20)
+        wait_until(lambda: len(client.workers()) >= len(self._processes), timeout_s=START_TIMEOUT_S)
 
     def log(self, number: int = 0) -> str:
         """What the worker wrote so far."""

@@ -48,7 +48,7 @@ def test_it_is_stopped_between_trials_and_gone_at_the_end(tmp_path: Path) -> Non
     with trial_server(COMMAND, {}, tmp_path / "log") as server:
         pid = int(server.about["pid"])
         for _ in range(2):
-            wait_until(lambda: _state(pid) == "T", timeout_s=5)
+            wait_until(lambda: _state(pid) == "T")
             server.run([[1]], 1)
     assert not Path(f"/proc/{pid}").exists()
 

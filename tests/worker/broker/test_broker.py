@@ -21,7 +21,7 @@ from settings import RedisSettings, Settings
 from tests.chaos.faults import FAR_FUTURE, TWENTY_THREE, body, put, spoiled, valid_frame
 from tests.support.processes import wait_until
 from tests.support.registry import TestRegistry, running_units
-from tests.support.workers import worker_processes
+from tests.support.workers import FAKE_WORKER_STOP_TIMEOUT_S, worker_processes
 from worker.app import create_app
 from worker.broker.celery_guards import InterruptibleRequest, send_first_event
 from worker.broker.messages import MAX_FRAME_BYTES, MAX_FRAMES, RUN_SHARD_TASK, MessageEnd, bury
@@ -137,9 +137,9 @@ def test_a_worker_that_sends_events_says_that_it_lives_and_what_becomes_of_each_
         _submit_with_plain_celery(redis_url)
         process = workers.start(worker__send_events="true")
         client.wait(client.submit([{"prompt": "a secret"}] * 25), timeout_s=30.0)
-        wait_until(lambda: len([e for e in events if e["type"] == "task-succeeded"]) >= 6, timeout_s=10.0)
+        wait_until(lambda: len([e for e in events if e["type"] == "task-succeeded"]) >= 6)
         process.terminate()
-        process.wait(10)
+        process.wait(FAKE_WORKER_STOP_TIMEOUT_S)
         wait_until(lambda: events[-1]["type"] == "worker-offline")
 
     received = [event["name"] for event in events if event["type"] == "task-received"]

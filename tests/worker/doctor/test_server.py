@@ -90,7 +90,7 @@ def test_a_primary_tells_its_replicas(tmp_path: Path) -> None:
         port = primary_url.partition("127.0.0.1:")[2].partition("/")[0]
         stack.enter_context(server(tmp_path / "replica", "--replicaof", "127.0.0.1", str(port)))
         with redis.Redis.from_url(primary_url) as primary:
-            primary.wait(1, 5000)  # for a replica
+            wait_until(lambda: primary.wait(1, 1000) == 1)  # for a replica
         assert found_at(primary_url)["redis role"].detail == "primary, with 1 replicas"
 
 

@@ -171,8 +171,8 @@ def test_the_heartbeat_is_overdue_while_redis_takes_no_writes(
         wait_until(lambda: keeper.overdue_s == 0)
         with monkeypatch.context() as full:
             full.setattr(Heartbeats, "beat", refuse)
-            wait_until(lambda: keeper.overdue_s >= 1, timeout_s=5)
-        wait_until(lambda: keeper.overdue_s == 0, timeout_s=5)
+            wait_until(lambda: keeper.overdue_s >= 1)
+        wait_until(lambda: keeper.overdue_s == 0)
 
 
 @pytest.mark.parametrize(

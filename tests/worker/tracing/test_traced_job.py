@@ -121,7 +121,7 @@ def test_a_collector_that_is_away_costs_a_line_and_no_job(redis_url: str, worker
         job_ids = [client.submit(LINES) for _ in range(3)]
         assert all(client.wait(job_id, WAIT_S).status is JobState.COMPLETED for job_id in job_ids)
         began_s = time.monotonic()
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 20  # not the 30 that the SDK would wait
     worker.terminate()
     assert worker.wait(FAKE_WORKER_STOP_TIMEOUT_S) == 0
 
