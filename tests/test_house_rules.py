@@ -1,34 +1,61 @@
-"""The rules of this code base that no linter holds."""
+"""The rules of this code base that no linter holds: sizes, folders, names and what is never written."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("settings", "kernels", "engine", "worker")
+BANNED_NAMES = {"utils.py", "misc.py", "common.py", "helpers.py"}
+DOCSTRING_ONLY = ("kernels", "engine", "engine/*", "worker", "worker/*")  # settings and each device's kernels export
+
 MAX_FILE_LINES = 450
+MAX_MODULES = 190
+MAX_TEST_FILES = 190
+MAX_OTHER_TEST_FILES = 70
+# A module under so many lines is a file to open for next to nothing: the share of modules that may be so small.
+MAX_SHARES = {20: 0.03, 50: 0.10}
+# Likewise where one function or class of a few lines is all there is.
+MIN_ONLY_DEFINITION_LINES = 15
+MAX_LONELY_DEFINITIONS = 10
+
 MAX_FUNCTION_LINES = 40
 MAX_KERNEL_LINES = 90
 MAX_PARAMETERS = 6
-BANNED_NAMES = {"utils.py", "misc.py", "common.py", "helpers.py"}
-DOCSTRING_ONLY = ("kernels/__init__.py", "engine/__init__.py")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Definition = Function | ast.ClassDef
 
 
 def _sources(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
+def _modules() -> list[Path]:
+    """Those of the code; a package's own file says what is in it, and is none."""
+    return [path for path in _sources(*PACKAGES) if path.name != "__init__.py"]
+
+
 def _name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+def _module(path: Path) -> str:
+    return _name(path).removesuffix(".py").replace("/", ".")
+
+
+@cache
+def _num_lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
 
 
 @cache
@@ -46,13 +73,19 @@ def _functions(path: Path) -> Iterator[Function]:
             yield node
 
 
+def _lines(node: Definition) -> int:
+    return (node.end_lineno or 0) - node.lineno + 1
+
+
 def _code_lines(function: Function) -> int:
     """Lines of a function from its name to its end, without its docstring."""
     first = function.body[0]
-    docstring = 0
-    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-        docstring = (first.end_lineno or 0) - first.lineno + 1
-    return (function.end_lineno or 0) - function.lineno + 1 - docstring
+    docstring = (first.end_lineno or 0) - first.lineno + 1 if _is_docstring(first) else 0
+    return _lines(function) - docstring
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _num_parameters(function: Function) -> int:
@@ -63,10 +96,59 @@ def _num_parameters(function: Function) -> int:
 
 def test_a_file_fits_its_budget() -> None:
     sources = _sources(*PACKAGES, "tests")
-    lines = {_name(path): len(path.read_text().splitlines()) for path in sources}
-    long = {name: count for name, count in lines.items() if count > MAX_FILE_LINES}
+    long = {_name(path): _num_lines(path) for path in sources if _num_lines(path) > MAX_FILE_LINES}
     assert not long, f"lines {long}; the budget is {MAX_FILE_LINES}"
     assert not [_name(path) for path in sources if path.name in BANNED_NAMES]
+
+
+def test_there_are_not_too_many_files() -> None:
+    tests = _sources("tests")
+    test_files = [path for path in tests if path.name.startswith("test_")]
+    assert len(_modules()) <= MAX_MODULES
+    assert len(test_files) <= MAX_TEST_FILES
+    assert len(tests) - len(test_files) <= MAX_OTHER_TEST_FILES
+
+
+@pytest.mark.parametrize(("min_lines", "max_share"), MAX_SHARES.items())
+def test_few_modules_are_small(min_lines: int, max_share: float) -> None:
+    modules = _modules()
+    small = {_name(path): _num_lines(path) for path in modules if _num_lines(path) < min_lines}
+    assert len(small) <= max_share * len(modules), f"{small}: more than {max_share:.0%} of {len(modules)} modules"
+
+
+def test_few_modules_are_there_for_one_small_definition() -> None:
+    lonely = {}
+    for path in _modules():
+        definitions = [node for node in _tree(path).body if isinstance(node, Definition)]
+        if len(definitions) == 1 and _lines(definitions[0]) < MIN_ONLY_DEFINITION_LINES:
+            lonely[_name(path)] = definitions[0].name
+    assert len(lonely) <= MAX_LONELY_DEFINITIONS, lonely
+
+
+def _room(module: str) -> str:
+    """The folder that a module is in, or the module itself where it lies beside the folders."""
+    return ".".join(module.split(".")[:2])
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """By its full name, each name that a file imports, wherever in it and whether a module or what is in one."""
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_folders_do_not_import_each_other_in_a_circle() -> None:
+    names = {_module(path): path for path in _modules()}
+    rooms = {_room(name) for name in names}
+    wanted: dict[str, set[str]] = {room: set() for room in rooms}
+    for name, path in names.items():
+        wanted[_room(name)] |= {_room(other) for other in _imported(path)} & rooms - {_room(name)}
+    try:
+        TopologicalSorter(wanted).prepare()
+    except CycleError as knot:
+        pytest.fail(f"each imports from the one before it: {knot.args[1]}")
 
 
 def test_functions_fit_their_budget() -> None:
@@ -101,11 +183,20 @@ def test_nothing_is_global_and_nothing_is_asserted_to_users(kind: type[ast.stmt]
     assert not places, f"{kind.__name__} in {places}; instead: {instead}"
 
 
-@pytest.mark.parametrize("name", DOCSTRING_ONLY)
-def test_packages_that_must_import_nothing_import_nothing(name: str) -> None:
-    body = ast.parse((ROOT / name).read_text()).body
-    assert len(body) == 1
-    assert isinstance(body[0], ast.Expr)
+def test_packages_import_nothing() -> None:
+    """What imports one module of a package must not pay for the others, torch among them."""
+    packages = [path for folder in DOCSTRING_ONLY for path in ROOT.glob(f"{folder}/__init__.py")]
+    assert len(packages) > 10
+    full = [_name(path) for path in packages if [*map(_is_docstring, _tree(path).body)] != [True]]
+    assert not full, f"more than a docstring in {full}"
+
+
+@pytest.mark.parametrize("path", [path for path in _modules() if path.name == "errors.py"], ids=_name)
+def test_errors_hold_exceptions_and_nothing_else(path: Path) -> None:
+    module = importlib.import_module(_module(path))
+    own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+    assert own
+    assert not [value for value in own if not (isinstance(value, type) and issubclass(value, Exception))]
 
 
 def test_no_producer_module_pulls_in_torch() -> None:
