@@ -43,7 +43,7 @@ def _run_worker(options: WorkerOptions, assignments: list[str]) -> int:
     # Only now: kombu takes its own reference to time.time when it is imported.
     from settings import load_settings, parse_assignments
     from tests.chaos.faults import die_at
-    from worker import celery_worker as worker_process
+    from worker import celery_worker
     from worker.app import create_app
 
     def create_app_of_short_visibility(settings: Any) -> Any:
@@ -57,22 +57,22 @@ def _run_worker(options: WorkerOptions, assignments: list[str]) -> int:
         return app
 
     # setattr, since mypy refuses to assign to a name that the module imports itself.
-    setattr(worker_process, "create_app", create_app_of_short_visibility)  # noqa: B010
+    setattr(celery_worker, "create_app", create_app_of_short_visibility)  # noqa: B010
     if options.die_at:
         die_at(options.die_at)
     if options.has_other_scripts:
         _change_scripts()
     effective = load_settings(parse_assignments(assignments), environ={})
-    return worker_process.run_worker(
+    return celery_worker.run_worker(
         effective, _load_engine if options.engine is None else _load_fake_engine(options.engine)
     )
 
 
 def _change_scripts() -> None:
-    from worker.registry import exchange as script_set
+    from worker.registry import exchange
 
-    source = script_set.script_source
-    script_set.script_source = lambda name: f"{source(name)}-- of another version\n"
+    source = exchange.script_source
+    exchange.script_source = lambda name: f"{source(name)}-- of another version\n"
 
 
 def _load_engine(effective: Any) -> Any:

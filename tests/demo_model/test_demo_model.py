@@ -16,8 +16,7 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 from transformers import Qwen3MoeForCausalLM
 
 from engine.text.tokenizer import Tokenizer
-from tests.demo_model import __main__ as training_module
-from tests.demo_model.__main__ import Training, export, make_batch, make_model, predict
+from tests.demo_model.__main__ import PEAK_LEARNING_RATE, Training, export, make_batch, make_model, predict
 from tests.demo_model.tasks import END, Task, all_tasks, prefix_text, question_text, save_tokenizer
 from worker.demo.tickets import CUSTOMERS, PRODUCTS
 
@@ -108,8 +107,8 @@ def test_a_shared_system_prompt_gives_the_logits_of_whole_prompts(
 def test_a_stopped_training_goes_on_as_if_it_had_not_been(
     tasks: list[Task], tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_module, "CHECK_STEPS", 1)
-    monkeypatch.setattr(training_module, "CHECK_EXAMPLES", 2)
+    monkeypatch.setattr("tests.demo_model.__main__.CHECK_STEPS", 1)
+    monkeypatch.setattr("tests.demo_model.__main__.CHECK_EXAMPLES", 2)
     told: list[str] = []
 
     def train(name: str, max_steps: int) -> Training:
@@ -132,7 +131,7 @@ def test_the_learning_rate_rises_stays_and_runs_out(
     rates = []
     for step, decay_from in ((0, None), (99, None), (2000, None), (2000, 2000), (2400, 2000), (2799, 2000)):
         training.step, training.decay_from = step, decay_from
-        rates.append(training.learning_rate() / training_module.PEAK_LEARNING_RATE)
+        rates.append(training.learning_rate() / PEAK_LEARNING_RATE)
     assert rates == pytest.approx([0.01, 1.0, 1.0, 1.0, 0.5, 0.01])
 
 

@@ -19,13 +19,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.kv_cache import tensors as kv_cache_tensors
-from engine.loading import derived_settings
-from engine.loading import load as load_decoder_parts
+from engine.loading import derived_settings, load
 from engine.staging import HostCopy, pack, unpack
 
-# They read a tensor on the host, or copy between host and device through memory that is not pinned; so does torch.where
-# with a number.
+# Calls that read a tensor on the host, or copy between host and device through memory that is not pinned. So does
+# torch.where with a number.
 READS = {
     "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__len__", "__iter__", "__contains__",
     "numpy", "__array__", "cpu", "cuda", "to", "nonzero", "masked_select", "unique",
@@ -100,10 +98,10 @@ def simulated_device(total_bytes: int, held_bytes: int = 0) -> Iterator[Simulate
     """Engines loaded within the block measure this memory, as they would a GPU's, though they run on the CPU."""
     memory = SimulatedMemory(total_bytes, held_bytes)
     with pytest.MonkeyPatch.context() as patch, memory:
-        for module in (derived_settings, load_decoder_parts):
+        for module in (derived_settings, load):
             patch.setattr(module, "device_memory", lambda _: memory)
         # NumPy's pages, which the CPU's cache is made of, are nobody's operation.
-        patch.setattr(kv_cache_tensors, "_zeros", lambda shape, dtype, _: torch.zeros(shape, dtype=dtype))
+        patch.setattr("engine.kv_cache.tensors._zeros", lambda shape, dtype, _: torch.zeros(shape, dtype=dtype))
         yield memory
 
 

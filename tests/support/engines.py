@@ -21,8 +21,7 @@ from engine.execution.decode_graphs import DecodeGraphs, DecodeRun
 from engine.execution.profile import PassTrace
 from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.tensors import KVCacheTensors
-from engine.loading import load as load_decoder_parts
-from engine.loading.load import load_engine as load_any_engine
+from engine.loading import load
 from engine.model_interface import ErrorResult, ItemResult, LogitsResult, ModelRunner
 from engine.models.decoder import DecoderModel
 from engine.request import AnyRequest, FinishReason, Request, RequestOutput, TokenCheckpoint
@@ -59,7 +58,7 @@ def load_engine(
 
 def load_decoder_engine(effective: EffectiveSettings, pass_trace: PassTrace | None = None) -> Engine:
     """The engine of a model that is a decoder."""
-    engine = load_any_engine(effective, pass_trace)
+    engine = load.load_engine(effective, pass_trace)
     assert isinstance(engine, Engine)
     return engine
 
@@ -113,7 +112,7 @@ def error_of(result: ItemResult | None) -> Exception:
 
 
 class StaticRun:
-    """What stands for a graph: runs the step again, with its own lengths since CPU kernels read those of the host."""
+    """Stands for a captured graph: runs the step again, with the lengths of this replay, which CPU kernels read."""
 
     def __init__(self, runner: StaticRunner, run: DecodeRun) -> None:
         self._runner = runner
@@ -159,7 +158,7 @@ def load_static_engine(
         return DecodeGraphs(model, kv_cache, backend, batch_sizes, max_model_len)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load_decoder_parts, "make_decode_graphs", make)
+        patch.setattr(load, "make_decode_graphs", make)
         return load_engine(path, overrides)
 
 

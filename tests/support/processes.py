@@ -50,13 +50,13 @@ MAX_REQUEST_BYTES = 1 << 20
 
 
 class WarmInterpreter:
-    """One `warm_server`, which ends with this process."""
+    """A process of this module that forks on request; it ends with this one."""
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-m", "tests.support.processes", str(theirs.fileno())]
-            # Nobody waits for it: without the socket's other end it has nothing to do and goes.
+            # It is not waited for: when this end of the socket closes, it exits by itself.
             self._process = subprocess.Popen(
                 command, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
             )
@@ -88,12 +88,12 @@ class WarmInterpreter:
 
 @cache
 def warm_interpreter() -> WarmInterpreter:
-    """The one of this process; the first who asks waits for its imports."""
+    """The one warm interpreter of this process; the first process it starts waits for its imports."""
     return WarmInterpreter()
 
 
 class WarmProcess:
-    """What tests use of `subprocess.Popen`; its descriptors are given, so there are no pipes."""
+    """A process that a warm interpreter started: the part of `subprocess.Popen` that tests use, without pipes."""
 
     def __init__(self, module: str, told: int) -> None:
         """told: a pipe to read the process id from, and then the exit code."""
@@ -194,7 +194,7 @@ def _end_process(code: int) -> NoReturn:
 
 def _fork_for_requests(control: socket.socket) -> dict[str, Any] | None:
     """Fork for each request; returns it in the process that is to run it, None when there will be no more."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those that report exit codes are not waited for
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 4)
         if not data:
@@ -208,9 +208,9 @@ def _fork_for_requests(control: socket.socket) -> dict[str, Any] | None:
 
 
 def _fork_and_tell(descriptors: list[int]) -> None:
-    """Fork once more: whoever asked has no child to wait for, so its parent tells the process id and how it ended.
+    """Fork once more, and let the parent report the child's process id and exit code: the test cannot wait for it.
 
-    Returns in the child. descriptors: its standard input, output and error, and where that is told.
+    Returns in the child. descriptors: its standard input, output and error, and the pipe of the report.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     *standard, told = descriptors

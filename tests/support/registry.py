@@ -159,7 +159,7 @@ def ok(index: int, record: str = "{}") -> PromptRecord:
 
 
 class RecordingAnnouncer(Announcer):
-    """Remembers what it would have published."""
+    """Remembers the units it was to announce, and publishes nothing."""
 
     def __init__(self) -> None:
         super().__init__(Celery(set_as_current=False))

@@ -33,7 +33,7 @@ PIPE_BYTES = 65_536  # what a pipe takes at once
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 ONE_THREAD = ("--set", "engine.num_threads=1")
-QUICK_HEARTBEATS = ("--set", "worker.renew_interval_s=0.2")  # for who waits to see a figure in one
+QUICK_HEARTBEATS = ("--set", "worker.renew_interval_s=0.2")  # for tests that wait until one tells a figure
 
 FAKE_WORKER_STOP_TIMEOUT_S = 30.0
 
