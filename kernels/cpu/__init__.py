@@ -15,24 +15,3 @@ from kernels.cpu.gumbel import gumbel_argmax
 from kernels.cpu.partial_attention import merge_attention_states
 from kernels.cpu.rope_kv_store import qk_norm_rope_store_kv
 from kernels.cpu.sampling import apply_penalties, argmax, mask_top_k_top_p_min_p
-
-__all__ = [
-    "pack",
-    "linear",
-    "rms_norm",
-    "fused_add_rms_norm",
-    "silu_and_mul",
-    "qk_norm_rope_store_kv",
-    "paged_decode_attention",
-    "paged_prefill_attention",
-    "merge_attention_states",
-    "route_topk",
-    "sort_tokens_by_expert",
-    "grouped_gemm",
-    "moe_small_batch",
-    "combine_experts",
-    "argmax",
-    "apply_penalties",
-    "mask_top_k_top_p_min_p",
-    "gumbel_argmax",
-]

@@ -21,24 +21,3 @@ from kernels.cpu import (
 from kernels.deterministic.attention import merge_attention_states, paged_decode_attention, paged_prefill_attention
 from kernels.deterministic.dense import linear, pack, silu_and_mul
 from kernels.deterministic.experts import grouped_gemm, moe_small_batch, route_topk
-
-__all__ = [
-    "pack",
-    "linear",
-    "rms_norm",
-    "fused_add_rms_norm",
-    "silu_and_mul",
-    "qk_norm_rope_store_kv",
-    "paged_decode_attention",
-    "paged_prefill_attention",
-    "merge_attention_states",
-    "route_topk",
-    "sort_tokens_by_expert",
-    "grouped_gemm",
-    "moe_small_batch",
-    "combine_experts",
-    "argmax",
-    "apply_penalties",
-    "mask_top_k_top_p_min_p",
-    "gumbel_argmax",
-]

@@ -25,24 +25,3 @@ from kernels.reference.layers import (
     sort_tokens_by_expert,
 )
 from kernels.reference.sampling import apply_penalties, argmax, gumbel_argmax, mask_top_k_top_p_min_p
-
-__all__ = [
-    "pack",
-    "linear",
-    "rms_norm",
-    "fused_add_rms_norm",
-    "silu_and_mul",
-    "qk_norm_rope_store_kv",
-    "paged_decode_attention",
-    "paged_prefill_attention",
-    "merge_attention_states",
-    "route_topk",
-    "sort_tokens_by_expert",
-    "grouped_gemm",
-    "moe_small_batch",
-    "combine_experts",
-    "argmax",
-    "apply_penalties",
-    "mask_top_k_top_p_min_p",
-    "gumbel_argmax",
-]

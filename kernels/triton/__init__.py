@@ -13,24 +13,3 @@ from kernels.triton.prefill_attention import paged_prefill_attention
 from kernels.triton.rope_kv_store import qk_norm_rope_store_kv
 from kernels.triton.sampling import apply_penalties, argmax
 from kernels.triton.truncation import mask_top_k_top_p_min_p
-
-__all__ = [
-    "pack",
-    "linear",
-    "rms_norm",
-    "fused_add_rms_norm",
-    "silu_and_mul",
-    "qk_norm_rope_store_kv",
-    "paged_decode_attention",
-    "paged_prefill_attention",
-    "merge_attention_states",
-    "route_topk",
-    "sort_tokens_by_expert",
-    "grouped_gemm",
-    "moe_small_batch",
-    "combine_experts",
-    "argmax",
-    "apply_penalties",
-    "mask_top_k_top_p_min_p",
-    "gumbel_argmax",
-]
