@@ -1,4 +1,4 @@
-"""The rows one attention call works on, and the attention over a part of their keys."""
+"""The rows one attention call works on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple, Self, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 
@@ -94,16 +94,3 @@ class AttentionRows:
     @cached_property
     def _plans(self) -> dict[tuple[str | int, ...], object]:
         return {}
-
-
-class AttentionState(NamedTuple):
-    """Output and log-sum-exp of attention over some set of keys (FlashInfer's "attention state", arXiv 2501.01005)."""
-
-    output: torch.Tensor  # [num_queries, num_heads, head_dim], dtype of the query
-    lse: torch.Tensor  # [num_queries, num_heads], float32, natural logarithm; -inf where no key was seen
-
-    @classmethod
-    def without_keys(cls, q: torch.Tensor, dtype: torch.dtype) -> Self:
-        """Before any key was seen: output 0. q [num_queries, num_heads, head_dim]; dtype of the output."""
-        output = torch.zeros(q.shape, dtype=dtype, device=q.device)
-        return cls(output, torch.full(q.shape[:2], -torch.inf, device=q.device))

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from kernels.attention_types import AttentionRows, AttentionState
+from kernels.attention_types import AttentionRows
 from kernels.expert_types import ExpertLayout, RoutedExperts
 from kernels.packed_weight import PackedWeight
 
@@ -78,8 +78,10 @@ class Operations(Protocol):
 
     def paged_decode_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float
-    ) -> AttentionState:
-        """Attention of one query a row over that row's whole sequence. q [N, Hq, D]; caches as above.
+    ) -> Tensor:
+        """Attention of one query a row over that row's whole sequence; 0 for a row without keys.
+
+        q [N, Hq, D]; caches as above -> like q, contiguous.
 
         `rows.prefix_groups` may be used or left aside, in both attentions; the result is the same up to rounding.
 
@@ -89,15 +91,12 @@ class Operations(Protocol):
 
     def paged_prefill_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float
-    ) -> AttentionState:
+    ) -> Tensor:
         """Causal attention of ragged chunks: query j of a row with Q queries and S keys sees keys 0 .. S - Q + j.
 
-        q [sum of query_lens, Hq, D]; caches as above, the same promise about entries past a row's length.
+        q [sum of query_lens, Hq, D]; caches as above, the same promise about entries past a row's length -> like q,
+        contiguous, 0 for a query without keys.
         """
-        ...
-
-    def merge_attention_states(self, first: AttentionState, second: AttentionState) -> AttentionState:
-        """Attention over the union of two disjoint sets of keys, from the attention over each (log-sum-exp)."""
         ...
 
     def route_topk(self, router_logits: Tensor, top_k: int, *, renormalise: bool) -> RoutedExperts:

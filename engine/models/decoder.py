@@ -79,9 +79,9 @@ class AttentionLayer:
         split = batch.num_decode_tokens
         parts: list[torch.Tensor] = []
         if batch.decode is not None:
-            parts.append(ops.paged_decode_attention(q[:split], k_cache, v_cache, batch.decode, scale).output)
+            parts.append(ops.paged_decode_attention(q[:split], k_cache, v_cache, batch.decode, scale))
         if batch.prefill is not None:
-            parts.append(ops.paged_prefill_attention(q[split:], k_cache, v_cache, batch.prefill, scale).output)
+            parts.append(ops.paged_prefill_attention(q[split:], k_cache, v_cache, batch.prefill, scale))
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         return ops.linear(attended.reshape(attended.shape[0], -1), self.o_proj)
 

@@ -12,6 +12,5 @@ from kernels.cpu.attention import paged_decode_attention, paged_prefill_attentio
 from kernels.cpu.dense import fused_add_rms_norm, linear, pack, rms_norm, silu_and_mul
 from kernels.cpu.experts import combine_experts, grouped_gemm, moe_small_batch, route_topk, sort_tokens_by_expert
 from kernels.cpu.gumbel import gumbel_argmax
-from kernels.cpu.partial_attention import merge_attention_states
 from kernels.cpu.rope_kv_store import qk_norm_rope_store_kv
 from kernels.cpu.sampling import apply_penalties, argmax, mask_top_k_top_p_min_p

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from kernels.attention_types import AttentionRows, AttentionState
+from kernels.attention_types import AttentionRows
 from kernels.cpu.indexed_attention import attend_by_index
 from kernels.cpu.paged_reads import KvReader
-from kernels.cpu.partial_attention import RunningAttention, flash_attention
+from kernels.cpu.partial_attention import AttentionState, RunningAttention, flash_attention
 from kernels.cpu.shared_prefix import add_shared_prefixes, attend_unmasked
 from kernels.kv_gather import KvGather
 
 
 def paged_decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
-) -> AttentionState:
-    """See `Operations.paged_decode_attention`. A row without keys gets output 0 and log-sum-exp -inf.
+) -> torch.Tensor:
+    """See `Operations.paged_decode_attention`.
 
     Prefixes of `rows.prefix_groups` are attended once a group. Of the other keys, float32 reads each where it lies; in
     half precision, for which PyTorch has no such product, rows of similar length are gathered and attended together,
@@ -75,7 +75,7 @@ def _attend_gather(
 
 def paged_prefill_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
-) -> AttentionState:
+) -> torch.Tensor:
     """See `Operations.paged_prefill_attention`.
 
     Rows with one query go the way of decode, all together. Of every other row the keys before its chunk are seen by all

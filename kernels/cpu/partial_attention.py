@@ -6,15 +6,28 @@ log-sum-exp, and two batched matrix products, faster for a few queries over many
 
 from __future__ import annotations
 
-import torch
+from typing import NamedTuple, Self
 
-from kernels.attention_types import AttentionState
+import torch
 
 # Queries of one KV head for which it is the faster way in float32. Over 384 keys of 8 heads of 128, two threads, flash
 # attention takes 0.25 ms for 8 queries, 0.73 for 32, 2.68 for 128, 2.70 for 256 and 5.3 for 512; this 0.30, 0.53, 1.50,
 # 2.85 and 5.7 (Xeon 2.5 GHz with AVX-512). From 192 on flash attention takes larger tiles.
 MIN_QUERIES = 16
 MAX_QUERIES = 191
+
+
+class AttentionState(NamedTuple):
+    """Output and log-sum-exp of attention over some set of keys (FlashInfer's "attention state", arXiv 2501.01005)."""
+
+    output: torch.Tensor  # [num_queries, num_heads, head_dim], dtype of the query
+    lse: torch.Tensor  # [num_queries, num_heads], float32, natural logarithm; -inf where no key was seen
+
+    @classmethod
+    def without_keys(cls, q: torch.Tensor, dtype: torch.dtype) -> Self:
+        """Before any key was seen: output 0. q [num_queries, num_heads, head_dim]; dtype of the output."""
+        output = torch.zeros(q.shape, dtype=dtype, device=q.device)
+        return cls(output, torch.full(q.shape[:2], -torch.inf, device=q.device))
 
 
 def flash_attention(
@@ -82,10 +95,10 @@ class RunningAttention:
         return AttentionState(self._output.to(dtype), self._lse)
 
 
-def merge_attention_states(first: AttentionState, second: AttentionState) -> AttentionState:
-    """See `Operations.merge_attention_states`. Where neither saw a key: output 0, log-sum-exp -inf."""
-    lse = torch.logaddexp(first.lse, second.lse)
+def merge_attention_states(first: AttentionState, second: AttentionState) -> torch.Tensor:
+    """Output of attention over two disjoint sets of keys, from the attention over each; 0 where neither holds a key."""
     share = torch.sigmoid(first.lse - second.lse)  # exp(a) / (exp(a) + exp(b)); of -inf and -inf NaN
     output = torch.lerp(second.output.float(), first.output.float(), share[..., None])
-    output.masked_fill_((lse == -torch.inf)[..., None], 0.0)
-    return AttentionState(output.to(first.output.dtype), lse)
+    has_no_key = torch.maximum(first.lse, second.lse) == -torch.inf
+    output.masked_fill_(has_no_key[..., None], 0.0)
+    return output.to(first.output.dtype)

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.attention_types import AttentionRows, AttentionState, PrefixGroup
+from kernels.attention_types import AttentionRows, PrefixGroup
 from kernels.cpu.paged_reads import BlockRun, KvReader
 from kernels.cpu.partial_attention import (
     MAX_QUERIES,
     MIN_QUERIES,
+    AttentionState,
     RunningAttention,
     flash_attention,
     matmul_attention,
@@ -60,23 +61,22 @@ class _Plan(NamedTuple):
 
 def add_shared_prefixes(
     q: torch.Tensor, reader: KvReader, rows: AttentionRows, scale: float, own: AttentionState
-) -> AttentionState:
-    """Attention over all keys: `own`, which is over those behind the shared prefixes and is the caller's no more, and
-    over each group's prefix.
+) -> torch.Tensor:
+    """Output of attention over all keys: `own`, over those after the shared prefixes, merged with each group's prefix.
 
-    q [sum of query_lens, Hq, D].
+    q [sum of query_lens, Hq, D]; own may be written.
     """
     if not rows.prefix_groups:
-        return own
+        return own.output
     key = ("prefix_plan", q.itemsize, q.shape[1], reader.num_kv_heads, reader.head_dim, reader.block_size)
     plan = rows.once(key, lambda: _make_plan(q, reader, rows))
     # One merge for all groups, and what lies between them: its operations cost more than a few rows do.
     shared = _attend_groups(q[plan.queries], reader, plan, scale)
     merged = merge_attention_states(AttentionState(own.output[plan.queries], own.lse[plan.queries]), shared)
-    if merged.lse.shape == own.lse.shape:
+    if merged.shape == own.output.shape:
         return merged
-    own.output[plan.queries], own.lse[plan.queries] = merged.output, merged.lse
-    return own
+    own.output[plan.queries] = merged
+    return own.output
 
 
 def _attend_groups(q: torch.Tensor, reader: KvReader, plan: _Plan, scale: float) -> AttentionState:

@@ -18,6 +18,6 @@ from kernels.cpu import (
     rms_norm,
     sort_tokens_by_expert,
 )
-from kernels.deterministic.attention import merge_attention_states, paged_decode_attention, paged_prefill_attention
+from kernels.deterministic.attention import paged_decode_attention, paged_prefill_attention
 from kernels.deterministic.dense import linear, pack, silu_and_mul
 from kernels.deterministic.experts import grouped_gemm, moe_small_batch, route_topk

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.attention_types import AttentionRows, AttentionState
+from kernels.attention_types import AttentionRows
 from kernels.deterministic.key_blocks import (
     KEY_BLOCK_TOKENS,
     KeyBlockPlan,
@@ -25,9 +25,8 @@ SLAB_BYTES = 4 << 20
 
 def paged_decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
-) -> AttentionState:
-    """See `Operations.paged_decode_attention`. A row without keys gets output 0 and log-sum-exp -inf.
-    Prefix groups are left aside: they depend on the other rows.
+) -> torch.Tensor:
+    """See `Operations.paged_decode_attention`. Prefix groups are left aside: they depend on the other rows.
 
     The bits of a query are those that `paged_prefill_attention` gives it: a tile of its own stands for its tile there.
 
@@ -48,12 +47,8 @@ def paged_decode_attention(
         for count in plan.rows_with_block:
             running.add(slice(0, count), outputs[start : start + count], lses[start : start + count])
             start += count
-    state = running.state(q.dtype)
     output = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    lse = torch.full(q.shape[:2], -torch.inf)
-    output.index_copy_(0, plan.row_ids, state.output)
-    lse.index_copy_(0, plan.row_ids, state.lse)
-    return AttentionState(output, lse)
+    return output.index_copy_(0, plan.row_ids, running.output(q.dtype))
 
 
 def _attend_pairs(
@@ -80,23 +75,22 @@ def _attend_pairs(
 
 def paged_prefill_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
-) -> AttentionState:
+) -> torch.Tensor:
     """See `Operations.paged_prefill_attention`. A row after the other, a block of keys after the other;
     prefix groups are left aside, since they depend on the other rows.
 
     Queries within the block see a part of it, those after it the whole; which of them share a tile changes no bit.
     """
     output = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    lse = torch.full(q.shape[:2], -torch.inf)
     reader = KeyBlockReader(k_cache, v_cache)
     start = 0
     for row, (query_len, kv_len) in enumerate(zip(rows.query_lens, rows.kv_lens, strict=True)):
         chunk = slice(start, start + query_len)
         if query_len > 0:
             plan = _row_plan(rows, row, reader.block_size)
-            output[chunk], lse[chunk] = _attend_chunk(q[chunk], reader, plan, kv_len, scale)
+            output[chunk] = _attend_chunk(q[chunk], reader, plan, kv_len, scale)
         start += query_len
-    return AttentionState(output, lse)
+    return output
 
 
 def _row_plan(rows: AttentionRows, row: int, block_size: int) -> KeyBlockPlan:
@@ -108,7 +102,7 @@ def _row_plan(rows: AttentionRows, row: int, block_size: int) -> KeyBlockPlan:
 
 def _attend_chunk(
     q: torch.Tensor, reader: KeyBlockReader, plan: KeyBlockPlan, kv_len: int, scale: float
-) -> AttentionState:
+) -> torch.Tensor:
     """q [Q, Hq, D], the last Q of kv_len tokens."""
     num_queries, num_heads, head_dim = q.shape
     group_size = num_heads // reader.num_kv_heads
@@ -129,7 +123,7 @@ def _attend_chunk(
                 output, lse = attend_key_block(tiles, keys, values, mask, scale)
                 output, lse = (from_tiles(part, per_tile, group_size, count) for part in (output, lse))
                 running.add(queries, output, lse)
-    return running.state(q.dtype)
+    return running.output(q.dtype)
 
 
 def _mask(first: int, tiles_shape: torch.Size, per_tile: int, group_size: int) -> torch.Tensor:
@@ -143,19 +137,3 @@ def _mask(first: int, tiles_shape: torch.Size, per_tile: int, group_size: int) -
     query = first + torch.arange(num_tiles)[:, None] * per_tile + row
     is_unseen = torch.arange(KEY_BLOCK_TOKENS) > query[..., None]
     return torch.zeros(is_unseen.shape).masked_fill_(is_unseen, -torch.inf)[:, None]
-
-
-def merge_attention_states(first: AttentionState, second: AttentionState) -> AttentionState:
-    """See `Operations.merge_attention_states`. Where neither saw a key: output 0, log-sum-exp -inf.
-
-    Not by `torch.logaddexp`, whose bits depend on where in its tensor a number lies (vector or remainder).
-    """
-    largest = torch.maximum(first.lse, second.lse)
-    is_empty = largest == -torch.inf
-    reference = largest.masked_fill(is_empty, 0.0)  # -inf - -inf would be NaN
-    first_share, second_share = (first.lse - reference).exp_(), (second.lse - reference).exp_()
-    mass = (first_share + second_share).masked_fill_(is_empty, 1.0)
-    output = first.output.float() * first_share[..., None]
-    output += second.output.float() * second_share[..., None]
-    output /= mass[..., None]
-    return AttentionState(output.to(first.output.dtype), largest + mass.log_())

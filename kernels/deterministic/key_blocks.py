@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.attention_types import AttentionState
 from kernels.cpu.partial_attention import flash_attention
 
 # Keys are reduced in blocks of this many tokens, cut at multiples of it in the sequence. 64 costs a query half as much
@@ -154,7 +153,7 @@ class RunningAttention:
         self._mass[queries] += new_share
         self._largest[queries] = after
 
-    def state(self, dtype: torch.dtype) -> AttentionState:
-        """The sum so far; output 0 and log-sum-exp -inf for queries without keys."""
+    def output(self, dtype: torch.dtype) -> torch.Tensor:
+        """Attention over the blocks so far, 0 for queries without keys."""
         mass = self._mass.masked_fill(self._largest == -torch.inf, 1.0)
-        return AttentionState((self._output / mass[..., None]).to(dtype), self._largest + mass.log_())
+        return (self._output / mass[..., None]).to(dtype)

@@ -14,7 +14,6 @@ from kernels.cpu import (
     fused_add_rms_norm,
     gumbel_argmax,
     mask_top_k_top_p_min_p,
-    merge_attention_states,
     paged_decode_attention,
     paged_prefill_attention,
     qk_norm_rope_store_kv,

@@ -13,7 +13,6 @@ from kernels.reference.layers import (
     fused_add_rms_norm,
     grouped_gemm,
     linear,
-    merge_attention_states,
     moe_small_batch,
     pack,
     paged_decode_attention,

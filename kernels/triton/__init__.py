@@ -8,7 +8,6 @@ from kernels.triton.experts import combine_experts, route_topk, sort_tokens_by_e
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.gumbel import gumbel_argmax
 from kernels.triton.moe_small_batch import moe_small_batch
-from kernels.triton.partial_attention import merge_attention_states
 from kernels.triton.prefill_attention import paged_prefill_attention
 from kernels.triton.rope_kv_store import qk_norm_rope_store_kv
 from kernels.triton.sampling import apply_penalties, argmax

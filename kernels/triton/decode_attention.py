@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_types import AttentionRows, AttentionState
+from kernels.attention_types import AttentionRows
 from kernels.triton.attention_launch import (
     COMBINE_NUM_WARPS,
     COMBINE_SPLITS_AT_ONCE,
@@ -24,14 +24,13 @@ from kernels.triton.partial_attention import LOWEST_SCORE, add_tile, load_tile
 from kernels.triton.shared_prefix import SharedPrefixPlan, attend_shared_prefixes, plan_decode
 
 LOG2E = math.log2(math.e)
-LN2 = tl.constexpr(math.log(2.0))
 MULTIPLE = tl.constexpr(SPLIT_MULTIPLE)
 
 
 def paged_decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
-) -> AttentionState:
-    """See `Operations.paged_decode_attention`. A row without keys gets output 0 and log-sum-exp -inf.
+) -> torch.Tensor:
+    """See `Operations.paged_decode_attention`.
 
     What is read, and how a row is split, depends on the lengths on the device alone; those on the host size the grid
     and the room for parts, so they may be bounds, as where a launch is captured once for all lengths.
@@ -45,9 +44,8 @@ def paged_decode_attention(
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
         raise ValueError(f"cache strides {k_cache.stride()} and {v_cache.stride()}; accepted: the same, the last 1")
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if num_rows == 0:
-        return AttentionState(output, lse)
+        return output
     launch = decode_launch(q.element_size())
     q = q if q.stride(2) == 1 else q.contiguous()
     num_kv_heads = k_cache.shape[2]
@@ -56,8 +54,8 @@ def paged_decode_attention(
     max_tokens = max(rows.kv_lens) if plan is None else plan.max_own_tokens
     splits = decode_splits(num_rows * programs_per_row, max_tokens, num_multiprocessors(q.device))
     if plan is None and splits.num_splits == 1:
-        _attend(output, lse, q, k_cache, v_cache, rows, plan, scale, launch, splits)
-        return AttentionState(output, lse)
+        _attend(output, None, q, k_cache, v_cache, rows, plan, scale, launch, splits)
+        return output
     num_parts = splits.num_splits if plan is None else plan.max_parts + splits.num_splits
     parts = torch.empty((*q.shape[:2], num_parts, head_dim), dtype=torch.float32, device=q.device)
     part_lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
@@ -66,7 +64,7 @@ def paged_decode_attention(
     _attend(parts, part_lse, q, k_cache, v_cache, rows, plan, scale, launch, splits)
     own_starts, shared_split_tokens = (None, 0) if plan is None else (plan.own_starts, plan.split_tokens)
     _combine_kernel[num_rows, num_heads](
-        *(output, lse, parts, part_lse, rows.seq_lens, own_starts),
+        *(output, parts, part_lse, rows.seq_lens, own_starts),
         *(splits.num_splits, splits.min_split_tokens, shared_split_tokens, num_parts),
         HAS_PREFIX=plan is not None,
         HEAD_DIM=head_dim,
@@ -74,12 +72,12 @@ def paged_decode_attention(
         SPLITS_AT_ONCE=COMBINE_SPLITS_AT_ONCE,
         num_warps=COMBINE_NUM_WARPS,
     )
-    return AttentionState(output, lse)
+    return output
 
 
 def _attend(
     output: torch.Tensor,
-    lse: torch.Tensor,
+    lse: torch.Tensor | None,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -128,7 +126,7 @@ def _split_tokens(num_tokens, num_splits, min_split_tokens):
 )
 def _decode_kernel(
     output_ptr,  # [num_rows, num_heads, num_parts, HEAD_DIM], dtype of q, or float32 where IS_PART
-    lse_ptr,  # [num_rows, num_heads, num_parts], float32; natural, or base 2 where IS_PART
+    lse_ptr,  # [num_rows, num_heads, num_parts], float32, base 2; None unless IS_PART
     q_ptr,  # [num_rows, num_heads, HEAD_DIM], model dtype
     k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], model dtype
     v_cache_ptr,  # as k_cache
@@ -210,11 +208,12 @@ def _decode_kernel(
         top, mass, acc = add_tile(scores, v, top, mass, acc, scale_log2e)
     is_empty = mass == 0.0  # no key
     mass = tl.where(is_empty, 1.0, mass)
+    # Before `places`, or it takes up to 18 registers more.
     lse = tl.where(is_empty, -float("inf"), top + tl.log2(mass))
     places = row64 * num_heads + heads
     if IS_PART:
         places = places * num_parts + part
-    tl.store(lse_ptr + places, lse if IS_PART else lse * LN2, mask=is_head)
+        tl.store(lse_ptr + places, lse, mask=is_head)
     acc = acc / mass[:, None]
     output_offsets = places[:, None] * HEAD_DIM + dims[None, :]
     tl.store(output_ptr + output_offsets, acc.to(output_ptr.dtype.element_ty), mask=is_head[:, None] & is_dim[None, :])
@@ -226,7 +225,6 @@ def _decode_kernel(
 )
 def _combine_kernel(
     output_ptr,  # [num_rows, num_heads, HEAD_DIM], model dtype
-    lse_ptr,  # [num_rows, num_heads], float32, natural
     part_ptr,  # [num_rows, num_heads, num_parts, HEAD_DIM], float32
     part_lse_ptr,  # [num_rows, num_heads, num_parts], float32, base 2
     seq_lens_ptr,  # [num_rows], int32
@@ -272,5 +270,4 @@ def _combine_kernel(
         top = new_top
     is_empty = mass == 0.0  # no key
     mass = tl.where(is_empty, 1.0, mass)
-    tl.store(lse_ptr + place, tl.where(is_empty, -float("inf"), (top + tl.log2(mass)) * LN2))
     tl.store(output_ptr + place * HEAD_DIM + dims, (acc / mass).to(output_ptr.dtype.element_ty), mask=is_dim)

@@ -1,21 +1,18 @@
-"""Adds a tile of keys to a running softmax, as every attention kernel does, and merges attention over two parts."""
+"""Adds a tile of keys to a running softmax, as every attention kernel does, and merges attention over two parts.
+
+What the kernels hand one another of a part is its output and its log-sum-exp to base 2, -inf where no key was seen.
+"""
 
 from __future__ import annotations
-
-import math
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_types import AttentionState
 from kernels.triton.attention_launch import MERGE_NUM_WARPS, merge_block_rows, padded_head_dim
 
 # A running maximum starts here and not at -inf: -inf - -inf would be NaN where no key was seen yet. Below every score.
 LOWEST_SCORE = tl.constexpr(-3.38e38)
-
-LOG2E = tl.constexpr(math.log2(math.e))
-LN2 = tl.constexpr(math.log(2.0))
 
 
 @triton.jit
@@ -70,34 +67,35 @@ def add_tile(scores, v, top, mass, acc, scale_log2e):
     return new_top, mass, acc
 
 
-def merge_attention_states(first: AttentionState, second: AttentionState) -> AttentionState:
-    """See `Operations.merge_attention_states`. Where neither saw a key: output 0, log-sum-exp -inf."""
-    output = torch.empty(first.output.shape, dtype=first.output.dtype, device=first.output.device)
-    lse = torch.empty(first.lse.shape, dtype=torch.float32, device=first.lse.device)
-    num_rows, head_dim = lse.numel(), output.shape[-1]
+def merge_attention_states(
+    first_output: torch.Tensor, first_lse: torch.Tensor, second_output: torch.Tensor, second_lse: torch.Tensor
+) -> torch.Tensor:
+    """Output of attention over two disjoint sets of keys, from the attention over each; 0 where neither holds a key.
+
+    Outputs [num_queries, num_heads, head_dim] in the model dtype, log-sum-exps [num_queries, num_heads] in float32.
+    """
+    output = torch.empty(first_output.shape, dtype=first_output.dtype, device=first_output.device)
+    num_rows, head_dim = first_lse.numel(), output.shape[-1]
     if num_rows == 0:
-        return AttentionState(output, lse)
-    inputs = (first.output, first.lse, second.output, second.lse)
+        return output
     block_rows = merge_block_rows(head_dim)
     _merge_kernel[(triton.cdiv(num_rows, block_rows),)](
         output,
-        lse,
-        *(tensor.contiguous() for tensor in inputs),
+        *(tensor.contiguous() for tensor in (first_output, first_lse, second_output, second_lse)),
         num_rows,
         HEAD_DIM=head_dim,
         BLOCK_D=padded_head_dim(head_dim),
         BLOCK_ROWS=block_rows,
         num_warps=MERGE_NUM_WARPS,
     )
-    return AttentionState(output, lse)
+    return output
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _merge_kernel(
     output_ptr,  # [num_rows, HEAD_DIM], model dtype
-    lse_ptr,  # [num_rows], float32, natural
     first_output_ptr,  # [num_rows, HEAD_DIM], model dtype
-    first_lse_ptr,  # [num_rows], float32, natural
+    first_lse_ptr,  # [num_rows], float32, base 2
     second_output_ptr,  # as first_output
     second_lse_ptr,  # as first_lse
     num_rows,
@@ -126,11 +124,9 @@ def _merge_kernel(
     # No key on either side; -inf - -inf would be NaN. Not asked of `top`: a GPU's maximum passes over a NaN.
     is_empty = (first_lse == -float("inf")) & (second_lse == -float("inf"))
     top = tl.where(is_empty, 0.0, top)
-    first_mass = tl.exp2((first_lse - top) * LOG2E)
-    second_mass = tl.exp2((second_lse - top) * LOG2E)
+    first_mass = tl.exp2(first_lse - top)
+    second_mass = tl.exp2(second_lse - top)
     mass = tl.where(is_empty, 1.0, first_mass + second_mass)
     output = (first_output * first_mass[:, None] + second_output * second_mass[:, None]) / mass[:, None]
     output = tl.where(is_empty[:, None], 0.0, output)
-    lse = tl.where(is_empty, -float("inf"), top + tl.log2(mass) * LN2)
-    tl.store(lse_ptr + rows, lse, mask=is_row)
     tl.store(output_ptr + offsets, output.to(output_ptr.dtype.element_ty), mask=is_element)

@@ -8,21 +8,20 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_types import AttentionRows, AttentionState
+from kernels.attention_types import AttentionRows
 from kernels.triton.attention_launch import padded_head_dim, prefill_launch
 from kernels.triton.launch import compute_capability
 from kernels.triton.partial_attention import LOWEST_SCORE, add_tile, load_tile, merge_attention_states
 from kernels.triton.shared_prefix import attend_shared_prefixes, plan_prefill
 
 LOG2E = math.log2(math.e)
-LN2 = tl.constexpr(math.log(2.0))
 ROWS_AT_ONCE = 256  # read by one step of a program's search for its row
 
 
 def paged_prefill_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
-) -> AttentionState:
-    """See `Operations.paged_prefill_attention`. A query without keys gets output 0 and log-sum-exp -inf.
+) -> torch.Tensor:
+    """See `Operations.paged_prefill_attention`.
 
     The grid follows from the numbers of queries and rows alone: nothing is read back, and nothing made on the host but,
     once a step, the plan of shared prefixes. Those are attended apart and merged. scale must be above 0.
@@ -33,15 +32,15 @@ def paged_prefill_attention(
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
         raise ValueError(f"cache strides {k_cache.stride()} and {v_cache.stride()}; accepted: the same, the last 1")
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     if num_queries == 0:
-        return AttentionState(output, lse)
+        return output
     num_kv_heads = k_cache.shape[2]
     group_size = num_heads // num_kv_heads
     launch = prefill_launch(head_dim, q.element_size(), compute_capability())
     num_blocks = num_queries * group_size // launch.block_m + rows.num_rows  # see the kernel's docstring
     q = q if q.stride(2) == 1 else q.contiguous()
     plan = plan_prefill(q, num_kv_heads, rows)
+    lse = None if plan is None else torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     _prefill_kernel[num_blocks, num_kv_heads](
         *(output, lse, q, k_cache, v_cache, rows.block_tables, rows.cu_seqlens_q, rows.seq_lens),
         None if plan is None else plan.own_starts,
@@ -58,13 +57,12 @@ def paged_prefill_attention(
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
-    own = AttentionState(output, lse)
-    if plan is None:
-        return own
-    shared = AttentionState(torch.empty_like(output), torch.full_like(lse, -torch.inf))  # no key outside groups
-    parts = (shared.output[:, :, None], shared.lse[:, :, None])
+    if plan is None or lse is None:
+        return output
+    shared, shared_lse = torch.empty_like(output), torch.full_like(lse, -torch.inf)  # no key outside groups
+    parts = (shared[:, :, None], shared_lse[:, :, None])
     attend_shared_prefixes(*parts, q, k_cache, v_cache, rows.block_tables, plan, scale)
-    return merge_attention_states(shared, own)
+    return merge_attention_states(shared, shared_lse, output, lse)
 
 
 # As for decode: what varies from step to step is not specialised on; what is copied 16 bytes at a time is.
@@ -74,7 +72,7 @@ def paged_prefill_attention(
 )
 def _prefill_kernel(
     output_ptr,  # [num_queries, num_heads, HEAD_DIM], model dtype
-    lse_ptr,  # [num_queries, num_heads], float32, natural
+    lse_ptr,  # [num_queries, num_heads], float32, base 2; None unless HAS_PREFIX
     q_ptr,  # [num_queries, num_heads, HEAD_DIM], model dtype
     k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], model dtype
     v_cache_ptr,  # as k_cache
@@ -158,7 +156,8 @@ def _prefill_kernel(
     is_empty = mass == 0.0  # no key
     mass = tl.where(is_empty, 1.0, mass)
     places = (query_start + queries).to(tl.int64) * (tl.num_programs(1) * GROUP_SIZE) + heads
-    tl.store(lse_ptr + places, tl.where(is_empty, -float("inf"), (top + tl.log2(mass)) * LN2), mask=is_pair)
+    if HAS_PREFIX:
+        tl.store(lse_ptr + places, tl.where(is_empty, -float("inf"), top + tl.log2(mass)), mask=is_pair)
     acc = acc / mass[:, None]
     output_offsets = places[:, None] * HEAD_DIM + dims[None, :]
     tl.store(output_ptr + output_offsets, acc.to(output_ptr.dtype.element_ty), mask=is_pair[:, None] & is_dim[None, :])

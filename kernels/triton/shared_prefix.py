@@ -30,7 +30,6 @@ from kernels.triton.partial_attention import LOWEST_SCORE, add_tile, load_tile
 _MIN_CHUNK_PAIRS = 17
 
 LOG2E = math.log2(math.e)
-LN2 = tl.constexpr(math.log(2.0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,8 +142,8 @@ def attend_shared_prefixes(
     """Write the attention of the groups' queries over their prefixes; leave what belongs to other rows alone.
 
     output [num_queries, num_heads, num_parts, head_dim] and lse [num_queries, num_heads, num_parts], contiguous; the
-    parts of a prefix are the first of its rows'. float32 and in base 2 where there are several parts; where there is
-    one, the plan splits no prefix, output is of the model dtype and lse natural.
+    parts of a prefix are the first of its rows'. lse is float32, to base 2; output float32, or of the model dtype where
+    there is one part and the plan splits no prefix.
     q [num_queries, num_heads, head_dim] with a last stride of 1; caches and block_tables as in `AttentionRows`.
     """
     num_heads, num_parts, head_dim = output.shape[1:]
@@ -159,7 +158,6 @@ def attend_shared_prefixes(
         BLOCK_SIZE=k_cache.shape[1],
         BLOCK_M=plan.launch.block_m,
         TILE=plan.launch.tile,
-        IS_PART=num_parts > 1,
         num_warps=plan.launch.num_warps,
         num_stages=plan.launch.num_stages,
     )
@@ -171,8 +169,8 @@ def attend_shared_prefixes(
     do_not_specialize_on_alignment=["block_tables_ptr", "programs_ptr"],
 )
 def _shared_prefix_kernel(
-    output_ptr,  # [num_queries, num_heads, num_parts, HEAD_DIM], dtype of q, or float32 where IS_PART
-    lse_ptr,  # [num_queries, num_heads, num_parts], float32; natural, or base 2 where IS_PART
+    output_ptr,  # [num_queries, num_heads, num_parts, HEAD_DIM], float32 or dtype of q
+    lse_ptr,  # [num_queries, num_heads, num_parts], float32, base 2
     q_ptr,  # [num_queries, num_heads, HEAD_DIM], model dtype
     k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], model dtype
     v_cache_ptr,  # as k_cache
@@ -193,7 +191,6 @@ def _shared_prefix_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
-    IS_PART: tl.constexpr,
 ):
     """Attention of BLOCK_M consecutive (query, head of the group) pairs over keys that all of them see.
 
@@ -236,8 +233,7 @@ def _shared_prefix_kernel(
         scores = tl.where((positions < end)[None, :], tl.dot(q, k, input_precision="ieee"), -float("inf"))
         top, mass, acc = add_tile(scores, v, top, mass, acc, scale_log2e)
     places = (queries.to(tl.int64) * num_heads + heads) * num_parts + part
-    lse = top + tl.log2(mass)
-    tl.store(lse_ptr + places, lse if IS_PART else lse * LN2, mask=queries < query_end)
+    tl.store(lse_ptr + places, top + tl.log2(mass), mask=queries < query_end)
     acc = acc / mass[:, None]
     output_ptrs = output_ptr + places[:, None] * HEAD_DIM + dims[None, :]
     tl.store(output_ptrs, acc.to(output_ptr.dtype.element_ty), mask=is_element)

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
 from torch.nn.attention.varlen import varlen_attn
 
-from kernels.attention_types import AttentionState
 from kernels.interface import Operations
 from tests.benchmarks.kernel_inputs import (
     BLOCK_SIZE,
@@ -67,23 +66,20 @@ def attention_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes)
         for shape, (query_lens, kv_lens, goal) in prefills.items():
             prepare = _prefill(ops, model, query_lens, kv_lens)
             yield Case("paged_prefill_attention", names, f"{shape}, {heads}", "matmul", prepare, goal)
-        for num_tokens, goal in ((rows, None), (sizes.many_tokens, ELEMENTWISE_GOAL_PERCENT)):
-            prepare, shape = _merge(ops, model, num_tokens), f"T {num_tokens}, {model.num_heads} x {model.head_dim}"
-            yield Case("merge_attention_states", names, shape, "bandwidth", prepare, goal)
 
 
 def _decode(ops: Operations, model: ModelShape, kv_lens: tuple[int, ...]) -> Prepare:
     def prepare(device: torch.device) -> Workload:
         inputs = AttentionInputs(model, (1,) * len(kv_lens), kv_lens, device)
         kv_bytes = 2 * 2 * sum(kv_lens) * model.num_kv_heads * model.head_dim
-        query_bytes = 2 * 2 * inputs.q.numel() + 4 * len(kv_lens) * model.num_heads
+        query_bytes = 2 * 2 * inputs.q.numel()
         libraries = {"flash varlen": lambda: _varlen(inputs)}
         if len(set(kv_lens)) == 1:
             libraries["SDPA"] = _sdpa(inputs, is_causal=False)
         return Workload(
             kv_bytes + query_bytes,
-            "2 x 2 S Hkv D bytes of keys and values (S: sum of lengths) + 2 x 2 N Hq D + 4 N Hq of queries and results",
-            lambda: ops.paged_decode_attention(inputs.q, inputs.k, inputs.v, inputs.rows, inputs.scale).output,
+            "2 x 2 S Hkv D bytes of keys and values (S: sum of lengths) + 2 x 2 N Hq D of queries and results",
+            lambda: ops.paged_decode_attention(inputs.q, inputs.k, inputs.v, inputs.rows, inputs.scale),
             libraries,
         )
 
@@ -100,7 +96,7 @@ def _prefill(ops: Operations, model: ModelShape, query_lens: tuple[int, ...], kv
         return Workload(
             4 * seen * model.num_heads * model.head_dim,
             "4 P Hq D FLOP, P: pairs of a query and a key that it sees",
-            lambda: ops.paged_prefill_attention(inputs.q, inputs.k, inputs.v, inputs.rows, inputs.scale).output,
+            lambda: ops.paged_prefill_attention(inputs.q, inputs.k, inputs.v, inputs.rows, inputs.scale),
             libraries,
         )
 
@@ -132,30 +128,6 @@ def _sdpa(inputs: AttentionInputs, *, is_causal: bool) -> Callable[[], torch.Ten
         return out.transpose(1, 2).flatten(0, 1)
 
     return run
-
-
-def _merge(ops: Operations, model: ModelShape, num_tokens: int) -> Prepare:
-    def prepare(device: torch.device) -> Workload:
-        first, second = (
-            AttentionState(
-                random(num_tokens, model.num_heads, model.head_dim, device=device),
-                random(num_tokens, model.num_heads, device=device, dtype=torch.float32),
-            )
-            for _ in range(2)
-        )
-
-        def by_torch() -> torch.Tensor:
-            share = torch.sigmoid(first.lse - second.lse)[..., None]
-            return torch.lerp(second.output.float(), first.output.float(), share).to(first.output.dtype)
-
-        return Workload(
-            3 * (2 * first.output.numel() + 4 * first.lse.numel()),
-            "3 (2 T Hq D + 4 T Hq) bytes",
-            lambda: ops.merge_attention_states(first, second).output,
-            {"torch sigmoid, lerp": by_torch},
-        )
-
-    return prepare
 
 
 def shared_prefix_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
@@ -191,12 +163,12 @@ def _shared(ops: Operations, model: ModelShape, step: tuple[int, int, int], grou
         plain = replace(inputs.rows, prefix_groups=())
         num_keys = num_rows * (kv_len - shared) + len(inputs.rows.prefix_groups) * shared
         kv_bytes = 2 * 2 * num_keys * model.num_kv_heads * model.head_dim
-        query_bytes = 2 * 2 * inputs.q.numel() + 4 * inputs.q.shape[0] * model.num_heads
+        query_bytes = 2 * 2 * inputs.q.numel()
         return Workload(
             kv_bytes + query_bytes,
-            "2 x 2 S Hkv D bytes of keys and values (S: different ones) + 2 x 2 T Hq D + 4 T Hq of queries and results",
-            lambda: attend(inputs.q, inputs.k, inputs.v, inputs.rows, inputs.scale).output,
-            {"row by row": lambda: attend(inputs.q, inputs.k, inputs.v, plain, inputs.scale).output},
+            "2 x 2 S Hkv D bytes of keys and values (S: different ones) + 2 x 2 T Hq D of queries and results",
+            lambda: attend(inputs.q, inputs.k, inputs.v, inputs.rows, inputs.scale),
+            {"row by row": lambda: attend(inputs.q, inputs.k, inputs.v, plain, inputs.scale)},
         )
 
     return prepare

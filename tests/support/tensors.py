@@ -237,3 +237,21 @@ def int8_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     x_integers, x_scales = rounded(x)
     integers, scales = rounded_weight(weight)
     return ((x_integers @ integers.T).float() * scales.T * x_scales).to(x.dtype)
+
+
+def merge_by_definition(
+    first: torch.Tensor, first_lse: torch.Tensor, second: torch.Tensor, second_lse: torch.Tensor
+) -> torch.Tensor:
+    """Attention over two sets of keys from the attention over each, one query and head at a time.
+
+    Outputs [N, Hq, D], natural log-sum-exps [N, Hq]. A NaN in either shows in the result.
+    """
+    output = torch.zeros_like(first)
+    for index in torch.cartesian_prod(*(torch.arange(size) for size in first_lse.shape)):
+        place = tuple(index.tolist())
+        pair = torch.stack((first_lse[place], second_lse[place]))
+        if (pair == -torch.inf).all():
+            continue
+        shares = torch.softmax(pair, dim=0)
+        output[place] = shares[0] * first[place].float() + shares[1] * second[place].float()
+    return output

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.attention_types import AttentionRows, AttentionState, PrefixGroup
+from kernels.attention_types import AttentionRows, PrefixGroup
 from kernels.expert_types import ExpertLayout, RoutedExperts
 from kernels.triton.decode_attention import paged_decode_attention
 from kernels.triton.dense import MANY_ROWS, fused_add_rms_norm, pack, rms_norm, silu_and_mul
@@ -126,8 +126,9 @@ def _attend(
         for lens in steps:
             rows = _attention_rows(lens, first_row)
             q = torch.empty(rows.num_queries, heads.num_heads, heads.head_dim, dtype=dtype)
-            state = operation(q, k_cache, v_cache, rows, heads.head_dim**-0.5)
-            merge_attention_states(state, AttentionState(*(torch.empty_like(tensor) for tensor in state)))
+            output = operation(q, k_cache, v_cache, rows, heads.head_dim**-0.5)
+            lse = torch.empty(output.shape[:2])
+            merge_attention_states(output, lse, torch.empty_like(output), torch.empty_like(lse))
 
 
 def _attend_to_shared_keys(

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import cpu, reference
-from kernels.attention_types import AttentionState
+from kernels.cpu.attention import attend_single_queries
+from kernels.cpu.paged_reads import KvReader
+from kernels.cpu.partial_attention import AttentionState, RunningAttention, merge_attention_states
 from kernels.kv_gather import SEGMENT_TOKENS, KeyRange, KvGatherPlan
-from tests.support.tensors import PagedCache, assert_close, make_paged_cache
+from tests.support.tensors import PagedCache, assert_close, make_paged_cache, merge_by_definition
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RAGGED = [(1, 133), (5, 18), (37, 37), (1, 1), (16, 48), (2, 2), (1, 16), (3, 20), (1, 17)]
@@ -20,32 +22,25 @@ HEADS = [(4, 4), (8, 2), (7, 1), (14, 2)]
 BLOCK = 16
 
 
-def check_state(actual: AttentionState, expected: AttentionState) -> None:
-    assert_close(actual.output, expected.output)
-    # The log-sum-exp is float32 whatever the dtype; in bfloat16 oneDNN rounds scores within about 1e-4.
-    steps = 64.0 if expected.output.dtype is torch.float32 else 2048.0
-    assert_close(actual.lse, expected.lse, max_steps=steps, rms_steps=steps / 4)
-
-
 def check_prefill(case: PagedCache, scale: float) -> None:
     arguments = (case.q, case.k_cache, case.v_cache, case.rows, scale)
-    check_state(cpu.paged_prefill_attention(*arguments), reference.paged_prefill_attention(*arguments))
+    assert_close(cpu.paged_prefill_attention(*arguments), reference.paged_prefill_attention(*arguments))
 
 
 def check_decode(case: PagedCache, scale: float) -> None:
     arguments = (case.q, case.k_cache, case.v_cache, case.rows, scale)
-    check_state(cpu.paged_decode_attention(*arguments), reference.paged_decode_attention(*arguments))
+    assert_close(cpu.paged_decode_attention(*arguments), reference.paged_decode_attention(*arguments))
 
 
 def test_the_reference_agrees_with_pytorch_on_a_causal_row() -> None:
     case = make_paged_cache([(23, 23)], num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
-    state = reference.paged_prefill_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.3)
+    output = reference.paged_prefill_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.3)
     tokens = case.rows.block_tables[0, :2].long()
     keys, values = (cache[tokens].flatten(0, 1)[:23].transpose(0, 1) for cache in (case.k_cache, case.v_cache))
     expected = torch.nn.functional.scaled_dot_product_attention(
         case.q.transpose(0, 1), keys, values, is_causal=True, scale=0.3, enable_gqa=True
     )
-    assert_close(state.output, expected.transpose(0, 1))
+    assert_close(output, expected.transpose(0, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,12 +102,13 @@ def test_decode_of_many_rows_takes_several_gathers() -> None:
     assert len(case.rows.gather_plan(16, (4 << 20) // 64).gathers) > 2
 
 
-def test_a_row_without_keys_gets_zero_and_no_mass() -> None:
+def test_a_row_without_keys_gets_zero() -> None:
     case = make_paged_cache([(1, 5), (1, 0)], num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
     check_decode(case, 0.25)
-    state = cpu.paged_decode_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.25)
-    assert (state.output[1] == 0).all()
-    assert (state.lse[1] == -torch.inf).all()
+    output = cpu.paged_decode_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.25)
+    assert (output[1] == 0).all()
+    part = attend_single_queries(case.q, KvReader(case.k_cache, case.v_cache), case.rows, 0.25)
+    assert (part.lse[1] == -torch.inf).all()
 
 
 def test_a_row_without_queries_is_passed_over() -> None:
@@ -122,8 +118,8 @@ def test_a_row_without_queries_is_passed_over() -> None:
 
 def test_no_rows_give_no_queries() -> None:
     case = make_paged_cache([], num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
-    assert cpu.paged_decode_attention(case.q, case.k_cache, case.v_cache, case.rows, 1.0).output.shape == (0, 2, 16)
-    assert cpu.paged_prefill_attention(case.q, case.k_cache, case.v_cache, case.rows, 1.0).lse.shape == (0, 2)
+    assert cpu.paged_decode_attention(case.q, case.k_cache, case.v_cache, case.rows, 1.0).shape == (0, 2, 16)
+    assert cpu.paged_prefill_attention(case.q, case.k_cache, case.v_cache, case.rows, 1.0).shape == (0, 2, 16)
 
 
 def test_decode_refuses_rows_with_several_queries() -> None:
@@ -135,9 +131,9 @@ def test_decode_refuses_rows_with_several_queries() -> None:
 def test_a_nan_in_a_rows_own_keys_shows_in_that_row_only() -> None:
     case = make_paged_cache([(1, 20), (1, 20)], num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
     case.k_cache[int(case.rows.block_tables[0, 0]), 3] = torch.nan
-    state = cpu.paged_decode_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.25)
-    assert state.output[0].isnan().all()
-    assert state.output[1].isfinite().all()
+    output = cpu.paged_decode_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.25)
+    assert output[0].isnan().all()
+    assert output[1].isfinite().all()
 
 
 def test_attention_leaves_queries_and_caches_alone() -> None:
@@ -162,16 +158,14 @@ def random_state(dtype: torch.dtype, seed: int) -> AttentionState:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_merge_agrees_with_the_reference(dtype: torch.dtype) -> None:
+def test_merge_agrees_with_its_definition(dtype: torch.dtype) -> None:
     first, second = random_state(dtype, 1), random_state(dtype, 2)
     first.lse[0, 0] = second.lse[1, 1] = first.lse[2, 2] = second.lse[2, 2] = -torch.inf
     first.lse[3, 0] = torch.nan
-    check_state(cpu.merge_attention_states(first, second), reference.merge_attention_states(first, second))
+    assert_close(merge_attention_states(first, second), merge_by_definition(*first, *second))
 
 
-@pytest.mark.parametrize("merge", [cpu.merge_attention_states, reference.merge_attention_states])
-def test_attention_over_two_halves_merges_to_attention_over_all(merge: object) -> None:
-    assert callable(merge)
+def test_attention_over_two_halves_merges_to_attention_over_all() -> None:
     torch.manual_seed(0)
     scores, values = torch.randn(4, 2, 30) * 3, torch.randn(4, 2, 30, 8)
 
@@ -179,8 +173,30 @@ def test_attention_over_two_halves_merges_to_attention_over_all(merge: object) -
         output = torch.einsum("qhk,qhkd->qhd", scores[..., part].softmax(-1), values[..., part, :])
         return AttentionState(output, scores[..., part].logsumexp(-1))
 
-    merged = merge(attend(slice(0, 11)), attend(slice(11, 30)))
-    check_state(merged, attend(slice(0, 30)))
+    halves = (attend(slice(0, 11)), attend(slice(11, 30)))
+    whole = attend(slice(0, 30))
+    assert_close(merge_attention_states(*halves), whole.output)
+    assert_close(merge_by_definition(*halves[0], *halves[1]), whole.output)
+    running = RunningAttention((4, 2, 8), whole.output.device)
+    for half in halves:
+        running.add(slice(None), *half)
+    assert_close(running.state(torch.float32).output, whole.output)
+    assert_close(running.state(torch.float32).lse, whole.lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
+def test_a_part_of_the_keys_comes_with_their_log_sum_exp(num_heads: int, num_kv_heads: int, dtype: torch.dtype) -> None:
+    case = make_paged_cache(DECODE, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=64, dtype=dtype)
+    expected = torch.empty(len(DECODE), num_heads)
+    for row, (_, kv_len) in enumerate(DECODE):
+        tokens = case.k_cache[case.rows.block_tables[row].long()].flatten(0, 1)[:kv_len].float()
+        keys = tokens.repeat_interleave(num_heads // num_kv_heads, dim=1)
+        expected[row] = torch.einsum("hd,khd->hk", case.q[row].float(), keys).mul(0.125).logsumexp(-1)
+    part = attend_single_queries(case.q, KvReader(case.k_cache, case.v_cache), case.rows, 0.125)
+    # float32 whatever the dtype; in bfloat16 oneDNN rounds scores within about 1e-4.
+    steps = 64.0 if dtype is torch.float32 else 2048.0
+    assert_close(part.lse, expected, max_steps=steps, rms_steps=steps / 4)
 
 
 def build(

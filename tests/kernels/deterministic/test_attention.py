@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels import deterministic, reference
-from kernels.attention_types import AttentionRows, AttentionState
+from kernels.attention_types import AttentionRows
 from kernels.deterministic.key_blocks import KEY_BLOCK_TOKENS, KeyBlockPlan
 from tests.support.tensors import PagedCache, assert_close, make_paged_cache
 
@@ -18,19 +18,14 @@ DECODE = [(1, kv_len) for kv_len in (133, 1, 16, 128, 129, 400, 15, 256)]
 HEADS = [(4, 4), (8, 2), (7, 1), (14, 2), (6, 2), (24, 2)]
 
 
-def check_state(actual: AttentionState, expected: AttentionState) -> None:
-    assert_close(actual.output, expected.output)
-    assert_close(actual.lse, expected.lse)
-
-
 def check_prefill(case: PagedCache) -> None:
     arguments = (case.q, case.k_cache, case.v_cache, case.rows, 0.125)
-    check_state(deterministic.paged_prefill_attention(*arguments), reference.paged_prefill_attention(*arguments))
+    assert_close(deterministic.paged_prefill_attention(*arguments), reference.paged_prefill_attention(*arguments))
 
 
 def check_decode(case: PagedCache) -> None:
     arguments = (case.q, case.k_cache, case.v_cache, case.rows, 0.125)
-    check_state(deterministic.paged_decode_attention(*arguments), reference.paged_decode_attention(*arguments))
+    assert_close(deterministic.paged_decode_attention(*arguments), reference.paged_decode_attention(*arguments))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,7 +73,7 @@ def check_chunks(case: PagedCache, sizes: tuple[int, ...]) -> None:
     """Each query, in chunks of these sizes and as a row of decode, has the bits it has in one chunk with all."""
     attend = deterministic.paged_prefill_attention
     whole = attend(case.q, case.k_cache, case.v_cache, case.rows, 0.2)
-    assert whole.output.isfinite().all()
+    assert whole.isfinite().all()
     for row, length in enumerate(case.rows.kv_lens):
         start = int(case.rows.cu_seqlens_q[row])
         for size in sizes:
@@ -86,8 +81,7 @@ def check_chunks(case: PagedCache, sizes: tuple[int, ...]) -> None:
                 last = min(first + size, length)
                 q, rows = chunk(case, row, first, last)
                 part = attend(q, case.k_cache, case.v_cache, rows, 0.2)
-                assert torch.equal(part.output, whole.output[start + first : start + last])
-                assert torch.equal(part.lse, whole.lse[start + first : start + last])
+                assert torch.equal(part, whole[start + first : start + last])
     last_queries = case.rows.cu_seqlens_q[1:].long() - 1
     num_rows = case.rows.num_rows
     decode_rows = AttentionRows(
@@ -99,12 +93,11 @@ def check_chunks(case: PagedCache, sizes: tuple[int, ...]) -> None:
     )
     queries = case.q[last_queries]
     decoded = deterministic.paged_decode_attention(queries, case.k_cache, case.v_cache, decode_rows, 0.2)
-    assert torch.equal(decoded.output, whole.output[last_queries])
-    assert torch.equal(decoded.lse, whole.lse[last_queries])
+    assert torch.equal(decoded, whole[last_queries])
     for row, query in enumerate(last_queries.tolist()):
         q, rows = chunk(case, row, case.rows.kv_lens[row] - 1, case.rows.kv_lens[row])
         alone = deterministic.paged_decode_attention(q, case.k_cache, case.v_cache, rows, 0.2)
-        assert torch.equal(alone.output[0], whole.output[query])
+        assert torch.equal(alone[0], whole[query])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -141,16 +134,16 @@ def test_the_blocks_of_the_cache_do_not_matter(block_size: int) -> None:
                 block = int(case.rows.block_tables[row, index // size])
                 case.k_cache[block, index % size], case.v_cache[block, index % size] = tokens[:, index]
         q = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(9))
-        outputs.append(deterministic.paged_decode_attention(q, case.k_cache, case.v_cache, case.rows, 0.2).output)
+        outputs.append(deterministic.paged_decode_attention(q, case.k_cache, case.v_cache, case.rows, 0.2))
     assert torch.equal(outputs[0], outputs[1])
 
 
 def test_a_nan_in_a_rows_own_keys_shows_in_that_row_only() -> None:
     case = make_paged_cache([(1, 20), (1, 20)], num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
     case.k_cache[int(case.rows.block_tables[0, 0]), 3] = torch.nan
-    state = deterministic.paged_decode_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.25)
-    assert state.output[0].isnan().all()
-    assert state.output[1].isfinite().all()
+    output = deterministic.paged_decode_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.25)
+    assert output[0].isnan().all()
+    assert output[1].isfinite().all()
 
 
 def test_decode_reads_its_keys_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,22 +151,7 @@ def test_decode_reads_its_keys_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     arguments = (case.q, case.k_cache, case.v_cache, case.rows, 0.125)
     expected = deterministic.paged_decode_attention(*arguments)
     monkeypatch.setattr("kernels.deterministic.attention.SLAB_BYTES", 3 * 128 * 2 * 32 * 4)
-    assert torch.equal(deterministic.paged_decode_attention(*arguments).output, expected.output)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_merge_agrees_with_the_reference(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(1)
-    first, second = (
-        AttentionState(
-            torch.randn(5, 3, 16, generator=generator).to(dtype), torch.randn(5, 3, generator=generator) * 20
-        )
-        for _ in range(2)
-    )
-    first.lse[0, 0] = second.lse[1, 1] = first.lse[2, 2] = second.lse[2, 2] = -torch.inf
-    first.output[2, 2] = second.output[2, 2] = 0
-    first.lse[3, 0] = torch.nan
-    check_state(deterministic.merge_attention_states(first, second), reference.merge_attention_states(first, second))
+    assert torch.equal(deterministic.paged_decode_attention(*arguments), expected)
 
 
 def test_pairs_go_block_by_block_with_the_longest_rows_first() -> None:

@@ -13,16 +13,15 @@ import pytest
 import torch
 
 from kernels import cpu, reference
-from kernels.attention_types import AttentionRows, AttentionState
+from kernels.attention_types import AttentionRows
 from kernels.triton import decode_attention, prefill_attention
 from kernels.triton.attention_launch import DecodeSplits
 from kernels.triton.decode_attention import paged_decode_attention
-from kernels.triton.partial_attention import merge_attention_states
 from kernels.triton.prefill_attention import paged_prefill_attention
 from tests.support.devices import GuardedMemory, past_int32_storage
 from tests.support.tensors import PagedCache, assert_close, make_paged_cache
 
-Operation = Callable[..., AttentionState]
+Operation = Callable[..., torch.Tensor]
 Array = npt.NDArray[Any]
 RAGGED = [(1, 133), (5, 18), (37, 37), (1, 1), (3, 70)]
 DECODE = [(1, kv_len) for kv_len in (133, 1, 17, 0, 64)]
@@ -54,24 +53,14 @@ def to_device(case: PagedCache, device: torch.device) -> PagedCache:
     return PagedCache(q=q, k_cache=k_cache, v_cache=v_cache, rows=rows)
 
 
-def run(
-    operation: Callable[..., AttentionState], case: PagedCache, scale: float, device: torch.device
-) -> AttentionState:
+def run(operation: Callable[..., torch.Tensor], case: PagedCache, scale: float, device: torch.device) -> torch.Tensor:
     case = to_device(case, device)
-    output, lse = operation(case.q, case.k_cache, case.v_cache, case.rows, scale)
-    return AttentionState(output.cpu(), lse.cpu())
+    return operation(case.q, case.k_cache, case.v_cache, case.rows, scale).cpu()
 
 
-def check_state(actual: AttentionState, expected: AttentionState) -> None:
-    assert_close(actual.output, expected.output)
-    assert_close(actual.lse, expected.lse)  # float32 whatever the dtype: scores are never rounded to it
-
-
-def check(
-    operation: Callable[..., AttentionState], case: PagedCache, device: torch.device, scale: float = 0.125
-) -> None:
+def check(operation: Callable[..., torch.Tensor], case: PagedCache, device: torch.device, scale: float = 0.125) -> None:
     expected = reference.paged_prefill_attention(case.q, case.k_cache, case.v_cache, case.rows, scale)
-    check_state(run(operation, case, scale, device), expected)
+    assert_close(run(operation, case, scale, device), expected)
 
 
 @pytest.mark.parametrize("split_tokens", [64, UNSPLIT])
@@ -145,15 +134,14 @@ def test_rows_without_queries_and_without_keys(dtype: torch.dtype, device: torch
     case = make_paged_cache([(0, 5), (3, 9), (0, 0), (1, 4)], num_heads=2, num_kv_heads=1, head_dim=16, dtype=dtype)
     check(paged_prefill_attention, case, device, 0.25)
     case = make_paged_cache([(1, 0), (1, 0)], num_heads=2, num_kv_heads=1, head_dim=16, dtype=dtype)
-    state = run(paged_decode_attention, case, 0.25, device)
-    assert (state.output == 0).all()
-    assert (state.lse == -torch.inf).all()
+    output = run(paged_decode_attention, case, 0.25, device)
+    assert (output == 0).all()
 
 
 def test_no_rows_give_no_queries(device: torch.device) -> None:
     case = make_paged_cache([], num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
-    assert run(paged_decode_attention, case, 1.0, device).output.shape == (0, 2, 16)
-    assert run(paged_prefill_attention, case, 1.0, device).lse.shape == (0, 2)
+    assert run(paged_decode_attention, case, 1.0, device).shape == (0, 2, 16)
+    assert run(paged_prefill_attention, case, 1.0, device).shape == (0, 2, 16)
 
 
 def test_large_scores_do_not_overflow(device: torch.device) -> None:
@@ -167,10 +155,9 @@ def test_a_nan_in_a_rows_own_keys_shows_in_that_row_only(device: torch.device) -
     case = make_paged_cache([(1, 20), (1, 20)], num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
     case.k_cache[int(case.rows.block_tables[0, 0]), 3] = torch.nan
     for operation in (paged_decode_attention, paged_prefill_attention):
-        state = run(operation, case, 0.25, device)
-        assert state.output[0].isnan().all()
-        assert state.lse[0].isnan().all()
-        assert state.output[1].isfinite().all()
+        output = run(operation, case, 0.25, device)
+        assert output[0].isnan().all()
+        assert output[1].isfinite().all()
 
 
 def test_scores_near_the_lowest_float_are_scores(device: torch.device) -> None:
@@ -190,8 +177,7 @@ def test_queries_and_caches_may_be_views_and_are_left_alone(dtype: torch.dtype, 
     rows = to_device(case, device).rows
     for operation in (paged_decode_attention, paged_prefill_attention):
         for q in (heads[:, 4:], dims):
-            output, lse = operation(q, both[:, 0], both[:, 1], rows, 0.2)
-            check_state(AttentionState(output.cpu(), lse.cpu()), expected)
+            assert_close(operation(q, both[:, 0], both[:, 1], rows, 0.2).cpu(), expected)
     for tensor, copy in zip((both, heads, dims), before, strict=True):
         assert_close(tensor, copy, max_steps=0, rms_steps=0)
 
@@ -210,8 +196,7 @@ def test_offsets_past_2_to_the_31_are_reached(device: torch.device, tmp_path: Pa
     rows = to_device(case, device).rows
     rows.block_tables[:] = 3
     for operation in (paged_decode_attention, paged_prefill_attention):
-        output, lse = operation(q, k_cache, v_cache, rows, 0.25)
-        check_state(AttentionState(output.cpu(), lse.cpu()), expected)
+        assert_close(operation(q, k_cache, v_cache, rows, 0.25).cpu(), expected)
 
 
 def test_caches_of_different_layout_are_refused(device: torch.device) -> None:
@@ -258,23 +243,7 @@ def test_chunking_and_batch_mates_do_not_change_a_bit_of_prefill(
         )
         chunk = replace(whole, q=torch.cat((whole.q[:mate], whole.q[start:end])), rows=rows)
         part = run(paged_prefill_attention, chunk, 0.2, device)
-        assert_close(part.output[mate:], expected.output[start:end], max_steps=0, rms_steps=0)
-        assert_close(part.lse[mate:], expected.lse[start:end], max_steps=0, rms_steps=0)
-
-
-def test_attention_to_a_prefix_and_to_the_rest_merges_to_the_whole(dtype: torch.dtype, device: torch.device) -> None:
-    whole = make_paged_cache([(1, 100)], num_heads=4, num_kv_heads=2, head_dim=32, dtype=dtype)
-    table = whole.rows.block_tables
-
-    def part(tables: torch.Tensor, kv_len: int) -> AttentionState:
-        lens = torch.tensor([kv_len], dtype=torch.int32)
-        rows = AttentionRows(tables, whole.rows.cu_seqlens_q, lens, (1,), (kv_len,))
-        state = run(paged_decode_attention, replace(whole, rows=rows), 0.2, device)
-        return AttentionState(state.output.to(device), state.lse.to(device))
-
-    merged = merge_attention_states(part(table, 48), part(table[:, 3:].contiguous(), 52))
-    expected = reference.paged_decode_attention(whole.q, whole.k_cache, whole.v_cache, whole.rows, 0.2)
-    check_state(AttentionState(merged.output.cpu(), merged.lse.cpu()), expected)
+        assert_close(part[mate:], expected[start:end], max_steps=0, rms_steps=0)
 
 
 @pytest.mark.gpu
@@ -287,6 +256,6 @@ def test_real_shapes_agree_with_the_cpu_implementation(num_heads: int, num_kv_he
         (paged_prefill_attention, cpu.paged_prefill_attention, [(512, 2048), (1, 700), (1000, 1000)]),
     ):
         case = make_paged_cache(lens, dtype=torch.bfloat16, **options)
-        state = run(operation, case, 128**-0.5, device)
-        output, lse = expected(case.q.float(), case.k_cache.float(), case.v_cache.float(), case.rows, 128**-0.5)
-        check_state(state, AttentionState(output.bfloat16(), lse))
+        found = run(operation, case, 128**-0.5, device)
+        output = expected(case.q.float(), case.k_cache.float(), case.v_cache.float(), case.rows, 128**-0.5)
+        assert_close(found, output.bfloat16())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from kernels import cpu, reference
-from kernels.attention_types import AttentionRows, AttentionState
+from kernels.attention_types import AttentionRows
 from kernels.triton import decode_attention
 from kernels.triton import shared_prefix as shared_prefix_plan
 from kernels.triton.attention_launch import AttentionLaunch, DecodeSplits
@@ -19,9 +20,9 @@ from kernels.triton.decode_attention import paged_decode_attention
 from kernels.triton.partial_attention import merge_attention_states
 from kernels.triton.prefill_attention import paged_prefill_attention
 from tests.support.devices import GuardedMemory
-from tests.support.tensors import PagedCache, assert_close, make_paged_cache
+from tests.support.tensors import PagedCache, assert_close, make_paged_cache, merge_by_definition
 
-Operation = Callable[..., AttentionState]
+Operation = Callable[..., torch.Tensor]
 Lens = list[tuple[int, int]]
 Groups = list[tuple[int, int, int]]
 # A row outside, two groups side by side, rows outside; own parts of one token and of several tiles.
@@ -54,7 +55,7 @@ def share_everything(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(
     operation: Operation, case: PagedCache, device: torch.device, scale: float, num_layers: int = 1
-) -> AttentionState:
+) -> torch.Tensor:
     rows = AttentionRows(
         block_tables=case.rows.block_tables.to(device),
         cu_seqlens_q=case.rows.cu_seqlens_q.to(device),
@@ -65,15 +66,13 @@ def run(
     )
     q, k_cache, v_cache = (tensor.to(device) for tensor in (case.q, case.k_cache, case.v_cache))
     for _ in range(num_layers):
-        output, lse = operation(q, k_cache, v_cache, rows, scale)
-    return AttentionState(output.cpu(), lse.cpu())
+        output = operation(q, k_cache, v_cache, rows, scale)
+    return output.cpu()
 
 
 def check(operation: Operation, case: PagedCache, device: torch.device, scale: float = 0.2) -> None:
     expected = reference.paged_prefill_attention(case.q, case.k_cache, case.v_cache, case.rows, scale)
-    found = run(operation, case, device, scale)
-    assert_close(found.output, expected.output)
-    assert_close(found.lse, expected.lse)
+    assert_close(run(operation, case, device, scale), expected)
 
 
 @pytest.mark.parametrize(("shared_tokens", "own_tokens"), [(32, 64), (48, 8192), (8192, 32), (8192, 8192)])
@@ -166,10 +165,9 @@ def test_a_nan_shows_in_the_rows_that_see_it_only(device: torch.device, monkeypa
         case = make_paged_cache([(1, 20), (1, 20), (1, 20)], prefix_groups=[(0, 2, 16)], **options)
         case.k_cache[int(case.rows.block_tables[0, block]), 3] = torch.nan
         for operation in (paged_decode_attention, paged_prefill_attention):
-            state = run(operation, case, device, 0.25)
+            output = run(operation, case, device, 0.25)
             for row in range(3):
-                assert state.output[row].isnan().all() == (row in seeing)
-                assert state.lse[row].isnan().all() == (row in seeing)
+                assert output[row].isnan().all() == (row in seeing)
 
 
 def test_queries_and_caches_may_be_views(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,8 +190,7 @@ def test_host_lengths_may_be_bounds(device: torch.device, monkeypatch: pytest.Mo
     found = run(
         paged_decode_attention, replace(case, rows=replace(case.rows, kv_lens=(1000,) * len(DECODE))), device, 0.25
     )
-    assert_close(found.output, expected.output)
-    assert_close(found.lse, expected.lse)
+    assert_close(found, expected)
 
 
 class Launches:
@@ -219,7 +216,7 @@ def test_a_prefix_is_attended_once_for_all_and_planned_once_a_step(
     options: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": torch.float32}
     case = make_paged_cache(DECODE, prefix_groups=GROUPS, **options)
     first, second = (run(paged_decode_attention, case, device, 0.2, num_layers) for num_layers in (1, 2))
-    assert_close(second.output, first.output, max_steps=0, rms_steps=0)
+    assert_close(second, first, max_steps=0, rms_steps=0)
     assert launches.num_programs == 2 * [3 + 1]  # 3 rows of 2 pairs a head fit one block; 96 and 16 keys in 32s
 
 
@@ -251,58 +248,54 @@ def test_real_shapes_agree_with_the_cpu_implementation(
     ):
         lens = [(query_len, 700), *((query_len, 2060 + 30 * row) for row in range(num_members))]
         case = make_paged_cache(lens, dtype=torch.bfloat16, prefix_groups=groups, **options)
-        state = run(operation, case, device, 128**-0.5)
+        found = run(operation, case, device, 128**-0.5)
         plain = case.without_groups()
-        output, lse = expected(plain.q.float(), plain.k_cache.float(), plain.v_cache.float(), plain.rows, 128**-0.5)
-        assert_close(state.output, output.bfloat16())
-        assert_close(state.lse, lse)
+        output = expected(plain.q.float(), plain.k_cache.float(), plain.v_cache.float(), plain.rows, 128**-0.5)
+        assert_close(found, output.bfloat16())
 
 
-def check_state(actual: AttentionState, expected: AttentionState) -> None:
-    assert_close(actual.output, expected.output)
-    assert_close(actual.lse, expected.lse)
-
-
-def random_state(dtype: torch.dtype, seed: int, head_dim: int) -> AttentionState:
+def random_part(dtype: torch.dtype, seed: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and natural log-sum-exp over some keys."""
     generator = torch.Generator().manual_seed(seed)
     output = torch.randn(23, 3, head_dim, generator=generator).to(dtype)
-    return AttentionState(output, torch.randn(23, 3, generator=generator) * 20)
+    return output, torch.randn(23, 3, generator=generator) * 20
 
 
-def merge_on(device: torch.device, first: AttentionState, second: AttentionState) -> AttentionState:
-    states = (AttentionState(state.output.to(device), state.lse.to(device)) for state in (first, second))
-    output, lse = merge_attention_states(*states)
-    return AttentionState(output.cpu(), lse.cpu())
+def merge_on(
+    device: torch.device, first: torch.Tensor, first_lse: torch.Tensor, second: torch.Tensor, second_lse: torch.Tensor
+) -> torch.Tensor:
+    """The kernel takes log-sum-exps to base 2; these are natural."""
+    lses = [lse.double().div(math.log(2)).float().to(device) for lse in (first_lse, second_lse)]
+    return merge_attention_states(first.to(device), lses[0], second.to(device), lses[1]).cpu()
 
 
 @pytest.mark.parametrize("head_dim", [80, 128])
-def test_merge_agrees_with_the_reference(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    first, second = random_state(dtype, 1, head_dim), random_state(dtype, 2, head_dim)
-    first.lse[0, 0] = second.lse[1, 1] = first.lse[2, 2] = second.lse[2, 2] = -torch.inf
-    first.output[2, 2] = second.output[2, 2] = 0
-    first.lse[3, 0] = torch.nan
-    first.lse[4], second.lse[4] = 300.0, 299.0  # exp(300) is not a float32
-    check_state(merge_on(device, first, second), reference.merge_attention_states(first, second))
-    views = AttentionState(*(tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in first))
-    check_state(merge_on(device, views, second), reference.merge_attention_states(first, second))
+def test_merge_agrees_with_its_definition(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    (first, first_lse), (second, second_lse) = random_part(dtype, 1, head_dim), random_part(dtype, 2, head_dim)
+    first_lse[0, 0] = second_lse[1, 1] = first_lse[2, 2] = second_lse[2, 2] = -torch.inf
+    first[2, 2] = second[2, 2] = 0
+    first_lse[3, 0] = torch.nan
+    first_lse[4], second_lse[4] = 300.0, 299.0  # exp(300) is not a float32
+    expected = merge_by_definition(first, first_lse, second, second_lse)
+    assert_close(merge_on(device, first, first_lse, second, second_lse), expected)
+    views = [tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in (first, first_lse)]
+    assert_close(merge_on(device, *views, second, second_lse), expected)
 
 
 def test_what_saw_no_key_counts_for_nothing(device: torch.device) -> None:
-    first, second = random_state(torch.float32, 1, 80), random_state(torch.float32, 2, 80)
-    first.lse[0], second.lse[0] = -torch.inf, -torch.inf
-    first.output[0] = torch.nan
-    first.lse[1], second.lse[1] = torch.nan, -torch.inf
-    first.lse[2], first.output[2] = -torch.inf, torch.nan
-    second.lse[3], second.output[3] = -torch.inf, torch.nan
-    merged = merge_on(device, first, second)
-    assert (merged.output[0] == 0).all()
-    assert (merged.lse[0] == -torch.inf).all()
-    assert merged.lse[1].isnan().all()
-    for row, other in ((2, second), (3, first)):
-        assert_close(merged.output[row], other.output[row])
-        assert_close(merged.lse[row], other.lse[row])
+    (first, first_lse), (second, second_lse) = random_part(torch.float32, 1, 80), random_part(torch.float32, 2, 80)
+    first_lse[0], second_lse[0] = -torch.inf, -torch.inf
+    first[0] = torch.nan
+    first_lse[1], second_lse[1] = torch.nan, -torch.inf
+    first_lse[2], first[2] = -torch.inf, torch.nan
+    second_lse[3], second[3] = -torch.inf, torch.nan
+    merged = merge_on(device, first, first_lse, second, second_lse)
+    assert (merged[0] == 0).all()
+    assert merged[1].isnan().all()
+    assert_close(merged[2], second[2])
+    assert_close(merged[3], first[3])
 
 
 def test_merge_of_nothing_is_nothing(device: torch.device) -> None:
-    empty = AttentionState(torch.zeros(0, 2, 16), torch.zeros(0, 2))
-    assert merge_on(device, empty, empty).output.shape == (0, 2, 16)
+    empty = (torch.zeros(0, 2, 16), torch.zeros(0, 2))
+    assert merge_on(device, *empty, *empty).shape == (0, 2, 16)
