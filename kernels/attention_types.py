@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple, TypeVar, cast
 
 import torch
-
-from kernels.kv_gather import KeyRange, KvGatherPlan
 
 Plan = TypeVar("Plan")
 
@@ -65,31 +62,11 @@ class AttentionRows:
             starts[group.first_row : group.first_row + group.num_rows] = [group.num_tokens] * group.num_rows
         return tuple(starts)
 
-    def gather_plan(self, block_size: int, max_tokens: int) -> KvGatherPlan:
-        """How to read the own keys of the single-query rows; made by the first layer that asks, shared by the others.
-
-        block_size in tokens; max_tokens bounds one gather.
-        """
-        return self.once(
-            ("gather_plan", block_size, max_tokens),
-            lambda: KvGatherPlan.build(self.block_tables, self._single_query_keys, block_size, max_tokens),
-        )
-
     def once(self, key: tuple[str | int, ...], make: Callable[[], Plan]) -> Plan:
         """What `make` returned to the first layer that asked for `key`, for all layers of the step."""
         if key not in self._plans:
             self._plans[key] = make()
         return cast("Plan", self._plans[key])
-
-    @property
-    def _single_query_keys(self) -> list[KeyRange]:
-        queries = accumulate(self.query_lens, initial=0)
-        rows = zip(self.query_lens, queries, self.own_starts, self.kv_lens, strict=False)
-        return [
-            KeyRange(row, query, start, kv_len)
-            for row, (query_len, query, start, kv_len) in enumerate(rows)
-            if query_len == 1 and start < kv_len
-        ]
 
     @cached_property
     def _plans(self) -> dict[tuple[str | int, ...], object]:

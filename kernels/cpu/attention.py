@@ -6,10 +6,10 @@ import torch
 
 from kernels.attention_types import AttentionRows
 from kernels.cpu.indexed_attention import attend_by_index
+from kernels.cpu.kv_gather import KvGather, gather_plan
 from kernels.cpu.paged_reads import KvReader
 from kernels.cpu.partial_attention import AttentionState, RunningAttention, flash_attention
 from kernels.cpu.shared_prefix import add_shared_prefixes, attend_unmasked
-from kernels.kv_gather import KvGather
 
 
 def paged_decode_attention(
@@ -36,7 +36,7 @@ def attend_single_queries(q: torch.Tensor, reader: KvReader, rows: AttentionRows
     """
     if q.dtype is torch.float32:
         return attend_by_index(q, reader, rows, scale)
-    plan = rows.gather_plan(reader.block_size, reader.max_tokens)
+    plan = gather_plan(rows, reader.block_size, reader.max_tokens)
     if plan.num_segments <= 1:
         result = AttentionState.without_keys(q, q.dtype)
         for gather in plan.gathers:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from kernels import cpu, reference
 from kernels.cpu.attention import attend_single_queries
+from kernels.cpu.kv_gather import SEGMENT_TOKENS, KeyRange, KvGatherPlan, gather_plan
 from kernels.cpu.paged_reads import KvReader
 from kernels.cpu.partial_attention import AttentionState, RunningAttention, merge_attention_states
-from kernels.kv_gather import SEGMENT_TOKENS, KeyRange, KvGatherPlan
 from tests.support.tensors import PagedCache, assert_close, make_paged_cache, merge_by_definition
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -83,7 +83,7 @@ def test_rows_longer_than_one_segment_are_merged_from_segments() -> None:
     # 2048 tokens a segment: two whole ones and a rest, exactly two, one and a single key, and a short row beside them.
     lens = [(1, 4200), (1, 4096), (1, 2049), (1, 30)]
     case = make_paged_cache(lens, num_heads=2, num_kv_heads=1, head_dim=8, dtype=torch.float32)
-    assert case.rows.gather_plan(16, 1 << 20).num_segments == 3
+    assert gather_plan(case.rows, 16, 1 << 20).num_segments == 3
     check_decode(case, 0.35)
 
 
@@ -99,7 +99,7 @@ def test_decode_of_many_rows_takes_several_gathers() -> None:
     lens = [(1, 1 + 37 * i % 700) for i in range(24)]
     case = make_paged_cache(lens, num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
     check_decode(case, 0.25)
-    assert len(case.rows.gather_plan(16, (4 << 20) // 64).gathers) > 2
+    assert len(gather_plan(case.rows, 16, (4 << 20) // 64).gathers) > 2
 
 
 def test_a_row_without_keys_gets_zero() -> None:
@@ -146,8 +146,8 @@ def test_attention_leaves_queries_and_caches_alone() -> None:
 
 def test_a_step_plans_its_gathers_once() -> None:
     case = make_paged_cache(DECODE, num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
-    assert case.rows.gather_plan(16, 4096) is case.rows.gather_plan(16, 4096)
-    assert case.rows.gather_plan(16, 4096) is not case.rows.gather_plan(16, 64)
+    assert gather_plan(case.rows, 16, 4096) is gather_plan(case.rows, 16, 4096)
+    assert gather_plan(case.rows, 16, 4096) is not gather_plan(case.rows, 16, 64)
 
 
 def random_state(dtype: torch.dtype, seed: int) -> AttentionState:

@@ -4,15 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+
+from kernels.attention_types import AttentionRows
 
 # A row's keys are cut at multiples of this many tokens, so that one long row neither needs a buffer of its own size nor
 # keeps all but a few cores idle. Cuts at absolute positions: where a row is cut does not depend on its neighbours.
 SEGMENT_TOKENS = 2048
 # Below this many keys a gather is launch overhead, not work: padding it is cheaper than splitting it.
 SMALL_GATHER_TOKENS = 1024
+
+
+def gather_plan(rows: AttentionRows, block_size: int, max_tokens: int) -> KvGatherPlan:
+    """How to read the own keys of the single-query rows; made by the first layer that asks, shared by the others.
+
+    block_size in tokens; max_tokens bounds one gather.
+    """
+    return rows.once(
+        ("gather_plan", block_size, max_tokens),
+        lambda: KvGatherPlan.build(rows.block_tables, _single_query_keys(rows), block_size, max_tokens),
+    )
+
+
+def _single_query_keys(rows: AttentionRows) -> list[KeyRange]:
+    queries = accumulate(rows.query_lens, initial=0)
+    lens = zip(rows.query_lens, queries, rows.own_starts, rows.kv_lens, strict=False)
+    return [
+        KeyRange(row, query, start, kv_len)
+        for row, (query_len, query, start, kv_len) in enumerate(lens)
+        if query_len == 1 and start < kv_len
+    ]
 
 
 class KeyRange(NamedTuple):
