@@ -9,8 +9,7 @@ import functools
 
 import torch
 
-from kernels.cpu import dense as cpu
-from kernels.cpu.dense import product_into
+from kernels.cpu import dense
 from kernels.interface import KernelsUnavailable
 from kernels.packed_weight import PackedWeight
 
@@ -53,11 +52,11 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         height = next_height(heights, num_rows - start)
         end = start + height
         if end <= num_rows:
-            cpu.product_into(_aligned(x[start:end]), weight, out[start:end])
+            dense.product_into(_aligned(x[start:end]), weight, out[start:end])
         else:
             tile = x.new_zeros(height, x.shape[1])
             tile[: num_rows - start] = x[start:]
-            out[start:] = cpu.product_into(tile, weight, x.new_empty(height, out.shape[1]))[: num_rows - start]
+            out[start:] = dense.product_into(tile, weight, x.new_empty(height, out.shape[1]))[: num_rows - start]
         start = end
     return out
 
@@ -110,7 +109,7 @@ def tile_heights(
 def _product_in_tiles(x: torch.Tensor, weight: torch.Tensor, height: int) -> torch.Tensor:
     out = x.new_empty(x.shape[0], weight.shape[0])
     for start in range(0, x.shape[0], height):
-        product_into(x[start : start + height].clone(), weight, out[start : start + height])
+        dense.product_into(x[start : start + height].clone(), weight, out[start : start + height])
     return out
 
 
@@ -122,8 +121,8 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     rows = max(MAX_UNCUT_ELEMENTS // width, 1)
     if num_rows <= rows:
-        return cpu.silu_and_mul(gate_up)
+        return dense.silu_and_mul(gate_up)
     out = gate_up.new_empty(num_rows, width)
     for start in range(0, num_rows, rows):
-        out[start : start + rows] = cpu.silu_and_mul(gate_up[start : start + rows])
+        out[start : start + rows] = dense.silu_and_mul(gate_up[start : start + rows])
     return out

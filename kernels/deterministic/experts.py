@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu import experts as cpu
-from kernels.cpu.experts import products_by_expert, products_by_pair
+from kernels.cpu import experts
 from kernels.deterministic.dense import product
 from kernels.expert_types import ExpertLayout, RoutedExperts
 from kernels.packed_weight import PackedWeight
@@ -16,7 +15,7 @@ def route_topk(router_logits: torch.Tensor, top_k: int, *, renormalise: bool) ->
 
     PyTorch's sum over a few columns may go along rows or along columns, as the number of rows has it.
     """
-    weights, expert_ids = cpu.route_topk(router_logits, top_k, renormalise=False)
+    weights, expert_ids = experts.route_topk(router_logits, top_k, renormalise=False)
     if renormalise:
         total = weights[:, :1].clone()
         for choice in range(1, top_k):
@@ -27,10 +26,10 @@ def route_topk(router_logits: torch.Tensor, top_k: int, *, renormalise: bool) ->
 
 def grouped_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
     """See `Operations.grouped_gemm`."""
-    rows = products_by_expert(x, weight.matrices, layout, product, gather=gather)
+    rows = experts.products_by_expert(x, weight.matrices, layout, product, gather=gather)
     return torch.cat(rows) if rows else x.new_empty(0, weight.shape[1])
 
 
 def moe_small_batch(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> torch.Tensor:
     """See `Operations.moe_small_batch`. The bits are those of the sorted way: which one is taken is speed alone."""
-    return products_by_pair(x, gate_up.matrices, down.matrices, routed, product)
+    return experts.products_by_pair(x, gate_up.matrices, down.matrices, routed, product)

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.cpu import dense as cpu
-from kernels.cpu.dense import silu_and_mul
+from kernels.cpu import dense
 from kernels.cpu.experts import add_choices
 from kernels.expert_types import ExpertLayout, RoutedExperts
 from kernels.packed_weight import PackedWeight
@@ -25,7 +24,7 @@ LEAST_LARGEST_VALUE = 1e-36
 def pack(weight: torch.Tensor, *, keep_dtype: bool = False) -> PackedWeight:
     """See `Operations.pack`. Each output channel is rounded with the scale that makes its largest magnitude 127."""
     if keep_dtype:
-        return cpu.pack(weight)
+        return dense.pack(weight)
     matrices = weight.unbind() if weight.dim() == 3 else (weight,)
     parts = [part for matrix in matrices for part in _quantise_matrix(matrix)]
     return PackedWeight(tuple(parts), tuple(weight.shape))
@@ -39,7 +38,7 @@ def is_quantised(weight: PackedWeight) -> bool:
 def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """See `Operations.linear`."""
     if not is_quantised(weight):
-        return cpu.linear(x, weight)
+        return dense.linear(x, weight)
     return product(quantise_rows(x), weight, 0, x.dtype)
 
 
@@ -65,7 +64,7 @@ def _quantise_matrix(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     wide = matrix.float()
     scales = wide.abs().amax(1, keepdim=True).clamp_(min=LEAST_LARGEST_VALUE) / LARGEST
     integers = (wide / scales).round_().to(torch.int8)
-    packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(integers, [cpu.ROWS_HINT, matrix.shape[1]])
+    packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(integers, [dense.ROWS_HINT, matrix.shape[1]])
     return packed, scales.flatten(), torch.zeros(matrix.shape[0], dtype=torch.int32)
 
 
@@ -85,7 +84,7 @@ def moe_small_batch(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, 
     for token, experts in enumerate(routed.expert_ids.tolist()):
         row = quantise_rows(x[token : token + 1])
         for expert in experts:
-            hidden = silu_and_mul(product(row, gate_up, expert, x.dtype))
+            hidden = dense.silu_and_mul(product(row, gate_up, expert, x.dtype))
             outputs.append(product(quantise_rows(hidden), down, expert, x.dtype))
     return add_choices(outputs, routed, x)
 

@@ -1,15 +1,13 @@
 """The dense operations of a layer: matrix products by cuBLASLt, RMSNorm and the gated activation as kernels.
 
-The launch parameters, here also those of the rotary embedding, are for operations that go over rows once. These are
-bound by memory, so what counts is bytes in flight: an H200 moves 4.3 TB/s at about 0.8 us of latency, that is 3.4 MB in
-flight or 26 KB on each of its 132 multiprocessors. A tile of 2,048 to 4,096 elements is 4 to 8 KiB of each bfloat16
-operand, and at the 23 to 48 registers a thread that the compiler needs, 8 to 16 programs fit: 64 KiB and more. The tile
-sizes are derived from that and from the shapes, not tuned: nothing here is measured on a GPU yet.
+Norms and the activation go over rows once and are bound by memory, so what counts is bytes in flight: an H200 moves
+4.3 TB/s at about 0.8 us of latency, that is 3.4 MB in flight or 26 KB on each of its 132 multiprocessors. A tile of
+2,048 to 4,096 elements is 4 to 8 KiB of each bfloat16 operand, and at the 23 to 48 registers a thread that the compiler
+needs, 8 to 16 programs fit: 64 KiB and more. The tile sizes are derived from that and from the shapes, not tuned:
+nothing here is measured on a GPU yet.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
@@ -17,14 +15,13 @@ import triton
 import triton.language as tl
 
 from kernels.packed_weight import PackedWeight
+from kernels.triton.launch import TileLaunch
 
 # From so many programs of one row on, every multiprocessor of an H200 or A100 (132, 108) has its 16 and a second round,
 # so that several short rows may share a program; below, one row each keeps more multiprocessors busy.
 MANY_ROWS = 4096
 NORM_TILE_ELEMENTS = 4096
 GATE_TILE_ELEMENTS = 2048
-# 8 elements a thread, 16 bytes of bfloat16, for the two warps a program of the rotary embedding has.
-ROPE_TILE_ELEMENTS = 512
 MAX_GATE_WIDTH = 1024
 MIN_GATE_WIDTH = 256
 
@@ -112,7 +109,7 @@ def _launch_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.T
     if num_rows == 0:
         return out
     launch = norm_launch(num_rows, hidden_size)
-    rms_norm_kernel[(triton.cdiv(num_rows, launch.block_rows),)](
+    rms_norm_kernel[(triton.cdiv(num_rows, launch.rows),)](
         x,
         x if residual is None else residual,
         weight.contiguous(),
@@ -123,8 +120,8 @@ def _launch_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.T
         eps,
         HIDDEN_SIZE=hidden_size,
         ADD_RESIDUAL=residual is not None,
-        BLOCK_ROWS=launch.block_rows,
-        BLOCK_WIDTH=launch.block_width,
+        BLOCK_ROWS=launch.rows,
+        BLOCK_WIDTH=launch.columns,
         num_warps=launch.num_warps,
     )
     return out
@@ -167,30 +164,21 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if out.numel() == 0:
         return out
     launch = gate_launch(num_rows, width)
-    grid = (triton.cdiv(num_rows, launch.block_rows) * triton.cdiv(width, launch.block_width),)
+    grid = (triton.cdiv(num_rows, launch.rows) * triton.cdiv(width, launch.columns),)
     silu_and_mul_kernel[grid](
         gate_up,
         out,
         gate_up.stride(0),
         num_rows,
         WIDTH=width,
-        BLOCK_ROWS=launch.block_rows,
-        BLOCK_WIDTH=launch.block_width,
+        BLOCK_ROWS=launch.rows,
+        BLOCK_WIDTH=launch.columns,
         num_warps=launch.num_warps,
     )
     return out
 
 
-@dataclass(frozen=True)
-class RowLaunch:
-    """The tile of one program and the warps that work on it."""
-
-    block_rows: int  # rows (tokens, or heads of one token) of a tile, a power of two
-    block_width: int  # elements of a row in a tile, a power of two
-    num_warps: int
-
-
-def norm_launch(num_rows: int, hidden_size: int) -> RowLaunch:
+def norm_launch(num_rows: int, hidden_size: int) -> TileLaunch:
     """A tile holds whole rows, since a norm needs a row's sum before its first result.
 
     Warps by the row's length as in Liger-Kernel's `calculate_settings` (4 below 2,048 elements, 8 from there, 16 from
@@ -200,10 +188,10 @@ def norm_launch(num_rows: int, hidden_size: int) -> RowLaunch:
     rows = max(NORM_TILE_ELEMENTS // width, 1) if num_rows >= MANY_ROWS else 1
     rows = min(rows, 16)  # narrower rows than 256 elements gain nothing from more
     num_warps = 4 if width < 2048 else 8 if width < 8192 else 16
-    return RowLaunch(rows, width, num_warps)
+    return TileLaunch(rows, width, num_warps)
 
 
-def gate_launch(num_rows: int, intermediate_size: int) -> RowLaunch:
+def gate_launch(num_rows: int, intermediate_size: int) -> TileLaunch:
     """A tile is a piece of one row, or of several where rows are many.
 
     Its width divides the row where a power of two from 256 on does (768 = 3 x 256, 14,336 = 14 x 1,024), so that no
@@ -215,15 +203,4 @@ def gate_launch(num_rows: int, intermediate_size: int) -> RowLaunch:
         width = min(triton.next_power_of_2(intermediate_size), MAX_GATE_WIDTH)
     rows = min(GATE_TILE_ELEMENTS // width, 16) if num_rows >= MANY_ROWS else 1
     num_warps = min(max(rows * width // 256, 1), 4)  # 8 elements a thread and operand, or 16 in the largest tile
-    return RowLaunch(rows, width, num_warps)
-
-
-def rope_launch(num_heads: int, head_dim: int) -> RowLaunch:
-    """A tile is one half of some heads of one token; the other half is a second tile.
-
-    Heads of one token share its cosines and sines, which are float32 and as large as two bfloat16 heads: read once a
-    head they would double what the kernel reads.
-    """
-    width = triton.next_power_of_2(head_dim // 2)
-    heads = min(max(ROPE_TILE_ELEMENTS // width, 1), triton.next_power_of_2(num_heads))
-    return RowLaunch(heads, width, 1 if heads * width <= ROPE_TILE_ELEMENTS // 2 else 2)
+    return TileLaunch(rows, width, num_warps)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kernels.expert_types import ExpertLayout, RoutedExperts
-from kernels.triton.launch import BlockLaunch, power_of_two_from
+from kernels.triton.launch import TileLaunch, power_of_two_from
 
 INVERT_BLOCK = 256
 
@@ -282,24 +282,24 @@ def combine_experts(rows: torch.Tensor, layout: ExpertLayout, weights: torch.Ten
     return out
 
 
-def expert_scan_launch(num_pairs: int) -> BlockLaunch:
+def expert_scan_launch(num_pairs: int) -> TileLaunch:
     """One program an expert: columns = ids read at once."""
-    return BlockLaunch(1, min(max(power_of_two_from(num_pairs), 128), 1024), 4)
+    return TileLaunch(1, min(max(power_of_two_from(num_pairs), 128), 1024), 4)
 
 
-def expert_count_launch() -> BlockLaunch:
+def expert_count_launch() -> TileLaunch:
     """One program a block of ids. columns = ids of a block, each compared with `rows` of them at a time.
 
     256 x 32 comparisons are 32 a thread of 8 warps (with 4 they take 228 registers). The counts of 65,536 pairs (8192
     tokens, 8 choices) over 128 experts are then 128 KB, which every program sums.
     """
-    return BlockLaunch(32, 256, 8)
+    return TileLaunch(32, 256, 8)
 
 
-def combine_launch(num_tokens: int, hidden_size: int) -> BlockLaunch:
+def combine_launch(num_tokens: int, hidden_size: int) -> TileLaunch:
     """columns = elements of a token that a program sums: 16 bytes of bfloat16 a thread and choice.
 
     A few tokens are cut finer, so that 64 tokens of width 2048 make 512 programs and not 128.
     """
     num_warps = 1 if num_tokens <= 256 else 4
-    return BlockLaunch(1, min(power_of_two_from(hidden_size), 256 * num_warps), num_warps)
+    return TileLaunch(1, min(power_of_two_from(hidden_size), 256 * num_warps), num_warps)

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from kernels import gumbel_noise as spec
-from kernels.triton.sampling import NARROW_BLOCK, VocabLaunch, best_of_blocks, ranked
+from kernels.triton.launch import TileLaunch
+from kernels.triton.sampling import NARROW_BLOCK, best_of_blocks, ranked
 
 KEY_START_FIRST = tl.constexpr(spec.KEY_START_FIRST)
 KEY_START_SECOND = tl.constexpr(spec.KEY_START_SECOND)
@@ -29,7 +30,7 @@ def gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Te
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     launch = gumbel_launch()
-    num_blocks = triton.cdiv(vocab_size, launch.block)
+    num_blocks = triton.cdiv(vocab_size, launch.columns)
     ranks = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=logits.device)
     _gumbel_argmax_kernel[(num_rows, num_blocks)](
         logits,
@@ -38,7 +39,7 @@ def gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Te
         ranks,
         vocab_size,
         logits.stride(0),
-        BLOCK=launch.block,
+        BLOCK=launch.columns,
         num_warps=launch.num_warps,
         enable_fp_fusion=False,
     )
@@ -116,6 +117,6 @@ def _series(f, exponent):
     return (f + y) + exponent * LN2_HIGH
 
 
-def gumbel_launch() -> VocabLaunch:
+def gumbel_launch() -> TileLaunch:
     """16 tokens a thread: about 100 instructions a token bind it, not memory; the row's keys cost 60 a program."""
-    return VocabLaunch(NARROW_BLOCK, num_warps=4)
+    return TileLaunch(1, NARROW_BLOCK, num_warps=4)

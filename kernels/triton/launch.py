@@ -27,12 +27,13 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 @dataclass(frozen=True)
-class BlockLaunch:
-    """The tile of one program."""
+class TileLaunch:
+    """The tile of one program, powers of two as sides, and the warps that work on it; what a row is, its maker says."""
 
-    rows: int  # power of two
-    columns: int  # power of two
+    rows: int
+    columns: int
     num_warps: int
+    num_stages: int = 1  # of a loop over tiles: all but one are on their way, each in shared memory
 
 
 def power_of_two_from(value: int) -> int:

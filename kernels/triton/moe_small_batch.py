@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kernels.expert_types import RoutedExperts
 from kernels.packed_weight import PackedWeight
-from kernels.triton.launch import BlockLaunch, power_of_two_from
+from kernels.triton.launch import TileLaunch, power_of_two_from
 
 # Weights of one step of the short cut: eight copies of 16 bytes for each of 128 threads, 16 KB of bfloat16, and two
 # steps are in flight. An H200 needs 4.3 TB/s x 0.7 us = 3 MB in flight, 23 KB on each of its 132 multiprocessors.
@@ -160,20 +160,20 @@ def moe_small_batch(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, 
     return out
 
 
-def gate_up_launch(hidden_size: int, itemsize: int) -> BlockLaunch:
+def gate_up_launch(hidden_size: int, itemsize: int) -> TileLaunch:
     """The short cut's first half: rows = gates of a program (as many ups come along), columns = depth of a step.
 
     One token of Qwen3-30B-A3B (8 pairs, 768 gates, depth 2048) makes 768 programs, six a multiprocessor.
     """
     columns = min(power_of_two_from(hidden_size), 1024 // itemsize)
-    return BlockLaunch(ELEMENTS_OF_A_STEP // 2 // 512, columns, 4)
+    return TileLaunch(ELEMENTS_OF_A_STEP // 2 // 512, columns, 4)
 
 
-def down_launch(intermediate_size: int, top_k: int, itemsize: int) -> BlockLaunch:
+def down_launch(intermediate_size: int, top_k: int, itemsize: int) -> TileLaunch:
     """The short cut's second half: rows = outputs of a program, columns = depth of a step, for all choices at once.
 
     One token of Qwen3-30B-A3B makes 512 programs. A depth of 256 divides its 768.
     """
     choices = power_of_two_from(top_k)
     columns = min(power_of_two_from(intermediate_size), 512 // itemsize, max(ELEMENTS_OF_A_STEP // choices, 1))
-    return BlockLaunch(max(ELEMENTS_OF_A_STEP // 256 // choices, 1), columns, 4)
+    return TileLaunch(max(ELEMENTS_OF_A_STEP // 256 // choices, 1), columns, 4)

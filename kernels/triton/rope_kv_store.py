@@ -6,7 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.dense import rope_launch
+from kernels.triton.launch import TileLaunch
+
+# 8 elements a thread, 16 bytes of bfloat16, for the two warps of a program.
+TILE_ELEMENTS = 512
 
 
 @triton.jit
@@ -132,7 +135,7 @@ def qk_norm_rope_store_kv(
     *norm_weights, eps = (qkv, qkv, 0.0) if qk_norm is None else qk_norm
     strides = (qkv.stride(0), cos_sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3])
     launch = rope_launch(num_heads, head_dim)
-    num_groups = triton.cdiv(num_heads, launch.block_rows) + 2 * triton.cdiv(num_kv_heads, launch.block_rows)
+    num_groups = triton.cdiv(num_heads, launch.rows) + 2 * triton.cdiv(num_kv_heads, launch.rows)
     qk_norm_rope_store_kv_kernel[(queries.shape[0] * num_groups,)](
         qkv,
         *norm_weights,
@@ -149,8 +152,8 @@ def qk_norm_rope_store_kv(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        BLOCK_HEADS=launch.block_rows,
-        BLOCK_WIDTH=launch.block_width,
+        BLOCK_HEADS=launch.rows,
+        BLOCK_WIDTH=launch.columns,
         num_warps=launch.num_warps,
     )
     return queries
@@ -160,3 +163,14 @@ def _check_layout(**tensors: torch.Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}; accepted: 1 in the last dimension")
+
+
+def rope_launch(num_heads: int, head_dim: int) -> TileLaunch:
+    """A tile is one half of some heads of one token; the other half is a second tile.
+
+    Heads of one token share its cosines and sines, which are float32 and as large as two bfloat16 heads: read once a
+    head they would double what the kernel reads.
+    """
+    width = triton.next_power_of_2(head_dim // 2)
+    heads = min(max(TILE_ELEMENTS // width, 1), triton.next_power_of_2(num_heads))
+    return TileLaunch(heads, width, 1 if heads * width <= TILE_ELEMENTS // 2 else 2)

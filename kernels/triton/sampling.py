@@ -6,13 +6,11 @@ on a GPU yet: each number is argued from the bytes in flight and the registers o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.launch import DEFAULT_MULTIPROCESSORS
+from kernels.triton.launch import DEFAULT_MULTIPROCESSORS, TileLaunch
 
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
 INFINITY_KEY = tl.constexpr(0x7F800000)
@@ -64,10 +62,10 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     launch = argmax_launch(num_rows, vocab_size)
-    num_blocks = triton.cdiv(vocab_size, launch.block)
+    num_blocks = triton.cdiv(vocab_size, launch.columns)
     ranks = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=logits.device)
     _argmax_kernel[(num_rows, num_blocks)](
-        logits, ranks, vocab_size, logits.stride(0), BLOCK=launch.block, num_warps=launch.num_warps
+        logits, ranks, vocab_size, logits.stride(0), BLOCK=launch.columns, num_warps=launch.num_warps
     )
     return best_of_blocks(ranks)
 
@@ -77,7 +75,7 @@ def best_of_blocks(ranks: torch.Tensor) -> torch.Tensor:
     num_rows, num_blocks = ranks.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=ranks.device)
     launch = best_of_blocks_launch(num_blocks)
-    _best_of_blocks_kernel[(num_rows,)](ranks, tokens, num_blocks, BLOCK=launch.block, num_warps=launch.num_warps)
+    _best_of_blocks_kernel[(num_rows,)](ranks, tokens, num_blocks, BLOCK=launch.columns, num_warps=launch.num_warps)
     return tokens
 
 
@@ -129,7 +127,7 @@ def apply_penalties(
     if num_pairs == 0:
         return
     launch = penalties_launch()
-    _apply_penalties_kernel[(triton.cdiv(num_pairs, launch.block),)](
+    _apply_penalties_kernel[(triton.cdiv(num_pairs, launch.columns),)](
         logits,
         rows.contiguous(),
         token_ids.contiguous(),
@@ -140,7 +138,7 @@ def apply_penalties(
         num_pairs,
         logits.stride(0),
         logits.stride(1),
-        BLOCK=launch.block,
+        BLOCK=launch.columns,
         num_warps=launch.num_warps,
         enable_fp_fusion=False,  # the reference rounds each product
     )
@@ -178,27 +176,18 @@ def _apply_penalties_kernel(
     tl.store(value_ptrs, values, mask=present)
 
 
-@dataclass(frozen=True)
-class VocabLaunch:
-    """How one kernel covers tokens (or, for penalties, pairs)."""
-
-    block: int  # tokens a program reads at once, a power of two
-    num_warps: int
-    num_stages: int = 1  # of a loop: all but one are blocks on their way, `4 * block` bytes of shared memory each
-
-
-def argmax_launch(num_rows: int, vocab_size: int) -> VocabLaunch:
+def argmax_launch(num_rows: int, vocab_size: int) -> TileLaunch:
     """Wide blocks, 32 tokens (8 loads of 16 bytes) a thread, unless they were too few to give each processor one."""
     if num_rows * triton.cdiv(vocab_size, WIDE_BLOCK) >= DEFAULT_MULTIPROCESSORS:
-        return VocabLaunch(WIDE_BLOCK, num_warps=8)
-    return VocabLaunch(NARROW_BLOCK, num_warps=4)
+        return TileLaunch(1, WIDE_BLOCK, num_warps=8)
+    return TileLaunch(1, NARROW_BLOCK, num_warps=4)
 
 
-def best_of_blocks_launch(num_blocks: int) -> VocabLaunch:
+def best_of_blocks_launch(num_blocks: int) -> TileLaunch:
     """The second stage: one load for the 19 to 75 blocks of a row."""
-    return VocabLaunch(triton.next_power_of_2(num_blocks), num_warps=1)
+    return TileLaunch(1, triton.next_power_of_2(num_blocks), num_warps=1)
 
 
-def penalties_launch() -> VocabLaunch:
+def penalties_launch() -> TileLaunch:
     """Two pairs a thread, whose 4 bytes of logits lie anywhere."""
-    return VocabLaunch(block=256, num_warps=4)
+    return TileLaunch(1, 256, num_warps=4)

@@ -26,13 +26,13 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.launch import TileLaunch
 from kernels.triton.sampling import (
     LOWEST_KEY,
     MINUS_INFINITY_KEY,
     NAN_KEY,
     NARROW_BLOCK,
     WIDE_BLOCK,
-    VocabLaunch,
     is_finite,
     ordered,
     value_of,
@@ -60,7 +60,7 @@ def mask_top_k_top_p_min_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: tor
         return
     top_k, top_p, min_p = top_k.contiguous(), top_p.contiguous(), min_p.contiguous()
     collect, search, mask = collect_launch(vocab_size), search_launch(vocab_size), mask_launch()
-    candidates = torch.empty(num_rows, collect.block, dtype=torch.float32, device=logits.device)
+    candidates = torch.empty(num_rows, collect.columns, dtype=torch.float32, device=logits.device)
     tops = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     num_candidates, lowest_keys, last_equals = (
         torch.empty(num_rows, dtype=torch.int32, device=logits.device) for _ in range(3)
@@ -68,20 +68,20 @@ def mask_top_k_top_p_min_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: tor
     vocabulary = (vocab_size, logits.stride(0))
     _collect_candidates_kernel[(num_rows,)](
         *(logits, top_k, top_p, min_p, candidates, num_candidates, tops, *vocabulary),
-        BLOCK=collect.block,
+        BLOCK=collect.columns,
         NUM_STAGES=collect.num_stages,
         num_warps=collect.num_warps,
     )
     _find_thresholds_kernel[(num_rows,)](
         *(logits, top_k, top_p, candidates, num_candidates, tops, lowest_keys, last_equals, *vocabulary),
-        stride_candidates_row=collect.block,
-        BLOCK=search.block,
+        stride_candidates_row=collect.columns,
+        BLOCK=search.columns,
         NUM_STAGES=search.num_stages,
         num_warps=search.num_warps,
     )
-    _mask_kernel[(num_rows, triton.cdiv(vocab_size, mask.block))](
+    _mask_kernel[(num_rows, triton.cdiv(vocab_size, mask.columns))](
         *(logits, top_k, top_p, min_p, tops, lowest_keys, last_equals, *vocabulary),
-        BLOCK=mask.block,
+        BLOCK=mask.columns,
         num_warps=mask.num_warps,
     )
 
@@ -308,22 +308,22 @@ def threshold(
     return found
 
 
-def collect_launch(vocab_size: int) -> VocabLaunch:
+def collect_launch(vocab_size: int) -> TileLaunch:
     """One program a row, so 64 rows use half of the GPU: 512 threads and two blocks on their way, 64 KiB, feed each.
 
     The block is also the number of groups whose maxima bound the k-th largest logit, and the room for candidates.
     """
-    return VocabLaunch(min(WIDE_BLOCK, max(triton.next_power_of_2(vocab_size), 128)), num_warps=16, num_stages=3)
+    return TileLaunch(1, min(WIDE_BLOCK, max(triton.next_power_of_2(vocab_size), 128)), num_warps=16, num_stages=3)
 
 
-def search_launch(vocab_size: int) -> VocabLaunch:
+def search_launch(vocab_size: int) -> TileLaunch:
     """The candidates of most rows (little more than top_k, or 2048) are one block, and three more are on their way.
 
     8 tokens a thread, each with three sums of int64, take nearly all of the 128 registers that 16 warps leave.
     """
-    return VocabLaunch(min(4096, max(triton.next_power_of_2(vocab_size), 128)), num_warps=16, num_stages=4)
+    return TileLaunch(1, min(4096, max(triton.next_power_of_2(vocab_size), 128)), num_warps=16, num_stages=4)
 
 
-def mask_launch() -> VocabLaunch:
+def mask_launch() -> TileLaunch:
     """16 tokens a thread; a row of 151,936 tokens takes 75 programs."""
-    return VocabLaunch(NARROW_BLOCK, num_warps=4)
+    return TileLaunch(1, NARROW_BLOCK, num_warps=4)

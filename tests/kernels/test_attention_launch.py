@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.attention_types import AttentionRows, PrefixGroup
-from kernels.triton import shared_prefix as shared_prefix_plan
+from kernels.triton import shared_prefix
 from kernels.triton.attention_launch import (
     AttentionLaunch,
     DecodeSplits,
@@ -182,7 +182,7 @@ def test_without_groups_there_is_no_plan() -> None:
 
 
 def test_a_step_has_one_plan_for_each_shape_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_prefix_plan, "compute_capability", lambda: 90)
+    monkeypatch.setattr(shared_prefix, "compute_capability", lambda: 90)
     rows = make_rows([(1, 1000)] * 40, (PrefixGroup(0, 40, 512),))
     q = torch.zeros(40, 8, 128, dtype=torch.bfloat16)
     plan = plan_decode(q, 2, rows)
@@ -200,7 +200,7 @@ def test_a_step_has_one_plan_for_each_shape_of_heads(monkeypatch: pytest.MonkeyP
 def test_only_groups_whose_queries_fill_fewer_blocks_together_are_planned_for_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shared_prefix_plan, "compute_capability", lambda: 90)
+    monkeypatch.setattr(shared_prefix, "compute_capability", lambda: 90)
     groups = (PrefixGroup(0, 2, 512), PrefixGroup(2, 2, 256))
     rows = make_rows([(32, 600), (64, 600), (33, 600), (31, 600)], groups)  # 128 and 256 pairs of 4 heads; 132 and 124
     q = torch.zeros(160, 8, 128, dtype=torch.bfloat16)

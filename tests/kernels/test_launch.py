@@ -10,8 +10,7 @@ import torch
 import kernels.triton
 from kernels.dispatch import launch_class_of, operations
 from kernels.interface import StepShape
-from kernels.triton import launch_class as module
-from kernels.triton.dense import MANY_ROWS, RowLaunch, gate_launch, norm_launch, rope_launch
+from kernels.triton.dense import MANY_ROWS, gate_launch, norm_launch
 from kernels.triton.experts import combine_launch, expert_count_launch, expert_scan_launch
 from kernels.triton.grouped_gemm import (
     LEAST_SHARED_MEMORY_BYTES,
@@ -20,10 +19,11 @@ from kernels.triton.grouped_gemm import (
     grouped_gemm_launch,
 )
 from kernels.triton.gumbel import gumbel_launch
-from kernels.triton.launch import power_of_two_from
+from kernels.triton.launch import TileLaunch, power_of_two_from
 from kernels.triton.launch_class import launch_class
 from kernels.triton.moe_small_batch import down_launch, gate_up_launch
-from kernels.triton.sampling import VocabLaunch, argmax_launch, best_of_blocks_launch, penalties_launch
+from kernels.triton.rope_kv_store import rope_launch
+from kernels.triton.sampling import argmax_launch, best_of_blocks_launch, penalties_launch
 from kernels.triton.truncation import collect_launch, mask_launch, search_launch
 
 TOKENS = (1, 2, 3, 8, 20, 33, 64, 65, 100, 190, 256, 400, 700, 1024, 1300, 4096, 100_000)
@@ -112,16 +112,16 @@ def test_tiles_are_no_wider_than_what_they_cover() -> None:
 @pytest.mark.parametrize(
     ("hidden_size", "few", "many"),
     [
-        (128, RowLaunch(1, 128, 4), RowLaunch(16, 128, 4)),
-        (1000, RowLaunch(1, 1024, 4), RowLaunch(4, 1024, 4)),
-        (1024, RowLaunch(1, 1024, 4), RowLaunch(4, 1024, 4)),
-        (2048, RowLaunch(1, 2048, 8), RowLaunch(2, 2048, 8)),
-        (4096, RowLaunch(1, 4096, 8), RowLaunch(1, 4096, 8)),
-        (5120, RowLaunch(1, 8192, 16), RowLaunch(1, 8192, 16)),
+        (128, TileLaunch(1, 128, 4), TileLaunch(16, 128, 4)),
+        (1000, TileLaunch(1, 1024, 4), TileLaunch(4, 1024, 4)),
+        (1024, TileLaunch(1, 1024, 4), TileLaunch(4, 1024, 4)),
+        (2048, TileLaunch(1, 2048, 8), TileLaunch(2, 2048, 8)),
+        (4096, TileLaunch(1, 4096, 8), TileLaunch(1, 4096, 8)),
+        (5120, TileLaunch(1, 8192, 16), TileLaunch(1, 8192, 16)),
     ],
 )
 def test_a_norm_holds_whole_rows_and_several_where_rows_are_many(
-    hidden_size: int, few: RowLaunch, many: RowLaunch
+    hidden_size: int, few: TileLaunch, many: TileLaunch
 ) -> None:
     assert norm_launch(1, hidden_size) == norm_launch(MANY_ROWS - 1, hidden_size) == few
     assert norm_launch(MANY_ROWS, hidden_size) == norm_launch(100 * MANY_ROWS, hidden_size) == many
@@ -130,15 +130,15 @@ def test_a_norm_holds_whole_rows_and_several_where_rows_are_many(
 @pytest.mark.parametrize(
     ("intermediate_size", "few", "many"),
     [
-        (1, RowLaunch(1, 1, 1), RowLaunch(16, 1, 1)),
-        (768, RowLaunch(1, 256, 1), RowLaunch(8, 256, 4)),
-        (1000, RowLaunch(1, 1024, 4), RowLaunch(2, 1024, 4)),
-        (3072, RowLaunch(1, 1024, 4), RowLaunch(2, 1024, 4)),
-        (14336, RowLaunch(1, 1024, 4), RowLaunch(2, 1024, 4)),
+        (1, TileLaunch(1, 1, 1), TileLaunch(16, 1, 1)),
+        (768, TileLaunch(1, 256, 1), TileLaunch(8, 256, 4)),
+        (1000, TileLaunch(1, 1024, 4), TileLaunch(2, 1024, 4)),
+        (3072, TileLaunch(1, 1024, 4), TileLaunch(2, 1024, 4)),
+        (14336, TileLaunch(1, 1024, 4), TileLaunch(2, 1024, 4)),
     ],
 )
 def test_a_gate_is_cut_into_pieces_that_divide_it_where_they_can(
-    intermediate_size: int, few: RowLaunch, many: RowLaunch
+    intermediate_size: int, few: TileLaunch, many: TileLaunch
 ) -> None:
     assert gate_launch(1, intermediate_size) == gate_launch(MANY_ROWS - 1, intermediate_size) == few
     assert gate_launch(MANY_ROWS, intermediate_size) == many
@@ -146,43 +146,43 @@ def test_a_gate_is_cut_into_pieces_that_divide_it_where_they_can(
 
 @pytest.mark.parametrize("intermediate_size", [768, 1536, 3072, 9728, 12288, 14336, 17408])
 def test_no_lane_idles_at_the_sizes_of_models(intermediate_size: int) -> None:
-    assert intermediate_size % gate_launch(1, intermediate_size).block_width == 0
+    assert intermediate_size % gate_launch(1, intermediate_size).columns == 0
 
 
 @pytest.mark.parametrize(
     ("num_heads", "head_dim", "expected"),
     [
-        (32, 128, RowLaunch(8, 64, 2)),
-        (7, 128, RowLaunch(8, 64, 2)),
-        (1, 128, RowLaunch(1, 64, 1)),
-        (32, 64, RowLaunch(16, 32, 2)),
-        (32, 80, RowLaunch(8, 64, 2)),
-        (32, 96, RowLaunch(8, 64, 2)),
-        (8, 256, RowLaunch(4, 128, 2)),
+        (32, 128, TileLaunch(8, 64, 2)),
+        (7, 128, TileLaunch(8, 64, 2)),
+        (1, 128, TileLaunch(1, 64, 1)),
+        (32, 64, TileLaunch(16, 32, 2)),
+        (32, 80, TileLaunch(8, 64, 2)),
+        (32, 96, TileLaunch(8, 64, 2)),
+        (8, 256, TileLaunch(4, 128, 2)),
     ],
 )
-def test_rotation_takes_heads_until_its_tile_is_full(num_heads: int, head_dim: int, expected: RowLaunch) -> None:
+def test_rotation_takes_heads_until_its_tile_is_full(num_heads: int, head_dim: int, expected: TileLaunch) -> None:
     assert rope_launch(num_heads, head_dim) == expected
 
 
 def test_argmax_takes_wide_blocks_where_they_are_enough_for_every_multiprocessor() -> None:
     # 151,936 tokens are 19 wide blocks: 6 rows leave some of 132 multiprocessors idle, 7 do not.
-    assert argmax_launch(6, 151_936) == VocabLaunch(2048, num_warps=4)
-    assert argmax_launch(7, 151_936) == argmax_launch(512, 151_936) == VocabLaunch(8192, num_warps=8)
-    assert argmax_launch(1, 37).block == 2048
+    assert argmax_launch(6, 151_936) == TileLaunch(1, 2048, num_warps=4)
+    assert argmax_launch(7, 151_936) == argmax_launch(512, 151_936) == TileLaunch(1, 8192, num_warps=8)
+    assert argmax_launch(1, 37).columns == 2048
 
 
 @pytest.mark.parametrize(("num_blocks", "block"), [(1, 1), (2, 2), (19, 32), (75, 128)])
 def test_the_second_stage_takes_all_blocks_of_a_row_at_once(num_blocks: int, block: int) -> None:
-    assert best_of_blocks_launch(num_blocks) == VocabLaunch(block, num_warps=1)
+    assert best_of_blocks_launch(num_blocks) == TileLaunch(1, block, num_warps=1)
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_the_search_of_a_row_takes_a_small_row_at_once_and_others_in_large_blocks(vocab_size: int) -> None:
     for launch, largest in ((collect_launch(vocab_size), 8192), (search_launch(vocab_size), 4096)):
-        assert launch.block == largest or launch.block >= vocab_size
-        assert 128 <= launch.block <= largest
-        assert launch.num_stages * launch.block * 4 <= 96 * 1024
+        assert launch.columns == largest or launch.columns >= vocab_size
+        assert 128 <= launch.columns <= largest
+        assert launch.num_stages * launch.columns * 4 <= 96 * 1024
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
@@ -190,12 +190,12 @@ def test_every_block_is_a_power_of_two_and_gives_each_thread_work(vocab_size: in
     launches = [argmax_launch(rows, vocab_size) for rows in (1, 64)]
     launches += [gumbel_launch(), penalties_launch(), mask_launch()]
     for launch in launches:
-        assert launch.block & (launch.block - 1) == 0
-        assert launch.block >= 32 * launch.num_warps
+        assert launch.columns & (launch.columns - 1) == 0
+        assert launch.columns >= 32 * launch.num_warps
 
 
 def _num_classes(shape: StepShape, tokens: range) -> int:
-    with mock.patch.object(module, "compute_capability", return_value=90):
+    with mock.patch("kernels.triton.launch_class.compute_capability", return_value=90):
         return len({launch_class(count, shape) for count in tokens})
 
 

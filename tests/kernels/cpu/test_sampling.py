@@ -15,10 +15,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from kernels import cpu, gumbel_noise, reference
-from kernels.cpu import gumbel as cpu_gumbel
+from kernels import cpu, reference
+from kernels.cpu import gumbel
+from kernels.gumbel_noise import MAX_NOISE
 from kernels.interface import Operations
-from kernels.reference import sampling as reference_gumbel
+from kernels.reference.sampling import gumbel_noise
 from tests.support.tensors import assert_close
 
 PINNED = ["0x1.a95f1a0000000p+1", "-0x1.8088fa0000000p-2", "0x1.25cb660000000p+2"]
@@ -221,7 +222,7 @@ def draw(operations: Operations, logits: torch.Tensor, seed: int, first_position
 
 def test_the_noise_is_pinned() -> None:
     # A change here changes every seeded result ever written: it may only come with a new version of the specification.
-    pinned = [reference_gumbel.gumbel_noise(*place) for place in ((0, 0, 0), (1, 2, 3), (-7, 2**40, 151_935))]
+    pinned = [gumbel_noise(*place) for place in ((0, 0, 0), (1, 2, 3), (-7, 2**40, 151_935))]
     assert [value.hex() for value in pinned] == PINNED
 
 
@@ -229,20 +230,20 @@ def test_the_noise_is_pinned() -> None:
 def test_the_noise_of_both_implementations_is_the_same_to_the_bit(seed: int) -> None:
     tokens = torch.cat((torch.arange(300), torch.tensor([151_935, 2**31 - 1])))
     for position in (0, 1, 4095, 2**35):
-        expected = [reference_gumbel.gumbel_noise(seed, position, token) for token in tokens.tolist()]
-        assert cpu_gumbel.gumbel_noise(seed, position, tokens).tolist() == expected
+        expected = [gumbel_noise(seed, position, token) for token in tokens.tolist()]
+        assert gumbel.gumbel_noise(seed, position, tokens).tolist() == expected
 
 
 def test_the_noise_of_a_token_does_not_depend_on_how_many_are_asked_for() -> None:
-    whole = cpu_gumbel.gumbel_noise(5, 6, torch.arange(1000))
+    whole = gumbel.gumbel_noise(5, 6, torch.arange(1000))
     for start, end in ((0, 1), (3, 10), (17, 999), (990, 1000)):
-        assert torch.equal(cpu_gumbel.gumbel_noise(5, 6, torch.arange(start, end)), whole[start:end])
+        assert torch.equal(gumbel.gumbel_noise(5, 6, torch.arange(start, end)), whole[start:end])
 
 
 def test_the_logarithm_is_accurate() -> None:
     x = torch.cat((torch.logspace(-9.6, 1.2, 20_000), torch.linspace(0.5, 2, 20_000)))
-    mantissa, exponent = cpu_gumbel._split(x)
-    error = (cpu_gumbel._log_series(mantissa - 1, exponent).double() - x.double().log()).abs()
+    mantissa, exponent = gumbel._split(x)
+    error = (gumbel._log_series(mantissa - 1, exponent).double() - x.double().log()).abs()
     assert float((error / x.double().log().abs().clamp(min=0.5)).max()) < 2e-7
 
 
@@ -253,7 +254,7 @@ def test_the_noise_follows_a_gumbel_distribution(direction: str) -> None:
     seeds = index if direction == "seeds" else zeros + 99
     positions = index if direction == "positions" else zeros + 7
     tokens = index if direction == "tokens" else zeros + 42
-    noise = cpu_gumbel._noise(cpu_gumbel._row_keys(seeds, positions), tokens).double()
+    noise = gumbel._noise(gumbel._row_keys(seeds, positions), tokens).double()
     uniform = torch.exp(-torch.exp(-noise))
     # Kolmogorov-Smirnov: above 1.95 / sqrt(n) in one run of 1000. The seeds are fixed, so this is no gamble.
     distance = (uniform.sort().values - (torch.arange(n) + 0.5) / n).abs().max()
@@ -265,10 +266,10 @@ def test_the_noise_follows_a_gumbel_distribution(direction: str) -> None:
 
 def test_the_largest_noise_is_within_the_bound_that_prunes() -> None:
     v = torch.tensor([2.0**-32])
-    exponential = -cpu_gumbel._log_series(-v, torch.zeros(1))
-    mantissa, exponent = cpu_gumbel._split(exponential)
-    largest = -float(cpu_gumbel._log_series(mantissa - 1, exponent))
-    assert gumbel_noise.MAX_NOISE - 0.02 < largest < gumbel_noise.MAX_NOISE
+    exponential = -gumbel._log_series(-v, torch.zeros(1))
+    mantissa, exponent = gumbel._split(exponential)
+    largest = -float(gumbel._log_series(mantissa - 1, exponent))
+    assert MAX_NOISE - 0.02 < largest < MAX_NOISE
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 8.0, 300.0])

@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # (outputs, inputs): a router, odd numbers, a vocabulary wider than a row is long, a narrow and deep one.
 SHAPES = [(8, 64), (37, 129), (640, 96), (72, 1408)]
 
-MODULE = "kernels.deterministic.dense.product_into"
+PRODUCT = "kernels.cpu.dense.product_into"
 
 HIDDEN, INTERMEDIATE = 72, 40
 NUM_TOKENS, NUM_EXPERTS, TOP_K = 45, 6, 3
@@ -99,7 +99,7 @@ def test_a_height_that_sums_in_another_order_is_left_out(monkeypatch: pytest.Mon
         product_into(x, weight, out)  # by one unit in the last place, which another order may or may not change
         return out if x.shape[0] >= 16 else out.copy_(out.nextafter(torch.full_like(out, torch.inf)))
 
-    monkeypatch.setattr(MODULE, other_order_below_16_rows)
+    monkeypatch.setattr(PRODUCT, other_order_below_16_rows)
     assert not {4, 8} & set(tile_heights.__wrapped__((96, 200), torch.float32, 0, 1))
 
 
@@ -109,7 +109,7 @@ def test_a_product_that_depends_on_the_place_in_the_tile_is_refused(monkeypatch:
         out[-1] = out[-1].bfloat16()
         return out
 
-    monkeypatch.setattr(MODULE, last_row_rounded_twice)
+    monkeypatch.setattr(PRODUCT, last_row_rounded_twice)
     with pytest.raises(KernelsUnavailable, match=r"\(96, 200\).*depends on a row's place"):
         tile_heights.__wrapped__((96, 200), torch.float32, 0, 1)
 
@@ -121,7 +121,7 @@ def test_a_weight_off_the_alignment_is_probed_off_it(monkeypatch: pytest.MonkeyP
         seen.add(weight.data_ptr() % 64)
         return product_into(x, weight, out)
 
-    monkeypatch.setattr(MODULE, recording)
+    monkeypatch.setattr(PRODUCT, recording)
     tile_heights.__wrapped__((5, 7), torch.bfloat16, 34, 1)
     assert seen == {34}
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.triton import dense as row_launch
+from kernels.triton import dense
 from kernels.triton.dense import fused_add_rms_norm, linear, pack, rms_norm, silu_and_mul
 from tests.support.devices import GuardedMemory, past_int32_storage
 from tests.support.tensors import assert_close, assert_same_bits
@@ -30,7 +30,7 @@ def hostile_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(params=[False, True], ids=["a row a program", "many rows a program"])
 def many_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:
-        monkeypatch.setattr(row_launch, "MANY_ROWS", 1)
+        monkeypatch.setattr(dense, "MANY_ROWS", 1)
 
 
 def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:

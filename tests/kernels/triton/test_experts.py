@@ -11,7 +11,7 @@ import torch
 
 from kernels import reference
 from kernels.expert_types import ExpertLayout, RoutedExperts
-from kernels.triton import experts as expert_sort
+from kernels.triton import experts
 from kernels.triton.dense import pack
 from kernels.triton.experts import combine_experts, route_topk, sort_tokens_by_expert
 from kernels.triton.grouped_gemm import grouped_gemm
@@ -286,7 +286,7 @@ def assert_sorted(expert_ids: torch.Tensor, num_experts: int) -> None:
 @pytest.fixture(params=[False, True], ids=["one launch", "two launches"])
 def several_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Both ways to sort, whatever the number of pairs."""
-    monkeypatch.setattr(expert_sort, "MAX_PAIRS_PER_EXPERT_SCAN", 0 if request.param else 1 << 20)
+    monkeypatch.setattr(experts, "MAX_PAIRS_PER_EXPERT_SCAN", 0 if request.param else 1 << 20)
     return bool(request.param)
 
 

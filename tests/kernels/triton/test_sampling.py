@@ -9,7 +9,8 @@ import torch
 
 from kernels import cpu, reference
 from kernels.triton import truncation
-from kernels.triton.sampling import VocabLaunch, apply_penalties, argmax
+from kernels.triton.launch import TileLaunch
+from kernels.triton.sampling import apply_penalties, argmax
 from kernels.triton.truncation import MAX_VOCAB_SIZE, mask_top_k_top_p_min_p
 from tests.support.tensors import assert_close
 
@@ -33,9 +34,9 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def narrow_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a few hundred tokens take several blocks, more tokens than groups, and more candidates than places."""
-    monkeypatch.setattr(truncation, "collect_launch", lambda _: VocabLaunch(64, num_warps=4, num_stages=3))
-    monkeypatch.setattr(truncation, "search_launch", lambda _: VocabLaunch(256, num_warps=4, num_stages=3))
-    monkeypatch.setattr(truncation, "mask_launch", lambda: VocabLaunch(256, num_warps=4))
+    monkeypatch.setattr(truncation, "collect_launch", lambda _: TileLaunch(1, 64, num_warps=4, num_stages=3))
+    monkeypatch.setattr(truncation, "search_launch", lambda _: TileLaunch(1, 256, num_warps=4, num_stages=3))
+    monkeypatch.setattr(truncation, "mask_launch", lambda: TileLaunch(1, 256, num_warps=4))
 
 
 def random_logits(rows: int, vocab: int, *, spread: float = 3.0, seed: int = 0) -> torch.Tensor:

@@ -13,8 +13,7 @@ import torch
 
 from kernels import cpu, reference
 from kernels.attention_types import AttentionRows
-from kernels.triton import decode_attention
-from kernels.triton import shared_prefix as shared_prefix_plan
+from kernels.triton import decode_attention, shared_prefix
 from kernels.triton.attention_launch import AttentionLaunch, DecodeSplits
 from kernels.triton.decode_attention import paged_decode_attention
 from kernels.triton.partial_attention import merge_attention_states
@@ -40,7 +39,7 @@ def hostile_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def split_every(monkeypatch: pytest.MonkeyPatch, shared_tokens: int, own_tokens: int) -> None:
-    monkeypatch.setattr(shared_prefix_plan, "shared_prefix_split_tokens", lambda *_: shared_tokens)
+    monkeypatch.setattr(shared_prefix, "shared_prefix_split_tokens", lambda *_: shared_tokens)
 
     def splits(_: int, max_own_tokens: int, __: int) -> DecodeSplits:
         return DecodeSplits(max(-(-max_own_tokens // own_tokens), 1), own_tokens)
@@ -50,7 +49,7 @@ def split_every(monkeypatch: pytest.MonkeyPatch, shared_tokens: int, own_tokens:
 
 def share_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """In prefill, too, where nothing is saved by it."""
-    monkeypatch.setattr(shared_prefix_plan, "saves_blocks", lambda *_: True)
+    monkeypatch.setattr(shared_prefix, "saves_blocks", lambda *_: True)
 
 
 def run(
@@ -92,7 +91,7 @@ def test_every_number_of_heads_in_blocks_of_every_size(
     heads_per_kv_head: int, block_m: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = AttentionLaunch(block_m=block_m, tile=32, num_warps=4, num_stages=1)
-    monkeypatch.setattr(shared_prefix_plan, "shared_prefix_launch", lambda *_: launch)
+    monkeypatch.setattr(shared_prefix, "shared_prefix_launch", lambda *_: launch)
     split_every(monkeypatch, 64, 64)
     share_everything(monkeypatch)
     num_kv_heads = 2 if heads_per_kv_head == 3 else 1
@@ -198,14 +197,14 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_programs: list[int] = []
-        build = shared_prefix_plan.SharedPrefixPlan.build
+        build = shared_prefix.SharedPrefixPlan.build
 
-        def counting(*args: Any) -> shared_prefix_plan.SharedPrefixPlan:
+        def counting(*args: Any) -> shared_prefix.SharedPrefixPlan:
             plan = build(*args)
             self.num_programs.append(plan.programs.shape[0])
             return plan
 
-        monkeypatch.setattr(shared_prefix_plan.SharedPrefixPlan, "build", counting)
+        monkeypatch.setattr(shared_prefix.SharedPrefixPlan, "build", counting)
 
 
 def test_a_prefix_is_attended_once_for_all_and_planned_once_a_step(
