@@ -88,7 +88,7 @@ def _split_tokens(splits: DecodeSplits, num_tokens: int) -> int:
     return max(-(-num_tokens // splits.num_splits // 64) * 64, splits.min_split_tokens)
 
 
-def test_a_bound_in_the_place_of_the_longest_row_splits_short_rows_as_finely() -> None:
+def test_a_bound_of_the_longest_row_splits_short_rows_as_finely() -> None:
     for num_rows in (1, 2, 8, 16):
         bounded = decode_splits(num_rows * 8, 40_960, H200)
         for kv_len in (100, 500, 2000):
@@ -160,7 +160,7 @@ def make_rows(lens: list[tuple[int, int]], groups: tuple[PrefixGroup, ...]) -> A
     )
 
 
-def test_programs_of_the_same_keys_lie_side_by_side_and_every_pair_meets_every_shared_key_once() -> None:
+def test_every_pair_meets_every_shared_key_once_in_neighbouring_programs() -> None:
     rows = make_rows([(1, 300), (3, 163), (4, 200), (1, 33), (1, 40)], (PrefixGroup(1, 2, 160), PrefixGroup(3, 2, 32)))
     plan = SharedPrefixPlan.build(rows, rows.prefix_groups, heads_per_kv_head=4, launch=LAUNCH, split_tokens=64)
     # row, first pair, end of the queries, start and end of the keys, part: queries 1 to 8 are 28 pairs of 4 heads
@@ -197,7 +197,7 @@ def test_a_step_has_one_plan_for_each_shape_of_heads(monkeypatch: pytest.MonkeyP
     assert chunks.split_tokens == 512
 
 
-def test_only_groups_whose_queries_fill_fewer_blocks_together_are_planned_for_chunks(
+def test_chunks_plan_only_groups_that_fill_fewer_blocks_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shared_prefix, "compute_capability", lambda: 90)

@@ -125,7 +125,7 @@ def test_every_operation_of_the_interface_is_named_with_its_implementation(gpu: 
     assert {on_gpu[name] for name in on_gpu if name != "linear"} == {expected}
 
 
-def test_an_operation_taken_from_another_implementation_is_named_after_that_one() -> None:
+def test_an_operation_taken_from_another_package_is_named_after_that() -> None:
     names = implementation_names(deterministic, torch.device("cpu"))
     assert names["linear"] == f"deterministic (PyTorch {torch.__version__}): the tensors are on a CPU"
     assert names["rms_norm"] == implementation_names(cpu, torch.device("cpu"))["rms_norm"]

@@ -165,7 +165,7 @@ def test_rotation_takes_heads_until_its_tile_is_full(num_heads: int, head_dim: i
     assert rope_launch(num_heads, head_dim) == expected
 
 
-def test_argmax_takes_wide_blocks_where_they_are_enough_for_every_multiprocessor() -> None:
+def test_argmax_takes_wide_blocks_where_they_fill_every_multiprocessor() -> None:
     # 151,936 tokens are 19 wide blocks: 6 rows leave some of 132 multiprocessors idle, 7 do not.
     assert argmax_launch(6, 151_936) == TileLaunch(1, 2048, num_warps=4)
     assert argmax_launch(7, 151_936) == argmax_launch(512, 151_936) == TileLaunch(1, 8192, num_warps=8)
@@ -178,7 +178,7 @@ def test_the_second_stage_takes_all_blocks_of_a_row_at_once(num_blocks: int, blo
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
-def test_the_search_of_a_row_takes_a_small_row_at_once_and_others_in_large_blocks(vocab_size: int) -> None:
+def test_the_search_takes_a_small_row_at_once_and_others_in_large_blocks(vocab_size: int) -> None:
     for launch, largest in ((collect_launch(vocab_size), 8192), (search_launch(vocab_size), 4096)):
         assert launch.columns == largest or launch.columns >= vocab_size
         assert 128 <= launch.columns <= largest

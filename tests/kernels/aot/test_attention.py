@@ -48,7 +48,7 @@ def test_prefill_uses_the_warpgroup_products_of_sm_90(compiled: list[CompiledKer
         assert kernel.uses_wgmma == (kernel.capability == 90), kernel
 
 
-def test_shared_keys_are_taken_in_blocks_of_three_sizes_the_large_ones_by_warpgroups(
+def test_shared_keys_have_blocks_of_three_sizes_large_ones_by_warpgroups(
     compiled: list[CompiledKernel],
 ) -> None:
     kernels = named(compiled, "_shared_prefix_kernel")
@@ -57,7 +57,7 @@ def test_shared_keys_are_taken_in_blocks_of_three_sizes_the_large_ones_by_warpgr
         assert kernel.uses_wgmma == (kernel.capability == 90 and kernel.constants["BLOCK_M"] >= 64), kernel
 
 
-def test_as_many_programs_over_shared_keys_fit_a_multiprocessor_as_their_splitting_reckons_with(
+def test_as_many_shared_key_programs_fit_a_processor_as_splitting_assumes(
     compiled: list[CompiledKernel],
 ) -> None:
     for kernel in named(compiled, "_shared_prefix_kernel"):

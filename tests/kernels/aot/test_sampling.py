@@ -42,7 +42,7 @@ def test_a_multiprocessor_holds_at_least_one_program_of_each_kernel(compiled: li
         assert kernel.registers * kernel.num_warps * 32 <= 65_536, kernel
 
 
-def test_what_is_specified_to_the_bit_is_compiled_without_fused_multiply_add(compiled: list[CompiledKernel]) -> None:
+def test_what_is_specified_to_the_bit_has_no_fused_multiply_add(compiled: list[CompiledKernel]) -> None:
     exact = [k for k in compiled if k.name in ("_gumbel_argmax_kernel", "_apply_penalties_kernel")]
     assert len(exact) >= 2
     for kernel in exact:

@@ -47,7 +47,7 @@ def test_every_kernel_is_compiled_for_every_architecture(compiled: list[Compiled
         assert {kernel.name for kernel in compiled if kernel.capability == capability} == expected
 
 
-def test_kernels_have_names_of_their_own_so_that_a_profile_tells_them_apart() -> None:
+def test_every_kernel_has_a_name_of_its_own_for_profiles() -> None:
     counts = Counter(name for path in SOURCES for name in kernel_names(path))
     assert [name for name, count in counts.items() if count > 1] == []
 

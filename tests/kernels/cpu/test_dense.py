@@ -164,7 +164,7 @@ def test_the_matrices_of_an_unchanged_weight_are_views_made_once(num_experts: in
 
 
 @pytest.mark.parametrize("num_experts", [1, 3])
-def test_the_matrices_of_experts_that_were_packed_one_by_one_are_their_parts(num_experts: int) -> None:
+def test_the_matrices_of_experts_packed_one_by_one_are_their_parts(num_experts: int) -> None:
     packed = cpu.pack(torch.randn(num_experts, 5, 4).bfloat16())
     assert packed.matrices is packed.parts
     assert len(packed.matrices) == num_experts

@@ -130,7 +130,7 @@ def test_masks_equal_those_of_transformers_for_any_parameters(
     check_masks(logits.round() if rounded else logits, [(min(option[0], vocab), option[1], option[2])])
 
 
-def test_a_nucleus_edge_within_rounding_is_decided_as_transformers_decides_it() -> None:
+def test_a_nucleus_edge_within_rounding_is_decided_as_by_transformers() -> None:
     # 64 equal shares: the threshold of p = j/64 falls exactly on a cumulative mass.
     logits = torch.zeros(63, 64)
     logits += torch.linspace(0, 1e-6, 64)
@@ -138,7 +138,7 @@ def test_a_nucleus_edge_within_rounding_is_decided_as_transformers_decides_it() 
 
 
 @pytest.mark.parametrize("top_k", [50, 3000])
-def test_a_nucleus_edge_at_each_tokens_own_mass_is_decided_as_transformers_decides_it(top_k: int) -> None:
+def test_a_nucleus_edge_at_a_tokens_mass_is_decided_as_by_transformers(top_k: int) -> None:
     logits = random_logits(1, 3000, spread=2.0)
     mass = TopKLogitsWarper(top_k)(None, logits)[0].sort().values.softmax(-1).cumsum(-1)[-50:-1:3]
     options = [(top_k, 1 - float(value), 0.0) for value in mass]

@@ -78,7 +78,7 @@ def test_every_shape_of_heads_agrees_with_the_reference(
     check(case, is_decode=True)
 
 
-def test_sixty_four_rows_that_share_all_but_their_last_token_agree_with_the_reference() -> None:
+def test_64_rows_that_share_all_but_a_token_agree_with_the_reference() -> None:
     case = make_paged_cache(
         [(1, 33)] * 64, num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32, prefix_groups=[(0, 64, 32)]
     )

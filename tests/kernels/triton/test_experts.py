@@ -260,7 +260,7 @@ def test_ties_go_to_the_lower_expert(device: torch.device) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_row_without_probabilities_gets_nan_weights_and_the_first_experts(
+def test_a_row_without_probabilities_gets_nan_and_the_first_experts(
     poison: float, device: torch.device, dtype: torch.dtype
 ) -> None:
     logits = randn(4, 12, seed=3, device=device, dtype=dtype)

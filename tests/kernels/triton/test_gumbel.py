@@ -88,7 +88,7 @@ def test_the_noise_is_that_of_the_specification_to_the_bit(device: torch.device)
     assert_close(noise_of(triples, device), expected, max_steps=0, rms_steps=0)
 
 
-def test_the_noise_of_random_triples_is_that_of_the_specification_to_the_bit(device: torch.device) -> None:
+def test_the_noise_of_random_triples_has_the_specified_bits(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(8)
     seeds, positions = (torch.randint(-(2**63), 2**63 - 1, (4000,), generator=generator) for _ in range(2))
     tokens = torch.randint(2**31 - 1, (4000,), generator=generator)
@@ -97,7 +97,7 @@ def test_the_noise_of_random_triples_is_that_of_the_specification_to_the_bit(dev
     assert_close(noise_of(triples, device), expected, max_steps=0, rms_steps=0)
 
 
-def test_the_largest_and_the_smallest_noise_are_those_of_the_specification_to_the_bit(device: torch.device) -> None:
+def test_the_largest_and_the_smallest_noise_have_the_specified_bits(device: torch.device) -> None:
     noise = noise_of(EXTREMES, device)
     expected = torch.tensor([gumbel_noise(*triple) for triple in EXTREMES])
     assert_close(noise, expected, max_steps=0, rms_steps=0)

@@ -130,7 +130,7 @@ def test_caches_may_lie_interleaved(dtype: torch.dtype, device: torch.device) ->
     assert_same(case.actual_with_interleaved_caches(device), case.expected())
 
 
-def test_the_packed_projection_may_be_part_of_a_wider_one_and_is_not_changed(device: torch.device) -> None:
+def test_the_packed_projection_may_be_part_of_a_wider_one_and_stays(device: torch.device) -> None:
     case = Case(5, (4, 2, 64, 16), torch.float32)
     wide = torch.cat((case.qkv, torch.full((5, 48), torch.nan)), dim=1).to(device)
     expected = case.expected()
