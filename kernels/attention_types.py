@@ -1,4 +1,4 @@
-"""The rows one attention call works on."""
+"""The rows that one attention call works on, and which of them begin with the same keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PrefixGroup(NamedTuple):
 
     Every query of these rows sees all of these keys: they end before the first query of each member. So attention over
     them may be computed for all members at once, each key read once, and merged with each member's attention over the
-    keys from `num_tokens` on (Hydragen, arXiv 2402.05099). An offer, not an order: the result is the same without it,
+    keys from `num_tokens` on (Hydragen, arXiv 2402.05099). An implementation may ignore groups: the result is the same
     up to rounding.
     """
 
@@ -29,7 +29,7 @@ class PrefixGroup(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AttentionRows:
-    """Requests of one step that attend together, with the host-known bounds that keep a launch free of syncs.
+    """Requests of one step that attend together. Lengths are on the host as well, so a launch waits for no device.
 
     Row i owns queries `cu_seqlens_q[i]:cu_seqlens_q[i+1]`; they are the last queries of its sequence, whose
     `seq_lens[i]` keys (these queries' own included) are already in the paged cache. A decode row has one query.
@@ -39,9 +39,9 @@ class AttentionRows:
     cu_seqlens_q: torch.Tensor  # [num_rows + 1], int32, starts at 0
     seq_lens: torch.Tensor  # [num_rows], int32, tokens in KV after this step, >= number of queries of the row
     query_lens: tuple[int, ...]  # the same as cu_seqlens_q's differences, on the host
-    # The same as seq_lens, on the host. On a GPU these may be bounds of them: a captured launch is sized once for all.
+    # The same as seq_lens, on the host. On a GPU they may be upper bounds: a captured launch is sized once for all.
     kv_lens: tuple[int, ...]
-    # Rows that begin with the same blocks: disjoint, in rising order of rows. Not every row is in one, none is in two.
+    # Rows that begin with the same blocks, in rising order. A row is in one group or in none.
     prefix_groups: tuple[PrefixGroup, ...] = ()
 
     @property
@@ -56,14 +56,14 @@ class AttentionRows:
 
     @cached_property
     def own_starts(self) -> tuple[int, ...]:
-        """Of each row, the first key that is not of its group's prefix: 0 where the row is in no group."""
+        """The first key of each row after its group's prefix; 0 for a row in no group."""
         starts = [0] * self.num_rows
         for group in self.prefix_groups:
             starts[group.first_row : group.first_row + group.num_rows] = [group.num_tokens] * group.num_rows
         return tuple(starts)
 
     def once(self, key: tuple[str | int, ...], make: Callable[[], Plan]) -> Plan:
-        """What `make` returned to the first layer that asked for `key`, for all layers of the step."""
+        """What `make` returned to the first layer that asked for this key: computed once for all layers of the step."""
         if key not in self._plans:
             self._plans[key] = make()
         return cast("Plan", self._plans[key])

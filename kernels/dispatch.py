@@ -1,4 +1,4 @@
-"""Chooses the implementation of the operations for a device: one per device, and never another in silence."""
+"""Chooses the implementation of the operations for a device. Each device has one, and nothing falls back in silence."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ def int8_operations(device: torch.device) -> Operations:
 
 
 def launch_class_of(ops: Operations, shape: StepShape) -> Callable[[int], Hashable] | None:
-    """What a step's number of tokens decides about which kernels are compiled when they are first used; None for an
-    implementation that compiles nothing.
+    """A function of a step's number of tokens: equal results launch the same compiled kernels.
+
+    None for an implementation that compiles nothing at first use.
     """
     if getattr(ops, "__name__", "") != "kernels.triton":
         return None
@@ -87,7 +88,7 @@ def operation_names() -> tuple[str, ...]:
 def implementation_names(ops: Operations, device: torch.device) -> Mapping[str, str]:
     """Operation -> the implementation it has in `ops`, chosen for `device`, and why; for `millrace doctor`.
 
-    By the package that defines it: an implementation may take some of its operations from another.
+    Named after the package that defines the function: an implementation may take some operations from another.
     """
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)

@@ -17,7 +17,7 @@ class RoutedExperts(NamedTuple):
 
 
 class ExpertRun(NamedTuple):
-    """Neighbouring rows of an `ExpertLayout` that are those of one expert."""
+    """One expert's rows, which lie side by side in an `ExpertLayout`."""
 
     expert: int
     num_rows: int  # at least 1
@@ -36,11 +36,11 @@ class ExpertLayout:
 
     @cached_property
     def runs(self) -> tuple[ExpertRun, ...]:
-        """Experts with rows, in order. Waits for the device."""
+        """The experts that have rows, in order. Waits for the device."""
         counts = enumerate(self.expert_offsets.diff().tolist())
         return tuple(ExpertRun(expert, num_rows) for expert, num_rows in counts if num_rows)
 
     @cached_property
     def run_lens(self) -> list[int]:
-        """Rows of each run: what to split the layout's rows by."""
+        """Number of rows of each run."""
         return [run.num_rows for run in self.runs]

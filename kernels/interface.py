@@ -1,4 +1,4 @@
-"""The one interface of every implementation, and the error raised where a device has none.
+"""The operations that every implementation offers, and the error for a device that has none.
 
 `kernels.cpu`, `kernels.deterministic`, `kernels.int8`, `kernels.triton` and `kernels.reference` are modules that
 satisfy `Operations`, and mypy checks that they do.
@@ -25,15 +25,15 @@ Tensor = torch.Tensor
 class Operations(Protocol):
     """The operations of a forward pass and of sampling.
 
-    Weights, tables, lengths, positions, slots and other indices are contiguous; what may be a view says its strides.
+    Weights, tables, lengths, positions, slots and other indices are contiguous; other tensors may be views.
     """
 
     def pack(self, weight: Tensor, *, keep_dtype: bool = False) -> PackedWeight:
-        """A weight for the products below, laid out once for many. The caller drops the original, which `parts` may
-        hold or not.
+        """Lay a weight out once for the many products below. The caller drops the original, which the packed weight may
+        still hold.
 
         weight [N, K] for `linear`, [E, N, K] for `grouped_gemm` and `moe_small_batch`, in the model dtype;
-        keep_dtype: for a weight that must not be quantised (a router, whose rounding would send tokens elsewhere).
+        keep_dtype: do not quantise it (a router, whose rounding would send tokens to other experts).
         """
         ...
 
@@ -83,7 +83,7 @@ class Operations(Protocol):
 
         q [N, Hq, D]; caches as above -> like q, contiguous.
 
-        `rows.prefix_groups` may be used or left aside, in both attentions; the result is the same up to rounding.
+        Both attentions may use `rows.prefix_groups` or ignore them; the result is the same up to rounding.
 
         Cache entries past a row's length, whatever they hold (NaN included), have no influence.
         """
@@ -176,7 +176,10 @@ class Operations(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The sizes of a decoder that launches depend on beside the number of tokens; `num_experts` 0: no expert layers."""
+    """Sizes of a decoder that decide, with a step's number of tokens, which kernels it launches.
+
+    `num_experts` 0: no expert layers.
+    """
 
     hidden_size: int
     intermediate_size: int  # of dense layers

@@ -30,9 +30,9 @@ def paged_decode_attention(
 
 
 def attend_single_queries(q: torch.Tensor, reader: KvReader, rows: AttentionRows, scale: float) -> AttentionState:
-    """Attention of the rows with one query over their own keys, those after a shared prefix; nothing of other rows.
+    """Attention of the rows with one query over their own keys, those after a shared prefix.
 
-    The result is the caller's to write on.
+    Other rows get output 0 and log-sum-exp -inf. The caller may overwrite the result.
     """
     if q.dtype is torch.float32:
         return attend_by_index(q, reader, rows, scale)
@@ -78,10 +78,10 @@ def paged_prefill_attention(
 ) -> torch.Tensor:
     """See `Operations.paged_prefill_attention`.
 
-    Rows with one query go the way of decode, all together. Of every other row the keys before its chunk are seen by all
-    its queries, so they need no mask, and the chunk's own keys are plainly causal. The two parts are merged by
-    log-sum-exp: no mask is ever built, whatever the lengths, and nothing above the diagonal is computed but a tile.
-    A prefix that several rows share is the same kind of part, with the queries of all of them.
+    Rows with one query are attended together, as in decode. Every other row is attended in two parts: the keys before
+    its chunk, which all its queries see, and the chunk's own keys, which are plainly causal. They are merged by
+    log-sum-exp, so no mask is ever built, whatever the lengths, and nothing above the diagonal is computed but a tile.
+    A prefix that several rows share is one more part, with the queries of all of them.
     """
     reader = KvReader(k_cache, v_cache)
     own = attend_single_queries(q, reader, rows, scale)

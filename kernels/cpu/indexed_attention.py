@@ -21,8 +21,8 @@ from kernels.cpu.partial_attention import AttentionState, RunningAttention
 # 60 ms uncut, 26 in chunks of 32 and 29 of 16 (one thread, Xeon 2.5 GHz).
 CHUNK_TOKENS = 32
 # What is added to the score of a key that is there only to fill a chunk. Its share becomes 31 * exp(-40) = 1e-16 of
-# what the same key has already, less than float32 can add to it. The exponential of -inf takes three times as long, of
-# -87 and less too: 47 is left for scores below their row's largest.
+# what the same key has already, less than float32 can add to it. Not -inf, since exp takes three times as long below
+# -87; so scores may lie 47 below their row's largest before it slows down.
 REPEATED_BIAS = -40.0
 # Scores of one piece: 4 MiB of them, and as much of indices.
 MAX_SCORES = 1 << 20
@@ -32,7 +32,7 @@ MAX_KEPT_SCORES = 4 * MAX_SCORES
 
 
 def attend_by_index(q: torch.Tensor, reader: KvReader, rows: AttentionRows, scale: float) -> AttentionState:
-    """Attention of the rows with one query over their own keys, in float32; nothing of other rows.
+    """Attention of the rows with one query over their own keys, in float32; output 0 and log-sum-exp -inf for others.
 
     Scores are a sampled dense-dense product, the weighted sum of values an embedding bag: both take the keys by index.
     A gather copies every key first, and products of one or two queries reach 5 GFLOP/s: with one thread 64 rows of 448
@@ -62,7 +62,7 @@ def _attend_chunks(
     num_heads, head_dim = q.shape[1:]
     keys, values = reader.keys.vectors, reader.values.vectors
     queries = q.index_select(0, chunks.query_ids.index_select(0, chunks.chunk_rows)).view(-1, head_dim)
-    # In place: for a new product the indices would be copied, too, as many bytes as the scores.
+    # In place: a new product would copy the indices too, as many bytes as the scores.
     scores, products = chunks.scores.copy_(chunks.bias), chunks.products
     torch.sparse.sampled_addmm(products, queries, keys.t(), beta=1.0, alpha=scale, out=products)
     maxima = scores.amax(-1).index_select(0, chunks.row_chunks.view(-1))
@@ -85,8 +85,8 @@ def _sum_by_row(parts: torch.Tensor, chunks: KeyChunks) -> torch.Tensor:
 class KeyChunks:
     """n rows cut into c chunks of CHUNK_TOKENS keys; the chunks of a row follow one another.
 
-    Where a row ends within a chunk its last key is repeated: nothing that is not a key of the row is read. `products`
-    and `scores` are one memory, which each layer of a step writes anew: they are one layer's until the next.
+    Where a row ends within a chunk its last key is repeated, so only keys of the row are read. `products` and `scores`
+    share memory, which each layer of a step overwrites.
     """
 
     query_ids: torch.Tensor  # [n], int64: the query of each row
@@ -96,7 +96,7 @@ class KeyChunks:
     chunks: torch.Tensor  # [c], int64: 0 .. c - 1
     bias: torch.Tensor  # [c, 1, CHUNK_TOKENS], float32: 0, REPEATED_BIAS where the key is repeated
     products: torch.Tensor  # [c * Hq, num_slots * Hkv], sparse CSR float32: a place for each key of a head
-    # What `products` is made of; to ask it takes 5 us each time.
+    # The parts of `products`, kept because asking it for them takes 5 us each time.
     scores: torch.Tensor  # [c, Hq, CHUNK_TOKENS], float32
     key_ids: torch.Tensor  # [c * Hq * CHUNK_TOKENS], int32 or int64: slot * Hkv + KV head
     key_offsets: torch.Tensor  # [c * Hq + 1], the dtype of key_ids
@@ -192,6 +192,6 @@ def _sparse(
     row_offsets: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]
 ) -> torch.Tensor:
     with warnings.catch_warnings():
-        # PyTorch says once a process that the layout is in beta; tests hold what is used of it to the reference.
+        # PyTorch warns once a process that the layout is in beta; tests compare what is used of it with the reference.
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta", category=UserWarning)
         return torch.sparse_csr_tensor(row_offsets, columns, values, shape, check_invariants=False)

@@ -12,14 +12,14 @@ import torch
 from kernels.attention_types import AttentionRows
 
 # A row's keys are cut at multiples of this many tokens, so that one long row neither needs a buffer of its own size nor
-# keeps all but a few cores idle. Cuts at absolute positions: where a row is cut does not depend on its neighbours.
+# leaves all but a few cores idle. Positions are absolute: where a row is cut does not depend on its neighbours.
 SEGMENT_TOKENS = 2048
 # Below this many keys a gather is launch overhead, not work: padding it is cheaper than splitting it.
 SMALL_GATHER_TOKENS = 1024
 
 
 def gather_plan(rows: AttentionRows, block_size: int, max_tokens: int) -> KvGatherPlan:
-    """How to read the own keys of the single-query rows; made by the first layer that asks, shared by the others.
+    """How to read the own keys of the single-query rows; made for the first layer of a step and kept for the others.
 
     block_size in tokens; max_tokens bounds one gather.
     """
@@ -132,7 +132,7 @@ def _gather(group: list[_Range], block_tables: torch.Tensor, block_size: int) ->
     lens = torch.tensor([item.num_tokens for item in group], device=device)
     first_blocks = torch.tensor([item.start // block_size for item in group], device=device)
     columns = first_blocks[:, None] + torch.arange(num_blocks, device=device)
-    # Past a row's blocks its last entry is read: any block will do, what it holds is padding.
+    # Past a row's blocks the table's last entry is read: any block will do, since its keys are padding.
     blocks = block_tables.index_select(0, rows).gather(1, columns.clamp_(max=block_tables.shape[1] - 1))
     past_end = torch.arange(num_blocks * block_size, device=device) >= lens[:, None]
     padding_ids = past_end.flatten().nonzero().flatten()

@@ -10,9 +10,9 @@ from typing import NamedTuple, Self
 
 import torch
 
-# Queries of one KV head for which it is the faster way in float32. Over 384 keys of 8 heads of 128, two threads, flash
-# attention takes 0.25 ms for 8 queries, 0.73 for 32, 2.68 for 128, 2.70 for 256 and 5.3 for 512; this 0.30, 0.53, 1.50,
-# 2.85 and 5.7 (Xeon 2.5 GHz with AVX-512). From 192 on flash attention takes larger tiles.
+# Numbers of queries of a KV head for which `matmul_attention` is faster in float32. Over 384 keys of 8 heads of 128,
+# two threads, flash attention takes 0.25 ms for 8 queries, 0.73 for 32, 2.68 for 128, 2.70 for 256 and 5.3 for 512; it
+# takes 0.30, 0.53, 1.50, 2.85 and 5.7 (Xeon 2.5 GHz with AVX-512). From 192 on flash attention takes larger tiles.
 MIN_QUERIES = 16
 MAX_QUERIES = 191
 
@@ -25,7 +25,7 @@ class AttentionState(NamedTuple):
 
     @classmethod
     def without_keys(cls, q: torch.Tensor, dtype: torch.dtype) -> Self:
-        """Before any key was seen: output 0. q [num_queries, num_heads, head_dim]; dtype of the output."""
+        """The state before any key was seen: output 0. q [num_queries, num_heads, head_dim]; dtype of the output."""
         output = torch.zeros(q.shape, dtype=dtype, device=q.device)
         return cls(output, torch.full(q.shape[:2], -torch.inf, device=q.device))
 
@@ -71,7 +71,7 @@ def matmul_attention(
 
 
 class RunningAttention:
-    """Accumulates partial attention in float32, so that many parts cost one rounding."""
+    """Adds up attention over parts of the keys in float32, so that many parts cost one rounding."""
 
     def __init__(self, shape: tuple[int, int, int], device: torch.device) -> None:
         """shape: (num_queries, Hq, D)."""

@@ -39,14 +39,14 @@ class _Read(NamedTuple):
 
 
 class PrefixBatch(NamedTuple):
-    """Groups that are attended together: two products a group, and of every other operation one for all of them.
+    """Groups that are attended together: two products for each, and every other operation once for all of them.
 
-    One a group, those dozen small operations cost more than the products: 4 groups of 16 rows over 384 keys, 8 query
-    and 2 KV heads of 64, took 2.9 to 3.1 ms one after another and take 1.9 (two threads, Xeon 2.5 GHz); 16 and 8 heads
-    of 128 took 7.3 and take 5.4.
+    Group by group, those dozen small operations cost more than the products: 4 groups of 16 rows over 384 keys, 8 query
+    and 2 KV heads of 64, take 2.9 to 3.1 ms one after another and 1.9 together (two threads, Xeon 2.5 GHz); with 16 and
+    8 heads of 128 7.3 and 5.4.
     """
 
-    # [n], int64: query * Hkv + KV head, those of one KV head of a group side by side. Each stands for Hq / Hkv vectors.
+    # [n], int64: query * Hkv + KV head, one KV head of a group after another. Each stands for Hq / Hkv vectors.
     head_ids: torch.Tensor
     num_vectors: tuple[int, ...]  # of each group
     prefixes: tuple[BlockRun, ...]  # of each group
@@ -54,7 +54,7 @@ class PrefixBatch(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    queries: slice  # from the first of the first group to the last of the last one; below they are counted from there
+    queries: slice  # from the first query of the first group to the last of the last; below, queries count from there
     batches: tuple[PrefixBatch, ...]
     reads: tuple[_Read, ...]  # groups that are attended one by one
 
@@ -70,7 +70,7 @@ def add_shared_prefixes(
         return own.output
     key = ("prefix_plan", q.itemsize, q.shape[1], reader.num_kv_heads, reader.head_dim, reader.block_size)
     plan = rows.once(key, lambda: _make_plan(q, reader, rows))
-    # One merge for all groups, and what lies between them: its operations cost more than a few rows do.
+    # One merge for all groups and the rows between them: a second merge would cost more than those rows do.
     shared = _attend_groups(q[plan.queries], reader, plan, scale)
     merged = merge_attention_states(AttentionState(own.output[plan.queries], own.lse[plan.queries]), shared)
     if merged.shape == own.output.shape:
@@ -80,7 +80,10 @@ def add_shared_prefixes(
 
 
 def _attend_groups(q: torch.Tensor, reader: KvReader, plan: _Plan, scale: float) -> AttentionState:
-    """Attention over the prefixes, in float32; nothing of queries in no group. q: the plan's queries."""
+    """Attention over the prefixes, in float32; output 0 and log-sum-exp -inf for queries in no group.
+
+    q: the plan's queries.
+    """
     result = AttentionState.without_keys(q, torch.float32)
     for batch in plan.batches:
         attend_prefix_batch(q, reader, batch, scale, result)
@@ -146,7 +149,7 @@ def _make_plan(q: torch.Tensor, reader: KvReader, rows: AttentionRows) -> _Plan:
 def prefix_batches(
     groups: Iterable[tuple[slice, PrefixGroup]], block_tables: torch.Tensor, heads: tuple[int, int], block_size: int
 ) -> Iterator[PrefixBatch]:
-    """All groups, by length.
+    """Batches of groups whose prefixes are equally long.
 
     groups: each with the queries of its members; block_tables [num_rows, max_blocks] int32; heads: (Hq, Hkv).
     """
@@ -168,7 +171,7 @@ def prefix_batches(
 def _parts_of_groups(
     groups: Iterable[tuple[slice, PrefixGroup]], max_queries: int
 ) -> Iterator[list[tuple[slice, PrefixGroup]]]:
-    """Runs of groups with at most so many queries together; one alone may have more."""
+    """Cuts the groups into runs of at most max_queries queries; a group alone may have more."""
     part: list[tuple[slice, PrefixGroup]] = []
     num_queries = 0
     for queries, group in groups:
@@ -205,7 +208,7 @@ def attend_prefix_batch(
     largest = scores.amax(-1, keepdim=True)
     sums = scores.sub_(largest).exp_().sum(-1, keepdim=True)
     for blocks, weights, out in zip(batch.prefixes, products, queries, strict=True):
-        torch.bmm(weights, reader.values.read_run(blocks), out=out)  # over the queries, which have served
+        torch.bmm(weights, reader.values.read_run(blocks), out=out)  # overwrites the queries, no longer needed
     vectors.div_(sums)
     result.output.view(-1, packed.shape[1]).index_copy_(0, batch.head_ids, packed)
     result.lse.view(-1, group_size).index_copy_(0, batch.head_ids, largest.add_(sums.log_()).view(-1, group_size))

@@ -1,8 +1,9 @@
 """The operations on a CPU with a result that depends, bit for bit, on a row's own values alone.
 
-The module itself satisfies `kernels.interface.Operations`. What is one row's in `kernels.cpu` already is taken from
-there; the products, attention and the activation are not, since libraries choose code paths, and PyTorch its cuts
-between threads, by the number of rows. Bits may differ between numbers of threads, processors and versions of PyTorch.
+The module itself satisfies `kernels.interface.Operations`. Operations of `kernels.cpu` that already treat each row
+alone are taken from there. Products, attention and the activation are not: by the number of rows, libraries choose code
+paths and PyTorch its cuts between threads. Bits may differ between numbers of threads, processors and versions of
+PyTorch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention over the paged cache, a block of keys after the other and always in the same shape.
+"""Attention over the paged cache, one block of keys after another and always in the same shape.
 
 A query gets the same bits in decode and in any chunk of a prefill.
 """
@@ -26,9 +26,9 @@ SLAB_BYTES = 4 << 20
 def paged_decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
 ) -> torch.Tensor:
-    """See `Operations.paged_decode_attention`. Prefix groups are left aside: they depend on the other rows.
+    """See `Operations.paged_decode_attention`. Prefix groups are ignored, since they depend on the other rows.
 
-    The bits of a query are those that `paged_prefill_attention` gives it: a tile of its own stands for its tile there.
+    A query has the bits that `paged_prefill_attention` gives it, although it has a tile of its own here.
 
     Raises ValueError if there are not as many queries as rows.
     """
@@ -76,10 +76,10 @@ def _attend_pairs(
 def paged_prefill_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
 ) -> torch.Tensor:
-    """See `Operations.paged_prefill_attention`. A row after the other, a block of keys after the other;
-    prefix groups are left aside, since they depend on the other rows.
+    """See `Operations.paged_prefill_attention`. One row after another, one block of keys after another;
+    prefix groups are ignored, since they depend on the other rows.
 
-    Queries within the block see a part of it, those after it the whole; which of them share a tile changes no bit.
+    Queries within a block see a part of it, later ones the whole; which of them share a tile changes no bit.
     """
     output = torch.zeros_like(q, memory_format=torch.contiguous_format)
     reader = KeyBlockReader(k_cache, v_cache)
@@ -127,8 +127,8 @@ def _attend_chunk(
 
 
 def _mask(first: int, tiles_shape: torch.Size, per_tile: int, group_size: int) -> torch.Tensor:
-    """[num_tiles, 1, rows, KEY_BLOCK_TOKENS] float32 for queries first, first + 1 and so on; what fills up a tile is
-    masked like a query. A mask of zeros, of one row, where all see the whole block.
+    """[num_tiles, 1, rows, KEY_BLOCK_TOKENS] float32 for queries first, first + 1 and so on; a tile's padding is masked
+    like a query. Where all see the whole block, one row of zeros.
     """
     if first >= KEY_BLOCK_TOKENS - 1:
         return torch.zeros(1, 1, 1, KEY_BLOCK_TOKENS)

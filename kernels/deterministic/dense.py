@@ -28,8 +28,8 @@ MAX_UNCUT_ELEMENTS = 32_767
 
 
 def pack(weight: torch.Tensor, *, keep_dtype: bool = False) -> PackedWeight:
-    """See `Operations.pack`. The tensor itself, whose dtype is kept either way: which tiles agree was found out for
-    plain weights, and a packed one's products are not promised to sum in one order.
+    """See `Operations.pack`. The tensor itself, in its dtype: tile heights are probed with plain weights, and nothing
+    promises that products with a packed one sum in one order.
     """
     return PackedWeight.unchanged(weight)
 
@@ -62,7 +62,7 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def next_height(heights: tuple[int, ...], num_rows: int) -> int:
-    """The tile for the first of num_rows > 0 rows: filled up where at least two thirds of it are rows.
+    """Height of the next tile where num_rows > 0 rows are left; one is padded if they fill at least two thirds of it.
 
     heights: tallest first. A tile of twice the height costs less than twice the time.
     """
@@ -74,7 +74,7 @@ def next_height(heights: tuple[int, ...], num_rows: int) -> int:
 
 
 def _aligned(tile: torch.Tensor) -> torch.Tensor:
-    """MKL may choose by alignment (its guide to reproducible results asks for 64 bytes)."""
+    """A copy unless aligned: MKL may choose code by alignment (its guide to reproducible results asks for 64 bytes)."""
     return tile if tile.data_ptr() % ALIGNMENT_BYTES == 0 else tile.clone()
 
 
@@ -84,9 +84,9 @@ def tile_heights(
 ) -> tuple[int, ...]:
     """Heights, tallest first, whose products have the bits of `TILE_ROWS` in every row, found by experiment.
 
-    Code paths are chosen by shape, alignment, type and threads, never by values, so random operands decide. A height
-    that fails costs speed alone: whichever heights a process may use, the bits are those of `TILE_ROWS`. Allocates a
-    weight of that shape once per process.
+    Libraries choose code by shape, alignment, type and threads, never by values, so random operands are enough. A
+    height that fails costs only speed: whichever heights a process may use, the bits are those of `TILE_ROWS`.
+    Allocates a weight of that shape once per process.
 
     shape: of the weight, [N, K]; misalignment_bytes: its address modulo 64; num_threads: PyTorch's, part of the key.
     Raises KernelsUnavailable where even `TILE_ROWS` gives a row other bits at another place in the tile.

@@ -13,7 +13,7 @@ from kernels.packed_weight import PackedWeight
 def route_topk(router_logits: torch.Tensor, top_k: int, *, renormalise: bool) -> RoutedExperts:
     """See `Operations.route_topk`. The weights are added up in the order of the choices.
 
-    PyTorch's sum over a few columns may go along rows or along columns, as the number of rows has it.
+    PyTorch sums a few columns along rows or along columns, depending on the number of rows.
     """
     weights, expert_ids = experts.route_topk(router_logits, top_k, renormalise=False)
     if renormalise:
@@ -31,5 +31,5 @@ def grouped_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *,
 
 
 def moe_small_batch(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> torch.Tensor:
-    """See `Operations.moe_small_batch`. The bits are those of the sorted way: which one is taken is speed alone."""
+    """See `Operations.moe_small_batch`. With the bits of the sorted way: which one is taken only matters for speed."""
     return experts.products_by_pair(x, gate_up.matrices, down.matrices, routed, product)

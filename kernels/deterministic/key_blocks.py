@@ -1,7 +1,7 @@
-"""Blocks of keys: which of them the rows attend to, how they are read, and attention of tiles of queries over one.
+"""Blocks of keys: lists those that the rows attend to, reads them, and attends tiles of queries to one.
 
-Blocks are cut at multiples of `KEY_BLOCK_TOKENS` in the sequence, not at the cache's blocks, and summed up in rising
-order.
+Blocks are cut at multiples of `KEY_BLOCK_TOKENS` in the sequence, not where the cache's blocks end, and are added up in
+rising order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def queries_per_tile(group_size: int) -> int:
 
 
 def as_tiles(q: torch.Tensor, num_kv_heads: int, num_queries: int) -> torch.Tensor:
-    """Consecutive queries in tiles of num_queries, filled up with zeros.
+    """Consecutive queries in tiles of num_queries, padded with zeros.
 
     q [Q, Hq, D] -> [ceil(Q / num_queries), Hkv, rows, D] float32, rows a multiple of `TILE_ROWS`: query after query,
     each with the heads of one KV head.
@@ -63,7 +63,7 @@ def attend_key_block(
     """
     num_tiles = tiles.shape[0]
     if num_tiles * tiles.shape[1] == 1:
-        # The threads share tiles and heads; a single one would get all threads inside its products instead.
+        # Threads share out tiles and heads; if there is only one, all threads work inside its products instead.
         tiles = tiles.expand(2, -1, -1, -1)
     batch = tiles.shape[0]
     output, lse = flash_attention(
@@ -113,7 +113,7 @@ class KeyBlockPlan:
 
 
 class KeyBlockReader:
-    """Copies one layer's keys and values in float32, token by token: blocks of keys need not be blocks of the cache."""
+    """Copies one layer's keys and values in float32, token by token: blocks of keys are not blocks of the cache."""
 
     def __init__(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
         """k_cache, v_cache [num_blocks, block_size, Hkv, D]."""

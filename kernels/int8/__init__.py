@@ -1,4 +1,4 @@
-"""The operations on a CPU with weights of 8 bits: `kernels.cpu` but for the matrix products.
+"""The operations on a CPU with weights of 8 bits: those of `kernels.cpu`, with other matrix products.
 
 The module itself satisfies `kernels.interface.Operations`. A weight is rounded once, when it is packed, to 8-bit
 integers with one scale per output channel; a row of activations is rounded when it is multiplied, with a scale of its

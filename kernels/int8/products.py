@@ -1,4 +1,4 @@
-"""Matrix products with weights of 8 bits, dense and of experts, and the rounding of weights and activations."""
+"""Rounds weights and activations to 8 bits and multiplies them, in dense layers and in experts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The operations in their plainest form: float32 arithmetic, loops, one result rounded once.
 
-No engine computes with this: tests and `millrace doctor` compare with it, and a checkpoint is checked without packing.
+No engine computes with it: tests and `millrace doctor` compare with it, and a checkpoint is verified without packing.
 
 The module itself satisfies `kernels.interface.Operations`. Nothing is shared with the other implementations but the
 types of the interface and the constants of `kernels.gumbel_noise`.

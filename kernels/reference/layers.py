@@ -95,7 +95,7 @@ def paged_decode_attention(
 def paged_prefill_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
 ) -> torch.Tensor:
-    """See `Operations.paged_prefill_attention`. One row, head and query at a time; prefix groups are left aside."""
+    """See `Operations.paged_prefill_attention`. One row, head and query at a time; prefix groups are ignored."""
     num_heads = q.shape[1]
     group_size = num_heads // k_cache.shape[2]
     output = torch.zeros_like(q)

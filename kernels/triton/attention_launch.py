@@ -1,7 +1,7 @@
 """Launch parameters of the attention kernels: plain functions of shapes and compute capability.
 
-The numbers come from research/kernels.md 1.1 and from compiling each candidate for sm_80 and sm_90
-(tests/kernels/aot/test_attention.py holds the chosen ones to no spills); no GPU has measured them yet. GPUs of other
+The numbers come from published Triton kernels and from compiling each candidate for sm_80 and sm_90
+(tests/kernels/aot/test_attention.py fails if a chosen one spills); no GPU has measured them yet. GPUs of other
 generations take sm_80's, which fit in the 99 KiB of shared memory of sm_86, sm_89 and sm_120.
 
 The rule for `engine.deterministic`: a token gets the same bits as a decode row and in any chunk, whatever else is in
@@ -9,7 +9,7 @@ the step. So nothing may be split by lengths or by the number of rows, and all r
 `paged_prefill_attention`: it reduces a query's keys in rising order, in tiles that start at the absolute positions 0,
 tile, 2 * tile and so on, and `prefill_launch` looks at nothing that changes from step to step. Which of the tiles are
 masked makes no difference: a masked key adds an exact 0 to the sums and leaves the maximum alone. (A value that is not
-finite makes NaN of its whole tile's queries; whoever runs the step gives all of that request's chunk up.)
+finite makes NaN of its whole tile's queries; the engine then gives up all of that request's chunk.)
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def decode_splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) 
 
     num_programs: programs of an unsplit launch; max_kv_len: tokens of the longest row, or a bound.
     Unsplit where that gives each multiprocessor two programs, else enough splits for four of the five that fit on one
-    (the rule of TensorRT-LLM's Triton backend, kernels.md 1.1).
+    (the rule of TensorRT-LLM's Triton backend).
     """
     is_full = num_programs >= 2 * num_multiprocessors
     num_splits = 1 if is_full else -(-4 * num_multiprocessors // num_programs)

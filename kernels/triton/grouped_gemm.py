@@ -18,7 +18,7 @@ LEAST_SHARED_MEMORY_BYTES = 101_376
 
 # H200, bfloat16, E = 128, top 8, I = 768 (Qwen3-30B-A3B): number of tokens -> block_m, block_n, block_k, group_m,
 # warps, stages. Tuned on an H200 by vLLM (its fused_moe file "E=128,N=768,device_name=NVIDIA_H200"; SGLang ships the
-# same) for both products of the layer, without swapping; both projects swap below 64 rows since.
+# same) for both products of the layer, without swapping; both projects have since swapped below 64 rows.
 _H200_TABLE = {
     1: (16, 64, 64, 1, 4, 5),
     2: (16, 64, 64, 1, 4, 4),
@@ -207,7 +207,7 @@ def _tuned(num_tokens: int) -> GroupedGemmLaunch:
 
 
 def _derived(num_tokens: int, rows_per_expert: float, capability: int) -> GroupedGemmLaunch:
-    """For what nobody tuned.
+    """The launch for shapes that nobody tuned.
 
     block_m is twice the mean number of rows an expert gets, so that most experts are one tile and their weight is read
     once: with uniform routing of 256 tokens over 128 experts 16 rows make 184 tiles and 32 make 128. This rule gives

@@ -1,4 +1,4 @@
-"""What a launch is sized by: the GPU it is for, and tiles with powers of two as sides."""
+"""Sizes of a launch: the GPU it is for, and the tile of one program."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class TileLaunch:
-    """The tile of one program, powers of two as sides, and the warps that work on it; what a row is, its maker says."""
+    """The tile of one program, its sides powers of two, and the warps that work on it.
+
+    What rows and columns are is up to the kernel; a tile over a vocabulary is one row of tokens.
+    """
 
     rows: int
     columns: int

@@ -12,7 +12,7 @@ from kernels.triton.launch import compute_capability
 
 
 def launch_class(num_tokens: int, shape: StepShape) -> Hashable:
-    """Equal for two numbers of tokens if the operations of all layers but attention launch the same kernels."""
+    """Equal for two numbers of tokens for which all operations but attention launch the same kernels."""
     rows = (norm_launch(num_tokens, shape.hidden_size), gate_launch(num_tokens, shape.intermediate_size))
     if not shape.num_experts:
         return rows

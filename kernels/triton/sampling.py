@@ -1,7 +1,7 @@
-"""The most likely token and penalties, and what every kernel over logits [N, V] shares: floats as sortable integers.
+"""Finds the most likely token and applies penalties; floats as sortable integers for every kernel over logits [N, V].
 
-The integers settle NaN and ties once. The launch parameters do not depend on the GPU's architecture. None is measured
-on a GPU yet: each number is argued from the bytes in flight and the registers of the compiled kernel.
+The integers settle NaN and ties in one place. The launch parameters do not depend on the GPU's architecture. None is
+measured on a GPU yet: each number is argued from the bytes in flight and the registers of the compiled kernel.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def apply_penalties(
 ) -> None:
     """See `Operations.apply_penalties`. Touches nothing but the tokens that occurred.
 
-    Raises nothing: a row or token outside of `logits` is undefined, as in every kernel.
+    A row or token outside of `logits` is undefined behaviour, as in every kernel.
     """
     num_pairs = rows.shape[0]
     if num_pairs == 0:
@@ -177,7 +177,7 @@ def _apply_penalties_kernel(
 
 
 def argmax_launch(num_rows: int, vocab_size: int) -> TileLaunch:
-    """Wide blocks, 32 tokens (8 loads of 16 bytes) a thread, unless they were too few to give each processor one."""
+    """Wide blocks, 32 tokens (8 loads of 16 bytes) a thread, unless that gives some multiprocessors none."""
     if num_rows * triton.cdiv(vocab_size, WIDE_BLOCK) >= DEFAULT_MULTIPROCESSORS:
         return TileLaunch(1, WIDE_BLOCK, num_warps=8)
     return TileLaunch(1, NARROW_BLOCK, num_warps=4)

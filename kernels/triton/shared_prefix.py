@@ -1,6 +1,6 @@
 """Attention over keys that several rows share: each key read once for all of their queries (Hydragen, 2402.05099).
 
-What the kernel does about the shared prefixes of one step is planned once and is the same for every layer.
+The programs over the shared prefixes of a step are planned once and serve every layer.
 """
 
 from __future__ import annotations

@@ -309,7 +309,7 @@ def threshold(
 
 
 def collect_launch(vocab_size: int) -> TileLaunch:
-    """One program a row, so 64 rows use half of the GPU: 512 threads and two blocks on their way, 64 KiB, feed each.
+    """One program a row, so 64 rows use half of the GPU: each has 512 threads and two blocks, 64 KiB, in flight.
 
     The block is also the number of groups whose maxima bound the k-th largest logit, and the room for candidates.
     """
@@ -317,7 +317,7 @@ def collect_launch(vocab_size: int) -> TileLaunch:
 
 
 def search_launch(vocab_size: int) -> TileLaunch:
-    """The candidates of most rows (little more than top_k, or 2048) are one block, and three more are on their way.
+    """The candidates of most rows (little more than top_k, or 2048) fit one block; up to three more are in flight.
 
     8 tokens a thread, each with three sums of int64, take nearly all of the 128 registers that 16 warps leave.
     """
