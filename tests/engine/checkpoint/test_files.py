@@ -59,7 +59,7 @@ def test_tensors_are_mapped_not_copied(tmp_path: Path) -> None:
     program = """
 import re, sys
 from pathlib import Path
-from engine.checkpoint.files import Checkpoint
+from engine.checkpoint.weights import Checkpoint
 
 def anonymous_kib() -> int:
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
