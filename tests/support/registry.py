@@ -142,7 +142,7 @@ class TestRegistry:
 
 def redis_time_s(client: redis.Redis) -> float:
     """The server's clock, in seconds since 1970."""
-    seconds, microseconds = cast("tuple[int, int]", client.time())
+    seconds, microseconds = client.time()
     return seconds + microseconds / 1e6
 
 

@@ -59,11 +59,15 @@ def test_every_request_gets_its_own_output() -> None:
 
 def test_outputs_of_one_step_come_together_to_whom_they_belong() -> None:
     all_are_there = threading.Event()
+
+    def wait_for_all(_outputs: list[RequestOutput]) -> None:
+        all_are_there.wait(WAIT_S)
+
     with _running(FakeEngine()) as (thread, _):
         mine: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
         other: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
         with (
-            fed(thread, [_request("first")], lambda _: all_are_there.wait(WAIT_S)),
+            fed(thread, [_request("first")], wait_for_all),
             fed(thread, [_request("a"), _request("b"), _request("c")], mine.put),
             fed(thread, [_request("d")], other.put),
         ):

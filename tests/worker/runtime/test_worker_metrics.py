@@ -125,10 +125,14 @@ def test_a_worker_that_drains_says_so(client: BatchClient, workers: WorkerProces
 
 def test_a_worker_whose_engine_hangs_is_unhealthy_until_it_ends(client: BatchClient, workers: WorkerProcesses) -> None:
     port = _start(workers, engine={"step_s": 600}, worker__hang_timeout_s="1", worker__drain_timeout_s="0")
-    answers = [health(port)]
+    answers = []
+
+    def is_unhealthy() -> bool:  # one answer has both: when the next is asked for, the worker may have ended
+        answers.append(health(port))
+        return answers[-1][0] == 503
+
     client.submit([{"prompt": "prompt"}])
-    # One answer has both: when the next is asked for, the worker may have ended.
-    wait_until(lambda: answers.append(health(port)) or answers[-1][0] == 503)
+    wait_until(is_unhealthy)
     reasons = answers[-1][1]
     assert reasons in (["failed"], ["draining"]) or reasons[0].startswith("a step of the engine has been running for")
 
