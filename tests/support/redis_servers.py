@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import resource
+import select
 import selectors
 import shutil
 import socket
@@ -346,7 +347,6 @@ class TcpProxy:
                 continue
             self._open |= {client, server}
             for source, target in ((client, server), (server, client)):
-                source.settimeout(PROXY_POLL_S)
                 self._pumps.append(
                     threading.Thread(target=self._pump, args=(source, target), name="proxy-pump", daemon=True)
                 )
@@ -355,14 +355,14 @@ class TcpProxy:
     def _pump(self, source: socket.socket, target: socket.socket) -> None:
         try:
             while not self._closing.is_set():
-                try:
-                    data = source.recv(CHUNK_BYTES)
-                except TimeoutError:
+                # Not by a timeout of the socket: the pump of the other direction sends on it meanwhile.
+                if not select.select([source], [], [], PROXY_POLL_S)[0]:
                     continue
+                data = source.recv(CHUNK_BYTES)
                 if not data:
                     break
                 self._pass_on(data, source, target)
-        except OSError:
+        except (OSError, ValueError):
             pass  # the other direction was closed
         finally:
             self._open -= {source, target}
@@ -378,9 +378,7 @@ class TcpProxy:
             for end in (source, target):  # no linger: closing sends RST
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             raise ConnectionResetError
-        target.settimeout(None)
         target.sendall(data)
-        target.settimeout(PROXY_POLL_S)
 
 
 @contextmanager

@@ -159,7 +159,10 @@ def make_paged_cache(
 
 
 def check_prefix_groups(groups: Sequence[PrefixGroup], lens: Sequence[tuple[int, int]], block_size: int) -> None:
-    """Check groups against what `PrefixGroup` and `AttentionRows.prefix_groups` promise; lens: see `make_paged_cache`."""
+    """Check groups against what `PrefixGroup` and `AttentionRows.prefix_groups` promise.
+
+    lens: as in `make_paged_cache`.
+    """
     end = 0
     for group in groups:
         assert group.first_row >= end, f"{group} begins before row {end}"
