@@ -59,9 +59,8 @@ def decode_launch(element_bytes: int) -> AttentionLaunch:
     """Launch of the decode kernel, for any head_dim up to 256 and both generations.
 
     16 packed heads, the smallest M there is, since decode waits for memory and not for products. Two stages take 38 KiB
-    and at 128 dims up to 96 registers (112 unsplit with 16 heads a KV head): five programs share a multiprocessor on
-    sm_90 and four on sm_80, and hide one another's latency. A third stage costs 28 registers for block ids alone, 128
-    keys a tile 68 and two programs.
+    and at 128 dims up to 96 registers on sm_90 and 110 on sm_80: five and four programs share a multiprocessor and hide
+    one another's latency. A third stage costs 28 registers for block ids alone, 128 keys a tile 68 and two programs.
     """
     if element_bytes == 4:  # exact products without tensor cores: larger ones spill
         return AttentionLaunch(block_m=16, tile=16, num_warps=8, num_stages=1)

@@ -277,8 +277,8 @@ def test_merge_agrees_with_its_definition(head_dim: int, dtype: torch.dtype, dev
     first_lse[4], second_lse[4] = 300.0, 299.0  # exp(300) is not a float32
     expected = merge_by_definition(first, first_lse, second, second_lse)
     assert_close(merge_on(device, first, first_lse, second, second_lse), expected)
-    rows, lses = (tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in (first, first_lse))
-    assert_close(merge_on(device, rows, lses, second, second_lse), expected)
+    view, lse_view = (tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in (first, first_lse))
+    assert_close(merge_on(device, view, lse_view, second, second_lse), expected)
 
 
 def test_what_saw_no_key_counts_for_nothing(device: torch.device) -> None:
