@@ -15,20 +15,10 @@ from engine.checkpoint.config_reader import (
     refuse_unsupported,
     weights_dtype,
 )
+from engine.checkpoint.families import BERT, DECODERS, ENCODERS, DecoderFamily
 from engine.checkpoint.rope import RopeConfig
 from engine.errors import CheckpointError
 
-ENCODER_TYPE = "bert"
-
-Architecture = Literal["llama", "qwen3", "qwen3_moe"]
-
-# model_type -> the class in config.json's `architectures` that generates; the other one that is accepted is its body
-# alone (Qwen3Model), of which embeddings are made
-MODEL_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
 MUST_BE_FALSE = ("attention_bias", "mlp_bias", "use_sliding_window", "add_cross_attention", "is_encoder_decoder")
 MUST_BE_ABSENT = {
     "quantization_config": "null: quantised weights are not supported",
@@ -50,11 +40,9 @@ MUST_BE_ABSENT = {
         "null: not part of this architecture here",
     ),
 }
-QWEN3_HEAD_DIM = 128  # Qwen3's value where config.json names none; the other families divide
 
 Activation = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "relu"]
 
-ENCODER_CLASSES = ("BertModel", "BertForMaskedLM", "BertForPreTraining")
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 ENCODER_MUST_BE_FALSE = ("is_decoder", "add_cross_attention")
 ENCODER_MUST_BE_ABSENT = {
@@ -70,13 +58,13 @@ def read_config(path: Path) -> ModelConfig | EncoderConfig:
     """
     data = read_json_object(path / "config.json", max_bytes=MAX_CONFIG_BYTES)
     model_type = data.get("model_type")
-    if model_type == ENCODER_TYPE:
+    if model_type in ENCODERS:
         trained = path / "sentence_bert_config.json"
         return EncoderConfig.from_hf(
             data, read_json_object(trained, max_bytes=MAX_CONFIG_BYTES) if trained.exists() else {}
         )
-    if model_type not in MODEL_CLASSES:
-        accepted = ", ".join((*MODEL_CLASSES, ENCODER_TYPE))
+    if model_type not in DECODERS:
+        accepted = ", ".join((*DECODERS, *ENCODERS))
         raise CheckpointError(f"config.json: model_type is {model_type!r}; accepted: {accepted}")
     return ModelConfig.from_hf(data)
 
@@ -117,7 +105,7 @@ class MoeConfig:
 class ModelConfig:
     """The shape of a decoder: everything about the model that is not in its tensors."""
 
-    architecture: Architecture
+    architecture: str  # the family's name, config.json's model_type
     vocab_size: int  # rows of the embedding; the tokenizer may know fewer ids
     hidden_size: int
     num_layers: int
@@ -137,28 +125,28 @@ class ModelConfig:
     def from_hf(cls, data: Mapping[str, object]) -> ModelConfig:
         """Check and translate the content of a config.json. Raises CheckpointError naming the key."""
         config = ConfigReader(data, "config.json")
-        architecture = _architecture(config)
-        _refuse_unsupported_decoder(config)
+        family = _decoder_family(config)
+        _refuse_unsupported_decoder(config, family)
         num_layers = config.integer("num_hidden_layers")
         _check_layer_types(config, num_layers)
         num_heads = config.integer("num_attention_heads")
-        num_kv_heads = _num_kv_heads(config, architecture, num_heads)
+        num_kv_heads = _num_kv_heads(config, family, num_heads)
         max_position_embeddings = config.integer("max_position_embeddings")
         return cls(
-            architecture=architecture,
+            architecture=family.model_type,
             vocab_size=config.integer("vocab_size"),
             hidden_size=config.integer("hidden_size"),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=_head_dim(config, architecture, num_heads),
+            head_dim=_head_dim(config, family, num_heads),
             intermediate_size=config.integer("intermediate_size"),
             rms_norm_eps=config.number("rms_norm_eps"),
             rope=RopeConfig.from_reader(config, max_position_embeddings),
             max_position_embeddings=max_position_embeddings,
             tie_word_embeddings=config.flag("tie_word_embeddings", default=False),
-            qk_norm=architecture != "llama",
-            moe=MoeConfig.from_reader(config, num_layers) if architecture == "qwen3_moe" else None,
+            qk_norm=family.qk_norm,
+            moe=MoeConfig.from_reader(config, num_layers) if family.has_experts else None,
             dtype=weights_dtype(config),
         )
 
@@ -167,20 +155,20 @@ class ModelConfig:
         return self.moe is not None and layer in self.moe.sparse_layers
 
 
-def _architecture(config: ConfigReader) -> Architecture:
-    model_type = config.choice("model_type", tuple(MODEL_CLASSES))
-    wanted = MODEL_CLASSES[model_type]
+def _decoder_family(config: ConfigReader) -> DecoderFamily:
+    family = DECODERS[config.choice("model_type", tuple(DECODERS))]
+    wanted, body = family.generating_class, family.body_class
     classes = config.data.get("architectures")
-    body = wanted.replace("ForCausalLM", "Model")
     if classes is not None and classes not in ([wanted], [body]):
-        raise config.refuse("architectures", classes, f'["{wanted}"] or ["{body}"] for model_type {model_type!r}')
-    return cast(Architecture, model_type)
+        accepted = f'["{wanted}"] or ["{body}"] for model_type {family.model_type!r}'
+        raise config.refuse("architectures", classes, accepted)
+    return family
 
 
-def _refuse_unsupported_decoder(config: ConfigReader) -> None:
+def _refuse_unsupported_decoder(config: ConfigReader, family: DecoderFamily) -> None:
     refuse_unsupported(config, absent=MUST_BE_ABSENT, false=MUST_BE_FALSE)
-    if config.has("sliding_window") and config.data["model_type"] == "llama":
-        raise config.refuse("sliding_window", config.data["sliding_window"], "null")  # Qwen3 has a switch beside it
+    if config.has("sliding_window") and not family.switches_window:
+        raise config.refuse("sliding_window", config.data["sliding_window"], "null")
     config.choice("hidden_act", ("silu",), default="silu")
 
 
@@ -191,23 +179,21 @@ def _check_layer_types(config: ConfigReader, num_layers: int) -> None:
         raise config.refuse("layer_types", layer_types, f'"full_attention" for each of {num_layers} layers')
 
 
-def _num_kv_heads(config: ConfigReader, architecture: Architecture, num_heads: int) -> int:
-    # Llama 2 files leave the key out. transformers gives Qwen3 files without it 32 or 4 heads, whatever the model:
-    # there it must be named, or be null for one KV head a query head.
+def _num_kv_heads(config: ConfigReader, family: DecoderFamily, num_heads: int) -> int:
     explicit_null = "num_key_value_heads" in config.data
-    default = num_heads if architecture == "llama" or explicit_null else None
+    default = num_heads if family.kv_heads_may_be_left_out or explicit_null else None
     num_kv_heads = config.integer("num_key_value_heads", default=default)
     if num_heads % num_kv_heads:
         raise config.refuse("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads ({num_heads})")
     return num_kv_heads
 
 
-def _head_dim(config: ConfigReader, architecture: Architecture, num_heads: int) -> int:
+def _head_dim(config: ConfigReader, family: DecoderFamily, num_heads: int) -> int:
     hidden_size = config.integer("hidden_size")
     if config.has("head_dim"):
         head_dim = config.integer("head_dim")
-    elif architecture == "qwen3":
-        head_dim = QWEN3_HEAD_DIM
+    elif family.default_head_dim is not None:
+        head_dim = family.default_head_dim
     elif hidden_size % num_heads:
         raise config.refuse("hidden_size", hidden_size, f"a multiple of num_attention_heads ({num_heads})")
     else:
@@ -236,7 +222,7 @@ class EncoderConfig:
     @property
     def architecture(self) -> str:
         """The family's name."""
-        return "bert"
+        return BERT.model_type
 
     @property
     def head_dim(self) -> int:
@@ -275,12 +261,10 @@ class EncoderConfig:
 
 
 def _refuse_unsupported_encoder(config: ConfigReader) -> None:
-    config.choice("model_type", ("bert",))
+    family = ENCODERS[config.choice("model_type", tuple(ENCODERS))]
     classes = config.data.get("architectures")
-    if classes is not None and (
-        not isinstance(classes, list) or len(classes) != 1 or classes[0] not in ENCODER_CLASSES
-    ):
-        raise config.refuse("architectures", classes, f"one of {', '.join(ENCODER_CLASSES)}")
+    if classes is not None and (not isinstance(classes, list) or len(classes) != 1 or classes[0] not in family.classes):
+        raise config.refuse("architectures", classes, f"one of {', '.join(family.classes)}")
     refuse_unsupported(config, absent=ENCODER_MUST_BE_ABSENT, false=ENCODER_MUST_BE_FALSE)
     config.choice("position_embedding_type", ("absolute",), default="absolute")
     if config.data.get("embedding_size") not in (None, config.data.get("hidden_size")):
