@@ -14,8 +14,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.execution.batch import BatchStaging, ForwardItem, plan_batch
 from engine.execution.decode_graphs import DecodeGraphs
 from engine.kv_cache.tensors import KVCacheSpec, KVCacheTensors
-from engine.loading.kv_pool import expected_step_bytes
-from engine.loading.memory import DeviceMemory
+from engine.loading.kv_pool import DeviceMemory, expected_step_bytes
 from engine.model_status import MemoryProfile
 from engine.models.decoder import DecoderModel, ForwardResult, weights_bytes
 from engine.out_of_memory import STEP_SETTINGS, naming_settings

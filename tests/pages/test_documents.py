@@ -131,8 +131,8 @@ def test_what_exists_is_no_problem(text: str) -> None:
 
 
 def test_a_path_may_be_given_from_the_documents_own_folder() -> None:
-    assert said("`loading/memory.py`", "engine/DESIGN.md") == []
-    assert said("`loading/memory.py`", "kernels/DESIGN.md") != []
+    assert said("`loading/kv_pool.py`", "engine/DESIGN.md") == []
+    assert said("`loading/kv_pool.py`", "kernels/DESIGN.md") != []
 
 
 def test_every_name_is_one_of_the_source() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from engine.errors import CapabilityError
 from engine.loading.derived_settings import computes_bfloat16, default_device, usable_cores
-from engine.loading.memory import CGROUP, cgroup_headroom_bytes, free_memory_bytes
+from engine.loading.kv_pool import CGROUP, cgroup_headroom_bytes, free_memory_bytes
 from engine.models.placement import choose_operations
 from kernels import reference
 from kernels.dispatch import implementation_names, operations

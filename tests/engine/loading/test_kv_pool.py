@@ -12,8 +12,12 @@ from engine.errors import CapabilityError
 from engine.kv_cache.tensors import KVCacheSpec, KVCacheTensors
 from engine.loading import derived_settings
 from engine.loading.derived_settings import derive_settings
-from engine.loading.kv_pool import expected_step_bytes
-from engine.loading.memory import cgroup_headroom_bytes, meminfo_available_bytes, num_blocks_that_fit
+from engine.loading.kv_pool import (
+    cgroup_headroom_bytes,
+    expected_step_bytes,
+    meminfo_available_bytes,
+    num_blocks_that_fit,
+)
 from settings import EffectiveSettings, Source, load_settings
 from tests.support.devices import simulated_device
 from tests.support.engines import load_engine

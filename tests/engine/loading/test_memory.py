@@ -18,8 +18,7 @@ from engine.errors import CapabilityError
 from engine.execution.decode_graphs import DecodeGraphs
 from engine.kv_cache.tensors import KVCacheTensors
 from engine.loading import load as load_decoder_parts
-from engine.loading.kv_pool import expected_weights_bytes
-from engine.loading.memory import CudaDeviceMemory
+from engine.loading.kv_pool import CudaDeviceMemory, expected_weights_bytes
 from engine.model_status import MemoryProfile
 from engine.models.decoder import DecoderModel, weights_bytes
 from engine.request import Request
