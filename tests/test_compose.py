@@ -88,7 +88,7 @@ def test_a_service_may_write_to_its_volumes_and_tmp_and_nowhere_else(name: str) 
     assert service["security_opt"] == ["no-new-privileges:true"]
 
 
-def test_a_gpu_worker_is_the_other_one_with_a_gpu_and_starts_only_when_asked_for() -> None:
+def test_a_gpu_worker_adds_a_gpu_and_starts_only_when_asked_for() -> None:
     compose = services("compose.yaml")
     worker, gpu = compose["worker"], compose["worker-gpu"]
     own = {"profiles", "image", "build", "volumes", "deploy"}

@@ -89,7 +89,7 @@ def test_a_library_call_does_the_same_as_the_operation_it_is_compared_with(case:
             torch.testing.assert_close(found.float(), expected.float(), rtol=0.05, atol=0.05)
 
 
-def test_the_fastest_library_call_counts_and_the_percentage_follows_its_formula() -> None:
+def test_the_percentage_is_of_the_fastest_library_call() -> None:
     case = fake_case(lambda: torch.ones(1), slow=lambda: torch.ones(1), fast=lambda: torch.ones(1))
     measurement = measure(case, CPU, in_order_of(4.0))
     assert (measurement.time_us, measurement.library, measurement.library_us) == (4.0, "fast", 1.0)

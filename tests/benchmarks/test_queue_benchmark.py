@@ -41,7 +41,7 @@ def test_bad_arguments_end_the_queue_benchmark_with_one_line(
     assert arguments[0] in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_the_table_has_a_row_for_each_number_of_workers_and_the_median_of_its_runs() -> None:
+def test_the_table_has_the_median_for_each_number_of_workers() -> None:
     rows = as_table(
         [_measurement(1, 2.0), _measurement(1, 1.0), _measurement(1, 4.0), _measurement(2, 2.0)]
     ).splitlines()

@@ -81,7 +81,7 @@ def workers(server: AclRedis, tmp_path: Path) -> Iterator[WorkerProcesses]:
 
 
 @pytest.mark.usefixtures("nothing_denied")
-def test_jobs_are_done_cancelled_expired_refused_and_outlive_a_killed_worker(
+def test_jobs_end_in_every_way_and_outlive_a_killed_worker(
     server: AclRedis, client: BatchClient, workers: WorkerProcesses, tmp_path: Path
 ) -> None:
     engine = SLOW | {"answers_before_gate": 5, "gate": str(tmp_path / "never")}  # it dies with most of its job to do

@@ -84,7 +84,7 @@ def test_a_bad_file_is_refused_once_although_its_planner_is_killed(
         assert fleet.stop() == [0]
 
 
-def test_a_task_of_a_newer_producer_goes_to_the_dead_list_and_the_worker_goes_on(
+def test_a_task_of_a_newer_producer_goes_to_the_dead_list(
     client: BatchClient, bare: redis.Redis, fleet: Fleet, redis_url: str
 ) -> None:
     fleet.start()

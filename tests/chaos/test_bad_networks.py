@@ -93,7 +93,7 @@ def test_200_ms_of_latency_and_one_reset_in_a_hundred_chunks_lose_nothing(
 
 
 @pytest.mark.chaos
-def test_records_that_arrive_after_another_worker_took_the_shard_are_fenced_off(
+def test_records_of_a_worker_that_lost_its_shard_are_fenced_off(
     forgetful_redis: RestartableRedis, proxy: TcpProxy, client: BatchClient, bare: redis.Redis, tmp_path: Path
 ) -> None:
     # One shard at a time, two of its ten prompts every 0.1 s: what is under way is the first of what the other runs.

@@ -97,7 +97,7 @@ def _used_bytes(bare: redis.Redis) -> int:
     return int(bare.info("memory")["used_memory"])
 
 
-def test_a_full_queue_refuses_with_a_waiting_time_and_its_memory_stays_flat(bare: redis.Redis, redis_url: str) -> None:
+def test_a_full_queue_refuses_with_a_wait_and_keeps_its_memory_flat(bare: redis.Redis, redis_url: str) -> None:
     limits = LimitSettings(max_open_prompts=1000, max_prompts_per_job=500)
     with BatchClient(redis_url, limits=limits) as client:
         for number in range(2):

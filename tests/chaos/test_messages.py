@@ -64,7 +64,7 @@ def test_a_submit_whose_message_cannot_be_published_is_accepted_and_done(
 
 
 @pytest.mark.chaos
-def test_ten_copies_of_every_message_on_two_workers_give_one_record_a_prompt(
+def test_ten_copies_of_every_message_give_one_record_a_prompt(
     client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path
 ) -> None:
     with running_fleet(redis_url, tmp_path, WorkerOptions(engine={"steps_per_request": 5, "step_s": 0.02})) as fleet:

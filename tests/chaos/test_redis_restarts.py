@@ -108,7 +108,7 @@ def _submit_again(client: BatchClient, lines: list[dict[str, str]]) -> str:
 
 
 @pytest.mark.chaos
-def test_a_storm_of_lost_connections_and_forgotten_scripts_changes_no_record(
+def test_lost_connections_and_forgotten_scripts_change_no_record(
     client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path
 ) -> None:
     with running_fleet(redis_url, tmp_path, EIGHT_STEPS) as fleet:

@@ -140,7 +140,7 @@ def long_load(tiny_model: Path) -> Load:
     return load
 
 
-def test_a_worker_killed_half_way_costs_the_tokens_since_the_last_checkpoints(
+def test_a_killed_worker_costs_the_tokens_since_the_last_resume_states(
     client: BatchClient, bare: redis.Redis, start: Start, short_load: Load
 ) -> None:
     job_id, before = _end_first_worker(client, start, short_load, 0.5, signal.SIGKILL)

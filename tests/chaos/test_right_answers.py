@@ -60,7 +60,7 @@ def test_tickets_are_answered_right_though_their_worker_is_killed_twice(
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_tickets_and_their_duplicates_are_answered_right_whatever_is_shared_or_rounded(
+def test_tickets_and_duplicates_are_right_whatever_is_shared_or_rounded(
     client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path, variant: dict[str, str]
 ) -> None:
     tickets = numbered_tickets(seed=4, count=300)

@@ -116,7 +116,7 @@ def test_a_broken_engine_ends_its_worker_and_the_next_one_finishes(
         assert fleet.stop() == [0]
 
 
-def test_after_a_fault_of_the_device_nobody_touches_it_and_another_worker_goes_on_at_once(
+def test_after_a_device_fault_another_worker_goes_on_at_once(
     client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path
 ) -> None:
     lease = {"worker.lease_s": "300"}  # who waits for a lease to run out waits longer than this test does

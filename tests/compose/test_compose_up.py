@@ -31,7 +31,7 @@ def test_up_a_job_killed_workers_the_job_done_down(tmp_path: Path) -> None:
     walk(tmp_path, Transcript(sys.stdout))
 
 
-def test_encrypted_redis_serves_a_worker_and_a_producer_and_nobody_in_the_clear(tmp_path: Path) -> None:
+def test_encrypted_redis_serves_worker_and_producer_and_none_in_the_clear(tmp_path: Path) -> None:
     tls = tmp_path / "tls"
     tls.mkdir()
     authority = trustme.CA()

@@ -107,7 +107,7 @@ def test_again_over_the_prefix_cache(case: Case) -> None:
     assert hits == (expected if case.pooling == "last_token" else 0)
 
 
-def test_among_requests_that_generate_and_that_get_the_tokens_they_get_alone(tmp_path: Path) -> None:
+def test_requests_that_generate_beside_it_get_the_tokens_they_get_alone(tmp_path: Path) -> None:
     case = Case(tmp_path, "causal", "mean", {})
     generating = [greedy_request(f"g{index}", token_ids, 12) for index, token_ids in enumerate(case.inputs[:8])]
     alone = run_all(case.engine(), generating)
@@ -122,7 +122,7 @@ def test_among_requests_that_generate_and_that_get_the_tokens_they_get_alone(tmp
         assert tokens_of(outputs[name]) == tokens_of(output)
 
 
-def test_what_a_generating_request_left_in_the_prefix_cache_serves_an_embedding(tmp_path: Path) -> None:
+def test_the_prefix_cache_of_a_generating_request_serves_an_embedding(tmp_path: Path) -> None:
     case = Case(tmp_path, "causal", None, {})
     engine, longest = case.engine(), 9
     prompt = case.inputs[longest]

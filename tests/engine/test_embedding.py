@@ -195,7 +195,7 @@ def _hidden(*last_row: float) -> torch.Tensor:
     return torch.tensor([[1.0] * len(last_row), list(last_row)])
 
 
-def test_a_vector_is_cut_to_what_its_own_request_asks_for_before_it_is_scaled() -> None:
+def test_a_vector_is_cut_to_its_request_before_it_is_scaled() -> None:
     hidden = _hidden(3.0, 4.0, 12.0)
     cut, whole = pool([(_state(dimensions=2), 0, hidden), (_state(), 0, hidden)]).now()
     assert not isinstance(cut, NonFiniteLogits | None)
@@ -215,9 +215,7 @@ def test_only_the_last_chunk_brings_the_vector(pooling: Pooling) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("num_tokens", [2, 3])
-def test_a_last_row_that_is_not_finite_fails_its_own_sequence_whether_or_not_more_is_to_come(
-    bad: float, num_tokens: int
-) -> None:
+def test_a_last_row_not_finite_fails_its_sequence_and_no_other(bad: float, num_tokens: int) -> None:
     spoilt, good = pool(
         [(_state(num_tokens, dimensions=1), 0, _hidden(1.0, bad)), (_state(), 0, _hidden(1.0, 0.0))]
     ).now()

@@ -113,7 +113,7 @@ def test_the_longest_input_is_the_models_and_one_token_more_is_refused(bert: Pat
     assert (caught.value.need, caught.value.capacity, caught.value.param) == (129, 128, "input[1]")
 
 
-def test_sentence_transformers_own_length_is_the_default_and_a_setting_can_raise_it(tmp_path: Path) -> None:
+def test_sentence_transformers_length_is_a_default_that_a_setting_raises(tmp_path: Path) -> None:
     make_bert_checkpoint(tmp_path)
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 32, "do_lower_case": false}')
     assert load(tmp_path).max_model_len == 32

@@ -45,7 +45,7 @@ def test_without_max_tokens_a_request_fills_the_context_to_the_last_token(moe_ch
     assert (len(completion.token_ids), completion.finish_reason) == (20, FinishReason.LENGTH)
 
 
-def test_a_seeded_request_gives_the_same_tokens_whatever_else_is_in_the_batch(engine: Engine) -> None:
+def test_a_seeded_request_gives_the_same_tokens_in_any_batch(engine: Engine) -> None:
     seeded: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
     alone = tokens_of(_one(engine, **seeded))
     others = [_request(str(i), (i, *PROMPT[: i % 7]), temperature=1.0, seed=i) for i in range(20)]
@@ -217,7 +217,7 @@ def test_a_request_that_can_never_run_is_refused_by_name(
     assert not engine.has_unfinished()
 
 
-def test_a_request_that_could_never_fit_is_refused_at_once_with_need_and_capacity(moe_checkpoint: Path) -> None:
+def test_a_request_that_never_fits_is_refused_with_need_and_capacity(moe_checkpoint: Path) -> None:
     engine = load_engine(moe_checkpoint, {"engine.kv_cache.num_blocks": "5"})
     with pytest.raises(PromptTooLong) as caught:
         engine.add_request(greedy_request("r", PROMPT, 35))
@@ -242,7 +242,7 @@ def test_n_plus_one_requests_over_a_pool_that_holds_n_all_finish(moe_checkpoint:
     assert all(len(tokens_of(output)) == 34 for output in outputs.values())
 
 
-def test_the_same_load_three_times_costs_the_same_steps_and_ends_where_it_began(moe_checkpoint: Path) -> None:
+def test_the_same_load_costs_the_same_steps_each_of_three_times(moe_checkpoint: Path) -> None:
     engine = load_engine(moe_checkpoint, {"engine.prefix_cache.enabled": "false"})
     steps = []
     for _ in range(3):

@@ -103,7 +103,7 @@ def test_preempted_requests_that_share_a_prefix_come_back_together(moe_checkpoin
     assert engine.stats().num_steps < 250
 
 
-def test_a_prefix_with_nan_is_given_up_even_if_its_request_was_cancelled_midway(moe_checkpoint: Path) -> None:
+def test_a_prefix_with_nan_is_given_up_though_its_request_was_cancelled(moe_checkpoint: Path) -> None:
     engine = load_engine(moe_checkpoint, {"engine.max_num_batched_tokens": "32", "engine.max_num_seqs": "8"})
     prompt = [i % 250 for i in range(100)]
     engine.add_request(greedy_request("gone", prompt, 4))
@@ -116,9 +116,7 @@ def test_a_prefix_with_nan_is_given_up_even_if_its_request_was_cancelled_midway(
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_token_that_overflows_in_a_chunk_takes_no_request_with_it_that_shares_the_tokens_before(
-    moe_checkpoint: Path, bad: float
-) -> None:
+def test_a_token_that_overflows_fails_no_request_that_shares_its_prefix(moe_checkpoint: Path, bad: float) -> None:
     engine = load_engine(moe_checkpoint, {"engine.max_num_batched_tokens": "32", "engine.max_num_seqs": "8"})
     clean = list(range(20))
     engine._executor.model.embed_tokens[250] = bad  # attention to its own values is not finite in any layer

@@ -70,7 +70,7 @@ def test_a_request_of_several_completions_fails_with_one_of_them(engine: Engine)
     assert run_all(engine, [bad])["bad"].completions == expected
 
 
-def test_of_equal_requests_the_first_fails_and_the_others_are_computed_again(engine: Engine) -> None:
+def test_the_first_of_equal_requests_fails_and_the_others_are_computed(engine: Engine) -> None:
     equal = [greedy_request(name, PROMPT, 20) for name in ("first", "second", "third")]
     expected = tokens_of(run_all(engine, equal[:1])["first"])
     outputs = _run_spoiled(engine, *equal)
@@ -78,7 +78,7 @@ def test_of_equal_requests_the_first_fails_and_the_others_are_computed_again(eng
     assert tokens_of(outputs["second"]) == tokens_of(outputs["third"]) == expected
 
 
-def test_an_input_that_is_embedded_in_chunks_fails_alone_with_its_next_chunk_under_way(tiny_model: Path) -> None:
+def test_an_embedding_fails_alone_with_its_next_chunk_under_way(tiny_model: Path) -> None:
     engine = load_engine(tiny_model, ON | {"engine.max_num_batched_tokens": "32", "engine.max_num_seqs": "8"})
     bad, good = EmbeddingRequest("bad", [list(range(120))]), EmbeddingRequest("good", [PROMPT[::-1]])
     [expected] = run_all(engine, [good])["good"].embeddings or ()
@@ -131,7 +131,7 @@ def test_a_device_at_fault_is_not_asked_for_the_step_before(tiny_model: Path, mo
         engine.step()
 
 
-def test_what_ended_in_a_step_has_its_output_though_the_next_one_cannot_be_launched(
+def test_what_ended_is_handed_out_though_the_next_step_cannot_be_launched(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, short = load_engine(tiny_model, ON), greedy_request("short", PROMPT, 2)
@@ -194,7 +194,7 @@ def test_each_step_hands_out_what_ended_in_it() -> None:
     assert not harness.steps.have_failed
 
 
-def test_a_failure_is_raised_at_once_and_by_every_later_call_which_runs_nothing() -> None:
+def test_a_failure_is_raised_by_every_later_call_which_runs_nothing() -> None:
     harness = Harness()
     for _ in range(3):
         with pytest.raises(EngineFatal, match="the device is gone"):

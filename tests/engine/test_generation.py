@@ -119,7 +119,7 @@ def test_the_figures_count_requests_each_and_work_once(engine: Engine) -> None:
 
 @pytest.mark.parametrize("params", [GREEDY | {"logprobs": 1}, SEEDED | {"n": 2}], ids=["greedy", "two completions"])
 @pytest.mark.parametrize("gone", ["a", "b", "c"])
-def test_one_that_is_cancelled_gets_what_there_is_and_costs_the_others_nothing(
+def test_a_cancelled_request_gets_what_there_is_and_costs_others_nothing(
     engine: Engine, gone: str, params: dict[str, Any]
 ) -> None:
     alone = run_all(engine, [_request("alone", **params)])["alone"]

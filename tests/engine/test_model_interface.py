@@ -33,7 +33,7 @@ def test_the_warm_up_gives_its_block_back_and_leaves_nothing_to_hit(moe_checkpoi
     assert (_free(runner), runner.cache_metrics_snapshot().registered_blocks) == (2, 0)
 
 
-def test_prepare_works_in_a_pool_with_room_for_one_and_the_id_starts_at_zero(moe_checkpoint: Path) -> None:
+def test_prepare_works_in_a_pool_for_one_and_ids_start_at_zero(moe_checkpoint: Path) -> None:
     runner = make_runner(moe_checkpoint, kv_cache__num_blocks="2")
     runner.prepare("a", 16)
     assert logits_of(runner.prefill("a", PROMPT[:8])).shape == (320,)

@@ -119,7 +119,7 @@ def test_preempted_and_recomputed(case: Case) -> None:
     assert engine.stats().num_preemptions > 3
 
 
-def test_among_requests_that_generate_and_that_get_the_tokens_they_get_alone(case: Case) -> None:
+def test_requests_that_generate_beside_it_get_the_tokens_they_get_alone(case: Case) -> None:
     generating = [greedy_request(f"g{index}", prompt, 12) for index, prompt in enumerate(case.prompts)]
     alone = run_all(case.engine(), generating)
     engine = case.engine(max_num_batched_tokens="32", max_num_seqs="32")
@@ -131,7 +131,7 @@ def test_among_requests_that_generate_and_that_get_the_tokens_they_get_alone(cas
         assert tokens_of(outputs[f"g{index}"]) == tokens_of(alone[f"g{index}"]) == tokens_of(outputs[f"s{index}"])
 
 
-def test_nothing_of_a_scored_prompt_comes_from_the_prefix_cache_and_all_of_it_goes_there(case: Case) -> None:
+def test_a_scored_prompt_takes_nothing_from_the_prefix_cache_and_fills_it(case: Case) -> None:
     engine, longest = case.engine(), 11
     prompt = case.prompts[longest]
     run_all(engine, [greedy_request("g", prompt, 4)])
@@ -269,7 +269,7 @@ def test_values_that_are_not_finite_fail_that_request_alone(tmp_path: Path) -> N
         case.check_one(outputs[f"s{index}"], index)
 
 
-def test_one_position_that_is_not_finite_fails_a_request_whose_last_one_is_good(
+def test_one_position_not_finite_fails_a_request_whose_last_is_good(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = case.engine()
@@ -309,7 +309,7 @@ def test_a_position_that_was_left_out_is_noticed(model: DecoderModel) -> None:
         PromptScorer(model).score([(PromptLogprobs(list(range(10)), 1), 4, hidden)])
 
 
-def test_positions_that_have_their_entries_and_those_behind_the_prompt_are_left_out(model: DecoderModel) -> None:
+def test_positions_already_scored_or_behind_the_prompt_are_left_out(model: DecoderModel) -> None:
     hidden = torch.randn(12, model.config.hidden_size)
     whole, pieces = (PromptLogprobs(list(range(10)), 2) for _ in range(2))
     scorer = PromptScorer(model)

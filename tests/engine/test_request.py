@@ -79,7 +79,7 @@ def instants(timings: RequestTimings) -> list[float]:
     return [timings.arrived_s, timings.scheduled_s, timings.first_token_s, timings.finished_s]
 
 
-def test_a_request_arrives_is_scheduled_generates_and_finishes_in_this_order(engine: Engine) -> None:
+def test_a_requests_times_are_in_order_from_arrival_to_finish(engine: Engine) -> None:
     before_s = time.monotonic()
     outputs = run_all(engine, REQUESTS)
     after_s = time.monotonic()

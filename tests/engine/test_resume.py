@@ -108,9 +108,7 @@ def _texts(engine: Engine, params: Mapping[str, Any]) -> Iterator[tuple[int, str
             yield int(name), output.completions[0].text
 
 
-def test_every_split_of_a_text_with_stop_strings_and_wide_characters_ends_the_same(
-    tiny_model: Path, engine: Engine
-) -> None:
+def test_stop_strings_and_wide_characters_end_the_same_at_every_split(tiny_model: Path, engine: Engine) -> None:
     # Drawn from four bytes: "é" is two tokens, the stop string four, so that some split lies inside of each.
     bias = dict.fromkeys(engine.tokenizer.encode("aéb", add_special_tokens=False), 100.0)
     params: dict[str, Any] = {"temperature": 12.0, "logit_bias": bias}
@@ -214,9 +212,7 @@ def test_a_checkpoint_can_be_taken_when_it_is_not_due(engine: Engine) -> None:
     run_all(engine, [])
 
 
-def test_without_the_setting_there_are_no_checkpoints_and_others_are_still_resumed(
-    tiny_model: Path, engine: Engine
-) -> None:
+def test_without_the_setting_no_resume_state_is_taken_but_one_is_used(tiny_model: Path, engine: Engine) -> None:
     off = load_engine(tiny_model, {"engine.checkpoint_tokens": "none"})
     request = _request(**GREEDY)
     expected = run_all(engine, [request])["r"].completions

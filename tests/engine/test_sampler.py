@@ -100,7 +100,7 @@ def test_greedy_takes_the_best_after_bias_and_penalties() -> None:
     assert _sample(logits, [_row(temperature=0.0, presence_penalty=0.6, logit_bias={30: 0.2})]) == [30]
 
 
-def test_presence_and_frequency_count_the_output_only_and_repetition_the_prompt_too() -> None:
+def test_only_the_repetition_penalty_counts_the_prompt_too() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 5], logits[0, 20] = 5.0, 4.5
     assert _sample(logits, [_row(temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0)]) == [5]
@@ -175,7 +175,7 @@ def test_a_grammar_leaves_the_other_rows_bits_as_they_were() -> None:
     assert results[1].token_id in allowed
 
 
-def test_each_row_is_held_to_its_own_grammar_and_one_that_nothing_continues_fails_alone() -> None:
+def test_each_row_keeps_to_its_grammar_and_a_dead_end_fails_alone() -> None:
     logits = torch.randn(3, 256, generator=torch.Generator().manual_seed(6))
     matchers = [_grammar(regex).new_matcher(()) for regex in ("[ab]", "c", "[de]")]
     matchers[1].accept(ord("z"))

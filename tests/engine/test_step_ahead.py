@@ -66,7 +66,7 @@ def watched(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(tiny_model, monkeypatch, ON)
 
 
-def test_a_step_is_scheduled_and_launched_before_the_one_ahead_of_it_is_waited_for(watched: Watched) -> None:
+def test_a_step_is_launched_before_the_one_ahead_is_waited_for(watched: Watched) -> None:
     watched.engine.add_request(greedy_request("a", PROMPT, 4))
     assert watched.step() == "schedule, launch, copy 0"
     assert watched.step() == "schedule, launch, copy 1, wait 0"
@@ -106,7 +106,7 @@ def test_a_sequence_that_needs_its_answer_is_waited_for_first(
     assert watched.step() == f"nothing, wait {number - 1}, schedule, launch, copy {number}"
 
 
-def test_one_that_ends_where_only_the_host_can_see_it_costs_a_row_that_nobody_sees(watched: Watched) -> None:
+def test_an_end_that_only_the_host_sees_costs_a_row_that_nobody_sees(watched: Watched) -> None:
     engine = watched.engine
     eos = next(iter(engine.eos_token_ids))
     params = SamplingParams(temperature=0.0, max_tokens=20, min_tokens=3, logit_bias={eos: 100.0})
@@ -188,7 +188,7 @@ def _rest(engine: Engine) -> dict[str, RequestOutput]:
     return run_all(engine, [])
 
 
-def test_cancelling_frees_the_blocks_at_once_and_drops_the_token_that_is_under_way(engine: Engine) -> None:
+def test_cancelling_frees_blocks_at_once_and_drops_the_token_under_way(engine: Engine) -> None:
     whole = tokens_of(run_all(engine, [greedy_request("whole", PROMPT, 20)])["whole"])
     engine.add_request(greedy_request("gone", PROMPT, 20))
     for _ in range(10):

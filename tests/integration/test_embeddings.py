@@ -87,7 +87,7 @@ def test_a_decoder_embeds_and_generates_in_one_job_offline_and_queued(
         assert essence(queued[name]) == essence(offline[name])
 
 
-def test_an_encoder_embeds_and_answers_other_lines_with_an_error_of_their_own(tmp_path: Path) -> None:
+def test_an_encoder_embeds_and_answers_each_other_line_with_an_error(tmp_path: Path) -> None:
     model = make_bert_checkpoint(tmp_path / "bert", max_position_embeddings=256)
     write_pooling(model, "cls")
     lines = [*_embedding_lines(), *_generating_lines(), _line("long", "/v1/embeddings", input=SHARED * 9)]

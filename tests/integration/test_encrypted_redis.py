@@ -95,7 +95,7 @@ def test_a_certificate_of_a_stranger_is_refused_by_registry_and_broker(server: E
         ("worker", "password", "invalid username-password pair"),
     ],
 )
-def test_the_wrong_key_is_tried_once_and_is_one_line_and_exit_1_without_the_password(
+def test_a_wrong_key_is_tried_once_and_is_one_line_without_the_password(
     server: Encrypted,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

@@ -130,7 +130,7 @@ def test_equal_prompts_of_several_jobs_and_tenants_have_a_record_each(redis_url:
     assert {found[0][f"line-{n}"] for n in (1, 6, 11, 16)} == {found[0]["line-1"]}
 
 
-def test_cancel_keeps_what_is_finished_and_ends_the_rest_with_a_record_each(redis_url: str, tiny_model: Path) -> None:
+def test_cancel_keeps_what_is_finished_and_gives_the_rest_a_record_each(redis_url: str, tiny_model: Path) -> None:
     short = [{"prompt": f"short {i}", "max_tokens": 2, "temperature": 0} for i in range(8)]
     long = [{"prompt": f"long {i}", "max_tokens": 900, "temperature": 0, "ignore_eos": True} for i in range(40)]
     with running_workers(redis_url, tiny_model, 1, *QUICK_HEARTBEATS) as (worker,), BatchClient(redis_url) as client:

@@ -47,7 +47,7 @@ def _run(model: Path, lines: list[bytes]) -> dict[str, Mapping[str, Any]]:
     return {record["custom_id"]: record["response"] for record in records}
 
 
-def test_answers_have_the_form_their_lines_ask_for_and_bad_forms_fail_their_lines_alone(tiny_model: Path) -> None:
+def test_answers_have_the_form_asked_for_and_a_bad_form_fails_alone(tiny_model: Path) -> None:
     common: dict[str, Any] = {"max_tokens": 150, "seed": 3}
     choice, regex = ["the", "you"], "[ab]{2}[0-9]{3}"
     answers = _run(

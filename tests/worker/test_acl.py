@@ -72,7 +72,7 @@ def test_flower_reads_neither_jobs_nor_the_queue() -> None:
     assert all("celeryev" in pattern for pattern in FLOWER.key_patterns)
 
 
-def test_the_default_user_is_off_with_every_right_and_a_user_has_what_it_was_given_and_no_more() -> None:
+def test_the_default_user_is_off_and_another_has_the_rights_given_to_it() -> None:
     digest = hashlib.sha256(b"a long enough password").hexdigest()
 
     assert acl_file({USER: "a long enough password"}, (7, 0)).splitlines() == [

@@ -37,7 +37,7 @@ def test_making_an_app_connects_to_nothing_and_is_nobodys_current_app() -> None:
     assert app.conf.result_backend is None
 
 
-def test_nothing_in_a_message_is_run_and_nobody_stops_a_worker_through_the_broker() -> None:
+def test_a_message_runs_nothing_and_the_broker_stops_no_worker() -> None:
     conf = create_app(_settings("redis://127.0.0.1:1/0")).conf
     assert (list(conf.accept_content), conf.task_serializer) == (["json"], "json")
     assert (conf.result_backend, conf.task_ignore_result) == (None, True)

@@ -62,9 +62,7 @@ def test_a_cut_line_with_a_blank_head_is_staged(redis_url: str, registry: TestRe
     assert registry.leases().lines(job_id, [0, 1]) == [b" " * 11, b"{}"]
 
 
-def test_a_submitted_job_is_announced_in_the_first_lane_whatever_its_priority(
-    client: BatchClient, registry: TestRegistry
-) -> None:
+def test_a_submitted_job_is_announced_in_the_first_lane(client: BatchClient, registry: TestRegistry) -> None:
     job_id = client.submit([b"{}"], priority=9)
     frames = registry.redis.lrange("millrace", 0, -1)
     assert len(frames) == 1
@@ -113,7 +111,7 @@ def test_submitting_again_returns_the_first_job(client: BatchClient, registry: T
     assert len(registry.redis.keys("*:in")) == 2
 
 
-def test_cancelling_a_job_nobody_runs_ends_it_with_a_record_for_every_prompt(client: BatchClient) -> None:
+def test_cancelling_a_job_nobody_runs_gives_every_prompt_a_record(client: BatchClient) -> None:
     job_id = client.submit([{"custom_id": "mine", "prompt": "a"}, b"{bad", {"prompt": "b"}])
     job = client.cancel(job_id)
     assert job.status is JobState.CANCELLED

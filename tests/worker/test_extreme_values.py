@@ -111,7 +111,7 @@ def alone(engine: Engine) -> Any:
 
 
 @pytest.mark.parametrize(("values", "param"), EXTREMES, ids=lambda value: str(value)[:50])
-def test_an_extreme_line_is_answered_or_refused_and_its_neighbour_is_not_touched(
+def test_an_extreme_line_is_answered_or_refused_and_its_neighbour_runs(
     engine: Engine, alone: Any, values: dict[str, Any], param: str | None
 ) -> None:
     records = run(engine, [raw_extreme(values), INNOCENT])

@@ -33,7 +33,7 @@ def _errors(lines: Iterable[Line]) -> dict[int, str]:
     return {line.index: line.code for line in lines if isinstance(line, LineError)}
 
 
-def test_prompts_that_begin_alike_stand_side_by_side_and_keep_their_numbers() -> None:
+def test_prompts_that_begin_alike_are_neighbours_and_keep_their_numbers() -> None:
     lines = list(in_prefix_order(_raw("b: 1", "a: 2", "b: 0", "a: 1"), LIMITS))
     assert _indices(lines) == [3, 1, 2, 0]
     assert [line.custom_id for line in lines] == ["line-4", "line-2", "line-3", "line-1"]
@@ -89,7 +89,7 @@ def test_a_pipe_is_taken_as_it_comes() -> None:
     assert feed.ended
 
 
-def test_lines_are_taken_together_as_far_as_they_are_there_and_an_error_behind_them() -> None:
+def test_lines_are_taken_together_as_they_arrive_and_an_error_after_them() -> None:
     def pipe() -> Iterator[bytes]:
         yield from _raw("a", "b", "c")
         are_read.set()

@@ -196,7 +196,7 @@ TWO_STEPS = [
 ]
 
 
-def test_what_happens_in_the_steps_is_counted_and_what_the_profiler_does_after_them_is_not() -> None:
+def test_the_steps_are_counted_and_what_the_profiler_does_after_is_not() -> None:
     assert StepCounts.of_trace(TWO_STEPS) == StepCounts(
         kernels=3.0, launches=2.5, graph_launches=1.0, syncs=1.0, copies_to_host=0.5, driver_allocations=0.5
     )

@@ -32,12 +32,12 @@ def test_a_step_reads_the_weights_once_and_every_key() -> None:
     assert limits.decode_step_s(batch=3, kv_tokens=30) == (14 + 30) * 2 / 4
 
 
-def test_a_step_whose_products_take_longer_than_reading_the_weights_takes_that_long() -> None:
+def test_a_step_takes_as_long_as_its_products_if_reading_takes_less() -> None:
     limits = Limits(SMALL, bytes_per_s=4, flop_per_s=7)
     assert limits.decode_step_s(batch=3, kv_tokens=30) == 3 * 2 * 14 / 7 + 30 * 2 / 4
 
 
-def test_of_the_experts_those_are_read_that_some_token_is_expected_to_choose() -> None:
+def test_only_experts_that_some_token_is_expected_to_choose_are_read() -> None:
     limits = Limits(EXPERTS, bytes_per_s=2, flop_per_s=1e9)
     assert limits.decode_step_s(batch=1, kv_tokens=0) == 2 + 5 + 4
     assert limits.decode_step_s(batch=2, kv_tokens=0) == 2 + 10 * 0.75 + 4

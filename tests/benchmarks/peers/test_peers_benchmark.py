@@ -64,7 +64,7 @@ def test_every_id_of_the_models_is_a_token() -> None:
     assert set(build_tokenizer().get_vocab(with_added_tokens=True).values()) == set(range(VOCAB_SIZE))
 
 
-def test_sides_take_turns_on_the_same_prompts_and_the_warm_up_does_not_count() -> None:
+def test_sides_take_turns_on_the_same_prompts_after_an_uncounted_warm_up() -> None:
     log: list[str] = []
     ours, other = _Side("ours", 1.0, log), _Side("other", 2.0, log)
     comparison = Trials(3).compare(TINY, ours, other)
@@ -90,7 +90,7 @@ class _Ticks:
         return self._now
 
 
-def test_a_pair_of_which_the_hypervisor_took_too_much_is_run_again_with_other_prompts() -> None:
+def test_a_pair_robbed_by_the_hypervisor_is_run_again_on_other_prompts() -> None:
     ours, other = _Side("ours", 1.0, []), _Side("other", 2.0, [])
     # by run: the warm-up's two, then ours suffers, then the other side, then neither
     ticks = _Ticks([50, 50, 0, 9, 6, 0, 5, 1])
@@ -117,7 +117,7 @@ def test_stolen_time_is_the_eighth_field_of_the_first_line(tmp_path: Path) -> No
     assert CpuTicks(300, 20).stolen_share(CpuTicks(300, 20)) == 0.0
 
 
-def test_sorted_prompts_go_to_the_other_side_alone_and_answers_are_matched_all_the_same() -> None:
+def test_only_the_other_side_gets_sorted_prompts_and_answers_still_match() -> None:
     ours, other = _Side("ours", 1.0, []), _Side("other", 1.0, [])
     comparison = Trials(3, is_sorted=True).compare(TINY.sized(16, 2), ours, other)
     assert other.prompts[1] == sorted(ours.prompts[1]) != ours.prompts[1]
@@ -223,7 +223,7 @@ def test_an_unshared_workload_computes_every_token() -> None:
     assert WORKLOADS["dense-shared"].num_prefill_tokens == 4 * 384 + 64 * 64
 
 
-def test_the_floor_is_arithmetic_where_memory_is_fast_and_reading_where_it_is_slow() -> None:
+def test_the_floor_is_arithmetic_with_fast_memory_and_reading_with_slow() -> None:
     flop = Arithmetic(TINY, DENSE).total()
     fast = Floor.of(TINY, DENSE, MachineRates({"float32": 1e9}, 1e30), FLOAT32)
     assert fast.total_s == pytest.approx((flop.products + flop.attention) / 1e9)

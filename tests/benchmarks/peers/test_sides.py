@@ -82,7 +82,7 @@ def test_our_server_runs_the_engine_with_the_settings_given(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_trial_through_the_queue_gives_the_engines_tokens_in_the_order_of_the_prompts(tmp_path: Path) -> None:
+def test_a_trial_through_the_queue_gives_the_engines_tokens_in_order(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model")
     prompts = [[number, 2, 3] for number in range(12)]
     with queue_side(model, SETTINGS) as side:

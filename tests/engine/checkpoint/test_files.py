@@ -225,7 +225,7 @@ def test_without_a_root_a_path_is_taken_as_it_is() -> None:
     assert model_directory(ModelSettings(path=Path("some/../model"))) == Path("some/../model")
 
 
-def test_a_relative_path_is_taken_under_the_root_and_an_absolute_one_must_be_there(tmp_path: Path) -> None:
+def test_a_relative_path_lies_under_the_root_and_an_absolute_one_must_too(tmp_path: Path) -> None:
     assert under(tmp_path, "qwen3") == under(tmp_path, tmp_path / "qwen3") == tmp_path / "qwen3"
 
 
@@ -264,7 +264,7 @@ def test_links_within_the_root_are_as_good_as_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "additional_chat_templates"])
-def test_a_file_that_leads_out_of_the_root_is_refused_before_anything_is_read(tmp_path: Path, name: str) -> None:
+def test_a_file_that_leads_out_of_the_root_is_refused_unread(tmp_path: Path, name: str) -> None:
     model = tmp_path / "root" / "model"
     make_checkpoint(model, "qwen3")
     (model / name).unlink(missing_ok=True)

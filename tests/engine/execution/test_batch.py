@@ -72,7 +72,7 @@ def _always(num_rows: int, num_tokens: int) -> bool:
     return True
 
 
-def test_rows_that_begin_alike_become_neighbours_and_logits_keep_the_order_of_the_items() -> None:
+def test_rows_that_begin_alike_are_neighbours_and_logits_keep_their_order() -> None:
     items = [
         ForwardItem([10], 5, [1, 2], wants_logits=True),
         ForwardItem([20], 6, [7, 8], wants_logits=True),

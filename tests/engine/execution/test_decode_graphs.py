@@ -97,7 +97,7 @@ def _stats(engine: Engine) -> DecodeGraphStats:
     return stats
 
 
-def test_logits_and_kv_are_those_of_eager_steps_as_batches_grow_shrink_and_end(checkpoint: Path) -> None:
+def test_logits_and_kv_are_those_of_eager_steps_as_batches_change(checkpoint: Path) -> None:
     pair = Pair(checkpoint)
     pair.backend.replays.clear()
     pair.prefill("a", "b", "c", "d")
@@ -133,7 +133,7 @@ def test_padding_writes_to_the_first_slot_of_the_null_block_alone(moe_checkpoint
         assert changed == [[0, 0], [block, 3]]
 
 
-def test_sizes_are_captured_once_the_largest_first_with_the_longest_row_as_bound(moe_checkpoint: Path) -> None:
+def test_sizes_are_captured_once_largest_first_bound_by_the_longest_row(moe_checkpoint: Path) -> None:
     backend = StaticRunner()
     engine = load_static_engine(moe_checkpoint, backend, {"engine.max_model_len": "50"}, batch_sizes=(4, 1, 8, 2))
     engine.runner.prepare("a", 10)  # warms up again
@@ -142,7 +142,7 @@ def test_sizes_are_captured_once_the_largest_first_with_the_longest_row_as_bound
     assert engine.runner.capabilities().cuda_graphs
 
 
-def test_a_size_that_cannot_be_captured_runs_in_a_larger_graph_or_eagerly_and_is_counted(
+def test_a_size_not_captured_runs_in_a_larger_graph_or_eagerly(
     moe_checkpoint: Path,
 ) -> None:
     requests = [greedy_request(str(i), [i, 1, 2], 6) for i in range(8)]

@@ -101,7 +101,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake
 
 
-def test_a_run_before_the_capture_and_one_in_it_both_on_the_side_stream_then_replays_alone(cuda: FakeCuda) -> None:
+def test_a_graph_is_run_and_captured_on_the_side_stream_then_replayed(cuda: FakeCuda) -> None:
     replay = CudaGraphBackend(DEVICE).capture(lambda kv_lens: cuda.note(f"run {kv_lens}"), (64, 64))
     assert cuda.calls == [
         "main: side waits for main",
@@ -117,7 +117,7 @@ def test_a_run_before_the_capture_and_one_in_it_both_on_the_side_stream_then_rep
     assert cuda.calls == ["main: replay"] * 2
 
 
-def test_all_captures_share_a_pool_until_one_fails_and_leaves_its_pool_open(cuda: FakeCuda) -> None:
+def test_captures_share_a_pool_until_one_fails_and_leaves_its_pool_open(cuda: FakeCuda) -> None:
     backend = CudaGraphBackend(DEVICE)
 
     def refuse(_: Any) -> None:

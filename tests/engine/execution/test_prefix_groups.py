@@ -80,7 +80,7 @@ def test_of_nested_beginnings_the_level_that_saves_most_is_taken() -> None:
     assert find(pairs)[1] == tuple(PrefixGroup(2 * i, 2, 96) for i in range(4))
 
 
-def test_a_group_that_does_not_pass_the_gate_leaves_its_rows_to_a_shorter_prefix() -> None:
+def test_a_group_below_the_gate_leaves_its_rows_to_a_shorter_prefix() -> None:
     tables = [[1, 2 + i // 2, 100 + i] for i in range(6)]
     assert find(tables, gate=lambda num_rows, num_tokens: num_rows > 2)[1] == (PrefixGroup(0, 6, 16),)
     assert find(tables, gate=lambda num_rows, num_tokens: num_rows > 6) == (list(range(6)), ())

@@ -106,7 +106,7 @@ def test_only_full_blocks_are_found() -> None:
     assert _run(manager, "b", [*range(7), 70]) == 4
 
 
-def test_the_last_token_is_always_computed_so_a_shared_block_is_never_written() -> None:
+def test_the_last_token_is_computed_so_no_shared_block_is_written() -> None:
     manager = _manager()
     tokens = list(range(8))
     _run(manager, "a", tokens)
@@ -298,7 +298,7 @@ def test_the_integrity_check_sees_a_reference_nobody_holds() -> None:
         manager.check_integrity()
 
 
-def test_a_sequence_that_must_compute_more_shares_less_waits_for_less_and_is_found_by_others() -> None:
+def test_a_sequence_that_must_compute_more_shares_less_and_is_still_found() -> None:
     manager = BlockManager(20, 4, prefix_caching=True)
     tokens = list(range(13))
     chain = manager.new_chain(tokens, "")

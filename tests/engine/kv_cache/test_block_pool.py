@@ -18,7 +18,7 @@ def test_blocks_are_handed_out_in_order_and_the_null_block_never_is() -> None:
     assert pool.num_free == 0
 
 
-def test_an_allocation_that_does_not_fit_takes_nothing_and_says_need_and_free() -> None:
+def test_an_allocation_too_large_takes_nothing_and_says_need_and_free() -> None:
     pool = BlockPool(4)
     with pytest.raises(KVPoolExhausted) as caught:
         pool.allocate(4)
@@ -26,7 +26,7 @@ def test_an_allocation_that_does_not_fit_takes_nothing_and_says_need_and_free() 
     assert pool.allocate(3) == [1, 2, 3]
 
 
-def test_blank_blocks_are_taken_before_registered_ones_and_these_oldest_first() -> None:
+def test_blank_blocks_are_taken_first_then_registered_ones_oldest_first() -> None:
     pool = BlockPool(5)
     pool.allocate(4)
     for block_id, name in ((1, "a"), (3, "b")):

@@ -70,7 +70,7 @@ def test_a_machine_without_a_gpu_has_no_profile(model: Path) -> None:
     assert load_engine(model).runner.status().memory_profile is None
 
 
-def test_the_pool_is_what_weights_a_step_and_others_leave_of_the_usable_part(model: Path) -> None:
+def test_the_pool_is_what_weights_and_a_step_leave_of_usable_memory(model: Path) -> None:
     with simulated_device(TOTAL, held_bytes=6 * MIB):
         engine = load(model)
     profile, status = profile_of(engine), engine.runner.status()
@@ -94,9 +94,7 @@ def test_no_job_takes_more_than_the_usable_part(model: Path) -> None:
     assert taken > 0.8 * profile_of(engine).usable_bytes  # and little is left lying
 
 
-def test_a_job_with_grammars_and_penalties_stages_no_more_than_was_measured(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grammars_and_penalties_stage_no_more_than_was_measured(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     staged: dict[ArrayStaging, list[int]] = {}
     send = ArrayStaging.send
 

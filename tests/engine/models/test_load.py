@@ -147,9 +147,7 @@ def test_so_do_a_tied_one_a_body_alone_and_an_encoder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "bert"])
-def test_every_tensor_that_is_missing_or_misshapen_is_refused_as_loading_refuses_it(
-    tmp_path: Path, family: Family | str
-) -> None:
+def test_each_missing_or_misshapen_tensor_is_refused_as_loading_does(tmp_path: Path, family: Family | str) -> None:
     path = (
         make_bert_checkpoint(tmp_path, num_hidden_layers=1)
         if family == "bert"

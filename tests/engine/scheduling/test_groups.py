@@ -22,7 +22,7 @@ def _group(num_sequences: int, num_requests: int = 1, priority: int = 0) -> Grou
     return Group(requests, tuple(make_state(requests[0], blocks) for _ in range(num_sequences)), None)
 
 
-def test_a_group_promoted_after_its_first_sequence_ended_has_the_new_priority() -> None:
+def test_a_group_is_promoted_though_its_first_sequence_has_ended() -> None:
     group = _group(3, priority=5)
     group.states[0].finish_reason = FinishReason.STOP
     for state in group.unfinished:
@@ -44,7 +44,7 @@ def test_it_is_complete_when_all_have_ended_in_whatever_order() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["first to last", "last to first"])
-def test_asking_after_each_whether_all_have_ended_looks_at_each_some_times_not_at_all_of_them_each_time(
+def test_asking_each_sequence_whether_all_have_ended_is_not_quadratic(
     order: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group, looks = _group(500), []
@@ -72,7 +72,7 @@ def test_asking_after_each_whether_all_have_ended_looks_at_each_some_times_not_a
     ],
     ids=["no error", "refused", "grammar failed", "not finite", "unavailable"],
 )
-def test_equals_of_one_that_failed_are_tried_again_unless_they_would_fail_as_well(
+def test_equals_of_one_that_failed_are_retried_unless_they_would_fail_too(
     error: InvalidRequest | None, ended: str, others: str
 ) -> None:
     parts = _group(1, num_requests=3).parted(error)
@@ -102,7 +102,7 @@ def test_a_request_joins_the_group_of_its_key_and_is_found_until_it_leaves() -> 
     assert "a" not in table
 
 
-def test_a_group_that_ended_is_gone_and_may_be_dropped_while_all_are_gone_through() -> None:
+def test_an_ended_group_is_gone_and_may_be_dropped_during_iteration() -> None:
     table: GroupTable[Group] = GroupTable()
     for arrival, name in enumerate("abc"):
         table.add(_keyed_group(name, arrival, name.encode()))

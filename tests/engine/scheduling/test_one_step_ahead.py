@@ -88,7 +88,7 @@ def test_a_pending_token_is_scheduled_by_its_place_and_one_at_a_time() -> None:
     assert (len(state.token_ids), state.num_pending_tokens, state.num_uncomputed_tokens) == (9, 0, 1)
 
 
-def test_a_prompt_goes_on_in_chunks_before_the_last_one_is_known_to_be_good() -> None:
+def test_a_prompt_goes_on_before_its_last_chunk_is_known_to_be_good() -> None:
     harness = Harness(tokens=8)
     harness.add("a", 20)
     batches = [harness.schedule(is_ahead=False), harness.schedule()]

@@ -155,7 +155,7 @@ def test_n_plus_one_requests_over_a_pool_that_holds_n_all_finish() -> None:
     assert harness.blocks.num_free_blocks == 12
 
 
-def test_the_last_in_rank_is_preempted_and_recomputed_with_what_it_generated() -> None:
+def test_the_last_in_rank_is_preempted_and_recomputed_with_its_output() -> None:
     harness = SchedulerHarness(num_blocks=1 + 5, tokens=32, prefix=False)
     harness.add("a", 7, first=0, max_tokens=6)
     victim = harness.add("b", 7, first=100, max_tokens=6)
@@ -209,7 +209,7 @@ def test_a_pool_held_by_somebody_else_is_an_error_not_an_endless_loop() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("unified", [True, False])
-def test_every_request_finishes_and_the_pool_ends_as_it_began_under_pressure(seed: int, unified: bool) -> None:
+def test_under_pressure_every_request_finishes_and_the_pool_ends_whole(seed: int, unified: bool) -> None:
     rng = random.Random(seed)
     harness = SchedulerHarness(num_blocks=1 + 12, seqs=5, tokens=rng.choice([5, 7, 32]), unified=unified)
     live: list[RequestState] = []
@@ -254,7 +254,7 @@ def test_the_victim_is_the_last_admitted_of_the_least_urgent() -> None:
     assert harness.finished == ["first", "last", "less urgent"]
 
 
-def test_a_running_sequence_that_becomes_more_urgent_is_no_longer_the_victim() -> None:
+def test_a_sequence_that_becomes_more_urgent_is_no_longer_the_victim() -> None:
     harness = SchedulerHarness(num_blocks=1 + 5, tokens=32, prefix=False)
     one = harness.add("a", 7, max_tokens=6)
     two = harness.add("b", 7, first=100, max_tokens=6)
@@ -265,7 +265,7 @@ def test_a_running_sequence_that_becomes_more_urgent_is_no_longer_the_victim() -
     assert harness.finished == ["b", "a"]
 
 
-def test_groups_are_run_one_after_the_other_and_each_prefix_is_computed_once_in_a_pool_too_small_for_two() -> None:
+def test_groups_run_in_turn_if_the_pool_is_too_small_for_two_prefixes() -> None:
     harness = SchedulerHarness(num_blocks=1 + 16, seqs=3, tokens=64)
     states = [
         harness.add(f"{group}/{number}", 34, first=group * 1000, max_tokens=3)

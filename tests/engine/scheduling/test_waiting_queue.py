@@ -261,7 +261,7 @@ def test_who_arrives_elsewhere_behind_the_sweep_waits_for_the_next_one() -> None
     assert len(rest) == 11
 
 
-def test_those_who_wait_for_a_block_are_passed_over_and_come_first_in_the_next_walk() -> None:
+def test_who_waits_for_a_block_is_passed_over_and_first_in_the_next_walk() -> None:
     harness = SweepHarness()
     group = [harness.add((1, 1, 2, 2, number)) for number in range(50)]
     others = [harness.add((first, first, first)) for first in range(3, 8)]

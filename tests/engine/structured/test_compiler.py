@@ -80,7 +80,7 @@ def test_a_matcher_says_what_may_come_next(compiler: GrammarCompiler, tokenizer:
     assert _allowed(matcher) == [EOS]
 
 
-def test_several_masks_are_computed_together_and_one_that_fails_fails_alone(
+def test_masks_are_computed_together_and_one_that_fails_fails_alone(
     compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     a, b = (tokenizer.encode(letter)[0] for letter in "ab")
@@ -111,7 +111,7 @@ def test_a_grammar_that_could_not_be_tried_is_tried_again(
     assert compiler.compile(grammar).exception() is None
 
 
-def test_after_a_close_nothing_that_waited_is_compiled_until_it_is_asked_for_again(
+def test_after_a_close_what_waited_is_compiled_only_when_asked_again(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trials = HeldTrials(monkeypatch)

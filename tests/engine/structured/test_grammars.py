@@ -111,7 +111,7 @@ def test_what_would_move_the_end_is_refused_beside_a_grammar(param: str, value: 
     assert caught.value.param == param
 
 
-def test_penalties_bias_and_truncation_choose_among_what_the_grammar_allows(engine: Engine) -> None:
+def test_penalties_and_truncation_choose_among_what_the_grammar_allows(engine: Engine) -> None:
     completion = _completion(
         engine,
         A_WORD,
@@ -167,7 +167,7 @@ def test_a_request_goes_on_from_a_checkpoint_where_it_stood_in_its_grammar(engin
     assert resumed.num_resumed_tokens == checkpoint.num_tokens
 
 
-def test_a_prompt_is_scored_behind_a_checkpoint_in_which_its_grammar_had_ended_the_first_sequence(
+def test_a_prompt_is_scored_after_a_resume_with_one_sequence_ended(
     engine: Engine,
 ) -> None:
     """That it had ended is known only once the grammar is compiled, when its sequences are there already."""
@@ -193,7 +193,7 @@ def test_a_prompt_is_scored_behind_a_checkpoint_in_which_its_grammar_had_ended_t
     assert found == pytest.approx(expected, abs=1e-4)
 
 
-def test_equal_requests_are_computed_once_and_others_of_another_grammar_are_not(engine: Engine) -> None:
+def test_equal_requests_are_computed_once_unless_their_grammars_differ(engine: Engine) -> None:
     before = engine.stats()
     outputs = run_all(
         engine,
@@ -257,7 +257,7 @@ def _texts(engine: Engine) -> dict[str, str]:
     return texts
 
 
-def test_an_equal_that_is_aborted_keeps_the_end_its_grammar_gave_a_sequence(engine: Engine) -> None:
+def test_an_aborted_equal_keeps_the_end_its_grammar_gave_a_sequence(engine: Engine) -> None:
     # Two sequences of the same draws in each engine run: one that is over at once, one that goes on for long.
     either = Grammar("regex", "x|y{20}")
     seed = next(seed for seed, lengths in _lengths(engine, either, range(20)).items() if lengths == {1, 20})

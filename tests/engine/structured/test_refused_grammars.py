@@ -113,7 +113,7 @@ def test_others_generate_while_a_grammar_is_compiled(strict: Engine) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2], ids=["an equal request", "other draws"])
-def test_a_request_that_shares_a_refused_grammar_is_told_of_its_own_parameter(engine: Engine, seed: int) -> None:
+def test_who_shares_a_refused_grammar_is_told_of_its_own_parameter(engine: Engine, seed: int) -> None:
     requests = [
         held_request("a", Grammar("regex", "(a|", "guided_regex")),
         held_request("b", Grammar("regex", "(a|", "guided_regex")),

@@ -244,7 +244,7 @@ def test_the_messages_of_the_caller_are_not_changed() -> None:
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ x", "{% endfor %}", "{% unknown %}", "{{ x | no_such_filter }}"])
-def test_a_template_that_does_not_parse_is_refused_when_the_model_is_loaded(source: str) -> None:
+def test_a_template_that_does_not_parse_is_refused_at_load(source: str) -> None:
     with pytest.raises(CheckpointError, match="chat template 'default', line 1"):
         ChatTemplate({"default": source}, {})
 
@@ -304,7 +304,7 @@ def test_a_template_knows_the_roles_it_compares_with() -> None:
     assert not template.knows_role("tool", with_tools=False)
 
 
-def test_a_template_writes_what_stands_in_its_text_or_strings_but_not_in_comments() -> None:
+def test_a_template_writes_its_text_and_strings_but_not_its_comments() -> None:
     template = ChatTemplate({"default": "{# never #}<one>{{ '<two>' }}", "tool_use": '{{ "\\"three\\"" }}'}, {})
 
     assert [template.writes(text) for text in ("<one>", "<two>", '"three"', "never")] == [True, True, True, False]

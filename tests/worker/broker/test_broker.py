@@ -130,7 +130,7 @@ def _submit_with_plain_celery(redis_url: str) -> None:
         producer.send_task("millrace.submit", args=[job_id], kwargs=options, queue="millrace")
 
 
-def test_a_worker_that_sends_events_says_that_it_lives_and_what_becomes_of_each_shard_but_nobodys_words(
+def test_events_say_that_a_worker_lives_and_how_shards_end_without_prompts(
     redis_url: str, events: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     with worker_processes(redis_url, tmp_path) as workers, BatchClient(redis_url) as client:
@@ -166,7 +166,7 @@ def test_a_unit_that_fails_is_told_of_by_the_type_of_its_error_alone(registry: T
     assert "secret" not in str(events.send.call_args_list)
 
 
-def test_a_user_who_may_not_send_events_is_found_out_before_any_work_is_taken(
+def test_a_user_who_may_not_send_events_is_refused_before_any_work(
     redis_url: str, events: list[dict[str, Any]]
 ) -> None:
     app = create_app(Settings(redis=RedisSettings(url=SecretStr(redis_url))))

@@ -113,7 +113,7 @@ def test_of_two_grammars_the_second_is_refused_and_the_first_named() -> None:
 
 
 @pytest.mark.parametrize("depth", [33, 500, 980, 988, 1000, 20_000])
-def test_json_in_a_string_may_nest_as_deep_as_a_line_whatever_the_readers_stack(depth: int) -> None:
+def test_json_in_a_string_may_nest_as_deep_as_a_line(depth: int) -> None:
     nested = '{"not":' * depth + "{}" + "}" * depth
     error = error_of(chat_line(guided_json=nested))
 

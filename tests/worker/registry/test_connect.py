@@ -206,7 +206,7 @@ def test_what_passes_is_no_refusal(error: redis.RedisError) -> None:
     assert not is_refusal(error)
 
 
-def test_a_full_redis_refuses_nothing_for_good_and_a_key_of_another_type_does(registry: TestRegistry) -> None:
+def test_a_full_redis_refuses_for_now_and_a_key_of_another_type_for_good(registry: TestRegistry) -> None:
     job_id = registry.keys.new_job_id()
     registry.redis.config_set("maxmemory", "1")
     try:

@@ -129,7 +129,7 @@ def test_the_waiting_time_follows_the_rate_of_work(registry: TestRegistry) -> No
     assert caught.value.retry_after_s == pytest.approx(10.0)  # 50 of 100 prompts at 5 a second
 
 
-def test_a_refused_job_is_failed_with_its_reason_and_may_be_submitted_again(registry: TestRegistry) -> None:
+def test_a_refused_job_fails_with_its_reason_and_may_be_submitted_again(registry: TestRegistry) -> None:
     job_id = registry.keys.new_job_id()
     error = BatchError(code="queue_full", message="no room")
     registry.intake().refuse(job_id, error, "default")

@@ -175,7 +175,7 @@ def test_a_job_past_its_deadline_expires(registry: TestRegistry) -> None:
     assert registry.status(job_id).status is JobState.EXPIRED
 
 
-def test_a_job_that_finishes_after_its_deadline_with_every_answer_is_completed(registry: TestRegistry) -> None:
+def test_a_job_with_every_answer_is_completed_though_past_its_deadline(registry: TestRegistry) -> None:
     leases = registry.leases()
     job_id = registry.running_job([0], options=SubmitOptions(deadline_s=60))
     running = must_claim(leases, UnitRef.shard(job_id, 0))

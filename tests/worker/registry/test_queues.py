@@ -65,7 +65,7 @@ def test_a_tenant_of_small_shards_gets_more_of_them(registry: TestRegistry) -> N
     ]
 
 
-def test_shards_of_a_tenants_jobs_are_taken_in_prefix_order_and_round_again(registry: TestRegistry) -> None:
+def test_a_tenants_shards_are_taken_in_prefix_order_and_round_again(registry: TestRegistry) -> None:
     first, second = _job(registry, ["b", "d", "f"]), _job(registry, ["a", "c", "d"])
     worker = Worker(registry, first[2])
     assert worker.claim(3) == [second[0], first[0], second[1]]
@@ -74,7 +74,7 @@ def test_shards_of_a_tenants_jobs_are_taken_in_prefix_order_and_round_again(regi
     assert worker.claim(2) == [first[2], later[0]]
 
 
-def test_a_better_priority_comes_first_unless_the_other_has_waited_as_much_longer(registry: TestRegistry) -> None:
+def test_a_better_priority_comes_first_unless_the_other_waited_longer(registry: TestRegistry) -> None:
     patient, urgent = _job(registry, ["a"], priority=5), _job(registry, ["z"], priority=3)
     worker = Worker(registry, patient[0])
     assert worker.choose() == urgent[0]
@@ -96,7 +96,7 @@ def test_slots_that_are_kept_are_for_tenants_that_have_nothing_here(registry: Te
     assert worker.choose(only_new_tenants=True) == small[0]
 
 
-def test_a_shard_is_queued_again_when_it_is_given_back_and_gone_when_it_ends(registry: TestRegistry) -> None:
+def test_a_shard_given_back_is_queued_again_and_one_that_ends_is_gone(registry: TestRegistry) -> None:
     [shard] = _job(registry, ["a"])
     worker = Worker(registry, UnitRef.shard(shard.job_id, 7))
     worker.claim(1)
@@ -124,7 +124,7 @@ def test_a_suspect_and_its_parts_are_claimed_on_their_own_messages_alone(registr
     assert Worker(registry, healthy).choose() == healthy
 
 
-def test_a_shard_that_is_not_among_the_queued_is_claimed_on_its_own_message(registry: TestRegistry) -> None:
+def test_a_shard_that_is_not_queued_is_claimed_on_its_own_message(registry: TestRegistry) -> None:
     older, queued = _job(registry, ["b", "a"], tenant="x")
     assert registry.redis.zrem(f"{registry.keys.queued}:x", str(older)) == 1  # as an older worker's plan left it
     assert Worker(registry, older).choose() == older
@@ -195,7 +195,7 @@ def test_jobs_prompts_and_records_are_counted_for_all_time(registry: TestRegistr
     assert open_job in {job.id for job in registry.jobs()}
 
 
-def test_waiting_shards_are_told_apart_by_tenant_and_priority_with_the_age_of_the_oldest(
+def test_waiting_shards_are_counted_and_aged_by_tenant_and_priority(
     registry: TestRegistry,
 ) -> None:
     first, urgent, other = (
@@ -232,7 +232,7 @@ def test_only_the_tenants_with_the_longest_queues_are_told_apart(registry: TestR
     assert (reading.num_waiting_tenants, reading.other_waiting_shards) == (4, 1 + 2)
 
 
-def test_a_look_reads_no_more_shards_than_its_budget_and_gives_small_queues_theirs_first(
+def test_a_look_keeps_to_its_budget_and_serves_small_queues_first(
     registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue_figures, "MAX_SHARDS", 10)

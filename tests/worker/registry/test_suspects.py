@@ -33,7 +33,7 @@ def _shards(registry: TestRegistry, job_id: str) -> dict[int, list[int]]:
     return found
 
 
-def test_a_unit_that_crashed_a_worker_is_refused_to_who_would_not_run_it_alone(registry: TestRegistry) -> None:
+def test_a_unit_that_crashed_a_worker_is_refused_unless_run_alone(registry: TestRegistry) -> None:
     leases = registry.leases()
     shard = UnitRef.shard(registry.running_job([0, 1]), 0)
     assert not leases.is_suspect(shard)
@@ -91,7 +91,7 @@ def test_a_suspect_whose_claim_never_came_through_is_not_to_blame(registry: Test
     assert leases.claim(shard) is ClaimRefusal.SPLIT
 
 
-def test_killed_from_outside_again_and_again_innocents_are_lost_no_sooner_than_in_max_attempts_of_their_own(
+def test_innocents_are_lost_no_sooner_than_after_max_attempts_of_their_own(
     registry: TestRegistry,
 ) -> None:
     leases = registry.leases(max_attempts=3)
@@ -115,7 +115,7 @@ def test_parts_are_announced_at_once_although_their_lane_is_full(registry: TestR
     assert [(unit.ref.unit, unit.priority) for unit in due] == [("1", 7), ("2", 7)]
 
 
-def test_only_prompts_without_a_record_are_split_and_the_job_ends_with_all_shards_done(registry: TestRegistry) -> None:
+def test_only_prompts_without_a_record_are_split_and_the_job_ends(registry: TestRegistry) -> None:
     leases = registry.leases()
     job_id = registry.running_job([3, 1, 0, 2])
     claim = must_claim(leases, UnitRef.shard(job_id, 0), alone=True)
@@ -136,7 +136,7 @@ def test_only_prompts_without_a_record_are_split_and_the_job_ends_with_all_shard
     assert registry.redis.hget(registry.keys.admission, "prompts") == b"0"
 
 
-def test_one_prompt_alone_is_lost_after_max_attempts_and_tried_alone_before(registry: TestRegistry) -> None:
+def test_a_prompt_is_lost_after_max_attempts_and_tried_alone_before(registry: TestRegistry) -> None:
     leases = registry.leases(max_attempts=3)
     shard = UnitRef.shard(registry.running_job([0]), 0)
     _crash(registry, leases, shard, alone=False)
@@ -150,7 +150,7 @@ def test_one_prompt_alone_is_lost_after_max_attempts_and_tried_alone_before(regi
     assert registry.status(shard.job_id).status is JobState.COMPLETED
 
 
-def test_a_release_that_counts_makes_suspects_in_company_and_guilty_ones_alone(registry: TestRegistry) -> None:
+def test_a_counted_release_makes_suspects_of_company_and_blames_one_alone(registry: TestRegistry) -> None:
     leases = registry.leases()
     shard = UnitRef.shard(registry.running_job([0, 1]), 0)
     leases.release(must_claim(leases, shard), count_attempt=True)

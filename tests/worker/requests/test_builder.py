@@ -260,7 +260,7 @@ def test_a_text_that_the_tokeniser_refuses_leaves_its_neighbours_alone(
     assert [first, third] == [build(builder, line, name) for line, name in (lines[0], lines[2])]
 
 
-def test_a_model_is_called_what_the_settings_say_else_what_its_directory_is_called(tmp_path: Path) -> None:
+def test_a_model_is_named_by_the_settings_else_by_its_directory(tmp_path: Path) -> None:
     assert served_model_name(ModelSettings(name="good", path=Path("/models/tiny"))) == "good"
     assert served_model_name(ModelSettings(path=tmp_path / "x" / ".." / "tiny")) == "tiny"
     assert served_model_name(ModelSettings(root=tmp_path, path=Path("tiny"))) == "tiny"

@@ -142,7 +142,7 @@ def test_an_effort_that_would_be_ignored_is_refused(template: str, parameters: d
     assert (error.param, named in str(error)) == ("reasoning_effort", True)
 
 
-def test_whether_the_prompt_begins_the_reasoning_is_tried_for_each_set_of_arguments() -> None:
+def test_each_set_of_arguments_is_tried_for_whether_reasoning_is_begun() -> None:
     opening = prompts(template_source("parts"))
     switch = prompts(template_source("marked_calls"))
 
@@ -152,7 +152,7 @@ def test_whether_the_prompt_begins_the_reasoning_is_tried_for_each_set_of_argume
     assert not switch.opens_reasoning(body(tools=TOOLS, chat_template_kwargs={"enable_thinking": False}))
 
 
-def test_now_is_the_jobs_time_in_utc_wherever_the_clock_of_the_worker_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_now_is_the_jobs_time_in_utc_whatever_the_workers_clock_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "Pacific/Kiritimati")  # 14 hours ahead
     time.tzset()
     try:
