@@ -31,6 +31,7 @@ MAX_LONELY_DEFINITIONS = 10
 MAX_FUNCTION_LINES = 40
 MAX_KERNEL_LINES = 90
 MAX_PARAMETERS = 6
+MAX_TEST_NAME = 70  # characters
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = Function | ast.ClassDef
@@ -170,6 +171,16 @@ def test_functions_take_few_parameters() -> None:
         if _num_parameters(function) > MAX_PARAMETERS
     }
     assert not wide, f"parameters {wide}; the budget is {MAX_PARAMETERS}"
+
+
+def test_a_tests_name_is_one_sentence() -> None:
+    long = {
+        _name(path): function.name
+        for path in _sources("tests")
+        for function in _functions(path)
+        if function.name.startswith("test_") and len(function.name) > MAX_TEST_NAME
+    }
+    assert not long, f"{long}: more than {MAX_TEST_NAME} characters"
 
 
 @pytest.mark.parametrize(("kind", "instead"), [(ast.Global, "an argument"), (ast.Assert, "a typed error")])
