@@ -15,9 +15,7 @@ from typing import Protocol
 
 import torch
 
-from kernels.attention_types import AttentionRows
-from kernels.expert_types import ExpertLayout, RoutedExperts
-from kernels.packed_weight import PackedWeight
+from kernels.operands import AttentionRows, ExpertLayout, PackedWeight, RoutedExperts
 
 Tensor = torch.Tensor
 

@@ -17,7 +17,7 @@ import torch
 from engine.execution.prefix_groups import Gate, find_prefix_groups
 from engine.models.decoder import ForwardBatch
 from engine.staging import ArrayStaging
-from kernels.attention_types import AttentionRows, PrefixGroup
+from kernels.operands import AttentionRows, PrefixGroup
 
 Int64 = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]

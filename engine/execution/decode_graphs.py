@@ -18,7 +18,7 @@ from engine.models.decoder import DecoderModel, ForwardBatch
 from engine.out_of_memory import is_out_of_memory
 from engine.staging import StagingBuffer
 from engine.stats import DecodeGraphStats
-from kernels.attention_types import AttentionRows
+from kernels.operands import AttentionRows
 from settings import EngineSettings
 
 _log = structlog.get_logger(__name__)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kernels.attention_types import PrefixGroup
+from kernels.operands import PrefixGroup
 
 # Whether a shared prefix is worth an attention of its own: (rows that share it, tokens of it) -> yes or no.
 Gate = Callable[[int, int], bool]

@@ -14,9 +14,8 @@ import torch
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import CapabilityError
 from engine.kv_cache.tensors import KVCacheTensors
-from kernels.attention_types import AttentionRows
 from kernels.interface import Operations
-from kernels.packed_weight import PackedWeight
+from kernels.operands import AttentionRows, PackedWeight
 
 
 @dataclass(frozen=True, eq=False)

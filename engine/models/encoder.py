@@ -12,7 +12,7 @@ import torch
 from engine.checkpoint.model_config import EncoderConfig
 from engine.models.decoder import LayerObserver
 from kernels.interface import Operations
-from kernels.packed_weight import PackedWeight
+from kernels.operands import PackedWeight
 
 GeluForm = Literal["none", "tanh"]  # exact, or its tanh approximation
 

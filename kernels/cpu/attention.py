@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kernels.attention_types import AttentionRows
 from kernels.cpu.indexed_attention import attend_by_index
 from kernels.cpu.kv_gather import KvGather, gather_plan
 from kernels.cpu.paged_reads import KvReader
 from kernels.cpu.partial_attention import AttentionState, RunningAttention, flash_attention
 from kernels.cpu.shared_prefix import add_shared_prefixes, attend_unmasked
+from kernels.operands import AttentionRows
 
 
 def paged_decode_attention(

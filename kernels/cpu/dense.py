@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
 
-from kernels.packed_weight import PackedWeight
+from kernels.operands import PackedWeight
 
 # A float16 weight is converted this many elements at a time: 8 MiB of float32, which stay in cache.
 FLOAT16_CHUNK_ELEMENTS = 1 << 21

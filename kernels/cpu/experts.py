@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
 
 from kernels.cpu.dense import product, silu_and_mul
-from kernels.expert_types import ExpertLayout, RoutedExperts
-from kernels.packed_weight import PackedWeight
+from kernels.operands import ExpertLayout, PackedWeight, RoutedExperts
 
 Tensor = torch.Tensor
 Matrices = Sequence[Tensor]  # [N, K] of each expert

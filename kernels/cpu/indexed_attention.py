@@ -12,9 +12,9 @@ from itertools import chain
 
 import torch
 
-from kernels.attention_types import AttentionRows
 from kernels.cpu.paged_reads import KvReader
 from kernels.cpu.partial_attention import AttentionState, RunningAttention
+from kernels.operands import AttentionRows
 
 # Keys of a row that all its heads read before the next ones are touched. Keys of one head lie a whole token apart, so
 # that a head's long walk misses the TLB at every key: the scores of 64 rows of 448 to 512 keys, 8 heads of 128, took

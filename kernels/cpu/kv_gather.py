@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.attention_types import AttentionRows
+from kernels.operands import AttentionRows
 
 # A row's keys are cut at multiples of this many tokens, so that one long row neither needs a buffer of its own size nor
 # leaves all but a few cores idle. Positions are absolute: where a row is cut does not depend on its neighbours.

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.attention_types import AttentionRows, PrefixGroup
 from kernels.cpu.paged_reads import BlockRun, KvReader
 from kernels.cpu.partial_attention import (
     MAX_QUERIES,
@@ -23,6 +22,7 @@ from kernels.cpu.partial_attention import (
     matmul_attention,
     merge_attention_states,
 )
+from kernels.operands import AttentionRows, PrefixGroup
 
 # Bytes of keys read at a time, values as much again. 16 rows over 1024 keys of 8 heads of 128 in float32 take 8.8 ms
 # with 2 MiB, 9.6 with 0.5 or 1 and 12.6 with 4 (one thread, Xeon 2.5 GHz).

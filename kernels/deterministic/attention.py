@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from kernels.attention_types import AttentionRows
 from kernels.deterministic.key_blocks import (
     KEY_BLOCK_TOKENS,
     KeyBlockPlan,
@@ -18,6 +17,7 @@ from kernels.deterministic.key_blocks import (
     from_tiles,
     queries_per_tile,
 )
+from kernels.operands import AttentionRows
 
 # Keys are copied this many bytes at a time, as in kernels.cpu.paged_reads.
 SLAB_BYTES = 4 << 20

@@ -11,7 +11,7 @@ import torch
 
 from kernels.cpu import dense
 from kernels.interface import KernelsUnavailable
-from kernels.packed_weight import PackedWeight
+from kernels.operands import PackedWeight
 
 # The product of this many rows defines the bits. MKL (2024.2, AVX-512) takes one path below 16 rows and another from 16
 # on, which is the faster by far for many rows; oneDNN's bfloat16 product is one path from 4 rows on.

@@ -6,8 +6,7 @@ import torch
 
 from kernels.cpu import experts
 from kernels.deterministic.dense import product
-from kernels.expert_types import ExpertLayout, RoutedExperts
-from kernels.packed_weight import PackedWeight
+from kernels.operands import ExpertLayout, PackedWeight, RoutedExperts
 
 
 def route_topk(router_logits: torch.Tensor, top_k: int, *, renormalise: bool) -> RoutedExperts:

@@ -8,8 +8,7 @@ import torch
 
 from kernels.cpu import dense
 from kernels.cpu.experts import add_choices
-from kernels.expert_types import ExpertLayout, RoutedExperts
-from kernels.packed_weight import PackedWeight
+from kernels.operands import ExpertLayout, PackedWeight, RoutedExperts
 
 PARTS = 3  # of one matrix: integers in oneDNN's layout, scales [N] float32, zero points [N] int32 (all 0)
 

@@ -6,9 +6,7 @@ import math
 
 import torch
 
-from kernels.attention_types import AttentionRows
-from kernels.expert_types import ExpertLayout, RoutedExperts
-from kernels.packed_weight import PackedWeight
+from kernels.operands import AttentionRows, ExpertLayout, PackedWeight, RoutedExperts
 
 
 def pack(weight: torch.Tensor, *, keep_dtype: bool = False) -> PackedWeight:

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_types import AttentionRows
+from kernels.operands import AttentionRows
 from kernels.triton.attention_launch import (
     COMBINE_NUM_WARPS,
     COMBINE_SPLITS_AT_ONCE,

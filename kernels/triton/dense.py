@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812  (the customary name)
 import triton
 import triton.language as tl
 
-from kernels.packed_weight import PackedWeight
+from kernels.operands import PackedWeight
 from kernels.triton.launch import TileLaunch
 
 # From so many programs of one row on, every multiprocessor of an H200 or A100 (132, 108) has its 16 and a second round,

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.expert_types import ExpertLayout, RoutedExperts
+from kernels.operands import ExpertLayout, RoutedExperts
 from kernels.triton.launch import TileLaunch, power_of_two_from
 
 INVERT_BLOCK = 256

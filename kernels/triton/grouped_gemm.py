@@ -8,8 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.expert_types import ExpertLayout
-from kernels.packed_weight import PackedWeight
+from kernels.operands import ExpertLayout, PackedWeight
 from kernels.triton.launch import compute_capability, power_of_two_from
 
 SHARED_MEMORY_BYTES = {80: 166_912, 90: 232_448}

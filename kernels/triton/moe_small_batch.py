@@ -9,8 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.expert_types import RoutedExperts
-from kernels.packed_weight import PackedWeight
+from kernels.operands import PackedWeight, RoutedExperts
 from kernels.triton.launch import TileLaunch, power_of_two_from
 
 # Weights of one step of the short cut: eight copies of 16 bytes for each of 128 threads, 16 KB of bfloat16, and two

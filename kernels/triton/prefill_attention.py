@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_types import AttentionRows
+from kernels.operands import AttentionRows
 from kernels.triton.attention_launch import padded_head_dim, prefill_launch
 from kernels.triton.launch import compute_capability
 from kernels.triton.partial_attention import LOWEST_SCORE, add_tile, load_tile, merge_attention_states

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.attention_types import AttentionRows, PrefixGroup
+from kernels.operands import AttentionRows, PrefixGroup
 from kernels.triton.attention_launch import (
     AttentionLaunch,
     padded_head_dim,

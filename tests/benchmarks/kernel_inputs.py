@@ -15,8 +15,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
 
-from kernels.attention_types import AttentionRows, PrefixGroup
-from kernels.expert_types import ExpertLayout, RoutedExperts
+from kernels.operands import AttentionRows, ExpertLayout, PrefixGroup, RoutedExperts
 
 Bound = Literal["bandwidth", "matmul"]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kernels import cpu
-from kernels.attention_types import AttentionRows, PrefixGroup
+from kernels.operands import AttentionRows, PrefixGroup
 
 BLOCK_SIZE = 16
 NUM_ROWS = (2, 4, 8, 16, 64)

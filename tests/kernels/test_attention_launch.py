@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.attention_types import AttentionRows, PrefixGroup
+from kernels.operands import AttentionRows, PrefixGroup
 from kernels.triton import shared_prefix
 from kernels.triton.attention_launch import (
     AttentionLaunch,

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.attention_types import AttentionRows, PrefixGroup
-from kernels.expert_types import ExpertLayout, RoutedExperts
+from kernels.operands import AttentionRows, ExpertLayout, PrefixGroup, RoutedExperts
 
 # Allowed error of one element, in units of the dtype's rounding step `eps` times the larger of |expected| and the RMS
 # of all of it (an element near zero is the difference of terms as large as its neighbours, so it carries their error).

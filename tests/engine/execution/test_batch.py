@@ -13,7 +13,7 @@ from engine import staging as staging_buffer
 from engine.execution.batch import BatchStaging, ForwardItem, PlannedRows, fill_in, pending_token, plan_batch
 from engine.execution.prefix_groups import Gate
 from engine.staging import StagingBuffer, pack, unpack
-from kernels.attention_types import PrefixGroup
+from kernels.operands import PrefixGroup
 
 CPU = torch.device("cpu")
 ITEMS = [

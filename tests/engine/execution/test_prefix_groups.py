@@ -20,7 +20,7 @@ from engine.execution.batch import ForwardItem, PlannedBatch
 from engine.execution.prefix_groups import DECODE_GATE, PREFILL_GATE, Gate, find_prefix_groups
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from kernels.attention_types import PrefixGroup
+from kernels.operands import PrefixGroup
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
 
 BLOCK = 16

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.attention_types import AttentionRows, PrefixGroup
-from kernels.expert_types import ExpertLayout, RoutedExperts
+from kernels.operands import AttentionRows, ExpertLayout, PrefixGroup, RoutedExperts
 from kernels.triton.decode_attention import paged_decode_attention
 from kernels.triton.dense import MANY_ROWS, fused_add_rms_norm, pack, rms_norm, silu_and_mul
 from kernels.triton.experts import combine_experts, route_topk, sort_tokens_by_expert

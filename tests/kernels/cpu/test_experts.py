@@ -8,8 +8,8 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from kernels import cpu, reference
-from kernels.expert_types import ExpertLayout, RoutedExperts
 from kernels.interface import Operations
+from kernels.operands import ExpertLayout, RoutedExperts
 from tests.support.tensors import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kernels import deterministic, reference
-from kernels.attention_types import AttentionRows
 from kernels.deterministic.key_blocks import KEY_BLOCK_TOKENS, KeyBlockPlan
+from kernels.operands import AttentionRows
 from tests.support.tensors import PagedCache, assert_close, make_paged_cache
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

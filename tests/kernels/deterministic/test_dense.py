@@ -8,9 +8,8 @@ import torch
 from kernels import deterministic, reference
 from kernels.cpu.dense import product_into
 from kernels.deterministic.dense import TILE_ROWS, next_height, tile_heights
-from kernels.expert_types import RoutedExperts
 from kernels.interface import KernelsUnavailable
-from kernels.packed_weight import PackedWeight
+from kernels.operands import PackedWeight, RoutedExperts
 from tests.support.tensors import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

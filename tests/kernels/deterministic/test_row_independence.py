@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels import deterministic, reference
-from kernels.expert_types import RoutedExperts
+from kernels.operands import RoutedExperts
 from tests.support.tensors import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16]

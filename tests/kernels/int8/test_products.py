@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels import int8, reference
-from kernels.expert_types import RoutedExperts
 from kernels.int8.products import SLAB_ELEMENTS, quantise_rows
+from kernels.operands import RoutedExperts
 from tests.support.tensors import assert_close, int8_linear, needs_vnni, rounded
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kernels import cpu, reference
-from kernels.attention_types import AttentionRows
+from kernels.operands import AttentionRows
 from kernels.triton import decode_attention, prefill_attention
 from kernels.triton.attention_launch import DecodeSplits
 from kernels.triton.decode_attention import paged_decode_attention

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.expert_types import ExpertLayout, RoutedExperts
+from kernels.operands import ExpertLayout, RoutedExperts
 from kernels.triton import experts
 from kernels.triton.dense import pack
 from kernels.triton.experts import combine_experts, route_topk, sort_tokens_by_expert

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels import cpu, reference
-from kernels.attention_types import AttentionRows
+from kernels.operands import AttentionRows
 from kernels.triton import decode_attention, shared_prefix
 from kernels.triton.attention_launch import AttentionLaunch, DecodeSplits
 from kernels.triton.decode_attention import paged_decode_attention

@@ -1,15 +1,50 @@
-"""The rows that one attention call works on, and which of them begin with the same keys."""
+"""What operations take beside tensors: packed weights, the rows of an attention call, and tokens routed to experts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, Self, TypeVar, cast
 
 import torch
 
 Plan = TypeVar("Plan")
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A weight in the layout that one implementation's products read fastest; made by its `pack`, read by it alone."""
+
+    parts: tuple[torch.Tensor, ...]  # what they are is the implementation's business
+    shape: tuple[int, ...]  # of the weight it was made from: [N, K], or [E, N, K] for experts
+
+    @classmethod
+    def unchanged(cls, weight: torch.Tensor) -> Self:
+        """The tensor itself as the one part."""
+        return cls((weight,), tuple(weight.shape))
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor that `unchanged` was given. Raises ValueError if there are more parts than one."""
+        (tensor,) = self.parts
+        return tensor
+
+    @cached_property
+    def matrices(self) -> tuple[torch.Tensor, ...]:
+        """Each expert's matrix of a weight [E, N, K]: its part, or a view of the tensor that `unchanged` was given.
+
+        Made once: a view costs 3 us, and a layer of 128 experts may need 256. Raises ValueError where an expert has
+        more parts than one.
+        """
+        if len(self.parts) == self.shape[0] and self.parts[0].dim() == 2:
+            return self.parts
+        return self.tensor.unbind()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return sum(part.nbytes for part in self.parts)
 
 
 class PrefixGroup(NamedTuple):
@@ -71,3 +106,40 @@ class AttentionRows:
     @cached_property
     def _plans(self) -> dict[tuple[str | int, ...], object]:
         return {}
+
+
+class RoutedExperts(NamedTuple):
+    """The experts of each token and their weights."""
+
+    weights: torch.Tensor  # [num_tokens, top_k], float32
+    expert_ids: torch.Tensor  # [num_tokens, top_k], int64; ties go to the lower id
+
+
+class ExpertRun(NamedTuple):
+    """One expert's rows, which lie side by side in an `ExpertLayout`."""
+
+    expert: int
+    num_rows: int  # at least 1
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertLayout:
+    """The (token, choice) pairs of a layer ordered by expert.
+
+    Pair p stands for token `p // top_k` and its choice `p % top_k`.
+    """
+
+    pair_ids: torch.Tensor  # [num_tokens * top_k], int64: pairs ordered by expert, stable within one expert
+    expert_offsets: torch.Tensor  # [num_experts + 1], int64: expert e owns pair_ids[offsets[e]:offsets[e+1]]
+    top_k: int
+
+    @cached_property
+    def runs(self) -> tuple[ExpertRun, ...]:
+        """The experts that have rows, in order. Waits for the device."""
+        counts = enumerate(self.expert_offsets.diff().tolist())
+        return tuple(ExpertRun(expert, num_rows) for expert, num_rows in counts if num_rows)
+
+    @cached_property
+    def run_lens(self) -> list[int]:
+        """Number of rows of each run."""
+        return [run.num_rows for run in self.runs]
