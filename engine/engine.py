@@ -11,11 +11,11 @@ from itertools import count
 
 import torch
 
-from engine.batch_runner import BatchRunner, StepInFlight
 from engine.embedding import EmbeddingRequests
 from engine.errors import EngineFatal, InvalidRequest, NonFiniteLogits
+from engine.execution.model_runner import ModelRunner, StepInFlight
 from engine.generation import GenerationRequests
-from engine.model_interface import ModelRunner
+from engine.model_interface import ModelInterface
 from engine.out_of_memory import is_out_of_memory
 from engine.outputs import FinishedRequests, OutputProcessor
 from engine.parts import EngineParts
@@ -40,7 +40,7 @@ class Engine:
         settings = parts.effective.settings.engine
         self.effective: EffectiveSettings = parts.effective
         self.tokenizer: Tokenizer = parts.tokenizer
-        self.runner: ModelRunner = parts.runner
+        self.model_interface: ModelInterface = parts.model_interface
         self.eos_token_ids: frozenset[int] = parts.eos_token_ids
         self.vocab_size: int = parts.executor.model.config.vocab_size  # token ids are below it
         self._executor = parts.executor
@@ -52,9 +52,8 @@ class Engine:
         unknown_ids = torch.tensor(parts.tokenizer.unknown_ids(self.vocab_size), dtype=torch.int64)
         self._sampler = Sampler(parts.executor.model.ops, device, unknown_ids.to(device))
         outputs = OutputProcessor(parts.tokenizer, parts.eos_token_ids)
-        self._batches = BatchRunner(
-            parts.executor, parts.runner, parts.block_manager, outputs, self._sampler, make_device_stream(device)
-        )
+        stream, on_failure = make_device_stream(device), self.model_interface.mark_failed
+        self._runner = ModelRunner(parts.executor, on_failure, parts.block_manager, outputs, self._sampler, stream)
         self._runs_ahead = settings.async_scheduling
         self._in_flight: StepInFlight | None = None  # launched, not collected
         arrivals = count(1)
@@ -80,7 +79,7 @@ class Engine:
     @property
     def max_model_len(self) -> int:
         """Tokens one request may have, prompt and output together."""
-        return self.runner.kv_capacity()
+        return self.model_interface.kv_capacity()
 
     @property
     def generates(self) -> bool:
@@ -164,7 +163,7 @@ class Engine:
             num_preemptions=self._scheduler.num_preemptions,
             num_blocks=self._blocks.num_blocks,
             num_free_blocks=self._blocks.num_free_blocks,
-            prefix_cache=self.runner.cache_metrics_snapshot(),
+            prefix_cache=self.model_interface.cache_metrics_snapshot(),
             decode_graphs=self._executor.graph_stats,
         )
 
@@ -177,7 +176,7 @@ class Engine:
         self._generation.close()
         self._embeddings.close()
         self._in_flight = None  # nobody waits for it
-        self.runner.reset()
+        self.model_interface.reset()
 
     def _advance(self) -> None:
         self._step_size = (0, 0)
@@ -196,7 +195,7 @@ class Engine:
         self._num_steps += 1
         self._step_size = (len(batch.items), batch.num_tokens)
         try:
-            return self._batches.launch(batch, self._in_flight)
+            return self._runner.launch(batch, self._in_flight)
         except EngineFatal as failure:
             # The step before is computed already: whoever ended in it has its output. A device at fault is not asked:
             # each further call may hang.
@@ -209,7 +208,7 @@ class Engine:
         """Take what the step under way answers, if one is."""
         if self._in_flight is None:
             return
-        answers = self._batches.collect(self._in_flight)
+        answers = self._runner.collect(self._in_flight)
         self._in_flight = None
         outcomes = (*answers.tokens, *answers.vectors)
         self._scheduler.commit(item for item, _, answer in outcomes if not isinstance(answer, NonFiniteLogits))

@@ -59,7 +59,7 @@ class GenerationRequests:
         self._intake = RequestIntake(
             parts.block_manager,
             self._checkpoints,
-            max_model_len=parts.runner.kv_capacity(),
+            max_model_len=parts.model_interface.kv_capacity(),
             seed=settings.seed,
             arrivals=arrivals,
         )

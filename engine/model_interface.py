@@ -25,7 +25,7 @@ WARM_UP_ID = f"{RESERVED_PREFIX}_warm_up__"
 WARM_UP_TOKEN = 0  # a valid id in every vocabulary
 
 
-class ModelRunner:
+class ModelInterface:
     """The verbs of a loaded model: prepare, prefill, decode, decode_batch, unified_forward, release, reset.
 
     The engine schedules over the same executor and block manager; there is one KV store and nothing to migrate (E4).
@@ -300,7 +300,7 @@ def _sequence_id(cache_id: str) -> str:
 
 @dataclass(slots=True)
 class CacheEntry:
-    """A sequence held through the model interface. Written by ModelRunner alone."""
+    """A sequence held through the model interface. Written by ModelInterface alone."""
 
     chain: BlockHashChain
     token_ids: list[int] = field(default_factory=list)  # known; all in KV between calls

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from engine.checkpoint.embedding_config import EmbeddingConfig
 from engine.execution.forward import EncoderExecutor, StepExecutor
 from engine.kv_cache.block_manager import BlockManager
-from engine.model_interface import ModelRunner
+from engine.model_interface import ModelInterface
 from engine.text.tokenizer import Tokenizer
 from settings import EffectiveSettings
 
@@ -18,7 +18,7 @@ class EngineParts:
 
     effective: EffectiveSettings  # fully derived
     executor: StepExecutor
-    runner: ModelRunner
+    model_interface: ModelInterface
     block_manager: BlockManager
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int]

@@ -32,7 +32,7 @@ from engine.loading.kv_pool import (
     with_measured_pool,
 )
 from engine.loading.warm_up import log_memory_profile, measure_memory
-from engine.model_interface import ModelRunner
+from engine.model_interface import ModelInterface
 from engine.model_status import MemoryProfile
 from engine.models.decoder import DecoderModel
 from engine.models.load import load_decoder, load_encoder, stream_decoder
@@ -89,13 +89,13 @@ def load_decoder_parts(
     block_manager = BlockManager(
         executor.kv_cache.num_blocks, settings.kv_cache.block_size, prefix_caching=settings.prefix_cache.enabled
     )
-    runner = ModelRunner(executor, block_manager, settings, max_model_len, profile)
+    model_interface = ModelInterface(executor, block_manager, settings, max_model_len, profile)
     with naming_settings("the decode graphs and a first step", expected_step_bytes(config, settings), GRAPH_ADVICE):
-        runner.warm_up()
+        model_interface.warm_up()
     return EngineParts(
         effective=effective,
         executor=executor,
-        runner=runner,
+        model_interface=model_interface,
         block_manager=block_manager,
         tokenizer=Tokenizer.from_directory(path),
         eos_token_ids=read_eos_token_ids(path, config),

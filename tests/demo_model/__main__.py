@@ -192,7 +192,7 @@ class Training:
         groups = [{"params": matrices, "weight_decay": 0.05}, {"params": scales, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
         self._losses: dict[str, float] = {}  # of each task's last batch
-        self._batches = TrainingBatches(self.tokenizer, self.seed)
+        self._runner = TrainingBatches(self.tokenizer, self.seed)
         if self.state_path.exists():
             self._restore()
 
@@ -221,7 +221,7 @@ class Training:
             group["lr"] = self.learning_rate()
         first, *others = [task for task in self.tasks if self.step < EXERCISE_STEPS or not task.is_exercise]
         for task in (first, others[self.step % len(others)]):
-            batch = self._batches.batch(task, self.step)
+            batch = self._runner.batch(task, self.step)
             logits, router_logits = predict(self.model, batch)
             loss = torch.nn.functional.cross_entropy(logits, batch.targets)
             self._losses[task.name] = loss.item()

@@ -129,9 +129,9 @@ def test_a_frequency_penalty_ends_a_loop(engine: Engine) -> None:
 def test_logprobs_are_those_of_the_raw_logits(engine: Engine) -> None:
     (completion,) = _one(engine, temperature=0.0, logprobs=3, max_tokens=4, logit_bias={42: 100.0}).completions
     assert completion.logprobs is not None
-    logits = engine.runner.prefill("raw", PROMPT)
+    logits = engine.model_interface.prefill("raw", PROMPT)
     expected = torch.log_softmax(logits.logits, dim=-1)  # type: ignore[union-attr]  # a prompt this short fits
-    engine.runner.release("raw")
+    engine.model_interface.release("raw")
     first = completion.logprobs[0]
     assert first.token_id == 42
     assert first.logprob == pytest.approx(float(expected[42]), abs=1e-4)

@@ -135,7 +135,7 @@ def test_a_step_that_fails_is_fatal_and_shown(moe_checkpoint: Path, monkeypatch:
     monkeypatch.setattr(type(engine._executor), "execute", out_of_memory)
     with pytest.raises(EngineFatal, match="a step failed: RuntimeError: out of memory"):
         engine.step()
-    assert engine.runner.status().reason == "RuntimeError: out of memory"
+    assert engine.model_interface.status().reason == "RuntimeError: out of memory"
 
 
 def test_an_end_of_sequence_id_outside_the_vocabulary_is_refused_at_load(tmp_path: Path) -> None:

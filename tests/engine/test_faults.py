@@ -104,11 +104,11 @@ def test_a_fault_of_the_device_is_fatal_wherever_it_shows(
     engine = load_engine(tiny_model, ON)
     stream = RecordingStream()
     monkeypatch.setattr(stream, "copy_back", fail if where == "copy_back" else lambda _: fail)
-    monkeypatch.setattr(engine._batches, "_stream", stream)
+    monkeypatch.setattr(engine._runner, "_stream", stream)
     engine.add_request(greedy_request("a", PROMPT, 4))
     with pytest.raises(EngineFatal, match="illegal memory access"):
         run_all(engine, [])
-    assert "illegal memory access" in str(engine.runner.status())
+    assert "illegal memory access" in str(engine.model_interface.status())
 
 
 def test_a_device_at_fault_is_not_asked_for_the_step_before(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_a_device_at_fault_is_not_asked_for_the_step_before(tiny_model: Path, mo
 
     monkeypatch.setattr(engine, "_is_on_host", False)
     monkeypatch.setattr(StepExecutor, "execute", fail)
-    monkeypatch.setattr(engine._batches, "collect", hang)
+    monkeypatch.setattr(engine._runner, "collect", hang)
     with pytest.raises(EngineFatal, match="illegal memory access"):
         engine.step()
 

@@ -93,7 +93,7 @@ def test_a_step_that_fails_on_the_device_ends_the_engine(tmp_path: Path, error: 
 
     with mock.patch.object(StepExecutor, "execute", fail), pytest.raises(EngineFatal, match=said):
         engine.step()
-    assert engine.runner.status().state == "failed"
+    assert engine.model_interface.status().state == "failed"
 
 
 def test_weights_for_which_there_is_no_memory_are_named(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_bounded_number_of_positions_at_a_time(case: Case, monkeypatch: pytest
         return logprobs_of(rows, next_ids)
 
     monkeypatch.setattr(scorer, "_logprobs", observed)
-    monkeypatch.setattr(engine._batches, "_scorer", scorer)
+    monkeypatch.setattr(engine._runner, "_scorer", scorer)
     case.check(run_all(engine, case.requests()))
     assert max(sizes) == 5
     assert sum(sizes) == sum(len(prompt) - 1 for prompt in case.prompts)
@@ -159,7 +159,7 @@ def test_several_completions_of_one_prompt_have_it_scored_once(case: Case) -> No
     output = run_all(engine, [drawn])["s11"]
     case.check_one(output, 11)
     assert [len(completion.logprobs or ()) for completion in output.completions] == [4, 4, 4]
-    metrics = engine.runner.cache_metrics_snapshot()
+    metrics = engine.model_interface.cache_metrics_snapshot()
     assert metrics.saved_prefill_tokens == 2 * ((len(case.prompts[11]) - 1) // 16 * 16)
     scored = run_all(engine, [case.request(11, n=3)])["s11"]
     case.check_one(scored, 11)
@@ -273,7 +273,7 @@ def test_one_position_not_finite_fails_a_request_whose_last_is_good(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = case.engine()
-    scorer = engine._batches._scorer
+    scorer = engine._runner._scorer
     score = scorer.score
 
     def spoilt(prompts: Sequence[tuple[PromptLogprobs, int, torch.Tensor]]) -> PendingResult[list[bool]]:

@@ -39,7 +39,7 @@ class Watched:
         self.engine = load_engine(path, overrides)
         self.stream = RecordingStream()
         self._events = self.stream.events
-        patch.setattr(self.engine._batches, "_stream", self.stream)
+        patch.setattr(self.engine._runner, "_stream", self.stream)
         schedule, execute = self.engine._scheduler.schedule, self.engine._executor.execute
 
         def noted_schedule(**kwargs: bool) -> Any:
@@ -131,18 +131,18 @@ def test_launching_never_waits_and_each_step_is_copied_back_once(
     expected = run_all(load_engine(tiny_model, options), EVERYTHING)
     watched = Watched(tiny_model, monkeypatch, options | (ON if is_on else {}))
     engine, guard = watched.engine, NoHostReads()
-    launch = engine._batches.launch
+    launch = engine._runner.launch
 
     def guarded(*args: Any) -> Any:
         with guard:
             return launch(*args)
 
-    monkeypatch.setattr(engine._batches, "launch", guarded)
+    monkeypatch.setattr(engine._runner, "launch", guarded)
     monkeypatch.setattr(engine._sampler, "_ops", KernelOperations(engine._sampler._ops, guard))
     for name in ("forward", "logits"):
         monkeypatch.setattr(DecoderModel, name, guard.kernel(getattr(DecoderModel, name)))
     monkeypatch.setattr(ArrayStaging, "send", guard.kernel(ArrayStaging.send))
-    for user in (engine._sampler, engine._batches._scorer):  # the way of a GPU
+    for user in (engine._sampler, engine._runner._scorer):  # the way of a GPU
         monkeypatch.setattr(user._staging, "_buffers", StagingBuffer.pair(torch.device("cpu")))
     found = run_all(engine, EVERYTHING)
     assert {name: _read(output) for name, output in found.items()} == {n: _read(o) for n, o in expected.items()}

@@ -94,15 +94,15 @@ def by_default_on(*variants: str) -> pytest.MarkDecorator:
 
 
 def test_logits_of_prefill_and_of_every_decode_are_transformers(case: Case) -> None:
-    runner = case.engine().runner
+    interface = case.engine().model_interface
     for index in range(len(PROMPT_LENGTHS)):
         name, prompt, expected = f"p{index}", case.prompts[index], case.expected[index]
-        result = runner.prefill(name, prompt)
+        result = interface.prefill(name, prompt)
         for step, token_id in enumerate(expected.token_ids):
             assert isinstance(result, LogitsResult)
             torch.testing.assert_close(result.logits, expected.logits[step], atol=LOGITS_TOLERANCE, rtol=0)
-            result = runner.decode(name, token_id, len(prompt) + step)
-        runner.release(name)
+            result = interface.decode(name, token_id, len(prompt) + step)
+        interface.release(name)
 
 
 @by_default_on("qwen3-gqa7-untied", "llama-tied-sharded", "moe-top1")

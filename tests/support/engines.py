@@ -22,7 +22,7 @@ from engine.execution.profile import PassTrace
 from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.tensors import KVCacheTensors
 from engine.loading import load
-from engine.model_interface import ErrorResult, ItemResult, LogitsResult, ModelRunner
+from engine.model_interface import ErrorResult, ItemResult, LogitsResult, ModelInterface
 from engine.models.decoder import DecoderModel
 from engine.request import AnyRequest, FinishReason, Request, RequestOutput, TokenCheckpoint
 from engine.sampling_params import SamplingParams
@@ -94,9 +94,9 @@ def tokens_of(output: RequestOutput) -> list[int]:
     return list(completion.token_ids)
 
 
-def make_runner(checkpoint: Path, **overrides: str) -> ModelRunner:
-    """A runner with 399 usable blocks; overrides are engine settings, `__` for the dots in their names."""
-    return load_engine(checkpoint, {f"engine.{k.replace('__', '.')}": v for k, v in overrides.items()}).runner
+def make_model_interface(checkpoint: Path, **overrides: str) -> ModelInterface:
+    """A model interface with 399 usable blocks; overrides are engine settings, `__` for the dots in their names."""
+    return load_engine(checkpoint, {f"engine.{k.replace('__', '.')}": v for k, v in overrides.items()}).model_interface
 
 
 def logits_of(result: ItemResult | None) -> torch.Tensor:

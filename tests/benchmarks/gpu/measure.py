@@ -179,7 +179,7 @@ class DecodeCells:
         return int(torch.cuda.memory_stats(self._device)["allocation.all.allocated"])
 
     def _replays(self) -> int | None:
-        graphs = self._engine.runner.status().decode_graphs
+        graphs = self._engine.model_interface.status().decode_graphs
         return None if graphs is None else graphs.num_replays
 
     def _synchronize(self) -> None:
@@ -290,7 +290,7 @@ class EngineLoad:
     @classmethod
     def of(cls, engine: Engine, seconds: float) -> EngineLoad:
         """Read the figures of an engine that took `seconds` to load."""
-        status = engine.runner.status()
+        status = engine.model_interface.status()
         graphs = status.decode_graphs
         return cls(
             seconds=seconds,

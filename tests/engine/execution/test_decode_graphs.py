@@ -49,12 +49,12 @@ class Pair:
         for name in names:
             prompt = [self._rng.randrange(256) for _ in range(PROMPT_LENS[name])]
             for engine in (self.static, self.eager):
-                engine.runner.prefill(name, prompt)
+                engine.model_interface.prefill(name, prompt)
             self._lens[name] = len(prompt)
 
     def decode(self, *names: str) -> None:
         items = [DecodeItem(name, self._rng.randrange(256), self._lens[name]) for name in names]
-        static, eager = (e.runner.decode_batch(items, full_logits=True) for e in (self.static, self.eager))
+        static, eager = (e.model_interface.decode_batch(items, full_logits=True) for e in (self.static, self.eager))
         is_padded = len(names) not in (1, 2, 4, 8)
         for found, expected in zip(map(logits_of, static), map(logits_of, eager), strict=True):
             if not is_padded:
@@ -78,7 +78,7 @@ class Pair:
     def release(self, *names: str) -> None:
         for name in names:
             for engine in (self.static, self.eager):
-                engine.runner.release(name)
+                engine.model_interface.release(name)
 
 
 @pytest.fixture(scope="module", params=get_args(Family))
@@ -92,7 +92,7 @@ def _caches(engine: Engine) -> list[torch.Tensor]:
 
 
 def _stats(engine: Engine) -> DecodeGraphStats:
-    stats = engine.runner.status().decode_graphs
+    stats = engine.model_interface.status().decode_graphs
     assert stats is not None
     return stats
 
@@ -124,9 +124,9 @@ def test_padding_writes_to_the_first_slot_of_the_null_block_alone(moe_checkpoint
     caches = _caches(engine)
     for cache in caches:
         cache.fill_(7.0)
-    engine.runner.prefill("a", [1, 2, 3])
+    engine.model_interface.prefill("a", [1, 2, 3])
     before = [cache.clone() for cache in caches]
-    engine.runner.decode_batch([DecodeItem("a", 4, 3)])
+    engine.model_interface.decode_batch([DecodeItem("a", 4, 3)])
     for cache, copy in zip(caches, before, strict=True):
         changed = (cache != copy).flatten(2).any(2).nonzero().tolist()
         block = next(place[0] for place in changed if place[0])
@@ -136,10 +136,10 @@ def test_padding_writes_to_the_first_slot_of_the_null_block_alone(moe_checkpoint
 def test_sizes_are_captured_once_largest_first_bound_by_the_longest_row(moe_checkpoint: Path) -> None:
     backend = StaticRunner()
     engine = load_static_engine(moe_checkpoint, backend, {"engine.max_model_len": "50"}, batch_sizes=(4, 1, 8, 2))
-    engine.runner.prepare("a", 10)  # warms up again
+    engine.model_interface.prepare("a", 10)  # warms up again
     assert backend.captures == [(50,) * 8, (50,) * 4, (50,) * 2, (50,)]
     assert _stats(engine).captured_sizes == (1, 2, 4, 8)
-    assert engine.runner.capabilities().cuda_graphs
+    assert engine.model_interface.capabilities().cuda_graphs
 
 
 def test_a_size_not_captured_runs_in_a_larger_graph_or_eagerly(
@@ -182,20 +182,20 @@ def test_graphs_live_as_long_as_the_model_whatever_is_released(moe_checkpoint: P
     graphs = [weakref.ref(run) for run in backend.runs]
     backend.runs.clear()
     run_all(engine, [greedy_request("a", [1, 2], 3)])
-    engine.runner.prefill("b", [1, 2])
-    engine.runner.release("b")
-    engine.runner.prefill("c", [1, 2])
-    engine.runner.reset()
+    engine.model_interface.prefill("b", [1, 2])
+    engine.model_interface.release("b")
+    engine.model_interface.prefill("c", [1, 2])
+    engine.model_interface.reset()
     engine.close()
     gc.collect()
     assert all(graph() is not None for graph in graphs)
 
 
 def test_logits_that_were_handed_out_are_not_written_by_a_later_step(moe_checkpoint: Path) -> None:
-    runner = load_static_engine(moe_checkpoint, StaticRunner(), {"engine.decode.batched": "off"}).runner
-    expected = load_engine(moe_checkpoint, {"engine.decode.batched": "off"}).runner
+    interface = load_static_engine(moe_checkpoint, StaticRunner(), {"engine.decode.batched": "off"}).model_interface
+    expected = load_engine(moe_checkpoint, {"engine.decode.batched": "off"}).model_interface
     results = []
-    for one in (runner, expected):
+    for one in (interface, expected):
         for name in ("a", "b"):
             one.prefill(name, [ord(name), 2])
         items = [DecodeItem("a", 3, 2), DecodeItem("b", 9, 2)]
@@ -259,7 +259,7 @@ def test_on_a_gpu_replayed_graphs_give_the_tokens_of_eager_steps(checkpoint: Pat
     def run(enabled: str) -> tuple[dict[str, list[int]], DecodeGraphStats | None]:
         options = {"engine.device": "cuda", "engine.cuda_graphs.enabled": enabled, "engine.max_num_seqs": "12"}
         engine = load_engine(checkpoint, options)
-        return _tokens(engine, _workload(7)), engine.runner.status().decode_graphs
+        return _tokens(engine, _workload(7)), engine.model_interface.status().decode_graphs
 
     found, stats = run("on")
     assert (found, None) == run("off")

@@ -194,5 +194,5 @@ def test_the_sizes_are_those_set_or_the_usual_ones_and_off_means_none(
 def test_on_a_cpu_none_are_made(moe_checkpoint: Path) -> None:
     engine = load_engine(moe_checkpoint)
     assert engine.settings.engine.cuda_graphs.enabled is False
-    assert engine.runner.status().decode_graphs is None
-    assert not engine.runner.capabilities().cuda_graphs
+    assert engine.model_interface.status().decode_graphs is None
+    assert not engine.model_interface.capabilities().cuda_graphs

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from engine.execution.profile import PassTrace
 from engine.model_interface import DecodeItem
-from tests.support.engines import greedy_request, load_engine, make_runner, run_all
+from tests.support.engines import greedy_request, load_engine, make_model_interface, run_all
 
 STAGES = ["embedding", "layer 0", "layer 1", "logits"]
 CPU = torch.device("cpu")
@@ -152,9 +152,9 @@ def test_a_trace_tells_a_prompts_last_chunk_from_those_before_it(moe_checkpoint:
 
 
 def test_a_trace_shows_the_chunks_of_a_prefill_through_the_runner(moe_checkpoint: Path) -> None:
-    runner = make_runner(moe_checkpoint, trace_steps="true", max_num_batched_tokens="16", max_num_seqs="8")
+    interface = make_model_interface(moe_checkpoint, trace_steps="true", max_num_batched_tokens="16", max_num_seqs="8")
     with capture_logs() as logs:
-        runner.prefill("a", list(range(40)))
+        interface.prefill("a", list(range(40)))
     assert [event["finals"] for event in logs] == [[False], [False], [True]]
 
 
@@ -195,13 +195,13 @@ def test_a_profile_runs_every_so_many_steps(moe_checkpoint: Path) -> None:
 
 
 def test_decode_runs_together_from_the_threshold_on(moe_checkpoint: Path) -> None:
-    runner = make_runner(moe_checkpoint, decode__batch_threshold="3")
+    interface = make_model_interface(moe_checkpoint, decode__batch_threshold="3")
     passes = []
     for count in (2, 3):
         names = [f"{count}-{i}" for i in range(count)]
         for name in names:
-            runner.prefill(name, [1, 2, 3])
-        before = runner.status().num_forward_passes
-        runner.decode_batch([DecodeItem(name, 5, 3) for name in names])
-        passes.append(runner.status().num_forward_passes - before)
+            interface.prefill(name, [1, 2, 3])
+        before = interface.status().num_forward_passes
+        interface.decode_batch([DecodeItem(name, 5, 3) for name in names])
+        passes.append(interface.status().num_forward_passes - before)
     assert passes == [2, 1]

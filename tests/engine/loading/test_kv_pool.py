@@ -120,9 +120,9 @@ def test_a_steps_memory_is_estimated_within_a_factor_of_two(tmp_path: Path, seqs
     sizes = {"engine.max_num_seqs": str(seqs), "engine.max_num_batched_tokens": str(tokens)}
     with simulated_device(1 << 32):
         engine = load_engine(tmp_path, sizes | {"engine.max_model_len": "720"})
-    profile = engine.runner.status().memory_profile
+    profile = engine.model_interface.status().memory_profile
     assert profile is not None
-    config = engine.runner._executor.model.config
+    config = engine.model_interface._executor.model.config
     assert 0.5 < expected_step_bytes(config, engine.settings.engine) / profile.activations_bytes < 2
 
 

@@ -53,7 +53,7 @@ def load(model: Path, **overrides: str) -> Engine:
 
 
 def profile_of(engine: Engine) -> MemoryProfile:
-    profile = engine.runner.status().memory_profile
+    profile = engine.model_interface.status().memory_profile
     assert profile is not None
     return profile
 
@@ -67,13 +67,13 @@ def heavy_requests(count: int) -> list[Request]:
 
 
 def test_a_machine_without_a_gpu_has_no_profile(model: Path) -> None:
-    assert load_engine(model).runner.status().memory_profile is None
+    assert load_engine(model).model_interface.status().memory_profile is None
 
 
 def test_the_pool_is_what_weights_and_a_step_leave_of_usable_memory(model: Path) -> None:
     with simulated_device(TOTAL, held_bytes=6 * MIB):
         engine = load(model)
-    profile, status = profile_of(engine), engine.runner.status()
+    profile, status = profile_of(engine), engine.model_interface.status()
     assert (profile.total_bytes, profile.usable_bytes) == (TOTAL, int(TOTAL * 0.9))
     assert profile.weights_bytes == status.weights_bytes
     assert profile.weights_bytes + profile.other_bytes == 6 * MIB
@@ -120,7 +120,7 @@ def test_what_other_processes_hold_is_not_ours(model: Path) -> None:
         alone = load(model).stats().num_blocks
     with simulated_device(TOTAL, held_bytes=9 * MIB):
         crowded = load(model)
-    status = crowded.runner.status()
+    status = crowded.model_interface.status()
     assert alone - status.num_blocks == pytest.approx(3 * MIB / (status.kv_bytes / status.num_blocks), abs=1)
 
 

@@ -97,7 +97,7 @@ def test_after_the_warm_up_nothing_is_compiled(
             engine, [greedy_request("greedy", range(5, 13), 2), Request("drawn", (7, 8), SamplingParams(2, top_k=5))]
         )
         assert compiled == []
-    profile = engine.runner.status().memory_profile
+    profile = engine.model_interface.status().memory_profile
     assert profile is not None
     assert is_gpu or profile.activations_bytes > 0  # on a GPU 0 where an earlier test's memory was still reserved
     assert profile.kv_bytes > 0

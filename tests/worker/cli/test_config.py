@@ -94,8 +94,8 @@ def test_config_prints_what_the_engine_holds(tiny_model: Path) -> None:
     assert json.loads(shown.stdout) == held
     assert held["engine.kv_cache.num_blocks"]["value"] == engine.stats().num_blocks
     assert held["engine.max_num_seqs"] == {"value": 3, "source": "command line"}
-    assert held["engine.prefix_cache.enabled"]["value"] is engine.runner.capabilities().prefix_cache is False
-    assert held["engine.device"]["value"] == engine.runner.capabilities().device
+    assert held["engine.prefix_cache.enabled"]["value"] is engine.model_interface.capabilities().prefix_cache is False
+    assert held["engine.device"]["value"] == engine.model_interface.capabilities().device
 
 
 @pytest.mark.parametrize(

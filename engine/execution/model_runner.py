@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -15,7 +15,6 @@ from engine.errors import EngineError, NonFiniteLogits
 from engine.execution.batch import ForwardItem, pending_token
 from engine.execution.forward import StepExecutor
 from engine.kv_cache.block_manager import BlockManager
-from engine.model_interface import ModelRunner
 from engine.out_of_memory import step_failure
 from engine.outputs import OutputProcessor
 from engine.prompt_logprobs import PromptScorer
@@ -35,7 +34,7 @@ TokenAnswer = tuple[ScheduledItem, RequestState, SampledToken | FinishReason | E
 VectorAnswer = tuple[ScheduledItem, EmbeddingState, "array[float] | EngineError | None"]  # see `pool`
 
 
-class BatchRunner:
+class ModelRunner:
     """Forward pass, scoring of prompts, pooling and sampling of a step, and the look at whether its KV is good.
 
     A chunk's last token sees all of its others, so its values tell whether the chunk's KV is good: without that look,
@@ -48,14 +47,15 @@ class BatchRunner:
     def __init__(
         self,
         executor: StepExecutor,
-        runner: ModelRunner,
+        on_failure: Callable[[str], None],
         blocks: BlockManager,
         outputs: OutputProcessor,
         sampler: Sampler,
         stream: DeviceStream,
     ) -> None:
+        """on_failure: is told why a step failed."""
         self._executor = executor
-        self._runner = runner  # is told when a step fails
+        self._on_failure = on_failure
         self._blocks = blocks
         self._outputs = outputs
         self._sampler = sampler
@@ -106,7 +106,7 @@ class BatchRunner:
         try:
             yield
         except Exception as error:  # a seam: whatever a step raised, its KV is nobody's to vouch for
-            self._runner.mark_failed(f"{type(error).__name__}: {error}")
+            self._on_failure(f"{type(error).__name__}: {error}")
             raise step_failure(error, self._executor.model.device) from error
 
     def _forward_items(
