@@ -43,7 +43,7 @@ _QUEUE_KEYS = (
     "_kombu.binding.millrace",
     "_kombu.binding_permanent.millrace",
 )  # the lanes end in \x06\x16 and a step
-# A job's keys; units to look at, queued shards, admission, the list of jobs, dead units, producers' own keys for jobs.
+# A job's keys; units to look at, queued shards, counters, the list of jobs, dead units, producers' own keys for jobs.
 _JOB_KEYS = tuple(
     f"millrace:{{*}}:{part}" for part in ("j:*", "open", "queued*", "adm*", "jobs", "dead", "idem:*", "w:*")
 )

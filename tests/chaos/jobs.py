@@ -145,8 +145,8 @@ def _never() -> bool:
     return False
 
 
-def check_admission(bare: redis.Redis) -> None:
-    """The admission counters, of all and of each tenant, are the open work."""
+def check_counters(bare: redis.Redis) -> None:
+    """The counters, of all and of each tenant, are the open work."""
     counters, work = json.loads(cast(bytes, bare.eval(_OPEN_WORK, 0, Keys().prefix)))
     nothing = [0, 0, 0]
     for name in {*counters, *work}:
@@ -185,9 +185,9 @@ def check_nothing_is_left(bare: redis.Redis) -> None:
     wait_until(lambda: not bare.exists("unacked", "unacked_index"), timeout_s=DRAIN_TIMEOUT_S)
     assert bare.zcard(keys.open) == 0
     assert not list(bare.scan_iter(f"{keys.queued}*"))
-    check_admission(bare)
-    counters: dict[bytes, Any] = cast("dict[bytes, Any]", bare.hgetall(keys.admission))
+    check_counters(bare)
+    counters: dict[bytes, Any] = cast("dict[bytes, Any]", bare.hgetall(keys.counters))
     assert [int(counters.get(name, 0)) for name in (b"prompts", b"bytes", b"jobs")] == [0, 0, 0]
-    assert not list(bare.scan_iter(f"{keys.admission}:t:*"))
+    assert not list(bare.scan_iter(f"{keys.counters}:t:*"))
     for key in [*bare.scan_iter(f"{keys.prefix}j:*"), *bare.scan_iter(f"{keys.prefix}idem:*")]:
         assert bare.ttl(key) > 0, f"{key!r} is kept for ever"

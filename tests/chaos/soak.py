@@ -24,7 +24,7 @@ import redis
 from engine.errors import EngineFatal
 from tests.chaos.faults import drop_connections, duplicate_message, junk_frame, steal_message
 from tests.chaos.fleet import Fleet, FleetWorker, running_fleet
-from tests.chaos.jobs import Record, check_admission, check_nothing_is_left, content, contents, impatient_client, insist
+from tests.chaos.jobs import Record, check_counters, check_nothing_is_left, content, contents, impatient_client, insist
 from tests.chaos.real_engines import POOL_IS_WHOLE
 from tests.chaos.worker_program import WorkerOptions
 from tests.support.engines import CHECKPOINT, GOAL, ticket_lines
@@ -254,7 +254,7 @@ def _disturb(
         while time.monotonic() < until_s:
             faults.inject()
             time.sleep(chance.uniform(*PAUSES_S))
-            insist(lambda: check_admission(bare))
+            insist(lambda: check_counters(bare))
     submitter.join()
     return job_ids
 

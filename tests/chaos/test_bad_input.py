@@ -11,7 +11,7 @@ from celery import Celery
 from tests.chaos.faults import DEATHS_OF_PLANS
 from tests.chaos.fleet import Fleet, running_fleet
 from tests.chaos.jobs import (
-    check_admission,
+    check_counters,
     check_invariants,
     check_nothing_is_left,
     check_records,
@@ -75,7 +75,7 @@ def test_a_bad_file_is_refused_once_although_its_planner_is_killed(
         fleet.wait_up(client)
         job_id = client.submit([*prompts(300), b"{"], strict=True)
         wait_until(lambda: worker.num_lives == 2)
-        check_admission(bare)
+        check_counters(bare)
         job = client.wait(job_id, 45.0)
         assert (job.status, job.request_counts.total) == (JobState.FAILED, 0)
         assert [(error.code, error.line) for error in job.errors] == [("invalid_json_line", 301)]

@@ -11,7 +11,7 @@ from pydantic import SecretStr
 
 from settings import LimitSettings, RedisSettings
 from tests.chaos.fleet import Fleet, running_fleet
-from tests.chaos.jobs import check_admission, check_nothing_is_left, check_records, contents, prompts, undisturbed
+from tests.chaos.jobs import check_counters, check_nothing_is_left, check_records, contents, prompts, undisturbed
 from tests.chaos.worker_program import WorkerOptions
 from tests.support.processes import wait_until
 from worker.client import BatchClient
@@ -102,7 +102,7 @@ def test_a_full_queue_refuses_with_a_wait_and_keeps_its_memory_flat(bare: redis.
     with BatchClient(redis_url, limits=limits) as client:
         for number in range(2):
             client.submit(prompts(500, of=f"job {number}"))
-        check_admission(bare)
+        check_counters(bare)
         before = _used_bytes(bare)
         for _ in range(100):
             with pytest.raises(QueueFull) as refused:
@@ -110,7 +110,7 @@ def test_a_full_queue_refuses_with_a_wait_and_keeps_its_memory_flat(bare: redis.
             assert (refused.value.resource, refused.value.used, refused.value.limit) == ("prompts", 1000, 1000)
             assert 0 < refused.value.retry_after_s <= 3600
         assert _used_bytes(bare) - before < MB  # 100 jobs of 150 kB were refused
-        check_admission(bare)
+        check_counters(bare)
 
 
 def test_a_job_that_is_too_large_is_refused_by_type_and_leaves_nothing(bare: redis.Redis, redis_url: str) -> None:

@@ -12,7 +12,7 @@ from tests.chaos.faults import DEATHS
 from tests.chaos.fleet import running_fleet
 from tests.chaos.jobs import (
     Record,
-    check_admission,
+    check_counters,
     check_invariants,
     check_nothing_is_left,
     check_records,
@@ -54,7 +54,7 @@ def test_what_a_worker_held_when_it_was_killed_is_done_by_its_successor(
             wait_until(lambda: bare.hlen("unacked") > 0)
             worker.terminate()
         wait_until(lambda: worker.num_lives == 2)
-        check_admission(bare)
+        check_counters(bare)
         wait_all(client, jobs)
         check_invariants(client, bare, jobs)
         assert worker.exit_codes == [-9]

@@ -11,7 +11,7 @@ import redis
 from tests.chaos.faults import drop_connections, flush_scripts
 from tests.chaos.fleet import running_fleet
 from tests.chaos.jobs import (
-    check_admission,
+    check_counters,
     check_invariants,
     impatient_client,
     insist,
@@ -88,7 +88,7 @@ def test_without_one_lost_jobs_are_not_found_and_may_be_submitted_again(
             insist(lambda: client.status(lost))
         wait_until(lambda: [worker.held for worker in insist(client.workers)] == [0])  # it saw that its units are gone
         assert not list(bare.scan_iter(f"{Keys().prefix}j:*"))
-        check_admission(bare)
+        check_counters(bare)
         job_id = _submit_again(client, lines)
         assert job_id != lost
         jobs = {job_id: undisturbed(lines)}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from tests.chaos.jobs import Record, check_admission, check_records, contents
+from tests.chaos.jobs import Record, check_counters, check_records, contents
 from tests.chaos.real_engines import read_count
 from tests.support.processes import WarmProcess, wait_until, warm_interpreter
 from tests.support.request_lines import read_records
@@ -119,9 +119,9 @@ def _finish(client: BatchClient, bare: redis.Redis, start: Start, load: Load, jo
     assert usage.output_tokens == load.total
     second.terminate()
     assert second.wait(STOP_TIMEOUT_S) == 0
-    check_admission(bare)
+    check_counters(bare)
     assert bare.zcard(Keys().open) == 0
-    assert not bare.exists(Keys().checkpoints(job_id), Keys().lines(job_id))
+    assert not bare.exists(Keys().resume_states(job_id), Keys().lines(job_id))
     assert usage.resumed_tokens == load.total - read_count(count)  # no prompt had its record yet
     return read_count(count)
 

@@ -111,7 +111,7 @@ def bury(channel: Untyped, frame: object) -> None:
     keys = Keys()
     try:
         with channel.conn_or_acquire() as client:
-            client.hincrby(keys.admission, "frames", 1)
+            client.hincrby(keys.counters, "frames", 1)
             client.lpush(keys.dead_frames, data[:MAX_FRAME_BYTES])
             client.ltrim(keys.dead_frames, 0, MAX_FRAMES - 1)
     except (redis.RedisError, OSError) as error:

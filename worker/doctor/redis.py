@@ -186,7 +186,7 @@ def _clock(offset_s: float) -> Finding:
 
 def worker_findings(client: redis.Redis, keys: Keys) -> Iterator[Finding]:
     """Workers with a heartbeat, their versions, and jobs that wait for one. Raises redis.RedisError."""
-    waiting = int(text_fields(client.hgetall(keys.admission)).get("jobs", "0"))
+    waiting = int(text_fields(client.hgetall(keys.counters)).get("jobs", "0"))
     try:
         workers = perform(client, JobQueries(keys).workers())
     except ValidationError:  # a heartbeat with fields that this version does not know, or without those it does

@@ -84,7 +84,7 @@ def permissions(client: redis.Redis, *, for_worker: bool) -> Finding:
     """
     keys = Keys()
     calls: list[tuple[str | int, ...]] = [
-        ("HGETALL", keys.admission),
+        ("HGETALL", keys.counters),
         ("ZRANGE", keys.jobs, 0, 0),
         ("LLEN", QUEUE),
         ("SCRIPT", "EXISTS", "0" * 40),

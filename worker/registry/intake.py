@@ -29,7 +29,7 @@ class JobIntake:
         *,
         redis_settings: RedisSettings,
         limits: LimitSettings,
-        admission: AdmissionLimits,
+        quotas: Quotas,
         grace_s: float,
     ) -> None:
         self._client = client
@@ -37,7 +37,7 @@ class JobIntake:
         self._scripts = ScriptSet(client)
         self._redis_settings = redis_settings
         self._limits = limits
-        self._admission = admission
+        self._quotas = quotas
         self._grace_s = grace_s  # before a job whose plan message got lost is announced again
 
     def find(self, tenant: str, idempotency_key: str) -> str | None:
@@ -68,8 +68,8 @@ class JobIntake:
         if num_lines < 1:
             raise EmptyJob
         keys = [self._keys.job(job_id), self._keys.lines(job_id)]
-        keys += [self._keys.unit(UnitRef.plan(job_id)), self._keys.open, self._keys.admission]
-        keys += [self._keys.tenant_admission(options.tenant), self._keys.jobs]
+        keys += [self._keys.unit(UnitRef.plan(job_id)), self._keys.open, self._keys.counters]
+        keys += [self._keys.tenant_counters(options.tenant), self._keys.jobs]
         if options.idempotency_key is not None:
             keys.append(self._keys.idempotency(options.tenant, options.idempotency_key))
         reply = self._scripts.run("submit", keys, [json.dumps(self._arguments(job_id, num_lines, options))])
@@ -107,7 +107,7 @@ class JobIntake:
             "retain_ms": round(self._redis_settings.result_ttl_s * 1000),
             "max_prompts": self._limits.max_prompts_per_job,
             "max_bytes": self._limits.max_job_bytes,
-            "limits": list(self._admission.for_script()),
+            "limits": list(self._quotas.for_script()),
         }
 
 
@@ -136,7 +136,7 @@ def _retry_after_s(excess: int, used: int, open_prompts: int, rate_per_s: float)
 
 
 @dataclass(frozen=True, slots=True)
-class AdmissionLimits:
+class Quotas:
     """How much may be outstanding, for all and for each tenant. None: no limit."""
 
     max_prompts: int | None = None

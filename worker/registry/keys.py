@@ -95,13 +95,13 @@ class Keys:
         return f"{self.prefix}open"
 
     @property
-    def admission(self) -> str:
+    def counters(self) -> str:
         """Outstanding work; a tenant's is at `adm:t:<tenant>`."""
         return f"{self.prefix}adm"
 
-    def tenant_admission(self, tenant: str) -> str:
+    def tenant_counters(self, tenant: str) -> str:
         """Outstanding work of one tenant."""
-        return f"{self.admission}:t:{tenant}"
+        return f"{self.counters}:t:{tenant}"
 
     @property
     def queued(self) -> str:
@@ -149,7 +149,7 @@ class Keys:
         """The order of the job's records."""
         return self._of_job(job_id, "ord")
 
-    def checkpoints(self, job_id: str) -> str:
+    def resume_states(self, job_id: str) -> str:
         """How far the job's unfinished prompts have come."""
         return self._of_job(job_id, "ckpt")
 
@@ -169,9 +169,9 @@ class Keys:
             self.unit(ref),
             self.unit(UnitRef.plan(ref.job_id)),
             self.open,
-            self.admission,
+            self.counters,
             self.dead,
-            self.checkpoints(ref.job_id),
+            self.resume_states(ref.job_id),
             self.queued,
         ]
 

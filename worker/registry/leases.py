@@ -48,7 +48,7 @@ class PromptRecord:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    resumed_tokens: int = 0  # of output_tokens: taken over from a checkpoint, not generated again
+    resumed_tokens: int = 0  # of output_tokens: taken over from a resume state, not generated again
     reasoning_tokens: int = 0  # of output_tokens: thinking before the answer
 
     @property
@@ -58,16 +58,16 @@ class PromptRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptCheckpoint:
+class PromptResumeState:
     """How far an unfinished prompt has come; it replaces an earlier one, and the prompt's record replaces it."""
 
     index: int
-    checkpoint: str  # JSON, ASCII
+    state: str  # JSON, ASCII
 
     @property
     def num_bytes(self) -> int:
         """Its size in Redis."""
-        return len(self.checkpoint)
+        return len(self.state)
 
 
 class UnitLeases:
@@ -115,11 +115,11 @@ class UnitLeases:
         reply = self._scripts.run("put", self._keys.of_unit_scripts(claim.ref), arguments)
         return PutStatus(text(reply[0])), RunMode(text(reply[1]) or RunMode.RUN)
 
-    def checkpoint(self, claim: Claim, checkpoints: Sequence[PromptCheckpoint]) -> bool:
+    def put_resume_states(self, claim: Claim, states: Sequence[PromptResumeState]) -> bool:
         """Keep how far prompts have come, but for those that have their record. False if the unit is not ours."""
         arguments: list[Argument] = [claim.ref.job_id, claim.ref.unit, claim.token]
-        for item in checkpoints:
-            arguments += [item.index, item.checkpoint]
+        for item in states:
+            arguments += [item.index, item.state]
         return bool(self._scripts.run("checkpoint", self._keys.of_unit_scripts(claim.ref), arguments))
 
     def renew(self, claims: Sequence[Claim]) -> list[tuple[bool, RunMode, float | None]]:
@@ -192,14 +192,14 @@ class UnitLeases:
         """Request lines by index; None for one that is not there."""
         return raw_values(self._client.hmget(self._keys.lines(job_id), [str(index) for index in indices]))
 
-    def lines_and_checkpoints(self, job_id: str, indices: Sequence[int]) -> list[tuple[bytes | None, bytes | None]]:
-        """Request lines by index, each with its prompt's checkpoint; None for one that is not there."""
+    def lines_and_resume_states(self, job_id: str, indices: Sequence[int]) -> list[tuple[bytes | None, bytes | None]]:
+        """Request lines by index, each with its prompt's resume state; None for one that is not there."""
         fields = [str(index) for index in indices]
         with self._client.pipeline(transaction=False) as pipeline:
             pipeline.hmget(self._keys.lines(job_id), fields)
-            pipeline.hmget(self._keys.checkpoints(job_id), fields)
-            lines, checkpoints = pipeline.execute()
-        return list(zip(raw_values(lines), raw_values(checkpoints), strict=True))
+            pipeline.hmget(self._keys.resume_states(job_id), fields)
+            lines, states = pipeline.execute()
+        return list(zip(raw_values(lines), raw_values(states), strict=True))
 
 
 def _claim(ref: UnitRef, reply: RedisReply) -> Claim:

@@ -153,7 +153,7 @@ class QueueFigures:
 
     def read(self) -> QueueReading:
         """The queue at this moment."""
-        keys = [self._keys.open, self._keys.queued, self._keys.admission, self._keys.dead]
+        keys = [self._keys.open, self._keys.queued, self._keys.counters, self._keys.dead]
         reply = perform(self._client, self._script(keys, [self._keys.prefix, self._max_tenants, MAX_SHARDS]))
         num_units, overdue_ms, num_dead, num_tenants, counters, rows, num_others = reply
         jobs, prompts, num_bytes, sub_jobs, sub_prompts, total, frames, done, failed, cancelled, expired = [

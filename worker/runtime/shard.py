@@ -17,7 +17,7 @@ from worker.lines.errors import LineError
 from worker.lines.parse import parse_request_line
 from worker.lines.request_line import PrefixKey, RequestLine, prefix_sort_key
 from worker.records.record import encode_record, has_failed
-from worker.registry.leases import Claim, PromptCheckpoint, PromptRecord, UnitLeases
+from worker.registry.leases import Claim, PromptRecord, PromptResumeState, UnitLeases
 from worker.registry.lifecycle import Outcome, StopReason
 from worker.requests.served_model import ServedModel
 from worker.runtime.engine_thread import EngineThread
@@ -145,7 +145,7 @@ class ShardRun:
         """Offer the next lines; False if Redis could not be had."""
         indices = [self._unread.popleft() for _ in range(min(READ_AHEAD, len(self._unread)))]
         try:
-            found = self._leases.lines_and_checkpoints(self._claim.ref.job_id, indices)
+            found = self._leases.lines_and_resume_states(self._claim.ref.job_id, indices)
         except redis.RedisError as error:
             # What is in the engine goes on meanwhile.
             logger.warning("could not read lines, trying again: %s", error)
@@ -213,7 +213,7 @@ class ShardRun:
         for checkpoint in self._encoded(checkpoints):
             self._writer.offer(self._held, checkpoint)
 
-    def _encoded(self, checkpoints: Mapping[str, TokenCheckpoint]) -> Iterator[PromptCheckpoint]:
+    def _encoded(self, checkpoints: Mapping[str, TokenCheckpoint]) -> Iterator[PromptResumeState]:
         """How far prompts have come that have not ended meanwhile."""
         for request_id, checkpoint in checkpoints.items():
             line = self._running.get(request_id)
@@ -221,7 +221,7 @@ class ShardRun:
                 continue
             encoded = encode_resume_state(checkpoint)
             if len(encoded) <= MAX_CHECKPOINT_BYTES:
-                yield PromptCheckpoint(line.index, encoded)
+                yield PromptResumeState(line.index, encoded)
 
     def _take_what_finished(self) -> None:
         """Hand on outputs that came while there was already a reason to stop: nobody need run them again."""

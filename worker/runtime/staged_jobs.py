@@ -13,7 +13,7 @@ from settings import Settings
 from worker.broker.messages import Announcer, MessageEnd
 from worker.registry.connect import is_refusal
 from worker.registry.errors import InvalidJobId, RegistryError
-from worker.registry.intake import AdmissionLimits, JobIntake
+from worker.registry.intake import JobIntake, Quotas
 from worker.registry.keys import Keys, UnitRef
 from worker.schemas import BatchError, SubmitOptions
 
@@ -33,7 +33,7 @@ class StagedJobs:
             keys,
             redis_settings=settings.redis,
             limits=settings.limits,
-            admission=AdmissionLimits.from_settings(settings.limits),
+            quotas=Quotas.from_settings(settings.limits),
             grace_s=settings.worker.reap_grace_s,
         )
 

@@ -18,7 +18,7 @@ from structlog.contextvars import bound_contextvars
 from worker.records.failure import Failure, error_record
 from worker.records.record import RecordContext, encode_record
 from worker.registry.connect import is_refusal
-from worker.registry.leases import Claim, PromptCheckpoint, PromptRecord, UnitLeases
+from worker.registry.leases import Claim, PromptRecord, PromptResumeState, UnitLeases
 from worker.registry.lifecycle import Outcome, PutStatus, StopReason
 from worker.runtime.held_units import HeldUnit
 
@@ -33,11 +33,11 @@ MAX_QUEUED_BYTES = 64 * 1024 * 1024  # of records and resume states that wait: a
 # ends this many writes so, each with the client's own six retries, while Redis is well, is taken to be one.
 OVERSIZE_TRIES = 3
 
-Item = TypeVar("Item", bound=PromptRecord | PromptCheckpoint)
+Item = TypeVar("Item", bound=PromptRecord | PromptResumeState)
 
 logger = logging.getLogger(__name__)
 
-Together = tuple[HeldUnit, Sequence[PromptRecord | PromptCheckpoint]]
+Together = tuple[HeldUnit, Sequence[PromptRecord | PromptResumeState]]
 
 _REFUSED = Failure.of_server("The request was executed, but its result could not be stored.", code="result_refused")
 
@@ -69,7 +69,7 @@ class ResultWriter:
         """How many records and resume states wait for Redis, and their bytes."""
         return self._items.waiting
 
-    def offer(self, held: HeldUnit, checkpoint: PromptCheckpoint) -> bool:
+    def offer(self, held: HeldUnit, checkpoint: PromptResumeState) -> bool:
         """Queue a resume state; False, and it is dropped, if a tenth of the queue waits, or it is full."""
         if self._items.qsize() >= self._batch_size:
             return False
@@ -81,7 +81,7 @@ class ResultWriter:
             return False
         return True
 
-    def put(self, held: HeldUnit, items: Iterable[PromptRecord | PromptCheckpoint]) -> bool:
+    def put(self, held: HeldUnit, items: Iterable[PromptRecord | PromptResumeState]) -> bool:
         """Queue records, or last resume states, of a unit, taking one after the other; waits while the queue is full.
 
         False if the rest was dropped because the unit is lost, or is to be given back and there was no room for a
@@ -89,7 +89,7 @@ class ResultWriter:
         """
         return all(self._put(held, together) for together in _batches(items, self._batch_size))
 
-    def _put(self, held: HeldUnit, items: Sequence[PromptRecord | PromptCheckpoint]) -> bool:
+    def _put(self, held: HeldUnit, items: Sequence[PromptRecord | PromptResumeState]) -> bool:
         held.add_unwritten(len(items))
         while held.stop_reason is not StopReason.FENCED:
             try:
@@ -110,8 +110,8 @@ class ResultWriter:
                     self._write_items(held, items, stopping)
                 held.add_unwritten(-len(items))
 
-    def _next_batch(self) -> list[tuple[HeldUnit, list[PromptRecord | PromptCheckpoint]]]:
-        by_unit: dict[int, tuple[HeldUnit, list[PromptRecord | PromptCheckpoint]]] = {}
+    def _next_batch(self) -> list[tuple[HeldUnit, list[PromptRecord | PromptResumeState]]]:
+        by_unit: dict[int, tuple[HeldUnit, list[PromptRecord | PromptResumeState]]] = {}
         num_items = num_bytes = 0
         while num_items < self._batch_size and num_bytes < MAX_BATCH_BYTES:
             try:
@@ -124,15 +124,15 @@ class ResultWriter:
         return list(by_unit.values())
 
     def _write_items(
-        self, held: HeldUnit, items: Sequence[PromptRecord | PromptCheckpoint], stopping: threading.Event
+        self, held: HeldUnit, items: Sequence[PromptRecord | PromptResumeState], stopping: threading.Event
     ) -> None:
         records = [item for item in items if isinstance(item, PromptRecord)]
         for batch in _batches(records, self._batch_size):
             self._write(held, batch, stopping)
         # After the records: Redis refuses the resume state of a prompt whose record was in this batch.
-        newest = {item.index: item for item in items if isinstance(item, PromptCheckpoint)}
+        newest = {item.index: item for item in items if isinstance(item, PromptResumeState)}
         for checkpoints in _batches(list(newest.values()), self._batch_size):
-            self._write_checkpoints(held, checkpoints)
+            self._write_resume_states(held, checkpoints)
 
     def _write(self, held: HeldUnit, records: Sequence[PromptRecord], stopping: threading.Event) -> None:
         num_tries = 0
@@ -156,11 +156,11 @@ class ResultWriter:
                 logger.info("job finished")
             return
 
-    def _write_checkpoints(self, held: HeldUnit, checkpoints: Sequence[PromptCheckpoint]) -> None:
+    def _write_resume_states(self, held: HeldUnit, checkpoints: Sequence[PromptResumeState]) -> None:
         if held.stop_reason is StopReason.FENCED:
             return
         try:
-            is_ours = self._leases.checkpoint(held.claim, checkpoints)
+            is_ours = self._leases.put_resume_states(held.claim, checkpoints)
         except redis.RedisError as error:
             logger.warning("could not keep %d checkpoints: %s", len(checkpoints), error)
             return

@@ -12,7 +12,7 @@ from tests.support.redis_servers import lose_next_script_reply
 from tests.support.registry import RecordingAnnouncer, TestRegistry, must_claim, ok
 from worker.broker.messages import MessageEnd
 from worker.registry.errors import EmptyJob, JobIncomplete, JobTooLarge, QueueFull
-from worker.registry.intake import AdmissionLimits, JobIntake
+from worker.registry.intake import JobIntake, Quotas
 from worker.registry.keys import UnitRef
 from worker.runtime.staged_jobs import StagedJobs
 from worker.schemas import BatchError, JobState, SubmitOptions
@@ -52,7 +52,7 @@ def test_an_accepted_job_cannot_be_staged_discarded_or_submitted_again(registry:
     intake.discard(job_id)
     assert intake.submit(job_id, 1, SubmitOptions()) == (job_id, True)  # nobody has planned it yet
     assert registry.leases().lines(job_id, [0]) == [b"first"]
-    assert registry.redis.hget(registry.keys.admission, "jobs") == b"1"
+    assert registry.redis.hget(registry.keys.counters, "jobs") == b"1"
 
 
 def test_a_second_submit_with_the_same_key_is_the_first_job(registry: TestRegistry) -> None:
@@ -88,20 +88,20 @@ def test_a_job_that_is_too_large_is_refused_with_the_setting_to_raise(registry: 
 
 
 @pytest.mark.parametrize(
-    ("admission", "scope", "resource"),
+    ("quotas", "scope", "resource"),
     [
-        (AdmissionLimits(max_prompts=5), "all", "prompts"),
-        (AdmissionLimits(max_bytes=20), "all", "bytes"),
-        (AdmissionLimits(max_jobs=1), "all", "jobs"),
-        (AdmissionLimits(max_tenant_prompts=5), "tenant", "prompts"),
-        (AdmissionLimits(max_tenant_bytes=20), "tenant", "bytes"),
-        (AdmissionLimits(max_tenant_jobs=1), "tenant", "jobs"),
+        (Quotas(max_prompts=5), "all", "prompts"),
+        (Quotas(max_bytes=20), "all", "bytes"),
+        (Quotas(max_jobs=1), "all", "jobs"),
+        (Quotas(max_tenant_prompts=5), "tenant", "prompts"),
+        (Quotas(max_tenant_bytes=20), "tenant", "bytes"),
+        (Quotas(max_tenant_jobs=1), "tenant", "jobs"),
     ],
 )
 def test_a_full_queue_says_what_is_full_and_when_to_come_back(
-    registry: TestRegistry, admission: AdmissionLimits, scope: str, resource: str
+    registry: TestRegistry, quotas: Quotas, scope: str, resource: str
 ) -> None:
-    intake = registry.intake(admission=admission)
+    intake = registry.intake(quotas=quotas)
     _submit(intake, registry, 3)
     with pytest.raises(QueueFull) as caught:
         _submit(intake, registry, 3)
@@ -112,7 +112,7 @@ def test_a_full_queue_says_what_is_full_and_when_to_come_back(
 
 
 def test_finished_prompts_make_room(registry: TestRegistry) -> None:
-    intake = registry.intake(admission=AdmissionLimits(max_prompts=3, max_jobs=1))
+    intake = registry.intake(quotas=Quotas(max_prompts=3, max_jobs=1))
     job_id = _submit(intake, registry, 3)
     leases = registry.leases()
     plan = must_claim(leases, UnitRef.plan(job_id))
@@ -121,9 +121,9 @@ def test_finished_prompts_make_room(registry: TestRegistry) -> None:
 
 
 def test_the_waiting_time_follows_the_rate_of_work(registry: TestRegistry) -> None:
-    intake = registry.intake(admission=AdmissionLimits(max_prompts=100))
+    intake = registry.intake(quotas=Quotas(max_prompts=100))
     _submit(intake, registry, 100)
-    registry.redis.hset(registry.keys.admission, "rate", "5.0")
+    registry.redis.hset(registry.keys.counters, "rate", "5.0")
     with pytest.raises(QueueFull) as caught:
         _submit(intake, registry, 50)
     assert caught.value.retry_after_s == pytest.approx(10.0)  # 50 of 100 prompts at 5 a second
@@ -151,7 +151,7 @@ def test_a_submission_whose_reply_is_lost_is_still_to_be_announced(
     lost = lose_next_script_reply(registry.redis, monkeypatch)
     assert intake.submit(job_id, 1, SubmitOptions()) == (job_id, True)
     assert lost
-    assert registry.redis.hget(registry.keys.admission, "jobs") == b"2"
+    assert registry.redis.hget(registry.keys.counters, "jobs") == b"2"
     leases = registry.leases()
     assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), [[0]], ageing_s=60.0)
     assert intake.submit(job_id, 1, SubmitOptions()) == (job_id, False)
@@ -174,9 +174,9 @@ def test_the_rate_of_work_does_not_count_idle_minutes(registry: TestRegistry) ->
     claim = must_claim(leases, UnitRef.shard(registry.running_job([0, 1, 2]), 0))
 
     def rate_after(seconds: int, index: int) -> float:
-        registry.redis.hincrby(registry.keys.admission, "rate_at", -seconds * 1000)
+        registry.redis.hincrby(registry.keys.counters, "rate_at", -seconds * 1000)
         leases.put(claim, [ok(index)])
-        return float(registry.redis.hget(registry.keys.admission, "rate") or 0)
+        return float(registry.redis.hget(registry.keys.counters, "rate") or 0)
 
     leases.put(claim, [ok(0)])
     assert rate_after(100, 1) == 0  # the window begins again
@@ -247,7 +247,7 @@ def test_lines_that_are_no_hash_are_refused_and_do_not_go_round(registry: TestRe
 
 def test_every_limit_comes_from_a_setting_and_unset_ones_are_left_out() -> None:
     limits = LimitSettings(max_open_prompts=70_000, max_open_bytes=2**30, max_open_jobs=9, max_tenant_jobs=3)
-    assert list(AdmissionLimits.from_settings(limits).for_script()) == [
+    assert list(Quotas.from_settings(limits).for_script()) == [
         {"scope": "all", "resource": "prompts", "most": 70_000},
         {"scope": "all", "resource": "bytes", "most": 2**30},
         {"scope": "all", "resource": "jobs", "most": 9},

@@ -210,7 +210,7 @@ def test_what_is_no_unit_names_no_key(unit: str) -> None:
 def test_every_key_of_a_job_lies_in_one_hash_slot() -> None:
     keys = Keys()
     names = keys.of_unit_scripts(UnitRef.shard(keys.new_job_id(), 3))
-    names += [keys.jobs, keys.idempotency("t", "k\ud800"), keys.tenant_admission("t")]
+    names += [keys.jobs, keys.idempotency("t", "k\ud800"), keys.tenant_counters("t")]
     assert all(name.startswith("millrace:{s0}:") for name in names)
 
 

@@ -8,7 +8,7 @@ from tests.support.redis_servers import lose_next_script_reply
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.registry.errors import JobNotFound
 from worker.registry.keys import UnitRef
-from worker.registry.leases import Claim, PromptCheckpoint, PromptRecord, UnitLeases
+from worker.registry.leases import Claim, PromptRecord, PromptResumeState, UnitLeases
 from worker.registry.lifecycle import ClaimRefusal, Outcome, PutStatus, RunMode
 from worker.schemas import JobState, SubmitOptions
 
@@ -105,9 +105,9 @@ def test_a_job_finishes_with_its_last_record_and_then_everything_expires(registr
     keys = registry.keys
     for key in (keys.job(job_id), keys.records(job_id), keys.order(job_id), keys.idempotency("acme", "k")):
         assert 0 < registry.redis.ttl(key) <= 86_400
-    assert not registry.redis.exists(keys.lines(job_id), keys.unit(first.ref), keys.tenant_admission("acme"))
+    assert not registry.redis.exists(keys.lines(job_id), keys.unit(first.ref), keys.tenant_counters("acme"))
     assert registry.redis.zcard(keys.open) == 0
-    counters = registry.redis.hgetall(keys.admission)
+    counters = registry.redis.hgetall(keys.counters)
     assert [counters[name] for name in (b"prompts", b"bytes", b"jobs", b"total")] == [b"0", b"0", b"0", b"3"]
 
 
@@ -225,7 +225,7 @@ def _claim(registry: TestRegistry, leases: UnitLeases, count: int = 3) -> Claim:
 
 
 def _kept(leases: UnitLeases, claim: Claim, count: int = 3) -> list[bytes | None]:
-    found = leases.lines_and_checkpoints(claim.ref.job_id, range(count))
+    found = leases.lines_and_resume_states(claim.ref.job_id, range(count))
     assert [line for line, _ in found] == [LINE] * count
     return [checkpoint for _, checkpoint in found]
 
@@ -234,51 +234,51 @@ def test_the_last_checkpoint_of_a_prompt_is_kept(registry: TestRegistry) -> None
     leases = registry.leases()
     claim = _claim(registry, leases)
     assert _kept(leases, claim) == [None, None, None]
-    assert leases.checkpoint(claim, [PromptCheckpoint(0, "a"), PromptCheckpoint(2, "b")])
-    assert leases.checkpoint(claim, [PromptCheckpoint(2, "c")])
+    assert leases.put_resume_states(claim, [PromptResumeState(0, "a"), PromptResumeState(2, "b")])
+    assert leases.put_resume_states(claim, [PromptResumeState(2, "c")])
     assert _kept(leases, claim) == [b"a", None, b"c"]
 
 
 def test_who_takes_the_unit_over_finds_them_and_who_lost_it_writes_none(registry: TestRegistry) -> None:
     leases = registry.leases()
     first = _claim(registry, leases)
-    assert leases.checkpoint(first, [PromptCheckpoint(0, "old")])
+    assert leases.put_resume_states(first, [PromptResumeState(0, "old")])
     registry.lapse(first.ref)
-    assert leases.checkpoint(first, [PromptCheckpoint(0, "late")])  # nobody took it yet
+    assert leases.put_resume_states(first, [PromptResumeState(0, "late")])  # nobody took it yet
     second = must_claim(leases, first.ref, alone=True)
-    assert not leases.checkpoint(first, [PromptCheckpoint(0, "fenced")])
+    assert not leases.put_resume_states(first, [PromptResumeState(0, "fenced")])
     assert _kept(leases, second) == [b"late", None, None]
-    assert leases.checkpoint(second, [PromptCheckpoint(0, "new")])
+    assert leases.put_resume_states(second, [PromptResumeState(0, "new")])
     leases.release(second, count_attempt=False)
-    assert not leases.checkpoint(second, [PromptCheckpoint(0, "released")])
+    assert not leases.put_resume_states(second, [PromptResumeState(0, "released")])
     assert _kept(leases, second) == [b"new", None, None]
 
 
 def test_a_record_takes_its_checkpoint_away_and_none_comes_after_it(registry: TestRegistry) -> None:
     leases = registry.leases()
     claim = _claim(registry, leases)
-    leases.checkpoint(claim, [PromptCheckpoint(0, "a"), PromptCheckpoint(1, "b")])
+    leases.put_resume_states(claim, [PromptResumeState(0, "a"), PromptResumeState(1, "b")])
     leases.put(claim, [ok(0)])
-    assert leases.checkpoint(claim, [PromptCheckpoint(0, "again"), PromptCheckpoint(2, "c")])
+    assert leases.put_resume_states(claim, [PromptResumeState(0, "again"), PromptResumeState(2, "c")])
     assert _kept(leases, claim) == [None, b"b", b"c"]
 
 
 def test_a_job_that_ended_keeps_no_checkpoints(registry: TestRegistry) -> None:
     leases = registry.leases()
     claim = _claim(registry, leases)
-    key = registry.keys.checkpoints(claim.ref.job_id)
-    leases.checkpoint(claim, [PromptCheckpoint(index, "a") for index in range(3)])
+    key = registry.keys.resume_states(claim.ref.job_id)
+    leases.put_resume_states(claim, [PromptResumeState(index, "a") for index in range(3)])
     assert registry.redis.ttl(key) == -1
     assert leases.put(claim, [ok(0), PromptRecord(1, Outcome.CANCELLED, "{}")])[0] is PutStatus.OPEN
     assert leases.put(claim, [PromptRecord(2, Outcome.ERROR, "{}")])[0] is PutStatus.JOB_DONE
     assert not registry.redis.exists(key)
-    assert not leases.checkpoint(claim, [PromptCheckpoint(2, "late")])
+    assert not leases.put_resume_states(claim, [PromptResumeState(2, "late")])
     assert not registry.redis.exists(key)
 
 
 def test_checkpoints_are_no_outstanding_work(registry: TestRegistry) -> None:
     leases = registry.leases()
     claim = _claim(registry, leases)
-    before = registry.redis.hgetall(registry.keys.admission)
-    leases.checkpoint(claim, [PromptCheckpoint(0, "a" * 1000)])
-    assert registry.redis.hgetall(registry.keys.admission) == before
+    before = registry.redis.hgetall(registry.keys.counters)
+    leases.put_resume_states(claim, [PromptResumeState(0, "a" * 1000)])
+    assert registry.redis.hgetall(registry.keys.counters) == before

@@ -254,7 +254,7 @@ def test_messages_dead_units_and_dead_frames_are_counted(registry: TestRegistry)
     registry.redis.lpush(lanes_by_priority()[0], "x")
     registry.redis.lpush(lanes_by_priority()[9], "x", "y")
     registry.redis.zadd(registry.keys.dead, {"j/0": 1})
-    registry.redis.hincrby(registry.keys.admission, "frames", 3)
+    registry.redis.hincrby(registry.keys.counters, "frames", 3)
     reading = _read(registry)
     assert reading.messages == {0: 1, 3: 0, 6: 0, 9: 2}
     assert (reading.num_dead_units, reading.num_dead_frames) == (1, 3)

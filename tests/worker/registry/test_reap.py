@@ -161,8 +161,8 @@ def test_a_refused_file_gives_back_what_its_job_had(registry: TestRegistry) -> N
     assert (job.status, job.error, job.errors) == (JobState.FAILED, "1 line is bad", BAD)
     assert job.finished_at is not None
     keys, bare = registry.keys, registry.redis
-    assert bare.hmget(keys.admission, "prompts", "bytes", "jobs") == [b"0", b"0", b"0"]
-    assert not bare.exists(keys.tenant_admission("acme"), keys.lines(job_id), keys.unit(UnitRef.plan(job_id)))
+    assert bare.hmget(keys.counters, "prompts", "bytes", "jobs") == [b"0", b"0", b"0"]
+    assert not bare.exists(keys.tenant_counters("acme"), keys.lines(job_id), keys.unit(UnitRef.plan(job_id)))
     assert bare.zcard(keys.open) == 0
     assert all(bare.ttl(key) > 0 for key in (keys.job(job_id), keys.idempotency("acme", "k")))
     assert leases.claim(UnitRef.plan(job_id)) is ClaimRefusal.TERMINAL
@@ -177,7 +177,7 @@ def test_a_refusal_whose_reply_is_lost_is_one_refusal(registry: TestRegistry, mo
     lost = lose_next_script_reply(registry.redis, monkeypatch)
     assert leases.fail(claim, "bad", BAD) == FAILED
     assert lost
-    assert registry.redis.hget(registry.keys.admission, "jobs") == b"0"
+    assert registry.redis.hget(registry.keys.counters, "jobs") == b"0"
 
 
 def test_a_plan_that_is_another_workers_cannot_be_refused(registry: TestRegistry) -> None:

@@ -133,7 +133,7 @@ def test_only_prompts_without_a_record_are_split_and_the_job_ends(registry: Test
     status = registry.status(job_id)
     assert (status.status, status.shards_total, status.shards_done) == (JobState.COMPLETED, 4, 4)
     assert registry.redis.zcard(registry.keys.open) == 0
-    assert registry.redis.hget(registry.keys.admission, "prompts") == b"0"
+    assert registry.redis.hget(registry.keys.counters, "prompts") == b"0"
 
 
 def test_a_prompt_is_lost_after_max_attempts_and_tried_alone_before(registry: TestRegistry) -> None:

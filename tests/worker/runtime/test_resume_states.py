@@ -18,7 +18,7 @@ from tests.support.fake_engine import GatedEngine, WritingEngine, answer
 from tests.support.processes import running_thread, wait_until
 from tests.support.registry import TestRegistry, Units, must_claim, ok, running_units
 from worker.registry.keys import UnitRef
-from worker.registry.leases import Claim, PromptCheckpoint, UnitLeases
+from worker.registry.leases import Claim, PromptResumeState, UnitLeases
 from worker.registry.lifecycle import StopReason
 from worker.runtime.held_units import HeldUnit
 from worker.runtime.resume_state import decode_resume_state, encode_resume_state
@@ -54,23 +54,23 @@ def _writer(leases: UnitLeases, batch_size: int = 10) -> ResultWriter:
 
 
 def _kept_bytes(leases: UnitLeases, held: HeldUnit, count: int) -> list[bytes | None]:
-    return [kept for _, kept in leases.lines_and_checkpoints(held.claim.ref.job_id, range(count))]
+    return [kept for _, kept in leases.lines_and_resume_states(held.claim.ref.job_id, range(count))]
 
 
 def test_the_newest_checkpoint_of_each_prompt_is_written_in_one_call(
     registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leases = registry.leases()
-    held, checkpoint, calls = _hold(registry, leases, 2), leases.checkpoint, []
+    held, checkpoint, calls = _hold(registry, leases, 2), leases.put_resume_states, []
 
-    def watched(claim: Claim, checkpoints: Sequence[PromptCheckpoint]) -> bool:
-        calls.append([(item.index, item.checkpoint) for item in checkpoints])
+    def watched(claim: Claim, checkpoints: Sequence[PromptResumeState]) -> bool:
+        calls.append([(item.index, item.state) for item in checkpoints])
         return checkpoint(claim, checkpoints)
 
-    monkeypatch.setattr(leases, "checkpoint", watched)
+    monkeypatch.setattr(leases, "put_resume_states", watched)
     writer = _writer(leases)
     for index, text in [(0, "a"), (1, "b"), (0, "c")]:
-        assert writer.offer(held, PromptCheckpoint(index, text))
+        assert writer.offer(held, PromptResumeState(index, text))
     with running_thread(writer.run):
         assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
     assert calls == [[(0, "c"), (1, "b")]]
@@ -81,7 +81,7 @@ def test_the_newest_checkpoint_of_each_prompt_is_written_in_one_call(
 def test_a_record_wins_over_a_checkpoint_of_its_prompt(registry: TestRegistry, is_record_first: bool) -> None:
     leases = registry.leases()
     held, writer = _hold(registry, leases, 2), _writer(leases)
-    checkpoint = PromptCheckpoint(0, "a")
+    checkpoint = PromptResumeState(0, "a")
     if is_record_first:
         assert writer.put(held, [ok(0)])
     assert writer.offer(held, checkpoint)
@@ -96,7 +96,7 @@ def test_a_record_wins_over_a_checkpoint_of_its_prompt(registry: TestRegistry, i
 def test_a_tenth_of_the_queue_drops_a_checkpoint_and_holds_nobody_up(registry: TestRegistry) -> None:
     leases = registry.leases()
     held, writer = _hold(registry, leases, 1), _writer(leases, 10)  # not started: a hundred items would fill it
-    kept = [writer.offer(held, PromptCheckpoint(0, str(number))) for number in range(12)]
+    kept = [writer.offer(held, PromptResumeState(0, str(number))) for number in range(12)]
     assert kept == [True] * 10 + [False] * 2
     with running_thread(writer.run):
         assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
@@ -109,11 +109,11 @@ def test_a_resume_state_that_redis_does_not_take_is_dropped(
     leases = registry.leases()
     held, writer = _hold(registry, leases, 1), _writer(leases)
 
-    def failing(_claim: Claim, _checkpoints: Sequence[PromptCheckpoint]) -> bool:
+    def failing(_claim: Claim, _checkpoints: Sequence[PromptResumeState]) -> bool:
         raise redis.exceptions.OutOfMemoryError("full")
 
-    monkeypatch.setattr(leases, "checkpoint", failing)
-    writer.offer(held, PromptCheckpoint(0, "a"))
+    monkeypatch.setattr(leases, "put_resume_states", failing)
+    writer.offer(held, PromptResumeState(0, "a"))
     with running_thread(writer.run):
         assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
         writer.put(held, [ok(0)])
@@ -125,14 +125,14 @@ def test_a_lost_unit_is_heard_of_from_its_checkpoint(registry: TestRegistry) -> 
     held, writer = _hold(registry, leases, 1), _writer(leases)
     leases.release(held.claim, count_attempt=False)
     with running_thread(writer.run):
-        writer.offer(held, PromptCheckpoint(0, "a"))
+        writer.offer(held, PromptResumeState(0, "a"))
         wait_until(lambda: held.stop_reason is StopReason.FENCED)
 
 
 def test_a_resume_state_behind_the_last_records_does_not_look_like_a_loss(registry: TestRegistry) -> None:
     leases = registry.leases()
     held, writer = _hold(registry, leases, 1), _writer(leases)
-    writer.offer(held, PromptCheckpoint(0, "a"))
+    writer.offer(held, PromptResumeState(0, "a"))
     writer.put(held, [ok(0)])
     with running_thread(writer.run):
         assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
@@ -149,7 +149,7 @@ def _hold_job(units: Units) -> HeldUnit:
 
 def _kept_tokens(units: Units, held: HeldUnit) -> list[int]:
     """Tokens in the checkpoint of each prompt."""
-    found = units.leases.lines_and_checkpoints(held.claim.ref.job_id, range(len(PROMPTS)))
+    found = units.leases.lines_and_resume_states(held.claim.ref.job_id, range(len(PROMPTS)))
     return [0 if raw is None else decode_resume_state(raw).num_tokens for _, raw in found]
 
 
@@ -175,7 +175,7 @@ def _finish(registry: TestRegistry, ref: UnitRef) -> WritingEngine:
     with running_units(registry, engine) as units:
         units.shard_run(units.hold(ref)).run()
     assert _texts(registry, ref.job_id) == sorted(answer(prompt) for prompt in PROMPTS)
-    assert not registry.redis.exists(registry.keys.checkpoints(ref.job_id))
+    assert not registry.redis.exists(registry.keys.resume_states(ref.job_id))
     usage = registry.status(ref.job_id).usage
     assert (usage.resumed_tokens, usage.output_tokens) == (sum(engine.resumed), ANSWER_TOKENS * len(PROMPTS))
     return engine
@@ -217,7 +217,7 @@ def test_a_shard_that_ends_for_good_keeps_nothing(registry: TestRegistry, reason
 
 
 def _kept_key(registry: TestRegistry, held: HeldUnit) -> object:
-    return registry.redis.exists(registry.keys.checkpoints(held.claim.ref.job_id))
+    return registry.redis.exists(registry.keys.resume_states(held.claim.ref.job_id))
 
 
 def test_who_lost_the_unit_writes_no_checkpoint(registry: TestRegistry) -> None:
@@ -247,7 +247,7 @@ def test_a_checkpoint_that_cannot_be_read_means_the_prompt_starts_over(
 ) -> None:
     with running_units(registry) as units:
         held = _hold_job(units)
-        assert units.leases.checkpoint(held.claim, [PromptCheckpoint(1, '{"identity": 1}')])
+        assert units.leases.put_resume_states(held.claim, [PromptResumeState(1, '{"identity": 1}')])
         units.leases.release(held.claim, count_attempt=False)
     assert _finish(registry, held.claim.ref).resumed == [0, 0, 0]
     [dropped] = [record for record in caplog.records if "checkpoint of a prompt" in record.message]

@@ -201,13 +201,13 @@ def test_no_more_lines_are_read_than_the_engine_will_soon_take(
     with running_units(registry, engine, max_open=8) as units:
         held = _hold_job(units, [f"p{number:03}" for number in range(200)])
         read: list[int] = []
-        lines_and_checkpoints = units.leases.lines_and_checkpoints
+        lines_and_resume_states = units.leases.lines_and_resume_states
 
         def counted(job_id: str, indices: Sequence[int]) -> list[tuple[bytes | None, bytes | None]]:
             read.append(len(indices))
-            return lines_and_checkpoints(job_id, indices)
+            return lines_and_resume_states(job_id, indices)
 
-        monkeypatch.setattr(units.leases, "lines_and_checkpoints", counted)
+        monkeypatch.setattr(units.leases, "lines_and_resume_states", counted)
         thread = _start(units, held)
         wait_until(lambda: sum(read) == READ_AHEAD and units.engine_thread.num_open_requests == 8)
         steps = units.engine_thread.num_steps

@@ -54,7 +54,7 @@ def _check_nothing_is_left(registry: TestRegistry) -> None:
         lambda: not (registry.redis.exists("unacked", "unacked_index") or registry.redis.keys("millrace*\x06\x16*"))
     )
     assert registry.redis.zcard(registry.keys.open) == 0
-    counters = registry.redis.hgetall(registry.keys.admission)
+    counters = registry.redis.hgetall(registry.keys.counters)
     assert [counters[name] for name in (b"prompts", b"bytes", b"jobs")] == [b"0", b"0", b"0"]
     for key in registry.redis.scan_iter("millrace:{s0}:j:*"):
         assert registry.redis.ttl(key) > 0, key

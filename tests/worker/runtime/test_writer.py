@@ -13,7 +13,7 @@ from tests.support.processes import running_thread, wait_until
 from tests.support.registry import TestRegistry, must_claim, ok
 from tests.support.threads import is_waiting
 from worker.registry.keys import UnitRef
-from worker.registry.leases import Claim, PromptCheckpoint, PromptRecord, UnitLeases
+from worker.registry.leases import Claim, PromptRecord, PromptResumeState, UnitLeases
 from worker.registry.lifecycle import PutStatus, RunMode, StopReason
 from worker.runtime.held_units import HeldUnit
 from worker.runtime.writer import MAX_BATCH_BYTES, ResultWriter, refused_record
@@ -84,7 +84,7 @@ def test_a_queue_is_full_of_bytes_too_but_takes_a_record_of_any_size(
     blocked = threading.Thread(target=writer.put, args=(held, [ok(2)]))
     blocked.start()
     wait_until(lambda: is_waiting(blocked))
-    assert not writer.offer(held, PromptCheckpoint(2, "{}"))
+    assert not writer.offer(held, PromptResumeState(2, "{}"))
     with running_thread(writer.run):
         blocked.join(5)
         assert held.wait_flushed(until=StopReason.FENCED, timeout_s=5)
