@@ -44,10 +44,10 @@ class UnitCloser:
             return
         self.close(claim, claim.missing, claim.mode)
 
-    def close(self, claim: Claim, indices: Sequence[int], mode: RunMode) -> None:
-        """Write the error record of each prompt, until they are all written or the unit is somebody else's.
+    def close(self, claim: Claim, indices: Sequence[int], mode: RunMode) -> bool:
+        """Write the error record of each prompt; whether that ended the unit, whose lease is gone then.
 
-        Raises redis.RedisError when Redis cannot be had.
+        Stops early if the unit is somebody else's. Raises redis.RedisError when Redis cannot be had.
         """
         for start in range(0, len(indices), CHUNK):
             chunk = indices[start : start + CHUNK]
@@ -57,8 +57,9 @@ class UnitCloser:
             if status is PutStatus.JOB_DONE:
                 logger.info("job finished", extra={"job_id": claim.ref.job_id})
             if status is not PutStatus.OPEN:
-                return
+                return status is not PutStatus.FENCED
             self._leases.renew([claim])
+        return False
 
     def _record(self, claim: Claim, index: int, raw: bytes | None, mode: RunMode) -> PromptRecord:
         context = RecordContext(claim.ref.job_id, "", claim.created_s)

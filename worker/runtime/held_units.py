@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,6 +17,7 @@ from worker.registry.keys import UnitRef
 from worker.registry.leases import Claim
 from worker.registry.lifecycle import PutStatus, RunMode, StopReason
 from worker.tracing.spans import TracedRequest, Tracing, UnitSpan
+from worker.unit_closer import UnitCloser
 
 _FAILED = "failed"
 _OUTCOMES = {
@@ -48,6 +49,7 @@ class HeldUnit:
         self.span = span or UnitSpan()
         self._changed = threading.Condition()
         self._stop_reason: StopReason | None = None
+        self._is_settled = False
         self._is_written = False
         self._num_unwritten = 0
         self._deadline_at: float | None = None
@@ -90,14 +92,28 @@ class HeldUnit:
         self._on_change = call
 
     def stop(self, reason: StopReason) -> None:
-        """Tell the owner to stop; a greater reason replaces a smaller one."""
+        """Tell the owner to stop; a greater reason replaces a smaller one, until `settle`."""
         with self._changed:
-            if self._stop_reason is None or reason > self._stop_reason:
+            if not self._is_settled and (self._stop_reason is None or reason > self._stop_reason):
                 self._stop_reason = reason
             if reason >= StopReason.RELEASED and self._released_at is None:
                 self._released_at = time.monotonic()
             self._changed.notify_all()
         self._on_change()
+
+    def settle(self, reason: StopReason | None) -> None:
+        """Note why it ended here, now that its owner has closed it or given it back.
+
+        That ended the lease too, which a renewal on its way would take for a unit lost to another worker.
+        """
+        with self._changed:
+            self._stop_reason = reason
+            self._is_settled = True
+
+    def close(self, closer: UnitCloser, indices: Sequence[int], mode: RunMode) -> None:
+        """Write the error records of these prompts, and settle if they were the last. Raises redis.RedisError."""
+        if closer.close(self.claim, indices, mode):
+            self.settle(StopReason.of_mode(mode))
 
     def hear(self, status: PutStatus, mode: RunMode) -> None:
         """Act on the answer to a write: the unit is lost, all written, or to be run in `mode`."""

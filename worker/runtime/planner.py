@@ -75,7 +75,7 @@ class Planner:
         mode = held.stop_reason.closing_mode if held.stop_reason else None
         if mode is not None:
             # Bad lines that were recorded keep their record: an index is written once.
-            self._closer.close(claim, claim.missing, mode)
+            held.close(self._closer, claim.missing, mode)
         elif held.stop_reason is None:
             self._cut(held, good, checks)
 

@@ -130,7 +130,7 @@ class ShardRun:
             self._writer.put(self._held, self._encoded(suspended))
         mode = self._held.stop_reason.closing_mode if self._held.stop_reason else None
         if mode is not None and self._held.wait_flushed(until=StopReason.RELEASED):
-            self._closer.close(self._claim, list(self._unrecorded), mode)
+            self._held.close(self._closer, list(self._unrecorded), mode)
 
     def _read_ahead(self) -> None:
         """Offer prompts to the engine until enough of them wait there or the shard is all in."""

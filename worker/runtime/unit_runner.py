@@ -201,7 +201,7 @@ class UnitRunner:
                         self._leases.begin_alone(claim)
                     work(held)
                 else:
-                    self._closer.close(claim, claim.missing, claim.mode)
+                    held.close(self._closer, claim.missing, claim.mode)
                 return self._conclude(held)
             except redis.RedisError as error:
                 logger.warning("the unit is given back: %s", error)
@@ -227,18 +227,18 @@ class UnitRunner:
         return MessageEnd.REQUEUE
 
     def _give_back(self, held: HeldUnit, *, count_attempt: bool) -> None:
-        began_at = time.monotonic()
+        began_at, reason = time.monotonic(), held.stop_reason
         while True:
             try:
-                self._leases.release(held.claim, count_attempt=count_attempt)
+                if self._leases.release(held.claim, count_attempt=count_attempt):
+                    held.settle(reason)
+                return
             except redis.RedisError as error:
                 logger.warning("the unit could not be given back: %s", error)
                 limit_s = DRAIN_GIVE_BACK_S if self._draining.is_set() else self._give_back_for_s
                 if time.monotonic() - began_at >= limit_s:
                     return  # its lease runs out, and that is an attempt
                 time.sleep(RETRY_S)
-            else:
-                return
 
 
 def _is_to_go_back(held: HeldUnit) -> bool:

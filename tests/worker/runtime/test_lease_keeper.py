@@ -152,6 +152,46 @@ def test_a_unit_that_ended_while_its_lease_was_renewed_is_done(
     assert not [event for event in caplog.records if event.levelno >= logging.WARNING]
 
 
+@pytest.mark.parametrize(("ended_by", "outcome"), [("put", "cancelled"), ("release", "given back")])
+def test_a_lease_its_owner_ended_during_renewal_is_not_lost(
+    registry: TestRegistry,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    ended_by: str,
+    outcome: str,
+) -> None:
+    job_id = registry.running_job([0, 1])
+    is_refused = threading.Event()
+    end, stop = getattr(UnitLeases, ended_by), HeldUnit.stop
+
+    def end_and_answer_late(*arguments: Any, **options: Any) -> object:
+        answer = end(*arguments, **options)
+        assert is_refused.wait(5)  # until a renewal has found no lease
+        return answer
+
+    def note_stop(held: HeldUnit, reason: StopReason) -> None:
+        stop(held, reason)
+        if reason is StopReason.FENCED:
+            is_refused.set()
+
+    monkeypatch.setattr(UnitLeases, ended_by, end_and_answer_late)
+    monkeypatch.setattr(HeldUnit, "stop", note_stop)
+    with running_units(registry) as units, caplog.at_level(logging.INFO):
+
+        def work(held: HeldUnit) -> None:
+            if ended_by == "put":
+                registry.control.cancel(job_id)
+                held.stop(StopReason.CANCELLED)
+                units.shard_run(held).run()
+            held.stop(StopReason.RELEASED)
+
+        with _keeping(units):
+            units.runner().run(UnitRef.shard(job_id, 0), "m", work)
+
+    assert f"shard {outcome}" in caplog.messages
+    assert not [event for event in caplog.records if event.levelno >= logging.WARNING]
+
+
 def test_the_heartbeat_is_there_while_the_keeper_runs(registry: TestRegistry) -> None:
     with running_units(registry) as units:
         with _keeping(units):
