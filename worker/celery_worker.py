@@ -18,13 +18,13 @@ from celery.worker.consumer import consumer
 from settings import EffectiveSettings
 from worker.app import create_app
 from worker.broker.celery_guards import QuietWorker, send_first_event
+from worker.registry.exchange import Untyped
 from worker.requests.step_engine import StepEngine
 from worker.runtime.build import build_runtime
 from worker.runtime.runtime import WorkerRuntime
 from worker.runtime.supervision import TICK_INTERVAL_S
 from worker.runtime.unit_runner import UnitFailed
 from worker.tasks import register_tasks
-from worker.untyped import Untyped
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from celery import Celery, Task
 from celery.exceptions import Reject
 
 from worker.broker.messages import PLAN_TASK, RUN_SHARD_TASK, MessageEnd
+from worker.registry.exchange import Untyped
 from worker.runtime.runtime import WorkerRuntime
-from worker.untyped import Untyped
 
 SUBMIT_TASK = "millrace.submit"
 

@@ -14,7 +14,7 @@ from celery.worker.consumer import Consumer
 from celery.worker.request import Request
 
 from worker.broker.messages import bury
-from worker.untyped import Untyped
+from worker.registry.exchange import Untyped
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from kombu.exceptions import OperationalError
 from kombu.transport.redis import Channel, Transport
 from redis.exceptions import DataError
 
+from worker.registry.exchange import Untyped
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.queues import PLAN_PRIORITY, QUEUE
-from worker.untyped import Untyped
 
 PLAN_TASK = "millrace.plan"
 RUN_SHARD_TASK = "millrace.run_shard"

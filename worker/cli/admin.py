@@ -19,9 +19,8 @@ from worker.cli.exit_codes import BadUsage, CommandError, ExitCode
 from worker.cli.files import open_output
 from worker.cli.options import load_command_settings, redis_options, set_option
 from worker.doctor.redis import redis_findings
-from worker.doctor.report import Finding, Level
+from worker.doctor.report import INSTALL_ENGINE, Finding, Level
 from worker.doctor.server import OLDEST_REDIS
-from worker.extras import INSTALL_ENGINE
 
 _USERS = {"producer": PRODUCER, "worker": WORKER, "flower": FLOWER, "admin": ADMIN}
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import click
 
 from worker.cli.exit_codes import CommandError, ExitCode
-from worker.extras import INSTALL_ENGINE, INSTALL_MONITOR
+from worker.doctor.report import INSTALL_ENGINE
+
+INSTALL_MONITOR = 'pip install -e ".[monitor]" in the checkout'
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from worker.cli.exit_codes import CommandError
 from worker.cli.progress import ProgressLine
 from worker.client import BatchClient
 from worker.demo.tickets import GradedAnswers, Ticket, answer_text, demo_lines, numbered_tickets
-from worker.extras import INSTALL_ENGINE
+from worker.doctor.report import INSTALL_ENGINE
 from worker.schemas import JobStatus
 
 MILLRACE = Path(sys.executable).with_name("millrace")

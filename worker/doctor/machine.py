@@ -17,8 +17,7 @@ from kernels import reference
 from kernels.dispatch import implementation_names, operations
 from kernels.interface import KernelsUnavailable, Operations
 from settings import EngineSettings
-from worker.doctor.report import Finding, Level
-from worker.extras import INSTALL_ENGINE
+from worker.doctor.report import INSTALL_ENGINE, Finding, Level
 
 CPU_INFO = Path("/proc/cpuinfo")
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+# Not by name from the package index: what is called millrace there is not this project.
+INSTALL_ENGINE = 'pip install -e ".[engine]" in the checkout'
+
 
 class Level(StrEnum):
     """How bad a finding is."""

@@ -17,7 +17,7 @@ from worker.acl import UnusablePassword, generate_password, read_password
 from worker.app import create_app
 from worker.cli.exit_codes import BadUsage
 from worker.cli.options import load_producer_settings, producer_options
-from worker.untyped import Untyped
+from worker.registry.exchange import Untyped
 
 # Of the page. Redis knows nothing of it.
 PAGE_USER = "operator"

@@ -9,20 +9,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from importlib import resources
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import redis
 from redis.asyncio import Redis as AsyncRedis
 from redis.exceptions import NoScriptError
 
 from worker.registry import scripts
-from worker.untyped import Untyped
 
 T = TypeVar("T")
 
 Command = Sequence[str | int]  # its name, then its arguments
 
-# A script's reply is whatever the script returns; only its reader here knows the shape.
+# What Celery, kombu and Lua scripts hand over: only the code that takes it apart knows its shape.
+Untyped = Any
 RedisReply = Untyped
 
 # Yields commands that may travel together, is sent their answers (or NoScriptError), and returns what came of it.

@@ -11,10 +11,9 @@ from typing import Self
 import redis
 
 from worker.registry.errors import JobNotFound
-from worker.registry.exchange import Command, Exchange, QueryScript, RedisReply, ScriptSet, text, text_fields
+from worker.registry.exchange import Command, Exchange, QueryScript, RedisReply, ScriptSet, Untyped, text, text_fields
 from worker.registry.keys import Keys, UnitRef
 from worker.schemas import BatchError, JobState, JobStatus, JobUsage, RequestCounts, WorkerInfo
-from worker.untyped import Untyped
 
 PAGE_RECORDS = 500
 # A page is no larger, but for a single record, which may be of 23 MB (embeddings).

@@ -6,7 +6,7 @@ import json
 import math
 
 from engine.request import SequenceCheckpoint, TokenCheckpoint, TokenLogprobs
-from worker.untyped import Untyped
+from worker.registry.exchange import Untyped
 
 
 def encode_resume_state(checkpoint: TokenCheckpoint) -> str:

@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from settings import SettingsError, TracingSettings
-from worker.extras import INSTALL_TRACING
 from worker.registry.leases import Claim, PromptRecord
 from worker.schemas import SubmitOptions
+
+# Not by name from the package index: what is called millrace there is not this project.
+INSTALL_TRACING = 'pip install -e ".[tracing]" in the checkout'
 
 
 class Tracing:
