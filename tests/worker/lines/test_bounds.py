@@ -1,9 +1,10 @@
-"""Numbers out of range are refused at parse in the engine's words, and any bytes at all give a line or a LineError."""
+"""Numbers in range reach the engine, others are refused at parse in its words; any bytes give a line or a LineError."""
 
 from __future__ import annotations
 
 import json
 import math
+from typing import get_type_hints
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +12,13 @@ from hypothesis import strategies as st
 
 from engine import sampling_params
 from engine.errors import InvalidRequest
+from engine.request import Request
 from engine.sampling_params import SamplingParams
+from engine.text.tokenizer import Tokenizer
 from settings import LimitSettings
-from tests.support.request_lines import chat_line, completion_line, error_of, parse, raw_line
+from tests.support.fake_engine import served_model
+from tests.support.request_lines import build_request, chat_line, completion_line, error_of, parse, raw_line
+from tests.support.tiny_tokenizer import make_tokenizer
 from worker.lines import fields as bounds
 from worker.lines.bodies import CompletionBody
 from worker.lines.chat import ChatBody, ChatMessage
@@ -22,8 +27,9 @@ from worker.lines.parse import parse_request_line
 from worker.lines.request_line import RequestLine
 from worker.records.failure import line_error_record
 from worker.records.record import RecordContext, encode_record
+from worker.requests.builder import RequestBuilder
 
-# Parameter -> the outermost values inside its range, and the innermost ones outside.
+# Parameter -> the outermost values inside its range, and the innermost ones outside. Every number that chooses tokens.
 EDGES: dict[str, tuple[list[float], list[float]]] = {
     "temperature": ([0, 1e-5, 1e4], [-0.1, 5e-324, 9.9e-6, math.nextafter(1e4, math.inf), 1e308]),
     "top_p": ([5e-324, 1], [0, -1, 1.0000001]),
@@ -64,10 +70,29 @@ def ids(value: object) -> str:
     return str(value)[:30]
 
 
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory: pytest.TempPathFactory) -> RequestBuilder:
+    tokenizer_path = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(tokenizer_path)
+    return served_model(Tokenizer.from_directory(tokenizer_path)).requests
+
+
 @pytest.mark.parametrize(("name", "value"), INSIDE, ids=ids)
-def test_what_the_parser_accepts_the_engine_accepts(name: str, value: float) -> None:
-    assert getattr(parse(completion_line(**{name: value})).body, name) == value
-    SamplingParams(**{name: value})  # type: ignore[arg-type]  # one parameter of many types
+def test_what_the_parser_accepts_reaches_the_engine(builder: RequestBuilder, name: str, value: float) -> None:
+    line = parse(completion_line(**{name: value}))
+    request = build_request(builder, line, "r")
+
+    assert getattr(line.body, name) == value
+    assert isinstance(request, Request)
+    assert getattr(request.params, name) == value
+
+
+def test_every_number_that_chooses_tokens_has_edges_here() -> None:
+    given, taken = get_type_hints(CompletionBody), get_type_hints(SamplingParams)
+    numbers = {name for name in given.keys() & taken.keys() if given[name] in (int, float, int | None)}
+    lengths = {"max_tokens", "min_tokens", "n", "logprobs"}  # the engine judges them by the model and by each other
+
+    assert numbers - lengths == EDGES.keys()
 
 
 @pytest.mark.parametrize(("name", "value"), OUTSIDE, ids=ids)
