@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-
-import structlog
-import torch
 
 from engine.checkpoint.embedding_config import EmbeddingConfig
 from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_config, read_generation_config
@@ -15,12 +11,11 @@ from engine.checkpoint.weights import Checkpoint
 from engine.encoder import EncoderEngine
 from engine.engine import Engine
 from engine.errors import CheckpointError, EngineFatal
-from engine.execution.batch import BatchStaging, ForwardItem, plan_batch
 from engine.execution.decode_graphs import DecodeGraphs, make_decode_graphs
 from engine.execution.forward import EncoderExecutor, StepExecutor
 from engine.execution.profile import PassTrace
 from engine.kv_cache.block_manager import BlockManager
-from engine.kv_cache.tensors import KVCacheSpec, KVCacheTensors
+from engine.kv_cache.tensors import KVCacheTensors
 from engine.loading.derived_settings import derive_for, model_path
 from engine.loading.kv_pool import (
     NUM_BLOCKS,
@@ -35,19 +30,14 @@ from engine.loading.warm_up import log_memory_profile, measure_memory
 from engine.model_interface import ModelInterface
 from engine.model_status import MemoryProfile
 from engine.models.decoder import DecoderModel
-from engine.models.load import load_decoder, load_encoder, stream_decoder
-from engine.models.placement import ModelPlacement, prepare_placement
+from engine.models.load import load_decoder, load_encoder
+from engine.models.placement import prepare_placement
 from engine.out_of_memory import POOL_SETTINGS, WEIGHTS_ADVICE, naming_settings
 from engine.parts import EncoderParts, EngineParts
 from engine.text.tokenizer import Tokenizer
-from kernels.dispatch import operations
 from settings import EffectiveSettings, Source
 
-_log = structlog.get_logger(__name__)
 GRAPH_ADVICE = "lower engine.gpu_memory_utilization, engine.kv_cache.num_blocks or engine.max_num_seqs"
-
-NUM_SEQUENCES = 32
-SEQUENCE_TOKENS = 8
 
 
 def load_engine(effective: EffectiveSettings, pass_trace: PassTrace | None = None) -> Engine | EncoderEngine:
@@ -119,12 +109,7 @@ def _load_model(effective: EffectiveSettings, config: ModelConfig, checkpoint: C
     placement = prepare_placement(settings, max_positions=longest_row(effective, config))
     num_bytes = expected_weights_bytes(checkpoint, config, settings)
     with naming_settings("the weights", num_bytes, WEIGHTS_ADVICE):
-        model = load_decoder(config, checkpoint, placement)
-        if settings.quantization != "none" and model.lm_head is not None:  # what is compared is logits
-            spec = kv_cache_spec(effective, config)
-            error = measure_quantization_error(model, config, checkpoint, placement, spec)
-            _log.info("quantization_error", quantization=settings.quantization, **asdict(error))
-    return model
+        return load_decoder(config, checkpoint, placement)
 
 
 def _measured(
@@ -186,41 +171,3 @@ def load_encoder_parts(
         embedding=EmbeddingConfig.from_directory(path, size=config.hidden_size, default="mean"),
         max_model_len=settings.max_model_len,
     )
-
-
-@dataclass(frozen=True)
-class QuantizationError:
-    """Differences of logits, in units of the standard deviation of the unquantised row they are in."""
-
-    max_error: float
-    mean_error: float
-    same_greedy_tokens: float  # share of rows whose largest logit is the same token's
-
-
-def measure_quantization_error(
-    model: DecoderModel, config: ModelConfig, checkpoint: Checkpoint, placement: ModelPlacement, spec: KVCacheSpec
-) -> QuantizationError:
-    """Compare the model with its unquantised weights, of which one layer at a time is in memory.
-
-    On 32 sequences of 8 token ids, drawn uniformly with a fixed seed: the same for every run of a vocabulary's size,
-    and no natural text, on which a model is surer of its next token.
-    """
-    plain = stream_decoder(config, checkpoint, replace(placement, ops=operations(placement.device)))
-    expected, actual = _logits(plain, spec), _logits(model, spec)
-    error = (actual - expected).abs() / expected.std(dim=1, keepdim=True)
-    same = (actual.argmax(1) == expected.argmax(1)).float().mean()
-    return QuantizationError(float(error.max()), float(error.mean()), float(same))
-
-
-def _logits(model: DecoderModel, spec: KVCacheSpec) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    shape = (NUM_SEQUENCES, SEQUENCE_TOKENS)
-    token_ids = torch.randint(model.config.vocab_size, shape, generator=generator).tolist()
-    blocks_each = -(-SEQUENCE_TOKENS // spec.block_size)
-    items = []
-    for index, row in enumerate(token_ids):
-        first = 1 + index * blocks_each  # block 0 is the null block
-        items.append(ForwardItem(row, 0, range(first, first + blocks_each), wants_logits=True))
-    kv_cache = KVCacheTensors.allocate(spec, 1 + NUM_SEQUENCES * blocks_each, model.device)
-    batch = BatchStaging(model.device).stage(plan_batch(items, spec.block_size))
-    return model.forward(batch, kv_cache).logits

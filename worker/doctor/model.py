@@ -15,10 +15,10 @@ from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_conf
 from engine.checkpoint.weights import Checkpoint
 from engine.errors import CapabilityError, CheckpointError, EngineError
 from engine.loading.derived_settings import derive_for, model_path
-from engine.loading.kv_pool import device_memory, expected_profile, expected_weights_bytes, kv_cache_spec, longest_row
-from engine.loading.load import QuantizationError, measure_quantization_error, read_eos_token_ids
-from engine.models.load import check_decoder, check_encoder, load_decoder
-from engine.models.placement import prepare_placement
+from engine.loading.kv_pool import device_memory, expected_profile, expected_weights_bytes, kv_cache_spec
+from engine.loading.load import read_eos_token_ids
+from engine.loading.quantization_error import measure_quantization_error
+from engine.models.load import check_decoder, check_encoder
 from engine.text.tokenizer import Tokenizer
 from settings import EffectiveSettings, EngineSettings, SettingsError, Source
 from worker.doctor.machine import device_findings, machine_findings, size_text, wanted_device
@@ -128,7 +128,7 @@ def quantization_findings(effective: EffectiveSettings) -> Iterator[Finding]:
         yield Finding("quantization", Level.WARNING, detail, fix)
         return
     try:
-        error = quantization_error(effective)
+        error = measure_quantization_error(effective)
     except (EngineError, SettingsError) as failure:
         fix = "set what the line names, or engine.quantization=none"
         yield Finding("quantization", Level.FAILED, f"not measured: {failure}", fix)
@@ -139,19 +139,3 @@ def quantization_findings(effective: EffectiveSettings) -> Iterator[Finding]:
         f"{quantization}: logits are off by {error.mean_error:.3f} on average and {error.max_error:.3f} at most, in "
         f"standard deviations of their row; the likeliest token is the same in {error.same_greedy_tokens:.1%} of rows",
     )
-
-
-def quantization_error(effective: EffectiveSettings) -> QuantizationError:
-    """Load the quantised model, and its full weights layer by layer, and compare their logits on random tokens.
-
-    Raises CheckpointError, SettingsError, CapabilityError (no such kernels here, no logits, memory ran out).
-    """
-    path = model_path(effective)
-    config = read_config(path)
-    derived = derive_for(effective, path, config)
-    if isinstance(config, EncoderConfig):
-        raise CapabilityError("an encoder makes no logits to compare")
-    placement = prepare_placement(derived.settings.engine, max_positions=longest_row(derived, config))
-    with Checkpoint.open(path) as checkpoint:
-        model = load_decoder(config, checkpoint, placement)
-        return measure_quantization_error(model, config, checkpoint, placement, kv_cache_spec(derived, config))

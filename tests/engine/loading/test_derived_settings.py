@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
+from unittest import mock
 
 import pytest
-import structlog
 import torch
 
+from engine.checkpoint.weights import Checkpoint
 from engine.errors import CapabilityError
 from engine.loading import derived_settings
 from engine.loading.derived_settings import computes_bfloat16, derive_settings, usable_cores
+from engine.loading.quantization_error import measure_quantization_error
 from engine.models.decoder import weights_bytes
 from engine.models.placement import require_float32_sums
 from kernels import cpu, deterministic, int8
@@ -117,21 +119,25 @@ def test_no_matrix_product_may_sum_in_less_than_float32() -> None:
 
 
 def test_quantization_is_off_unless_asked_for(moe_checkpoint: Path) -> None:
-    with structlog.testing.capture_logs() as logs:
-        engine = load_engine(moe_checkpoint)
-    assert engine._executor.model.ops is cpu
-    assert not [entry for entry in logs if entry["event"] == "quantization_error"]
+    assert load_engine(moe_checkpoint)._executor.model.ops is cpu
 
 
 @needs_vnni
-def test_its_error_is_measured_and_logged_at_load(moe_checkpoint: Path) -> None:
-    with structlog.testing.capture_logs() as logs:
+def test_a_load_with_int8_reads_each_weight_once(moe_checkpoint: Path) -> None:
+    with mock.patch.object(Checkpoint, "read", autospec=True, side_effect=Checkpoint.read) as read:
         engine = load_engine(moe_checkpoint, {"engine.quantization": "int8"})
     assert engine._executor.model.ops is int8
-    (entry,) = [entry for entry in logs if entry["event"] == "quantization_error"]
-    assert 0 < entry["mean_error"] < entry["max_error"] < 1
-    assert entry["mean_error"] < 0.1
-    assert entry["same_greedy_tokens"] > 0.8
+    names = [call.args[1] for call in read.call_args_list]
+    assert len(names) == len(set(names)) > 0
+
+
+@needs_vnni
+def test_the_error_of_int8_is_measured_on_request(moe_checkpoint: Path) -> None:
+    values = {"model.path": str(moe_checkpoint), "engine.device": "cpu", "engine.quantization": "int8"}
+    error = measure_quantization_error(load_settings(values, environ={}, dotenv_path=Path(os.devnull)))
+    assert 0 < error.mean_error < error.max_error < 1
+    assert error.mean_error < 0.1
+    assert error.same_greedy_tokens > 0.8
 
 
 @needs_vnni

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from engine.loading.load import QuantizationError
+from engine.loading.quantization_error import QuantizationError
 from settings import EffectiveSettings
 from tests.support.redis_servers import free_port
 from tests.support.request_lines import chat_line, completion_line
@@ -137,7 +137,7 @@ def test_the_quantization_error_is_measured_where_it_is_asked_for(
         asked.append(effective)
         return QuantizationError(0.25, 0.0314, 0.96875)
 
-    monkeypatch.setattr("worker.doctor.model.quantization_error", measure)
+    monkeypatch.setattr("worker.doctor.model.measure_quantization_error", measure)
     arguments = ["--redis-url", redis_url, "--model", str(checkpoint), "--set", "engine.quantization=int8"]
 
     assert "quantization" not in run_doctor(*arguments)[1]
