@@ -16,7 +16,7 @@ from engine.kv_cache.block_manager import BlockHashChain
 from engine.out_of_memory import step_failure
 from engine.outputs import FinishedRequests
 from engine.parts import EncoderParts
-from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, TokenCheckpoint
+from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, ResumeState
 from engine.scheduling.waiting_queue import SchedulerLimits, WaitingQueue
 from engine.stats import EngineStats
 from engine.text.tokenizer import Tokenizer
@@ -74,11 +74,11 @@ class EncoderEngine:
         )
         self._embeddings.add(request)
 
-    def due_checkpoints(self) -> Mapping[str, TokenCheckpoint]:
+    def due_resume_states(self) -> Mapping[str, ResumeState]:
         """None, ever: an input is one step."""
         return {}
 
-    def checkpoint(self, request_id: str) -> TokenCheckpoint | None:
+    def resume_state(self, request_id: str) -> ResumeState | None:
         """None: there is no half of a vector that could be kept."""
         return None
 

@@ -19,7 +19,7 @@ from engine.model_interface import ModelInterface
 from engine.out_of_memory import is_out_of_memory
 from engine.outputs import FinishedRequests, OutputProcessor
 from engine.parts import EngineParts
-from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, TokenCheckpoint
+from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, ResumeState
 from engine.sampler import Sampler
 from engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from engine.scheduling.waiting_queue import SchedulerLimits
@@ -91,7 +91,7 @@ class Engine:
         EngineFatal once a step has failed.
 
         One that is to get the same tokens as an unfinished one (see GenerationRequests) gets what that one generates; a
-        checkpoint it brings is set aside, since the work behind it is done for the other anyway.
+        resume state it brings is set aside, since the work behind it is done for the other anyway.
         """
         self._steps.check()
         is_taken = request.request_id in self._generation or request.request_id in self._embeddings
@@ -105,15 +105,15 @@ class Engine:
         else:
             raise InvalidRequest("this model has no lm_head: it makes embeddings only", code="unsupported_endpoint")
 
-    def due_checkpoints(self) -> dict[str, TokenCheckpoint]:
-        """Checkpoints, by request id, of the requests of which a sequence got engine.checkpoint_tokens since its last
+    def due_resume_states(self) -> dict[str, ResumeState]:
+        """Resume states, by request id, of the requests of which a sequence got engine.checkpoint_tokens since its last
         one. Nobody needs to ask: what is due is kept as one id a request until then.
         """
-        return self._generation.due_checkpoints()
+        return self._generation.due_resume_states()
 
-    def checkpoint(self, request_id: str) -> TokenCheckpoint | None:
-        """A request as it stands; None if it is not unfinished, has generated nothing, or checkpoints are off."""
-        return self._generation.checkpoint(request_id)
+    def resume_state(self, request_id: str) -> ResumeState | None:
+        """A request as it stands; None if it is not unfinished, has generated nothing, or resume states are off."""
+        return self._generation.resume_state(request_id)
 
     def abort(self, request_id: str) -> bool:
         """End a request now: its blocks are free when this returns, what it generated is in its output.

@@ -18,8 +18,8 @@ from engine.errors import EngineError, EngineFatal, InvalidRequest, NonFiniteLog
 from engine.kv_cache.block_manager import BlockManager
 from engine.outputs import FinishedRequests, OutputProcessor
 from engine.parts import EngineParts
-from engine.request import FinishReason, PromptLogprobs, Request, TokenCheckpoint
-from engine.resume import RequestCheckpoints
+from engine.request import FinishReason, PromptLogprobs, Request, ResumeState
+from engine.resume import ResumeStates
 from engine.sampler import SampledToken
 from engine.scheduling.groups import GroupTable, RequestGroup
 from engine.scheduling.scheduler import Scheduler
@@ -55,10 +55,10 @@ class GenerationRequests:
         self._scheduler = scheduler
         self._outputs = outputs
         self._finished = finished
-        self._checkpoints = RequestCheckpoints(outputs, model, interval_tokens=settings.checkpoint_tokens)
+        self._resume_states = ResumeStates(outputs, model, interval_tokens=settings.checkpoint_tokens)
         self._intake = RequestIntake(
             parts.block_manager,
-            self._checkpoints,
+            self._resume_states,
             max_model_len=parts.model_interface.kv_capacity(),
             seed=settings.seed,
             arrivals=arrivals,
@@ -86,7 +86,7 @@ class GenerationRequests:
     def add(self, request: Request) -> None:
         """Queue a checked request, or wait for the tokens of an equal one.
 
-        A checkpoint that an equal one brings is set aside: the work behind it is done for the other anyway.
+        A resume state that an equal one brings is set aside: the work behind it is done for the other anyway.
         """
         key = _key_of(request) if self._deduplicate else None
         group = self._groups.join(replace(request, resume=None), key)
@@ -124,19 +124,19 @@ class GenerationRequests:
             if state.first_token_s is None:
                 state.first_token_s = time.monotonic()
             self.num_generated_tokens += 1
-            self._checkpoints.note_token(state)
+            self._resume_states.note_token(state)
         if state.finish_reason is not None:
             self._scheduler.finish(state)
             self._hand_out_if_complete(self._groups.of(state))
 
-    def due_checkpoints(self) -> dict[str, TokenCheckpoint]:
+    def due_resume_states(self) -> dict[str, ResumeState]:
         """See Engine."""
-        return self._checkpoints.take_due(self._groups)
+        return self._resume_states.take_due(self._groups)
 
-    def checkpoint(self, request_id: str) -> TokenCheckpoint | None:
+    def resume_state(self, request_id: str) -> ResumeState | None:
         """See Engine."""
         group = self._groups.find(request_id)
-        return None if group is None else self._checkpoints.take_now(group)
+        return None if group is None else self._resume_states.take_now(group)
 
     def abort(self, request_id: str) -> bool:
         """End a request with what was generated; False for one that is not unfinished. Equal requests keep the work."""
@@ -198,7 +198,7 @@ class GenerationRequests:
         if not group.is_complete:
             return
         self._groups.drop(group)
-        self._checkpoints.forget(group)
+        self._resume_states.forget(group)
         completions = tuple(self._outputs.completion(state) for state in group.states)
         ended, others = group.parted(group.error)
         for request in ended:
@@ -219,35 +219,35 @@ def _key_of(request: Request) -> bytes | None:
 
 
 class RequestIntake:
-    """Makes groups: new ones, ones that go on from a checkpoint, and copies of those that run."""
+    """Makes groups: new ones, ones that go on from a resume state, and copies of those that run."""
 
     def __init__(
         self,
         blocks: BlockManager,
-        checkpoints: RequestCheckpoints,
+        resume_states: ResumeStates,
         *,
         max_model_len: int,
         seed: int | None,
         arrivals: Iterator[int],
     ) -> None:
         self._blocks = blocks
-        self._checkpoints = checkpoints
+        self._resume_states = resume_states
         self._max_model_len = max_model_len
         self._entropy = random.SystemRandom() if seed is None else random.Random(seed)
         self._arrivals = arrivals  # shared with whatever else queues sequences: they are told apart by these numbers
 
     def begin(self, request: Request, key: bytes | None) -> RequestGroup:
-        """A group for a checked request. One with a checkpoint goes on behind it.
+        """A group for a checked request. One with a resume state goes on behind it.
 
-        Prompt and tokens so far are then prefilled as after a preemption. A checkpoint of anything else, or a damaged
+        Prompt and tokens so far are then prefilled as after a preemption. A resume state of anything else, or a damaged
         one, is dropped with a warning and the request starts over.
         """
-        checkpoint = self._checkpoints.usable(request)
+        resume_state = self._resume_states.usable(request)
         request = replace(request, resume=None)  # may be large: not kept for the request's life
-        if checkpoint is not None:
-            group = self._new_group([request], checkpoint.base_seed, key)
-            if self._checkpoints.restore(checkpoint, group.states):
-                group.num_resumed_tokens = checkpoint.num_tokens
+        if resume_state is not None:
+            group = self._new_group([request], resume_state.base_seed, key)
+            if self._resume_states.restore(resume_state, group.states):
+                group.num_resumed_tokens = resume_state.num_tokens
                 for state in group.unfinished:
                     state.chain = self._blocks.new_chain(state.token_ids, request.tenant)
                 return group
@@ -270,7 +270,7 @@ class RequestIntake:
         copy = self._new_group([request], group.base_seed, None)
         copy.states[0].num_cached_tokens = copy.states[0].num_prompt_tokens
         copy.num_resumed_tokens = group.num_resumed_tokens
-        self._checkpoints.copy_progress(group, copy.states)
+        self._resume_states.copy_progress(group, copy.states)
         return copy
 
     def _new_group(self, requests: list[Request], base_seed: int, key: bytes | None) -> RequestGroup:

@@ -54,7 +54,7 @@ class OutputProcessor:
             self.flush(state)
 
     def constrain(self, state: RequestState, grammar: CompiledGrammar) -> None:
-        """Hold a sequence to a grammar; tokens it has already, of a checkpoint, are followed first."""
+        """Hold a sequence to a grammar; tokens it has already, of a resume state, are followed first."""
         state.matcher = grammar.new_matcher(self._eos_token_ids.union(state.request.params.stop_token_ids))
         self._follow_grammar(state, state.matcher, state.output_token_ids)
         if state.is_finished:

@@ -28,7 +28,7 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceCheckpoint:
+class SequenceResumeState:
     """What one of a request's `n` sequences had generated. Whether it had ended follows from its tokens."""
 
     token_ids: tuple[int, ...]
@@ -36,7 +36,7 @@ class SequenceCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCheckpoint:
+class ResumeState:
     """What an unfinished request had generated: enough to go on with it, in any engine with the same model.
 
     Text, penalties and stop strings are not in it: they follow from the tokens, which are replayed.
@@ -44,7 +44,7 @@ class TokenCheckpoint:
 
     identity: str  # digest of model, prompt and parameters: it is worth nothing for any other request
     base_seed: int  # of the draws; also of a request that brought none, so that it goes on with the same draws
-    sequences: tuple[SequenceCheckpoint, ...]  # in index order, as many as the request's n
+    sequences: tuple[SequenceResumeState, ...]  # in index order, as many as the request's n
 
     @property
     def num_tokens(self) -> int:
@@ -61,7 +61,7 @@ class Request:
     params: SamplingParams
     priority: int = 0  # lower runs first
     tenant: str = ""  # whose it is: KV and results are shared within a tenant alone, and tenants get equal shares
-    resume: TokenCheckpoint | None = None  # go on from here; one that is not of this request is dropped
+    resume: ResumeState | None = None  # go on from here; one that is not of this request is dropped
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -181,7 +181,7 @@ class RequestOutput:
     num_cached_tokens: int  # prompt tokens whose KV came from the prefix cache; all where an equal request was run
     completions: tuple[Completion, ...]  # in index order; none of an embedding request
     error: EngineError | None = None
-    num_resumed_tokens: int = 0  # of the completions: taken over from a checkpoint, not generated here
+    num_resumed_tokens: int = 0  # of the completions: taken over from a resume state, not generated here
     embeddings: tuple[array[float], ...] = ()  # float32, of length 1, in the order of the inputs
     prompt_logprobs: PromptLogprobs | None = None  # one a prompt token; None unless asked for, or where it was aborted
     timings: RequestTimings | None = None  # None where nothing was run for it: refused, or an equal request was run

@@ -15,7 +15,7 @@ from functools import cached_property
 
 from engine.models.decoder import DecoderModel
 from engine.outputs import OutputProcessor
-from engine.request import Request, SequenceCheckpoint, TokenCheckpoint
+from engine.request import Request, ResumeState, SequenceResumeState
 from engine.sampler import SampledToken
 from engine.scheduling.groups import GroupTable, RequestGroup
 from engine.scheduling.sequence import RequestState
@@ -23,10 +23,10 @@ from engine.scheduling.sequence import RequestState
 logger = logging.getLogger(__name__)
 
 
-class RequestCheckpoints:
-    """Knows which requests are due for a checkpoint, makes checkpoints, and puts new sequences where one ends.
+class ResumeStates:
+    """Knows which requests are due for a resume state, makes resume states, and puts new sequences where one ends.
 
-    Costs a comparison a token until a checkpoint is taken; what is due is one entry a request, however often.
+    Costs a comparison a token until a resume state is taken; what is due is one entry a request, however often.
     """
 
     def __init__(self, outputs: OutputProcessor, model: DecoderModel, *, interval_tokens: int | None) -> None:
@@ -38,23 +38,23 @@ class RequestCheckpoints:
 
     def note_token(self, state: RequestState) -> None:
         """A sequence got a token."""
-        if state.num_output_tokens - state.num_checkpointed_tokens >= self._interval_tokens:
+        if state.num_output_tokens - state.num_saved_tokens >= self._interval_tokens:
             self._due[state.arrival] = None
 
     def forget(self, group: RequestGroup) -> None:
         """A group ended."""
         self._due.pop(group.arrival, None)
 
-    def take_due(self, groups: GroupTable[RequestGroup]) -> dict[str, TokenCheckpoint]:
-        """Checkpoints of the requests that came due since the last call, by request id. `groups`: the unfinished."""
+    def take_due(self, groups: GroupTable[RequestGroup]) -> dict[str, ResumeState]:
+        """Resume states of the requests that came due since the last call, by request id. `groups`: the unfinished."""
         due, self._due = self._due, {}
-        found: dict[str, TokenCheckpoint] = {}
+        found: dict[str, ResumeState] = {}
         for group in groups.at(due):
             found |= dict.fromkeys((request.request_id for request in group.requests), self._take(group))
         return found
 
-    def take_now(self, group: RequestGroup) -> TokenCheckpoint | None:
-        """A request as it stands, due or not; None if it has generated nothing, or checkpoints are off."""
+    def take_now(self, group: RequestGroup) -> ResumeState | None:
+        """A request as it stands, due or not; None if it has generated nothing, or resume states are off."""
         has_output = any(state.num_output_tokens for state in group.states)
         return self._take(group) if self._are_on and has_output else None
 
@@ -69,29 +69,29 @@ class RequestCheckpoints:
                 state.finish_reason = source.finish_reason
                 self._outputs.flush(state)
 
-    def _take(self, group: RequestGroup) -> TokenCheckpoint:
+    def _take(self, group: RequestGroup) -> ResumeState:
         """All sequences of a request are written down, so none of them is due for a while."""
         for state in group.states:
-            state.num_checkpointed_tokens = state.num_output_tokens
-        return TokenCheckpoint(self._identity(group.request), group.base_seed, _sequences(group))
+            state.num_saved_tokens = state.num_output_tokens
+        return ResumeState(self._identity(group.request), group.base_seed, _sequences(group))
 
-    def usable(self, request: Request) -> TokenCheckpoint | None:
-        """The checkpoint a request brings, if it is one of this request; else None, and a warning says why."""
-        checkpoint = request.resume
-        if checkpoint is None:
+    def usable(self, request: Request) -> ResumeState | None:
+        """The resume state a request brings, if it is one of this request; else None, and a warning says why."""
+        resume_state = request.resume
+        if resume_state is None:
             return None
-        fault = self._fault(request, checkpoint)
+        fault = self._fault(request, resume_state)
         if fault is None:
-            return checkpoint
+            return resume_state
         _warn_dropped(request, fault)
         return None
 
-    def restore(self, checkpoint: TokenCheckpoint, states: Sequence[RequestState]) -> bool:
-        """Replay a checkpoint over the new sequences of its request.
+    def restore(self, resume_state: ResumeState, states: Sequence[RequestState]) -> bool:
+        """Replay a resume state over the new sequences of its request.
 
         False if its tokens cannot have come from this request: `states` are of no more use then.
         """
-        for state, sequence in zip(states, checkpoint.sequences, strict=True):
+        for state, sequence in zip(states, resume_state.sequences, strict=True):
             if not self._replay(state, sequence):
                 _warn_dropped(state.request, f"sequence {state.index} goes on after its end")
                 return self._forget_replayed(states)
@@ -105,22 +105,22 @@ class RequestCheckpoints:
             self._outputs.forget(state)
         return False
 
-    def _replay(self, state: RequestState, sequence: SequenceCheckpoint) -> bool:
+    def _replay(self, state: RequestState, sequence: SequenceResumeState) -> bool:
         for position, token_id in enumerate(sequence.token_ids):
             if state.is_finished:
                 return False
             logprobs = None if sequence.logprobs is None else sequence.logprobs[position]
             self._outputs.append(state, SampledToken(token_id, logprobs))
-        state.num_checkpointed_tokens = state.num_output_tokens
+        state.num_saved_tokens = state.num_output_tokens
         return True
 
-    def _fault(self, request: Request, checkpoint: TokenCheckpoint) -> str | None:
-        params, sequences = request.params, checkpoint.sequences
-        if checkpoint.identity != self._identity(request):
+    def _fault(self, request: Request, resume_state: ResumeState) -> str | None:
+        params, sequences = request.params, resume_state.sequences
+        if resume_state.identity != self._identity(request):
             return "it is of another model, prompt or parameters"
         if len(sequences) != params.n:
             return f"it has {len(sequences)} sequences, the request {params.n}"
-        if params.seed is not None and checkpoint.base_seed != params.seed:
+        if params.seed is not None and resume_state.base_seed != params.seed:
             return "its seed is not the request's"
         vocab_size = self._model.config.vocab_size
         for sequence in sequences:
@@ -141,15 +141,15 @@ class RequestCheckpoints:
         return model_fingerprint(self._model)
 
 
-def _sequences(group: RequestGroup) -> tuple[SequenceCheckpoint, ...]:
+def _sequences(group: RequestGroup) -> tuple[SequenceResumeState, ...]:
     has_logprobs = group.request.params.logprobs is not None
     return tuple(
-        SequenceCheckpoint(tuple(state.output_token_ids), tuple(state.logprobs) if has_logprobs else None)
+        SequenceResumeState(tuple(state.output_token_ids), tuple(state.logprobs) if has_logprobs else None)
         for state in group.states
     )
 
 
-def _has_its_logprobs(sequence: SequenceCheckpoint, *, is_asked: bool) -> bool:
+def _has_its_logprobs(sequence: SequenceResumeState, *, is_asked: bool) -> bool:
     if sequence.logprobs is None:
         return not is_asked
     chosen = tuple(logprobs.token_id for logprobs in sequence.logprobs)

@@ -45,7 +45,7 @@ class EngineStats:
     num_duplicates: int  # of these, given what was generated for an equal one
     prompt_tokens: int  # of requests that have ended
     cached_tokens: int  # of these, found in the prefix cache at first admission, or all of a duplicate's
-    output_tokens: int  # of requests that have ended, those taken over from a checkpoint or an equal one included
+    output_tokens: int  # of requests that have ended, those taken over from a resume state or an equal one included
     generated_tokens: int  # sampled by this engine, whatever became of their requests
     num_preemptions: int
     num_blocks: int  # the null block included

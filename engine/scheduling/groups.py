@@ -94,7 +94,7 @@ class RequestGroup(SequenceGroup[Request, RequestState]):
         return next((entries for entries in found if entries.is_complete), None)
 
     def choose_scorer(self) -> None:
-        """Have the prompt scored by a sequence that is to be run: the first may have ended before a checkpoint."""
+        """Have the prompt scored by a sequence that is to be run: the first may have ended before a resume state."""
         first, unfinished = self.states[0], self.unfinished
         if first.is_finished and unfinished:
             unfinished[0].prompt_logprobs, first.prompt_logprobs = first.prompt_logprobs, None

@@ -108,7 +108,7 @@ class RequestState(SequenceState):
     request: Request
     seed: int  # of the draws: (seed, position) decides, nothing else
     max_tokens: int  # the request's, or what the context leaves
-    num_checkpointed_tokens: int = 0  # of the output, in the last checkpoint taken
+    num_saved_tokens: int = 0  # of the output, in the last resume state taken
     counts: TokenCounts | None = None  # output processor; None without penalties
     matcher: GrammarMatcher | None = None  # output processor; None without a grammar, or while that is compiled
     logprobs: list[TokenLogprobs] = field(default_factory=list)

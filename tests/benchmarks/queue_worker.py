@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from engine.request import AnyRequest, Completion, FinishReason, Request, RequestOutput, TokenCheckpoint
+from engine.request import AnyRequest, Completion, FinishReason, Request, RequestOutput, ResumeState
 from engine.stats import EngineStats
 from engine.text.tokenizer import Tokenizer
 from settings import load_settings, parse_assignments
@@ -45,10 +45,10 @@ class InstantEngine:
     def abort(self, request_id: str) -> bool:
         raise RuntimeError(f"{request_id} is to be aborted: a benchmark cancels nothing")
 
-    def checkpoint(self, request_id: str) -> TokenCheckpoint | None:
+    def resume_state(self, request_id: str) -> ResumeState | None:
         return None  # its answers come whole
 
-    def due_checkpoints(self) -> dict[str, TokenCheckpoint]:
+    def due_resume_states(self) -> dict[str, ResumeState]:
         return {}
 
     def step(self) -> list[RequestOutput]:

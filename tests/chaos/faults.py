@@ -346,7 +346,7 @@ def _fault_device() -> None:
     def hang(*_: Any) -> None:
         time.sleep(3600)
 
-    for name in ("close", "abort", "checkpoint", "due_checkpoints", "add_request", "step"):
+    for name in ("close", "abort", "resume_state", "due_resume_states", "add_request", "step"):
         setattr(FakeEngine, name, hang)
     atexit.register(hang)  # as a driver whose context is torn down over a kernel that hangs
     raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")

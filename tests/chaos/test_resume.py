@@ -153,7 +153,7 @@ def test_a_killed_worker_costs_the_tokens_since_the_last_resume_states(
 def test_a_worker_that_drains_loses_no_token(
     client: BatchClient, bare: redis.Redis, start: Start, long_load: Load
 ) -> None:
-    # No checkpoint comes due in 600 tokens: only the one at the end can have saved them.
+    # No resume state comes due in 600 tokens: only the one at the end can have saved them.
     job_id, before = _end_first_worker(
         client, start, long_load, 0.5, signal.SIGTERM, engine__checkpoint_tokens="1000", worker__drain_timeout_s="0.1"
     )
@@ -182,5 +182,5 @@ def test_kill_9_without_checkpoints_recomputes_all_of_it(
     job_id, before = _end_first_worker(client, start, long_load, 0.5, signal.SIGKILL, **off)
     after = _finish(client, bare, start, long_load, job_id, **off)
     recomputed = before + after - long_load.total
-    print(f"killed at 50%, no checkpoints: {before} + {after} tokens, {recomputed / long_load.total:.1%} twice")
+    print(f"killed at 50%, no resume states: {before} + {after} tokens, {recomputed / long_load.total:.1%} twice")
     assert recomputed == before

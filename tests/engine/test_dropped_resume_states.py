@@ -16,7 +16,7 @@ from engine.checkpoint.weights import Checkpoint
 from engine.engine import Engine
 from engine.models.load import load_decoder
 from engine.models.placement import ModelPlacement
-from engine.request import Completion, Request, SequenceCheckpoint, TokenCheckpoint
+from engine.request import Completion, Request, ResumeState, SequenceResumeState
 from engine.resume import model_fingerprint
 from engine.sampling_params import SamplingParams
 from kernels.dispatch import deterministic_operations, operations
@@ -58,17 +58,17 @@ def _generated(engine: Engine) -> int:
     return engine.stats().generated_tokens
 
 
-def _damaged(checkpoint: TokenCheckpoint) -> dict[str, TokenCheckpoint]:
-    (sequence,) = checkpoint.sequences
-    long = SequenceCheckpoint((65,) * (MAX_TOKENS + 1), None)
+def _damaged(resume_state: ResumeState) -> dict[str, ResumeState]:
+    (sequence,) = resume_state.sequences
+    long = SequenceResumeState((65,) * (MAX_TOKENS + 1), None)
     return {
-        "another model": replace(checkpoint, identity="0" * 32),
-        "sequences": replace(checkpoint, sequences=(sequence, sequence)),
-        "vocabulary": replace(checkpoint, sequences=(SequenceCheckpoint((65, 320), None),)),
-        "negative": replace(checkpoint, sequences=(SequenceCheckpoint((-1,), None),)),
-        "goes on after its end": replace(checkpoint, sequences=(long,)),
-        "logprobs": replace(checkpoint, sequences=(replace(sequence, logprobs=()),)),
-        "its seed": replace(checkpoint, base_seed=8),
+        "another model": replace(resume_state, identity="0" * 32),
+        "sequences": replace(resume_state, sequences=(sequence, sequence)),
+        "vocabulary": replace(resume_state, sequences=(SequenceResumeState((65, 320), None),)),
+        "negative": replace(resume_state, sequences=(SequenceResumeState((-1,), None),)),
+        "goes on after its end": replace(resume_state, sequences=(long,)),
+        "logprobs": replace(resume_state, sequences=(replace(sequence, logprobs=()),)),
+        "its seed": replace(resume_state, base_seed=8),
     }
 
 
@@ -80,10 +80,10 @@ def test_a_checkpoint_that_is_not_of_the_request_is_dropped_with_a_warning(
     engine: Engine, expected: Sequence[Completion], caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     request = _request()
-    checkpoint = _damaged(interrupted(engine, request, 10))[damage]
+    resume_state = _damaged(interrupted(engine, request, 10))[damage]
     before = _generated(engine)
     with caplog.at_level(logging.WARNING, logger="engine.resume"):
-        output = run_all(engine, [replace(request, resume=checkpoint)])["r"]
+        output = run_all(engine, [replace(request, resume=resume_state)])["r"]
     assert output.completions == expected
     assert output.num_resumed_tokens == 0
     assert _generated(engine) - before == MAX_TOKENS
@@ -94,10 +94,10 @@ def test_a_checkpoint_that_is_not_of_the_request_is_dropped_with_a_warning(
 def test_other_parameters_are_another_request(
     engine: Engine, caplog: pytest.LogCaptureFixture, changed: dict[str, Any]
 ) -> None:
-    checkpoint = interrupted(engine, _request(), 10)
+    resume_state = interrupted(engine, _request(), 10)
     request = _request(**changed)
     expected = run_all(engine, [request])["r"].completions
-    assert run_all(engine, [replace(request, resume=checkpoint)])["r"].completions == expected
+    assert run_all(engine, [replace(request, resume=resume_state)])["r"].completions == expected
     assert "another model, prompt or parameters" in caplog.text
 
 
@@ -105,9 +105,9 @@ def test_another_model_of_the_same_shape_takes_no_checkpoint(
     engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     request = _request()
-    checkpoint = interrupted(engine, request, 10)
+    resume_state = interrupted(engine, request, 10)
     tuned = load_engine(make_checkpoint(tmp_path / "tiny", "qwen3", seed=1, initializer_range=0.6))
-    run_all(tuned, [replace(request, resume=checkpoint)])
+    run_all(tuned, [replace(request, resume=resume_state)])
     assert "another model" in caplog.text
     assert _generated(tuned) == MAX_TOKENS
 

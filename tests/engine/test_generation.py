@@ -189,15 +189,15 @@ def test_each_of_them_gets_the_checkpoints(tiny_model: Path) -> None:
     for name in "abc":
         engine.add_request(_request(name, **SEEDED))
     _steps(engine, 7)
-    assert engine.due_checkpoints() == {}
+    assert engine.due_resume_states() == {}
     _steps(engine, 1)
-    due = engine.due_checkpoints()
+    due = engine.due_resume_states()
     assert list(due) == ["a", "b", "c"]
-    assert len({id(checkpoint) for checkpoint in due.values()}) == 1
+    assert len({id(resume_state) for resume_state in due.values()}) == 1
     engine.abort("a")
-    checkpoint = engine.checkpoint("b")
-    assert checkpoint is not None
-    assert checkpoint.num_tokens == 8
+    resume_state = engine.resume_state("b")
+    assert resume_state is not None
+    assert resume_state.num_tokens == 8
     expected = run_all(engine, [])["b"].completions
     before = _work(engine)
     resumed = [replace(_request(name, **SEEDED), resume=due[name]) for name in "abc"]
@@ -210,11 +210,11 @@ def test_each_of_them_gets_the_checkpoints(tiny_model: Path) -> None:
 def test_a_checkpoint_is_set_aside_for_an_equal_request_that_runs(engine: Engine) -> None:
     engine.add_request(_request("a", **SEEDED))
     _steps(engine, 10)
-    checkpoint = engine.checkpoint("a")
+    resume_state = engine.resume_state("a")
     engine.abort("a")
     engine.step()
     before = _work(engine)
-    outputs = run_all(engine, [_request("b", **SEEDED), replace(_request("c", **SEEDED), resume=checkpoint)])
+    outputs = run_all(engine, [_request("b", **SEEDED), replace(_request("c", **SEEDED), resume=resume_state)])
     assert outputs["b"].completions == outputs["c"].completions
     assert [outputs[name].num_resumed_tokens for name in "bc"] == [0, 0]
     assert _work(engine) - before == MAX_TOKENS

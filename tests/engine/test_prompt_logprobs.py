@@ -197,11 +197,11 @@ def test_after_a_checkpoint(case: Case) -> None:
     engine.add_request(request)
     for _ in range(6):
         engine.step()
-    checkpoint = engine.checkpoint("s9")
-    assert checkpoint is not None
-    output = run_all(case.engine(), [replace(request, resume=checkpoint)])["s9"]
+    resume_state = engine.resume_state("s9")
+    assert resume_state is not None
+    output = run_all(case.engine(), [replace(request, resume=resume_state)])["s9"]
     case.check_one(output, 9)
-    assert output.num_resumed_tokens == checkpoint.num_tokens > 0
+    assert output.num_resumed_tokens == resume_state.num_tokens > 0
     assert [c.token_ids for c in output.completions] == [c.token_ids for c in uninterrupted.completions]
 
 
@@ -214,12 +214,12 @@ def test_after_a_checkpoint_in_which_the_first_sequence_had_ended(case: Case) ->
     engine.add_request(request)
     for _ in range(first.token_ids.index(stop) + 3):
         engine.step()
-    checkpoint = engine.checkpoint("s9")
-    assert checkpoint is not None
-    assert len(checkpoint.sequences[0].token_ids) < len(checkpoint.sequences[1].token_ids)
-    output = run_all(case.engine(), [replace(request, resume=checkpoint)])["s9"]
+    resume_state = engine.resume_state("s9")
+    assert resume_state is not None
+    assert len(resume_state.sequences[0].token_ids) < len(resume_state.sequences[1].token_ids)
+    output = run_all(case.engine(), [replace(request, resume=resume_state)])["s9"]
     case.check_one(output, 9)
-    assert output.num_resumed_tokens == checkpoint.num_tokens
+    assert output.num_resumed_tokens == resume_state.num_tokens
 
 
 def test_bit_for_bit_with_deterministic_kernels(case: Case) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.engine import Engine
-from engine.request import Completion, FinishReason, Request, SequenceCheckpoint, TokenCheckpoint
+from engine.request import Completion, FinishReason, Request, ResumeState, SequenceResumeState
 from engine.sampling_params import SamplingParams
 from tests.support.engines import interrupted, load_engine, run_all
 
@@ -64,15 +64,15 @@ def _request(**params: Any) -> Request:
 
 
 def _assert_same(
-    found: Sequence[Completion], expected: Sequence[Completion], checkpoint: TokenCheckpoint | None = None
+    found: Sequence[Completion], expected: Sequence[Completion], resume_state: ResumeState | None = None
 ) -> None:
-    """Equal to the byte; but logprobs behind the checkpoint by rounding, for another batch computed them."""
+    """Equal to the byte; but logprobs behind the resume state by rounding, for another batch computed them."""
     assert [replace(completion, logprobs=None) for completion in found] == [
         replace(completion, logprobs=None) for completion in expected
     ]
     for index, (one, two) in enumerate(zip(found, expected, strict=True)):
         assert (one.logprobs is None) == (two.logprobs is None)
-        kept = checkpoint.sequences[index].logprobs or () if checkpoint else ()
+        kept = resume_state.sequences[index].logprobs or () if resume_state else ()
         assert (one.logprobs or ())[: len(kept)] == kept
         for mine, theirs in zip(one.logprobs or (), two.logprobs or (), strict=True):
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
@@ -89,13 +89,13 @@ def test_a_resumed_request_ends_as_an_undisturbed_one(
 ) -> None:
     request = _request(**CASES[case])
     expected = undisturbed(request)
-    checkpoint = interrupted(engine, request, min(at, *(len(completion.token_ids) - 1 for completion in expected)))
+    resume_state = interrupted(engine, request, min(at, *(len(completion.token_ids) - 1 for completion in expected)))
     before = _generated(other)
-    found = run_all(other, [replace(request, resume=checkpoint)])["r"]
-    _assert_same(found.completions, expected, checkpoint)
+    found = run_all(other, [replace(request, resume=resume_state)])["r"]
+    _assert_same(found.completions, expected, resume_state)
     total = sum(len(completion.token_ids) for completion in expected)
-    assert _generated(other) - before == total - checkpoint.num_tokens
-    assert found.num_resumed_tokens == checkpoint.num_tokens
+    assert _generated(other) - before == total - resume_state.num_tokens
+    assert found.num_resumed_tokens == resume_state.num_tokens
     assert found.num_prompt_tokens == len(PROMPT)
     assert found.num_cached_tokens <= len(PROMPT)
 
@@ -121,7 +121,7 @@ def test_stop_strings_and_wide_characters_end_the_same_at_every_split(tiny_model
     resumed = []
     for at in range(1, len(expected.token_ids)):
         assert engine.step() == []
-        resumed.append(replace(request, request_id=str(at), resume=engine.checkpoint("r")))
+        resumed.append(replace(request, request_id=str(at), resume=engine.resume_state("r")))
     run_all(engine, [])
     outputs = run_all(load_engine(tiny_model, {"engine.deduplicate": "off"}), resumed)
     for at in range(1, len(expected.token_ids)):
@@ -130,12 +130,12 @@ def test_stop_strings_and_wide_characters_end_the_same_at_every_split(tiny_model
 
 def test_an_unseeded_request_goes_on_with_the_draws_it_began_with(engine: Engine, other: Engine) -> None:
     request = _request(temperature=1.0)
-    checkpoint = interrupted(engine, request, 10)
-    resumed = replace(request, resume=checkpoint)
+    resume_state = interrupted(engine, request, 10)
+    resumed = replace(request, resume=resume_state)
     first, second = (run_all(target, [resumed])["r"].completions[0].token_ids for target in (engine, other))
     assert first == second
-    assert first[:10] == checkpoint.sequences[0].token_ids
-    fresh = run_all(other, [replace(request, params=replace(request.params, seed=checkpoint.base_seed))])["r"]
+    assert first[:10] == resume_state.sequences[0].token_ids
+    fresh = run_all(other, [replace(request, params=replace(request.params, seed=resume_state.base_seed))])["r"]
     assert fresh.completions[0].token_ids == first
 
 
@@ -147,18 +147,18 @@ def test_a_completion_that_had_ended_is_not_generated_again(engine: Engine, othe
     ended = [len(completion.token_ids) for completion in expected if completion.finish_reason is FinishReason.STOP]
     at = max(length for length in ended if length < MAX_TOKENS - 1) + 1
     assert any(len(completion.token_ids) > at for completion in expected)
-    checkpoint = interrupted(engine, request, at)
+    resume_state = interrupted(engine, request, at)
     before = _generated(other)
-    assert run_all(other, [replace(request, resume=checkpoint)])["r"].completions == expected
+    assert run_all(other, [replace(request, resume=resume_state)])["r"].completions == expected
     total = sum(len(completion.token_ids) for completion in expected)
-    assert _generated(other) - before == total - checkpoint.num_tokens
+    assert _generated(other) - before == total - resume_state.num_tokens
 
 
 def test_a_checkpoint_with_nothing_left_to_generate_is_handed_out_at_once(engine: Engine, other: Engine) -> None:
     request = _request(**GREEDY)
     (expected,) = run_all(engine, [request])["r"].completions
-    checkpoint = interrupted(engine, request, 5)
-    whole = replace(checkpoint, sequences=(SequenceCheckpoint(expected.token_ids, None),))
+    resume_state = interrupted(engine, request, 5)
+    whole = replace(resume_state, sequences=(SequenceResumeState(expected.token_ids, None),))
     assert run_all(other, [replace(request, resume=whole)])["r"].completions == (expected,)
 
 
@@ -171,16 +171,16 @@ def test_resumed_requests_are_preempted_and_resumed_once_more(tiny_model: Path, 
         engine.add_request(request)
     for _ in range(20):
         engine.step()
-    checkpoints = {request.request_id: engine.checkpoint(request.request_id) for request in requests}
+    resume_states = {request.request_id: engine.resume_state(request.request_id) for request in requests}
     for request in requests:
         engine.abort(request.request_id)
     engine.step()
     tight = load_engine(tiny_model, {"engine.kv_cache.num_blocks": "20"})
     for request in requests:
-        tight.add_request(replace(request, resume=checkpoints[request.request_id]))
+        tight.add_request(replace(request, resume=resume_states[request.request_id]))
     for _ in range(15):
         assert tight.step() == []
-    again = [replace(request, resume=tight.checkpoint(request.request_id)) for request in requests]
+    again = [replace(request, resume=tight.resume_state(request.request_id)) for request in requests]
     tight.close()
     tight.step()
     found = run_all(tight, again)
@@ -194,21 +194,21 @@ def test_a_checkpoint_is_due_every_so_many_tokens_of_a_sequence(tiny_model: Path
     seen = []
     while engine.has_unfinished():
         engine.step()
-        seen += [checkpoint.num_tokens for checkpoint in engine.due_checkpoints().values()]
+        seen += [resume_state.num_tokens for resume_state in engine.due_resume_states().values()]
     # Both sequences are written whenever the first has 8 more tokens; the second began a step later. The request ends
     # with the second's last token, and nothing is due for what has ended.
     assert seen == [15, 31, 47, 63, 79, 95]
-    assert engine.due_checkpoints() == {}
+    assert engine.due_resume_states() == {}
 
 
 def test_a_checkpoint_can_be_taken_when_it_is_not_due(engine: Engine) -> None:
     engine.add_request(_request(**GREEDY))
-    assert engine.checkpoint("r") is None  # nothing generated yet
-    assert engine.checkpoint("nobody") is None
+    assert engine.resume_state("r") is None  # nothing generated yet
+    assert engine.resume_state("nobody") is None
     engine.step()
-    checkpoint = engine.checkpoint("r")
-    assert checkpoint is not None
-    assert checkpoint.num_tokens == 1
+    resume_state = engine.resume_state("r")
+    assert resume_state is not None
+    assert resume_state.num_tokens == 1
     run_all(engine, [])
 
 
@@ -219,6 +219,6 @@ def test_without_the_setting_no_resume_state_is_taken_but_one_is_used(tiny_model
     off.add_request(replace(request, resume=interrupted(engine, request, 40)))
     while off.has_unfinished():
         outputs = off.step()
-        assert (off.due_checkpoints(), off.checkpoint("r")) == ({}, None)
+        assert (off.due_resume_states(), off.resume_state("r")) == ({}, None)
     assert outputs[0].completions == expected
     assert _generated(off) == MAX_TOKENS - 40

@@ -216,9 +216,9 @@ def test_a_checkpoint_holds_what_has_been_collected(engine: Engine) -> None:
     engine.add_request(greedy_request("a", PROMPT, 20))
     for _ in range(4):
         engine.step()
-    checkpoint = engine.checkpoint("a")
-    assert checkpoint is not None
-    assert checkpoint.num_tokens == 3
+    resume_state = engine.resume_state("a")
+    assert resume_state is not None
+    assert resume_state.num_tokens == 3
     assert len(tokens_of(_rest(engine)["a"])) == 20
 
 

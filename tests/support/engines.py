@@ -24,7 +24,7 @@ from engine.kv_cache.tensors import KVCacheTensors
 from engine.loading import load
 from engine.model_interface import ErrorResult, ItemResult, LogitsResult, ModelInterface
 from engine.models.decoder import DecoderModel
-from engine.request import AnyRequest, FinishReason, Request, RequestOutput, TokenCheckpoint
+from engine.request import AnyRequest, FinishReason, Request, RequestOutput, ResumeState
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import RequestState
@@ -162,16 +162,16 @@ def load_static_engine(
         return load_engine(path, overrides)
 
 
-def interrupted(engine: Engine, request: Request, num_tokens: int) -> TokenCheckpoint:
-    """The request's checkpoint once its sequences have `num_tokens` tokens each, or have ended with fewer."""
+def interrupted(engine: Engine, request: Request, num_tokens: int) -> ResumeState:
+    """The request's resume state once its sequences have `num_tokens` tokens each, or have ended with fewer."""
     engine.add_request(request)
     for _ in range(num_tokens):  # the prompt fits one step: a token a step
         assert engine.step() == []
-    checkpoint = engine.checkpoint(request.request_id)
-    assert checkpoint is not None
+    resume_state = engine.resume_state(request.request_id)
+    assert resume_state is not None
     assert engine.abort(request.request_id)
     engine.step()
-    return checkpoint
+    return resume_state
 
 
 def make_request(

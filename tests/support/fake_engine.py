@@ -31,8 +31,8 @@ from engine.request import (
     Request,
     RequestOutput,
     RequestTimings,
-    SequenceCheckpoint,
-    TokenCheckpoint,
+    ResumeState,
+    SequenceResumeState,
     TokenLogprobs,
 )
 from engine.sampling_params import SamplingParams
@@ -43,7 +43,7 @@ from tests.support.tiny_tokenizer import EOS_TOKEN, ByteTokenizer, build_tokeniz
 from worker.lines.request_line import PrefixKey, prefix_sort_key
 from worker.requests.served_model import ServedModel
 from worker.runtime.engine_thread import EngineThread
-from worker.runtime.window import OnCheckpoint, OnOutputs, PromptFeed
+from worker.runtime.window import OnOutputs, OnResumeState, PromptFeed
 
 # Words in a prompt, and what they make the engine do.
 REFUSE = "*refuse*"  # add_request raises InvalidRequest
@@ -145,10 +145,10 @@ class FakeEngine:
         self._ready.append(self._output(entry[0], FinishReason.CANCELLED))
         return True
 
-    def checkpoint(self, request_id: str) -> TokenCheckpoint | None:
+    def resume_state(self, request_id: str) -> ResumeState | None:
         return None  # its answers come whole
 
-    def due_checkpoints(self) -> dict[str, TokenCheckpoint]:
+    def due_resume_states(self) -> dict[str, ResumeState]:
         return {}
 
     def step(self) -> list[RequestOutput]:
@@ -235,7 +235,7 @@ class GatedEngine(FakeEngine):
 
 
 class WritingEngine(FakeEngine):
-    """A step is a token of each request; every `interval` tokens a checkpoint is due. Answers are `answer`'s."""
+    """A step is a token of each request; every `interval` tokens a resume state is due. Answers are `answer`'s."""
 
     def __init__(self, *, interval: int = 4, step_s: float = 0.0, stop_after: int = 1_000_000) -> None:
         super().__init__(step_s=step_s)
@@ -253,14 +253,14 @@ class WritingEngine(FakeEngine):
         self.resumed.append(len(came_with))
         self._written[request.request_id] = came_with
 
-    def checkpoint(self, request_id: str) -> TokenCheckpoint | None:
+    def resume_state(self, request_id: str) -> ResumeState | None:
         written = self._written.get(request_id)
-        return TokenCheckpoint("fake", 1, (SequenceCheckpoint(tuple(written), None),)) if written else None
+        return ResumeState("fake", 1, (SequenceResumeState(tuple(written), None),)) if written else None
 
-    def due_checkpoints(self) -> dict[str, TokenCheckpoint]:
+    def due_resume_states(self) -> dict[str, ResumeState]:
         due, self._due = self._due, []
-        found = {request_id: self.checkpoint(request_id) for request_id in due}
-        return {request_id: checkpoint for request_id, checkpoint in found.items() if checkpoint is not None}
+        found = {request_id: self.resume_state(request_id) for request_id in due}
+        return {request_id: resume_state for request_id, resume_state in found.items() if resume_state is not None}
 
     def abort(self, request_id: str) -> bool:
         self._written.pop(request_id, None)
@@ -383,10 +383,10 @@ def fed(
     thread: EngineThread,
     requests: Sequence[Request],
     on_outputs: OnOutputs = lambda _: None,
-    on_checkpoint: OnCheckpoint = lambda _, __: None,
+    on_resume_state: OnResumeState = lambda _, __: None,
 ) -> Iterator[PromptFeed]:
     """A feed of these requests, in this order, for as long as the block runs."""
-    feed = PromptFeed("t", 5, on_outputs=on_outputs, on_checkpoint=on_checkpoint)
+    feed = PromptFeed("t", 5, on_outputs=on_outputs, on_resume_state=on_resume_state)
     with thread.fed_by(feed):
         thread.offer(feed, [((b"",), request) for request in requests], is_last=True)
         yield feed

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.errors import EngineFatal, EngineUnavailable, InvalidRequest
-from engine.request import AnyRequest, Request, RequestOutput, TokenCheckpoint
+from engine.request import AnyRequest, Request, RequestOutput, ResumeState
 from engine.stats import EngineStats
 from engine.text.tokenizer import Tokenizer
 from settings import LimitSettings, ModelSettings, Settings
@@ -61,10 +61,10 @@ class ScriptedEngine:
     def abort(self, request_id: str) -> bool:
         raise AssertionError(f"nobody cancels {request_id}")
 
-    def checkpoint(self, request_id: str) -> TokenCheckpoint | None:
+    def resume_state(self, request_id: str) -> ResumeState | None:
         return None
 
-    def due_checkpoints(self) -> dict[str, TokenCheckpoint]:
+    def due_resume_states(self) -> dict[str, ResumeState]:
         return {}
 
     def step(self) -> list[RequestOutput]:

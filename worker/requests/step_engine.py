@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, TokenCheckpoint
+from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, ResumeState
 
 if TYPE_CHECKING:
     from engine.stats import EngineStats
@@ -44,12 +44,12 @@ class StepEngine(Protocol):
         """End a request now and free its KV; False if it is not unfinished."""
         ...
 
-    def checkpoint(self, request_id: str) -> TokenCheckpoint | None:
+    def resume_state(self, request_id: str) -> ResumeState | None:
         """A request as it stands; None if it is not unfinished or has generated nothing."""
         ...
 
-    def due_checkpoints(self) -> Mapping[str, TokenCheckpoint]:
-        """Checkpoints that came due, by request id. Nobody needs to ask."""
+    def due_resume_states(self) -> Mapping[str, ResumeState]:
+        """Resume states that came due, by request id. Nobody needs to ask."""
         ...
 
     def step(self) -> list[RequestOutput]:

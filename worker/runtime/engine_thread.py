@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from engine.errors import EngineFatal, InvalidRequest
-from engine.request import AnyRequest, RequestOutput, TokenCheckpoint
+from engine.request import AnyRequest, RequestOutput, ResumeState
 from worker.lines.request_line import PrefixKey
 from worker.requests.step_engine import StepEngine
 from worker.runtime.counts import EngineMeter
 from worker.runtime.window import AdmissionWindow, PromptFeed
 
-OnSuspended = Callable[[Mapping[str, TokenCheckpoint]], None]
+OnSuspended = Callable[[Mapping[str, ResumeState]], None]
 
 SUSPEND_POLL_S = 0.1
 IDLE_LOOK_S = 1.0  # between looks while idle: work wakes the thread anyway, the looks show that it lives
@@ -115,13 +115,13 @@ class EngineThread:
             self._aborts += self._forget(request_ids)
             self._changed.notify_all()
 
-    def suspend(self, request_ids: Sequence[str], is_given_up: Callable[[], bool]) -> Mapping[str, TokenCheckpoint]:
+    def suspend(self, request_ids: Sequence[str], is_given_up: Callable[[], bool]) -> Mapping[str, ResumeState]:
         """End requests before the next step; how far those had come that had generated anything.
 
         Outputs of the step that runs still reach their callbacks before this returns. If it has not ended when
         `is_given_up` says so, asked every 0.1 s, the answer is empty, and the requests end whenever it does.
         """
-        answer: queue.SimpleQueue[Mapping[str, TokenCheckpoint]] = queue.SimpleQueue()
+        answer: queue.SimpleQueue[Mapping[str, ResumeState]] = queue.SimpleQueue()
         with self._changed:
             if self._is_over():
                 return {}
@@ -191,8 +191,8 @@ class EngineThread:
             except InvalidRequest as error:
                 self._deliver([RequestOutput(request.request_id, request.num_prompt_tokens, 0, (), error)])
         for request_ids, on_suspended in suspensions:
-            taken = {request_id: engine.checkpoint(request_id) for request_id in request_ids}
-            on_suspended({request_id: checkpoint for request_id, checkpoint in taken.items() if checkpoint is not None})
+            taken = {request_id: engine.resume_state(request_id) for request_id in request_ids}
+            on_suspended({request_id: state for request_id, state in taken.items() if state is not None})
             with self._changed:
                 aborts += self._forget(request_ids)
         for request_id in aborts:
@@ -214,10 +214,10 @@ class EngineThread:
         self._deliver(outputs)
         if self._meter.is_due or not engine.has_unfinished():
             self._meter.publish(engine.stats())
-        for request_id, checkpoint in engine.due_checkpoints().items():
+        for request_id, resume_state in engine.due_resume_states().items():
             feed = self._open[request_id]
             if feed is not None:
-                feed.on_checkpoint(request_id, checkpoint)
+                feed.on_resume_state(request_id, resume_state)
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         """Hand outputs on, those of one feed together: a lock and a wake-up for each would cost more than it."""

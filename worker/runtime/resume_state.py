@@ -5,27 +5,27 @@ from __future__ import annotations
 import json
 import math
 
-from engine.request import SequenceCheckpoint, TokenCheckpoint, TokenLogprobs
+from engine.request import ResumeState, SequenceResumeState, TokenLogprobs
 from worker.registry.exchange import Untyped
 
 
-def encode_resume_state(checkpoint: TokenCheckpoint) -> str:
+def encode_resume_state(resume_state: ResumeState) -> str:
     """One line of ASCII: 4 to 7 bytes a token, and some 40 for each log-probability. Numbers come back bit for bit."""
-    sequences = [[sequence.token_ids, _of_logprobs(sequence.logprobs)] for sequence in checkpoint.sequences]
+    sequences = [[sequence.token_ids, _of_logprobs(sequence.logprobs)] for sequence in resume_state.sequences]
     # The base seed as text: Lua's numbers, should a script ever read it, have 53 bits.
-    value = {"identity": checkpoint.identity, "seed": str(checkpoint.base_seed), "sequences": sequences}
+    value = {"identity": resume_state.identity, "seed": str(resume_state.base_seed), "sequences": sequences}
     return json.dumps(value, separators=(",", ":"))
 
 
-def decode_resume_state(raw: bytes) -> TokenCheckpoint:
+def decode_resume_state(raw: bytes) -> ResumeState:
     """The resume state; whether it fits a request is for the engine to check. Raises ValueError if it is none."""
     try:
         value = json.loads(raw)
-        return TokenCheckpoint(
+        return ResumeState(
             identity=_text(value["identity"]),
             base_seed=int(_text(value["seed"])),
             sequences=tuple(
-                SequenceCheckpoint(tuple(_whole(token_id) for token_id in token_ids), _logprobs(logprobs))
+                SequenceResumeState(tuple(_whole(token_id) for token_id in token_ids), _logprobs(logprobs))
                 for token_ids, logprobs in value["sequences"]
             ),
         )

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import redis
 
-from engine.request import AnyRequest, Request, RequestOutput, TokenCheckpoint
+from engine.request import AnyRequest, Request, RequestOutput, ResumeState
 from settings import LimitSettings
 from worker.lines.errors import LineError
 from worker.lines.parse import parse_request_line
@@ -32,7 +32,7 @@ READ_RETRY_S = 0.05  # between tries to read lines, each of which has waited for
 SUSPEND_TIMEOUT_S = 1.5  # for the step that runs, when the shard is given back; records have theirs after that
 # A larger resume state is not written: the prompt keeps its last smaller one. A token takes 4 to 7 bytes, so that only
 # log-probabilities make one so large.
-MAX_CHECKPOINT_BYTES = 1024 * 1024
+MAX_RESUME_STATE_BYTES = 1024 * 1024
 
 logger = logging.getLogger(__name__)
 
@@ -98,13 +98,13 @@ class ShardRun:
         # None: look at `held` and at the resume states
         self._events: queue.SimpleQueue[list[RequestOutput] | None] = queue.SimpleQueue()
         # The newest of each request, by its id: while Redis is away, old ones would pile up by the gigabyte.
-        self._checkpoints: dict[str, TokenCheckpoint] = {}
-        self._checkpoints_lock = threading.Lock()
+        self._resume_states: dict[str, ResumeState] = {}
+        self._resume_states_lock = threading.Lock()
         self._feed = PromptFeed(
             self._claim.tenant,
             self._claim.priority,
             on_outputs=self._events.put,
-            on_checkpoint=self._put_checkpoint,
+            on_resume_state=self._put_resume_state,
             on_low=lambda: self._events.put(None),
         )
 
@@ -171,19 +171,19 @@ class ShardRun:
             prompts.append((key, request))
         return prompts
 
-    def _decode(self, index: int, checkpoint: bytes | None) -> TokenCheckpoint | None:
-        if checkpoint is None:
+    def _decode(self, index: int, resume_state: bytes | None) -> ResumeState | None:
+        if resume_state is None:
             return None
         try:
-            return decode_resume_state(checkpoint)
+            return decode_resume_state(resume_state)
         except ValueError as error:
             logger.warning("the checkpoint of a prompt is dropped: %s", error, extra={"index": index})
             return None
 
-    def _put_checkpoint(self, request_id: str, checkpoint: TokenCheckpoint) -> None:
-        with self._checkpoints_lock:
-            is_first = not self._checkpoints
-            self._checkpoints[request_id] = checkpoint
+    def _put_resume_state(self, request_id: str, resume_state: ResumeState) -> None:
+        with self._resume_states_lock:
+            is_first = not self._resume_states
+            self._resume_states[request_id] = resume_state
         if is_first:
             self._events.put(None)
 
@@ -192,14 +192,14 @@ class ShardRun:
             event = self._events.get(timeout=READ_RETRY_S if self._wants_lines() else None)
             while True:
                 if event is None:
-                    self._offer_checkpoints()
+                    self._offer_resume_states()
                 elif not self._finish(event):
                     return
                 event = self._events.get_nowait()
         except queue.Empty:
             return
 
-    def _suspend(self) -> Mapping[str, TokenCheckpoint]:
+    def _suspend(self) -> Mapping[str, ResumeState]:
         """Take the shard's requests out of the engine with all they have generated.
 
         A unit that is sent away keeps its lease until the engine has let go of it: should the step that runs crash,
@@ -207,20 +207,20 @@ class ShardRun:
         """
         return self._engine.suspend(list(self._running), lambda: self._held.released_for_s >= SUSPEND_TIMEOUT_S)
 
-    def _offer_checkpoints(self) -> None:
-        with self._checkpoints_lock:
-            checkpoints, self._checkpoints = self._checkpoints, {}
-        for checkpoint in self._encoded(checkpoints):
-            self._writer.offer(self._held, checkpoint)
+    def _offer_resume_states(self) -> None:
+        with self._resume_states_lock:
+            resume_states, self._resume_states = self._resume_states, {}
+        for resume_state in self._encoded(resume_states):
+            self._writer.offer(self._held, resume_state)
 
-    def _encoded(self, checkpoints: Mapping[str, TokenCheckpoint]) -> Iterator[PromptResumeState]:
+    def _encoded(self, resume_states: Mapping[str, ResumeState]) -> Iterator[PromptResumeState]:
         """How far prompts have come that have not ended meanwhile."""
-        for request_id, checkpoint in checkpoints.items():
+        for request_id, resume_state in resume_states.items():
             line = self._running.get(request_id)
             if line is None:
                 continue
-            encoded = encode_resume_state(checkpoint)
-            if len(encoded) <= MAX_CHECKPOINT_BYTES:
+            encoded = encode_resume_state(resume_state)
+            if len(encoded) <= MAX_RESUME_STATE_BYTES:
                 yield PromptResumeState(line.index, encoded)
 
     def _take_what_finished(self) -> None:

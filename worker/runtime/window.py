@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, TokenCheckpoint
+from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, ResumeState
 from worker.lines.request_line import PrefixKey
 from worker.requests.step_engine import request_room
 
@@ -16,7 +16,7 @@ ENOUGH_SHARE = 4
 OVERTAKES = 4  # windows full of prompts that may pass a shard of the same tenant and priority
 
 OnOutputs = Callable[[list[RequestOutput]], None]
-OnCheckpoint = Callable[[str, TokenCheckpoint], None]  # request id, how far it has come
+OnResumeState = Callable[[str, ResumeState], None]  # request id, how far it has come
 
 # Prompts left at which more are to be read: a feed that runs dry holds up, or misses, the sweep over the prefixes.
 LOW_WATER = 16
@@ -225,13 +225,13 @@ class PromptFeed:
         priority: int,
         *,
         on_outputs: OnOutputs,
-        on_checkpoint: OnCheckpoint = lambda _, __: None,
+        on_resume_state: OnResumeState = lambda _, __: None,
         on_low: Callable[[], None] = lambda: None,
     ) -> None:
         self.tenant = tenant
         self.priority = priority  # 0 first .. 9 last
         self.on_outputs = on_outputs  # gets the one output of each request, those of one step together
-        self.on_checkpoint = on_checkpoint  # how far a request is, every now and then before that
+        self.on_resume_state = on_resume_state  # how far a request is, every now and then before that
         self._on_low = on_low  # more prompts are to be offered
         self._waiting: deque[tuple[PrefixKey, AnyRequest]] = deque()
         self._next_key: PrefixKey = ()

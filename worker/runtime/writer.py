@@ -69,13 +69,13 @@ class ResultWriter:
         """How many records and resume states wait for Redis, and their bytes."""
         return self._items.waiting
 
-    def offer(self, held: HeldUnit, checkpoint: PromptResumeState) -> bool:
+    def offer(self, held: HeldUnit, resume_state: PromptResumeState) -> bool:
         """Queue a resume state; False, and it is dropped, if a tenth of the queue waits, or it is full."""
         if self._items.qsize() >= self._batch_size:
             return False
         held.add_unwritten(1)
         try:
-            self._items.put_nowait((held, [checkpoint]))
+            self._items.put_nowait((held, [resume_state]))
         except queue.Full:
             held.add_unwritten(-1)
             return False
@@ -131,8 +131,8 @@ class ResultWriter:
             self._write(held, batch, stopping)
         # After the records: Redis refuses the resume state of a prompt whose record was in this batch.
         newest = {item.index: item for item in items if isinstance(item, PromptResumeState)}
-        for checkpoints in _batches(list(newest.values()), self._batch_size):
-            self._write_resume_states(held, checkpoints)
+        for resume_states in _batches(list(newest.values()), self._batch_size):
+            self._write_resume_states(held, resume_states)
 
     def _write(self, held: HeldUnit, records: Sequence[PromptRecord], stopping: threading.Event) -> None:
         num_tries = 0
@@ -156,13 +156,13 @@ class ResultWriter:
                 logger.info("job finished")
             return
 
-    def _write_resume_states(self, held: HeldUnit, checkpoints: Sequence[PromptResumeState]) -> None:
+    def _write_resume_states(self, held: HeldUnit, resume_states: Sequence[PromptResumeState]) -> None:
         if held.stop_reason is StopReason.FENCED:
             return
         try:
-            is_ours = self._leases.put_resume_states(held.claim, checkpoints)
+            is_ours = self._leases.put_resume_states(held.claim, resume_states)
         except redis.RedisError as error:
-            logger.warning("could not keep %d checkpoints: %s", len(checkpoints), error)
+            logger.warning("could not keep %d checkpoints: %s", len(resume_states), error)
             return
         if not is_ours and not held.is_written:
             held.stop(StopReason.FENCED)

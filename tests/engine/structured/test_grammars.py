@@ -156,15 +156,15 @@ def test_a_request_goes_on_from_a_checkpoint_where_it_stood_in_its_grammar(engin
     request = held_request("r", Grammar("regex", "(ab|cd)+;[0-9]{6}"), n=2, temperature=1.0)
     whole = run_all(engine, [request])["r"]
     engine.add_request(request)
-    checkpoint = engine.checkpoint("r")
-    while checkpoint is None or checkpoint.num_tokens < num_tokens:
+    resume_state = engine.resume_state("r")
+    while resume_state is None or resume_state.num_tokens < num_tokens:
         assert engine.step() == []
-        checkpoint = engine.checkpoint("r")
+        resume_state = engine.resume_state("r")
     engine.abort("r")
     engine.step()
-    resumed = run_all(engine, [replace(request, resume=checkpoint)])["r"]
+    resumed = run_all(engine, [replace(request, resume=resume_state)])["r"]
     assert resumed.completions == whole.completions
-    assert resumed.num_resumed_tokens == checkpoint.num_tokens
+    assert resumed.num_resumed_tokens == resume_state.num_tokens
 
 
 def test_a_prompt_is_scored_after_a_resume_with_one_sequence_ended(
@@ -179,13 +179,13 @@ def test_a_prompt_is_scored_after_a_resume_with_one_sequence_ended(
         if [len(completion.text) for completion in output.completions] == [1, 12]
     )
     engine.add_request(request)
-    while (checkpoint := engine.checkpoint("r")) is None or checkpoint.num_tokens < 5:
+    while (resume_state := engine.resume_state("r")) is None or resume_state.num_tokens < 5:
         assert engine.step() == []
     engine.abort("r")
     engine.step()
-    resumed = run_all(engine, [replace(request, resume=checkpoint)])["r"]
+    resumed = run_all(engine, [replace(request, resume=resume_state)])["r"]
     assert resumed.completions == whole.completions
-    assert resumed.num_resumed_tokens == checkpoint.num_tokens
+    assert resumed.num_resumed_tokens == resume_state.num_tokens
     assert whole.prompt_logprobs is not None
     assert resumed.prompt_logprobs is not None
     found, expected = ([entry.logprob for entry in o.prompt_logprobs or () if entry] for o in (resumed, whole))

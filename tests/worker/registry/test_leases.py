@@ -227,7 +227,7 @@ def _claim(registry: TestRegistry, leases: UnitLeases, count: int = 3) -> Claim:
 def _kept(leases: UnitLeases, claim: Claim, count: int = 3) -> list[bytes | None]:
     found = leases.lines_and_resume_states(claim.ref.job_id, range(count))
     assert [line for line, _ in found] == [LINE] * count
-    return [checkpoint for _, checkpoint in found]
+    return [resume_state for _, resume_state in found]
 
 
 def test_the_last_checkpoint_of_a_prompt_is_kept(registry: TestRegistry) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from engine.errors import CheckpointError, EngineUnavailable, InvalidRequest
-from engine.request import FinishReason, Request, RequestOutput, TokenCheckpoint
+from engine.request import FinishReason, Request, RequestOutput, ResumeState
 from engine.sampling_params import SamplingParams
 from engine.stats import EngineStats
 from tests.support.fake_engine import BREAK, FAIL, REFUSE, FakeEngine, GatedEngine, WritingEngine, answer, fed
@@ -252,7 +252,7 @@ def test_a_suspended_request_leaves_the_engine_with_what_it_had_generated() -> N
     with _running_thread(engine) as thread, fed(thread, requests, events.put):
         wait_until(lambda: engine.num_generated == 15)
         found = thread.suspend(["a", "b", "never there"], lambda: False)
-        assert {name: bytes(checkpoint.sequences[0].token_ids) for name, checkpoint in found.items()} == {
+        assert {name: bytes(resume_state.sequences[0].token_ids) for name, resume_state in found.items()} == {
             name: answer(name).encode()[:5] for name in ("a", "b")
         }
         wait_until(lambda: thread.num_open_requests == 1)
@@ -262,12 +262,12 @@ def test_a_suspended_request_leaves_the_engine_with_what_it_had_generated() -> N
 
 def test_a_request_that_ends_while_suspended_is_an_output() -> None:
     outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
-    checkpoints: list[TokenCheckpoint] = []
+    resume_states: list[ResumeState] = []
     with _running_thread(WritingEngine(step_s=0.02)) as thread, fed(thread, [_request("a")], outputs.put):
         wait_until(lambda: thread.num_steps >= 15)  # of 16
-        checkpoints += thread.suspend(["a"], lambda: False).values()
+        resume_states += thread.suspend(["a"], lambda: False).values()
         # Either it was taken out before its last token, or that token's output came first: never both, never neither.
-        assert (len(checkpoints), outputs.qsize()) in [(1, 0), (0, 1)]
+        assert (len(resume_states), outputs.qsize()) in [(1, 0), (0, 1)]
 
 
 def test_a_broken_engine_is_not_waited_for_on_suspension() -> None:

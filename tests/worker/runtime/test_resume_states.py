@@ -13,7 +13,7 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.request import SequenceCheckpoint, TokenCheckpoint, TokenLogprobs
+from engine.request import ResumeState, SequenceResumeState, TokenLogprobs
 from tests.support.fake_engine import GatedEngine, WritingEngine, answer
 from tests.support.processes import running_thread, wait_until
 from tests.support.registry import TestRegistry, Units, must_claim, ok, running_units
@@ -33,12 +33,12 @@ token_logprobs = st.builds(
     TokenLogprobs, token_ids, logprobs, st.lists(st.tuples(token_ids, logprobs), max_size=3).map(tuple)
 )
 sequences = st.builds(
-    SequenceCheckpoint,
+    SequenceResumeState,
     st.lists(token_ids, max_size=20).map(tuple),
     st.none() | st.lists(token_logprobs, max_size=5).map(tuple),
 )
-checkpoints = st.builds(
-    TokenCheckpoint,
+resume_states = st.builds(
+    ResumeState,
     st.text("0123456789abcdef"),
     st.integers(min_value=-(2**63), max_value=2**63 - 1),
     st.lists(sequences, max_size=3).map(tuple),
@@ -61,11 +61,11 @@ def test_the_newest_checkpoint_of_each_prompt_is_written_in_one_call(
     registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leases = registry.leases()
-    held, checkpoint, calls = _hold(registry, leases, 2), leases.put_resume_states, []
+    held, put_resume_states, calls = _hold(registry, leases, 2), leases.put_resume_states, []
 
-    def watched(claim: Claim, checkpoints: Sequence[PromptResumeState]) -> bool:
-        calls.append([(item.index, item.state) for item in checkpoints])
-        return checkpoint(claim, checkpoints)
+    def watched(claim: Claim, resume_states: Sequence[PromptResumeState]) -> bool:
+        calls.append([(item.index, item.state) for item in resume_states])
+        return put_resume_states(claim, resume_states)
 
     monkeypatch.setattr(leases, "put_resume_states", watched)
     writer = _writer(leases)
@@ -81,10 +81,10 @@ def test_the_newest_checkpoint_of_each_prompt_is_written_in_one_call(
 def test_a_record_wins_over_a_checkpoint_of_its_prompt(registry: TestRegistry, is_record_first: bool) -> None:
     leases = registry.leases()
     held, writer = _hold(registry, leases, 2), _writer(leases)
-    checkpoint = PromptResumeState(0, "a")
+    resume_state = PromptResumeState(0, "a")
     if is_record_first:
         assert writer.put(held, [ok(0)])
-    assert writer.offer(held, checkpoint)
+    assert writer.offer(held, resume_state)
     if not is_record_first:
         assert writer.put(held, [ok(0)])
     with running_thread(writer.run):
@@ -109,7 +109,7 @@ def test_a_resume_state_that_redis_does_not_take_is_dropped(
     leases = registry.leases()
     held, writer = _hold(registry, leases, 1), _writer(leases)
 
-    def failing(_claim: Claim, _checkpoints: Sequence[PromptResumeState]) -> bool:
+    def failing(_claim: Claim, _resume_states: Sequence[PromptResumeState]) -> bool:
         raise redis.exceptions.OutOfMemoryError("full")
 
     monkeypatch.setattr(leases, "put_resume_states", failing)
@@ -148,7 +148,7 @@ def _hold_job(units: Units) -> HeldUnit:
 
 
 def _kept_tokens(units: Units, held: HeldUnit) -> list[int]:
-    """Tokens in the checkpoint of each prompt."""
+    """Tokens in the resume state of each prompt."""
     found = units.leases.lines_and_resume_states(held.claim.ref.job_id, range(len(PROMPTS)))
     return [0 if raw is None else decode_resume_state(raw).num_tokens for _, raw in found]
 
@@ -255,22 +255,22 @@ def test_a_checkpoint_that_cannot_be_read_means_the_prompt_starts_over(
 
 
 def test_a_checkpoint_that_is_too_large_is_not_written(registry: TestRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.runtime.shard.MAX_CHECKPOINT_BYTES", 72)  # 4 tokens fit, 8 do not
+    monkeypatch.setattr("worker.runtime.shard.MAX_RESUME_STATE_BYTES", 72)  # 4 tokens fit, 8 do not
     with running_units(registry, WritingEngine(step_s=0.001, stop_after=9)) as units:
         held = _hold_job(units)
         _stop_in_the_middle(units, held, 9, StopReason.RELEASED)
         assert _kept_tokens(units, held) == [4, 4, 4]
 
 
-@given(checkpoints)
-def test_what_is_read_is_what_was_written_to_the_bit(checkpoint: TokenCheckpoint) -> None:
-    assert decode_resume_state(encode_resume_state(checkpoint).encode("ascii")) == checkpoint
+@given(resume_states)
+def test_what_is_read_is_what_was_written_to_the_bit(resume_state: ResumeState) -> None:
+    assert decode_resume_state(encode_resume_state(resume_state).encode("ascii")) == resume_state
 
 
 def test_a_forbidden_token_has_a_logprob_of_minus_infinity() -> None:
     logprobs = (TokenLogprobs(1, -math.inf, ()),)
-    checkpoint = TokenCheckpoint("a", 1, (SequenceCheckpoint((1,), logprobs),))
-    assert decode_resume_state(encode_resume_state(checkpoint).encode()) == checkpoint
+    resume_state = ResumeState("a", 1, (SequenceResumeState((1,), logprobs),))
+    assert decode_resume_state(encode_resume_state(resume_state).encode()) == resume_state
 
 
 @pytest.mark.parametrize(
