@@ -43,9 +43,11 @@ class Encrypted:
         return url.replace("redis://", "rediss://").replace(f":{self.plain.port}/", f":{self.port}/")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Encrypted]:
-    directory = tmp_path_factory.mktemp("tls")
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Encrypted]:
+    """One for each test: Celery keeps a producer's connections for as long as the process lives."""
+    directory = tmp_path / "tls"
+    directory.mkdir()
     with (
         acl_redis(directory, port=free_port()) as plain,
         tls_front(plain.port, directory / "ca.pem") as port,

@@ -239,40 +239,53 @@ def tls_front(backend_port: int, ca_file: Path) -> Iterator[int]:
     ca.cert_pem.write_to_path(str(ca_file))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     ca.issue_cert(HOST, "localhost").configure_cert(context)
-    with closing(socket.create_server((HOST, 0))) as listener:
-        accepting = threading.Thread(target=_accept_connections, args=(listener, context, backend_port), daemon=True)
+    stop, stopped = socket.socketpair()  # the second can be read once the first is closed
+
+    def serve(plain: socket.socket) -> None:
+        _serve_connection(plain, context, backend_port, stopped)
+
+    with stop, stopped, closing(socket.create_server((HOST, 0))) as listener:
+        accepting = threading.Thread(target=_accept_connections, args=(listener, serve), daemon=True)
         accepting.start()
         try:
             yield listener.getsockname()[1]
         finally:
+            stop.close()
             listener.shutdown(socket.SHUT_RDWR)  # closing it alone does not wake who waits in accept
             accepting.join()
 
 
-def _accept_connections(listener: socket.socket, context: ssl.SSLContext, backend_port: int) -> None:
+def _accept_connections(listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+    """Serve each connection on a thread of its own; all have ended when this returns."""
+    connections: list[threading.Thread] = []
     with suppress(OSError):  # the listener was shut down
         while True:
             plain, _ = listener.accept()
-            arguments = (plain, context, backend_port)
-            threading.Thread(target=_serve_connection, args=arguments, name="tls-connection", daemon=True).start()
+            connections.append(threading.Thread(target=serve, args=(plain,), name="tls-connection", daemon=True))
+            connections[-1].start()
+    for connection in connections:
+        connection.join()
 
 
-def _serve_connection(plain: socket.socket, context: ssl.SSLContext, backend_port: int) -> None:
+def _serve_connection(plain: socket.socket, context: ssl.SSLContext, backend_port: int, stopped: socket.socket) -> None:
     with plain, suppress(OSError):
         plain.settimeout(10.0)
         with (
             context.wrap_socket(plain, server_side=True) as client,
             socket.create_connection((HOST, backend_port)) as backend,
         ):
-            _copy_both_ways(client, backend)
+            _copy_both_ways(client, backend, stopped)
 
 
-def _copy_both_ways(client: ssl.SSLSocket, backend: socket.socket) -> None:
+def _copy_both_ways(client: ssl.SSLSocket, backend: socket.socket, stopped: socket.socket) -> None:
     with selectors.DefaultSelector() as selector:
+        selector.register(stopped, selectors.EVENT_READ)
         selector.register(client, selectors.EVENT_READ, backend)
         selector.register(backend, selectors.EVENT_READ, client)
         while True:
             for key, _ in selector.select():
+                if key.fileobj is stopped:
+                    return
                 source = client if key.data is backend else backend
                 data = source.recv(65536)
                 # What TLS has decrypted already, no selector would tell of.

@@ -14,8 +14,8 @@ THREADS_END_S = 10.0  # for those that were told to end and are on their way
 PROCESS_WIDE = ("tqdm_monitor",)  # tqdm's, of the first progress bar that transformers draws: it refreshes slow bars
 # These belong to an object that starts them when it first needs them, which may be in a test while the object is a
 # module's fixture: they must have ended with the module. An engine's compiler starts its thread with its first grammar
-# and ends it when it is closed; a connection through the TLS front ends with its server.
-STARTED_LATE = ("grammars_", "tls-connection")
+# and ends it when it is closed.
+STARTED_LATE = ("grammars_",)
 
 
 @contextmanager
