@@ -34,8 +34,9 @@ from worker.requests.served_model import ServedModel
 from worker.runtime.engine_thread import EngineThread
 from worker.runtime.held_units import HeldUnit, HeldUnits
 from worker.runtime.planner import Planner
+from worker.runtime.quarantine import Quarantine
 from worker.runtime.shard import ShardPrompts, ShardRun
-from worker.runtime.unit_runner import EngineState, ShardSlots, UnitRunner
+from worker.runtime.unit_runner import ShardSlots, UnitRunner
 from worker.runtime.window import AdmissionWindow
 from worker.runtime.writer import ResultWriter, refused_record
 from worker.schemas import JobState, JobStatus, JobUsage, RequestCounts, SubmitOptions, WorkerInfo, batch_object
@@ -195,9 +196,9 @@ class Units:
             self.leases,
             self.closer,
             self.held_units,
-            give_back_for_s=0.1,
-            slots=ShardSlots(self.registry.shard_queue(), self.held_units, max_shards),
-            engine=EngineState(is_well=lambda: is_well, is_empty=lambda: True),
+            ShardSlots(self.registry.shard_queue(), self.held_units, max_shards),
+            Quarantine(self.held_units.send_shards_away, lambda: True),
+            is_well=lambda: is_well,
         )
 
     def planner(self, *, shard_size: int = 2) -> Planner:

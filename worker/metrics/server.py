@@ -23,20 +23,27 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsServer:
-    """Serves /metrics and /healthz on threads of its own, from the moment it is made until `close`."""
+    """Serves /metrics and /healthz on threads of its own, from `start` until `close`."""
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry, reasons: Callable[[], list[str]]) -> None:
-        """`reasons`: why the worker takes no work, empty if it does. Raises SettingsError if the port cannot be had."""
-        self._server = _bind(host, port)
-        self._server.set_app(_app(registry, reasons))
+        """`reasons`: why the worker takes no work, empty if it does."""
+        self._address = host, port
+        self._app = _app(registry, reasons)
+        self._server: _Server | None = None
+
+    def start(self) -> None:
+        """Begin to answer. Raises SettingsError if the port cannot be had."""
+        self._server = _bind(*self._address)
+        self._server.set_app(self._app)
         threading.Thread(
             target=self._server.serve_forever, args=(CLOSE_POLL_S,), name="metrics-server", daemon=True
         ).start()
 
     def close(self) -> None:
-        """Stop answering and free the port."""
-        self._server.shutdown()
-        self._server.server_close()
+        """Stop answering and free the port, if it was started."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
 
 
 class _Handler(WSGIRequestHandler):

@@ -80,6 +80,7 @@ class UnitLeases:
         self._keys = keys
         self._scripts = ScriptSet(client)
         self._owner = owner
+        self.lease_s = lease_s
         self._lease_ms = round(lease_s * 1000)
         self._max_attempts = max_attempts
         self._grace_ms = round(grace_s * 1000)

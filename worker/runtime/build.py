@@ -9,12 +9,15 @@ from collections.abc import Callable
 from functools import cached_property
 
 from celery import Celery
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from settings import Settings
 from worker.app import SPARE_THREADS
 from worker.broker.messages import Announcer
 from worker.metrics.catalogue import TOP_TENANTS
+from worker.metrics.server import MetricsServer
 from worker.registry.connect import connect
+from worker.registry.intake import JobIntake, Quotas
 from worker.registry.keys import Keys
 from worker.registry.leases import Heartbeats
 from worker.registry.queues import QueueFigures, ReapQueue, ShardQueue
@@ -25,13 +28,14 @@ from worker.runtime.engine_thread import EngineThread
 from worker.runtime.held_units import HeldUnits
 from worker.runtime.lease_keeper import LeaseKeeper, Reaper
 from worker.runtime.planner import Planner
+from worker.runtime.quarantine import Quarantine
 from worker.runtime.runtime import WorkerParts, WorkerRuntime, WorkerState, package_version
 from worker.runtime.shard import ShardRunner
 from worker.runtime.staged_jobs import StagedJobs
 from worker.runtime.supervision import Activity, SupervisedThread, Watchdog
-from worker.runtime.unit_runner import EngineState, ShardSlots, UnitRunner
+from worker.runtime.unit_runner import ShardSlots, UnitRunner
 from worker.runtime.window import AdmissionWindow
-from worker.runtime.worker_metrics import WatchedWorker, WorkerMetrics
+from worker.runtime.worker_metrics import WatchedWorker, WorkerCollector, WorkerHealth
 from worker.runtime.writer import ResultWriter, refused_record
 from worker.schemas import WorkerInfo
 from worker.tracing.spans import make_tracing
@@ -105,9 +109,9 @@ class _Parts:
             self._leases,
             self._closer,
             self.held_units,
-            give_back_for_s=worker.lease_s,
-            slots=ShardSlots(queue, self.held_units, worker.concurrency),
-            engine=EngineState(self._is_well, lambda: self.engine.num_open_requests == 0),
+            ShardSlots(queue, self.held_units, worker.concurrency),
+            Quarantine(self.held_units.send_shards_away, lambda: self.engine.num_open_requests == 0),
+            is_well=self._is_well,
         )
 
     @cached_property
@@ -127,7 +131,16 @@ class _Parts:
 
     @cached_property
     def staged_jobs(self) -> StagedJobs:
-        return StagedJobs(self.client, self._keys, self._announcer, settings=self._settings)
+        limits = self._settings.limits
+        intake = JobIntake(
+            self.client,
+            self._keys,
+            redis_settings=self._settings.redis,
+            limits=limits,
+            quotas=Quotas.from_settings(limits),
+            grace_s=self._settings.worker.reap_grace_s,
+        )
+        return StagedJobs(intake, self._keys, self._announcer)
 
     @cached_property
     def threads(self) -> list[SupervisedThread]:
@@ -154,7 +167,11 @@ class _Parts:
         return SupervisedThread("watchdog", self._watchdog.run, on_failure=self.state.thread_failed)
 
     @cached_property
-    def metrics(self) -> WorkerMetrics:
+    def metrics(self) -> MetricsServer | None:
+        """None: metrics.port is none."""
+        where = self._settings.metrics
+        if where.port is None:
+            return None
         watched = WatchedWorker(
             settings=self._settings.worker,
             describe=self._describe,
@@ -170,7 +187,11 @@ class _Parts:
             reader=self._reader,
             threads=(*self.threads, self.watchdog_thread),
         )
-        return WorkerMetrics(self._settings.metrics, watched)
+        health = WorkerHealth(watched)
+        registry = CollectorRegistry()  # our own: whoever imports this is not told what we measure
+        registry.register(WorkerCollector(watched, health))
+        ProcessCollector(registry=registry)
+        return MetricsServer(where.host, where.port, registry, health.reasons)
 
     @cached_property
     def _leases(self) -> CountedLeases:

@@ -207,6 +207,12 @@ class HeldUnits:
         for held in self.all():
             held.stop(reason)
 
+    def send_shards_away(self) -> None:
+        """Ask for every shard to be given back, as a suspect is to run alone."""
+        for held in self.all():
+            if not held.claim.ref.is_plan:
+                held.stop(StopReason.SENT_AWAY)
+
     def stop_message(self, message_id: str, reason: StopReason) -> None:
         """Tell the owner of a Celery message's unit to stop; if that is still being claimed, as soon as it is held."""
         with self._changed:

@@ -11,6 +11,7 @@ import redis
 
 from settings import Settings
 from worker.broker.messages import MessageEnd
+from worker.metrics.server import MetricsServer
 from worker.registry.keys import UnitRef
 from worker.registry.lifecycle import StopReason
 from worker.requests.served_model import ServedModel, served_model_name
@@ -21,7 +22,7 @@ from worker.runtime.shard import ShardRunner
 from worker.runtime.staged_jobs import StagedJobs
 from worker.runtime.supervision import Activity, SupervisedThread
 from worker.runtime.unit_runner import UnitRunner
-from worker.runtime.worker_metrics import Phase, WorkerMetrics
+from worker.runtime.worker_metrics import Phase
 from worker.tracing.spans import Tracing
 
 RELEASE_TIMEOUT_S = 5.0  # for units to be given back once they were told to stop
@@ -90,7 +91,7 @@ class WorkerParts:
     staged_jobs: StagedJobs
     threads: Sequence[SupervisedThread]  # around the engine, in the order of their start; the last one stops first
     watchdog: SupervisedThread
-    metrics: WorkerMetrics
+    metrics: MetricsServer | None  # None: nobody could ask
 
 
 class WorkerRuntime:
@@ -122,7 +123,8 @@ class WorkerRuntime:
         """
         parts, model = self._parts, self._settings.model
         parts.client.ping()
-        parts.metrics.serve()
+        if parts.metrics is not None:
+            parts.metrics.start()
         logger.info("loading the model", extra={"model": served_model_name(model)})
         parts.shards.serve(ServedModel(parts.engine.start(), model))
 
@@ -180,7 +182,8 @@ class WorkerRuntime:
         if not parts.engine.stop(THREAD_TIMEOUT_S):
             logger.warning("the engine hangs in a step and is left behind")
         parts.tracing.close()
-        parts.metrics.close()
+        if parts.metrics is not None:
+            parts.metrics.close()
         parts.client.close()
 
 

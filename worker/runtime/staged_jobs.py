@@ -9,11 +9,10 @@ from collections.abc import Mapping
 import redis
 from pydantic import ValidationError
 
-from settings import Settings
 from worker.broker.messages import Announcer, MessageEnd
 from worker.registry.connect import is_refusal
 from worker.registry.errors import InvalidJobId, RegistryError
-from worker.registry.intake import JobIntake, Quotas
+from worker.registry.intake import JobIntake
 from worker.registry.keys import Keys, UnitRef
 from worker.schemas import BatchError, SubmitOptions
 
@@ -25,17 +24,10 @@ logger = logging.getLogger(__name__)
 class StagedJobs:
     """Submits jobs whose lines a producer wrote to Redis itself, before it sent `millrace.submit`."""
 
-    def __init__(self, client: redis.Redis, keys: Keys, announcer: Announcer, *, settings: Settings) -> None:
+    def __init__(self, intake: JobIntake, keys: Keys, announcer: Announcer) -> None:
+        self._intake = intake
         self._keys = keys
         self._announcer = announcer
-        self._intake = JobIntake(
-            client,
-            keys,
-            redis_settings=settings.redis,
-            limits=settings.limits,
-            quotas=Quotas.from_settings(settings.limits),
-            grace_s=settings.worker.reap_grace_s,
-        )
 
     def submit(self, job_id: object, num_lines: object, options: Mapping[str, object]) -> MessageEnd:
         """Accept the job, or remember why not: its status says so then.

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import redis
 
@@ -40,14 +39,6 @@ logger = logging.getLogger(__name__)
 SLOTS_PER_RESERVED = 8
 
 
-@dataclass(frozen=True, slots=True)
-class EngineState:
-    """What the engine is asked before a unit is taken."""
-
-    is_well: Callable[[], bool]  # its step has not lasted suspiciously long
-    is_empty: Callable[[], bool]  # it holds no request, nor is in a step for one that was given up
-
-
 class UnitFailed(Exception):
     """The work on a unit raised `cause`, which was logged, and the unit given back: to Celery the task is over.
 
@@ -71,18 +62,17 @@ class UnitRunner:
         leases: UnitLeases,
         closer: UnitCloser,
         held_units: HeldUnits,
-        *,
-        give_back_for_s: float,
         slots: ShardSlots,
-        engine: EngineState,
+        quarantine: Quarantine,
+        *,
+        is_well: Callable[[], bool],
     ) -> None:
-        self._engine = engine
-        self._slots = slots  # fewer than threads: a plan always finds one
         self._leases = leases
         self._closer = closer
         self._held_units = held_units
-        self._give_back_for_s = give_back_for_s  # a Redis that is away longer lets the lease run out anyway
-        self._quarantine = Quarantine(self._send_shards_away, engine.is_empty)
+        self._slots = slots  # fewer than threads: a plan always finds one
+        self._quarantine = quarantine
+        self._is_well = is_well  # whether the engine's step has not lasted suspiciously long
         self._draining = threading.Event()
 
     def drain(self) -> None:
@@ -94,7 +84,7 @@ class UnitRunner:
         """Run a unit on this thread. Raises UnitFailed if `work` or Redis did not let it, after it was given back."""
         if self._draining.is_set():
             return MessageEnd.REQUEUE
-        if not self._engine.is_well():
+        if not self._is_well():
             # What is claimed now would hang as well; another worker may be quicker to take the message.
             self._draining.wait(UNWELL_PAUSE_S)
             return MessageEnd.REQUEUE
@@ -167,11 +157,6 @@ class UnitRunner:
         finally:
             self._quarantine.leave_alone()
 
-    def _send_shards_away(self) -> None:
-        for held in self._held_units.all():
-            if not held.claim.ref.is_plan:
-                held.stop(StopReason.SENT_AWAY)
-
     def _claim_and_run(self, ref: UnitRef, message_id: str, work: Work, *, alone: bool) -> MessageEnd | None:
         """What becomes of the message; None: the unit is a suspect, which must be claimed to run alone."""
         claimed = self._claim(ref, message_id, alone=alone)
@@ -235,9 +220,10 @@ class UnitRunner:
                 return
             except redis.RedisError as error:
                 logger.warning("the unit could not be given back: %s", error)
-                limit_s = DRAIN_GIVE_BACK_S if self._draining.is_set() else self._give_back_for_s
+                # A Redis that is away for longer than a lease lets it run out anyway, and that is an attempt.
+                limit_s = DRAIN_GIVE_BACK_S if self._draining.is_set() else self._leases.lease_s
                 if time.monotonic() - began_at >= limit_s:
-                    return  # its lease runs out, and that is an attempt
+                    return
                 time.sleep(RETRY_S)
 
 

@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from engine.stats import EngineStats
-from settings import MetricsSettings, WorkerSettings
+from settings import WorkerSettings
 from worker.metrics.catalogue import METRICS, OTHER_TENANTS, UNITS, UNREAD_PRIORITY, Metric
-from worker.metrics.server import MetricsServer
 from worker.registry.queues import QueueReading
 from worker.runtime.counts import EngineMeter, QueueReader, StepHistogram, UnitCounts
 from worker.runtime.engine_thread import EngineThread
@@ -96,30 +94,6 @@ class WorkerHealth:
             "engine": worker.engine.idle_overdue_s,
             **{thread.name: thread.overdue_s for thread in worker.threads},
         }
-
-
-class WorkerMetrics:
-    """/metrics and /healthz of one worker, where metrics.port says so: nowhere without one."""
-
-    def __init__(self, settings: MetricsSettings, worker: WatchedWorker) -> None:
-        self._settings = settings
-        self._worker = worker
-        self._server: MetricsServer | None = None
-
-    def serve(self) -> None:
-        """Begin to answer. Raises SettingsError if the port cannot be had."""
-        if self._settings.port is None:
-            return
-        health = WorkerHealth(self._worker)
-        registry = CollectorRegistry()  # our own: whoever imports this is not told what we measure
-        registry.register(WorkerCollector(self._worker, health))
-        ProcessCollector(registry=registry)
-        self._server = MetricsServer(self._settings.host, self._settings.port, registry, health.reasons)
-
-    def close(self) -> None:
-        """Stop answering."""
-        if self._server is not None:
-            self._server.close()
 
 
 class WorkerCollector(Collector):

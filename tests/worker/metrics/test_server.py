@@ -66,10 +66,17 @@ def test_what_stands_for_the_rest_is_no_tenant(value: str) -> None:
 
 
 @contextmanager
+def _started(server: MetricsServer) -> Iterator[None]:
+    server.start()
+    with closing(server):
+        yield
+
+
+@contextmanager
 def _serving(reasons: list[str], host: str = "127.0.0.1") -> Iterator[int]:
     port, registry = free_port(), CollectorRegistry()
     Gauge("seven", "Always 7.", registry=registry).set(7)
-    with closing(MetricsServer(host, port, registry, lambda: reasons)):
+    with _started(MetricsServer(host, port, registry, lambda: reasons)):
         yield port
 
 
@@ -92,7 +99,7 @@ def test_figures_that_cannot_be_made_are_500_and_a_log_event(caplog: pytest.LogC
         raise RuntimeError("no figures")
 
     port = free_port()
-    with closing(MetricsServer("127.0.0.1", port, CollectorRegistry(), fail)):
+    with _started(MetricsServer("127.0.0.1", port, CollectorRegistry(), fail)):
         assert get(port, "/healthz") == (500, "see the worker's log\n")
     assert "no figures" in caplog.text
 
@@ -105,8 +112,8 @@ def test_nothing_else_is_served() -> None:
 def test_after_close_the_port_is_free_again() -> None:
     with _serving([]) as port:
         pass
-    closing_again = MetricsServer("127.0.0.1", port, CollectorRegistry(), list)
-    closing_again.close()
+    with _started(MetricsServer("127.0.0.1", port, CollectorRegistry(), list)):
+        pass
 
 
 def test_a_client_that_says_nothing_holds_up_nobody() -> None:
@@ -121,13 +128,13 @@ def test_a_port_in_use_is_said_with_the_setting() -> None:
             "accepted: a free port of 127.0.0.1, or none"
         )
         with pytest.raises(SettingsError, match=re.escape(text)):
-            MetricsServer("127.0.0.1", port, CollectorRegistry(), list)
+            MetricsServer("127.0.0.1", port, CollectorRegistry(), list).start()
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "nobody.invalid"])
 def test_an_address_of_another_machine_is_said_with_the_setting(host: str) -> None:
     with pytest.raises(SettingsError, match=rf"metrics\.host={host}: accepted: an address or name of this machine"):
-        MetricsServer(host, free_port(), CollectorRegistry(), list)
+        MetricsServer(host, free_port(), CollectorRegistry(), list).start()
 
 
 def test_a_client_that_is_silent_too_long_is_an_event_in_the_log(
@@ -146,13 +153,13 @@ def test_it_asks_where_the_settings_say(host: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("MILLRACE_METRICS__HOST", host)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # not for a worker beside it
     assert main([]) == 1
-    with closing(MetricsServer(host, port, CollectorRegistry(), list)):
+    with _started(MetricsServer(host, port, CollectorRegistry(), list)):
         assert main([]) == 0
 
 
 def test_it_says_why_the_worker_takes_no_work(capsys: pytest.CaptureFixture[str]) -> None:
     port = free_port()
-    with closing(MetricsServer("127.0.0.1", port, CollectorRegistry(), lambda: ["draining", "and more"])):
+    with _started(MetricsServer("127.0.0.1", port, CollectorRegistry(), lambda: ["draining", "and more"])):
         assert main([f"http://127.0.0.1:{port}"]) == 1
     assert capsys.readouterr().err == "draining\nand more\n"
 

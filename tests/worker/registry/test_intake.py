@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from settings import LimitSettings, Settings
+from settings import LimitSettings
 from tests.support.redis_servers import lose_next_script_reply
 from tests.support.registry import RecordingAnnouncer, TestRegistry, must_claim, ok
 from worker.broker.messages import MessageEnd
@@ -186,7 +188,8 @@ def test_the_rate_of_work_does_not_count_idle_minutes(registry: TestRegistry) ->
 def _staged_jobs(
     registry: TestRegistry, announcer: RecordingAnnouncer, client: redis.Redis | None = None
 ) -> StagedJobs:
-    return StagedJobs(client or registry.redis, registry.keys, announcer, settings=Settings())
+    at = registry if client is None else replace(registry, redis=client)
+    return StagedJobs(at.intake(), registry.keys, announcer)
 
 
 def _stage(registry: TestRegistry) -> str:
