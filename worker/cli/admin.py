@@ -7,8 +7,7 @@ import importlib.util
 import json
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -18,9 +17,8 @@ from worker.acl import ADMIN, FLOWER, PRODUCER, WORKER, UnusablePassword, acl_fi
 from worker.cli.exit_codes import BadUsage, CommandError, ExitCode
 from worker.cli.files import open_output
 from worker.cli.options import load_command_settings, redis_options, set_option
-from worker.doctor.redis import redis_findings
-from worker.doctor.report import INSTALL_ENGINE, Finding, Level
-from worker.doctor.server import OLDEST_REDIS
+from worker.doctor.redis import OLDEST_REDIS, redis_findings
+from worker.doctor.report import INSTALL_ENGINE, Finding, Level, summary
 
 _USERS = {"producer": PRODUCER, "worker": WORKER, "flower": FLOWER, "admin": ADMIN}
 
@@ -84,11 +82,11 @@ def doctor(
     for finding in _findings(effective, with_quantization_error=quantization_error):
         findings.append(finding)
         if not as_json:
-            _show(finding)
+            click.echo(finding.text)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
-        click.echo(_summary(findings))
+        click.echo(summary(findings))
     if any(finding.level is Level.FAILED for finding in findings):
         sys.exit(ExitCode.FAILED)
 
@@ -111,17 +109,6 @@ def _findings(effective: EffectiveSettings, *, with_quantization_error: bool) ->
     yield from engine_findings(effective)
     if with_quantization_error:
         yield from quantization_findings(effective)
-
-
-def _show(finding: Finding) -> None:
-    click.echo(f"{finding.level.value:8} {finding.check}: {finding.detail}")
-    if finding.fix is not None:
-        click.echo(f"{'':8} fix: {finding.fix}")
-
-
-def _summary(findings: Sequence[Finding]) -> str:
-    counts = Counter(finding.level for finding in findings)
-    return ", ".join(f"{counts[level]} {level.value}" for level in Level)
 
 
 @click.command("acl")

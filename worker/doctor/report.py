@@ -1,7 +1,9 @@
-"""Defines one finding of `millrace doctor`: what was looked at, how bad it is, and how to mend it."""
+"""Says what `millrace doctor` found: what was looked at, how bad it is, and how to mend it."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -25,3 +27,15 @@ class Finding:
     level: Level
     detail: str
     fix: str | None = None  # None where there is nothing to mend
+
+    @property
+    def text(self) -> str:
+        """A line, and one more for the fix if there is any."""
+        fix = "" if self.fix is None else f"\n{'':8} fix: {self.fix}"
+        return f"{self.level.value:8} {self.check}: {self.detail}{fix}"
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """How many there are of each level."""
+    counts = Counter(finding.level for finding in findings)
+    return ", ".join(f"{counts[level]} {level.value}" for level in Level)

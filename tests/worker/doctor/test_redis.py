@@ -26,10 +26,9 @@ from tests.support.redis_servers import (
     tls_front,
 )
 from tests.support.registry import TestRegistry
-from worker.doctor.redis import redis_findings
+from worker.doctor.redis import access_findings, redis_findings
 from worker.doctor.redis_facts import RedisFacts
 from worker.doctor.report import Level
-from worker.doctor.server import access_findings
 from worker.registry.connect import RedisAddress
 from worker.registry.leases import Heartbeats
 from worker.schemas import WorkerInfo

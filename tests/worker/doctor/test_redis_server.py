@@ -21,8 +21,8 @@ from tests.support.redis_servers import (
     restartable_redis,
     wait_until_it_answers,
 )
+from worker.doctor.redis import server_findings
 from worker.doctor.report import Finding, Level
-from worker.doctor.server import server_findings
 
 
 @contextmanager
