@@ -72,7 +72,7 @@ def _change_scripts() -> None:
     from worker.registry import exchange
 
     source = exchange.script_source
-    exchange.script_source = lambda name: f"{source(name)}-- of another version\n"
+    exchange.script_source = lambda *names: f"{source(*names)}-- of another version\n"
 
 
 def _load_engine(effective: Any) -> Any:

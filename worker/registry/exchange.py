@@ -1,13 +1,14 @@
 """Sends commands and the Lua scripts of scripts/ to Redis, and reads its replies.
 
-An exchange does not know who sends it, so threads and event loops ask the same questions. The client does not decode:
-request lines may be any bytes.
+What is asked is written once, as an exchange, for threads and event loops. The client does not decode: request lines
+may be any bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from functools import cached_property
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -19,21 +20,15 @@ from worker.registry import scripts
 
 T = TypeVar("T")
 
-Command = Sequence[str | int]  # its name, then its arguments
+Argument = str | bytes | int | float
+Command = Sequence[Argument]  # its name, then its arguments
 
 # What Celery, kombu and Lua scripts hand over: only the code that takes it apart knows its shape.
 Untyped = Any
 RedisReply = Untyped
 
-# Yields commands that may travel together, is sent their answers (or NoScriptError), and returns what came of it.
+# Yields commands that may travel together, is sent their answers, and returns what came of it.
 Exchange = Generator[Sequence[Command], list[RedisReply], T]
-
-# About a unit, so they begin with the prelude's names and functions.
-_UNIT_SCRIPTS = frozenset(
-    {"claim", "suspect", "begin_alone", "put", "renew", "release", "planned", "fail", "cancel", "checkpoint"}
-)
-
-Argument = str | bytes | int | float
 
 
 def perform(client: redis.Redis, exchange: Exchange[T]) -> T:
@@ -41,15 +36,7 @@ def perform(client: redis.Redis, exchange: Exchange[T]) -> T:
     try:
         commands = next(exchange)
         while True:
-            with client.pipeline(transaction=False) as pipeline:
-                for command in commands:
-                    pipeline.execute_command(*command)  # type: ignore[no-untyped-call]  # redis has no type here
-                try:
-                    answers = pipeline.execute()
-                except redis.exceptions.NoScriptError as error:
-                    commands = exchange.throw(error)
-                else:
-                    commands = exchange.send(answers)
+            commands = exchange.send(ask(client, commands))
     except StopIteration as end:
         result: T = end.value
         return result
@@ -60,68 +47,142 @@ async def perform_async(client: AsyncRedis, exchange: Exchange[T]) -> T:
     try:
         commands = next(exchange)
         while True:
-            async with client.pipeline(transaction=False) as pipeline:
-                for command in commands:
-                    pipeline.execute_command(*command)
-                try:
-                    answers = await pipeline.execute()
-                except redis.exceptions.NoScriptError as error:
-                    commands = exchange.throw(error)
-                else:
-                    commands = exchange.send(answers)
+            try:
+                answers = await _send_async(client, commands)
+            except NoScriptError:
+                await _send_async(client, _loads(commands))
+                answers = await _send_async(client, commands)
+            commands = exchange.send(answers)
     except StopIteration as end:
         result: T = end.value
         return result
 
 
-class QueryScript:
-    """Runs one of scripts/*.lua by its digest, and loads it where Redis does not have it yet: ScriptSet's way."""
+def ask(client: redis.Redis, commands: Sequence[Command]) -> list[RedisReply]:
+    """The answers to these commands, in one round trip unless Redis has to be given a script first.
 
-    def __init__(self, name: str) -> None:
-        self._source = script_source(name)
-        self._digest = hashlib.sha1(self._source.encode("ascii"), usedforsecurity=False).hexdigest()
-
-    def __call__(self, keys: Sequence[str], arguments: Sequence[str | int]) -> Exchange[RedisReply]:
-        """The script's reply, in one round trip but for the first after Redis started."""
-        command = ("EVALSHA", self._digest, len(keys), *keys, *arguments)
-        try:
-            [reply] = yield [command]
-        except NoScriptError:
-            _, reply = yield [("SCRIPT LOAD", self._source), command]
-        return reply
+    Several calls of scripts may then be carried out twice. Raises redis.RedisError.
+    """
+    try:
+        return _send(client, commands)
+    except NoScriptError:
+        _send(client, _loads(commands))
+        return _send(client, commands)
 
 
-class ScriptSet:
-    """Runs scripts by name, by their digest: workers of two versions can share a Redis, each with its own scripts."""
-
-    def __init__(self, client: redis.Redis) -> None:
-        self._client = client
-        self._scripts = {name: client.register_script(script_source(name)) for name in _names()}
-
-    def run(self, name: str, keys: Sequence[str], arguments: Sequence[Argument]) -> RedisReply:
-        """Run one script and return its reply. Raises redis.RedisError."""
-        return self._scripts[name](keys=keys, args=arguments)
-
-    def run_many(self, name: str, calls: Iterable[tuple[Sequence[str], Sequence[Argument]]]) -> list[RedisReply]:
-        """Run one script for several (keys, arguments) in a single exchange. Raises redis.RedisError."""
-        with self._client.pipeline(transaction=False) as pipeline:
-            for keys, arguments in calls:
-                self._scripts[name](keys=keys, args=arguments, client=pipeline)
-            return list(pipeline.execute())
+def ask_one(client: redis.Redis, command: Command) -> RedisReply:
+    """The answer to one command, likewise."""
+    [answer] = ask(client, [command])
+    return answer
 
 
-def _names() -> list[str]:
-    files = (entry.name for entry in resources.files(scripts).iterdir())
-    return sorted(name.removesuffix(".lua") for name in files if name.endswith(".lua") and name != "prelude.lua")
+def _send(client: redis.Redis, commands: Sequence[Command]) -> list[RedisReply]:
+    if len(commands) == 1:  # before an error in a pipeline redis-py puts the command
+        return [client.execute_command(*commands[0])]  # type: ignore[no-untyped-call]  # redis has no type here
+    with client.pipeline(transaction=False) as pipeline:
+        for command in commands:
+            pipeline.execute_command(*command)  # type: ignore[no-untyped-call]  # nor here
+        return list(pipeline.execute())
 
 
-def script_source(name: str) -> str:
-    """The text of one script, with the prelude if it is about a unit."""
-    folder = resources.files(scripts)
-    body = folder.joinpath(f"{name}.lua").read_text(encoding="ascii")
-    if name not in _UNIT_SCRIPTS:
-        return body
-    return folder.joinpath("prelude.lua").read_text(encoding="ascii") + body
+async def _send_async(client: AsyncRedis, commands: Sequence[Command]) -> list[RedisReply]:
+    if len(commands) == 1:
+        return [await client.execute_command(*commands[0])]  # type: ignore[no-untyped-call]  # nor here
+    async with client.pipeline(transaction=False) as pipeline:
+        for command in commands:
+            pipeline.execute_command(*command)
+        return list(await pipeline.execute())
+
+
+_UNIT_KEYS = "job records order lines unit plan open counters dead resume_states queued"  # the order of prelude.lua
+
+
+class Script:
+    """One of scripts/*.lua, with names for its KEYS and ARGV in the order in which it reads them.
+
+    Redis is told its digest, so workers of two versions can share one, each with its own scripts.
+    """
+
+    def __init__(self, name: str, arguments: str = "", *, row: str = "", keys: str = _UNIT_KEYS) -> None:
+        self.name = name
+        self._files = ("prelude", name) if keys == _UNIT_KEYS else (name,)
+        self.keys = keys.split()
+        self.arguments = arguments.split()
+        self.row = row.split()  # what follows the arguments, any number of times
+
+    def __call__(
+        self, keys: Mapping[str, str], rows: Iterable[Sequence[Argument]] = (), **arguments: Argument
+    ) -> Command:
+        """The command that calls it, with those of `keys` that it takes. Raises TypeError for what it does not take."""
+        if arguments.keys() != set(self.arguments):
+            raise TypeError(f"{self.name}.lua is given {sorted(arguments)}; accepted: {self.arguments}")
+        command: list[Argument] = ["EVALSHA", self.digest, len(self.keys)]
+        command += [keys[name] for name in self.keys]
+        command += [arguments[name] for name in self.arguments]
+        for row in rows:
+            if len(row) != len(self.row):
+                raise TypeError(f"{self.name}.lua is given a row of {len(row)}; accepted: {self.row}")
+            command += row
+        return command
+
+    @cached_property
+    def source(self) -> str:
+        """Its text."""
+        return script_source(*self._files)
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-1 of its text, by which Redis knows it."""
+        return hashlib.sha1(self.source.encode("ascii"), usedforsecurity=False).hexdigest()
+
+
+class Scripts:
+    """Every script, with what it takes; its first comment says what the words mean."""
+
+    # About a unit
+    BEGIN_ALONE = Script("begin_alone", "job_id unit token")
+    CANCEL = Script("cancel", "job_id")
+    CLAIM = Script("claim", "job_id unit worker nonce lease_ms max_attempts alone")
+    FAIL = Script("fail", "job_id token reason errors")
+    PLANNED = Script("planned", "job_id token grace_ms ageing_ms endpoints model traceparent", row="indices head")
+    PUT = Script(
+        "put",
+        "job_id unit token",
+        row="index outcome record prompt_tokens cached_tokens output_tokens resumed_tokens reasoning_tokens",
+    )
+    PUT_RESUME_STATES = Script("checkpoint", "job_id unit token", row="index state")
+    RELEASE = Script("release", "job_id unit token grace_ms count_attempt")
+    RENEW = Script("renew", "job_id unit token lease_ms")
+    SUSPECT = Script("suspect")
+    # About a job
+    DISCARD = Script("discard", keys="job lines")
+    PAGE = Script("page", "order cursor max_records max_bytes", keys="job records order")
+    REFUSE = Script("refuse", "job_id reason errors tenant retain_ms staging_ms", keys="job jobs lines")
+    STAGE = Script("stage", "staging_ms", row="index line", keys="job lines")
+    SUBMIT = Script("submit", "job", keys="job lines plan open counters tenant_counters jobs")
+    SUBMIT_ONCE = Script("submit", "job", keys="job lines plan open counters tenant_counters jobs idempotency")
+    # About all of them
+    CHOOSE = Script(
+        "choose", "prefix only_new_tenants ageing_ms hint", row="tenant num_prompts head", keys="unit queued job"
+    )
+    QUEUE_FIGURES = Script("queue", "prefix max_tenants max_shards", keys="open queued counters dead")
+    REAP = Script(
+        "reap",
+        "prefix max_units grace_ms longest_grace_ms stale_ms plan_priority ageing_ms",
+        row="0 1 2 3 4 5 6 7 8 9",  # by priority: the step of its lane; and a second row, the messages in that lane
+        keys="open",
+    )
+
+
+def _loads(calls: Sequence[Command]) -> list[Command]:
+    digests = {call[1] for call in calls if call[0] == "EVALSHA"}
+    declared = [script for script in vars(Scripts).values() if isinstance(script, Script)]
+    return [("SCRIPT LOAD", script.source) for script in declared if script.digest in digests]
+
+
+def script_source(*names: str) -> str:
+    """The text of these files of scripts/, one after the other."""
+    return "".join(resources.files(scripts).joinpath(f"{name}.lua").read_text(encoding="ascii") for name in names)
 
 
 def text(value: bytes | str) -> str:

@@ -11,7 +11,7 @@ import redis
 
 from settings import LimitSettings, RedisSettings
 from worker.registry.errors import EmptyJob, JobIncomplete, JobTooLarge, QueueFull, RegistryError
-from worker.registry.exchange import RedisReply, ScriptSet, text
+from worker.registry.exchange import RedisReply, Scripts, ask_one, text
 from worker.registry.keys import Keys, UnitRef
 from worker.schemas import BatchError, SubmitOptions
 
@@ -34,7 +34,6 @@ class JobIntake:
     ) -> None:
         self._client = client
         self._keys = keys
-        self._scripts = ScriptSet(client)
         self._redis_settings = redis_settings
         self._limits = limits
         self._quotas = quotas
@@ -47,15 +46,12 @@ class JobIntake:
 
     def stage(self, job_id: str, first_index: int, lines: Sequence[bytes]) -> bool:
         """Add lines `first_index`, ... of a job to be. False, and nothing stored, if the job is accepted already."""
-        arguments: list[str | bytes | int] = [self._staging_ms]
-        for index, line in enumerate(lines, first_index):
-            arguments += [index, line]
-        keys = [self._keys.job(job_id), self._keys.lines(job_id)]
-        return bool(self._scripts.run("stage", keys, arguments))
+        rows = enumerate(lines, first_index)
+        return bool(ask_one(self._client, Scripts.STAGE(self._of_job(job_id), rows, staging_ms=self._staging_ms)))
 
     def discard(self, job_id: str) -> None:
         """Forget staged lines that are not to be submitted; those of an accepted job are left alone."""
-        self._scripts.run("discard", [self._keys.job(job_id), self._keys.lines(job_id)], [])
+        ask_one(self._client, Scripts.DISCARD(self._of_job(job_id)))
 
     def submit(self, job_id: str, num_lines: int, options: SubmitOptions) -> tuple[str, bool]:
         """Accept the job whose lines 0 .. num_lines - 1 are staged: (its id, whether its plan is to be announced).
@@ -67,12 +63,13 @@ class JobIntake:
         """
         if num_lines < 1:
             raise EmptyJob
-        keys = [self._keys.job(job_id), self._keys.lines(job_id)]
-        keys += [self._keys.unit(UnitRef.plan(job_id)), self._keys.open, self._keys.counters]
-        keys += [self._keys.tenant_counters(options.tenant), self._keys.jobs]
+        keys = {**self._of_job(job_id), "tenant_counters": self._keys.tenant_counters(options.tenant)}
+        script = Scripts.SUBMIT
         if options.idempotency_key is not None:
-            keys.append(self._keys.idempotency(options.tenant, options.idempotency_key))
-        reply = self._scripts.run("submit", keys, [json.dumps(self._arguments(job_id, num_lines, options))])
+            script = Scripts.SUBMIT_ONCE
+            keys["idempotency"] = self._keys.idempotency(options.tenant, options.idempotency_key)
+        job = json.dumps(self._arguments(job_id, num_lines, options))
+        reply = ask_one(self._client, script(keys, job=job))
         status = text(reply[0])
         if status == "accepted":
             return job_id, True
@@ -82,10 +79,23 @@ class JobIntake:
 
     def refuse(self, job_id: str, error: BatchError, tenant: str) -> None:
         """Remember as failed a job whose producer does not wait for the answer; its lines are forgotten in time."""
-        ttl_ms = round(self._redis_settings.result_ttl_s * 1000)
-        keys = [self._keys.job(job_id), self._keys.jobs, self._keys.lines(job_id)]
-        errors = json.dumps([error.model_dump()])
-        self._scripts.run("refuse", keys, [job_id, error.message, errors, tenant, ttl_ms, self._staging_ms])
+        call = Scripts.REFUSE(
+            self._of_job(job_id),
+            job_id=job_id,
+            reason=error.message,
+            errors=json.dumps([error.model_dump()]),
+            tenant=tenant,
+            retain_ms=self._retain_ms,
+            staging_ms=self._staging_ms,
+        )
+        ask_one(self._client, call)
+
+    def _of_job(self, job_id: str) -> dict[str, str]:
+        return self._keys.of_unit_scripts(UnitRef.plan(job_id))
+
+    @property
+    def _retain_ms(self) -> int:
+        return round(self._redis_settings.result_ttl_s * 1000)
 
     @property
     def _staging_ms(self) -> int:
@@ -104,7 +114,7 @@ class JobIntake:
             "deadline_ms": round(options.deadline_s * 1000) if options.deadline_s else 0,
             "grace_ms": round(self._grace_s * 1000),
             "staging_ms": self._staging_ms,
-            "retain_ms": round(self._redis_settings.result_ttl_s * 1000),
+            "retain_ms": self._retain_ms,
             "max_prompts": self._limits.max_prompts_per_job,
             "max_bytes": self._limits.max_job_bytes,
             "limits": list(self._quotas.for_script()),

@@ -11,7 +11,7 @@ from typing import Self
 import redis
 
 from worker.registry.errors import JobNotFound
-from worker.registry.exchange import Command, Exchange, QueryScript, RedisReply, ScriptSet, Untyped, text, text_fields
+from worker.registry.exchange import Command, Exchange, RedisReply, Scripts, Untyped, ask_one, text, text_fields
 from worker.registry.keys import Keys, UnitRef
 from worker.schemas import BatchError, JobState, JobStatus, JobUsage, RequestCounts, WorkerInfo
 
@@ -62,7 +62,6 @@ class JobQueries:
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
-        self._page = QueryScript("page")
 
     def status(self, job_id: str) -> Exchange[JobStatus]:
         """The job as it stands. Raises JobNotFound, InvalidJobId."""
@@ -110,10 +109,14 @@ class JobQueries:
         refused as a whole has none) is read over the gaps. Raises JobNotFound, InvalidJobId.
         """
         # Told from one instant: the end of a job is not seen before its last records.
-        page = yield from self._page(
-            [self._keys.job(job_id), self._keys.records(job_id), self._keys.order(job_id)],
-            [order.value, cursor, PAGE_RECORDS, PAGE_BYTES],
+        call = Scripts.PAGE(
+            self._keys.of_unit_scripts(UnitRef.plan(job_id)),
+            order=order.value,
+            cursor=cursor,
+            max_records=PAGE_RECORDS,
+            max_bytes=PAGE_BYTES,
         )
+        [page] = yield [call]
         if page is None:
             raise JobNotFound(job_id)
         passed, is_last, has_ended, records = page
@@ -143,13 +146,14 @@ class JobControl:
     """Asks for a job's end. Methods raise redis.RedisError when Redis cannot be had."""
 
     def __init__(self, client: redis.Redis, keys: Keys) -> None:
+        self._client = client
         self._keys = keys
-        self._scripts = ScriptSet(client)
 
     def cancel(self, job_id: str) -> list[UnitRef]:
         """Mark the job cancelled; the units it may still have, none for one that is over. Raises JobNotFound."""
         plan = UnitRef.plan(job_id)
-        status, num_shards = self._scripts.run("cancel", self._keys.of_unit_scripts(plan), [job_id])
+        call = Scripts.CANCEL(self._keys.of_unit_scripts(plan), job_id=job_id)
+        status, num_shards = ask_one(self._client, call)
         if text(status) == "gone":
             raise JobNotFound(job_id)
         if text(status) == "terminal":

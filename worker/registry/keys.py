@@ -78,55 +78,23 @@ class UnitRef:
         return f"{self.job_id}/{self.unit}"
 
 
-@dataclass(frozen=True, slots=True)
 class Keys:
     """Builds key names, from checked job ids only. All share one hash tag, so that a script may touch them together."""
 
-    shard: str = "s0"
-
-    @property
-    def prefix(self) -> str:
-        """What every key begins with."""
-        return f"millrace:{{{self.shard}}}:"
-
-    @property
-    def open(self) -> str:
-        """Units that are not finished, by when to look at them next."""
-        return f"{self.prefix}open"
-
-    @property
-    def counters(self) -> str:
-        """Outstanding work; a tenant's is at `adm:t:<tenant>`."""
-        return f"{self.prefix}adm"
+    def __init__(self, shard: str = "s0") -> None:
+        self.shard = shard
+        self.prefix = f"millrace:{{{shard}}}:"
+        self.open = f"{self.prefix}open"  # units that are not finished, by when to look at them next
+        self.counters = f"{self.prefix}adm"  # outstanding work and counts of all time
+        self.queued = f"{self.prefix}queued"  # tenants with shards that nobody holds; these are at queued:<tenant>
+        self.jobs = f"{self.prefix}jobs"  # by time of creation
+        self.dead = f"{self.prefix}dead"  # units that crashed too many workers
+        self.dead_frames = f"{self.prefix}deadraw"  # from the queue, that were no message
+        self.workers = f"{self.prefix}w:"  # what a worker's heartbeat key begins with
 
     def tenant_counters(self, tenant: str) -> str:
         """Outstanding work of one tenant."""
         return f"{self.counters}:t:{tenant}"
-
-    @property
-    def queued(self) -> str:
-        """Tenants with shards that nobody holds; a tenant's shards are at `queued:<tenant>`."""
-        return f"{self.prefix}queued"
-
-    @property
-    def jobs(self) -> str:
-        """Jobs by time of creation."""
-        return f"{self.prefix}jobs"
-
-    @property
-    def dead(self) -> str:
-        """Units that crashed too many workers."""
-        return f"{self.prefix}dead"
-
-    @property
-    def dead_frames(self) -> str:
-        """Frames from the queue that were no message."""
-        return f"{self.prefix}deadraw"
-
-    @property
-    def workers(self) -> str:
-        """What a worker's heartbeat key begins with."""
-        return f"{self.prefix}w:"
 
     def idempotency(self, tenant: str, key: str) -> str:
         """Where the job submitted under a producer's own key is remembered. The key may hold anything: hashed."""
@@ -159,21 +127,22 @@ class Keys:
             raise InvalidJobId(f"unit of job {ref.job_id[:80]} is {ref.unit[:80]!r}; accepted: plan or a number")
         return self._of_job(ref.job_id, f"s:{ref.unit}")
 
-    def of_unit_scripts(self, ref: UnitRef) -> list[str]:
-        """KEYS of every script about a unit, in the order of scripts/prelude.lua."""
-        return [
-            self.job(ref.job_id),
-            self.records(ref.job_id),
-            self.order(ref.job_id),
-            self.lines(ref.job_id),
-            self.unit(ref),
-            self.unit(UnitRef.plan(ref.job_id)),
-            self.open,
-            self.counters,
-            self.dead,
-            self.resume_states(ref.job_id),
-            self.queued,
-        ]
+    def of_unit_scripts(self, ref: UnitRef) -> dict[str, str]:
+        """The keys of a unit, its job and the queue, by the names that scripts are declared with (see Script)."""
+        job_id = ref.job_id
+        of_job = {"job": self.job(job_id), "records": self.records(job_id), "order": self.order(job_id)}
+        of_job |= {"lines": self.lines(job_id), "resume_states": self.resume_states(job_id)}
+        return of_job | {"unit": self.unit(ref), "plan": self.unit(UnitRef.plan(job_id))} | self.of_queue_scripts()
+
+    def of_queue_scripts(self) -> dict[str, str]:
+        """The keys of no one job, likewise."""
+        return {
+            "open": self.open,
+            "counters": self.counters,
+            "dead": self.dead,
+            "queued": self.queued,
+            "jobs": self.jobs,
+        }
 
     def new_job_id(self) -> str:
         """A fresh id: the shard, then a version 7 UUID, so that ids sort by time."""

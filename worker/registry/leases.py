@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
 import redis
 
-from worker.registry.exchange import Argument, RedisReply, ScriptSet, raw_values, text
+from worker.registry.exchange import Argument, Command, RedisReply, Script, Scripts, ask, ask_one, raw_values, text
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.lifecycle import ClaimRefusal, Outcome, PutStatus, RunMode
 from worker.schemas import BatchError, WorkerInfo
@@ -56,6 +56,12 @@ class PromptRecord:
         """Its size in Redis."""
         return len(self.record)
 
+    @property
+    def row(self) -> tuple[int | str, ...]:
+        """What the script PUT takes of it."""
+        head = (self.index, self.outcome.value, self.record, self.prompt_tokens, self.cached_tokens)
+        return (*head, self.output_tokens, self.resumed_tokens, self.reasoning_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class PromptResumeState:
@@ -78,7 +84,6 @@ class UnitLeases:
     ) -> None:
         self._client = client
         self._keys = keys
-        self._scripts = ScriptSet(client)
         self._owner = owner
         self.lease_s = lease_s
         self._lease_ms = round(lease_s * 1000)
@@ -91,65 +96,53 @@ class UnitLeases:
         `alone`: nothing else will run in this process meanwhile (`begin_alone` says so before anything does). Without
         it, a unit that crashed a worker before is refused, unless there is nothing to run in it.
         """
-        arguments: list[Argument] = [ref.job_id, ref.unit, self._owner, uuid.uuid4().hex]
-        arguments += [self._lease_ms, self._max_attempts, int(alone)]
-        reply = self._scripts.run("claim", self._keys.of_unit_scripts(ref), arguments)
+        call = Scripts.CLAIM(
+            self._keys.of_unit_scripts(ref),
+            job_id=ref.job_id,
+            unit=ref.unit,
+            worker=self._owner,
+            nonce=uuid.uuid4().hex,
+            lease_ms=self._lease_ms,
+            max_attempts=self._max_attempts,
+            alone=int(alone),
+        )
+        reply = ask_one(self._client, call)
         status = text(reply[0])
         return _claim(ref, reply) if status == "ok" else ClaimRefusal(status)
 
     def is_suspect(self, ref: UnitRef) -> bool:
         """Whether a unit that nobody holds crashed a worker before."""
-        return bool(self._scripts.run("suspect", self._keys.of_unit_scripts(ref), []))
+        return bool(ask_one(self._client, Scripts.SUSPECT(self._keys.of_unit_scripts(ref))))
 
     def begin_alone(self, claim: Claim) -> bool:
         """Nothing else runs in this process from now on: should it crash, the unit is to blame. False if not ours."""
-        arguments: list[Argument] = [claim.ref.job_id, claim.ref.unit, claim.token]
-        return bool(self._scripts.run("begin_alone", self._keys.of_unit_scripts(claim.ref), arguments))
+        return bool(self._run(Scripts.BEGIN_ALONE, claim))
 
     def put(self, claim: Claim, records: Sequence[PromptRecord]) -> tuple[PutStatus, RunMode]:
         """Write records, each index once and for all; where the unit stands, and what to do with the rest of it."""
-        arguments: list[Argument] = [claim.ref.job_id, claim.ref.unit, claim.token]
-        for item in records:
-            arguments += [item.index, item.outcome.value, item.record]
-            arguments += [item.prompt_tokens, item.cached_tokens, item.output_tokens, item.resumed_tokens]
-            arguments.append(item.reasoning_tokens)
-        reply = self._scripts.run("put", self._keys.of_unit_scripts(claim.ref), arguments)
-        return PutStatus(text(reply[0])), RunMode(text(reply[1]) or RunMode.RUN)
+        status, mode = self._run(Scripts.PUT, claim, [item.row for item in records])
+        return PutStatus(text(status)), _mode(mode)
 
     def put_resume_states(self, claim: Claim, states: Sequence[PromptResumeState]) -> bool:
         """Keep how far prompts have come, but for those that have their record. False if the unit is not ours."""
-        arguments: list[Argument] = [claim.ref.job_id, claim.ref.unit, claim.token]
-        for item in states:
-            arguments += [item.index, item.state]
-        return bool(self._scripts.run("checkpoint", self._keys.of_unit_scripts(claim.ref), arguments))
+        return bool(self._run(Scripts.PUT_RESUME_STATES, claim, [(item.index, item.state) for item in states]))
 
     def renew(self, claims: Sequence[Claim]) -> list[tuple[bool, RunMode, float | None]]:
         """Keep units for another lease: for each, whether it is still ours, its mode, seconds to its deadline."""
-        calls: list[tuple[list[str], list[Argument]]] = [
-            (
-                self._keys.of_unit_scripts(claim.ref),
-                [claim.ref.job_id, claim.ref.unit, claim.token, self._lease_ms],
-            )
-            for claim in claims
-        ]
+        calls = [self._call(Scripts.RENEW, claim, lease_ms=self._lease_ms) for claim in claims]
         return [
-            (text(reply[0]) == "open", RunMode(text(reply[1]) or RunMode.RUN), _time_left_s(reply[2]))
-            for reply in self._scripts.run_many("renew", calls)
+            (text(status) == "open", _mode(mode), _time_left_s(time_left_ms))
+            for status, mode, time_left_ms in ask(self._client, calls)
         ]
 
     def cancelled(self, job_ids: Collection[str]) -> set[str]:
         """Which of these jobs were cancelled: cheap enough to ask twice a second."""
-        ordered = list(job_ids)
-        with self._client.pipeline(transaction=False) as pipeline:
-            for job_id in ordered:
-                pipeline.hget(self._keys.job(job_id), "cancel")
-            flags = pipeline.execute()
-        return {job_id for job_id, flag in zip(ordered, flags, strict=True) if flag not in (None, b"0")}
+        flags = ask(self._client, [("HGET", self._keys.job(job_id), "cancel") for job_id in job_ids])
+        return {job_id for job_id, flag in zip(job_ids, flags, strict=True) if flag not in (None, b"0")}
 
     def release(self, claim: Claim, *, count_attempt: bool) -> bool:
         """Give a unit back unfinished. False if it was not ours any more."""
-        arguments: list[Argument] = [claim.ref.job_id, claim.ref.unit, claim.token, self._grace_ms, int(count_attempt)]
-        return bool(self._scripts.run("release", self._keys.of_unit_scripts(claim.ref), arguments))
+        return bool(self._run(Scripts.RELEASE, claim, grace_ms=self._grace_ms, count_attempt=int(count_attempt)))
 
     def planned(
         self,
@@ -166,11 +159,17 @@ class UnitLeases:
         `heads`: what each begins with, see Claim.head; without them their order says nothing about prefixes.
         `endpoints` and `model`: those of the lines, for the job's status.
         """
-        arguments: list[Argument] = [claim.ref.job_id, claim.token, self._grace_ms, round(ageing_s * 1000)]
-        arguments += [",".join(endpoints), model or "", claim.traceparent]
-        for shard, head in zip_longest(shards, heads, fillvalue=""):
-            arguments += [",".join(map(str, shard)), head]
-        return bool(self._scripts.run("planned", self._keys.of_unit_scripts(claim.ref), arguments))
+        is_ours = self._run(
+            Scripts.PLANNED,
+            claim,
+            [(",".join(map(str, shard)), head) for shard, head in zip_longest(shards, heads, fillvalue="")],
+            grace_ms=self._grace_ms,
+            ageing_ms=round(ageing_s * 1000),
+            endpoints=",".join(endpoints),
+            model=model or "",
+            traceparent=claim.traceparent,
+        )
+        return bool(is_ours)
 
     def fail(self, claim: Claim, reason: str, errors: Sequence[BatchError]) -> tuple[PutStatus, RunMode]:
         """End a job whose plan this is without running a line of it; as `put` answers.
@@ -178,9 +177,8 @@ class UnitLeases:
         A job that is cancelled or past its deadline is not failed: it stays open, to be closed as its mode says.
         """
         entries = json.dumps([error.model_dump() for error in errors])
-        arguments: list[Argument] = [claim.ref.job_id, claim.token, reason, entries]
-        reply = self._scripts.run("fail", self._keys.of_unit_scripts(claim.ref), arguments)
-        return PutStatus(text(reply[0])), RunMode(text(reply[1]) or RunMode.RUN)
+        status, mode = self._run(Scripts.FAIL, claim, reason=reason, errors=entries)
+        return PutStatus(text(status)), _mode(mode)
 
     def can_be_had(self) -> bool:
         """Whether Redis answers at this moment."""
@@ -196,11 +194,25 @@ class UnitLeases:
     def lines_and_resume_states(self, job_id: str, indices: Sequence[int]) -> list[tuple[bytes | None, bytes | None]]:
         """Request lines by index, each with its prompt's resume state; None for one that is not there."""
         fields = [str(index) for index in indices]
-        with self._client.pipeline(transaction=False) as pipeline:
-            pipeline.hmget(self._keys.lines(job_id), fields)
-            pipeline.hmget(self._keys.resume_states(job_id), fields)
-            lines, states = pipeline.execute()
+        keys = (self._keys.lines(job_id), self._keys.resume_states(job_id))
+        lines, states = ask(self._client, [("HMGET", key, *fields) for key in keys])
         return list(zip(raw_values(lines), raw_values(states), strict=True))
+
+    def _run(
+        self, script: Script, claim: Claim, rows: Iterable[Sequence[Argument]] = (), **arguments: Argument
+    ) -> RedisReply:
+        return ask_one(self._client, self._call(script, claim, rows, **arguments))
+
+    def _call(
+        self, script: Script, claim: Claim, rows: Iterable[Sequence[Argument]] = (), **arguments: Argument
+    ) -> Command:
+        lease = {"job_id": claim.ref.job_id, "unit": claim.ref.unit, "token": claim.token}
+        arguments |= {name: value for name, value in lease.items() if name in script.arguments}
+        return script(self._keys.of_unit_scripts(claim.ref), rows, **arguments)
+
+
+def _mode(word: bytes | str) -> RunMode:
+    return RunMode(text(word) or RunMode.RUN)
 
 
 def _claim(ref: UnitRef, reply: RedisReply) -> Claim:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import redis
 
-from worker.registry.exchange import Argument, QueryScript, RedisReply, ScriptSet, perform, text
+from worker.registry.exchange import RedisReply, Scripts, ask, ask_one, text
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import Claim
 
@@ -43,8 +43,8 @@ class ShardQueue:
     """Chooses which queued shard a worker should claim next. Raises redis.RedisError when Redis cannot be had."""
 
     def __init__(self, client: redis.Redis, keys: Keys, *, ageing_s: float) -> None:
+        self._client = client
         self._keys = keys
-        self._scripts = ScriptSet(client)
         self._ageing_ms = round(ageing_s * 1000)
 
     def choose(self, hint: UnitRef, held: Iterable[Claim], *, only_new_tenants: bool) -> UnitRef | None:
@@ -57,11 +57,15 @@ class ShardQueue:
         here: dict[str, tuple[int, str]] = {}
         for claim in held:
             here[claim.tenant] = (here.get(claim.tenant, (0, ""))[0] + len(claim.missing), claim.head)
-        arguments: list[Argument] = [self._keys.prefix, int(only_new_tenants), self._ageing_ms, str(hint)]
-        for tenant, (num_prompts, head) in here.items():
-            arguments += [tenant, num_prompts, head]
-        keys = [self._keys.unit(hint), self._keys.queued, self._keys.job(hint.job_id)]
-        answer = text(self._scripts.run("choose", keys, arguments))
+        call = Scripts.CHOOSE(
+            self._keys.of_unit_scripts(hint),
+            [(tenant, num_prompts, head) for tenant, (num_prompts, head) in here.items()],
+            prefix=self._keys.prefix,
+            only_new_tenants=int(only_new_tenants),
+            ageing_ms=self._ageing_ms,
+            hint=str(hint),
+        )
+        answer = text(ask_one(self._client, call))
         if answer == NONE:
             return None
         return hint if answer == HINT else UnitRef.of_member(answer)
@@ -82,16 +86,23 @@ class ReapQueue:
     def __init__(self, client: redis.Redis, keys: Keys, *, grace_s: float, ageing_s: float) -> None:
         self._client = client
         self._keys = keys
-        self._scripts = ScriptSet(client)
         self._grace_ms = round(grace_s * 1000)
         self._ageing_ms = round(ageing_s * 1000)  # of waiting, worth one step of priority
 
     def due(self) -> list[DueUnit]:
         """Units that are due now. Each is put off by its grace, so that one caller alone gets it."""
-        arguments: list[Argument] = [self._keys.prefix, MAX_UNITS, self._grace_ms]
-        arguments += [round(LONGEST_GRACE_S * 1000), round(STALE_S * 1000), PLAN_PRIORITY, self._ageing_ms]
-        arguments += [*steps_by_priority(), *self._waiting_messages()]
-        reply = self._scripts.run("reap", [self._keys.open], arguments)
+        call = Scripts.REAP(
+            self._keys.of_queue_scripts(),
+            [steps_by_priority(), self._waiting_messages()],
+            prefix=self._keys.prefix,
+            max_units=MAX_UNITS,
+            grace_ms=self._grace_ms,
+            longest_grace_ms=round(LONGEST_GRACE_S * 1000),
+            stale_ms=round(STALE_S * 1000),
+            plan_priority=PLAN_PRIORITY,
+            ageing_ms=self._ageing_ms,
+        )
+        reply = ask_one(self._client, call)
         words = [text(word) for word in reply]
         return [
             DueUnit(UnitRef.of_member(member), should_close=action == "close", priority=int(priority))
@@ -103,12 +114,8 @@ class ReapQueue:
         return any(self._waiting_messages())
 
     def _waiting_messages(self) -> list[int]:
-        # Not in the script: the broker's lists are in another hash slot.
-        lanes = lanes_by_priority()
-        with self._client.pipeline(transaction=False) as pipeline:
-            for lane in lanes:
-                pipeline.llen(lane)
-            return list(pipeline.execute())
+        num_messages = _messages(self._client)
+        return [num_messages[step] for step in steps_by_priority()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +156,16 @@ class QueueFigures:
         self._client = client
         self._keys = keys
         self._max_tenants = max_tenants  # told apart
-        self._script = QueryScript("queue")
 
     def read(self) -> QueueReading:
         """The queue at this moment."""
-        keys = [self._keys.open, self._keys.queued, self._keys.counters, self._keys.dead]
-        reply = perform(self._client, self._script(keys, [self._keys.prefix, self._max_tenants, MAX_SHARDS]))
+        call = Scripts.QUEUE_FIGURES(
+            self._keys.of_queue_scripts(),
+            prefix=self._keys.prefix,
+            max_tenants=self._max_tenants,
+            max_shards=MAX_SHARDS,
+        )
+        reply = ask_one(self._client, call)
         num_units, overdue_ms, num_dead, num_tenants, counters, rows, num_others = reply
         jobs, prompts, num_bytes, sub_jobs, sub_prompts, total, frames, done, failed, cancelled, expired = [
             int(value or 0) for value in counters
@@ -168,7 +179,7 @@ class QueueFigures:
             backlogs=tuple(_backlog(row) for row in rows),
             other_waiting_shards=num_others,
             num_waiting_tenants=num_tenants,
-            messages=self._messages(),
+            messages=_messages(self._client),
             submitted_jobs=sub_jobs,
             submitted_prompts=sub_prompts,
             ended_jobs={"completed": done, "failed": failed, "cancelled": cancelled, "expired": expired},
@@ -177,12 +188,11 @@ class QueueFigures:
             num_dead_frames=frames,
         )
 
-    def _messages(self) -> dict[int, int]:
-        # Not in the script: the broker's lists are in another hash slot.
-        with self._client.pipeline(transaction=False) as pipeline:
-            for lane in dict.fromkeys(lanes_by_priority()):
-                pipeline.llen(lane)
-            return dict(zip(PRIORITY_STEPS, pipeline.execute(), strict=True))
+
+def _messages(client: redis.Redis) -> dict[int, int]:
+    # Not in the scripts: the broker's lists are in another hash slot.
+    lanes = dict(zip(steps_by_priority(), lanes_by_priority(), strict=True))
+    return dict(zip(lanes, ask(client, [("LLEN", lane) for lane in lanes.values()]), strict=True))
 
 
 def _backlog(row: RedisReply) -> TenantBacklog:

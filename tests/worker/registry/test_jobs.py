@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
+from importlib import resources
 
 import pytest
 
@@ -11,7 +13,7 @@ from tests.support.registry import TestRegistry, must_claim, ok
 from worker.registry import jobs as job_queries
 from worker.registry.connect import connect_async
 from worker.registry.errors import InvalidJobId, JobNotFound
-from worker.registry.exchange import perform, perform_async
+from worker.registry.exchange import Script, Scripts, perform, perform_async, script_source
 from worker.registry.jobs import JobQueries, ResultOrder, ResultPage
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import Claim
@@ -163,6 +165,38 @@ def test_a_redis_that_lost_its_scripts_is_given_them_again(registry: TestRegistr
         assert perform(registry.redis, queries.page(job_id, 0, ResultOrder.COMPLETION)) == EXPECTED
 
 
+def test_several_calls_of_a_script_are_made_again_once_it_is_there(registry: TestRegistry) -> None:
+    leases, job_id = registry.leases(), registry.running_job([0], [1])
+    claims = [must_claim(leases, UnitRef.shard(job_id, number)) for number in range(2)]
+    registry.redis.script_flush()
+    assert [is_ours for is_ours, _, _ in leases.renew(claims)] == [True, True]
+
+
+def test_a_script_reads_as_many_keys_and_arguments_as_are_declared() -> None:
+    declared = {script.name: script for script in vars(Scripts).values() if isinstance(script, Script)}
+    for name, script in declared.items():
+        source = script_source(name)
+        assert _largest(r"KEYS\[(\d+)\]", script.source) == len(script.keys), name
+        if not script.row:
+            assert _largest(r"ARGV\[(\d+)\]", source) <= len(script.arguments), name
+        for first, step in re.findall(r"for i = (\d+), #ARGV, (\d+) do", source):
+            assert (int(first), int(step)) == (len(script.arguments) + 1, len(script.row)), name
+    files = resources.files("worker.registry").joinpath("scripts").iterdir()
+    assert {f"{name}.lua" for name in [*declared, "prelude"]} == {file.name for file in files}
+
+
+def _largest(pattern: str, source: str) -> int:
+    return max((int(number) for number in re.findall(pattern, source)), default=0)
+
+
+def test_a_call_that_lacks_an_argument_or_a_value_of_a_row_is_refused() -> None:
+    keys = Keys().of_unit_scripts(UnitRef.plan(Keys().new_job_id()))
+    with pytest.raises(TypeError, match=r"stage\.lua is given"):
+        Scripts.STAGE(keys)
+    with pytest.raises(TypeError, match=r"stage\.lua is given a row of 1"):
+        Scripts.STAGE(keys, [(0,)], staging_ms=1)
+
+
 def test_a_reader_in_an_event_loop_gives_them_too(registry: TestRegistry, job_id: str) -> None:
     async def page() -> ResultPage:
         async with connect_async(registry.settings) as client:
@@ -209,8 +243,8 @@ def test_what_is_no_unit_names_no_key(unit: str) -> None:
 
 def test_every_key_of_a_job_lies_in_one_hash_slot() -> None:
     keys = Keys()
-    names = keys.of_unit_scripts(UnitRef.shard(keys.new_job_id(), 3))
-    names += [keys.jobs, keys.idempotency("t", "k\ud800"), keys.tenant_counters("t")]
+    names = list(keys.of_unit_scripts(UnitRef.shard(keys.new_job_id(), 3)).values())
+    names += [keys.idempotency("t", "k\ud800"), keys.tenant_counters("t")]
     assert all(name.startswith("millrace:{s0}:") for name in names)
 
 
