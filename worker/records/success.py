@@ -1,8 +1,7 @@
 """Builds the record of a request that ran: an OpenAI Batch result line with status 200.
 
-The types of what the engine answered are structural, since producers, who have no engine installed, import records too:
-the engine's RequestOutput, Completion and TokenLogprobs satisfy them. Log-probabilities have one entry for each
-generated token, the ending token included, and one for each token of an echoed prompt.
+Log-probabilities have one entry for each generated token, the ending token included, and one for each token of an
+echoed prompt.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
+from engine.request import Completion, RequestOutput, TokenLogprobs
 from worker.lines.bodies import EmbeddingBody
 from worker.lines.chat import ChatBody
 from worker.lines.request_line import GeneratingBody, RequestLine
@@ -25,83 +24,6 @@ from worker.records.record import RecordContext
 LOWEST_LOGPROB = -9999.0  # OpenAI's and vLLM's stand-in for minus infinity, which JSON cannot write
 
 
-class FinishedRequest(Protocol):
-    """A request that ran to its end."""
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        ...
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Those of them that the prefix cache had."""
-        ...
-
-    @property
-    def completions(self) -> Sequence[FinishedCompletion]:
-        """In index order; none of a request for embeddings."""
-        ...
-
-    @property
-    def embeddings(self) -> Sequence[array[float]]:
-        """Vectors of float32 numbers, in the order of the inputs; none of a request that generates."""
-        ...
-
-
-class FinishedCompletion(Protocol):
-    """One of a request's n generated sequences."""
-
-    @property
-    def index(self) -> int:
-        """0 .. n - 1."""
-        ...
-
-    @property
-    def text(self) -> str:
-        """Its text, without the stop string."""
-        ...
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """Everything generated, the ending token included."""
-        ...
-
-    @property
-    def finish_reason(self) -> Enum:
-        """Why it ended; its value is the API's word."""
-        ...
-
-    @property
-    def stop_reason(self) -> str | int | None:
-        """The stop string or stop token id that ended it."""
-        ...
-
-    @property
-    def logprobs(self) -> Sequence[ChosenToken] | None:
-        """One a token of token_ids; None unless asked for."""
-        ...
-
-
-class ChosenToken(Protocol):
-    """One generated token and its natural log-probability."""
-
-    @property
-    def token_id(self) -> int:
-        """The id drawn."""
-        ...
-
-    @property
-    def logprob(self) -> float:
-        """Its log-probability."""
-        ...
-
-    @property
-    def top(self) -> Sequence[tuple[int, float]]:
-        """(token id, logprob) of the alternatives asked for, best first."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class EchoedPrompt:
     """A prompt's text and, where log-probabilities were asked for, its tokens: all three as long as each other."""
@@ -109,7 +31,7 @@ class EchoedPrompt:
     text: str
     token_ids: Sequence[int] = ()
     offsets: Sequence[int] = ()  # where each token begins in the text, in characters
-    entries: Sequence[ChosenToken | None] = ()  # None: the first token, which nothing predicts
+    entries: Sequence[TokenLogprobs | None] = ()  # None: the first token, which nothing predicts
 
 
 class TokenSpelling(Protocol):
@@ -117,16 +39,14 @@ class TokenSpelling(Protocol):
 
     def token_text(self, token_id: int) -> str:
         """The token as text, U+FFFD where it is no whole character."""
-        ...
 
     def token_bytes(self, token_id: int) -> bytes:
         """The token as the bytes it stands for."""
-        ...
 
 
 def success_record(
     line: RequestLine,
-    output: FinishedRequest,
+    output: RequestOutput,
     spelling: TokenSpelling,
     context: RecordContext,
     answers: Sequence[ChatAnswer],
@@ -161,7 +81,7 @@ def success_record(
 
 
 def _chat_answer(
-    completion: FinishedCompletion, answer: ChatAnswer, completion_id: str, spelling: TokenSpelling
+    completion: Completion, answer: ChatAnswer, completion_id: str, spelling: TokenSpelling
 ) -> dict[str, object]:
     """What of a choice is a conversation's."""
     reason = completion.finish_reason.value
@@ -172,9 +92,7 @@ def _chat_answer(
     }
 
 
-def _text_answer(
-    completion: FinishedCompletion, spelling: TokenSpelling, echo: EchoedPrompt | None
-) -> dict[str, object]:
+def _text_answer(completion: Completion, spelling: TokenSpelling, echo: EchoedPrompt | None) -> dict[str, object]:
     return {
         "text": completion.text if echo is None else echo.text + completion.text,
         "logprobs": None if completion.logprobs is None else text_logprobs(completion.logprobs, spelling, echo),
@@ -182,14 +100,14 @@ def _text_answer(
     }
 
 
-def _choice(body: GeneratingBody, completion: FinishedCompletion, said: Mapping[str, object]) -> dict[str, object]:
+def _choice(body: GeneratingBody, completion: Completion, said: Mapping[str, object]) -> dict[str, object]:
     choice: dict[str, object] = {"index": completion.index, **said, "stop_reason": completion.stop_reason}
     if body.return_token_ids:
         choice["token_ids"] = list(completion.token_ids)
     return choice
 
 
-def _usage(output: FinishedRequest, answers: Sequence[ChatAnswer]) -> dict[str, object]:
+def _usage(output: RequestOutput, answers: Sequence[ChatAnswer]) -> dict[str, object]:
     completion_tokens = sum(len(completion.token_ids) for completion in output.completions)
     usage: dict[str, object] = {
         "prompt_tokens": output.num_prompt_tokens,
@@ -204,7 +122,7 @@ def _usage(output: FinishedRequest, answers: Sequence[ChatAnswer]) -> dict[str, 
 
 
 def embedding_record(
-    line: RequestLine, body: EmbeddingBody, output: FinishedRequest, context: RecordContext
+    line: RequestLine, body: EmbeddingBody, output: RequestOutput, context: RecordContext
 ) -> dict[str, object]:
     """The result line of `line`, whose body is `body`: a list of embeddings as OpenAI has it.
 
@@ -254,7 +172,7 @@ def _call_id(place: str) -> str:
     return "call_" + hashlib.blake2b(place.encode("utf-8"), digest_size=12).hexdigest()
 
 
-def chat_logprobs(chosen: Sequence[ChosenToken], spelling: TokenSpelling) -> dict[str, object]:
+def chat_logprobs(chosen: Sequence[TokenLogprobs], spelling: TokenSpelling) -> dict[str, object]:
     """`choices[].logprobs` of a chat completion."""
     content = [
         {
@@ -267,7 +185,7 @@ def chat_logprobs(chosen: Sequence[ChosenToken], spelling: TokenSpelling) -> dic
 
 
 def text_logprobs(
-    chosen: Sequence[ChosenToken], spelling: TokenSpelling, echo: EchoedPrompt | None = None
+    chosen: Sequence[TokenLogprobs], spelling: TokenSpelling, echo: EchoedPrompt | None = None
 ) -> dict[str, object]:
     """`choices[].logprobs` of a text completion, behind those of the prompt where it is echoed.
 
@@ -275,7 +193,7 @@ def text_logprobs(
     key. Of a prompt's first token, which nothing predicts, both are null.
     """
     token_ids = [token.token_id for token in chosen]
-    entries: list[ChosenToken | None] = list(chosen)
+    entries: list[TokenLogprobs | None] = list(chosen)
     offsets: list[int] = []
     offset = 0
     if echo is not None:
@@ -293,7 +211,7 @@ def text_logprobs(
     }
 
 
-def _top(entry: ChosenToken | None, text: str, spelling: TokenSpelling) -> dict[str, float] | None:
+def _top(entry: TokenLogprobs | None, text: str, spelling: TokenSpelling) -> dict[str, float] | None:
     if entry is None:
         return None
     top: dict[str, float] = {}
