@@ -23,7 +23,7 @@ from worker.lines.files import CustomIds
 from worker.lines.parse import parse_request_line
 from worker.lines.request_line import PrefixKey, RequestLine, prefix_sort_key
 from worker.records.record import has_failed
-from worker.requests.served_model import ServedModel
+from worker.requests.served_model import Prepared, ServedModel, Unrunnable
 from worker.requests.step_engine import StepEngine, request_room
 
 JOB_ID = "run"  # stands in the record ids where a job's id would
@@ -66,14 +66,11 @@ class OfflineRun:
         write: Callable[[Mapping[str, object]], None],
     ) -> None:
         """`model`: which one `engine` runs. Raises SettingsError for a model.path that is not under model.root."""
-        served = ServedModel(engine, model)
         self._engine = engine
         self._window = window  # sequences in the engine at once: enough to order by prefix, not a whole file
         self._write_record = write
-        self._requests = served.requests
-        self._created_s = int(time.time())
-        self._records = served.records(JOB_ID, created_s=self._created_s)
-        self._built: deque[tuple[RequestLine, AnyRequest]] = deque()  # next to go into the engine
+        self._job = ServedModel(engine, model).job(JOB_ID, created_s=int(time.time()))
+        self._built: deque[Prepared] = deque()  # next to go into the engine
         self._room_taken = 0
         self._running: dict[str, tuple[RequestLine, int]] = {}  # with the room it takes
         self._num_records = self._num_failed = 0
@@ -122,16 +119,11 @@ class OfflineRun:
             self._build(lines)
 
     def _build(self, lines: Sequence[Line]) -> None:
-        parsed = [line for line in lines if isinstance(line, RequestLine)]
-        for line in lines:
-            if isinstance(line, LineError):
-                self._record(self._records.of_line_error(line))
-        built = self._requests.build_all([(line, str(line.index)) for line in parsed], created_s=self._created_s)
-        for line, request in zip(parsed, built, strict=True):
-            if isinstance(request, Exception):
-                self._record(self._records.of_unbuilt(line, request))
+        for item in self._job.prepare(lines, lambda line: str(line.index)):
+            if isinstance(item, Unrunnable):
+                self._record(item.record)
             else:
-                self._built.append((line, request))
+                self._built.append(item)
 
     def _add(self, line: RequestLine, request: AnyRequest) -> None:
         room = request_room(request)
@@ -140,7 +132,7 @@ class OfflineRun:
         try:
             self._engine.add_request(request)
         except InvalidRequest as error:
-            self._record(self._records.of_error(self._take_out(request.request_id), error))
+            self._record(self._job.of_error(self._take_out(request.request_id), error))
 
     def _take_out(self, request_id: str) -> RequestLine:
         line, room = self._running.pop(request_id)
@@ -154,12 +146,12 @@ class OfflineRun:
         self._prompt_tokens += output.num_prompt_tokens
         self._cached_tokens += output.num_cached_tokens
         self._output_tokens += sum(len(completion.token_ids) for completion in output.completions)
-        record, _ = self._records.of_output(line, output)
+        record, _ = self._job.of_output(line, output)
         self._record(record)
 
     def _fail_running(self, error: EngineError) -> None:
         for line, _ in self._running.values():
-            self._record(self._records.of_error(line, error))
+            self._record(self._job.of_error(line, error))
         self._running.clear()
 
     def _record(self, record: Mapping[str, object]) -> None:

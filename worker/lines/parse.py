@@ -83,12 +83,14 @@ _ACCEPTED = {
 _OWN_CODES = frozenset({"invalid_type", "invalid_value", "empty_prompt"})
 
 
-def parse_request_line(raw: bytes, index: int, limits: LimitSettings) -> RequestLine:
+def parse_request_line(raw: bytes | None, index: int, limits: LimitSettings) -> RequestLine:
     """Parse line `index` (0-based) of a job, blank lines not counted: an OpenAI Batch line, or a body alone.
 
-    A body alone may carry a custom_id beside its parameters; without one it is line-<n>, n counting from 1. Raises
-    LineError, whatever the bytes are.
+    A body alone may carry a custom_id beside its parameters; without one it is line-<n>, n counting from 1. `raw` is
+    None for a line that is not in Redis any more. Raises LineError, whatever the bytes are.
     """
+    if raw is None:
+        raise LineError("the line is missing from the job's input", code="missing_line", index=index)
     custom_id: str | None = None
     try:
         if len(raw) > limits.max_prompt_bytes:

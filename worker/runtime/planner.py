@@ -127,8 +127,6 @@ class Planner:
                     yield finding
 
     def _key(self, index: int, raw: bytes | None, checks: FileChecks) -> PrefixKey:
-        if raw is None:
-            raise LineError("the line is missing from the job's input", code="missing_line", index=index)
         line = parse_request_line(raw, index, self._limits)
         checks.add(line)
         return prefix_sort_key(line.prompt_key())

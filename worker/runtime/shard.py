@@ -19,7 +19,7 @@ from worker.lines.request_line import PrefixKey, RequestLine, prefix_sort_key
 from worker.records.record import encode_record, has_failed
 from worker.registry.leases import Claim, PromptRecord, PromptResumeState, UnitLeases
 from worker.registry.lifecycle import Outcome, StopReason
-from worker.requests.served_model import ServedModel
+from worker.requests.served_model import Prepared, ServedModel, Unrunnable
 from worker.runtime.engine_thread import EngineThread
 from worker.runtime.held_units import HeldUnit, trace_request
 from worker.runtime.resume_state import decode_resume_state, encode_resume_state
@@ -35,8 +35,6 @@ SUSPEND_TIMEOUT_S = 1.5  # for the step that runs, when the shard is given back;
 MAX_RESUME_STATE_BYTES = 1024 * 1024
 
 logger = logging.getLogger(__name__)
-
-Prepared = tuple[RequestLine, AnyRequest]
 
 
 class ShardRunner:
@@ -254,24 +252,22 @@ class ShardPrompts:
 
     def __init__(self, claim: Claim, model: ServedModel, *, limits: LimitSettings) -> None:
         self._claim = claim
-        self._requests = model.requests
         self._limits = limits
-        self._records = model.records(claim.ref.job_id, created_s=claim.created_s)
+        self._job = model.job(claim.ref.job_id, created_s=claim.created_s, tenant=claim.tenant)
 
     def prepare(self, raw_lines: Iterable[tuple[int, bytes | None]]) -> list[Prepared | PromptRecord]:
-        """For each (index, raw line): what to run, or the record that says why that cannot be run.
-
-        None is a line that is not in Redis any more. Many together are cheaper than one at a time, see
-        RequestBuilder.build_all.
-        """
-        parsed = [self._parsed(index, raw) for index, raw in raw_lines]
-        lines = [(line, self._request_id(line)) for line in parsed if isinstance(line, RequestLine)]
-        built = iter(self._requests.build_all(lines, created_s=self._claim.created_s, tenant=self._claim.tenant))
-        return [self._prepared(item, next(built)) if isinstance(item, RequestLine) else item for item in parsed]
+        """For each (index, raw line): what to run, or the record that says why that cannot be run."""
+        items = self._job.prepare([self._parsed(index, raw) for index, raw in raw_lines], self._request_id)
+        return [
+            PromptRecord(item.index, Outcome.ERROR, encode_record(item.record))
+            if isinstance(item, Unrunnable)
+            else item
+            for item in items
+        ]
 
     def of_output(self, line: RequestLine, output: RequestOutput) -> PromptRecord:
         """The record of a request that ended."""
-        record, num_reasoning_tokens = self._records.of_output(line, output)
+        record, num_reasoning_tokens = self._job.of_output(line, output)
         return PromptRecord(
             line.index,
             Outcome.ERROR if has_failed(record) else Outcome.OK,
@@ -283,25 +279,14 @@ class ShardPrompts:
             reasoning_tokens=num_reasoning_tokens,
         )
 
-    def _parsed(self, index: int, raw: bytes | None) -> RequestLine | PromptRecord:
+    def _parsed(self, index: int, raw: bytes | None) -> RequestLine | LineError:
         try:
-            if raw is None:
-                raise LineError("the line is missing from the job's input", code="missing_line", index=index)
             return parse_request_line(raw, index, self._limits)
         except LineError as error:
-            return _failed(index, self._records.of_line_error(error))
-
-    def _prepared(self, line: RequestLine, request: AnyRequest | Exception) -> Prepared | PromptRecord:
-        if not isinstance(request, Exception):
-            return line, request
-        return _failed(line.index, self._records.of_unbuilt(line, request))
+            return error
 
     def _request_id(self, line: RequestLine) -> str:
         # With the claim's own uuid in it: this process may run a prompt again while the engine still ends the earlier
         # try. The number before it would not do: it begins again when the job is submitted again after a FLUSHALL.
         claim = self._claim
         return f"{claim.ref.job_id}/{line.index}/{claim.ref.unit}.{claim.token.rpartition(':')[2]}"
-
-
-def _failed(index: int, record: Mapping[str, object]) -> PromptRecord:
-    return PromptRecord(index, Outcome.ERROR, encode_record(record))

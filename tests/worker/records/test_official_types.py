@@ -19,7 +19,7 @@ from tests.support.fake_engine import QWEN3_TOKENS, answered, chat_model, reques
 from tests.support.request_lines import build_request, chat_line, completion_line, parse
 from tests.support.tiny_checkpoint import make_checkpoint
 from worker.records.record import encode_record
-from worker.requests.served_model import PromptEchoes, ServedModel
+from worker.requests.served_model import ServedModel, token_offsets
 
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("weather", "time")]
 ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -39,7 +39,7 @@ class Model:
 
     def record(self, *completions: Completion, job_id: str = "s0-1", **parameters: object) -> dict[str, object]:
         line = parse(chat_line(**{"tools": TOOLS, **parameters}), index=3)
-        record, self.num_reasoning_tokens = self.served.records(job_id, created_s=1_700_000_000).of_output(
+        record, self.num_reasoning_tokens = self.served.job(job_id, created_s=1_700_000_000).of_output(
             line, request_output("3", *completions)
         )
         return record
@@ -136,7 +136,7 @@ class Service:
     def body(self, **parameters: object) -> dict[str, Any]:
         line = parse(completion_line(**{**GREEDY, **parameters}))
         output = run_all(self.engine, [build_request(self.served.requests, line)])["r"]
-        record, _ = self.served.records("j", created_s=1).of_output(line, output)
+        record, _ = self.served.job("j", created_s=1).of_output(line, output)
         response: Any = record["response"]
         body: dict[str, Any] = response["body"]
         return body
@@ -236,6 +236,6 @@ def test_a_prompt_alone_may_be_as_long_as_the_context(service: Service) -> None:
 def test_what_a_tokenizer_puts_before_a_text_takes_no_room_in_it(service: Service) -> None:
     tokenizer: Tokenizer = service.engine.tokenizer
     (mark,) = tokenizer.encode("<|im_start|>")
-    offsets = PromptEchoes(tokenizer)._offsets(" the<|im_end|>", [mark, *tokenizer.encode(" the<|im_end|>")])
+    offsets = token_offsets(" the<|im_end|>", [mark, *tokenizer.encode(" the<|im_end|>")], tokenizer)
 
     assert list(offsets) == [0, 0, 4]

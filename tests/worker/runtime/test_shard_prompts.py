@@ -18,9 +18,9 @@ from tests.support.request_lines import chat_line
 from worker.registry.keys import UnitRef
 from worker.registry.leases import Claim, PromptRecord
 from worker.registry.lifecycle import StopReason
-from worker.requests.served_model import ServedModel
+from worker.requests.served_model import Prepared, ServedModel
 from worker.runtime.held_units import HeldUnit, reported
-from worker.runtime.shard import Prepared, ShardPrompts
+from worker.runtime.shard import ShardPrompts
 from worker.schemas import SubmitOptions
 from worker.tracing.spans import UnitSpan
 
