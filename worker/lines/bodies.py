@@ -31,6 +31,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 EmbeddingInput = str | tuple[int, ...]  # a text, or token ids
 
+_ONE_PROMPT = "a string or a list of token ids: one prompt a line"
 _SHAPES = "a string, a list of strings, a list of token ids or a list of lists of token ids"
 
 
@@ -87,15 +88,11 @@ class SamplingBody(GrammarFields):
 
 
 def _prompt(value: object) -> str | tuple[int, ...]:
-    if isinstance(value, str):
-        if not value:
-            raise PydanticCustomError("empty_prompt", "a prompt that is not empty")
-        return value
-    if not isinstance(value, list):
+    if not isinstance(value, str | list):
         raise PydanticCustomError("invalid_type", "a string or a list of token ids")
     if not value:
         raise PydanticCustomError("empty_prompt", "a prompt that is not empty")
-    return token_ids(value, accepted="a string or a list of token ids: one prompt a line")
+    return value if isinstance(value, str) else token_ids(value, accepted=_ONE_PROMPT)
 
 
 class CompletionBody(SamplingBody):
@@ -131,37 +128,19 @@ class CompletionBody(SamplingBody):
 
 def _inputs(value: object) -> tuple[EmbeddingInput, ...]:
     """OpenAI's four shapes as one: a tuple of inputs."""
-    if isinstance(value, str):
-        return (_text(value, None),)
-    if not isinstance(value, list):
-        raise PydanticCustomError("invalid_type", _SHAPES)
+    if not isinstance(value, list) or not value or isinstance(value[0], int):
+        return (_input(value, (str, list), None),)
+    kind = str if isinstance(value[0], str) else list
+    return tuple(_input(item, (kind,), position) for position, item in enumerate(value))
+
+
+def _input(value: object, kinds: tuple[type, ...], position: int | None) -> EmbeddingInput:
+    at = {} if position is None else {"at": position}
+    if not isinstance(value, str | list) or not isinstance(value, kinds):
+        raise PydanticCustomError("invalid_type", _SHAPES if list in kinds else "a string, as the first input", at)
     if not value:
-        raise PydanticCustomError("empty_prompt", "an input that is not empty")
-    if isinstance(value[0], int):
-        return (_token_ids(value, None),)
-    if isinstance(value[0], str):
-        return tuple(_text(item, position) for position, item in enumerate(value))
-    return tuple(_token_ids(item, position) for position, item in enumerate(value))
-
-
-def _text(value: object, position: int | None) -> str:
-    if not isinstance(value, str):
-        raise PydanticCustomError("invalid_type", "a string, as the first input", _at(position))
-    if not value:
-        raise PydanticCustomError("empty_prompt", "an input that is not empty", _at(position))
-    return value
-
-
-def _token_ids(value: object, position: int | None) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise PydanticCustomError("invalid_type", _SHAPES, _at(position))
-    if not value:
-        raise PydanticCustomError("empty_prompt", "an input that is not empty", _at(position))
-    return token_ids(value, at=position)  # of a list of lists the list at fault is named
-
-
-def _at(position: int | None) -> dict[str, object]:
-    return {} if position is None else {"at": position}
+        raise PydanticCustomError("empty_prompt", "an input that is not empty", at)
+    return value if isinstance(value, str) else token_ids(value, at=position)  # of several lists it names the list
 
 
 class EmbeddingBody(ServiceFields):

@@ -98,25 +98,24 @@ class StructuredOutputs(BodyModel):
 
     @model_validator(mode="after")
     def _has_one(self) -> Self:
-        if len(self._texts()) != 1:
+        if len(self._grammars()) != 1:
             raise PydanticCustomError("invalid_value", "one of json, regex, choice, grammar and json_object")
         return self
 
-    def _texts(self) -> list[tuple[GivenKind, str]]:
-        texts: list[tuple[GivenKind, str | None]] = [
-            ("json_schema", self.schema_text),
-            ("regex", self.regex),
-            ("choice", self.choice),
-            ("lark", self.grammar_text),
-            ("json_object", "" if self.json_object else None),
-        ]
-        return [(kind, text) for kind, text in texts if text is not None]
+    def _grammars(self) -> list[GivenGrammar]:
+        texts: dict[GivenKind, str | None] = {
+            "json_schema": self.schema_text,
+            "regex": self.regex,
+            "choice": self.choice,
+            "lark": self.grammar_text,
+            "json_object": "" if self.json_object else None,
+        }
+        return [GivenGrammar(kind, text, "structured_outputs") for kind, text in texts.items() if text is not None]
 
     @property
     def grammar(self) -> GivenGrammar:
         """What the answer is held to."""
-        ((kind, text),) = self._texts()
-        return GivenGrammar(kind, text, "structured_outputs")
+        return self._grammars()[0]
 
 
 class GrammarFields(ServiceFields):
@@ -146,14 +145,13 @@ class GrammarFields(ServiceFields):
     def _grammars(self) -> list[GivenGrammar]:
         forms = (self.response_format, self.structured_outputs)
         given = [form.grammar for form in forms if form is not None]
-        if self.guided_json is not None:
-            given.append(GivenGrammar("json_schema", self.guided_json, "guided_json"))
-        if self.guided_regex is not None:
-            given.append(GivenGrammar("regex", self.guided_regex, "guided_regex"))
-        if self.guided_choice is not None:
-            given.append(GivenGrammar("choice", self.guided_choice, "guided_choice"))
-        if self.guided_grammar is not None:
-            given.append(GivenGrammar("lark", self.guided_grammar, "guided_grammar"))
+        guided: tuple[tuple[GivenKind, str | None, str], ...] = (
+            ("json_schema", self.guided_json, "guided_json"),
+            ("regex", self.guided_regex, "guided_regex"),
+            ("choice", self.guided_choice, "guided_choice"),
+            ("lark", self.guided_grammar, "guided_grammar"),
+        )
+        given += [GivenGrammar(kind, text, param) for kind, text, param in guided if text is not None]
         return [grammar for grammar in given if grammar is not None]
 
 
