@@ -58,7 +58,6 @@ class RequestBuilder:
             raise InvalidRequest(
                 f"this model makes embeddings only; accepted: url {Endpoint.EMBEDDINGS}",
                 param="url",
-                accepted=Endpoint.EMBEDDINGS,
                 code="unsupported_endpoint",
             )
         return [self._chat_prompts.text(body, created_s) if isinstance(body, ChatBody) else body.prompt]
@@ -102,9 +101,7 @@ class RequestBuilder:
         if isinstance(token_ids, Exception):
             raise token_ids
         if not token_ids:  # a text of which the tokeniser makes nothing
-            raise InvalidRequest(
-                f"{param} has no tokens", param=param, accepted="at least one token", code="empty_prompt"
-            )
+            raise InvalidRequest(f"{param} has no tokens", param=param, code="empty_prompt")
         self._check_fits(len(token_ids), param)
         return token_ids
 
@@ -119,8 +116,6 @@ class RequestBuilder:
             raise InvalidRequest(
                 f"model is {name!r}; accepted: {self._model_name!r}, or leave it out (model.name sets the name)",
                 param="model",
-                value=name,
-                accepted=self._model_name,
                 code="model_not_found",
             )
 

@@ -105,18 +105,16 @@ class CallGrammar:
 
 
 def _refuse(param: str, accepted: str) -> InvalidRequest:
-    return InvalidRequest(f"{param} cannot be held to here; accepted: {accepted}", param=param, accepted=accepted)
+    return InvalidRequest(f"{param} cannot be held to here; accepted: {accepted}", param=param)
 
 
 def _shape(given: GivenGrammar) -> str:
     """The rules of `shape`: what a line wants its answer to look like."""
     if given.kind == "lark":
-        accepted = "a JSON schema, a regular expression or choices"
         raise InvalidRequest(
             f"{given.param} is a grammar of its own, which neither tools nor a prompt that begins the reasoning leave "
-            f"room for; accepted: {accepted}",
+            f"room for; accepted: a JSON schema, a regular expression or choices",
             param=given.param,
-            accepted=accepted,
         )
     try:
         return form_rules("shape", given.kind, given.text)

@@ -36,9 +36,7 @@ class ChatPrompts:
         template = self._template
         if template is None:
             raise InvalidRequest(
-                "messages need a chat template, which this model does not have; accepted: a prompt",
-                param="messages",
-                accepted="prompt",
+                "messages need a chat template, which this model does not have; accepted: a prompt", param="messages"
             )
         arguments = template_arguments(template, body)
         tools = [tool.as_given() for tool in body.offered_tools]
@@ -85,14 +83,12 @@ class ChatPrompts:
             raise InvalidRequest(
                 "tools are of no use to this model: its chat template does not show them; accepted: a line without",
                 param="tools",
-                accepted="a line without tools",
             )
         if self.formats.tool_calls == "auto":
             raise InvalidRequest(
                 "tools need a known format of tool calls, which this model's chat template does not show; accepted: "
                 "a line without, or model.tool_call_format set (none: calls stay text)",
                 param="tools",
-                accepted="a line without tools",
             )
 
     def _message(self, template: ChatTemplate, message: ChatMessage, *, with_tools: bool) -> dict[str, object]:
@@ -111,13 +107,12 @@ def template_arguments(template: ChatTemplate, body: ChatBody) -> dict[str, obje
     """
     with_tools = bool(body.offered_tools)
     arguments = dict(body.chat_template_kwargs)
-    for name, value in arguments.items():
+    for name in arguments:
         if name in RESERVED or not template.reads(name, with_tools=with_tools):
             why = "the request itself sets" if name in RESERVED else "this model's chat template does not read"
             raise InvalidRequest(
                 f"chat_template_kwargs has {name!r}, which {why}; accepted: other names",
                 param=f"chat_template_kwargs.{name}",
-                value=value,
             )
     if body.reasoning_effort is not None:
         name, value = _effort(template, body.reasoning_effort, with_tools=with_tools)
@@ -139,6 +134,4 @@ def _effort(template: ChatTemplate, effort: str, *, with_tools: bool) -> tuple[s
 
 
 def _refuse(effort: str, why: str, accepted: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"{_EFFORT} is {effort!r}, but {why}; accepted: {accepted}", param=_EFFORT, value=effort, accepted=accepted
-    )
+    return InvalidRequest(f"{_EFFORT} is {effort!r}, but {why}; accepted: {accepted}", param=_EFFORT)
