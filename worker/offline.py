@@ -10,10 +10,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from tempfile import SpooledTemporaryFile
-from typing import IO
 
 from engine.errors import EngineError, EngineFatal, InvalidRequest
 from engine.request import AnyRequest, RequestOutput
@@ -41,17 +40,17 @@ BYTES_IN_MEMORY = 16 * 1024 * 1024  # a temporary file smaller than this is none
 Line = RequestLine | LineError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunSummary:
     """Figures of an offline run; the fields are the keys of `millrace run --summary`."""
 
-    load_s: float  # loading the model and warming it up
-    elapsed_s: float  # from the first line read to the last record written, without loading
-    requests: int  # records written, failed ones included
-    failed: int
-    prompt_tokens: int
-    cached_tokens: int  # prompt tokens whose KV came from the prefix cache
-    output_tokens: int
+    load_s: float = 0.0  # loading the model and warming it up
+    elapsed_s: float = 0.0  # from the first line read to the last record written, without loading
+    requests: int = 0  # records written, failed ones included
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
+    output_tokens: int = 0
 
 
 class OfflineRun:
@@ -73,8 +72,7 @@ class OfflineRun:
         self._built: deque[Prepared] = deque()  # next to go into the engine
         self._room_taken = 0
         self._running: dict[str, tuple[RequestLine, int]] = {}  # with the room it takes
-        self._num_records = self._num_failed = 0
-        self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+        self._summary = RunSummary()
         self._started_s = time.monotonic()
 
     def run(self, feed: LineFeed, should_stop: Callable[[], bool], on_progress: Callable[[], None]) -> None:
@@ -98,15 +96,7 @@ class OfflineRun:
 
     def summary(self, load_s: float) -> RunSummary:
         """The figures so far."""
-        return RunSummary(
-            load_s=load_s,
-            elapsed_s=time.monotonic() - self._started_s,
-            requests=self._num_records,
-            failed=self._num_failed,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            output_tokens=self._output_tokens,
-        )
+        return replace(self._summary, load_s=load_s, elapsed_s=time.monotonic() - self._started_s)
 
     def _admit(self, feed: LineFeed) -> None:
         while self._room_taken < self._window:
@@ -143,9 +133,9 @@ class OfflineRun:
         if output.request_id not in self._running:
             raise EngineFatal(f"the engine returned {output.request_id!r}, which is not running")
         line = self._take_out(output.request_id)
-        self._prompt_tokens += output.num_prompt_tokens
-        self._cached_tokens += output.num_cached_tokens
-        self._output_tokens += sum(len(completion.token_ids) for completion in output.completions)
+        self._summary.prompt_tokens += output.num_prompt_tokens
+        self._summary.cached_tokens += output.num_cached_tokens
+        self._summary.output_tokens += sum(len(completion.token_ids) for completion in output.completions)
         record, _ = self._job.of_output(line, output)
         self._record(record)
 
@@ -155,8 +145,8 @@ class OfflineRun:
         self._running.clear()
 
     def _record(self, record: Mapping[str, object]) -> None:
-        self._num_records += 1
-        self._num_failed += has_failed(record)
+        self._summary.requests += 1
+        self._summary.failed += has_failed(record)
         self._write_record(record)
 
 
@@ -238,7 +228,7 @@ def in_prefix_order(
         with SpooledTemporaryFile(BYTES_IN_MEMORY) as spool:
             keys: list[tuple[PrefixKey, int, int, int]] = []  # key, index, place, bytes
             place = 0
-            for index, raw in _with_first(first, islice(numbered, max_sorted - 1)):
+            for index, raw in chain((first,), islice(numbered, max_sorted - 1)):
                 line = _parse(raw, index, limits, custom_ids)
                 if isinstance(line, LineError):
                     yield line
@@ -250,17 +240,8 @@ def in_prefix_order(
                     break
             keys.sort()
             for _, index, place, size in keys:
-                yield _parse(_read_at(spool, place, size), index, limits, None)
-
-
-def _with_first(first: tuple[int, bytes], others: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    yield first
-    yield from others
-
-
-def _read_at(file: IO[bytes], place: int, size: int) -> bytes:
-    file.seek(place)
-    return file.read(size)
+                spool.seek(place)
+                yield _parse(spool.read(size), index, limits, None)
 
 
 def _parse(raw: bytes, index: int, limits: LimitSettings, custom_ids: CustomIds | None) -> Line:
