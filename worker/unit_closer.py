@@ -72,9 +72,7 @@ class UnitCloser:
                 return PromptRecord(index, Outcome.ERROR, encode_record(line_error_record(error, context)))
         if mode is RunMode.LOST:
             record = error_record(_LOST, index, custom_id, context)
-            return PromptRecord(index, Outcome.LOST, encode_record(record))
-        if mode is RunMode.EXPIRED:
-            record = unfinished_record(Unfinished.EXPIRED, index, custom_id, context)
-            return PromptRecord(index, Outcome.EXPIRED, encode_record(record))
-        record = unfinished_record(Unfinished.CANCELLED, index, custom_id, context)
-        return PromptRecord(index, Outcome.CANCELLED, encode_record(record))
+        else:
+            reason = Unfinished.EXPIRED if mode is RunMode.EXPIRED else Unfinished.CANCELLED
+            record = unfinished_record(reason, index, custom_id, context)
+        return PromptRecord(index, Outcome(mode.value), encode_record(record))

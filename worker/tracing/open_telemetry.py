@@ -86,6 +86,14 @@ def _context_of(traceparent: str) -> Context:
     return TraceContextTextMapPropagator().extract({"traceparent": traceparent}, Context())
 
 
+@contextmanager
+def _costing_spans_alone() -> Iterator[None]:
+    try:
+        yield
+    except Exception:  # a seam: between a record and its unit, where an error would end the worker
+        logger.exception("a span is missing")
+
+
 class OpenTelemetryUnitSpan(UnitSpan):
     """`plan`, or `claim` of a shard, with its `prefill`, `decode` and `record` spans under it.
 
@@ -130,12 +138,9 @@ class OpenTelemetryUnitSpan(UnitSpan):
         """See UnitSpan."""
         return index in self._wanted
 
+    @_costing_spans_alone()
     def add_request(self, request: TracedRequest) -> None:
         """See UnitSpan. `prefill` until the first token, `decode` from there on."""
-        with _costing_spans_alone():
-            self._add_request(request)
-
-    def _add_request(self, request: TracedRequest) -> None:
         common: dict[str, AttributeValue] = {
             **self._ids,
             "millrace.index": request.index,
@@ -158,19 +163,19 @@ class OpenTelemetryUnitSpan(UnitSpan):
         self._add("prefill", request.scheduled_s, request.first_token_s, prefill)
         self._add("decode", request.first_token_s, request.finished_s, decode)
 
+    @_costing_spans_alone()
     def add_write(self, records: Sequence[PromptRecord], began_s: float) -> None:
         """See UnitSpan."""
         if any(record.index in self._wanted for record in records):
-            with _costing_spans_alone():
-                self._add("record", began_s, None, {**self._ids, "millrace.records": len(records)})
+            self._add("record", began_s, None, {**self._ids, "millrace.records": len(records)})
 
+    @_costing_spans_alone()
     def end(self, outcome: str, *, is_error: bool) -> None:
         """See UnitSpan."""
-        with _costing_spans_alone():
-            self._span.set_attribute("millrace.outcome", outcome)
-            if is_error:
-                self._span.set_status(Status(StatusCode.ERROR))
-            self._span.end(self._clock.now_ns())
+        self._span.set_attribute("millrace.outcome", outcome)
+        if is_error:
+            self._span.set_status(Status(StatusCode.ERROR))
+        self._span.end(self._clock.now_ns())
 
     def _add(self, name: str, began_s: float, ended_s: float | None, attributes: dict[str, AttributeValue]) -> None:
         """After the fact; `ended_s` None: now."""
@@ -180,14 +185,6 @@ class OpenTelemetryUnitSpan(UnitSpan):
         if "error.type" in attributes:
             span.set_status(Status(StatusCode.ERROR))
         span.end(self._clock.now_ns() if ended_s is None else self._clock.at_ns(ended_s))
-
-
-@contextmanager
-def _costing_spans_alone() -> Iterator[None]:
-    try:
-        yield
-    except Exception:  # a seam: between a record and its unit, where an error would end the worker
-        logger.exception("a span is missing")
 
 
 def _spread(indices: tuple[int, ...], most: int) -> frozenset[int]:
