@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from engine.engine import Engine
 from engine.execution.batch import ForwardItem
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from tests.support.engines import load_engine, run_all, tokens_of
+from tests.support.engines import OpenEngine, load_engine, run_all, tokens_of
 from tests.support.tiny_checkpoint import make_checkpoint
 
 NUM_DIFFERENT, NUM_DUPLICATES = 140, 60
@@ -46,21 +45,21 @@ def make_requests(rng: random.Random) -> tuple[list[Request], list[Request]]:
     return different, everything
 
 
-def run(engine: Engine, requests: Sequence[Request]) -> tuple[int, float, dict[str, list[int]]]:
+def run(engine: OpenEngine, requests: Sequence[Request]) -> tuple[int, float, dict[str, list[int]]]:
     """Run the requests: tokens that the forward passes took in, seconds, and each request's tokens."""
     num_tokens = 0
-    execute = engine._executor.execute
+    execute = engine.parts.executor.execute
 
     def counting(items: Sequence[ForwardItem]) -> object:
         nonlocal num_tokens
         num_tokens += sum(len(item.token_ids) for item in items)
         return execute(items)
 
-    engine._executor.execute = counting  # type: ignore[method-assign,assignment]  # a hook of this benchmark alone
+    engine.parts.executor.execute = counting  # type: ignore[method-assign,assignment]  # a hook of this benchmark alone
     begin = time.perf_counter()
     outputs = run_all(engine, requests)
     seconds = time.perf_counter() - begin
-    engine._executor.execute = execute  # type: ignore[method-assign]  # the hook is taken out again
+    engine.parts.executor.execute = execute  # type: ignore[method-assign]  # the hook is taken out again
     return num_tokens, seconds, {name: tokens_of(output) for name, output in outputs.items()}
 
 

@@ -13,18 +13,20 @@ import mmap
 import random
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from engine.engine import Engine
 from engine.errors import EngineFatal
 from engine.request import Request
-from engine.sampler import SamplingRow
+from engine.sampler import Sampler, SamplingRow
 from engine.sampling_params import SamplingParams
 from settings import EffectiveSettings, load_settings, parse_assignments
 from tests.support.engines import load_decoder_engine, load_engine, run_all, tokens_of
@@ -155,14 +157,11 @@ def make_requests(count: int, vocab_size: int) -> list[Request]:
 def run(path: Path, requests: Sequence[Request], settings: Mapping[str, object], *, shuffle: int) -> Run:
     """Run the requests in an order of the run's own. `settings`: of the engine, without the prefix."""
     engine = load_engine(path, {f"engine.{name}": value for name, value in settings.items()})
-    try:
-        logits = _record_logits(engine)
+    with closing(engine), _recorded_logits() as logits:
         order = list(requests)
         random.Random(shuffle).shuffle(order)
         outputs = run_all(engine, order)
         stats = engine.stats()
-    finally:
-        engine.close()
     tokens = {request_id: tokens_of(output) for request_id, output in outputs.items()}
     assert sum(map(len, logits.values())) == sum(map(len, tokens.values())), "each token has its row of logits"
     return Run(tokens, logits, stats.num_preemptions, stats.cached_tokens)
@@ -176,11 +175,13 @@ def differing(runs: Sequence[Run]) -> tuple[int, int]:
     return logits, tokens
 
 
-def _record_logits(engine: Engine) -> dict[str, dict[int, bytes]]:
+@contextmanager
+def _recorded_logits() -> Iterator[dict[str, dict[int, bytes]]]:
+    """What every sampler is given, by request and position: the digest of the row of logits."""
     record: dict[str, dict[int, bytes]] = {}
-    sample = engine._sampler.sample
+    sample = Sampler.sample
 
-    def recording(logits: torch.Tensor, rows: Sequence[SamplingRow | None]) -> object:
+    def recording(sampler: Sampler, logits: torch.Tensor, rows: Sequence[SamplingRow | None]) -> object:
         for row, values in zip(rows, logits, strict=True):  # before the sampler edits them
             if row is None:  # a chunk: nothing is chosen yet
                 continue
@@ -188,10 +189,11 @@ def _record_logits(engine: Engine) -> dict[str, dict[int, bytes]]:
             positions = record.setdefault(f"r{row.params.seed}", {})
             assert row.position not in positions
             positions[row.position] = digest
-        return sample(logits, rows)
+        return sample(sampler, logits, rows)
 
-    engine._sampler.sample = recording  # type: ignore[method-assign,assignment]  # a hook of this test alone
-    return record
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sampler, "sample", recording)
+        yield record
 
 
 def main() -> int:

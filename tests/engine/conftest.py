@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.engine import Engine
-from tests.support.engines import load_engine
+from tests.support.engines import OpenEngine, load_engine
 from tests.support.tiny_checkpoint import make_checkpoint
 
 
@@ -19,7 +18,7 @@ def moe_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model: Path) -> Iterator[Engine]:
+def engine(tiny_model: Path) -> Iterator[OpenEngine]:
     engine = load_engine(tiny_model)
     yield engine
     engine.close()

@@ -14,7 +14,7 @@ from engine.engine import Engine
 from engine.errors import InvalidRequest, NonFiniteLogits, PromptTooLong
 from engine.kv_cache.block_manager import BlockHashChain
 from engine.request import EmbeddingRequest
-from tests.support.engines import greedy_request, load_engine, run_all
+from tests.support.engines import OpenEngine, greedy_request, load_engine, run_all
 from tests.support.tiny_checkpoint import ReferenceEmbedder, make_checkpoint, write_pooling
 
 INPUTS = [list(range(40)), [7, 8, 9]]
@@ -110,7 +110,7 @@ def test_a_more_urgent_equal_makes_the_work_urgent(checkpoint: Path) -> None:
 def test_a_failure_ends_its_request_alone_and_leaves_no_bad_kv(tmp_path: Path, pooling: str) -> None:
     write_pooling(make_checkpoint(tmp_path), "mean" if pooling == "mean" else "last_token")
     engine = load_engine(tmp_path, {"engine.max_num_batched_tokens": "16", "engine.max_num_seqs": "8"})
-    weights = engine._executor.model.embed_tokens
+    weights = engine.model.embed_tokens
     kept = weights[200].clone()
     weights[200] = torch.nan
     bad, good = [1] * 20 + [200] + [2] * 20, [1] * 40
@@ -122,8 +122,8 @@ def test_a_failure_ends_its_request_alone_and_leaves_no_bad_kv(tmp_path: Path, p
     assert run_all(engine, [EmbeddingRequest("again", [bad])])["again"].error is None
 
 
-def test_equals_of_a_failed_request_are_tried_again_without_it(engine: Engine) -> None:
-    weights = engine._executor.model.embed_tokens
+def test_equals_of_a_failed_request_are_tried_again_without_it(engine: OpenEngine) -> None:
+    weights = engine.model.embed_tokens
     kept = weights[7].clone()
     weights[7] = torch.nan
     for name in "ab":

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from engine.checkpoint.embedding_config import Pooling
 from engine.encoder import EncoderEngine
 from engine.errors import CapabilityError, CheckpointError, EngineError, EngineFatal, InvalidRequest, PromptTooLong
+from engine.execution.forward import EncoderExecutor
 from engine.loading.load import load_engine
 from engine.request import EmbeddingRequest, RequestOutput
 from settings import load_settings
@@ -78,7 +79,7 @@ def test_after_a_step_that_failed_nothing_runs_any_more(bert: Path, monkeypatch:
     def fail(*_: object) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(engine._executor, "execute", fail)
+    monkeypatch.setattr(EncoderExecutor, "execute", fail)
     for _ in range(2):
         with pytest.raises(EngineFatal, match="a step ran out of memory"):
             engine.step()

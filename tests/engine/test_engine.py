@@ -189,7 +189,7 @@ def test_a_request_with_nan_fails_alone(moe_checkpoint: Path) -> None:
     engine.add_request(greedy_request("bad", PROMPT, 20))
     engine.add_request(greedy_request("good", PROMPT[::-1], 20))
     engine.step()
-    engine._executor.kv_cache.values[1][engine._blocks.block_table("bad/1/0")[0]] = torch.nan
+    engine.spoil("bad/1/0")
     outputs = {output.request_id: output for output in run_rest(engine)}
     assert isinstance(outputs["bad"].error, NonFiniteLogits)
     assert outputs["bad"].completions == ()

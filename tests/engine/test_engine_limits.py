@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine.engine import Engine
 from engine.errors import CapabilityError, CheckpointError, EngineFatal, NonFiniteLogits, PromptTooLong
+from engine.execution.forward import StepExecutor
 from engine.loading.derived_settings import derive_settings
 from engine.request import Request
 from engine.sampling_params import MAX_SEED, MAX_TOP_K, SamplingParams
@@ -108,7 +109,7 @@ def test_a_prefix_with_nan_is_given_up_though_its_request_was_cancelled(moe_chec
     prompt = [i % 250 for i in range(100)]
     engine.add_request(greedy_request("gone", prompt, 4))
     engine.step()
-    engine._executor.kv_cache.values[0][engine._blocks.block_table("gone/1/0")[0]] = torch.nan
+    engine.spoil("gone/1/0")
     engine.abort("gone")
     failed = run_all(engine, [greedy_request("second", prompt, 4)])["second"]
     assert failed.error is not None
@@ -119,7 +120,7 @@ def test_a_prefix_with_nan_is_given_up_though_its_request_was_cancelled(moe_chec
 def test_a_token_that_overflows_fails_no_request_that_shares_its_prefix(moe_checkpoint: Path, bad: float) -> None:
     engine = load_engine(moe_checkpoint, {"engine.max_num_batched_tokens": "32", "engine.max_num_seqs": "8"})
     clean = list(range(20))
-    engine._executor.model.embed_tokens[250] = bad  # attention to its own values is not finite in any layer
+    engine.model.embed_tokens[250] = bad  # attention to its own values is not finite in any layer
     engine.add_request(greedy_request("bad", [*clean, 250, *range(100, 180)], 4))
     assert [type(output.error) for output in engine.step()] == [NonFiniteLogits]  # before its prompt is through
     assert len(tokens_of(run_all(engine, [greedy_request("good", [*clean, 3], 4)])["good"])) == 4
@@ -132,7 +133,7 @@ def test_a_step_that_fails_is_fatal_and_shown(moe_checkpoint: Path, monkeypatch:
     def out_of_memory(*_: object) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(type(engine._executor), "execute", out_of_memory)
+    monkeypatch.setattr(StepExecutor, "execute", out_of_memory)
     with pytest.raises(EngineFatal, match="a step failed: RuntimeError: out of memory"):
         engine.step()
     assert engine.model_interface.status().reason == "RuntimeError: out of memory"

@@ -10,36 +10,36 @@ import pytest
 import torch
 
 from engine.embedding import EmbeddingState
-from engine.engine import Engine, Steps
+from engine.engine import Steps
 from engine.errors import EngineFatal, NonFiniteLogits
 from engine.execution.forward import StepExecutor
+from engine.execution.model_runner import ModelRunner
 from engine.outputs import FinishedRequests
 from engine.request import EmbeddingRequest, Request, RequestOutput
 from engine.sampling_params import SamplingParams
 from tests.support.devices import RecordingStream
-from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
+from tests.support.engines import OpenEngine, greedy_request, load_engine, run_all, tokens_of
 
 PROMPT = tuple(range(30))
 ON: dict[str, object] = {"engine.async_scheduling": "on"}
 
 
 @pytest.fixture
-def engine(tiny_model: Path) -> Iterator[Engine]:
+def engine(tiny_model: Path) -> Iterator[OpenEngine]:
     engine = load_engine(tiny_model, ON)
     yield engine
     engine.check_integrity()
     assert engine.stats().num_free_blocks == 399
 
 
-def _spoil(engine: Engine, request_id: str, *, sequence: int = 0, block: int = 0) -> None:
-    """Make NaN of the values of one block of a sequence that runs, with a step under way."""
+def _spoil(engine: OpenEngine, request_id: str, *, sequence: int = 0, block: int = 0) -> None:
+    """Spoil one block of a sequence that runs, with a step under way."""
     assert engine._in_flight is not None
     states = [state for state in engine._scheduler.running if state.request.request_id == request_id]
-    block_id = engine._blocks.block_table(states[sequence].sequence_id)[block]
-    engine._executor.kv_cache.values[1][block_id] = torch.nan
+    engine.spoil(states[sequence].sequence_id, block=block)
 
 
-def _run_spoiled(engine: Engine, *bad: Request, **spoiled: int) -> dict[str, RequestOutput]:
+def _run_spoiled(engine: OpenEngine, *bad: Request, **spoiled: int) -> dict[str, RequestOutput]:
     """What becomes of requests of whose first a block is spoiled; one beside them is as without them."""
     good = greedy_request("good", PROMPT[::-1], 20)
     expected = tokens_of(run_all(engine, [good])["good"])
@@ -53,7 +53,7 @@ def _run_spoiled(engine: Engine, *bad: Request, **spoiled: int) -> dict[str, Req
     return outputs
 
 
-def test_a_request_that_is_not_finite_fails_alone(engine: Engine) -> None:
+def test_a_request_that_is_not_finite_fails_alone(engine: OpenEngine) -> None:
     outputs = _run_spoiled(engine, greedy_request("bad", PROMPT, 20))
     assert isinstance(outputs["bad"].error, NonFiniteLogits)
     again = run_all(engine, [greedy_request("bad", PROMPT, 20)])["bad"]
@@ -61,7 +61,7 @@ def test_a_request_that_is_not_finite_fails_alone(engine: Engine) -> None:
     assert len(tokens_of(again)) == 20
 
 
-def test_a_request_of_several_completions_fails_with_one_of_them(engine: Engine) -> None:
+def test_a_request_of_several_completions_fails_with_one_of_them(engine: OpenEngine) -> None:
     bad = Request("bad", PROMPT, SamplingParams(max_tokens=20, seed=7, n=3, ignore_eos=True))
     expected = run_all(engine, [bad])["bad"].completions
     outputs = _run_spoiled(engine, bad, sequence=1, block=-1)  # its own, behind the prompt that all three share
@@ -70,7 +70,7 @@ def test_a_request_of_several_completions_fails_with_one_of_them(engine: Engine)
     assert run_all(engine, [bad])["bad"].completions == expected
 
 
-def test_the_first_of_equal_requests_fails_and_the_others_are_computed(engine: Engine) -> None:
+def test_the_first_of_equal_requests_fails_and_the_others_are_computed(engine: OpenEngine) -> None:
     equal = [greedy_request(name, PROMPT, 20) for name in ("first", "second", "third")]
     expected = tokens_of(run_all(engine, equal[:1])["first"])
     outputs = _run_spoiled(engine, *equal)
@@ -101,10 +101,10 @@ def test_a_fault_of_the_device_is_fatal_wherever_it_shows(
     def fail(*_: object) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    engine = load_engine(tiny_model, ON)
     stream = RecordingStream()
     monkeypatch.setattr(stream, "copy_back", fail if where == "copy_back" else lambda _: fail)
-    monkeypatch.setattr(engine._runner, "_stream", stream)
+    monkeypatch.setattr("engine.engine.make_device_stream", lambda _: stream)
+    engine = load_engine(tiny_model, ON)
     engine.add_request(greedy_request("a", PROMPT, 4))
     with pytest.raises(EngineFatal, match="illegal memory access"):
         run_all(engine, [])
@@ -126,7 +126,7 @@ def test_a_device_at_fault_is_not_asked_for_the_step_before(tiny_model: Path, mo
 
     monkeypatch.setattr(engine, "_is_on_host", False)
     monkeypatch.setattr(StepExecutor, "execute", fail)
-    monkeypatch.setattr(engine._runner, "collect", hang)
+    monkeypatch.setattr(ModelRunner, "collect", hang)
     with pytest.raises(EngineFatal, match="illegal memory access"):
         engine.step()
 

@@ -13,7 +13,7 @@ from engine.engine import Engine
 from engine.errors import NonFiniteLogits
 from engine.request import FinishReason, Request, RequestOutput
 from engine.sampling_params import SamplingParams
-from tests.support.engines import load_engine, run_all, tokens_of
+from tests.support.engines import OpenEngine, load_engine, run_all, tokens_of
 
 PROMPT = tuple(range(30))
 MAX_TOKENS = 20
@@ -158,27 +158,26 @@ def test_all_of_them_cancelled_one_by_one_leave_nothing(engine: Engine) -> None:
     engine.check_integrity()
 
 
-def test_a_failure_is_one_requests_own_and_the_others_are_tried_without_it(engine: Engine) -> None:
+def test_a_failure_is_one_requests_own_and_the_others_are_tried_without_it(engine: OpenEngine) -> None:
     expected = tokens_of(run_all(engine, [_request("alone", **SEEDED)])["alone"])
     for name in "abc":
         engine.add_request(_request(name, **SEEDED))
     _steps(engine, 3)
-    (block, *_) = engine._blocks.block_table(engine._scheduler.running[0].sequence_id)
-    engine._executor.kv_cache.values[1][block] = torch.nan
+    engine.spoil(engine._scheduler.running[0].sequence_id)
     outputs = run_all(engine, [])
     assert isinstance(outputs["a"].error, NonFiniteLogits)
     assert tokens_of(outputs["b"]) == tokens_of(outputs["c"]) == expected
 
 
-def test_a_request_that_always_fails_fails_each_of_its_equals(engine: Engine) -> None:
+def test_a_request_that_always_fails_fails_each_of_its_equals(engine: OpenEngine) -> None:
     before, bad = engine.stats().num_finished_requests, 250
-    kept = engine._executor.model.embed_tokens[bad].clone()
-    engine._executor.model.embed_tokens[bad] = torch.nan
+    kept = engine.model.embed_tokens[bad].clone()
+    engine.model.embed_tokens[bad] = torch.nan
     try:
         requests = [replace(_request(name), prompt_token_ids=(*PROMPT, bad)) for name in "abc"]
         outputs = run_all(engine, [*requests, _request("good")])
     finally:
-        engine._executor.model.embed_tokens[bad] = kept
+        engine.model.embed_tokens[bad] = kept
     assert [type(outputs[name].error) for name in "abc"] == [NonFiniteLogits] * 3
     assert len(tokens_of(outputs["good"])) == MAX_TOKENS
     assert engine.stats().num_finished_requests - before == 4

@@ -9,6 +9,7 @@ import torch
 
 from engine.engine import Engine
 from engine.errors import InvalidRequest, KVPoolExhausted, NonFiniteLogits, PromptTooLong
+from engine.execution.forward import StepExecutor
 from engine.model_interface import (
     DecodeItem,
     ErrorResult,
@@ -60,7 +61,7 @@ def test_reserved_ids_are_refused(moe_checkpoint: Path, name: str) -> None:
 
 def test_a_model_that_answers_nan_fails_its_warm_up_and_says_so(moe_checkpoint: Path) -> None:
     engine = load_engine(moe_checkpoint)
-    engine._executor.model.final_norm.fill_(torch.nan)
+    engine.model.final_norm.fill_(torch.nan)
     with pytest.raises(NonFiniteLogits):
         engine.model_interface.warm_up()
     assert (engine.model_interface.status().state, _free(engine.model_interface)) == ("failed", 399)
@@ -206,8 +207,7 @@ def test_an_item_with_nan_fails_alone_and_its_blocks_are_never_hit(moe_checkpoin
     engine = load_engine(moe_checkpoint)
     interface = engine.model_interface
     interface.prefill("first", PROMPT)
-    block = engine._blocks.block_table("__millrace/first")[0]
-    engine._executor.kv_cache.values[0][block] = torch.nan
+    engine.spoil("__millrace/first")
     assert isinstance(interface.prefill("other", PROMPT[::-1]), LogitsResult)
     assert isinstance(error_of(interface.prefill("second", PROMPT)), NonFiniteLogits)
     results = interface.decode_batch([DecodeItem("first", 7, 40), DecodeItem("other", 7, 40)])
@@ -244,7 +244,7 @@ def test_a_failing_forward_pass_leaves_no_half_run_sequence(
     def out_of_memory(*_: object) -> torch.Tensor:
         raise MemoryError("no memory for activations")
 
-    monkeypatch.setattr(type(engine._executor), "execute", out_of_memory)
+    monkeypatch.setattr(StepExecutor, "execute", out_of_memory)
     with pytest.raises(MemoryError):
         engine.model_interface.prefill("a", PROMPT)
     with pytest.raises(MemoryError):
@@ -279,7 +279,7 @@ def test_a_chunk_with_nan_fails_at_once_and_its_blocks_are_never_hit(moe_checkpo
     engine = load_engine(moe_checkpoint)
     interface = engine.model_interface
     interface.prefill("old", PROMPT[:10])
-    engine._executor.model.embed_tokens[250] = torch.nan
+    engine.model.embed_tokens[250] = torch.nan
     results = interface.unified_forward(
         [UnifiedItem("bad", [*PROMPT, 250], 0, False), UnifiedItem("old", [5], 10, True)]
     )

@@ -13,14 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.engine import Engine
 from engine.errors import EngineFatal, NonFiniteLogits, PromptTooLong
 from engine.models.decoder import DecoderModel
 from engine.prompt_logprobs import PromptScorer
 from engine.request import FinishReason, PromptLogprobs, Request, RequestOutput
 from engine.sampling_params import SamplingParams
 from engine.staging import PendingResult
-from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
+from tests.support.engines import OpenEngine, greedy_request, load_engine, run_all, tokens_of
 from tests.support.tiny_checkpoint import VOCAB_SIZE, make_checkpoint
 
 TOLERANCE = 1e-4
@@ -42,7 +41,7 @@ class Case:
             logits = [model(torch.tensor([prompt])).logits[0] for prompt in self.prompts]
         self.expected = [torch.log_softmax(rows, dim=-1) for rows in logits]
 
-    def engine(self, **overrides: str) -> Engine:
+    def engine(self, **overrides: str) -> OpenEngine:
         return load_engine(self.path, {f"engine.{key.replace('__', '.')}": v for key, v in overrides.items()})
 
     def request(self, index: int, **params: Any) -> Request:
@@ -95,7 +94,7 @@ def test_in_chunks(case: Case, tokens: str) -> None:
 
 def test_a_bounded_number_of_positions_at_a_time(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = case.engine()
-    scorer = PromptScorer(engine._executor.model, max_logits_bytes=5 * VOCAB_SIZE * 4 + 3)
+    scorer = PromptScorer(engine.model, max_logits_bytes=5 * VOCAB_SIZE * 4 + 3)
     logprobs_of, sizes = scorer._logprobs, []
 
     def observed(rows: torch.Tensor, next_ids: torch.Tensor) -> Any:
@@ -260,7 +259,7 @@ def test_values_that_are_not_finite_fail_that_request_alone(tmp_path: Path) -> N
     case = Case(tmp_path / "tiny")
     case.prompts[7][40] = 300
     engine = case.engine(max_num_batched_tokens="16", max_num_seqs="16")
-    engine._executor.model.embed_tokens[300] = torch.nan
+    engine.model.embed_tokens[300] = torch.nan
     outputs = run_all(engine, case.requests())
     spoilt = outputs["s7"]
     assert isinstance(spoilt.error, NonFiniteLogits)
@@ -273,14 +272,15 @@ def test_one_position_not_finite_fails_a_request_whose_last_is_good(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = case.engine()
-    scorer = engine._runner._scorer
-    score = scorer.score
+    score = PromptScorer.score
 
-    def spoilt(prompts: Sequence[tuple[PromptLogprobs, int, torch.Tensor]]) -> PendingResult[list[bool]]:
-        result, is_other = score(prompts), [entries.token_ids != case.prompts[8] for entries, _, _ in prompts]
+    def spoilt(
+        scorer: PromptScorer, prompts: Sequence[tuple[PromptLogprobs, int, torch.Tensor]]
+    ) -> PendingResult[list[bool]]:
+        result, is_other = score(scorer, prompts), [entries.token_ids != case.prompts[8] for entries, _, _ in prompts]
         return replace(result, read=lambda on_host: [*map(and_, result.read(on_host), is_other)])
 
-    monkeypatch.setattr(scorer, "score", spoilt)
+    monkeypatch.setattr(PromptScorer, "score", spoilt)
     outputs = run_all(engine, [case.request(8, max_tokens=3), case.request(10, max_tokens=3, ignore_eos=True)])
     assert isinstance(outputs["s8"].error, NonFiniteLogits)
     assert (outputs["s8"].completions, outputs["s8"].prompt_logprobs) == ((), None)

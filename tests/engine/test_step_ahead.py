@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from engine.engine import Engine
+from engine.execution.forward import StepExecutor
+from engine.execution.model_runner import ModelRunner
 from engine.models.decoder import DecoderModel
 from engine.request import AnyRequest, EmbeddingRequest, FinishReason, Request, RequestOutput
 from engine.sampling_params import SamplingParams
+from engine.scheduling.scheduler import Scheduler
 from engine.staging import ArrayStaging, StagingBuffer
 from engine.structured.grammar import Grammar
 from tests.support.devices import KernelOperations, NoHostReads, RecordingStream
@@ -36,14 +39,14 @@ class Watched:
     """An engine whose stream, schedules and launches are written down."""
 
     def __init__(self, path: Path, patch: pytest.MonkeyPatch, overrides: dict[str, object]) -> None:
-        self.engine = load_engine(path, overrides)
         self.stream = RecordingStream()
         self._events = self.stream.events
-        patch.setattr(self.engine._runner, "_stream", self.stream)
-        schedule, execute = self.engine._scheduler.schedule, self.engine._executor.execute
+        patch.setattr("engine.engine.make_device_stream", lambda _: self.stream)
+        self.engine = load_engine(path, overrides)
+        schedule, execute = Scheduler.schedule, StepExecutor.execute
 
-        def noted_schedule(**kwargs: bool) -> Any:
-            batch = schedule(**kwargs)
+        def noted_schedule(scheduler: Scheduler, **kwargs: bool) -> Any:
+            batch = schedule(scheduler, **kwargs)
             self._events.append("nothing" if batch is None else "schedule")
             return batch
 
@@ -51,8 +54,8 @@ class Watched:
             self._events.append("launch")
             return execute(*args)
 
-        patch.setattr(self.engine._scheduler, "schedule", noted_schedule)
-        patch.setattr(self.engine._executor, "execute", noted_execute)
+        patch.setattr(Scheduler, "schedule", noted_schedule)
+        patch.setattr(StepExecutor, "execute", noted_execute)
 
     def step(self) -> str:
         """What one step did."""
@@ -131,13 +134,13 @@ def test_launching_never_waits_and_each_step_is_copied_back_once(
     expected = run_all(load_engine(tiny_model, options), EVERYTHING)
     watched = Watched(tiny_model, monkeypatch, options | (ON if is_on else {}))
     engine, guard = watched.engine, NoHostReads()
-    launch = engine._runner.launch
+    launch = ModelRunner.launch
 
     def guarded(*args: Any) -> Any:
         with guard:
             return launch(*args)
 
-    monkeypatch.setattr(engine._runner, "launch", guarded)
+    monkeypatch.setattr(ModelRunner, "launch", guarded)
     monkeypatch.setattr(engine._sampler, "_ops", KernelOperations(engine._sampler._ops, guard))
     for name in ("forward", "logits"):
         monkeypatch.setattr(DecoderModel, name, guard.kernel(getattr(DecoderModel, name)))

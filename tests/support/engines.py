@@ -24,6 +24,7 @@ from engine.kv_cache.tensors import KVCacheTensors
 from engine.loading import load
 from engine.model_interface import ErrorResult, ItemResult, LogitsResult, ModelInterface
 from engine.models.decoder import DecoderModel
+from engine.parts import EngineParts
 from engine.request import AnyRequest, FinishReason, Request, RequestOutput, ResumeState
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
@@ -41,9 +42,26 @@ PROMPT = list(range(40))
 __all__ = ["CHECKPOINT", "GOAL", "ticket_lines", "run_lines"]
 
 
+class OpenEngine(Engine):
+    """An engine that shows its parts: tests spoil weights and KV blocks in them."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        super().__init__(parts)
+        self.parts = parts
+
+    @property
+    def model(self) -> DecoderModel:
+        return self.parts.executor.model
+
+    def spoil(self, sequence_id: str, *, block: int = 0) -> None:
+        """Make NaN of the last layer's values in one block of a sequence."""
+        block_id = self.parts.block_manager.block_table(sequence_id)[block]
+        self.parts.executor.kv_cache.values[-1][block_id] = torch.nan
+
+
 def load_engine(
     path: Path, overrides: Mapping[str, object] | None = None, pass_trace: PassTrace | None = None
-) -> Engine:
+) -> OpenEngine:
     """An engine in float32 on one thread with 400 blocks of 16 tokens, whatever this machine's environment says."""
     values: dict[str, object] = {
         "model.path": str(path),
@@ -56,10 +74,12 @@ def load_engine(
     return load_decoder_engine(effective, pass_trace)
 
 
-def load_decoder_engine(effective: EffectiveSettings, pass_trace: PassTrace | None = None) -> Engine:
-    """The engine of a model that is a decoder."""
-    engine = load.load_engine(effective, pass_trace)
-    assert isinstance(engine, Engine)
+def load_decoder_engine(effective: EffectiveSettings, pass_trace: PassTrace | None = None) -> OpenEngine:
+    """The engine of a model that is a decoder, loaded as ever."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "Engine", OpenEngine)
+        engine = load.load_engine(effective, pass_trace)
+    assert isinstance(engine, OpenEngine)
     return engine
 
 
@@ -151,7 +171,7 @@ def load_static_engine(
     backend: StaticRunner,
     overrides: Mapping[str, object] | None = None,
     batch_sizes: Sequence[int] = (1, 2, 4, 8),
-) -> Engine:
+) -> OpenEngine:
     """`load_engine` with decode graphs of `backend`."""
 
     def make(model: DecoderModel, kv_cache: KVCacheTensors, _: EngineSettings, max_model_len: int) -> DecodeGraphs:

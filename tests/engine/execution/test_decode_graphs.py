@@ -20,6 +20,7 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.stats import DecodeGraphStats
 from tests.support.engines import (
+    OpenEngine,
     StaticRunner,
     greedy_request,
     load_engine,
@@ -63,7 +64,7 @@ class Pair:
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
                 assert found.argmax() == expected.argmax()
         self._check_caches()
-        if is_padded and self.eager._executor.model.config.moe is not None:
+        if is_padded and self.eager.model.config.moe is not None:
             # Padding is routed too, and an expert with other rows rounds otherwise. Later steps must again have equal
             # bits.
             for mine, theirs in zip(_caches(self.static), _caches(self.eager), strict=True):
@@ -86,8 +87,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return make_checkpoint(tmp_path_factory.mktemp("graphs") / "tiny", request.param)
 
 
-def _caches(engine: Engine) -> list[torch.Tensor]:
-    kv_cache = engine._executor.kv_cache
+def _caches(engine: OpenEngine) -> list[torch.Tensor]:
+    kv_cache = engine.parts.executor.kv_cache
     return [*kv_cache.keys, *kv_cache.values]
 
 

@@ -165,7 +165,7 @@ def test_a_token_trace_shows_the_best_candidates(moe_checkpoint: Path) -> None:
 
 def test_a_token_trace_survives_nan(moe_checkpoint: Path) -> None:
     engine = load_engine(moe_checkpoint, {"engine.trace_tokens": "true"})
-    engine._executor.model.final_norm.fill_(torch.nan)
+    engine.model.final_norm.fill_(torch.nan)
     engine.add_request(greedy_request("a", [1, 2]))
     assert engine.step()[0].error is not None
 

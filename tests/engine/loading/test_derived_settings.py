@@ -89,12 +89,12 @@ def test_what_onednn_cannot_do_at_all_is_not_done(monkeypatch: pytest.MonkeyPatc
 def test_determinism_is_off_unless_asked_for(moe_checkpoint: Path) -> None:
     engine = load_engine(moe_checkpoint)
     assert not engine.settings.engine.deterministic
-    assert engine._executor.model.ops is cpu
+    assert engine.model.ops is cpu
 
 
 def test_the_model_and_the_sampler_get_the_deterministic_operations(moe_checkpoint: Path) -> None:
     engine = load_engine(moe_checkpoint, {"engine.deterministic": "true"})
-    assert engine._executor.model.ops is deterministic
+    assert engine.model.ops is deterministic
     assert engine._sampler._ops is deterministic
 
 
@@ -119,14 +119,14 @@ def test_no_matrix_product_may_sum_in_less_than_float32() -> None:
 
 
 def test_quantization_is_off_unless_asked_for(moe_checkpoint: Path) -> None:
-    assert load_engine(moe_checkpoint)._executor.model.ops is cpu
+    assert load_engine(moe_checkpoint).model.ops is cpu
 
 
 @needs_vnni
 def test_a_load_with_int8_reads_each_weight_once(moe_checkpoint: Path) -> None:
     with mock.patch.object(Checkpoint, "read", autospec=True, side_effect=Checkpoint.read) as read:
         engine = load_engine(moe_checkpoint, {"engine.quantization": "int8"})
-    assert engine._executor.model.ops is int8
+    assert engine.model.ops is int8
     names = [call.args[1] for call in read.call_args_list]
     assert len(names) == len(set(names)) > 0
 
@@ -142,8 +142,8 @@ def test_the_error_of_int8_is_measured_on_request(moe_checkpoint: Path) -> None:
 
 @needs_vnni
 def test_its_weights_take_about_a_quarter_of_float32(moe_checkpoint: Path) -> None:
-    plain = weights_bytes(load_engine(moe_checkpoint)._executor.model)
-    model = load_engine(moe_checkpoint, {"engine.quantization": "int8"})._executor.model
+    plain = weights_bytes(load_engine(moe_checkpoint).model)
+    model = load_engine(moe_checkpoint, {"engine.quantization": "int8"}).model
     embedding = model.embed_tokens.nbytes
     assert weights_bytes(model) - embedding < 0.5 * (plain - embedding)  # scales weigh much in so small a model
 

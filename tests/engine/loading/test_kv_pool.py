@@ -122,7 +122,7 @@ def test_a_steps_memory_is_estimated_within_a_factor_of_two(tmp_path: Path, seqs
         engine = load_engine(tmp_path, sizes | {"engine.max_model_len": "720"})
     profile = engine.model_interface.status().memory_profile
     assert profile is not None
-    config = engine.model_interface._executor.model.config
+    config = engine.model.config
     assert 0.5 < expected_step_bytes(config, engine.settings.engine) / profile.activations_bytes < 2
 
 

@@ -244,5 +244,5 @@ def test_what_is_expected_is_within_a_hundredth_of_what_is_loaded(
     engine = load_engine(tmp_path, overrides)
     with Checkpoint.open(tmp_path) as checkpoint:
         expected = expected_weights_bytes(checkpoint, decoder_config(tmp_path), engine.settings.engine)
-    actual = weights_bytes(engine._executor.model)
+    actual = weights_bytes(engine.model)
     assert abs(actual - expected) < 0.01 * actual
