@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import redis
+from celery import Celery
 from kombu.exceptions import OperationalError
 
 from tests.chaos.faults import (
@@ -55,7 +56,7 @@ def test_a_submit_whose_message_cannot_be_published_is_accepted_and_done(
         raise OperationalError("the broker is not there")
 
     with monkeypatch.context() as patch:
-        patch.setattr(client._app, "send_task", fail)
+        patch.setattr(Celery, "send_task", fail)
         jobs = submit_jobs(client, num_jobs=1, num_prompts=20)
     assert not any(bare.llen(lane) for lane in lanes())
     fleet.start()

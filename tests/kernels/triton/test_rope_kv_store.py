@@ -50,17 +50,17 @@ class Case:
 
     def expected(self) -> Result:
         caches = self.caches.clone()
-        return self._run(reference.qk_norm_rope_store_kv, torch.device("cpu"), caches[:, 0], caches[:, 1])
+        return self.run(reference.qk_norm_rope_store_kv, torch.device("cpu"), caches[:, 0], caches[:, 1])
 
     def actual(self, device: torch.device) -> Result:
         caches = self.caches.to(device).movedim(1, 0).contiguous()
-        return self._run(qk_norm_rope_store_kv, device, caches[0], caches[1])
+        return self.run(qk_norm_rope_store_kv, device, caches[0], caches[1])
 
     def actual_with_interleaved_caches(self, device: torch.device) -> Result:
         caches = self.caches.to(device, copy=True)
-        return self._run(qk_norm_rope_store_kv, device, caches[:, 0], caches[:, 1])
+        return self.run(qk_norm_rope_store_kv, device, caches[:, 0], caches[:, 1])
 
-    def _run(
+    def run(
         self,
         store: Store,
         device: torch.device,
@@ -153,10 +153,10 @@ def test_a_cache_may_be_larger_than_an_int32_counts(tmp_path: Path, device: torc
     far = past_int32_storage(tmp_path, device).as_strided((3, 16, 1, 64), (2**30 + 16, 64, 64, 1))
     near = torch.zeros(3, 16, 1, 64, dtype=torch.float16, device=device)
     expected_k, expected_v = (near.cpu().clone() for _ in range(2))
-    expected = case._run(reference.qk_norm_rope_store_kv, torch.device("cpu"), expected_k, expected_v)
+    expected = case.run(reference.qk_norm_rope_store_kv, torch.device("cpu"), expected_k, expected_v)
     for k_cache, v_cache in ((far, near.clone()), (near.clone(), far)):
         far.zero_()
-        assert_same(case._run(qk_norm_rope_store_kv, device, k_cache, v_cache), expected)
+        assert_same(case.run(qk_norm_rope_store_kv, device, k_cache, v_cache), expected)
 
 
 def test_no_tokens_are_no_work(dtype: torch.dtype, device: torch.device) -> None:

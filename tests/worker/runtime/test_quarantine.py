@@ -80,7 +80,7 @@ def test_company_that_ends_by_itself_in_time_is_not_sent_away(monkeypatch: pytes
     visitors = Visitors()
     assert visitors.gate.enter(0)
     suspect = visitors.ask(visitors.gate.enter_alone)
-    wait_until(lambda: visitors.gate._is_wanted)
+    wait_until(lambda: is_waiting(suspect))
     assert not visitors.gate.enter(0)
     visitors.gate.leave()
     suspect.join(5)
@@ -93,7 +93,7 @@ def test_a_waiting_suspect_goes_before_ordinary_units() -> None:
     gate = visitors.gate
     assert gate.enter_alone(0)
     second = visitors.ask(gate.enter_alone)
-    wait_until(lambda: gate._is_wanted)
+    wait_until(lambda: is_waiting(second))
     assert not gate.enter_alone(0)
     ordinary = visitors.ask(gate.enter)
     wait_until(lambda: is_waiting(ordinary))
@@ -113,7 +113,7 @@ def test_one_suspect_waits_at_a_time_and_not_for_ever() -> None:
     assert not gate.enter_alone(0.05)
     assert not gate.enter(0.05)  # the first still runs
     waiting = visitors.ask(gate.enter_alone)
-    wait_until(lambda: gate._is_wanted)
+    wait_until(lambda: is_waiting(waiting))
     assert not gate.enter_alone(600)  # at once: that is longer than a test may take
     gate.leave_alone()
     waiting.join(5)
@@ -139,7 +139,7 @@ def test_closing_ends_every_wait() -> None:
     gate = visitors.gate
     assert gate.enter(0)
     threads = [visitors.ask(gate.enter_alone)]
-    wait_until(lambda: gate._is_wanted)
+    wait_until(lambda: is_waiting(threads[0]))
     threads.append(visitors.ask(gate.enter))
     gate.close()
     for thread in threads:

@@ -10,10 +10,13 @@ from typing import Any
 import redis
 from celery import Celery
 
+from settings import Settings
 from tests.support.fake_engine import BREAK, FAIL, HANG, KILL, answer
 from tests.support.processes import wait_until
 from tests.support.registry import TestRegistry
 from tests.support.workers import FAKE_WORKER_STOP_TIMEOUT_S, WorkerProcesses
+from worker.app import create_app
+from worker.broker.messages import Announcer
 from worker.client import BatchClient
 from worker.registry.keys import UnitRef
 from worker.runtime.lease_keeper import WATCH_INTERVAL_S
@@ -170,8 +173,9 @@ def test_copies_of_a_live_shards_message_do_not_run_it_again(
     wait_until(lambda: client.status(job_id).shards_total == 2)
     shard = registry.keys.unit(UnitRef.shard(job_id, 0))
     wait_until(lambda: registry.redis.hget(shard, "st") == b"running")
+    announcer = Announcer(create_app(Settings(redis=registry.settings)))
     for _ in range(6):
-        client._announcer.announce(UnitRef.shard(job_id, 0), 5)
+        announcer.announce(UnitRef.shard(job_id, 0), 5)
     wait_until(lambda: registry.redis.llen("millrace\x06\x163") == 0)
     assert registry.redis.hget(shard, "fence") == b"1"
     gate.touch()
