@@ -35,7 +35,7 @@ from worker.runtime.engine_thread import EngineThread
 from worker.runtime.held_units import HeldUnit, HeldUnits
 from worker.runtime.planner import Planner
 from worker.runtime.quarantine import Quarantine
-from worker.runtime.shard import ShardPrompts, ShardRun
+from worker.runtime.shard import ShardParts, ShardPrompts, ShardRun
 from worker.runtime.unit_runner import ShardSlots, UnitRunner
 from worker.runtime.window import AdmissionWindow
 from worker.runtime.writer import ResultWriter, refused_record
@@ -221,14 +221,7 @@ class Units:
     def shard_run(self, held: HeldUnit) -> ShardRun:
         served = ServedModel(self.engine, ModelSettings(name=self.model_name))
         prompts = ShardPrompts(held.claim, served, limits=LimitSettings())
-        return ShardRun(
-            held,
-            prompts,
-            leases=self.leases,
-            engine=self.engine_thread,
-            writer=self.writer,
-            closer=self.closer,
-        )
+        return ShardRun(held, prompts, ShardParts(self.leases, self.engine_thread, self.writer, self.closer))
 
 
 @contextmanager

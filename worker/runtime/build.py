@@ -30,7 +30,7 @@ from worker.runtime.lease_keeper import LeaseKeeper, Reaper
 from worker.runtime.planner import Planner
 from worker.runtime.quarantine import Quarantine
 from worker.runtime.runtime import WorkerParts, WorkerRuntime, WorkerState, package_version
-from worker.runtime.shard import ShardRunner
+from worker.runtime.shard import ShardParts, ShardRunner
 from worker.runtime.staged_jobs import StagedJobs
 from worker.runtime.supervision import Activity, SupervisedThread, Watchdog
 from worker.runtime.unit_runner import ShardSlots, UnitRunner
@@ -127,7 +127,8 @@ class _Parts:
 
     @cached_property
     def shards(self) -> ShardRunner:
-        return ShardRunner(self._leases, self.engine, self._writer, self._closer, limits=self._settings.limits)
+        parts = ShardParts(self._leases, self.engine, self._writer, self._closer)
+        return ShardRunner(parts, limits=self._settings.limits)
 
     @cached_property
     def staged_jobs(self) -> StagedJobs:

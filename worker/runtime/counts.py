@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, product
 
 import redis
@@ -43,52 +44,32 @@ class UnitCounts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._prompts = dict.fromkeys(OUTCOMES, 0)
-        self._tokens = dict.fromkeys(("prompt", "cached", "output", "resumed", "reasoning"), 0)
-        self._attempts = dict.fromkeys(product(UNITS, ATTEMPTS), 0)
-        self._ends = dict.fromkeys(product(UNITS, UNIT_ENDS), 0)
-
-    @property
-    def prompts(self) -> Mapping[str, int]:
-        """Records written, by outcome."""
-        return self._prompts.copy()
-
-    @property
-    def tokens(self) -> Mapping[str, int]:
-        """Of those prompts: prompt, cached, output, resumed, reasoning."""
-        return self._tokens.copy()
-
-    @property
-    def attempts(self) -> Mapping[tuple[str, str], int]:
-        """Units that were claimed, by kind and attempt."""
-        return self._attempts.copy()
-
-    @property
-    def ends(self) -> Mapping[tuple[str, str], int]:
-        """Units that were let go of, by kind and why."""
-        return self._ends.copy()
+        self.prompts = Counter(dict.fromkeys(OUTCOMES, 0))  # records written, by outcome
+        self.tokens = Counter(prompt=0, cached=0, output=0, resumed=0, reasoning=0)  # of those prompts
+        self.attempts = Counter(dict.fromkeys(product(UNITS, ATTEMPTS), 0))  # units claimed, by kind and attempt
+        self.ends = Counter(dict.fromkeys(product(UNITS, UNIT_ENDS), 0))  # units let go of, by kind and why
 
     def add_attempt(self, held: HeldUnit) -> None:
         """Count a unit that was just claimed, by its attempt."""
         attempt = ATTEMPTS[min(held.claim.attempts, len(ATTEMPTS) - 1)]
         with self._lock:
-            self._attempts[_kind(held), attempt] += 1
+            self.attempts[_kind(held), attempt] += 1
 
     def add_records(self, records: Iterable[PromptRecord]) -> None:
         """Count records that Redis has taken, and their tokens."""
         with self._lock:
             for record in records:
-                self._prompts[record.outcome.value] += 1
-                self._tokens["prompt"] += record.prompt_tokens
-                self._tokens["cached"] += record.cached_tokens
-                self._tokens["output"] += record.output_tokens
-                self._tokens["resumed"] += record.resumed_tokens
-                self._tokens["reasoning"] += record.reasoning_tokens
+                self.prompts[record.outcome.value] += 1
+                self.tokens["prompt"] += record.prompt_tokens
+                self.tokens["cached"] += record.cached_tokens
+                self.tokens["output"] += record.output_tokens
+                self.tokens["resumed"] += record.resumed_tokens
+                self.tokens["reasoning"] += record.reasoning_tokens
 
     def add_end(self, held: HeldUnit) -> None:
         """Count a unit that was let go of, by why."""
         with self._lock:
-            self._ends[_kind(held), _end(held)] += 1
+            self.ends[_kind(held), _end(held)] += 1
 
 
 def _kind(held: HeldUnit) -> str:
@@ -136,17 +117,12 @@ class StepHistogram:
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds  # upper ones, rising
         self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    @property
-    def sum(self) -> float:
-        """The sum of all values."""
-        return self._sum
+        self.sum = 0.0  # of all values
 
     def add(self, value: float) -> None:
         """Count one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+        self.sum += value
 
     def buckets(self) -> Iterator[tuple[str, float]]:
         """Upper bound, as Prometheus writes it, and how many values are not above it; `+Inf` last."""
@@ -162,16 +138,11 @@ class EngineMeter:
     """
 
     def __init__(self) -> None:
-        self._stats: EngineStats | None = None
+        self.stats: EngineStats | None = None  # as last published; None before the engine is loaded
         self._published_at = 0.0
         self.step_seconds = StepHistogram(STEP_SECONDS)
         self.step_sequences = StepHistogram(STEP_SEQUENCES)
         self.step_tokens = StepHistogram(STEP_TOKENS)
-
-    @property
-    def stats(self) -> EngineStats | None:
-        """As they were last published; None before the engine is loaded."""
-        return self._stats
 
     @property
     def is_due(self) -> bool:
@@ -180,7 +151,7 @@ class EngineMeter:
 
     def publish(self, stats: EngineStats) -> None:
         """Take over the engine's present figures."""
-        self._stats = stats
+        self.stats = stats
         self._published_at = time.monotonic()
 
     def step(self, duration_s: float, size: tuple[int, int]) -> None:
@@ -201,18 +172,9 @@ class QueueReader:
     def __init__(self, figures: QueueFigures, *, interval_s: float) -> None:
         self._figures = figures
         self._interval_s = interval_s
-        self._latest: QueueReading | None = None
-        self._has_answered = True  # a worker starts after Redis has answered it
-
-    @property
-    def latest(self) -> QueueReading | None:
-        """The figures of the last look; None if it failed, since old ones would look like a queue that stands still."""
-        return self._latest
-
-    @property
-    def has_answered(self) -> bool:
-        """Whether Redis answered the last look, be it with a refusal."""
-        return self._has_answered
+        # Of the last look; None if it failed, since old figures would look like a queue that stands still.
+        self.latest: QueueReading | None = None
+        self.has_answered = True  # Redis answered the last look, be it with a refusal, or that before the start
 
     def run(self, stopping: threading.Event) -> None:
         """Look again and again, until told to stop."""
@@ -222,14 +184,14 @@ class QueueReader:
 
     def _look(self) -> None:
         try:
-            self._latest = self._figures.read()
-            self._has_answered = True
+            self.latest = self._figures.read()
+            self.has_answered = True
         except redis.RedisError as error:
             logger.warning("the queue's figures could not be read: %s", error)
-            self._latest = None
+            self.latest = None
             # Such as NOPERM, with an ACL file of an older version: the work itself goes on.
-            self._has_answered = isinstance(error, redis.ResponseError)
+            self.has_answered = isinstance(error, redis.ResponseError)
         except Exception:  # a seam: keys that cannot be read are no reason to end every worker of the queue
             logger.exception("the queue's figures make no sense")
-            self._latest = None
-            self._has_answered = True
+            self.latest = None
+            self.has_answered = True

@@ -50,8 +50,8 @@ class EngineThread:
         self._load_error: BaseException | None = None
         self._has_failed = False
         self._stopping = False
-        self._is_idle = True
-        self._num_steps = 0
+        self.is_idle = True  # waits for requests
+        self.num_steps = 0  # finished ones; the watchdog looks whether it moves
         self._step_began_at = 0.0  # time.monotonic()
         self._looked_at = 0.0  # time.monotonic(): for work, while idle
         self._meter = meter or EngineMeter()  # is told about each step, on this thread
@@ -68,24 +68,14 @@ class EngineThread:
         return self._engine
 
     @property
-    def num_steps(self) -> int:
-        """Steps finished; the watchdog looks whether it moves."""
-        return self._num_steps
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it waits for requests."""
-        return self._is_idle
-
-    @property
     def stalled_for_s(self) -> float:
         """How long the step that runs has been running; 0 while idle."""
-        return 0.0 if self._is_idle else time.monotonic() - self._step_began_at
+        return 0.0 if self.is_idle else time.monotonic() - self._step_began_at
 
     @property
     def idle_overdue_s(self) -> float:
         """While idle, how long past its time it has not looked for work; else 0."""
-        return max(0.0, time.monotonic() - self._looked_at - IDLE_LOOK_S) if self._is_idle else 0.0
+        return max(0.0, time.monotonic() - self._looked_at - IDLE_LOOK_S) if self.is_idle else 0.0
 
     @property
     def num_open_requests(self) -> int:
@@ -166,11 +156,11 @@ class EngineThread:
     def _wait_for_work(self, engine: StepEngine) -> bool:
         with self._changed:
             while not self._stopping and not (self._is_called() or engine.has_unfinished()):
-                self._looked_at = time.monotonic()  # before _is_idle, which other threads read first
-                self._is_idle = True
+                self._looked_at = time.monotonic()  # before is_idle, which other threads read first
+                self.is_idle = True
                 self._changed.wait(IDLE_LOOK_S)
-            self._step_began_at = time.monotonic()  # before _is_idle, which other threads read first
-            self._is_idle = False
+            self._step_began_at = time.monotonic()  # before is_idle, which other threads read first
+            self.is_idle = False
             return not self._stopping
 
     def _is_over(self) -> bool:
@@ -210,7 +200,7 @@ class EngineThread:
         began_at = time.perf_counter()
         outputs = engine.step()
         self._meter.step(time.perf_counter() - began_at, engine.step_size)
-        self._num_steps += 1
+        self.num_steps += 1
         self._deliver(outputs)
         if self._meter.is_due or not engine.has_unfinished():
             self._meter.publish(engine.stats())

@@ -39,17 +39,12 @@ class WorkerState:
         self._held_units = held_units
         self._drain = drain  # claims no more units
         self._on_failure = on_failure  # has this process end
-        self._has_failed = False
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the engine, or a thread around it, broke."""
-        return self._has_failed
+        self.has_failed = False  # the engine, or a thread around it, broke
 
     @property
     def shown_phase(self) -> Phase:
         """The phase, or `failed` since something broke, while the worker stops too."""
-        return "failed" if self._has_failed else self.phase
+        return "failed" if self.has_failed else self.phase
 
     def engine_failed(self, _error: BaseException) -> None:
         """The engine broke."""
@@ -68,7 +63,7 @@ class WorkerState:
 
     def fail(self, reason: StopReason) -> None:
         """Give the held units to other workers and have this process end; called on the thread that broke."""
-        self._has_failed = True
+        self.has_failed = True
         self._drain()
         self._held_units.stop_all(reason)
         self._on_failure()

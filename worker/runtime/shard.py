@@ -7,7 +7,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import redis
 
@@ -37,22 +37,21 @@ MAX_RESUME_STATE_BYTES = 1024 * 1024
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class ShardParts:
+    """The parts of the worker that each run of a shard uses."""
+
+    leases: UnitLeases
+    engine: EngineThread
+    writer: ResultWriter
+    closer: UnitCloser
+
+
 class ShardRunner:
     """Runs claimed shards, each on the thread that calls `run`, once it was told which model is served."""
 
-    def __init__(
-        self,
-        leases: UnitLeases,
-        engine: EngineThread,
-        writer: ResultWriter,
-        closer: UnitCloser,
-        *,
-        limits: LimitSettings,
-    ) -> None:
-        self._leases = leases
-        self._engine = engine
-        self._writer = writer
-        self._closer = closer
+    def __init__(self, parts: ShardParts, *, limits: LimitSettings) -> None:
+        self._parts = parts
         self._limits = limits
         self._served: ServedModel | None = None  # None: not loaded yet
 
@@ -65,31 +64,20 @@ class ShardRunner:
         if self._served is None:
             raise RuntimeError("a shard was taken before the engine was loaded")
         prompts = ShardPrompts(held.claim, self._served, limits=self._limits)
-        ShardRun(
-            held, prompts, leases=self._leases, engine=self._engine, writer=self._writer, closer=self._closer
-        ).run()
+        ShardRun(held, prompts, self._parts).run()
 
 
 class ShardRun:
     """Feeds a claimed shard's prompts to the engine and its records to the writer, on the thread that calls `run`."""
 
-    def __init__(
-        self,
-        held: HeldUnit,
-        prompts: ShardPrompts,
-        *,
-        leases: UnitLeases,
-        engine: EngineThread,
-        writer: ResultWriter,
-        closer: UnitCloser,
-    ) -> None:
+    def __init__(self, held: HeldUnit, prompts: ShardPrompts, parts: ShardParts) -> None:
         self._held = held
         self._claim = held.claim
         self._prompts = prompts
-        self._leases = leases
-        self._engine = engine
-        self._writer = writer
-        self._closer = closer
+        self._leases = parts.leases
+        self._engine = parts.engine
+        self._writer = parts.writer
+        self._closer = parts.closer
         self._unread = deque(held.claim.missing)
         self._running: dict[str, RequestLine] = {}  # by request id: offered, and then in the engine
         self._unrecorded = dict.fromkeys(held.claim.missing)  # in order; a dict for its cheap removal

@@ -102,24 +102,14 @@ class Activity:
     """Counts what Celery does in this process, for watchdog and health. Thread-safe."""
 
     def __init__(self, num_threads: int) -> None:
+        self.num_ticks = 0  # turns of Celery's event loop, about one a second; 0 before it began
+        self.num_received = 0  # tasks begun
         self._num_threads = num_threads  # of Celery's pool
         self._lock = threading.Lock()
-        self._num_ticks = 0
-        self._num_received = 0
         self._num_running = 0
         self._ticked_at = time.monotonic()
         self._answered_at = time.monotonic()
         self._num_answers: object = None
-
-    @property
-    def num_ticks(self) -> int:
-        """Turns of Celery's event loop, about one a second; 0 before it began."""
-        return self._num_ticks
-
-    @property
-    def num_received(self) -> int:
-        """Tasks begun."""
-        return self._num_received
 
     @property
     def is_full(self) -> bool:
@@ -138,7 +128,7 @@ class Activity:
 
     def tick(self, num_answers: object) -> None:
         """Note a turn of the event loop. `num_answers` changes whenever Redis has answered a question for messages."""
-        self._num_ticks += 1
+        self.num_ticks += 1
         self._ticked_at = time.monotonic()
         if num_answers != self._num_answers or self.is_full:
             self._answered_at = self._ticked_at
@@ -148,7 +138,7 @@ class Activity:
     def task(self) -> Iterator[None]:
         """Count a task as running within the block."""
         with self._lock:
-            self._num_received += 1
+            self.num_received += 1
             self._num_running += 1
         try:
             yield
@@ -184,12 +174,7 @@ class Watchdog:
         self._seen = (0, 0, 0)  # ticks, steps, tasks at the last look
         self._hub_still_s = 0.0
         self._engine_still_s = 0.0
-        self._untaken_s = 0.0
-
-    @property
-    def untaken_s(self) -> float:
-        """How long messages have waited beside free threads with none taken, as of the last look."""
-        return self._untaken_s
+        self.untaken_s = 0.0  # how long messages have waited beside free threads with none taken
 
     def run(self, stopping: threading.Event) -> None:
         """Look until told to stop, or until there is trouble."""
@@ -215,7 +200,7 @@ class Watchdog:
         is_untaken = takes_nothing and has_messages is True
         self._engine_still_s = self._engine_still_s + elapsed_s if is_engine_still else 0.0
         self._hub_still_s = self._hub_still_s + elapsed_s if is_hub_still and has_messages is not None else 0.0
-        self._untaken_s = self._untaken_s + elapsed_s if is_untaken else 0.0
+        self.untaken_s = self.untaken_s + elapsed_s if is_untaken else 0.0
         return self._verdict()
 
     def _verdict(self) -> StopReason | None:
@@ -226,8 +211,8 @@ class Watchdog:
         if self._hub_still_s >= HUB_TIMEOUT_S:
             logger.error("Celery's event loop has not turned for %.0f s", self._hub_still_s)
             return StopReason.RELEASED
-        if self._untaken_s >= CONSUME_TIMEOUT_S:
-            logger.error("messages wait, threads are free and none was taken for %.0f s", self._untaken_s)
+        if self.untaken_s >= CONSUME_TIMEOUT_S:
+            logger.error("messages wait, threads are free and none was taken for %.0f s", self.untaken_s)
             return StopReason.RELEASED
         return None
 
