@@ -9,20 +9,20 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from engine.checkpoint.embedding_config import EmbeddingConfig, Pooling
-from engine.errors import EngineError, NonFiniteLogits
+from engine.errors import NonFiniteLogits
 from engine.kv_cache.block_manager import BlockHashChain
 from engine.outputs import FinishedRequests
-from engine.request import RESERVED_PREFIX, EmbeddingRequest
-from engine.scheduling.groups import GroupTable, SequenceGroup
+from engine.request import RESERVED_PREFIX, EmbeddingRequest, RequestOutput
 from engine.scheduling.sequence import SequenceState
 from engine.staging import PendingResult
+from engine.unfinished import SequenceGroup, SequenceQueue, UnfinishedRequests
 
 NewChain = Callable[[Sequence[int], str], BlockHashChain]  # token ids, salt
 
@@ -111,16 +111,16 @@ class EmbeddingState(SequenceState):
 _Group = SequenceGroup[EmbeddingRequest, EmbeddingState]
 
 
-class EmbeddingRequests:
+class EmbeddingRequests(UnfinishedRequests[EmbeddingRequest, EmbeddingState, _Group, "array[float]"]):
     """Makes sequences of embedding requests, takes the vectors of these and hands the requests' outputs out.
 
-    Equal unfinished requests of one tenant are computed once. Where every position counts, nothing may come from the
-    prefix cache: such a sequence has digests that no other has, and its blocks are forgotten with it.
+    Where every position counts, nothing may come from the prefix cache: such a sequence has digests that no other has,
+    and its blocks are forgotten with it, for they must not push out others'.
     """
 
     def __init__(
         self,
-        queue: SequenceQueue,
+        queue: SequenceQueue[EmbeddingState],
         finished: FinishedRequests,
         new_chain: NewChain,
         *,
@@ -128,76 +128,53 @@ class EmbeddingRequests:
         arrivals: Iterator[int],
         deduplicate: bool,
     ) -> None:
-        self._queue = queue
-        self._finished = finished
+        super().__init__(queue, finished, shares_kv=not config.needs_every_position)
         self._new_chain = new_chain
         self.config = config  # what is pooled, and how far vectors may be cut
         self._arrivals = arrivals  # shared with whatever else queues sequences: they are told apart by these numbers
         self._deduplicate = deduplicate
-        self._groups: GroupTable[_Group] = GroupTable()
-
-    def __contains__(self, request_id: object) -> bool:
-        """Whether a request of this id is unfinished."""
-        return request_id in self._groups
 
     def add(self, request: EmbeddingRequest) -> None:
-        """Queue the inputs of a checked request, or wait for those of an equal one."""
+        """Queue the inputs of a checked request, or wait for the vectors of an equal one."""
         key = _key_of(request) if self._deduplicate else None
-        group = self._groups.join(request, key)
-        if group is None:
-            self._start([request], key, request.priority)
-        elif request.priority < group.priority:
-            for state in group.unfinished:
-                self._queue.promote(state, request.priority)
+        if not self._join(request, key):
+            self._start(self._new_group([request], key))
 
-    def take(self, state: EmbeddingState, answer: array[float] | EngineError | None) -> None:
-        """Take a step's answer for a sequence, see `pool`; hand out what its vector completes.
-
-        An error instead of a vector fails the request. Of a sequence that has ended, as when another input of its
-        request failed in this very step, nothing is taken.
-        """
-        if answer is None or state.is_finished:
-            return
-        if isinstance(answer, EngineError):
-            self._fail(state, answer)
-            return
-        state.embedding = answer
-        self._finish(state)
-        self._hand_out_if_complete(self._groups.of(state))
-
-    def abort(self, request_id: str) -> bool:
-        """End a request without vectors; False for one that is not unfinished. Equal requests keep the work."""
-        group = self._groups.find(request_id)
-        if group is None:
-            return False
-        request = group.request_named(request_id)
-        if len(group.requests) > 1:
-            self._groups.withdraw(request)
-        else:
-            self._drop(group)
-        self._finished.add_embeddings(request_id, request.num_prompt_tokens, 0, ())
+    def _apply(self, state: EmbeddingState, answer: array[float]) -> bool:
+        state.embedding, state.has_ended = answer, True
         return True
 
-    def close(self) -> None:
-        """Abort all of them."""
-        for group in self._groups:
-            for request in group.requests:
-                self.abort(request.request_id)
+    def _end(self, state: EmbeddingState) -> None:
+        state.has_ended = True
 
-    def _start(self, requests: list[EmbeddingRequest], key: bytes | None, priority: int) -> None:
-        first, arrival = requests[0], next(self._arrivals)
-        group = _Group(
-            requests, tuple(self._new_state(first, arrival, index) for index in range(len(first.inputs))), key
+    def _output(self, group: _Group) -> RequestOutput:
+        """An aborted request has no vectors, and nothing that was computed for it counts."""
+        embeddings = tuple(state.embedding for state in group.states if state.embedding is not None)
+        is_whole, request = len(embeddings) == len(group.states), group.request
+        return RequestOutput(
+            request.request_id,
+            request.num_prompt_tokens,
+            num_cached_tokens=sum(state.num_cached_tokens for state in group.states) if is_whole else 0,
+            completions=(),
+            error=group.error,
+            embeddings=embeddings if is_whole else (),
+            timings=group.timings_now() if is_whole or group.error is not None else None,
         )
-        self._groups.add(group)
-        for state in group.states:
-            state.priority = priority
-            self._queue.add(state)
+
+    def _ended_copy(self, request: EmbeddingRequest, group: _Group) -> _Group:
+        return _Group([request], group.states, None)
+
+    def _begin_again(self, group: _Group, requests: list[EmbeddingRequest]) -> _Group:
+        return self._new_group(requests, group.key)
+
+    def _new_group(self, requests: list[EmbeddingRequest], key: bytes | None) -> _Group:
+        first, arrival = requests[0], next(self._arrivals)
+        states = (self._new_state(first, arrival, index) for index in range(len(first.inputs)))
+        return _Group(requests, tuple(states), key)
 
     def _new_state(self, request: EmbeddingRequest, arrival: int, index: int) -> EmbeddingState:
         token_ids = list(request.inputs[index])
-        is_private = self.config.needs_every_position
-        salt = f"{RESERVED_PREFIX}/{arrival}/{index}" if is_private else request.tenant
+        salt = request.tenant if self._shares_kv else f"{RESERVED_PREFIX}/{arrival}/{index}"
         return EmbeddingState(
             request=request,
             index=index,
@@ -207,47 +184,6 @@ class EmbeddingRequests:
             pooler=Pooler(self.config.pooling, len(token_ids)),
         )
 
-    def _fail(self, state: EmbeddingState, error: EngineError) -> None:
-        """One input failed, so its request did."""
-        group = self._groups.of(state)
-        state.has_ended = True
-        self._queue.finish(state, kv_is_good=False)
-        self._drop(group)
-        ended, others = group.parted(error)
-        for position, request in enumerate(ended):
-            timings = None if position else group.timings_now()
-            self._finished.add_failed_embeddings(request.request_id, request.num_prompt_tokens, error, timings)
-        if others:
-            self._start(others, group.key, group.priority)
-
-    def _finish(self, state: EmbeddingState) -> None:
-        state.has_ended = True
-        # Private blocks can serve nobody: they must not push out others'.
-        self._queue.finish(state, kv_is_good=not self.config.needs_every_position)
-
-    def _hand_out_if_complete(self, group: _Group) -> None:
-        if not group.is_complete:
-            return
-        self._drop(group)
-        embeddings = tuple(state.embedding or array("f") for state in group.states)
-        num_cached_tokens = sum(state.num_cached_tokens for state in group.states)
-        for position, request in enumerate(group.requests):
-            num_tokens = request.num_prompt_tokens
-            self._finished.add_embeddings(
-                request.request_id,
-                num_tokens,
-                num_tokens if position else num_cached_tokens,  # nothing was computed for the others
-                embeddings,
-                timings=None if position else group.timings_now(),
-                is_duplicate=position > 0,
-            )
-
-    def _drop(self, group: _Group) -> None:
-        """Forget a group, and take out of the queue what it still has there."""
-        for state in group.unfinished:
-            self._finish(state)
-        self._groups.drop(group)
-
 
 def _key_of(request: EmbeddingRequest) -> bytes:
     """Names a request's vectors."""
@@ -256,22 +192,6 @@ def _key_of(request: EmbeddingRequest) -> bytes:
         digest.update(len(token_ids).to_bytes(8, "little"))
         digest.update(array("q", token_ids).tobytes())
     return digest.digest()
-
-
-class SequenceQueue(Protocol):
-    """The part of `engine.scheduling.scheduler.Scheduler` that embeddings need; an encoder's queue is another."""
-
-    def add(self, state: EmbeddingState) -> None:
-        """Queue a new sequence."""
-        ...
-
-    def promote(self, state: EmbeddingState, priority: int) -> None:
-        """Make an unfinished sequence more urgent."""
-        ...
-
-    def finish(self, state: EmbeddingState, *, kv_is_good: bool = True) -> None:
-        """Take out an unfinished sequence and free what it holds."""
-        ...
 
 
 @torch.inference_mode()

@@ -14,19 +14,18 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 
-from engine.errors import EngineError, EngineFatal, InvalidRequest, NonFiniteLogits
+from engine.errors import EngineError, EngineFatal, InvalidRequest
 from engine.kv_cache.block_manager import BlockManager
 from engine.outputs import FinishedRequests, OutputProcessor
 from engine.parts import EngineParts
-from engine.request import FinishReason, PromptLogprobs, Request, ResumeState
+from engine.request import FinishReason, PromptLogprobs, Request, RequestOutput, ResumeState
 from engine.resume import ResumeStates
 from engine.sampler import SampledToken
-from engine.scheduling.groups import GroupTable, RequestGroup
-from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import RequestState, TokenCounts
 from engine.structured.compiler import GrammarCompiler
 from engine.structured.grammar import Grammar
 from engine.structured.matcher import CompiledGrammar
+from engine.unfinished import RequestGroup, SequenceQueue, UnfinishedRequests
 
 KEY_BYTES = 16
 
@@ -35,26 +34,25 @@ SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: keeps the streams of a 
 WAIT_S = 0.01  # for a grammar, in a step that has nothing else to do
 
 
-class GenerationRequests:
+class GenerationRequests(UnfinishedRequests[Request, RequestState, RequestGroup, SampledToken | FinishReason]):
     """Makes sequences of requests for tokens, takes what is generated for them and hands their outputs out.
 
-    A request that is to get the same tokens as an unfinished one waits for these: one of the same tenant with the same
-    prompt and parameters, greedy or with an explicit seed. Other draws are each request's own.
+    Equal requests have the same tenant, prompt and parameters, and are greedy or have an explicit seed. Other draws are
+    each request's own. A request with a grammar is not queued before that is compiled.
     """
 
     def __init__(
         self,
         parts: EngineParts,
         outputs: OutputProcessor,
-        scheduler: Scheduler,
+        queue: SequenceQueue[RequestState],
         finished: FinishedRequests,
         arrivals: Iterator[int],
     ) -> None:
         """`arrivals` is shared with whatever else queues sequences: they are told apart by these numbers."""
+        super().__init__(queue, finished)
         settings, model = parts.effective.settings.engine, parts.executor.model
-        self._scheduler = scheduler
         self._outputs = outputs
-        self._finished = finished
         self._resume_states = ResumeStates(outputs, model, interval_tokens=settings.checkpoint_tokens)
         self._intake = RequestIntake(
             parts.block_manager,
@@ -71,12 +69,7 @@ class GenerationRequests:
         )
         self._held = HeldGroups(compiler)
         self._deduplicate = settings.deduplicate
-        self._groups: GroupTable[RequestGroup] = GroupTable()
         self.num_generated_tokens = 0  # sampled, whatever became of their requests
-
-    def __contains__(self, request_id: object) -> bool:
-        """Whether a request of this id is unfinished."""
-        return request_id in self._groups
 
     @property
     def num_held_sequences(self) -> int:
@@ -89,15 +82,11 @@ class GenerationRequests:
         A resume state that an equal one brings is set aside: the work behind it is done for the other anyway.
         """
         key = _key_of(request) if self._deduplicate else None
-        group = self._groups.join(replace(request, resume=None), key)
-        if group is None:
+        if not self._join(replace(request, resume=None), key):
             self._start(self._intake.begin(request, key))
-        elif request.priority < group.priority and not self._held.promote(group, request.priority):
-            for state in group.unfinished:
-                self._scheduler.promote(state, request.priority)
 
     def take_compiled(self, *, may_wait: bool) -> None:
-        """Schedule what no longer waits for its grammar. `may_wait`: a little, where there is nothing else to do."""
+        """Queue what no longer waits for its grammar. `may_wait`: a little, where there is nothing else to do."""
         for group, grammar in self._held.take_ready(may_wait=may_wait):
             if isinstance(grammar, EngineError):
                 group.error = grammar
@@ -106,28 +95,6 @@ class GenerationRequests:
                 for state in group.unfinished:
                     self._outputs.constrain(state, grammar)
                 self._schedule(group)
-
-    def take(self, state: RequestState, answer: SampledToken | FinishReason | EngineError | None) -> None:
-        """What a step brought for a sequence: a token, its end, its failure, or nothing yet.
-
-        Of a sequence that has ended, as when another of its request failed in this very step, nothing is taken.
-        """
-        if answer is None or state.is_finished:
-            return
-        if isinstance(answer, EngineError):
-            self._fail(state, answer)
-            return
-        if isinstance(answer, FinishReason):
-            state.finish_reason = answer  # its prompt was to be scored, not continued
-        else:
-            self._outputs.append(state, answer)
-            if state.first_token_s is None:
-                state.first_token_s = time.monotonic()
-            self.num_generated_tokens += 1
-            self._resume_states.note_token(state)
-        if state.finish_reason is not None:
-            self._scheduler.finish(state)
-            self._hand_out_if_complete(self._groups.of(state))
 
     def due_resume_states(self) -> dict[str, ResumeState]:
         """See Engine."""
@@ -138,73 +105,69 @@ class GenerationRequests:
         group = self._groups.find(request_id)
         return None if group is None else self._resume_states.take_now(group)
 
-    def abort(self, request_id: str) -> bool:
-        """End a request with what was generated; False for one that is not unfinished. Equal requests keep the work."""
-        group = self._groups.find(request_id)
-        if group is None:
-            return False
-        if len(group.requests) > 1:
-            self._withdraw(group.request_named(request_id), group)
-        else:
-            self._cancel(group)
-        return True
-
     def close(self) -> None:
         """Abort all of them, and give back what compiles grammars."""
-        for group in self._groups:
-            self._cancel(group)
+        super().close()
         self._held.close()
 
-    def _start(self, group: RequestGroup) -> None:
-        self._groups.add(group)
+    def _enqueue(self, group: RequestGroup) -> None:
         if not self._held.hold(group):
             self._schedule(group)
 
     def _schedule(self, group: RequestGroup) -> None:
         group.choose_scorer()
-        for state in group.unfinished:
-            self._scheduler.add(state)
-        self._hand_out_if_complete(group)
+        super()._enqueue(group)
 
-    def _fail(self, state: RequestState, error: EngineError) -> None:
-        """One sequence failed, so its request did; KV that is not good is withdrawn."""
-        group = self._groups.of(state)
-        group.error = error
-        state.finish_reason = FinishReason.ERROR
-        self._scheduler.finish(state, kv_is_good=not isinstance(error, NonFiniteLogits))
-        self._cancel(group)
+    def _promote(self, group: RequestGroup, priority: int) -> None:
+        if not self._held.promote(group, priority):
+            super()._promote(group, priority)
 
-    def _cancel(self, group: RequestGroup) -> None:
-        is_held = self._held.release(group)
-        for state in group.unfinished:
-            self._end(state)
-            if not is_held:
-                self._scheduler.finish(state)
-        self._hand_out_if_complete(group)
+    def _dequeue(self, group: RequestGroup) -> None:
+        if not self._held.release(group):
+            super()._dequeue(group)
 
-    def _withdraw(self, request: Request, group: RequestGroup) -> None:
-        """End one of several requests that wait for a group: the work done so far is the others'."""
-        copy = self._intake.copy_for(request, group)
-        for state in copy.unfinished:
-            self._end(state)
-        self._finished.add(request, copy, tuple(self._outputs.completion(state) for state in copy.states))
-        self._groups.withdraw(request)
+    def _apply(self, state: RequestState, answer: SampledToken | FinishReason) -> bool:
+        if isinstance(answer, FinishReason):
+            state.finish_reason = answer  # its prompt was to be scored, not continued
+        else:
+            self._outputs.append(state, answer)
+            if state.first_token_s is None:
+                state.first_token_s = time.monotonic()
+            self.num_generated_tokens += 1
+            self._resume_states.note_token(state)
+        return state.is_finished
 
     def _end(self, state: RequestState) -> None:
         self._outputs.flush(state)
         state.finish_reason = FinishReason.CANCELLED
 
-    def _hand_out_if_complete(self, group: RequestGroup) -> None:
-        if not group.is_complete:
-            return
-        self._groups.drop(group)
+    def _output(self, group: RequestGroup) -> RequestOutput:
         self._resume_states.forget(group)
         completions = tuple(self._outputs.completion(state) for state in group.states)
-        ended, others = group.parted(group.error)
-        for request in ended:
-            self._finished.add(request, group, completions)
-        if others:
-            self._start(self._intake.begin_again(group, others))
+        has_failed = group.error is not None
+        return RequestOutput(
+            request_id=group.request.request_id,
+            num_prompt_tokens=group.request.num_prompt_tokens,
+            num_cached_tokens=group.states[0].num_cached_tokens,
+            completions=() if has_failed else completions,
+            error=group.error,
+            num_resumed_tokens=group.num_resumed_tokens,
+            prompt_logprobs=None if has_failed else group.prompt_logprobs,
+            timings=group.timings_now(),
+        )
+
+    def _ended_copy(self, request: Request, group: RequestGroup) -> RequestGroup:
+        """Nothing is accounted to it: the work done so far is the others'."""
+        copy = self._intake.new_group([request], group.base_seed, None)
+        copy.states[0].num_cached_tokens = copy.states[0].num_prompt_tokens
+        copy.num_resumed_tokens = group.num_resumed_tokens
+        self._resume_states.copy_progress(group, copy.states)
+        for state in copy.unfinished:
+            self._end(state)
+        return copy
+
+    def _begin_again(self, group: RequestGroup, requests: list[Request]) -> RequestGroup:
+        return self._intake.new_group(requests, group.base_seed, group.key)  # the same draws, from the prompt on
 
 
 def _key_of(request: Request) -> bytes | None:
@@ -219,7 +182,7 @@ def _key_of(request: Request) -> bytes | None:
 
 
 class RequestIntake:
-    """Makes groups: new ones, ones that go on from a resume state, and copies of those that run."""
+    """Makes groups, new ones and ones that go on from a resume state."""
 
     def __init__(
         self,
@@ -245,35 +208,17 @@ class RequestIntake:
         resume_state = self._resume_states.usable(request)
         request = replace(request, resume=None)  # may be large: not kept for the request's life
         if resume_state is not None:
-            group = self._new_group([request], resume_state.base_seed, key)
+            group = self.new_group([request], resume_state.base_seed, key)
             if self._resume_states.restore(resume_state, group.states):
                 group.num_resumed_tokens = resume_state.num_tokens
                 for state in group.unfinished:
                     state.chain = self._blocks.new_chain(state.token_ids, request.tenant)
                 return group
         seed = request.params.seed
-        return self._new_group([request], self._entropy.getrandbits(63) if seed is None else seed, key)
+        return self.new_group([request], self._entropy.getrandbits(63) if seed is None else seed, key)
 
-    def begin_again(self, group: RequestGroup, requests: list[Request]) -> RequestGroup:
-        """A new group for requests of one that failed, from their prompts, as urgent and with the same draws."""
-        again = self._new_group(requests, group.base_seed, group.key)
-        for state in again.states:
-            state.priority = group.priority
-            state.arrived_s = group.states[0].arrived_s
-        return again
-
-    def copy_for(self, request: Request, group: RequestGroup) -> RequestGroup:
-        """A group of its own for one of a group's requests, as far as that group has come; not to be run.
-
-        Nothing is accounted to it: the work done is the others'.
-        """
-        copy = self._new_group([request], group.base_seed, None)
-        copy.states[0].num_cached_tokens = copy.states[0].num_prompt_tokens
-        copy.num_resumed_tokens = group.num_resumed_tokens
-        self._resume_states.copy_progress(group, copy.states)
-        return copy
-
-    def _new_group(self, requests: list[Request], base_seed: int, key: bytes | None) -> RequestGroup:
+    def new_group(self, requests: list[Request], base_seed: int, key: bytes | None) -> RequestGroup:
+        """A group for equal requests, from their prompt on."""
         request, arrival = requests[0], next(self._arrivals)
         params, room = request.params, self._max_model_len - len(request.prompt_token_ids)
         states = tuple(
@@ -303,7 +248,7 @@ def _signed_64(value: int) -> int:
 
 
 class HeldGroups:
-    """Groups whose grammar is being compiled. They are not scheduled yet; whatever runs goes on meanwhile."""
+    """Groups whose grammar is being compiled. They are not queued yet, and the steps go on without them."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         """It closes the compiler."""
@@ -324,7 +269,7 @@ class HeldGroups:
         return True
 
     def promote(self, group: RequestGroup, priority: int) -> bool:
-        """Make a group more urgent; False if it is not held."""
+        """Make a group more urgent; False if it does not wait here."""
         if group.arrival not in self._held:
             return False
         for state in group.states:
@@ -332,8 +277,8 @@ class HeldGroups:
         return True
 
     def release(self, group: RequestGroup) -> bool:
-        """Hold it no more; False if it was not held. A grammar that nobody else waits for is not compiled any more,
-        unless that has begun.
+        """Let a group go; False if it did not wait here. A grammar that no other group waits for is not compiled any
+        more, unless that has begun.
         """
         _, future = self._held.pop(group.arrival, (None, None))
         if future is None:

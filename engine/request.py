@@ -94,7 +94,6 @@ class FinishReason(Enum):
     STOP = "stop"  # an end-of-sequence id, a stop token id or a stop string
     LENGTH = "length"  # max_tokens, or the context is full
     CANCELLED = "cancelled"
-    ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from engine.models.decoder import DecoderModel
 from engine.outputs import OutputProcessor
 from engine.request import Request, ResumeState, SequenceResumeState
 from engine.sampler import SampledToken
-from engine.scheduling.groups import GroupTable, RequestGroup
 from engine.scheduling.sequence import RequestState
+from engine.unfinished import GroupTable, RequestGroup
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import pytest
 from engine.errors import EngineUnavailable, GrammarFailed, InvalidRequest, NonFiniteLogits
 from engine.kv_cache.block_manager import BlockManager
 from engine.request import FinishReason, Request
-from engine.scheduling.groups import GroupTable, SequenceGroup
 from engine.scheduling.sequence import RequestState
+from engine.unfinished import GroupTable, SequenceGroup
 from tests.support.engines import make_request, make_state
 
 Group = SequenceGroup[Request, RequestState]
@@ -75,8 +75,9 @@ def test_asking_each_sequence_whether_all_have_ended_is_not_quadratic(
 def test_equals_of_one_that_failed_are_retried_unless_they_would_fail_too(
     error: InvalidRequest | None, ended: str, others: str
 ) -> None:
-    parts = _group(1, num_requests=3).parted(error)
-    assert ["".join(request.request_id for request in part) for part in parts] == [ended, others]
+    group = _group(1, num_requests=3)
+    group.error = error
+    assert ["".join(request.request_id for request in part) for part in group.parted()] == [ended, others]
 
 
 def _keyed_group(name: str, arrival: int, key: bytes | None) -> Group:
