@@ -137,7 +137,7 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether `step` has something to run, to hand out or to raise."""
-        has_work = self._scheduler.has_work or self._generation.num_held_sequences > 0 or self._steps.have_failed
+        has_work = self._scheduler.has_work or self._generation.num_waiting_for_grammar > 0 or self._steps.have_failed
         return has_work or self._in_flight is not None or not self._finished.is_empty
 
     @property
@@ -153,7 +153,7 @@ class Engine:
             dtype=settings.dtype,
             num_steps=self._num_steps,
             num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting) + self._generation.num_held_sequences,
+            num_waiting=len(self._scheduler.waiting) + self._generation.num_waiting_for_grammar,
             num_finished_requests=self._finished.num_requests,
             num_duplicates=self._finished.num_duplicates,
             prompt_tokens=self._finished.prompt_tokens,

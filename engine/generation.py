@@ -67,14 +67,14 @@ class GenerationRequests(UnfinishedRequests[Request, RequestState, RequestGroup,
             vocab_size=model.config.vocab_size,
             eos_token_ids=parts.eos_token_ids,
         )
-        self._held = HeldGroups(compiler)
+        self._waiting_room = GrammarWaitingRoom(compiler)
         self._deduplicate = settings.deduplicate
         self.num_generated_tokens = 0  # sampled, whatever became of their requests
 
     @property
-    def num_held_sequences(self) -> int:
+    def num_waiting_for_grammar(self) -> int:
         """Sequences that wait for a grammar, which the scheduler does not know yet."""
-        return self._held.num_sequences
+        return self._waiting_room.num_sequences
 
     def add(self, request: Request) -> None:
         """Queue a checked request, or wait for the tokens of an equal one.
@@ -87,7 +87,7 @@ class GenerationRequests(UnfinishedRequests[Request, RequestState, RequestGroup,
 
     def take_compiled(self, *, may_wait: bool) -> None:
         """Queue what no longer waits for its grammar. `may_wait`: a little, where there is nothing else to do."""
-        for group, grammar in self._held.take_ready(may_wait=may_wait):
+        for group, grammar in self._waiting_room.take_ready(may_wait=may_wait):
             if isinstance(grammar, EngineError):
                 group.error = grammar
                 self._cancel(group)
@@ -108,10 +108,10 @@ class GenerationRequests(UnfinishedRequests[Request, RequestState, RequestGroup,
     def close(self) -> None:
         """Abort all of them, and give back what compiles grammars."""
         super().close()
-        self._held.close()
+        self._waiting_room.close()
 
     def _enqueue(self, group: RequestGroup) -> None:
-        if not self._held.hold(group):
+        if not self._waiting_room.take_in(group):
             self._schedule(group)
 
     def _schedule(self, group: RequestGroup) -> None:
@@ -119,11 +119,11 @@ class GenerationRequests(UnfinishedRequests[Request, RequestState, RequestGroup,
         super()._enqueue(group)
 
     def _promote(self, group: RequestGroup, priority: int) -> None:
-        if not self._held.promote(group, priority):
+        if not self._waiting_room.promote(group, priority):
             super()._promote(group, priority)
 
     def _dequeue(self, group: RequestGroup) -> None:
-        if not self._held.release(group):
+        if not self._waiting_room.release(group):
             super()._dequeue(group)
 
     def _apply(self, state: RequestState, answer: SampledToken | FinishReason) -> bool:
@@ -247,30 +247,30 @@ def _signed_64(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
-class HeldGroups:
+class GrammarWaitingRoom:
     """Groups whose grammar is being compiled. They are not queued yet, and the steps go on without them."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         """It closes the compiler."""
         self._compiler = compiler
-        self._held: dict[int, tuple[RequestGroup, Future[CompiledGrammar]]] = {}  # by arrival
+        self._waiting: dict[int, tuple[RequestGroup, Future[CompiledGrammar]]] = {}  # by arrival
 
     @property
     def num_sequences(self) -> int:
         """Sequences that wait here."""
-        return sum(len(group.unfinished) for group, _ in self._held.values())
+        return sum(len(group.unfinished) for group, _ in self._waiting.values())
 
-    def hold(self, group: RequestGroup) -> bool:
+    def take_in(self, group: RequestGroup) -> bool:
         """Have its grammar compiled; False for a group that has none, or has ended."""
         grammar = group.request.params.grammar
         if grammar is None or group.is_complete:
             return False
-        self._held[group.arrival] = (group, self._compiler.compile(grammar))
+        self._waiting[group.arrival] = (group, self._compiler.compile(grammar))
         return True
 
     def promote(self, group: RequestGroup, priority: int) -> bool:
         """Make a group more urgent; False if it does not wait here."""
-        if group.arrival not in self._held:
+        if group.arrival not in self._waiting:
             return False
         for state in group.states:
             state.priority = priority
@@ -280,10 +280,10 @@ class HeldGroups:
         """Let a group go; False if it did not wait here. A grammar that no other group waits for is not compiled any
         more, unless that has begun.
         """
-        _, future = self._held.pop(group.arrival, (None, None))
+        _, future = self._waiting.pop(group.arrival, (None, None))
         if future is None:
             return False
-        if not future.done() and all(other is not future for _, other in self._held.values()):
+        if not future.done() and all(other is not future for _, other in self._waiting.values()):
             future.cancel()
         return True
 
@@ -292,11 +292,11 @@ class HeldGroups:
 
         The refused stay here until they are released.
         """
-        if not self._held:
+        if not self._waiting:
             return []
         if may_wait:
-            wait({future for _, future in self._held.values()}, WAIT_S, FIRST_COMPLETED)
-        ready = [(group, _outcome(group, future)) for group, future in self._held.values() if future.done()]
+            wait({future for _, future in self._waiting.values()}, WAIT_S, FIRST_COMPLETED)
+        ready = [(group, _outcome(group, future)) for group, future in self._waiting.values() if future.done()]
         for group, outcome in ready:
             if isinstance(outcome, CompiledGrammar):
                 self.release(group)
