@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import count
 
 from engine.embedding import EmbeddingRequests, EmbeddingState, pool
-from engine.engine import Steps
+from engine.engine import StepLoop
 from engine.errors import InvalidRequest
 from engine.kv_cache.block_manager import BlockHashChain
 from engine.out_of_memory import step_failure
-from engine.outputs import FinishedRequests
 from engine.parts import EncoderParts
-from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, ResumeState
+from engine.request import AnyRequest, EmbeddingRequest, ResumeState
 from engine.scheduling.waiting_queue import SchedulerLimits, WaitingQueue
 from engine.stats import EngineStats
-from engine.text.tokenizer import Tokenizer
 from engine.validation import check_embedding_request
-from settings import EffectiveSettings, Settings
 
 
-class EncoderEngine:
-    """Runs whole inputs together, step by step; has no KV cache. Single-threaded: whoever made it calls it.
+class EncoderEngine(StepLoop):
+    """Runs whole inputs together, step by step; has no KV cache. Single-threaded: its owner calls it.
 
     Serves embedding requests only. Every added request ends in exactly one RequestOutput, handed out by `step`.
     """
@@ -33,17 +31,12 @@ class EncoderEngine:
     generates = False  # it makes embeddings only
 
     def __init__(self, parts: EncoderParts) -> None:
-        settings = parts.effective.settings.engine
-        self.effective: EffectiveSettings = parts.effective
-        self.tokenizer: Tokenizer = parts.tokenizer
+        super().__init__(parts.effective, parts.tokenizer)
+        settings = self.settings.engine
         self.max_model_len: int = parts.max_model_len  # tokens one input may have
         self._executor = parts.executor
         limits = SchedulerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.unified_prefill)
         self._queue = EncoderQueue(limits)
-        self._finished = FinishedRequests()
-        self._steps = Steps(self._finished)
-        self._num_steps = 0
-        self._step_size = (0, 0)
         self._embeddings = EmbeddingRequests(
             self._queue,
             self._finished,
@@ -53,16 +46,11 @@ class EncoderEngine:
             deduplicate=settings.deduplicate,
         )
 
-    @property
-    def settings(self) -> Settings:
-        """What the engine holds, derived values included."""
-        return self.effective.settings
-
     def add_request(self, request: AnyRequest) -> None:
         """Queue a request. Raises InvalidRequest (PromptTooLong, ...) for one that can never be served,
         EngineFatal once a step has failed.
         """
-        self._steps.check()
+        self._check()
         if not isinstance(request, EmbeddingRequest):
             raise InvalidRequest("this model is an encoder: it makes embeddings only", code="unsupported_endpoint")
         check_embedding_request(
@@ -86,51 +74,19 @@ class EncoderEngine:
         """End a request now; False, and no change, for one that is not unfinished."""
         return self._embeddings.abort(request_id)
 
-    def step(self) -> list[RequestOutput]:
-        """Run one step; the outputs of the requests that ended since the last call, aborted ones included.
-
-        Raises EngineFatal when the step itself failed (out of memory, a fault of the device), and from then on: stop
-        the engine. What had ended by then is handed out first; the next call raises.
-        """
-        return self._steps.run(self._advance)
-
-    def has_unfinished(self) -> bool:
-        """Whether `step` has something to run, to hand out or to raise."""
-        return self._queue.has_work or self._steps.have_failed or not self._finished.is_empty
-
-    @property
-    def step_size(self) -> tuple[int, int]:
-        """Sequences and tokens of the last call of `step`; (0, 0) where there was nothing to run."""
-        return self._step_size
-
     def stats(self) -> EngineStats:
-        """Figures at this moment."""
-        settings, finished = self.settings.engine, self._finished
-        return EngineStats(
-            device=settings.device,
-            dtype=settings.dtype,
-            num_steps=self._num_steps,
-            num_running=0,  # between steps none is half done
-            num_waiting=self._queue.num_waiting,
-            num_finished_requests=finished.num_requests,
-            num_duplicates=finished.num_duplicates,
-            prompt_tokens=finished.prompt_tokens,
-            cached_tokens=finished.cached_tokens,
-            output_tokens=finished.output_tokens,
-            generated_tokens=0,
-            num_preemptions=0,
-            num_blocks=0,
-            num_free_blocks=0,
-            prefix_cache=None,
-            decode_graphs=None,
-        )
+        """Figures at this moment; none runs, since between steps none is half done."""
+        return replace(super().stats(), num_waiting=self._queue.num_waiting)
 
     def close(self) -> None:
         """End every unfinished request as cancelled; `step` hands their outputs out."""
         self._embeddings.close()
 
+    @property
+    def _has_work(self) -> bool:
+        return self._queue.has_work
+
     def _advance(self) -> None:
-        self._step_size = (0, 0)
         if not self._queue.has_work:
             return
         states = self._queue.schedule()

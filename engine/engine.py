@@ -1,12 +1,13 @@
 """The engine for decoders: takes requests, runs steps, hands out what ended.
 
-Beside it the loop that every engine has, which stops at the first failed step.
+`StepLoop` is the part that every engine has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 
 import torch
@@ -30,16 +31,91 @@ from engine.validation import check_embedding_request, check_request
 from settings import EffectiveSettings, Settings
 
 
-class Engine:
-    """Runs requests together, step by step. Single-threaded: whoever made it calls it.
+class StepLoop(ABC):
+    """What every engine has: settings, a tokenizer, steps, and counts of what they did.
 
-    Every added request ends in exactly one RequestOutput, handed out by `step`.
+    Once a step has failed the engine takes no request and runs no step any more.
+    """
+
+    def __init__(self, effective: EffectiveSettings, tokenizer: Tokenizer) -> None:
+        self.effective: EffectiveSettings = effective
+        self.tokenizer: Tokenizer = tokenizer
+        self._finished = FinishedRequests()
+        self._failure: EngineFatal | None = None  # that the last step ended with
+        self._num_steps = 0
+        self._step_size = (0, 0)
+
+    @property
+    def settings(self) -> Settings:
+        """What the engine runs with, derived values included."""
+        return self.effective.settings
+
+    @property
+    def step_size(self) -> tuple[int, int]:
+        """Sequences and tokens of the step that the last call of `step` began; (0, 0) where it began none."""
+        return self._step_size
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; the outputs of the requests that ended since the last call, aborted ones included.
+
+        Raises EngineFatal when the step itself failed (out of memory, a fault of the device), and from then on: stop
+        the engine. What had ended by then, in the step before too, is handed out first; the next call raises.
+        """
+        if self._failure is None:
+            try:
+                self._step_size = (0, 0)
+                self._advance()
+            except EngineFatal as failure:
+                self._failure = failure
+        if self._finished.is_empty:
+            self._check()
+        return self._finished.take()
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has something to run, to hand out or to raise."""
+        return self._has_work or self._failure is not None or not self._finished.is_empty
+
+    def stats(self) -> EngineStats:
+        """Figures at this moment."""
+        settings, finished = self.settings.engine, self._finished
+        return EngineStats(
+            device=settings.device,
+            dtype=settings.dtype,
+            num_steps=self._num_steps,
+            num_finished_requests=finished.num_requests,
+            num_duplicates=finished.num_duplicates,
+            prompt_tokens=finished.prompt_tokens,
+            cached_tokens=finished.cached_tokens,
+            output_tokens=finished.output_tokens,
+        )
+
+    @property
+    @abstractmethod
+    def _has_work(self) -> bool:
+        """Whether there is something to run."""
+
+    @abstractmethod
+    def _advance(self) -> None:
+        """Run one step, if there is something to run. Raises EngineFatal."""
+
+    def _check(self) -> None:
+        """Raise EngineFatal if a step has failed."""
+        if self._failure is not None:
+            raise EngineFatal(str(self._failure)) from self._failure
+
+
+class Engine(StepLoop):
+    """Runs requests together, step by step. Single-threaded: its owner calls it.
+
+    Every added request ends in exactly one RequestOutput, handed out by `step`. With engine.async_scheduling `step`
+    leaves its step running and takes the answers of the one before: while the device works on a step, the host takes
+    the answers of the last one and schedules the next. Where a sequence needs its answer first, that is waited for
+    before anything is scheduled.
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        settings = parts.effective.settings.engine
-        self.effective: EffectiveSettings = parts.effective
-        self.tokenizer: Tokenizer = parts.tokenizer
+        super().__init__(parts.effective, parts.tokenizer)
+        settings = self.settings.engine
         self.model_interface: ModelInterface = parts.model_interface
         self.eos_token_ids: frozenset[int] = parts.eos_token_ids
         self.vocab_size: int = parts.executor.model.config.vocab_size  # token ids are below it
@@ -57,8 +133,6 @@ class Engine:
         self._runs_ahead = settings.async_scheduling
         self._in_flight: StepInFlight | None = None  # launched, not collected
         arrivals = count(1)
-        self._finished = FinishedRequests()
-        self._steps = Steps(self._finished)
         self._generation = GenerationRequests(parts, outputs, self._scheduler, self._finished, arrivals)
         self._embeddings = EmbeddingRequests(
             self._scheduler,
@@ -68,13 +142,6 @@ class Engine:
             arrivals=arrivals,
             deduplicate=settings.deduplicate,
         )
-        self._num_steps = 0
-        self._step_size = (0, 0)
-
-    @property
-    def settings(self) -> Settings:
-        """What the engine holds, derived values included."""
-        return self.effective.settings
 
     @property
     def max_model_len(self) -> int:
@@ -93,7 +160,7 @@ class Engine:
         One that is to get the same tokens as an unfinished one (see GenerationRequests) gets what that one generates; a
         resume state it brings is set aside, since the work behind it is done for the other anyway.
         """
-        self._steps.check()
+        self._check()
         is_taken = request.request_id in self._generation or request.request_id in self._embeddings
         vocab_size, capacity, config = self.vocab_size, self.max_model_len, self._embeddings.config
         if isinstance(request, EmbeddingRequest):
@@ -123,42 +190,12 @@ class Engine:
         """
         return self._generation.abort(request_id) or self._embeddings.abort(request_id)
 
-    def step(self) -> list[RequestOutput]:
-        """Run one step; the outputs of the requests that ended since the last call, aborted ones included.
-
-        With engine.async_scheduling the step is left running, and it is the one before whose answers are taken: while
-        the device works on a step, the host takes the answers of the last one and schedules the next. Where a sequence
-        needs its answer first, that is waited for before anything is scheduled.
-
-        Raises EngineFatal when the step itself failed (out of memory, a fault of the device), and from then on: stop
-        the engine. What had ended by then, in the step before too, is handed out first; the next call raises.
-        """
-        return self._steps.run(self._advance)
-
-    def has_unfinished(self) -> bool:
-        """Whether `step` has something to run, to hand out or to raise."""
-        has_work = self._scheduler.has_work or self._generation.num_waiting_for_grammar > 0 or self._steps.have_failed
-        return has_work or self._in_flight is not None or not self._finished.is_empty
-
-    @property
-    def step_size(self) -> tuple[int, int]:
-        """Sequences and tokens of the step that the last call of `step` began; (0, 0) where it began none."""
-        return self._step_size
-
     def stats(self) -> EngineStats:
         """Figures at this moment."""
-        settings = self.settings.engine
-        return EngineStats(
-            device=settings.device,
-            dtype=settings.dtype,
-            num_steps=self._num_steps,
+        return replace(
+            super().stats(),
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting) + self._generation.num_waiting_for_grammar,
-            num_finished_requests=self._finished.num_requests,
-            num_duplicates=self._finished.num_duplicates,
-            prompt_tokens=self._finished.prompt_tokens,
-            cached_tokens=self._finished.cached_tokens,
-            output_tokens=self._finished.output_tokens,
             generated_tokens=self._generation.num_generated_tokens,
             num_preemptions=self._scheduler.num_preemptions,
             num_blocks=self._blocks.num_blocks,
@@ -178,8 +215,12 @@ class Engine:
         self._in_flight = None  # nobody waits for it
         self.model_interface.reset()
 
+    @property
+    def _has_work(self) -> bool:
+        has_sequences = self._scheduler.has_work or self._generation.num_waiting_for_grammar > 0
+        return has_sequences or self._in_flight is not None
+
     def _advance(self) -> None:
-        self._step_size = (0, 0)
         self._generation.take_compiled(may_wait=not self._scheduler.has_work and self._finished.is_empty)
         batch = self._scheduler.schedule(is_ahead=self._in_flight is not None)
         if batch is None and self._in_flight is not None:
@@ -216,36 +257,3 @@ class Engine:
             self._embeddings.take(embedded, vector)
         for _, state, answer in answers.tokens:
             self._generation.take(state, answer)
-
-
-class Steps:
-    """Runs an engine's steps. Once one has failed the engine takes no request and runs no step any more."""
-
-    def __init__(self, finished: FinishedRequests) -> None:
-        self._finished = finished
-        self._failure: EngineFatal | None = None
-
-    @property
-    def have_failed(self) -> bool:
-        """Whether a step failed; who asks for the next one learns why."""
-        return self._failure is not None
-
-    def run(self, advance: Callable[[], None]) -> list[RequestOutput]:
-        """Advance; the outputs of the requests that ended since the last call.
-
-        Raises EngineFatal where a step failed with it, now or before: but first what had ended is handed out, so a
-        failure that finds something ended is raised by the call after.
-        """
-        if self._failure is None:
-            try:
-                advance()
-            except EngineFatal as failure:
-                self._failure = failure
-        if self._finished.is_empty:
-            self.check()
-        return self._finished.take()
-
-    def check(self) -> None:
-        """Raise EngineFatal if a step has failed."""
-        if self._failure is not None:
-            raise EngineFatal(str(self._failure)) from self._failure

@@ -38,17 +38,17 @@ class EngineStats:
 
     device: str  # cpu or cuda
     dtype: str  # of weights and KV cache
-    num_steps: int  # a step with engine.decode.batched off takes several forward passes
-    num_running: int  # sequences that hold blocks
-    num_waiting: int  # sequences that hold none
-    num_finished_requests: int
-    num_duplicates: int  # of these, given what was generated for an equal one
-    prompt_tokens: int  # of requests that have ended
-    cached_tokens: int  # of these, found in the prefix cache at first admission, or all of a duplicate's
-    output_tokens: int  # of requests that have ended, those taken over from a resume state or an equal one included
-    generated_tokens: int  # sampled by this engine, whatever became of their requests
-    num_preemptions: int
-    num_blocks: int  # the null block included
-    num_free_blocks: int
-    prefix_cache: PrefixCacheMetrics | None  # None: the model keeps no KV
-    decode_graphs: DecodeGraphStats | None  # None: decode steps are not captured
+    num_steps: int = 0  # a step with engine.decode.batched off takes several forward passes
+    num_running: int = 0  # sequences that hold blocks
+    num_waiting: int = 0  # sequences that hold none
+    num_finished_requests: int = 0
+    num_duplicates: int = 0  # of these, given what was generated for an equal one
+    prompt_tokens: int = 0  # of requests that have ended
+    cached_tokens: int = 0  # of these, found in the prefix cache at first admission, or all of a duplicate's
+    output_tokens: int = 0  # of requests that have ended, those taken over from a resume state or an equal one included
+    generated_tokens: int = 0  # sampled by this engine, whatever became of their requests
+    num_preemptions: int = 0
+    num_blocks: int = 0  # the null block included
+    num_free_blocks: int = 0
+    prefix_cache: PrefixCacheMetrics | None = None  # None: the model keeps no KV
+    decode_graphs: DecodeGraphStats | None = None  # None: decode steps are not captured

@@ -57,24 +57,7 @@ GATE_TIMEOUT_S = 60.0
 
 EMBEDDING = (0.6, 0.8)  # of every input
 
-_IDLE = EngineStats(
-    device="cpu",
-    dtype="float32",
-    num_steps=0,
-    num_running=0,
-    num_waiting=0,
-    num_finished_requests=0,
-    num_duplicates=0,
-    prompt_tokens=0,
-    cached_tokens=0,
-    output_tokens=0,
-    generated_tokens=0,
-    num_preemptions=0,
-    num_blocks=1,
-    num_free_blocks=0,
-    prefix_cache=None,
-    decode_graphs=None,
-)
+_IDLE = EngineStats(device="cpu", dtype="float32", num_blocks=1)
 
 TEMPLATES = Path(__file__).parent / "jinja"
 # Which of the texts that templates give a meaning are special tokens. Qwen3's tokenizer has the marks as plain tokens.
