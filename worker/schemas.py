@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, TypedDict
+from typing import Annotated, Self, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -86,9 +86,15 @@ class JobState(StrEnum):
     FINALIZING = "finalizing"
     CANCELLING = "cancelling"
     COMPLETED = "completed"
-    CANCELLED = "cancelled"
-    EXPIRED = "expired"
     FAILED = "failed"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+
+    @classmethod
+    def in_redis(cls, word: str) -> Self:
+        """The state of the word that the registry's scripts write into the job."""
+        words = {"queued": "validating", "running": "in_progress", "done": "completed", "refused": "failed"}
+        return cls(words.get(word, word))
 
     @property
     def is_terminal(self) -> bool:
@@ -187,15 +193,6 @@ class WorkerInfo(BaseModel):
     held: int  # plans and shards it holds a lease on
 
 
-# The field that holds when a job ended, which names how.
-_ENDED_AT = {
-    JobState.COMPLETED: "completed_at",
-    JobState.FAILED: "failed_at",
-    JobState.EXPIRED: "expired_at",
-    JobState.CANCELLED: "cancelled_at",
-}
-
-
 def batch_object(job: JobStatus) -> dict[str, object]:
     """The object that OpenAI's GET /v1/batches/{id} answers with, all fields of its type, times in whole Unix seconds.
 
@@ -205,7 +202,7 @@ def batch_object(job: JobStatus) -> dict[str, object]:
     priority, tenant.
     """
     counts, has_ended = job.request_counts, job.status.is_terminal
-    ended_at = _ENDED_AT.get(job.status)
+    ends = [state for state in JobState if state.is_terminal]
     return {
         "id": job.id,
         "object": "batch",
@@ -222,7 +219,7 @@ def batch_object(job: JobStatus) -> dict[str, object]:
         "expires_at": _whole(job.expires_at),
         "finalizing_at": _whole(_finalizing_at(job)),
         "cancelling_at": _whole(job.cancelling_at),
-        **{name: _whole(job.finished_at) if name == ended_at else None for name in _ENDED_AT.values()},
+        **{f"{end}_at": _whole(job.finished_at) if end is job.status else None for end in ends},
         "request_counts": counts.model_dump(),
         "usage": _usage(job),
         "metadata": dict(job.metadata),

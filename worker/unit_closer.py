@@ -73,6 +73,5 @@ class UnitCloser:
         if mode is RunMode.LOST:
             record = error_record(_LOST, index, custom_id, context)
         else:
-            reason = Unfinished.EXPIRED if mode is RunMode.EXPIRED else Unfinished.CANCELLED
-            record = unfinished_record(reason, index, custom_id, context)
-        return PromptRecord(index, Outcome(mode.value), encode_record(record))
+            record = unfinished_record(Unfinished[mode.name], index, custom_id, context)
+        return PromptRecord(index, mode.outcome, encode_record(record))

@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from worker.registry.lifecycle import Outcome, StopReason
+
 Kind = Literal["counter", "gauge", "histogram"]
 
 TOP_TENANTS = 20
@@ -21,10 +23,10 @@ OTHER_TENANTS = "(other)"
 UNREAD_PRIORITY = "(unread)"  # of shards beyond those that one look at the queue reads
 
 # What a label may be.
-OUTCOMES = ("ok", "error", "cancelled", "expired", "lost")
+OUTCOMES = tuple(outcome.value for outcome in Outcome)
 UNITS = ("plan", "shard")
 ATTEMPTS = ("1", "2", "3+")
-UNIT_ENDS = ("finished", "cancelled", "expired", "sent_away", "released", "failed", "engine_failed", "lease_lost")
+UNIT_ENDS = ("finished", *(reason.metric_label for reason in StopReason))
 JOB_ENDS = ("completed", "failed", "cancelled", "expired")
 LANES = ("0", "3", "6", "9")
 PARTS = ("consumer", "engine", "lease-keeper", "result-writer", "reaper", "watchdog", "queue-reader")

@@ -20,16 +20,6 @@ PAGE_RECORDS = 500
 PAGE_BYTES = 4 * 1024 * 1024
 SCAN_COUNT = 1000
 
-_STATES = {
-    "queued": JobState.VALIDATING,
-    "running": JobState.IN_PROGRESS,
-    "done": JobState.COMPLETED,
-    "cancelled": JobState.CANCELLED,
-    "expired": JobState.EXPIRED,
-    "failed": JobState.FAILED,
-    "refused": JobState.FAILED,
-}
-
 
 class ResultOrder(StrEnum):
     """Accepted by `results` of the clients and by `millrace results --order`."""
@@ -197,7 +187,7 @@ def job_status(job_id: str, fields: Mapping[Untyped, Untyped]) -> JobStatus:
 
 
 def _state(job: Mapping[str, str]) -> JobState:
-    state = _STATES[job["st"]]
+    state = JobState.in_redis(job["st"])
     if state.is_terminal:
         return state
     if job["cancel"] != "0":

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from enum import IntEnum, StrEnum
+from typing import Self
 
 
 class ClaimRefusal(StrEnum):
-    """Why a unit could not be claimed. But for a suspect its message is done: the registry announces what needs it."""
+    """Why a unit could not be claimed. Only a suspect's message is kept: the registry announces what needs it."""
 
     GONE = "gone"  # no such job, or it was forgotten
     TERMINAL = "terminal"  # the job or the unit is finished
     NEWER = "newer"  # a job whose fields another version of this code wrote
     BUSY = "busy"  # a live lease is on it
     SPLIT = "split"  # it crashed a worker while it ran alone, and was cut into parts that are announced by themselves
-    SUSPECT = "suspect"  # it crashed a worker before: it may be claimed by who runs it alone
+    SUSPECT = "suspect"  # it crashed a worker before: only a worker that runs nothing else may claim it
+
+
+class Outcome(StrEnum):
+    """How a prompt ended, as the counters have it. Values are those of put.lua."""
+
+    OK = "ok"
+    ERROR = "error"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+    LOST = "lost"
 
 
 class RunMode(StrEnum):
@@ -23,6 +34,16 @@ class RunMode(StrEnum):
     CANCELLED = "cancelled"  # the job was cancelled
     EXPIRED = "expired"  # its deadline passed
     LOST = "lost"  # the unit crashed too many workers
+
+    @property
+    def outcome(self) -> Outcome:
+        """How these prompts end, unless they are to be run."""
+        return Outcome(self.value)
+
+    @property
+    def stop_reason(self) -> StopReason | None:
+        """Why the holder of such a unit stops; None: it goes on."""
+        return next((reason for reason in StopReason if reason.closing_mode is self), None)
 
 
 class PutStatus(StrEnum):
@@ -37,33 +58,33 @@ class PutStatus(StrEnum):
 class StopReason(IntEnum):
     """Why the holder of a unit stops running it; a greater one replaces a smaller one."""
 
-    CANCELLED = 1  # its job was cancelled: prompts without a record get one that says so
-    EXPIRED = 2  # its job's deadline passed: likewise
-    SENT_AWAY = 3  # a suspect is to have this worker alone: the unit goes back once the engine has let go of it
-    RELEASED = 4  # this worker stops: the unit goes back, for another worker
-    FAILED = 5  # what runs it raised: a defect over this unit alone; it goes back, and that counts as an attempt
-    ENGINE_FAILED = 6  # engine or writer broke over it: likewise, and this worker stops
-    # Another worker has the unit, or the job is over, or Redis takes no record of it: nothing more is written.
-    FENCED = 7
+    metric_label: str
+    log_text: str
 
-    @classmethod
-    def of_mode(cls, mode: RunMode) -> StopReason | None:
-        """Why whoever runs a unit stops when it is to be run in this mode; None: there is no reason."""
-        return {RunMode.CANCELLED: cls.CANCELLED, RunMode.EXPIRED: cls.EXPIRED}.get(mode)
+    CANCELLED = 1, "cancelled", "cancelled"  # its job was cancelled: prompts without a record get one that says so
+    EXPIRED = 2, "expired", "expired"  # its job's deadline passed: likewise
+    # A suspect is to have this worker alone: the unit goes back once the engine has let go of it.
+    SENT_AWAY = 3, "sent_away", "given back"
+    RELEASED = 4, "released", "given back"  # this worker stops: the unit goes back, for another worker
+    # What runs it raised, over this unit alone: it goes back, and that counts as an attempt.
+    FAILED = 5, "failed", "failed"
+    # The engine or the writer broke over it: likewise, and this worker stops.
+    ENGINE_FAILED = 6, "engine_failed", "given back, the engine failed"
+    # Another worker has the unit, or the job is over, or Redis takes no record of it: nothing more is written.
+    FENCED = 7, "lease_lost", "no longer ours"
+
+    def __new__(cls, value: int, metric_label: str, log_text: str) -> Self:
+        """A reason, with what metrics and logs say of the unit then."""
+        reason = int.__new__(cls, value)
+        reason._value_, reason.metric_label, reason.log_text = value, metric_label, log_text
+        return reason
+
+    @property
+    def is_error(self) -> bool:
+        """Whether something went wrong."""
+        return self >= StopReason.FAILED
 
     @property
     def closing_mode(self) -> RunMode | None:
         """What the records of the prompts that were not run say; None: they are for another worker to run."""
-        if self is StopReason.CANCELLED:
-            return RunMode.CANCELLED
-        return RunMode.EXPIRED if self is StopReason.EXPIRED else None
-
-
-class Outcome(StrEnum):
-    """How a prompt ended, as the counters have it. Values are those of put.lua."""
-
-    OK = "ok"
-    ERROR = "error"
-    CANCELLED = "cancelled"
-    EXPIRED = "expired"
-    LOST = "lost"
+        return RunMode(self.log_text) if self <= StopReason.EXPIRED else None

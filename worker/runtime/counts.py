@@ -17,20 +17,9 @@ from settings import WorkerSettings
 from worker.metrics.catalogue import ATTEMPTS, OUTCOMES, STEP_SECONDS, STEP_SEQUENCES, STEP_TOKENS, UNIT_ENDS, UNITS
 from worker.registry.keys import Keys
 from worker.registry.leases import Claim, PromptRecord, UnitLeases
-from worker.registry.lifecycle import PutStatus, RunMode, StopReason
+from worker.registry.lifecycle import PutStatus, RunMode
 from worker.registry.queues import QueueFigures, QueueReading
 from worker.runtime.held_units import HeldUnit
-
-_ENDS = {
-    StopReason.CANCELLED: "cancelled",
-    StopReason.EXPIRED: "expired",
-    StopReason.SENT_AWAY: "sent_away",
-    StopReason.RELEASED: "released",
-    StopReason.FAILED: "failed",
-    StopReason.ENGINE_FAILED: "engine_failed",
-    StopReason.FENCED: "lease_lost",
-}
-_ENDS_BY_MODE = {RunMode.CANCELLED: "cancelled", RunMode.EXPIRED: "expired"}
 
 # Least time between two EngineStats of a working engine: one takes 11 us (85 with cold caches), the rest of a step's
 # bookkeeping 2.
@@ -77,11 +66,8 @@ def _kind(held: HeldUnit) -> str:
 
 
 def _end(held: HeldUnit) -> str:
-    if held.is_written:
-        return "finished"
-    if held.stop_reason is not None:
-        return _ENDS[held.stop_reason]
-    return _ENDS_BY_MODE.get(held.claim.mode, "finished")
+    reason = held.stop_reason or held.claim.mode.stop_reason
+    return "finished" if held.is_written or reason is None else reason.metric_label
 
 
 class CountedLeases(UnitLeases):

@@ -19,18 +19,6 @@ from worker.registry.lifecycle import PutStatus, RunMode, StopReason
 from worker.tracing.spans import TracedRequest, Tracing, UnitSpan
 from worker.unit_closer import UnitCloser
 
-_FAILED = "failed"
-_OUTCOMES = {
-    StopReason.CANCELLED: "cancelled",
-    StopReason.EXPIRED: "expired",
-    StopReason.SENT_AWAY: "given back",
-    StopReason.RELEASED: "given back",
-    StopReason.FAILED: _FAILED,
-    StopReason.ENGINE_FAILED: "given back, the engine failed",
-    StopReason.FENCED: "no longer ours",
-}
-_BAD_OUTCOMES = {_FAILED, _OUTCOMES[StopReason.ENGINE_FAILED], _OUTCOMES[StopReason.FENCED]}
-
 logger = logging.getLogger(__name__)
 
 _OPERATIONS = {
@@ -113,7 +101,7 @@ class HeldUnit:
     def close(self, closer: UnitCloser, indices: Sequence[int], mode: RunMode) -> None:
         """Write the error records of these prompts, and settle if they were the last. Raises redis.RedisError."""
         if closer.close(self.claim, indices, mode):
-            self.settle(StopReason.of_mode(mode))
+            self.settle(mode.stop_reason)
 
     def hear(self, status: PutStatus, mode: RunMode) -> None:
         """Act on the answer to a write: the unit is lost, all written, or to be run in `mode`."""
@@ -126,7 +114,7 @@ class HeldUnit:
 
     def hear_mode(self, mode: RunMode) -> None:
         """Tell the owner to stop, unless `mode` says to run the unit."""
-        reason = StopReason.of_mode(mode)
+        reason = mode.stop_reason
         if reason is not None:
             self.stop(reason)
 
@@ -250,16 +238,14 @@ def reported(held: HeldUnit) -> Iterator[None]:
             has_failed = False
         finally:
             # What stopped it says more than the error that this thread met then: Redis away, say.
-            outcome = _FAILED if has_failed and held.stop_reason is None else _outcome(held)
-            is_error = outcome in _BAD_OUTCOMES
+            reason = None if held.is_written else held.stop_reason
+            if has_failed and held.stop_reason is None:
+                reason = StopReason.FAILED
+            outcome, is_error = (reason.log_text, reason.is_error) if reason else ("done", False)
             held.span.end(outcome, is_error=is_error)
             elapsed_s = round(time.monotonic() - began_s, 3)
             level = logging.WARNING if is_error else level
             logger.log(level, "%s %s", kind, outcome, extra={"prompts": prompts, "elapsed_s": elapsed_s})
-
-
-def _outcome(held: HeldUnit) -> str:
-    return "done" if held.is_written or held.stop_reason is None else _OUTCOMES[held.stop_reason]
 
 
 def trace_request(span: UnitSpan, line: RequestLine, output: RequestOutput) -> None:

@@ -21,14 +21,12 @@ from worker.metrics.catalogue import (
     LANES,
     METRICS,
     OTHER_TENANTS,
-    OUTCOMES,
     PROCESS_METRICS,
     UNREAD_PRIORITY,
     Metric,
 )
 from worker.metrics.probe import main
 from worker.metrics.server import MetricsServer
-from worker.registry.lifecycle import Outcome
 from worker.registry.queues import PRIORITY_STEPS
 from worker.schemas import JobState, SubmitOptions
 
@@ -53,7 +51,6 @@ def test_no_name_is_there_twice() -> None:
 
 
 def test_labels_are_what_the_code_counts_by() -> None:
-    assert tuple(Outcome) == OUTCOMES
     assert tuple(map(str, PRIORITY_STEPS)) == LANES
     assert set(JOB_ENDS) == {state.value for state in JobState if state.is_terminal}
 
