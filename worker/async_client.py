@@ -19,11 +19,11 @@ from typing import Any, Literal, Self, TypeVar, Unpack
 from pydantic import SecretStr
 
 from settings import LimitSettings, RedisSettings, TracingSettings
-from worker.client import BatchClient, PollPauses, RequestObject, refuse_single_line
+from worker.client import BatchClient, RequestObject, refuse_single_line
 from worker.records.record import has_failed
 from worker.registry.connect import connect_async
 from worker.registry.exchange import perform_async
-from worker.registry.jobs import JobQueries, ResultOrder
+from worker.registry.jobs import JobQueries, ResultReader
 from worker.registry.keys import Keys
 from worker.schemas import JobStatus, SubmitArguments, WorkerInfo
 
@@ -97,7 +97,7 @@ class AsyncBatchClient:
         order: Literal["completion", "input"] = "completion",
     ) -> AsyncIterator[dict[str, Any]]:
         """A job's records, to be read with `async for`; see BatchClient.results for cursor, follow and order."""
-        return self._read(job_id, cursor, ResultOrder.checked(order, cursor), follow)
+        return self._read(ResultReader(self._queries, job_id, cursor, order, follow))
 
     async def errors(self, job_id: str) -> AsyncIterator[dict[str, Any]]:
         """The records, so far, of requests without an answer."""
@@ -111,11 +111,7 @@ class AsyncBatchClient:
 
     async def wait(self, job_id: str, timeout_s: float | None = None) -> JobStatus:
         """Wait until the job has ended. Raises TimeoutError after `timeout_s` seconds."""
-        pauses = PollPauses(timeout_s)
-        while not (job := await self.status(job_id)).status.is_terminal:
-            pauses.check_time(job)
-            await asyncio.sleep(pauses.next_s())
-        return job
+        return await perform_async(self._client, self._queries.wait(job_id, timeout_s))
 
     async def close(self) -> None:
         """Wait for the threads of submits and cancels that still run, then close the connections."""
@@ -132,19 +128,10 @@ class AsyncBatchClient:
     ) -> None:
         await self.close()
 
-    async def _read(self, job_id: str, cursor: int, order: ResultOrder, follow: bool) -> AsyncIterator[dict[str, Any]]:
-        pauses = PollPauses()
-        while True:
-            page = await perform_async(self._client, self._queries.page(job_id, cursor, order))
-            cursor = page.cursor
-            for record in page.records:
+    async def _read(self, reader: ResultReader) -> AsyncIterator[dict[str, Any]]:
+        while (records := await perform_async(self._client, reader.next_page())) is not None:
+            for record in records:
                 yield json.loads(record)
-            if page.is_last:
-                if page.has_ended or not follow:
-                    return
-                if page.records:
-                    pauses.restart()
-                await asyncio.sleep(pauses.next_s())
 
 
 async def _run_in(executor: Executor, call: Callable[[], T]) -> T:

@@ -6,7 +6,6 @@ Lines go to Redis in chunks as they are read, so a job of any size needs little 
 from __future__ import annotations
 
 import json
-import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
@@ -23,15 +22,12 @@ from worker.registry.connect import connect
 from worker.registry.errors import JobTooLarge
 from worker.registry.exchange import perform
 from worker.registry.intake import JobIntake, Quotas
-from worker.registry.jobs import JobControl, JobQueries, ResultOrder
+from worker.registry.jobs import JobControl, JobQueries, ResultReader
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import UnitLeases
 from worker.schemas import JobStatus, SubmitArguments, SubmitOptions, WorkerInfo
 from worker.tracing.spans import make_tracing
 from worker.unit_closer import UnitCloser
-
-FIRST_POLL_S = 0.02
-LONGEST_POLL_S = 0.5
 
 # One exchange with Redis carries at most this.
 CHUNK_LINES = 500
@@ -134,7 +130,7 @@ class BatchClient:
 
         Raises ValueError for a cursor or an order that there is not; reading raises what every method does.
         """
-        return self._read(job_id, cursor, ResultOrder.checked(order, cursor), follow)
+        return self._read(ResultReader(self._queries, job_id, cursor, order, follow))
 
     def errors(self, job_id: str) -> Iterator[dict[str, Any]]:
         """The records, so far, of requests without an answer."""
@@ -151,11 +147,7 @@ class BatchClient:
 
     def wait(self, job_id: str, timeout_s: float | None = None) -> JobStatus:
         """Wait until the job has ended. Raises TimeoutError after `timeout_s` seconds."""
-        pauses = PollPauses(timeout_s)
-        while not (job := self.status(job_id)).status.is_terminal:
-            pauses.check_time(job)
-            time.sleep(pauses.next_s())
-        return job
+        return perform(self._client, self._queries.wait(job_id, timeout_s))
 
     def close(self) -> None:
         """Close the connections. Spans that wait are sent first, within 2 s."""
@@ -171,19 +163,9 @@ class BatchClient:
     ) -> None:
         self.close()
 
-    def _read(self, job_id: str, cursor: int, order: ResultOrder, follow: bool) -> Iterator[dict[str, Any]]:
-        pauses = PollPauses()
-        while True:
-            page = perform(self._client, self._queries.page(job_id, cursor, order))
-            cursor = page.cursor
-            for record in page.records:
-                yield json.loads(record)
-            if page.is_last:
-                if page.has_ended or not follow:
-                    return
-                if page.records:
-                    pauses.restart()
-                time.sleep(pauses.next_s())
+    def _read(self, reader: ResultReader) -> Iterator[dict[str, Any]]:
+        while (records := perform(self._client, reader.next_page())) is not None:
+            yield from map(json.loads, records)
 
     def _submit(self, job_id: str, lines: Iterable[bytes | str | RequestObject], options: SubmitOptions) -> str:
         num_lines = LineStaging(self._intake, self._limits).stage(job_id, lines)
@@ -214,32 +196,6 @@ def _closing_leases(client: Redis, keys: Keys, worker: WorkerSettings) -> UnitLe
         max_attempts=worker.max_attempts,
         grace_s=worker.reap_grace_s,
     )
-
-
-class PollPauses:
-    """Pauses that double from 20 ms to half a second, for as long as nothing is new. Sleeping is the caller's."""
-
-    def __init__(self, timeout_s: float | None = None) -> None:
-        self._timeout_s = timeout_s
-        self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        self._pause_s = FIRST_POLL_S
-
-    def next_s(self) -> float:
-        """The next pause, no longer than the time that is left."""
-        pause_s, self._pause_s = self._pause_s, min(self._pause_s * 2, LONGEST_POLL_S)
-        return pause_s if self._until_s is None else min(pause_s, max(self._until_s - time.monotonic(), 0.0))
-
-    def restart(self) -> None:
-        """Something was new."""
-        self._pause_s = FIRST_POLL_S
-
-    def check_time(self, job: JobStatus) -> None:
-        """Raise TimeoutError, which says how far the job is, if the time is up."""
-        if self._until_s is not None and time.monotonic() >= self._until_s:
-            raise TimeoutError(
-                f"job {job.id} is {job.status} after {self._timeout_s} s: "
-                f"{job.request_counts.finished} of {job.request_counts.total} prompts are done"
-            )
 
 
 class LineStaging:

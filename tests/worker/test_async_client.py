@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from settings import LimitSettings
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.async_client import AsyncBatchClient
-from worker.client import PollPauses
 from worker.registry.errors import EmptyJob, InvalidJobId, JobNotFound, JobTooLarge
+from worker.registry.jobs import PollPauses
 from worker.registry.keys import UnitRef
 from worker.schemas import JobState
 

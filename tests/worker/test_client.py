@@ -16,9 +16,10 @@ from pydantic import ValidationError
 
 from settings import LimitSettings
 from tests.support.registry import TestRegistry, must_claim, ok
-from worker.client import FIRST_POLL_S, LONGEST_POLL_S, BatchClient, PollPauses
+from worker.client import BatchClient
 from worker.lines.files import read_raw_lines
 from worker.registry.errors import EmptyJob, InvalidJobId, JobNotFound, JobTooLarge, QueueFull
+from worker.registry.jobs import FIRST_POLL_S, LONGEST_POLL_S, PollPauses
 from worker.registry.keys import UnitRef
 from worker.schemas import JobState
 

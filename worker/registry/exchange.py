@@ -6,7 +6,9 @@ may be any bytes.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from functools import cached_property
 from importlib import resources
@@ -27,16 +29,20 @@ Command = Sequence[Argument]  # its name, then its arguments
 Untyped = Any
 RedisReply = Untyped
 
-# Yields commands that may travel together, is sent their answers, and returns what came of it.
-Exchange = Generator[Sequence[Command], list[RedisReply], T]
+# Yields commands that may travel together and is sent their answers, or a pause in seconds; returns what came of it.
+Exchange = Generator[Sequence[Command] | float, list[RedisReply], T]
 
 
 def perform(client: redis.Redis, exchange: Exchange[T]) -> T:
     """Hold the exchange with `client`, one round trip a step. Raises redis.RedisError, and what the exchange raises."""
     try:
-        commands = next(exchange)
+        step = next(exchange)
         while True:
-            commands = exchange.send(ask(client, commands))
+            if isinstance(step, float):
+                time.sleep(step)
+                step = next(exchange)
+            else:
+                step = exchange.send(ask(client, step))
     except StopIteration as end:
         result: T = end.value
         return result
@@ -45,14 +51,13 @@ def perform(client: redis.Redis, exchange: Exchange[T]) -> T:
 async def perform_async(client: AsyncRedis, exchange: Exchange[T]) -> T:
     """`perform` in an event loop."""
     try:
-        commands = next(exchange)
+        step = next(exchange)
         while True:
-            try:
-                answers = await _send_async(client, commands)
-            except NoScriptError:
-                await _send_async(client, _loads(commands))
-                answers = await _send_async(client, commands)
-            commands = exchange.send(answers)
+            if isinstance(step, float):
+                await asyncio.sleep(step)
+                step = next(exchange)
+            else:
+                step = exchange.send(await _ask_async(client, step))
     except StopIteration as end:
         result: T = end.value
         return result
@@ -68,6 +73,14 @@ def ask(client: redis.Redis, commands: Sequence[Command]) -> list[RedisReply]:
     except NoScriptError:
         _send(client, _loads(commands))
         return _send(client, commands)
+
+
+async def _ask_async(client: AsyncRedis, commands: Sequence[Command]) -> list[RedisReply]:
+    try:
+        return await _send_async(client, commands)
+    except NoScriptError:
+        await _send_async(client, _loads(commands))
+        return await _send_async(client, commands)
 
 
 def ask_one(client: redis.Redis, command: Command) -> RedisReply:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +20,9 @@ PAGE_RECORDS = 500
 # A page is no larger, but for a single record, which may be of 23 MB (embeddings).
 PAGE_BYTES = 4 * 1024 * 1024
 SCAN_COUNT = 1000
+
+FIRST_POLL_S = 0.02
+LONGEST_POLL_S = 0.5
 
 
 class ResultOrder(StrEnum):
@@ -57,6 +61,14 @@ class JobQueries:
         """The job as it stands. Raises JobNotFound, InvalidJobId."""
         [fields] = yield [self._fields_of(job_id)]
         return _found(job_id, fields)
+
+    def wait(self, job_id: str, timeout_s: float | None) -> Exchange[JobStatus]:
+        """The job once it has ended. Raises TimeoutError after `timeout_s` seconds, and what `status` raises."""
+        pauses = PollPauses(timeout_s)
+        while not (job := (yield from self.status(job_id))).status.is_terminal:
+            pauses.check_time(job)
+            yield pauses.next_s()
+        return job
 
     def jobs(self, limit: int) -> Exchange[list[JobStatus]]:
         """The newest `limit` jobs that are not forgotten, newest first."""
@@ -130,6 +142,57 @@ def _found(job_id: str, fields: RedisReply) -> JobStatus:
     if not fields:
         raise JobNotFound(job_id)
     return job_status(job_id, fields)
+
+
+class PollPauses:
+    """Pauses that double from 20 ms to half a second, for as long as nothing is new. Sleeping is the caller's."""
+
+    def __init__(self, timeout_s: float | None = None) -> None:
+        self._timeout_s = timeout_s
+        self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._pause_s = FIRST_POLL_S
+
+    def next_s(self) -> float:
+        """The next pause, no longer than the time that is left."""
+        pause_s, self._pause_s = self._pause_s, min(self._pause_s * 2, LONGEST_POLL_S)
+        return pause_s if self._until_s is None else min(pause_s, max(self._until_s - time.monotonic(), 0.0))
+
+    def restart(self) -> None:
+        """Something was new."""
+        self._pause_s = FIRST_POLL_S
+
+    def check_time(self, job: JobStatus) -> None:
+        """Raise TimeoutError, which says how far the job is, if the time is up."""
+        if self._until_s is not None and time.monotonic() >= self._until_s:
+            raise TimeoutError(
+                f"job {job.id} is {job.status} after {self._timeout_s} s: "
+                f"{job.request_counts.finished} of {job.request_counts.total} prompts are done"
+            )
+
+
+class ResultReader:
+    """Reads a job's records from `cursor` on, page by page; see BatchClient.results for cursor, order and follow."""
+
+    def __init__(self, queries: JobQueries, job_id: str, cursor: int, order: str, follow: bool) -> None:
+        self._queries = queries
+        self._job_id = job_id
+        self._cursor = cursor
+        self._order = ResultOrder.checked(order, cursor)
+        self._follow = follow
+        self._pauses = PollPauses()
+        self._is_last = self._has_ended = False
+
+    def next_page(self) -> Exchange[Sequence[bytes] | None]:
+        """The records of the next page, after a pause if the one before was the last so far; None: there is none."""
+        if self._is_last:
+            if self._has_ended or not self._follow:
+                return None
+            yield self._pauses.next_s()
+        page = yield from self._queries.page(self._job_id, self._cursor, self._order)
+        if page.records:
+            self._pauses.restart()
+        self._cursor, self._is_last, self._has_ended = page.cursor, page.is_last, page.has_ended
+        return page.records
 
 
 class JobControl:

@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Sequence
 from importlib import resources
+from typing import cast
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.support.registry import TestRegistry, must_claim, ok
 from worker.registry import jobs as job_queries
 from worker.registry.connect import connect_async
 from worker.registry.errors import InvalidJobId, JobNotFound
-from worker.registry.exchange import Script, Scripts, perform, perform_async, script_source
+from worker.registry.exchange import Command, Script, Scripts, perform, perform_async, script_source
 from worker.registry.jobs import JobQueries, ResultOrder, ResultPage
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import Claim
@@ -151,7 +152,7 @@ def job_id(registry: TestRegistry) -> str:
 @pytest.mark.parametrize("order", list(ResultOrder))
 def test_a_page_is_one_command_in_one_exchange(registry: TestRegistry, job_id: str, order: ResultOrder) -> None:
     exchange = JobQueries(registry.keys).page(job_id, 0, order)
-    [command] = next(exchange)
+    [command] = cast("list[Command]", next(exchange))
     assert command[0] == "EVALSHA"
     with pytest.raises(StopIteration) as end:
         exchange.send([[1, 1, 0, [b"record"]]])
