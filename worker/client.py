@@ -21,7 +21,7 @@ from worker.records.record import has_failed
 from worker.registry.connect import connect
 from worker.registry.errors import JobTooLarge
 from worker.registry.exchange import perform
-from worker.registry.intake import JobIntake, Quotas
+from worker.registry.intake import JobIntake
 from worker.registry.jobs import JobControl, JobQueries, ResultReader
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import UnitLeases
@@ -62,7 +62,6 @@ class BatchClient:
             keys,
             redis_settings=redis_settings,
             limits=limits,
-            quotas=Quotas.from_settings(limits),
             grace_s=settings.worker.reap_grace_s,
         )
         self._limits = limits

@@ -24,7 +24,7 @@ from worker.broker.messages import Announcer
 from worker.records.record import BatchFile
 from worker.registry.connect import connect
 from worker.registry.exchange import perform, text
-from worker.registry.intake import JobIntake, Quotas
+from worker.registry.intake import JobIntake
 from worker.registry.jobs import JobControl, JobQueries, ResultOrder
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import Claim, PromptRecord, UnitLeases
@@ -68,13 +68,12 @@ class TestRegistry:
     def control(self) -> JobControl:
         return JobControl(self.redis, self.keys)
 
-    def intake(self, *, limits: LimitSettings | None = None, quotas: Quotas | None = None) -> JobIntake:
+    def intake(self, *, limits: LimitSettings | None = None) -> JobIntake:
         return JobIntake(
             self.redis,
             self.keys,
             redis_settings=self.settings,
             limits=limits or LimitSettings(),
-            quotas=quotas or Quotas(),
             grace_s=30.0,
         )
 

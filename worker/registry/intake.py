@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Self
 
 import redis
 
@@ -29,14 +27,12 @@ class JobIntake:
         *,
         redis_settings: RedisSettings,
         limits: LimitSettings,
-        quotas: Quotas,
         grace_s: float,
     ) -> None:
         self._client = client
         self._keys = keys
         self._redis_settings = redis_settings
         self._limits = limits
-        self._quotas = quotas
         self._grace_s = grace_s  # before a job whose plan message got lost is announced again
 
     def find(self, tenant: str, idempotency_key: str) -> str | None:
@@ -117,7 +113,7 @@ class JobIntake:
             "retain_ms": self._retain_ms,
             "max_prompts": self._limits.max_prompts_per_job,
             "max_bytes": self._limits.max_job_bytes,
-            "limits": list(self._quotas.for_script()),
+            "limits": list(_quotas(self._limits)),
         }
 
 
@@ -145,38 +141,15 @@ def _retry_after_s(excess: int, used: int, open_prompts: int, rate_per_s: float)
     return min(max(open_prompts / rate_per_s * min(excess / used, 1.0), 1.0), MAX_RETRY_S)
 
 
-@dataclass(frozen=True, slots=True)
-class Quotas:
-    """How much may be outstanding, for all and for each tenant. None: no limit."""
-
-    max_prompts: int | None = None
-    max_bytes: int | None = None
-    max_jobs: int | None = None
-    max_tenant_prompts: int | None = None
-    max_tenant_bytes: int | None = None
-    max_tenant_jobs: int | None = None
-
-    @classmethod
-    def from_settings(cls, limits: LimitSettings) -> Self:
-        """What the settings say."""
-        return cls(
-            max_prompts=limits.max_open_prompts,
-            max_bytes=limits.max_open_bytes,
-            max_jobs=limits.max_open_jobs,
-            max_tenant_prompts=limits.max_tenant_prompts,
-            max_tenant_bytes=limits.max_tenant_bytes,
-            max_tenant_jobs=limits.max_tenant_jobs,
-        )
-
-    def for_script(self) -> Iterator[dict[str, str | int]]:
-        """The limits that are set, as submit.lua reads them."""
-        for scope, resource, most in (
-            ("all", "prompts", self.max_prompts),
-            ("all", "bytes", self.max_bytes),
-            ("all", "jobs", self.max_jobs),
-            ("tenant", "prompts", self.max_tenant_prompts),
-            ("tenant", "bytes", self.max_tenant_bytes),
-            ("tenant", "jobs", self.max_tenant_jobs),
-        ):
-            if most is not None:
-                yield {"scope": scope, "resource": resource, "most": most}
+def _quotas(limits: LimitSettings) -> Iterator[dict[str, str | int]]:
+    """How much may be outstanding, of all jobs and of a tenant's, as submit.lua reads it; without what has no limit."""
+    for scope, resource, most in (
+        ("all", "prompts", limits.max_open_prompts),
+        ("all", "bytes", limits.max_open_bytes),
+        ("all", "jobs", limits.max_open_jobs),
+        ("tenant", "prompts", limits.max_tenant_prompts),
+        ("tenant", "bytes", limits.max_tenant_bytes),
+        ("tenant", "jobs", limits.max_tenant_jobs),
+    ):
+        if most is not None:
+            yield {"scope": scope, "resource": resource, "most": most}

@@ -17,7 +17,7 @@ from worker.broker.messages import Announcer
 from worker.metrics.catalogue import TOP_TENANTS
 from worker.metrics.server import MetricsServer
 from worker.registry.connect import connect
-from worker.registry.intake import JobIntake, Quotas
+from worker.registry.intake import JobIntake
 from worker.registry.keys import Keys
 from worker.registry.leases import Heartbeats
 from worker.registry.queues import QueueFigures, ReapQueue, ShardQueue
@@ -132,13 +132,11 @@ class _Parts:
 
     @cached_property
     def staged_jobs(self) -> StagedJobs:
-        limits = self._settings.limits
         intake = JobIntake(
             self.client,
             self._keys,
             redis_settings=self._settings.redis,
-            limits=limits,
-            quotas=Quotas.from_settings(limits),
+            limits=self._settings.limits,
             grace_s=self._settings.worker.reap_grace_s,
         )
         return StagedJobs(intake, self._keys, self._announcer)

@@ -14,7 +14,7 @@ from tests.support.redis_servers import lose_next_script_reply
 from tests.support.registry import RecordingAnnouncer, TestRegistry, must_claim, ok
 from worker.broker.messages import MessageEnd
 from worker.registry.errors import EmptyJob, JobIncomplete, JobTooLarge, QueueFull
-from worker.registry.intake import JobIntake, Quotas
+from worker.registry.intake import JobIntake
 from worker.registry.keys import UnitRef
 from worker.runtime.staged_jobs import StagedJobs
 from worker.schemas import BatchError, JobState, SubmitOptions
@@ -90,20 +90,20 @@ def test_a_job_that_is_too_large_is_refused_with_the_setting_to_raise(registry: 
 
 
 @pytest.mark.parametrize(
-    ("quotas", "scope", "resource"),
+    ("quota", "scope", "resource"),
     [
-        (Quotas(max_prompts=5), "all", "prompts"),
-        (Quotas(max_bytes=20), "all", "bytes"),
-        (Quotas(max_jobs=1), "all", "jobs"),
-        (Quotas(max_tenant_prompts=5), "tenant", "prompts"),
-        (Quotas(max_tenant_bytes=20), "tenant", "bytes"),
-        (Quotas(max_tenant_jobs=1), "tenant", "jobs"),
+        ({"max_open_prompts": 5, "max_prompts_per_job": 5}, "all", "prompts"),
+        ({"max_open_bytes": 20, "max_job_bytes": 20, "max_prompt_bytes": 20}, "all", "bytes"),
+        ({"max_open_jobs": 1}, "all", "jobs"),
+        ({"max_tenant_prompts": 5}, "tenant", "prompts"),
+        ({"max_tenant_bytes": 20}, "tenant", "bytes"),
+        ({"max_tenant_jobs": 1}, "tenant", "jobs"),
     ],
 )
 def test_a_full_queue_says_what_is_full_and_when_to_come_back(
-    registry: TestRegistry, quotas: Quotas, scope: str, resource: str
+    registry: TestRegistry, quota: dict[str, int], scope: str, resource: str
 ) -> None:
-    intake = registry.intake(quotas=quotas)
+    intake = registry.intake(limits=LimitSettings.model_validate(quota))
     _submit(intake, registry, 3)
     with pytest.raises(QueueFull) as caught:
         _submit(intake, registry, 3)
@@ -114,7 +114,7 @@ def test_a_full_queue_says_what_is_full_and_when_to_come_back(
 
 
 def test_finished_prompts_make_room(registry: TestRegistry) -> None:
-    intake = registry.intake(quotas=Quotas(max_prompts=3, max_jobs=1))
+    intake = registry.intake(limits=LimitSettings(max_open_prompts=3, max_prompts_per_job=3, max_open_jobs=1))
     job_id = _submit(intake, registry, 3)
     leases = registry.leases()
     plan = must_claim(leases, UnitRef.plan(job_id))
@@ -123,7 +123,7 @@ def test_finished_prompts_make_room(registry: TestRegistry) -> None:
 
 
 def test_the_waiting_time_follows_the_rate_of_work(registry: TestRegistry) -> None:
-    intake = registry.intake(quotas=Quotas(max_prompts=100))
+    intake = registry.intake(limits=LimitSettings(max_open_prompts=100, max_prompts_per_job=100))
     _submit(intake, registry, 100)
     registry.redis.hset(registry.keys.counters, "rate", "5.0")
     with pytest.raises(QueueFull) as caught:
@@ -246,13 +246,3 @@ def test_lines_that_are_no_hash_are_refused_and_do_not_go_round(registry: TestRe
     assert job.status is JobState.FAILED
     assert "hash of index and line" in (job.error or "")
     assert registry.redis.ttl(registry.keys.lines(job_id)) > 0
-
-
-def test_every_limit_comes_from_a_setting_and_unset_ones_are_left_out() -> None:
-    limits = LimitSettings(max_open_prompts=70_000, max_open_bytes=2**30, max_open_jobs=9, max_tenant_jobs=3)
-    assert list(Quotas.from_settings(limits).for_script()) == [
-        {"scope": "all", "resource": "prompts", "most": 70_000},
-        {"scope": "all", "resource": "bytes", "most": 2**30},
-        {"scope": "all", "resource": "jobs", "most": 9},
-        {"scope": "tenant", "resource": "jobs", "most": 3},
-    ]
