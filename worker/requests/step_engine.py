@@ -11,67 +11,55 @@ if TYPE_CHECKING:
     from engine.stats import EngineStats
     from engine.text.tokenizer import Tokenizer
 
-# Sequences in the engine at once, as a multiple of those that run at once: the rest wait, sorted by prefix.
+# Sequences in the engine, as a multiple of those that run at once: the others wait there, sorted by prefix.
 WINDOW_FACTOR = 8
 
 
 class StepEngine(Protocol):
-    """The part of `engine.engine.Engine` that is used here; tests put a double in its place.
+    """The part of `engine.engine.Engine` that the worker uses; tests put a double in its place.
 
-    Single-threaded: one owner calls it. Every added request ends in exactly one RequestOutput, handed out by `step`.
+    Called by one thread. Every added request ends in exactly one RequestOutput, which `step` returns.
     """
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokeniser; may be used from other threads."""
-        ...
 
     @property
     def max_model_len(self) -> int:
         """Tokens one request may have, prompt and output together."""
-        ...
 
     @property
     def generates(self) -> bool:
         """Whether it continues prompts; every engine makes embeddings."""
-        ...
 
     def add_request(self, request: AnyRequest) -> None:
         """Queue a request. Raises InvalidRequest for one that can never be served, EngineFatal once a step failed."""
-        ...
 
     def abort(self, request_id: str) -> bool:
-        """End a request now and free its KV; False if it is not unfinished."""
-        ...
+        """End a request now and free its KV; False if it has ended already."""
 
     def resume_state(self, request_id: str) -> ResumeState | None:
-        """A request as it stands; None if it is not unfinished or has generated nothing."""
-        ...
+        """How far a request has come; None if it has ended or has generated nothing."""
 
     def due_resume_states(self) -> Mapping[str, ResumeState]:
-        """Resume states that came due, by request id. Nobody needs to ask."""
-        ...
+        """Resume states that came due, by request id; asking is optional."""
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs of the requests that ended. Raises EngineFatal once a step failed."""
-        ...
 
     def has_unfinished(self) -> bool:
         """Whether `step` has something to run, to hand out or to raise."""
-        ...
 
     @property
     def step_size(self) -> tuple[int, int]:
         """Sequences and tokens of the step that the last call of `step` began; (0, 0) where it began none."""
-        ...
 
     def stats(self) -> EngineStats:
         """Figures at this moment."""
-        ...
 
     def close(self) -> None:
         """Give everything back."""
-        ...
 
 
 def request_window(max_num_seqs: int) -> int:
@@ -80,5 +68,5 @@ def request_window(max_num_seqs: int) -> int:
 
 
 def request_room(request: AnyRequest) -> int:
-    """How many of a window's sequences a request is: one for each of its inputs (up to 2,048), or of its choices."""
+    """How many of a window's sequences a request takes: one for each input (up to 2,048), or for each choice."""
     return len(request.inputs) if isinstance(request, EmbeddingRequest) else request.params.n
