@@ -16,7 +16,7 @@ from worker.schemas import DEFAULT_PRIORITY
 
 _TRANSPORT = "worker.broker.messages:GuardedTransport"
 _SOCKET_TRANSPORT = "worker.broker.messages:GuardedSocketTransport"
-# Beside those that hold shards: shards that fill every slot would hide new jobs, whose submit and plan need a thread.
+# For submit and plan of new jobs, which would wait where shards fill every other thread.
 SPARE_THREADS = 2
 VISIBILITY_TIMEOUT_S = 3600  # the same for every client of one Redis: the shortest one wins
 
@@ -42,11 +42,11 @@ def create_app(settings: Settings) -> Celery:
         task_default_queue=QUEUE,
         task_create_missing_queues=False,
         task_default_priority=DEFAULT_PRIORITY,
-        # A message is acknowledged when its unit is finished, released or somebody else's.
+        # A message is acknowledged when its unit is finished, released or another worker's.
         task_acks_late=True,
         task_acks_on_failure_or_timeout=True,  # a failure is in the registry: the message has done its work
         task_reject_on_worker_lost=True,
-        # Shards in flight share one engine in this process; no message is taken that finds no thread.
+        # Shards in flight share one engine in this process; a message is taken only for a free thread.
         worker_pool="worker.broker.celery_guards:GuardedPool",
         worker_concurrency=settings.worker.concurrency + SPARE_THREADS,
         worker_prefetch_multiplier=1,

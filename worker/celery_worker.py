@@ -137,13 +137,12 @@ def _num_answers(worker: Untyped) -> tuple[int, int] | None:
 
 
 class CeleryLogFilter(logging.Filter):
-    """Makes debug lines of what is logged elsewhere with the ids of its job, and drops the tasks' arguments.
+    """Makes debug lines of what we log ourselves with the job's ids, and drops the tasks' arguments.
 
-    Celery says of each task that it was received and that it succeeded, without saying which job it was about, and at
-    each reconnection what it does about its prefetch count. It warns with ten lines of traceback whenever a message
-    goes back, which is how a full, draining or unwell worker passes a unit on: 640 times in five minutes of fault
-    injection. What failed over a unit was logged by its runner. Arguments of `millrace.submit` hold the producer's own
-    notes.
+    Celery says that each task was received and succeeded, but not for which job, and what its prefetch count is after
+    each reconnection. It warns with ten lines of traceback whenever a message goes back, which is how a full, draining
+    or unwell worker passes a unit on: 640 times in five minutes of fault injection. A unit's failure is logged by its
+    runner. Arguments of `millrace.submit` hold the producer's own notes.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -35,7 +35,7 @@ class UnitCloser:
         self._limits = limits
 
     def close_unclaimed(self, ref: UnitRef) -> None:
-        """Close a unit of a job that is to end, unless somebody holds it: its holder closes it then."""
+        """Close a unit of a job that is to end, unless a worker holds it, which then closes it."""
         claim = self._leases.claim(ref)
         if isinstance(claim, ClaimRefusal):
             return
@@ -64,7 +64,7 @@ class UnitCloser:
     def _record(self, claim: Claim, index: int, raw: bytes | None, mode: RunMode) -> PromptRecord:
         context = RecordContext(claim.ref.job_id, "", claim.created_s)
         custom_id: str | None = None
-        # A plan that crashes workers may do so by what its lines hold: they are not read once more.
+        # What crashes workers may be the lines that a plan reads: they are not read again.
         if raw is not None and not (claim.ref.is_plan and mode is RunMode.LOST):
             try:
                 custom_id = parse_request_line(raw, index, self._limits).custom_id

@@ -42,7 +42,7 @@ START_TIMEOUT_S = 20.0
 
 
 class DemoFailed(Exception):
-    """The demo could not show what it is there to show."""
+    """A process of the demo died, or too few answers are right."""
 
 
 def run_demo(directory: Path, console: DemoConsole) -> None:
@@ -67,8 +67,7 @@ def _worker(url: str, log_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A worker process, asked to stop at the end; it must drain and exit 0."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
     environment["MILLRACE_REDIS__URL"] = url  # not on the command line, where `ps` would show the password
-    # A model this small gains nothing from a second thread, and threads that wait for each other lose it all (10x)
-    # wherever something else runs on the machine.
+    # A second thread gains nothing for a model this small, and costs it 10x where something else runs on the machine.
     environment["MILLRACE_ENGINE__NUM_THREADS"] = "1"
     with log_path.open("wb") as log:
         worker = _start([str(MILLRACE), "worker", "--model", str(CHECKPOINT)], environment, log)

@@ -1,4 +1,4 @@
-"""Request lines: what a job's JSONL may hold, and what is wrong with a line that does not.
+"""Request lines: what a job's JSONL may hold, and what is wrong with a bad line.
 
-Pure: neither torch nor the engine is imported, so that a producer can check its lines before it submits them.
+Imports neither torch nor the engine, so that a producer can check its lines before it submits them.
 """

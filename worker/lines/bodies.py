@@ -101,7 +101,7 @@ class CompletionBody(SamplingBody):
     prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)]
     max_tokens: Annotated[int, AT_LEAST_NONE] | None = None  # 0 with echo: the prompt is scored and not continued
     logprobs: Annotated[int, AT_LEAST_NONE] | None = None  # alternatives a position; 0: the chosen token's only
-    echo: bool = False  # the prompt comes back before what continues it, with log-probabilities where these are asked
+    echo: bool = False  # the prompt comes back before its continuation, with log-probabilities where asked for
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -122,7 +122,7 @@ class CompletionBody(SamplingBody):
 
     @property
     def max_output_tokens(self) -> int | None:
-        """What the line asks for; None: it does not say, and 16 or what the context leaves is meant."""
+        """Tokens the line asks for; None: it does not say, so 16, or what the context leaves if that is less."""
         return self.max_tokens
 
 
@@ -152,8 +152,8 @@ class EmbeddingBody(ServiceFields):
     model: Annotated[str, Field(min_length=1)] | None = None
     input: Annotated[tuple[EmbeddingInput, ...], BeforeValidator(_inputs)]
     encoding_format: Literal["float", "base64"] = "float"  # base64: of the float32 numbers, little-endian
-    dimensions: Annotated[int, AT_LEAST_ONE] | None = None  # only of models made for it: these are judged by the engine
+    dimensions: Annotated[int, AT_LEAST_ONE] | None = None  # the engine refuses it for models not made for it
 
     def param_of(self, index: int) -> str:
-        """How error messages call an input."""
+        """What error messages call an input."""
         return "input" if len(self.input) == 1 else f"input[{index}]"

@@ -29,7 +29,7 @@ def _choice_kind(value: object) -> str:
 
 
 class ContentPart(BodyModel):
-    """Text, or what an assistant said in refusing: the kinds of content part that a text model reads."""
+    """Text, or an assistant's refusal: the content parts that a text model reads."""
 
     type: Literal["text", "refusal"]
     text: str | None = None
@@ -55,7 +55,7 @@ class ContentPart(BodyModel):
 
 
 def _arguments(value: object, info: ValidationInfo[LimitSettings]) -> Mapping[str, object]:
-    """OpenAI writes arguments as JSON in a string, sometimes none as an empty one; templates want the object."""
+    """OpenAI writes arguments as JSON in a string, empty where there are none; templates want the object."""
     if isinstance(value, str):
         value = json_in_string(value, info, "a JSON object in a string") if value else {}
     if not isinstance(value, dict):
@@ -92,8 +92,8 @@ def _content_kind(value: object) -> str | None:
 class ChatMessage(GivenModel):
     """A message: text or text parts, and what an assistant called or a tool answered.
 
-    A `refusal` is what the assistant said, in the place of content. `audio`, `function_call` and `annotations` stand in
-    messages that OpenAI returns; only their empty values are accepted back.
+    A `refusal` stands in the place of content. `audio`, `function_call` and `annotations` are in messages that OpenAI
+    returns; only their empty values are accepted back.
     """
 
     nullable: ClassVar[frozenset[str]] = frozenset({"content"})
@@ -156,7 +156,7 @@ class ChatMessage(GivenModel):
         message = self.as_given()
         if isinstance(self.content, tuple):
             message["content"] = [part.for_template() for part in self.content] if keep_parts else self.text
-        elif self.content is None:  # templates add to it, which they cannot to nothing
+        elif self.content is None:  # templates append to it
             message["content"] = self.text
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
@@ -218,7 +218,7 @@ class ChatBody(SamplingBody):
         ]
         | None
     ) = None
-    parallel_tool_calls: bool = True  # false: of several calls the first is the answer's
+    parallel_tool_calls: bool = True  # false: of several calls only the first is kept
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -255,10 +255,10 @@ class ChatBody(SamplingBody):
 
     @property
     def max_output_tokens(self) -> int | None:
-        """What the line asks for; None: as many as the context leaves."""
+        """Tokens the line asks for; None: as many as the context leaves."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def offered_tools(self) -> tuple[Tool, ...]:
-        """What the assistant may call: with tool_choice none it is not told of any tool."""
+        """What the assistant may call: with tool_choice none it is told of no tool."""
         return () if self.tool_choice == "none" else self.tools

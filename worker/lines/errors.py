@@ -20,11 +20,11 @@ class RefusalError(Exception):
 
 
 class LineError(Exception):
-    """One line's own fault: it becomes an error record, its neighbours run.
+    """One line's own fault: it gets an error record, and the other lines run.
 
     `code` is stable and meant for programs: invalid_json_line, line_too_long, invalid_type, invalid_value,
-    missing_parameter, unknown_parameter, unsupported_parameter, unknown_url, url_mismatch, string_too_long,
-    duplicate_custom_id, and of a strict file model_mismatch, model_not_found.
+    missing_line, missing_parameter, empty_prompt, unknown_parameter, unsupported_parameter, unknown_url, url_mismatch,
+    string_too_long, duplicate_custom_id, and of a strict file model_mismatch, model_not_found.
     """
 
     def __init__(

@@ -50,9 +50,9 @@ class BodyModel(BaseModel):
 
 
 class GivenModel(BodyModel):
-    """A BodyModel that remembers how the line had it.
+    """A BodyModel that remembers the object as the line had it.
 
-    In a slot, not in a private attribute: pydantic's take 3 us of Python an object, and a conversation has many.
+    In a slot: a private attribute of pydantic's takes 3 us an object, and a conversation has many objects.
     """
 
     if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class GivenModel(BodyModel):
     @model_validator(mode="wrap")
     @classmethod
     def _without_nulls(cls, value: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Takes the place of the base's validator: one call from pydantic an object, not two."""
+        """Replaces the base's validator: pydantic calls one for each object, not two."""
         model = handler(cls.less_nulls(value))
         object.__setattr__(model, "_given", value)  # the model is frozen
         return model
@@ -124,10 +124,10 @@ TOKEN_ID = _within(lambda number: 0 <= number <= MAX_TOKEN_ID, TOKEN_IDS)
 
 
 def token_ids(values: Sequence[object], *, at: int | None = None, accepted: str = TOKEN_IDS) -> tuple[int, ...]:
-    """`values`, each of them a token id; otherwise PydanticCustomError, which shows the value at fault.
+    """`values`, if all of them are token ids. Raises PydanticCustomError, which shows the value at fault.
 
-    It names the value's position, or `at`, that of the list. `accepted`: what may stand in a value's place that is no
-    whole number at all.
+    The error names the value's position, or `at`, the position of the list, and for a value that is no whole number
+    says `accepted`.
     """
     checked: list[int] = []
     for position, value in enumerate(values):

@@ -19,7 +19,7 @@ UNPACKED_BYTES = 128 * 1024  # unpacked at a time
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """Opened when its turn comes: of ten thousand files one is open."""
+    """A file of lines, opened when its turn comes: of ten thousand files one is open."""
 
     name: str  # its path, - for standard input
     open: Callable[[], io.BufferedReader]
@@ -27,10 +27,10 @@ class InputFile:
 
 
 def read_input_files(files: Iterable[InputFile], max_line_bytes: int) -> Iterator[bytes]:
-    """Yield the lines of one file after the other, as read_raw_lines does, gzip unpacked, in bounded memory.
+    """Yield the lines of one file after the other, as read_raw_lines does, in bounded memory.
 
-    What is gzip is told by its first two bytes, not by its name, so that a pipe may be. A file's last line ends with
-    the file. Raises UnreadableInput, behind lines that come before the fault.
+    Gzip, known by its first two bytes and not by its name, is unpacked, from a pipe too. A file's last line ends with
+    the file. Raises UnreadableInput after the lines before the fault.
     """
     for file in files:
         try:
@@ -54,9 +54,8 @@ def _unpacked(file: io.BufferedReader) -> BinaryIO:
 def read_raw_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
     """Yield the lines of `file`, without their line ends, in bounded memory.
 
-    Lines of white space only are skipped and not counted. A line longer than `max_line_bytes` is cut one byte
-    above that, which is enough for parse_request_line to refuse it: also one that is blank up to there, behind which
-    a request may stand.
+    Lines of white space only are skipped and not counted. A line longer than `max_line_bytes` is cut one byte above
+    that, so that parse_request_line refuses it, also where it is blank so far: a request may follow.
     """
     while True:
         raw = file.readline(max_line_bytes + 2)  # room for a line end of two bytes
@@ -69,7 +68,7 @@ def read_raw_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
 
 
 def _skip_to_line_end(file: BinaryIO) -> bool:
-    """Whether there was more than the end of the file."""
+    """Skip the rest of a line; False if the file ended there."""
     rest = first = file.readline(65536)
     while rest and not rest.endswith(b"\n"):
         rest = file.readline(65536)
@@ -79,9 +78,9 @@ def _skip_to_line_end(file: BinaryIO) -> bool:
 class FileChecks:
     """Compares each line of one file with the lines before it and with what the file was submitted for.
 
-    A custom_id may stand once, and each line names the endpoint that the file was submitted for, if it was for one.
-    A strict file is OpenAI's: without such an endpoint all lines name the first one's, and those that name a model name
-    the same one, and one that is served. What is kept is 16 bytes of each custom_id.
+    Each custom_id stands once, and each line names the endpoint that the file was submitted for, if it was for one. In
+    a strict file, which keeps OpenAI's rules, all lines name the first one's endpoint and no two models, and the model
+    is the served one. Of each custom_id 16 bytes are kept.
     """
 
     def __init__(self, *, endpoint: str | None, is_strict: bool, served_model: str) -> None:
@@ -95,7 +94,7 @@ class FileChecks:
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
-        """Those of the good lines so far, in the order of their first."""
+        """The endpoints of the good lines so far, in the order of their first lines."""
         return tuple(self._endpoints)
 
     @property
@@ -104,7 +103,7 @@ class FileChecks:
         return None if self._has_other_models else self._model or self._served_model
 
     def add(self, line: RequestLine) -> None:
-        """Take the file's next line. Raises LineError if it is a bad one: the lines after it do not see it then."""
+        """Take the file's next line. Raises LineError for a bad one, with which later lines are not compared."""
         self._check_endpoint(line)
         if self._is_strict:
             self._check_model(line)
@@ -147,7 +146,7 @@ class CustomIds:
         self._seen: set[bytes] = set()
 
     def add(self, line: RequestLine) -> None:
-        """Take `line`'s custom_id. Raises LineError if an earlier line has it: the first one keeps it."""
+        """Take `line`'s custom_id. Raises LineError if an earlier line has it."""
         digest = hashlib.blake2b(line.custom_id.encode("utf-8"), digest_size=16).digest()
         if digest in self._seen:
             raise LineError(

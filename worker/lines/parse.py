@@ -1,7 +1,7 @@
 """Parses raw bytes to a RequestLine, or raises a LineError that says what is wrong.
 
-It is also the one place where pydantic's errors become ours, where parameters of OpenAI's and vLLM's that are known
-and not carried out are refused unless they ask for nothing, and where the operator's limits are checked.
+It also turns pydantic's errors into ours, refuses known parameters of OpenAI's and vLLM's that are not carried out,
+unless they ask for nothing, and checks the operator's limits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BODIES: dict[Endpoint, type[RequestBody]] = {
     Endpoint.EMBEDDINGS: EmbeddingBody,
 }
 
-# Parameter -> the values that ask for nothing. Those are accepted; any other is refused by name, since a result that
+# Parameter -> the values that ask for nothing, which are accepted. Any other is refused by name, since a result that
 # ignored it would not be what the line asked for.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "stream": (False,),
@@ -62,7 +62,7 @@ _REFUSED = frozenset(
     }
 )  # fmt: skip
 _KNOWN = _REFUSED | _NEUTRAL.keys()
-# What only one endpoint has: to the others the first are unknown, and chats judge the second themselves.
+# Parameters of one endpoint: the others do not know the first, and ChatBody checks the second itself.
 _OF_COMPLETIONS = frozenset({"best_of", "suffix"})
 _OF_CHAT = frozenset({"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"})
 

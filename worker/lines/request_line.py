@@ -1,4 +1,4 @@
-"""Defines a request line that can be run, and the keys by which prompts that share a prefix are put side by side."""
+"""Defines a request line that can be run, and sort keys that put prompts with a shared prefix side by side."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class RequestLine:
     def prompt_key(self) -> str:
         """Text whose order is prompt order: two prompts with a long common beginning sort next to each other.
 
-        It stands in for the token prefix where no tokeniser is at hand. Keys of token prompts, text prompts
-        and conversations begin with different characters.
+        It stands in for the token prefix where no tokeniser is at hand. Keys of token prompts, text prompts and
+        conversations begin with different characters.
         """
         if isinstance(self.body, CompletionBody):
             return _text_key(self.body.prompt)

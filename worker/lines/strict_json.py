@@ -1,4 +1,4 @@
-"""Reads JSON as its standard has it, and refuses by name the faults that Python's reader lets pass."""
+"""Reads JSON as its standard has it, and refuses the faults that Python's reader lets pass."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def read_strict_json(raw: bytes, max_depth: int) -> StrictJson:
 
 
 class StrictJson:
-    """A parsed text, with the faults json's hooks saw but could not place, since they are told no path."""
+    """A parsed text, with the faults that json's hooks saw but could not place: they are told no path."""
 
     def __init__(self, *, may_hold_surrogates: bool) -> None:
         self.value: object = None
@@ -134,9 +134,9 @@ def _invalid(message: str, param: str | None = None) -> RefusalError:
 
 
 def json_in_string(text: str, info: ValidationInfo[LimitSettings], accepted: str) -> object:
-    """The value that `text` holds, read as strictly as the line around it and no deeper than that may nest.
+    """The value of `text`, read as strictly as the line around it and with the same limit of depth.
 
-    The context of the validation is the line's LimitSettings. Raises PydanticCustomError, which names `accepted`.
+    The validation's context is the line's LimitSettings. Raises PydanticCustomError, which names `accepted`.
     """
     limits = info.context
     try:

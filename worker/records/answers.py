@@ -17,7 +17,7 @@ CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 REASONING_BEGIN, REASONING_END = "<think>", "</think>"
 
-# Other models put XML between the same marks; in their templates stands one of these.
+# Other models put XML between the same marks; their templates hold one of these.
 _OTHER_CALLS = ("<function=", "<arg_key>")
 
 _ARGUMENTS = ("arguments", "parameters")  # Qwen3's word, Llama 3's word
@@ -109,7 +109,7 @@ def read_calls(text: str, formats: AnswerFormats, names: Collection[str]) -> Rea
 
 
 def _marked(text: str, names: Collection[str]) -> Read | None:
-    """Qwen3's. The last end mark may be missing: some models end the answer in its place."""
+    """Qwen3's calls. The last end mark may be missing: some models end the answer in its place."""
     calls: list[CalledTool] = []
     beside: list[str] = []
     position = 0
@@ -130,7 +130,7 @@ def _marked(text: str, names: Collection[str]) -> Read | None:
 
 
 def _bare(text: str, names: Collection[str]) -> Read | None:
-    """Llama 3's: the whole answer, or all of it behind the tag. Of several calls a `;` may stand between two."""
+    """Llama 3's calls: the whole answer, or all that follows the tag. A `;` may stand between two calls."""
     before, tag, behind = text.partition(PYTHON_TAG)
     if not tag:
         before, behind = "", text

@@ -1,4 +1,4 @@
-"""Encodes a record as the bytes of its line, with what every record of one job has in common."""
+"""Encodes a record as its line, and holds what all records of one job have in common."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class RecordContext:
 def encode_record(record: Mapping[str, object]) -> str:
     """One line of JSONL without its line end: ASCII only, no NaN, so that any reader takes it.
 
-    Vectors (`array` of float32 numbers) become lists. They are written here, 0.4 us a number: as rounded float64
-    numbers through json they took 1.9 us, of which 1.1 us were json's, without another thread running in between.
+    Vectors (`array` of float32 numbers) become lists, written here in 0.4 us a number: rounding each and writing it
+    with json took 1.9 us, during 1.1 us of which no other thread could run.
     """
     vectors: list[array[float]] = []
 
@@ -72,11 +72,10 @@ def has_failed(record: Mapping[str, object]) -> bool:
 
 
 class BatchFile(StrEnum):
-    """What OpenAI keeps in three files: a job's lines, its successes, and the records of what has no answer.
+    """OpenAI's three files of a job: its lines, its answers, and the records without an answer.
 
-    Here the records are one stream in Redis, and which file one belongs to can be told from the record. So a file id
-    is a name for programs that look whether there is one; `millrace results JOB -o OUTPUT --errors-file ERRORS` writes
-    both files.
+    Here all records are one stream in Redis, and each shows which file it belongs to. A file id is only a name, for
+    programs that check it; `millrace results JOB -o OUTPUT --errors-file ERRORS` writes both files.
     """
 
     INPUT = "input"

@@ -26,7 +26,7 @@ LOWEST_LOGPROB = -9999.0  # OpenAI's and vLLM's stand-in for minus infinity, whi
 
 @dataclass(frozen=True, slots=True)
 class EchoedPrompt:
-    """A prompt's text and, where log-probabilities were asked for, its tokens: all three as long as each other."""
+    """A prompt's text and, where log-probabilities were asked for, its tokens: three sequences of one length."""
 
     text: str
     token_ids: Sequence[int] = ()
@@ -54,8 +54,8 @@ def success_record(
 ) -> dict[str, object]:
     """The result line of `line`: a `chat.completion`, a `text_completion` or a list of embeddings, as OpenAI has them.
 
-    `answers`: what was read out of the completions of a chat, one each; none of another line.
-    `echo`: the prompt of a text completion that is to come back with it.
+    `answers`: one for each completion of a chat, none for other lines. `echo`: the prompt that a text completion asks
+    to have back.
 
     Beyond OpenAI: `stop_reason` in each choice (the stop string or token id that ended it, else null), where
     return_token_ids asks for it `token_ids`: everything generated, the ending token included, and where the model
@@ -83,12 +83,12 @@ def success_record(
 def _chat_answer(
     completion: Completion, answer: ChatAnswer, completion_id: str, spelling: TokenSpelling
 ) -> dict[str, object]:
-    """What of a choice is a conversation's."""
+    """The fields that only a chat's choice has."""
     reason = completion.finish_reason.value
     return {
         "message": answer_message(answer, completion_id, completion.index),
         "logprobs": None if completion.logprobs is None else chat_logprobs(completion.logprobs, spelling),
-        "finish_reason": "tool_calls" if answer.calls and reason == "stop" else reason,  # one that was cut says so
+        "finish_reason": "tool_calls" if answer.calls and reason == "stop" else reason,  # a cut answer says so
     }
 
 

@@ -56,7 +56,7 @@ class AnswerReader:
 
 
 class TokenText:
-    """The text of answers with the marks put back that are special tokens of the tokenizer, and so not in the text."""
+    """Puts marks that are special tokens, which a completion's text leaves out, back into it."""
 
     def __init__(self, tokenizer: Tokenizer, marks: Collection[str]) -> None:
         self._tokenizer = tokenizer
@@ -93,7 +93,7 @@ class TokenText:
 
 
 def _in_text(completion: Completion) -> Sequence[int]:
-    """The tokens less the one that ended the sequence, which is not in the text unless a stop string did."""
+    """The tokens that are in the text: all but the one that ended the sequence, unless a stop string did."""
     ended_by_token = completion.finish_reason is FinishReason.STOP and not isinstance(completion.stop_reason, str)
     return completion.token_ids[:-1] if ended_by_token else completion.token_ids
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class RequestBuilder:
-    """Chat template, tokenisation and sampling parameters, for one model."""
+    """Builds requests for one model: chat template, tokenisation, sampling parameters."""
 
     def __init__(self, engine: StepEngine, prompts: ChatPrompts, grammars: CallGrammar, *, model_name: str) -> None:
         """`model_name`: the one that lines may give."""

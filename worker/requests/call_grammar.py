@@ -18,7 +18,7 @@ _SAY_WHAT = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "const", "enum
 class CallGrammar:
     """Grammars for chat answers in one model's formats.
 
-    The marks of calls stand as the model was trained to write them, so a forced call is no text it has never seen.
+    Calls have the marks that the model was trained to write, so that a forced call is text it knows.
     """
 
     def __init__(self, prompts: ChatPrompts, special: Mapping[str, int]) -> None:
@@ -75,9 +75,9 @@ class CallGrammar:
             rules.append(_shape(given))
         if self._formats.tool_calls == "llama3":
             tag = self._mark(PYTHON_TAG)
-            if given is not None:  # also an object, maybe: the tag tells them apart
+            if given is not None:  # the shape may be an object too: the tag tells them apart
                 return [f"answer: {tag} call | shape", *rules]
-            # An answer of free text begins with no brace: it would be a call that keeps to nothing.
+            # Free text begins with no brace: it would be a call that keeps to no schema.
             free = "" if is_forced else " | FREE"
             return [f"answer: {tag}? call{free}", r"FREE: /(\s*[^{\s](?s:.*))?/", *rules]
         begin, end = self._mark(CALL_BEGIN), self._mark(CALL_END)

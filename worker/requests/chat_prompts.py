@@ -27,11 +27,11 @@ class ChatPrompts:
         self._opens: dict[str, bool] = {}
 
     def text(self, body: ChatBody, created_s: int) -> str:
-        """The prompt. `created_s`: the Unix time that the template takes for now, in UTC: the job's, so that a prompt
-        that is run again on another day, or where clocks show another, is the same prompt.
+        """The prompt. `created_s`: the job's Unix time, which the template takes for now, in UTC: a prompt that is run
+        again on another day is the same prompt.
 
-        Raises InvalidRequest where the model has no template, and for what its template cannot show: the conversation
-        as the template judges it, template arguments it does not read, tools.
+        Raises InvalidRequest where the model has no template, or one that refuses the conversation, does not read a
+        template argument, or shows no tools.
         """
         template = self._template
         if template is None:
@@ -102,8 +102,8 @@ class ChatPrompts:
 def template_arguments(template: ChatTemplate, body: ChatBody) -> dict[str, object]:
     """`chat_template_kwargs`, and `reasoning_effort` as the template calls it.
 
-    An effort is the template's variable of that name; where there is none, but one that switches thinking, none is off.
-    Raises InvalidRequest for what the template would ignore.
+    Where the template has no such variable, but a switch for thinking, the effort `none` turns that off. Raises
+    InvalidRequest for what the template would ignore.
     """
     with_tools = bool(body.offered_tools)
     arguments = dict(body.chat_template_kwargs)

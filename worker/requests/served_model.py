@@ -1,4 +1,4 @@
-"""Holds the model that answers a process's lines: what builds its requests and what writes its records."""
+"""Turns the lines of jobs into requests to one model, and the model's outputs into records."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServedModel:
-    """One engine's model on both sides: lines to its requests, its outputs to records. Made once."""
+    """The model that answers a process's lines: what builds its requests and reads its answers. Made once."""
 
     def __init__(self, engine: StepEngine, settings: ModelSettings) -> None:
         """Raises SettingsError for a model.path that is not under model.root."""

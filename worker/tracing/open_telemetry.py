@@ -69,7 +69,7 @@ class OpenTelemetryTracing(Tracing):
                 max_requests=self._requests_per_shard,
                 model_name=self._model_name,
             )
-        except Exception:  # a seam: a unit without spans, not a claim that nobody holds
+        except Exception:  # a seam: the unit runs without spans; raised here, its claim would be lost
             logger.exception("no span for a unit")
             return UnitSpan(claim.traceparent)
 
@@ -97,8 +97,8 @@ def _costing_spans_alone() -> Iterator[None]:
 class OpenTelemetryUnitSpan(UnitSpan):
     """`plan`, or `claim` of a shard, with its `prefill`, `decode` and `record` spans under it.
 
-    However large the shard, at most `max_requests` of its requests have spans, every so many in the order in which
-    they run, and a write has one if such a request is in it: 1 + 3 x `max_requests` at most.
+    However large the shard, at most `max_requests` of its requests, evenly spread, have spans, and a write has one if
+    such a request is in it: at most 1 + 3 x `max_requests` spans.
     """
 
     def __init__(self, tracer: Tracer, parent: Context, claim: Claim, *, max_requests: int, model_name: str) -> None:
@@ -194,9 +194,9 @@ def _spread(indices: tuple[int, ...], most: int) -> frozenset[int]:
 
 
 class SpanClock:
-    """Turns time.monotonic() of this process into nanoseconds since 1970, by what the clock says when it is made.
+    """Turns time.monotonic() into nanoseconds since 1970, by the clock's time when it is made.
 
-    One for each span and those under it: their order holds, whatever is done to the clock meanwhile.
+    A span and those under it share one: their order holds, even if the clock is set meanwhile.
     """
 
     def __init__(self) -> None:
@@ -212,11 +212,10 @@ class SpanClock:
 
 
 def span_provider(settings: TracingSettings, *, service: str, instance: str) -> TracerProvider:
-    """A provider that sends spans to the collector from a thread of its own; whoever ends a span never waits.
+    """A provider that sends spans to the collector from a thread of its own: to end a span takes no wait.
 
-    What the collector does not take in time waits in a queue of bounded length and is dropped, the oldest first.
-    A job whose submitter's trace is not sampled is not either. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES go
-    before our own names.
+    Spans wait for the collector in a queue of bounded length, from which the oldest are dropped. A job is not sampled
+    where its submitter's trace is not. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES go before our own names.
     """
     own = {"service.name": service, "service.instance.id": instance}
     resource = Resource.create({**own, **OTELResourceDetector().detect().attributes})

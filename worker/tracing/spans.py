@@ -31,7 +31,7 @@ class Tracing:
 
 
 class UnitSpan:
-    """Stands for a span where none is made; see OpenTelemetryUnitSpan. Thread-safe."""
+    """The span of a unit. This one is not made; see OpenTelemetryUnitSpan. Thread-safe."""
 
     def __init__(self, traceparent: str = "") -> None:
         self.traceparent = traceparent  # W3C trace context of what is done for the unit; "": none
@@ -57,7 +57,7 @@ class UnitSpan:
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """A request that ended: when it got how far, in seconds of time.monotonic(), and in numbers. None of its words."""
+    """A request that ended, in times (seconds of time.monotonic()) and numbers. It holds no word of the request."""
 
     index: int  # 0-based line of the job
     operation: str  # as OpenTelemetry's conventions for generative AI have it: chat, text_completion, embeddings
