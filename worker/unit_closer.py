@@ -1,6 +1,6 @@
 """Writes error records for the prompts of a plan or shard that will not be run: cancelled, expired or given up.
 
-Producers need it to cancel a job and workers to end one, so it imports neither torch nor the engine.
+Producers use it too, so that cancelling needs no worker: it imports neither torch nor the engine.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class UnitCloser:
-    """Ends units of cancelled and expired jobs, and those that crashed too many workers.
-
-    Producers use it too, so that cancelling needs no worker.
-    """
+    """Ends units of cancelled and expired jobs, and those that crashed too many workers."""
 
     def __init__(self, leases: UnitLeases, limits: LimitSettings) -> None:
         self._leases = leases

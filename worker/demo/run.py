@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import BinaryIO
 
 import click
 import redis
@@ -70,7 +69,8 @@ def _worker(url: str, log_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     # A second thread gains nothing for a model this small, and costs it 10x where something else runs on the machine.
     environment["MILLRACE_ENGINE__NUM_THREADS"] = "1"
     with log_path.open("wb") as log:
-        worker = _start([str(MILLRACE), "worker", "--model", str(CHECKPOINT)], environment, log)
+        command = [str(MILLRACE), "worker", "--model", str(CHECKPOINT)]
+        worker = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
     try:
         yield worker
     finally:
@@ -78,10 +78,6 @@ def _worker(url: str, log_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         code = worker.wait(timeout=WORKER_STOP_TIMEOUT_S)
     if code != 0:
         raise DemoFailed(f"the worker exited with {code}; see {log_path}")
-
-
-def _start(command: list[str], environment: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, env=dict(environment), stdout=log, stderr=subprocess.STDOUT)
 
 
 def _wait_for_worker(client: BatchClient, worker: subprocess.Popen[bytes], log_path: Path) -> None:

@@ -149,11 +149,6 @@ class CustomIds:
         """Take `line`'s custom_id. Raises LineError if an earlier line has it."""
         digest = hashlib.blake2b(line.custom_id.encode("utf-8"), digest_size=16).digest()
         if digest in self._seen:
-            raise LineError(
-                f"custom_id {line.custom_id!r} was used by an earlier line; accepted: each custom_id once",
-                code="duplicate_custom_id",
-                index=line.index,
-                param="custom_id",
-                custom_id=line.custom_id,
-            )
+            message = f"custom_id {line.custom_id!r} was used by an earlier line; accepted: each custom_id once"
+            raise _refusal(line, message, "duplicate_custom_id", "custom_id")
         self._seen.add(digest)

@@ -97,17 +97,12 @@ def _check_values(value: object) -> None:
     for path, leaf in _leaves(value, ""):
         param = path.removeprefix("body.")  # params are paths inside the body
         if isinstance(leaf, str) and has_surrogate(leaf):
-            raise RefusalError(
-                f"{param or 'line'} holds a lone surrogate; accepted: valid Unicode text",
-                code="invalid_value",
-                param=param or None,
-            )
-        if isinstance(leaf, float) and not math.isfinite(leaf):
-            raise RefusalError(
-                f"{param or 'line'} is {leaf}; accepted: a finite number",
-                code="invalid_value",
-                param=param or None,
-            )
+            fault = "holds a lone surrogate; accepted: valid Unicode text"
+        elif isinstance(leaf, float) and not math.isfinite(leaf):
+            fault = f"is {leaf}; accepted: a finite number"
+        else:
+            continue
+        raise RefusalError(f"{param or 'line'} {fault}", code="invalid_value", param=param or None)
 
 
 def has_surrogate(text: str) -> bool:

@@ -26,11 +26,6 @@ class Failure:
         return cls(400, "invalid_request_error", message, code, param)
 
     @classmethod
-    def of_line(cls, error: LineError) -> Self:
-        """The line could not be read as a request."""
-        return cls.of_request(error.message, code=error.code, param=error.param)
-
-    @classmethod
     def of_server(cls, message: str, *, code: str = "internal_error", may_pass: bool = False) -> Self:
         """The engine's fault."""
         return cls(503 if may_pass else 500, "server_error", message, code)
@@ -68,7 +63,8 @@ def error_record(failure: Failure, index: int, custom_id: str | None, context: R
 
 def line_error_record(error: LineError, context: RecordContext) -> dict[str, object]:
     """The result line of a line that could not be read as a request."""
-    return error_record(Failure.of_line(error), error.index, error.custom_id, context)
+    failure = Failure.of_request(error.message, code=error.code, param=error.param)
+    return error_record(failure, error.index, error.custom_id, context)
 
 
 def unfinished_record(
