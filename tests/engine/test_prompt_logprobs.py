@@ -290,7 +290,7 @@ def test_one_position_not_finite_fails_a_request_whose_last_is_good(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
-    return load_engine(make_checkpoint(tmp_path_factory.mktemp("scorer") / "tiny", "qwen3"))._executor.model
+    return load_engine(make_checkpoint(tmp_path_factory.mktemp("scorer") / "tiny", "qwen3")).model
 
 
 def test_one_position_that_is_not_finite_is_enough(model: DecoderModel) -> None:

@@ -105,6 +105,10 @@ class FakeEngine:
         self.step_size = (0, 0)
         self._began_s: dict[str, tuple[float, float | None]] = {}  # by request id: arrived, first advanced
 
+    @property
+    def open_request_ids(self) -> list[str]:
+        return list(self._open)
+
     def add_request(self, request: AnyRequest) -> None:
         if isinstance(request, EmbeddingRequest):
             embeddings = tuple(array("f", EMBEDDING) for _ in request.inputs)

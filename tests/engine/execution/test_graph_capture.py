@@ -170,7 +170,7 @@ def test_beyond_512_rows_nothing_is_captured() -> None:
 def test_the_sizes_are_those_set_or_the_usual_ones_and_off_means_none(
     moe_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    executor = load_engine(moe_checkpoint)._executor
+    executor = load_engine(moe_checkpoint).parts.executor
     model, kv_cache = executor.model, executor.kv_cache
 
     def sizes(**options: object) -> list[int] | None:

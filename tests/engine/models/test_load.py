@@ -189,7 +189,7 @@ def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_logits_are_float32_whatever_the_models_dtype(tmp_path: Path) -> None:
-    model = load_engine(make_checkpoint(tmp_path, "qwen3"), {"engine.dtype": "bfloat16"})._executor.model
+    model = load_engine(make_checkpoint(tmp_path, "qwen3"), {"engine.dtype": "bfloat16"}).model
     logits = model.logits(torch.ones(3, model.config.hidden_size, dtype=torch.bfloat16))
     assert (logits.dtype, tuple(logits.shape)) == (torch.float32, (3, VOCAB_SIZE))
     with pytest.raises(CapabilityError, match="no lm_head"):

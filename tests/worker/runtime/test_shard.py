@@ -213,7 +213,7 @@ def test_no_more_lines_are_read_than_the_engine_will_soon_take(
         steps = units.engine_thread.num_steps
         wait_until(lambda: units.engine_thread.num_steps > steps + 20)
         assert sum(read) == READ_AHEAD
-        units.engine_thread.abort(list(engine._open))
+        units.engine_thread.abort(engine.open_request_ids)
         wait_until(lambda: sum(read) == 2 * READ_AHEAD)
         held.stop(StopReason.FENCED)
         thread.join(5)
