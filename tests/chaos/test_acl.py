@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -188,8 +187,5 @@ def test_nobody_else_gets_in(server: AclRedis, url: str) -> None:
 
 
 def _assert_denied(url: str, call: str) -> None:
-    with redis.Redis.from_url(url) as user:
-        until_s = time.monotonic() + 5.0
-        with pytest.raises(redis.exceptions.NoPermissionError):
-            user.execute_command(*call.split(" "))
-        assert time.monotonic() < until_s  # refused, not waited for
+    with redis.Redis.from_url(url) as user, pytest.raises(redis.exceptions.NoPermissionError):
+        user.execute_command(*call.split(" "))

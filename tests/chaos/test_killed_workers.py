@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -76,7 +75,6 @@ def test_a_worker_frozen_past_its_lease_wakes_up_and_disturbs_nobody(
         fleet.wait_up(client, count=2)
         # Somebody else has its second claim on a shard: a crashed lease, since nothing was given back.
         wait_until(lambda: was_claimed_again(bare))
-        time.sleep(0.3)
         frozen.thaw()
         wait_all(client, jobs)
         check_invariants(client, bare, jobs)
