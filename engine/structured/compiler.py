@@ -17,10 +17,10 @@ from engine.structured.trial import GrammarTrials, compile_matcher
 from engine.text.tokenizer import Tokenizer
 from settings import StructuredOutputSettings
 
-# Twice that of the process that tries grammars (trial_main). The default is no measure: glibc gives a thread 2 MiB
-# where the stack's limit is "unlimited", and there 1,200 chained $refs that passed the trial ended the process.
+# Twice what the trial has, so that what passed it fits. Not the default: where the stack's limit is "unlimited", glibc
+# gives a thread 2 MiB, and there 1,200 chained $refs that had passed the trial ended the process.
 STACK_BYTES = 8 << 20
-MAX_LINE_CHARS, MAX_LINES = 120, 6  # of why a grammar was refused
+MAX_LINE_CHARS, MAX_LINES = 120, 6  # of the reason for a refusal
 
 
 class GrammarCompiler:
@@ -48,10 +48,10 @@ class GrammarCompiler:
         self._vocabulary: LLTokenizer | None = None
 
     def compile(self, grammar: Grammar) -> Future[CompiledGrammar]:
-        """The grammar compiled, sooner or later; refused ones are remembered as well.
+        """The compiled grammar, once it is ready; refusals are remembered too.
 
-        The future raises InvalidRequest without `param`: invalid_grammar, grammar_too_large or grammar_too_complex;
-        EngineUnavailable, which is not remembered, where it could not be tried.
+        The future raises InvalidRequest without `param` (invalid_grammar, grammar_too_large, grammar_too_complex), or
+        EngineUnavailable, which is not remembered, if the grammar could not be tried.
         """
         found = self._compiled.get(grammar)
         if found is None or _may_pass(found):
@@ -61,9 +61,7 @@ class GrammarCompiler:
         return found
 
     def close(self) -> None:
-        """End the thread, without waiting for it, and the process that tries grammars; what was not compiled yet is
-        cancelled. Another grammar starts them again.
-        """
+        """End thread and child process without waiting, and cancel what waits. Another grammar starts them again."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
         if self._trials is not None:
@@ -120,23 +118,23 @@ class GrammarCompiler:
 
 
 def _may_pass(compiled: Future[CompiledGrammar]) -> bool:
-    """Whether it was cancelled, or failed for no fault of the grammar's."""
+    """Whether to try again: it was cancelled, or failed for no fault of the grammar's."""
     if compiled.cancelled():
         return True
     return compiled.done() and not isinstance(compiled.exception(), InvalidRequest | None)
 
 
 def _shortened(reason: str) -> str:
-    """The library's reasons quote the grammar, in lines of any length."""
+    """The first lines of a reason, cut: the library quotes the grammar, in lines of any length."""
     lines = [line if len(line) <= MAX_LINE_CHARS else line[:MAX_LINE_CHARS] + "..." for line in reason.splitlines()]
     return "\n".join(lines[:MAX_LINES])
 
 
 class ModelVocabulary:
-    """What each token of a model writes, and how a text is tokenised. Its attributes are those that llguidance reads.
+    """What each token of a model writes, and how a text is tokenised, in the attributes that llguidance reads.
 
-    Special tokens write nothing; nor do ids that mean nothing. A model without an end of sequence gets one of its own
-    behind its vocabulary, which nothing ever chooses.
+    Special tokens and ids without a meaning write nothing. A model without an end of sequence gets one behind its
+    vocabulary, which nothing ever chooses.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Collection[int]) -> None:
@@ -153,10 +151,9 @@ class ModelVocabulary:
         self._longest = max(map(len, self._id_of), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Token ids that write exactly this text, as the tokenizer has it where it can.
+        """Token ids that write exactly this text: the tokenizer's own if they do (some add a space), else the longest.
 
-        The library forces tokens by this where a grammar leaves only one text. A tokenizer that begins every text with
-        a space would force that space.
+        The library forces these tokens where a grammar leaves only one text.
         """
         token_ids = self._tokenizer.encode(text.decode(), add_special_tokens=False)
         if b"".join(self._written[token_id] for token_id in token_ids) == text:
@@ -170,7 +167,7 @@ class ModelVocabulary:
             ends = range(min(len(text), start + self._longest), start, -1)
             found = next((end for end in ends if text[start:end] in self._id_of), None)
             if found is None:
-                break  # the library takes a part of the text too
+                break  # the library also takes the ids of a part
             token_ids.append(self._id_of[text[start:found]])
             start = found
         return token_ids

@@ -1,6 +1,6 @@
-"""What an output must look like, and how JSON schemas, regular expressions and choices are spelled as Lark rules.
+"""Describes the form of an output; writes JSON schemas, regular expressions and choices as Lark rules.
 
-Schemas that llguidance would take but could not be held to are refused. Needs no library: requests are made of these.
+Schemas that llguidance would accept without enforcing them are refused. Imports no library: a request holds a Grammar.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Literal
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 
-FormKind = Literal["json_object", "json_schema", "regex", "choice"]  # GrammarKind's, but for a grammar of its own
+FormKind = Literal["json_object", "json_schema", "regex", "choice"]  # GrammarKind without lark
 
-# How schemas are read. All of it is set, so that an "x-guidance" in a schema decides nothing: what cannot be held to is
-# refused. Between two parts of a JSON text stands nothing, one space, or a line break with up to 32 spaces of
-# indentation: with any amount allowed, a model may spend all of its tokens on blanks. Nothing is written as \u....: a
-# key written so would pass as another than the one `properties` names. Other escapes leave one way to write each.
+# How llguidance reads schemas. Every option is set, so that an "x-guidance" in a schema changes nothing. Between two
+# parts of a JSON text stands nothing, one space, or a line break with up to 32 spaces: with any amount allowed, a model
+# may spend all of its tokens on blanks. Nothing is written as \u....: a key written so would pass as another than the
+# one `properties` names. The escapes that are left give each character one spelling.
 _JSON_READING: Mapping[str, str | bool] = {
     "whitespace_pattern": r"(\x20|\x0A\x20{0,32})",
     "item_separator": ",",
@@ -32,11 +32,11 @@ _ESCAPED_OR_SLASH = re.compile(r"\\.|/|\n", re.DOTALL)
 # Lark ends a regular expression at a slash and at a line's end; escaped, a newline still means itself.
 _IN_LARK = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 
-# Their values are data, not schemas.
+# Keys whose values are data, not schemas.
 _DATA = frozenset({"const", "enum", "default", "examples", "required"})
-# Their values are not schemas but objects of schemas, under any names.
+# Keys whose values are objects of schemas, under any names.
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-# A parser's row holds four items for each where an object begins: see MAX_ITEMS_IN_ROW of compile_matcher.
+# Where an object begins, a row of the parser holds four items for each: see MAX_ITEMS_IN_ROW in `trial`.
 MAX_OPTIONAL_PROPERTIES = 2_000
 # Characters that JSON writes as \u.... only, and 0x7F, which the compiler has no other way to write either.
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
@@ -53,9 +53,9 @@ class Grammar:
 
 
 def form_rules(name: str, kind: FormKind, text: str) -> str:
-    """Lark's rules for `name` to be what a `Grammar` of this kind and text makes of a whole answer.
+    """Lark rules that hold `name` to what a `Grammar` of this kind and text holds a whole answer to.
 
-    Raises ValueError with a text for whoever wrote a schema.
+    Raises ValueError; its text is for the author of a schema.
     """
     if kind == "regex":
         escaped = _ESCAPED_OR_SLASH.sub(lambda found: _IN_LARK.get(found.group(), found.group()), text)
@@ -67,7 +67,7 @@ def form_rules(name: str, kind: FormKind, text: str) -> str:
 
 
 def json_rule(name: str, schema: object) -> str:
-    """Lark's rule for `name` to be JSON by `schema`. Raises ValueError."""
+    """The Lark rule that `name` is JSON by `schema`. Raises ValueError."""
     return f"{name}: %json {schema_text(schema)}"
 
 
@@ -77,7 +77,7 @@ def form_schema(kind: Literal["json_object", "json_schema"], text: str) -> objec
 
 
 def schema_text(schema: object) -> str:
-    """A schema as llguidance takes it, with how it is to be read. Raises ValueError for what is not held to."""
+    """A schema in llguidance's form, with how it is to be read. Raises ValueError for what is not enforced."""
     if not isinstance(schema, Mapping):
         raise ValueError("the JSON schema is no object; accepted: an object")
     check_json_schema(schema)
@@ -90,9 +90,9 @@ def quoted(text: str) -> str:
 
 
 def check_json_schema(schema: object) -> None:
-    """Raise ValueError for what the compiler takes and does not hold to, or would fail at while a text is written.
+    """Raise ValueError for what the compiler accepts and does not enforce, or would fail at in the middle of a text.
 
-    It lets keys that only additionalProperties or patternProperties allow be written twice; they count once.
+    minProperties is one: keys that only additionalProperties or patternProperties allow may come twice, counted once.
     """
     for node in _schemas(schema):
         fewest, required, properties = (node.get(key) for key in ("minProperties", "required", "properties"))
@@ -109,7 +109,7 @@ def check_json_schema(schema: object) -> None:
 
 
 def _schemas(schema: object) -> Iterator[Mapping[str, object]]:
-    """Every object of a schema that may be a schema itself."""
+    """Every object inside a schema that may be a schema itself, and the schema."""
     pending = [schema]
     while pending:
         node = pending.pop()

@@ -21,7 +21,7 @@ class GrammarMatcher:
     """Follows the tokens of one sequence, and says which may come next."""
 
     def __init__(self, following: LLMatcher, ending_ids: Sequence[int], *, vocab_size: int, mask_size: int) -> None:
-        """`ending_ids`: tokens that end it. `mask_size`: tokens of the library's masks, vocab_size or more."""
+        """`ending_ids`: tokens that end the sequence. `mask_size`: tokens of the library's masks, >= vocab_size."""
         self.following = following  # the library's
         self._ending_ids = np.array(ending_ids, dtype=np.int64)
         self.vocab_size = vocab_size
@@ -33,14 +33,14 @@ class GrammarMatcher:
         return self.following.is_stopped() and not self.following.is_error() and self.following.is_accepting()
 
     def accept(self, token_id: int) -> None:
-        """A token was chosen. If it does not fit, or that took over a limit, the sequence fails with its next mask."""
+        """Take the chosen token. If it does not fit, or breaks a limit, the sequence fails with its next mask."""
         self.following.consume_token(token_id)
 
     def complete(self, forbidden: NDArray[np.bool_]) -> GrammarFailed | None:
-        """Set in the library's mask [vocab_size] whether it may end here.
+        """Set in the library's mask [vocab_size] whether the sequence may end here.
 
-        GrammarFailed, and a mask that forbids nothing, where no token may come next: the vocabulary has none that fits,
-        or the grammar is too complex here.
+        Returns GrammarFailed, and clears the mask, if no token may come next: the vocabulary has none that fits, or the
+        grammar is too complex here.
         """
         if not self.following.is_error():
             forbidden[self._ending_ids] = not self.following.is_accepting()
@@ -59,19 +59,19 @@ class CompiledGrammar:
         self._mask_size = mask_size
 
     def new_matcher(self, ending_ids: Collection[int]) -> GrammarMatcher:
-        """For one sequence (2 us). `ending_ids`: tokens that end it, allowed where the grammar is satisfied."""
+        """A matcher for a sequence (2 us). `ending_ids`: tokens that end it, allowed where the grammar is satisfied."""
         first_state = self._first_state.deep_copy()
         return GrammarMatcher(first_state, sorted(ending_ids), vocab_size=self._vocab_size, mask_size=self._mask_size)
 
 
 class TokenMasks:
-    """Computes masks on several threads at once, off the interpreter's lock; these start with the first mask."""
+    """Computes masks on several threads, off the interpreter's lock. The first mask starts the threads."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
 
     def forbidden(self, matchers: Sequence[GrammarMatcher]) -> Forbidden:
-        """For each sequence, at least one, which tokens may not come next, see `unpack`."""
+        """Which tokens may not come next, for each of at least one sequence: see `unpack`."""
         packed = np.zeros((len(matchers), matchers[0].num_mask_words), np.int32)
         places = [(matcher.following, row) for row, matcher in enumerate(matchers)]
         fill_next_token_bitmask_par(self._executor, places, packed)
@@ -83,8 +83,8 @@ class TokenMasks:
 
 
 def unpack(packed: NDArray[np.int32], matchers: Sequence[GrammarMatcher]) -> Forbidden:
-    """What the library's masks [n, words], a bit a token, forbid: [n, vocab_size], and for each why no token may come
-    next; nothing is forbidden then. The grammars may differ, the vocabulary is one.
+    """What the library's masks [n, words], a bit a token, forbid [n, vocab_size], and the failure of each sequence that
+    no token may continue, for which nothing is forbidden. All matchers have one vocabulary.
     """
     bits = np.unpackbits((~packed).view(np.uint8), axis=1, count=matchers[0].vocab_size, bitorder="little")
     masks = bits.view(np.bool_)

@@ -1,10 +1,10 @@
 """Compiles each grammar in a child process first, which a bad one may hang, exhaust or kill.
 
 Compiling recurses on the grammar, and some grammars of a few bytes take minutes or gigabytes. The child (`main`) prints
-an empty line when it is up; then it reads one grammar a line from stdin, as JSON, and answers one line: a pair of the
-definition and of what is wrong with it. If it dies or does not answer, that is the answer.
+an empty line when it is up; then it reads one grammar a line from stdin, as JSON, and answers with a line: its
+definition and what is wrong with it. If it dies or does not answer, that is the answer.
 
-The child imports this module under a limit on its address space: nothing heavy (numpy, torch) may be imported here.
+The child imports this module in a limited address space: nothing heavy (numpy, torch) may be imported here.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ CHILD = (
     "from engine.structured.trial import main; main(max_bytes=int(sys.argv[1]), timeout_s=int(sys.argv[2]))"
 )
 
-# Half of what the engine's thread for grammars has: what fits here fits there.
+# Half of what the engine's thread for grammars has, so that what fits here fits there.
 STACK_BYTES = 4 << 20
 _TOKEN_ID = re.compile(r"<\[\d+\]>")  # Lark's way to name a token
 
-# The library's own limits but for two. Every sequence has lexer states of its own: 20,000 take 3 to 8 MB of each, and
-# the library would go to 250,000. A row of the parser has four items for each optional property where an object begins:
-# the library's 2,000 ended objects of 500. With 2,000 properties the slowest mask took 0.08 s, with 4,500 0.4 s.
+# Two limits are not the library's. Each sequence has lexer states of its own: 20,000 take 3 to 8 MB, and the library
+# would go to 250,000. Where an object begins, a row of the parser has four items for each optional property: with the
+# library's 2,000 objects of 500 fail. With 2,000 properties the slowest mask took 0.08 s, with 4,500 0.4 s.
 MAX_LEXER_STATES = 20_000
 MAX_ITEMS_IN_ROW = 8_200
 
@@ -53,23 +53,23 @@ MARK = 257  # stands for every special token that a grammar names
 
 
 class GrammarTrials:
-    """Tries grammars in a child process, which a bad one may hang, exhaust or kill. One caller at a time; `close` may
-    come from another thread.
+    """Tries grammars in the child, for one caller at a time; `close` may come from another thread.
 
-    The child is started with the first grammar (0.17 s) and again after one that it did not survive.
+    The first grammar starts the child (0.17 s), as does the next after one that it did not survive.
     """
 
     def __init__(self, *, timeout_s: float, max_bytes: int) -> None:
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes  # of address space the child may have
         self._child: subprocess.Popen[bytes] | None = None
-        self._in_use = threading.Lock()  # held while the child's pipes are: nobody else may close them then
+        self._in_use = threading.Lock()  # around each use of the child's pipes, which must not be closed meanwhile
         self._is_closed = False
 
     def definition(self, grammar: Grammar) -> str:
-        """The definition of a grammar that compiles. Raises ValueError saying what is wrong with another, and
-        TimeoutError, MemoryError where trying it took too long or the child's life; EngineUnavailable where it could
-        not be tried, or not to the end, for no fault of its own.
+        """The definition of a grammar that compiles.
+
+        Raises ValueError with what is wrong with it, TimeoutError or MemoryError if trying it took too long or killed
+        the child, EngineUnavailable if it could not be tried, or not to the end, for no fault of its own.
         """
         request = json.dumps((grammar.kind, grammar.text)).encode() + b"\n"
         try:
@@ -86,10 +86,10 @@ class GrammarTrials:
         return str(defined)
 
     def close(self) -> None:
-        """End the child, if there is one, for good: a grammar that is being tried, or comes later, is not tried."""
+        """End the child for good: neither a grammar that is being tried nor a later one gets an answer."""
         self._is_closed = True
         if (child := self._child) is not None:
-            child.kill()  # whoever waits for its answer stops waiting
+            child.kill()  # a caller that waits for its answer stops waiting
         with self._in_use:
             self._drop_child()
 
@@ -99,7 +99,7 @@ class GrammarTrials:
             self._child = None
 
     def _ask(self, request: bytes) -> bytes:
-        """The child's answer. One that waited may have died of something else: its death counts from a new child."""
+        """The child's answer. An idle child may have died of something else: only a new one's death counts."""
         if self._child is not None:
             try:
                 return self._exchange(self._child, request, self._timeout_s)
@@ -109,7 +109,7 @@ class GrammarTrials:
         return self._exchange(self._start(), request, self._timeout_s)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        path = [entry or os.getcwd() for entry in sys.path]  # it imports what this process would, and from nowhere else
+        path = [entry or os.getcwd() for entry in sys.path]  # the child imports what this process would
         limits = (str(self._max_bytes), str(math.ceil(self._timeout_s)))
         try:
             child = subprocess.Popen(
@@ -118,7 +118,7 @@ class GrammarTrials:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # an interrupt from the terminal is not for it; it ends when its stdin does
+                start_new_session=True,  # a terminal's interrupt is not for it; it ends with its stdin
             )
             self._child, self._end_child = child, weakref.finalize(self, _end, child)
             if self._is_closed:  # `close` may not have seen this child
@@ -129,7 +129,7 @@ class GrammarTrials:
         return child
 
     def _exchange(self, child: subprocess.Popen[bytes], request: bytes, timeout_s: float) -> bytes:
-        """Send a line, read a line. Raises TimeoutError, BrokenPipeError where the child died; it is gone then."""
+        """Send a line, read a line. On TimeoutError, or BrokenPipeError if the child died, the child is dropped."""
         try:
             return _exchanged(child, request, time.monotonic() + timeout_s)
         except (OSError, ValueError):
@@ -140,7 +140,7 @@ class GrammarTrials:
 def _exchanged(child: subprocess.Popen[bytes], request: bytes, deadline_s: float) -> bytes:
     if child.stdin is None or child.stdout is None:
         raise BrokenPipeError("no pipes")
-    child.stdin.write(request)  # the child waits for it: this does not block
+    child.stdin.write(request)  # does not block: the child is reading
     poll = select.poll()  # select.select takes no descriptor above 1023
     poll.register(child.stdout, select.POLLIN)
     answer = b""
@@ -162,12 +162,13 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def main(*, max_bytes: int, timeout_s: int) -> None:
-    """Answer until stdin ends, in an address space of `max_bytes`. A grammar that takes over a second more than
-    `timeout_s` ends the process: whoever asked was to kill it before, and must be dead.
+    """Answer until stdin ends, in an address space of `max_bytes`.
+
+    An alarm ends the process a second after `timeout_s`: the parent would have killed it, so the parent is dead.
     """
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it may have been inherited as ignored
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # may be inherited as ignored
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_answer_all, args=(sys.stdin, sys.stdout, timeout_s + 1))
     thread.start()
@@ -191,27 +192,24 @@ def _try(tokenizer: LLTokenizer, grammar: Grammar) -> tuple[str, str]:
         defined = definition(grammar)
         # The ids of a model's special tokens mean nothing here: one mark is tried for all of them.
         compile_matcher(tokenizer, _TOKEN_ID.sub(f"<[{MARK}]>", defined))
-    except (ValueError, RecursionError) as error:  # MemoryError ends the process, which says as much
+    except (ValueError, RecursionError) as error:  # not MemoryError: it ends the process, which says as much
         return "", str(error)
     return defined, ""
 
 
 def definition(grammar: Grammar) -> str:
-    """The grammar as llguidance reads it; not compiled yet.
-
-    Raises ValueError with a text for whoever wrote the grammar.
-    """
+    """The grammar as llguidance reads it, not compiled. Raises ValueError; its text is for the grammar's author."""
     if grammar.kind == "lark":
         return grammar_from("grammar", grammar.text)  # Lark, or GBNF, which is converted
-    if grammar.kind in ("json_object", "json_schema"):  # faults of a rule's schema are told with all of the rule
+    if grammar.kind in ("json_object", "json_schema"):  # not as a rule: errors would quote all of it
         return LLMatcher.grammar_from_json_schema(schema_text(form_schema(grammar.kind, grammar.text)))
     return LLMatcher.grammar_from_lark(form_rules("start", grammar.kind, grammar.text))
 
 
 def compile_matcher(tokenizer: LLTokenizer, definition: str) -> tuple[LLMatcher, bytes]:
-    """The matcher and its first mask, a bit a token in words of 32, which costs most of all.
+    """The matcher, and its first mask (a bit a token, in words of 32), which costs the most.
 
-    Raises ValueError saying why they cannot be.
+    Raises ValueError with the reason why there is none.
     """
     limits = LLParserLimits(max_items_in_row=MAX_ITEMS_IN_ROW, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     matcher = LLMatcher(tokenizer, definition, log_level=0, limits=limits)
@@ -224,15 +222,12 @@ def compile_matcher(tokenizer: LLTokenizer, definition: str) -> tuple[LLMatcher,
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """The library's reason. What it says of tokens is about a vocabulary that may not be the model's."""
+    """The library's reason, but for faults of token ids: those speak of a vocabulary that may not be the model's."""
     return _TOKEN_FAULT.sub(_TOKEN_RULE, matcher.get_error().removesuffix("<non-verbose/>").strip())
 
 
 class ByteVocabulary:
-    """Every byte a token, an end and a mark: what grammars are tried with before they meet the model's vocabulary.
-
-    Its attributes are those that llguidance reads.
-    """
+    """What grammars are tried with: every byte as a token, an end and a mark, in attributes that llguidance reads."""
 
     def __init__(self) -> None:
         self.eos_token_id = END

@@ -54,10 +54,10 @@ class ChatTemplate:
         for name, source in templates.items():
             try:
                 self._templates[name] = template = environment.from_string(source)
-                template.globals = dict(template.globals)  # a render copies them: 2 us, of a ChainMap 19
+                template.globals = dict(template.globals)  # a render copies them: 2 us, and 19 from a ChainMap
                 tree = environment.parse(source)
                 self._literals[name] = frozenset(_literals(tree))
-                self._variables[name] = meta.find_undeclared_variables(tree)  # folds constants of the tree: last
+                self._variables[name] = meta.find_undeclared_variables(tree)  # last: it folds constants
             except TemplateSyntaxError as error:
                 raise CheckpointError(f"chat template {name!r}, line {error.lineno}: {error.message}") from error
         trial = {**self._special_tokens, "strftime_now": datetime.fromtimestamp(0, UTC).strftime}
@@ -66,15 +66,15 @@ class ChatTemplate:
         }
 
     def reads(self, variable: str, *, with_tools: bool) -> bool:
-        """Whether the template for a conversation with or without tools reads `variable`, or else ignores it."""
+        """Whether the template for conversations with or without tools reads `variable`."""
         return variable in self._variables[self._name(with_tools=with_tools)]
 
     def writes(self, text: str) -> bool:
-        """Whether `text` stands in what one of the templates itself writes or compares with."""
+        """Whether one of the templates writes `text` itself, or compares with it."""
         return any(text in literal for literals in self._literals.values() for literal in literals)
 
     def knows_role(self, role: str, *, with_tools: bool) -> bool:
-        """Whether the template has a word for `role`; one that has not writes its messages as it happens, or not."""
+        """Whether the template names `role`; if not, it may drop messages of that role or write them somehow."""
         return role in self._literals[self._name(with_tools=with_tools)]
 
     def takes_parts(self, *, with_tools: bool) -> bool:
@@ -93,11 +93,9 @@ class ChatTemplate:
     ) -> str:
         """The prompt; `kwargs` (`enable_thinking`...) are variables of the template and may override special tokens.
 
-        `now`: the time that the template's `strftime_now` writes; the caller's, since a prompt made again is to be the
-        same one.
-
-        Raises InvalidRequest with param "messages" if the template refuses the conversation or fails on it, or if
-        the prompt exceeds 4 Mi characters or cannot be encoded.
+        `now`: what the template's `strftime_now` writes; given, so that a prompt made again is the same. Raises
+        InvalidRequest with param "messages" if the template refuses the conversation or fails on it, or if the prompt
+        exceeds 4 Mi characters or cannot be encoded.
         """
         if not messages:
             raise _invalid("messages is empty; accepted: at least one message", messages)
@@ -152,7 +150,7 @@ def _run(template: Template, variables: Mapping[str, object]) -> str:
 
 
 def _normalise(message: Mapping[str, object]) -> dict[str, object]:
-    """As transformers does: null means absent, and reasoning goes by every name that templates know."""
+    """As transformers does: null means absent, and reasoning is there under every name that templates read."""
     plain = {key: value for key, value in message.items() if value is not None}
     reasoning = next((plain[key] for key in REASONING_KEYS if key in plain), None)
     if reasoning is None:
@@ -206,10 +204,10 @@ def _refuse(value: object) -> CheckpointError:
 
 
 def takes_parts(run: Callable[[Mapping[str, object]], str], variables: Mapping[str, object]) -> bool:
-    """Whether the template behind `run` (variables to prompt) writes both texts of two parts, and not the list itself.
+    """Whether a template writes the texts of a message that is a list of two parts, and not the list itself.
 
-    `variables`: what it reads beside the conversation. Tried, not read off the source: templates reach the parts
-    through macros, filters and variables of their own.
+    `run`: variables to prompt; `variables`: what the template reads beside the conversation. Tried, not read off the
+    source: templates reach the parts through macros, filters and variables of their own.
     """
     content = [{"type": "text", "text": _FIRST}, {"type": "text", "text": _SECOND}]
     messages = [{"role": "user", "content": content}]

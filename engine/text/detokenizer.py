@@ -19,7 +19,7 @@ PER_TOKEN_STEPS = ("Replace", "ByteFallback", "Metaspace", "Strip")
 
 
 class IncrementalDetokenizer(Protocol):
-    """Text of a sequence as its tokens come; what is returned joined together equals decoding all ids at once.
+    """Text of a sequence as its tokens come. All pieces joined equal decoding all ids at once.
 
     Each token costs amortised constant time, however long the sequence. `Tokenizer.new_detokenizer` makes one.
     """
@@ -29,12 +29,12 @@ class IncrementalDetokenizer(Protocol):
         ...
 
     def flush(self) -> str:
-        """The sequence ends here: returns what was held back. No token may follow."""
+        """End the sequence; returns what was held back. No token may follow."""
         ...
 
 
 class ByteLevelDetokenizer:
-    """Every token is a string of bytes and the text is their UTF-8: only an incomplete character is held back.
+    """Takes each token as bytes of UTF-8, and holds back only an incomplete character.
 
     Bytes that are no UTF-8 become U+FFFD by the rule of the Unicode standard (one for each maximal subpart), which is
     also that of the `tokenizers` library.
@@ -55,11 +55,11 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes the new tokens behind the last one before them, and takes that one's text off again.
+    """Decodes new tokens together with the one before them, then cuts off that one's text.
 
-    The one token of context keeps the decoder from treating the new ones as the start of the text, where it strips a
-    space. Byte tokens (`<0xE2>`) are held until another token ends their run, however long, because the decoder
-    judges a run as a whole: one bad byte turns every byte of it into U+FFFD.
+    Without the token before, the decoder would strip a space, as it does at the start of a text. Byte tokens
+    (`<0xE2>`) are held back until another token ends their run, because the decoder judges a run as a whole: one bad
+    byte turns every byte of it into U+FFFD.
     """
 
     def __init__(

@@ -60,9 +60,9 @@ class Tokenizer:
 
     @classmethod
     def for_encoding(cls, path: Path) -> Tokenizer:
-        """The tokenizer of a model that generates nothing: any decoder will do, and there is no chat template.
+        """The tokenizer of a model that generates nothing: it has no chat template.
 
-        What decodes raises CheckpointError where the decoder is not supported (WordPiece).
+        Any decoder will do, but decoding raises CheckpointError if it is not supported (WordPiece).
         """
         tokenizer = _read(path / "tokenizer.json")
         _complete(tokenizer, read_tokenizer_config(path))
@@ -83,7 +83,7 @@ class Tokenizer:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """`encode` of each text, cheaper: on all cores, without offsets, and other threads of Python run meanwhile.
+        """`encode` of each text, but cheaper: on all cores, without offsets, and other Python threads run meanwhile.
 
         Raises InvalidRequest if any of them has a lone surrogate.
         """
@@ -130,6 +130,6 @@ def _read(file: Path) -> tokenizers.Tokenizer:
 
 
 def _complete(tokenizer: tokenizers.Tokenizer, config: Mapping[str, object]) -> None:
-    """What tokenizer_config.json adds."""
+    """Apply what tokenizer_config.json adds."""
     add_declared_tokens(tokenizer, config)
     tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
