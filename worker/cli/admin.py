@@ -12,9 +12,9 @@ from pathlib import Path
 
 import click
 
-from settings import EffectiveSettings, SettingsError
+from settings import EffectiveSettings
 from worker.acl import ADMIN, FLOWER, PRODUCER, WORKER, UnusablePassword, acl_file, generate_password, read_password
-from worker.cli.exit_codes import BadUsage, CommandError, ExitCode
+from worker.cli.exit_codes import BadUsage, CommandError, ExitCode, refusals_in_a_line
 from worker.cli.files import open_output
 from worker.cli.options import load_command_settings, redis_options, set_option
 from worker.doctor.redis import OLDEST_REDIS, redis_findings
@@ -47,16 +47,11 @@ def config(model: str | None, as_json: bool, assignments: tuple[str, ...]) -> No
 def _derive(effective: EffectiveSettings) -> EffectiveSettings:
     # Imported here: deriving asks torch for the device, and a producer has no torch.
     try:
-        from engine.errors import CapabilityError, EngineError  # noqa: PLC0415
         from engine.loading.derived_settings import derive_settings  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise CommandError(f"what follows from model.path needs {error.name}: {INSTALL_ENGINE}") from error
-    try:
+    with refusals_in_a_line():
         return derive_settings(effective)
-    except (SettingsError, CapabilityError) as error:
-        raise BadUsage(str(error)) from error
-    except EngineError as error:
-        raise CommandError(str(error)) from error
 
 
 @click.command("doctor")

@@ -1,7 +1,9 @@
-"""Defines what the process's exit code says, and the errors with which a command ends."""
+"""Defines what the process's exit code says, and ends a command in one line where something is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import IO, Any
 
@@ -32,3 +34,18 @@ class BadUsage(CommandError):
     """One line on stderr and exit code 2."""
 
     exit_code = int(ExitCode.USAGE)
+
+
+@contextmanager
+def refusals_in_a_line() -> Iterator[None]:
+    """Raise what the engine refuses as BadUsage, if settings can mend it, else as CommandError."""
+    # Not above: a producer does without the engine, and the list of commands without the settings (0.3 s).
+    from engine.errors import CapabilityError, EngineError  # noqa: PLC0415
+    from settings import SettingsError  # noqa: PLC0415
+
+    try:
+        yield
+    except (SettingsError, CapabilityError) as error:
+        raise BadUsage(str(error)) from error
+    except EngineError as error:
+        raise CommandError(str(error)) from error

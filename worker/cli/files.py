@@ -59,14 +59,21 @@ def _input_file(path: str) -> InputFile:
         if sys.stdin is None:  # so Python has it where descriptor 0 is closed
             raise BadUsage("-: standard input is closed; accepted: a file, a pipe or a terminal")
         return InputFile(STANDARD, _open_stdin, stat.S_ISREG(os.fstat(sys.stdin.fileno()).st_mode))
-    try:
+    with _usable(path):
         is_complete = stat.S_ISREG(os.stat(path).st_mode)
         # A pipe is opened once: whoever writes to it would find its reader gone.
         if is_complete or os.path.isdir(path):
             _open(path).close()
+    return InputFile(path, partial(_open, path), is_complete)
+
+
+@contextmanager
+def _usable(path: str) -> Iterator[None]:
+    """Raise BadUsage where the system refuses what is done with this path."""
+    try:
+        yield
     except OSError as error:
         raise BadUsage(f"{path}: {error.strerror}") from error
-    return InputFile(path, partial(_open, path), is_complete)
 
 
 def _open(path: str) -> io.BufferedReader:
@@ -91,10 +98,8 @@ def open_output(path: str) -> Iterator[BinaryIO]:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    try:
-        file = Path(path).open("wb")  # noqa: SIM115 - closed below; only the opening may raise CommandError
-    except OSError as error:
-        raise BadUsage(f"{path}: {error.strerror}") from error
+    with _usable(path):
+        file = Path(path).open("wb")  # noqa: SIM115 - closed below; only the opening may raise BadUsage
     with file:
         if not path.endswith(GZIP_SUFFIX):
             yield file
@@ -108,10 +113,8 @@ def check_output(path: str) -> None:
     # Opening a pipe and closing it would be its end for whoever reads it.
     if path == STANDARD or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)):
         return
-    try:
+    with _usable(path):
         Path(path).open("ab").close()
-    except OSError as error:
-        raise BadUsage(f"{path}: {error.strerror}") from error
 
 
 def refuse_same_file(path: str, *, other: str, role: str) -> None:
@@ -169,10 +172,8 @@ class RecordPaths:
         What ends in / is a directory. Raises BadUsage for a directory that cannot be had, and for one file twice.
         """
         if output != STANDARD and (output.endswith(os.sep) or os.path.isdir(output)):
-            try:
+            with _usable(output):
                 Path(output).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise BadUsage(f"{output}: {error.strerror}") from error
             errors = str(Path(output, ERRORS_NAME)) if errors is None else errors
             output = str(Path(output, OUTPUT_NAME))
         if errors is not None:

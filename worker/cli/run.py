@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from engine.errors import CapabilityError, EngineError
-from settings import EffectiveSettings, SettingsError
-from worker.cli.exit_codes import BadUsage, CommandError, ExitCode
+from engine.errors import EngineError
+from settings import EffectiveSettings
+from worker.cli.exit_codes import BadUsage, CommandError, ExitCode, refusals_in_a_line
 from worker.cli.files import (
     OUTPUT_HELP,
     STANDARD,
@@ -127,12 +127,8 @@ def _load_engine(effective: EffectiveSettings, trace: PassTrace | None) -> tuple
     from engine.loading.load import load_engine  # noqa: PLC0415  # torch comes with it
 
     started_s = time.monotonic()
-    try:
+    with refusals_in_a_line():
         return load_engine(effective, trace), time.monotonic() - started_s
-    except (SettingsError, CapabilityError) as error:
-        raise BadUsage(str(error)) from error
-    except EngineError as error:
-        raise CommandError(str(error)) from error
 
 
 def _run(

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 import click
 import redis
 
-from engine.errors import CapabilityError, EngineError
-from settings import EffectiveSettings, SettingsError
+from settings import EffectiveSettings
 from worker.celery_worker import run_worker
-from worker.cli.exit_codes import BadUsage, CommandError
+from worker.cli.exit_codes import CommandError, refusals_in_a_line
 from worker.cli.jobs import shown_redis_url
 from worker.cli.options import load_command_settings, redis_options
 from worker.requests.step_engine import StepEngine
@@ -32,12 +31,8 @@ def worker(model: str | None, concurrency: str | None, redis_url: str | None, as
     named = {"model.path": model, "worker.concurrency": concurrency, "redis.url": redis_url}
     effective = load_command_settings(assignments, named)
     try:
-        with stdout_to_stderr():
+        with refusals_in_a_line(), stdout_to_stderr():
             code = run_worker(effective, _load_engine)
-    except (SettingsError, CapabilityError) as error:
-        raise BadUsage(str(error)) from error
-    except EngineError as error:
-        raise CommandError(str(error)) from error
     except redis.RedisError as error:
         raise CommandError(f"Redis at {shown_redis_url(effective)}: {error}") from error
     sys.exit(code)
