@@ -196,9 +196,6 @@ def follow_job(
 def require_completed(job: JobStatus) -> None:
     """Raise CommandError (exit 1) for a job that failed, expired or was cancelled."""
     if job.status.is_terminal and job.status is not JobState.COMPLETED:
+        ended = "was cancelled" if job.status is JobState.CANCELLED else job.status.value
         reason = f": {job.error}" if job.error else ""
-        raise CommandError(f"job {job.id} {_ended(job.status)}{reason}")
-
-
-def _ended(state: JobState) -> str:
-    return {JobState.CANCELLED: "was cancelled"}.get(state, state.value)
+        raise CommandError(f"job {job.id} {ended}{reason}")

@@ -23,13 +23,7 @@ _FORM = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)")
 
 def set_option(command: Command) -> Command:
     """`--set KEY=VALUE`, which every command has; the function gets `assignments`."""
-    return click.option(
-        "--set",
-        "assignments",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Set any setting by its dotted path, such as engine.max_num_seqs=64. Repeatable.",
-    )(command)
+    return _set_option("any setting", "engine.max_num_seqs=64")(command)
 
 
 def redis_options(command: Command) -> Command:
@@ -39,14 +33,7 @@ def redis_options(command: Command) -> Command:
 
 def producer_options(command: Command) -> Command:
     """`redis_options` for commands that only talk to Redis: fewer settings mean something to them."""
-    option = click.option(
-        "--set",
-        "assignments",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help=f"Set {_words(PRODUCER_SECTIONS)} by its dotted path, such as redis.socket_timeout_s=30. Repeatable.",
-    )
-    return _redis_url_option(option(command))
+    return _redis_url_option(_set_option(_words(PRODUCER_SECTIONS), "redis.socket_timeout_s=30")(command))
 
 
 def load_producer_settings(assignments: Sequence[str], redis_url: str | None) -> EffectiveSettings:
@@ -78,6 +65,11 @@ def load_command_settings(assignments: Sequence[str], named: Mapping[str, str | 
         raise BadUsage(str(error)) from error
     configure_logging(effective.settings.log)
     return effective
+
+
+def _set_option(what: str, example: str) -> Callable[[Command], Command]:
+    help_text = f"Set {what} by its dotted path, such as {example}. Repeatable."
+    return click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help=help_text)
 
 
 def _redis_url_option(command: Command) -> Command:

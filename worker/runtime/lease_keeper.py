@@ -14,10 +14,10 @@ import redis
 from settings import WorkerSettings
 from worker.broker.messages import Announcer
 from worker.registry.leases import Heartbeats, UnitLeases
-from worker.registry.lifecycle import RunMode, StopReason
+from worker.registry.lifecycle import StopReason
 from worker.registry.queues import ReapQueue
 from worker.runtime.engine_thread import EngineThread
-from worker.runtime.held_units import HeldUnit, HeldUnits
+from worker.runtime.held_units import HeldUnits
 from worker.schemas import WorkerInfo
 from worker.unit_closer import UnitCloser
 
@@ -97,18 +97,12 @@ class LeaseKeeper:
             return
         answers = self._leases.renew([unit.claim for unit in held])
         for unit, (is_ours, mode, time_left_s) in zip(held, answers, strict=True):
-            _apply(unit, is_ours, mode, time_left_s)
-
-
-def _apply(unit: HeldUnit, is_ours: bool, mode: RunMode, time_left_s: float | None) -> None:
-    if not is_ours:
-        # Also the answer for a unit whose last record was written meanwhile: the writer may not have heard of it yet,
-        # and the owner waits for that.
-        if not unit.is_written:
-            unit.stop(StopReason.FENCED)
-        return
-    unit.set_time_left(time_left_s)
-    unit.hear_mode(mode)
+            if is_ours:
+                unit.set_time_left(time_left_s)
+                unit.hear_mode(mode)
+            elif not unit.is_written:
+                # Perhaps its last record was written and the writer has not heard of it yet: the owner waits for that.
+                unit.stop(StopReason.FENCED)
 
 
 class Reaper:

@@ -33,11 +33,12 @@ MAX_QUEUED_BYTES = 64 * 1024 * 1024  # of records and resume states that wait: a
 # ends this many writes so, each with the client's own six retries, while Redis is well, is taken to be one.
 OVERSIZE_TRIES = 3
 
-Item = TypeVar("Item", bound=PromptRecord | PromptResumeState)
+Written = PromptRecord | PromptResumeState
+Item = TypeVar("Item", bound=Written)
 
 logger = logging.getLogger(__name__)
 
-Together = tuple[HeldUnit, Sequence[PromptRecord | PromptResumeState]]
+Together = tuple[HeldUnit, Sequence[Written]]
 
 _REFUSED = Failure.of_server("The request was executed, but its result could not be stored.", code="result_refused")
 
@@ -81,7 +82,7 @@ class ResultWriter:
             return False
         return True
 
-    def put(self, held: HeldUnit, items: Iterable[PromptRecord | PromptResumeState]) -> bool:
+    def put(self, held: HeldUnit, items: Iterable[Written]) -> bool:
         """Queue records, or last resume states, of a unit, taking one after the other; waits while the queue is full.
 
         False if the rest was dropped because the unit is lost, or is to be given back and there was no room for a
@@ -89,7 +90,7 @@ class ResultWriter:
         """
         return all(self._put(held, together) for together in _batches(items, self._batch_size))
 
-    def _put(self, held: HeldUnit, items: Sequence[PromptRecord | PromptResumeState]) -> bool:
+    def _put(self, held: HeldUnit, items: Sequence[Written]) -> bool:
         held.add_unwritten(len(items))
         while held.stop_reason is not StopReason.FENCED:
             try:
@@ -110,8 +111,8 @@ class ResultWriter:
                     self._write_items(held, items, stopping)
                 held.add_unwritten(-len(items))
 
-    def _next_batch(self) -> list[tuple[HeldUnit, list[PromptRecord | PromptResumeState]]]:
-        by_unit: dict[int, tuple[HeldUnit, list[PromptRecord | PromptResumeState]]] = {}
+    def _next_batch(self) -> list[tuple[HeldUnit, list[Written]]]:
+        by_unit: dict[int, tuple[HeldUnit, list[Written]]] = {}
         num_items = num_bytes = 0
         while num_items < self._batch_size and num_bytes < MAX_BATCH_BYTES:
             try:
@@ -123,9 +124,7 @@ class ResultWriter:
             num_bytes += sum(item.num_bytes for item in items)
         return list(by_unit.values())
 
-    def _write_items(
-        self, held: HeldUnit, items: Sequence[PromptRecord | PromptResumeState], stopping: threading.Event
-    ) -> None:
+    def _write_items(self, held: HeldUnit, items: Sequence[Written], stopping: threading.Event) -> None:
         records = [item for item in items if isinstance(item, PromptRecord)]
         for batch in _batches(records, self._batch_size):
             self._write(held, batch, stopping)
