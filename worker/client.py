@@ -12,9 +12,8 @@ from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 from pydantic import SecretStr
-from redis import Redis
 
-from settings import LimitSettings, RedisSettings, Settings, TracingSettings, WorkerSettings
+from settings import LimitSettings, RedisSettings, Settings, TracingSettings
 from worker.app import create_app
 from worker.broker.messages import Announcer
 from worker.records.record import has_failed
@@ -57,17 +56,12 @@ class BatchClient:
         settings = Settings(redis=redis_settings, limits=limits)
         self._keys = keys = Keys()
         self._client = connect(redis_settings)
-        self._intake = JobIntake(
-            self._client,
-            keys,
-            redis_settings=redis_settings,
-            limits=limits,
-            grace_s=settings.worker.reap_grace_s,
-        )
+        self._intake = JobIntake(self._client, keys, settings)
         self._limits = limits
         self._queries = JobQueries(keys)
         self._control = JobControl(self._client, keys)
-        self._closer = UnitCloser(_closing_leases(self._client, keys, settings.worker), limits)
+        owner = f"producer-{uuid.uuid4().hex[:12]}"
+        self._closer = UnitCloser(UnitLeases(self._client, keys, owner=owner, settings=settings.worker), limits)
         self._app = create_app(settings)
         self._announcer = Announcer(self._app)
         self._tracing = make_tracing(
@@ -184,17 +178,6 @@ class BatchClient:
             if accepted_id != job_id:
                 self._intake.discard(job_id)
         return accepted_id, should_announce
-
-
-def _closing_leases(client: Redis, keys: Keys, worker: WorkerSettings) -> UnitLeases:
-    return UnitLeases(
-        client,
-        keys,
-        owner=f"producer-{uuid.uuid4().hex[:12]}",
-        lease_s=worker.lease_s,
-        max_attempts=worker.max_attempts,
-        grace_s=worker.reap_grace_s,
-    )
 
 
 class LineStaging:

@@ -17,7 +17,7 @@ from openai.types.chat import ChatCompletion
 from openai.types.shared import ErrorObject
 from pydantic import BaseModel, SecretStr
 
-from settings import LimitSettings, ModelSettings, RedisSettings, WorkerSettings
+from settings import LimitSettings, ModelSettings, RedisSettings, Settings, WorkerSettings
 from tests.support.fake_engine import FakeEngine
 from tests.support.processes import running_thread
 from worker.broker.messages import Announcer
@@ -69,16 +69,12 @@ class TestRegistry:
         return JobControl(self.redis, self.keys)
 
     def intake(self, *, limits: LimitSettings | None = None) -> JobIntake:
-        return JobIntake(
-            self.redis,
-            self.keys,
-            redis_settings=self.settings,
-            limits=limits or LimitSettings(),
-            grace_s=30.0,
-        )
+        settings = Settings(redis=self.settings, limits=limits or LimitSettings())
+        return JobIntake(self.redis, self.keys, settings)
 
     def leases(self, *, lease_s: float = 30.0, max_attempts: int = 3, owner: str = "tester") -> UnitLeases:
-        return UnitLeases(self.redis, self.keys, owner=owner, lease_s=lease_s, max_attempts=max_attempts, grace_s=30.0)
+        settings = WorkerSettings().model_copy(update={"lease_s": lease_s, "max_attempts": max_attempts})
+        return UnitLeases(self.redis, self.keys, owner=owner, settings=settings)
 
     def reap_queue(self, *, grace_s: float = 30.0, ageing_s: float = 60.0) -> ReapQueue:
         return ReapQueue(self.redis, self.keys, grace_s=grace_s, ageing_s=ageing_s)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import redis
 
-from settings import LimitSettings, RedisSettings
+from settings import LimitSettings, Settings
 from worker.registry.errors import EmptyJob, JobIncomplete, JobTooLarge, QueueFull, RegistryError
 from worker.registry.exchange import RedisReply, Scripts, ask_one, text
 from worker.registry.keys import Keys, UnitRef
@@ -20,20 +20,12 @@ MAX_RETRY_S = 3600.0
 class JobIntake:
     """Stages lines and submits jobs. Methods raise redis.RedisError when Redis cannot be had."""
 
-    def __init__(
-        self,
-        client: redis.Redis,
-        keys: Keys,
-        *,
-        redis_settings: RedisSettings,
-        limits: LimitSettings,
-        grace_s: float,
-    ) -> None:
+    def __init__(self, client: redis.Redis, keys: Keys, settings: Settings) -> None:
         self._client = client
         self._keys = keys
-        self._redis_settings = redis_settings
-        self._limits = limits
-        self._grace_s = grace_s  # before a job whose plan message got lost is announced again
+        self._redis_settings = settings.redis
+        self._limits = settings.limits
+        self._grace_s = settings.worker.reap_grace_s  # before a job whose plan message got lost is announced again
 
     def find(self, tenant: str, idempotency_key: str) -> str | None:
         """The job submitted earlier under a producer's own key."""

@@ -10,6 +10,7 @@ from itertools import zip_longest
 
 import redis
 
+from settings import WorkerSettings
 from worker.registry.exchange import Argument, Command, RedisReply, Script, Scripts, ask, ask_one, raw_values, text
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.lifecycle import ClaimRefusal, Outcome, PutStatus, RunMode
@@ -79,16 +80,14 @@ class PromptResumeState:
 class UnitLeases:
     """Claims, renews, writes and gives back units. Methods raise redis.RedisError when Redis cannot be had."""
 
-    def __init__(
-        self, client: redis.Redis, keys: Keys, *, owner: str, lease_s: float, max_attempts: int, grace_s: float
-    ) -> None:
+    def __init__(self, client: redis.Redis, keys: Keys, *, owner: str, settings: WorkerSettings) -> None:
         self._client = client
         self._keys = keys
         self._owner = owner
-        self.lease_s = lease_s
-        self._lease_ms = round(lease_s * 1000)
-        self._max_attempts = max_attempts
-        self._grace_ms = round(grace_s * 1000)
+        self.lease_s = settings.lease_s
+        self._lease_ms = round(settings.lease_s * 1000)
+        self._max_attempts = settings.max_attempts
+        self._grace_ms = round(settings.reap_grace_s * 1000)
 
     def claim(self, ref: UnitRef, *, alone: bool = False) -> Claim | ClaimRefusal:
         """Take a unit for one lease, if it is not finished and nobody has it.

@@ -132,13 +132,7 @@ class _Parts:
 
     @cached_property
     def staged_jobs(self) -> StagedJobs:
-        intake = JobIntake(
-            self.client,
-            self._keys,
-            redis_settings=self._settings.redis,
-            limits=self._settings.limits,
-            grace_s=self._settings.worker.reap_grace_s,
-        )
+        intake = JobIntake(self.client, self._keys, self._settings)
         return StagedJobs(intake, self._keys, self._announcer)
 
     @cached_property

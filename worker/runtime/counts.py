@@ -76,14 +76,7 @@ class CountedLeases(UnitLeases):
     def __init__(
         self, client: redis.Redis, keys: Keys, *, owner: str, settings: WorkerSettings, counts: UnitCounts
     ) -> None:
-        super().__init__(
-            client,
-            keys,
-            owner=owner,
-            lease_s=settings.lease_s,
-            max_attempts=settings.max_attempts,
-            grace_s=settings.reap_grace_s,
-        )
+        super().__init__(client, keys, owner=owner, settings=settings)
         self._counts = counts
 
     def put(self, claim: Claim, records: Sequence[PromptRecord]) -> tuple[PutStatus, RunMode]:
