@@ -22,11 +22,9 @@ from engine.outputs import FinishedRequests
 from engine.request import RESERVED_PREFIX, EmbeddingRequest, RequestOutput
 from engine.scheduling.sequence import SequenceState
 from engine.staging import PendingResult
-from engine.unfinished import SequenceGroup, SequenceQueue, UnfinishedRequests
+from engine.unfinished import KEY_BYTES, SequenceGroup, SequenceQueue, UnfinishedRequests
 
 NewChain = Callable[[Sequence[int], str], BlockHashChain]  # token ids, salt
-
-KEY_BYTES = 16
 
 Vector: TypeAlias = "array[float] | NonFiniteLogits | None"
 

@@ -25,9 +25,7 @@ from engine.scheduling.sequence import RequestState, TokenCounts
 from engine.structured.compiler import GrammarCompiler
 from engine.structured.grammar import Grammar
 from engine.structured.matcher import CompiledGrammar
-from engine.unfinished import RequestGroup, SequenceQueue, UnfinishedRequests
-
-KEY_BYTES = 16
+from engine.unfinished import KEY_BYTES, RequestGroup, SequenceQueue, UnfinishedRequests
 
 SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: keeps the streams of a request's n sequences apart
 

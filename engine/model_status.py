@@ -107,8 +107,8 @@ class MemoryProfile:
     @property
     def kv_bytes(self) -> int:
         """What remains for the KV pool; below 0 where the rest alone is more than what may be used."""
-        held = self.weights_bytes + self.other_bytes + self.activations_bytes + self.graphs_bytes
-        return self.usable_bytes - held
+        taken = self.weights_bytes + self.other_bytes + self.activations_bytes + self.graphs_bytes
+        return self.usable_bytes - taken
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ class StopStrings:
         self._stop = stop
         self._fallbacks = [_fallback_table(string) for string in stop]
         self._progress = [0] * len(stop)  # characters of each stop string that the text so far ends with
-        self._held = ""
+        self._withheld = ""
 
     def feed(self, new_text: str) -> str:
         """Add text; returns what is now certain to be before any stop string. After a match: nothing, ever."""
@@ -136,22 +136,22 @@ class StopStrings:
             return ""
         if not self._stop:
             return new_text
-        pending = self._held + new_text
-        for position, character in enumerate(new_text, start=len(self._held)):
+        pending = self._withheld + new_text
+        for position, character in enumerate(new_text, start=len(self._withheld)):
             matched = self._advance(character)
             if matched is not None:
                 self.matched = matched
-                self._held = ""
+                self._withheld = ""
                 return pending[: position + 1 - len(matched)]
         certain = len(pending) - max(self._progress, default=0)
-        self._held = pending[certain:]
+        self._withheld = pending[certain:]
         return pending[:certain]
 
     def flush(self) -> str:
         """The text ends here: returns what was held back, which was no stop string after all."""
-        held, self._held = self._held, ""
+        withheld, self._withheld = self._withheld, ""
         self._progress = [0] * len(self._stop)
-        return held
+        return withheld
 
     def _advance(self, character: str) -> str | None:
         """Take one character in; returns the longest stop string that it completes."""

@@ -79,12 +79,12 @@ class Sampler:
         """Rows with a grammar and what that forbids [n, V], None where no row has one; the failures by row: what is
         chosen there is void.
         """
-        held = {index: row.matcher for index, row in enumerate(rows) if row is not None and row.matcher is not None}
-        if not held:
+        matchers = {index: row.matcher for index, row in enumerate(rows) if row is not None and row.matcher is not None}
+        if not matchers:
             return None, {}
-        masks, faults = self._masks.forbidden(list(held.values()))
-        failures = {index: fault for index, fault in zip(held, faults, strict=True) if fault is not None}
-        return (np.array(list(held), dtype=np.int64), masks), failures
+        masks, faults = self._masks.forbidden(list(matchers.values()))
+        failures = {index: fault for index, fault in zip(matchers, faults, strict=True) if fault is not None}
+        return (np.array(list(matchers), dtype=np.int64), masks), failures
 
     def _edit(self, logits: torch.Tensor, given: Tensors) -> None:
         """Bias, penalties, bans and grammars, in place."""
@@ -99,11 +99,11 @@ class Sampler:
         if self._unknown_ids is not None:
             logits.index_fill_(1, self._unknown_ids, -torch.inf)
         if "forbidden" in given:
-            held, masks = given["forbidden"]
-            if held.shape[0] == logits.shape[0]:
+            rows, masks = given["forbidden"]
+            if rows.shape[0] == logits.shape[0]:
                 logits.masked_fill_(masks, -torch.inf)
             else:
-                logits.index_copy_(0, held, logits.index_select(0, held).masked_fill_(masks, -torch.inf))
+                logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(masks, -torch.inf))
 
     def _choose(self, logits: torch.Tensor, given: Tensors) -> torch.Tensor:
         if "draws" not in given:

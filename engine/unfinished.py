@@ -16,6 +16,8 @@ from engine.outputs import FinishedRequests
 from engine.request import AnyRequest, PromptLogprobs, Request, RequestOutput, RequestTimings
 from engine.scheduling.sequence import RequestState, SequenceState, State
 
+KEY_BYTES = 16  # of the digests that tell whether requests are equal
+
 Asked = TypeVar("Asked", bound=AnyRequest)
 Queued_contra = TypeVar("Queued_contra", bound=SequenceState, contravariant=True)
 Answer = TypeVar("Answer")  # what a step brings for a sequence
