@@ -11,7 +11,6 @@ from kernels.cpu.dense import product, silu_and_mul
 from kernels.operands import ExpertLayout, PackedWeight, RoutedExperts
 
 Tensor = torch.Tensor
-Matrices = Sequence[Tensor]  # [N, K] of each expert
 # x [T, K], one expert's matrix [N, K] in some layout -> [T, N].
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -67,35 +66,31 @@ def grouped_gemm(x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gathe
     """See `Operations.grouped_gemm`."""
     if x.dtype is torch.float32:
         return plain_gemm(x, weight, layout, gather=gather)
-    rows = products_by_expert(x, weight.matrices, layout, product, gather=gather)
-    return torch.cat(rows) if rows else x.new_empty(0, weight.shape[1])
+    return products_by_expert(x, weight, layout, product, gather=gather)
 
 
 def moe_small_batch(x: Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> Tensor:
     """See `Operations.moe_small_batch`."""
-    return products_by_pair(x, gate_up.matrices, down.matrices, routed, product)
+    return products_by_pair(x, gate_up, down, routed, product)
 
 
 def products_by_expert(
-    x: Tensor, experts: Matrices, layout: ExpertLayout, multiply: Product, *, gather: bool
-) -> list[Tensor]:
-    """`grouped_gemm`: one product per expert that has rows, in the layout's order.
-
-    experts: matrices in the form that `multiply` takes beside rows [n, K]; -> [n, N] each.
-    """
+    x: Tensor, weight: PackedWeight, layout: ExpertLayout, multiply: Product, *, gather: bool
+) -> Tensor:
+    """`grouped_gemm`: one product for each expert that has rows; `multiply` takes its rows and its matrix."""
     rows = x.index_select(0, layout.pair_ids // layout.top_k) if gather else x
     parts = zip(torch.split(rows, layout.run_lens), layout.runs, strict=True)
-    return [multiply(part, experts[run.expert]) for part, run in parts]
+    products = [multiply(part, weight.matrices[run.expert]) for part, run in parts]
+    return torch.cat(products) if products else x.new_empty(0, weight.shape[1])
 
 
-def products_by_pair(x: Tensor, gate_up: Matrices, down: Matrices, routed: RoutedExperts, multiply: Product) -> Tensor:
-    """`moe_small_batch`: two products per pair of token and expert. x [T, H] -> [T, H].
-
-    gate_up [2I, H] and down [H, I] of each expert, in the form that `multiply` takes beside one row.
-    """
-    outputs = []
+def products_by_pair(
+    x: Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts, multiply: Product
+) -> Tensor:
+    """`moe_small_batch`: two products for each pair of token and expert; `multiply` takes one row and a matrix."""
+    gates, downs, outputs = gate_up.matrices, down.matrices, []
     for row, experts in zip(torch.split(x, 1), routed.expert_ids.tolist(), strict=True):
-        outputs += [multiply(silu_and_mul(multiply(row, gate_up[expert])), down[expert]) for expert in experts]
+        outputs += [multiply(silu_and_mul(multiply(row, gates[expert])), downs[expert]) for expert in experts]
     return add_choices(outputs, routed, x)
 
 

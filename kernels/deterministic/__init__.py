@@ -20,5 +20,4 @@ from kernels.cpu import (
     sort_tokens_by_expert,
 )
 from kernels.deterministic.attention import paged_decode_attention, paged_prefill_attention
-from kernels.deterministic.dense import linear, pack, silu_and_mul
-from kernels.deterministic.experts import grouped_gemm, moe_small_batch, route_topk
+from kernels.deterministic.products import grouped_gemm, linear, moe_small_batch, pack, route_topk, silu_and_mul

@@ -1,4 +1,4 @@
-"""Matrix products in tiles of rows whose bits agree, and the gated activation, never cut within a row.
+"""Matrix products, dense and of experts, in tiles of rows whose bits agree; routing and the gated activation.
 
 Which heights of a tile agree is found by experiment, once for each shape of a weight.
 """
@@ -9,9 +9,9 @@ import functools
 
 import torch
 
-from kernels.cpu import dense
+from kernels.cpu import dense, experts
 from kernels.interface import KernelsUnavailable
-from kernels.operands import PackedWeight
+from kernels.operands import ExpertLayout, PackedWeight, RoutedExperts
 
 # The product of this many rows defines the bits. MKL (2024.2, AVX-512) takes one path below 16 rows and another from 16
 # on, which is the faster by far for many rows; oneDNN's bfloat16 product is one path from 4 rows on.
@@ -126,3 +126,27 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     for start in range(0, num_rows, rows):
         out[start : start + rows] = dense.silu_and_mul(gate_up[start : start + rows])
     return out
+
+
+def route_topk(router_logits: torch.Tensor, top_k: int, *, renormalise: bool) -> RoutedExperts:
+    """See `Operations.route_topk`. The weights are added up in the order of the choices.
+
+    PyTorch sums a few columns along rows or along columns, depending on the number of rows.
+    """
+    weights, expert_ids = experts.route_topk(router_logits, top_k, renormalise=False)
+    if renormalise:
+        total = weights[:, :1].clone()
+        for choice in range(1, top_k):
+            total += weights[:, choice : choice + 1]
+        weights = weights / total
+    return RoutedExperts(weights, expert_ids)
+
+
+def grouped_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
+    """See `Operations.grouped_gemm`. Each expert's rows in tiles of their own."""
+    return experts.products_by_expert(x, weight, layout, product, gather=gather)
+
+
+def moe_small_batch(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> torch.Tensor:
+    """See `Operations.moe_small_batch`. With the bits of the sorted way: which one is taken only matters for speed."""
+    return experts.products_by_pair(x, gate_up, down, routed, product)

@@ -7,7 +7,7 @@ import torch
 
 from kernels import deterministic, reference
 from kernels.cpu.dense import product_into
-from kernels.deterministic.dense import TILE_ROWS, next_height, tile_heights
+from kernels.deterministic.products import TILE_ROWS, next_height, tile_heights
 from kernels.interface import KernelsUnavailable
 from kernels.operands import PackedWeight, RoutedExperts
 from tests.support.tensors import assert_close
