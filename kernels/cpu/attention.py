@@ -38,13 +38,13 @@ def attend_single_queries(q: torch.Tensor, reader: KvReader, rows: AttentionRows
         return attend_by_index(q, reader, rows, scale)
     plan = gather_plan(rows, reader.block_size, reader.max_tokens)
     if plan.num_segments <= 1:
-        result = AttentionState.without_keys(q, q.dtype)
+        result = AttentionState.without_keys(q.shape, q.dtype)
         for gather in plan.gathers:
             part, part_lse = _attend_gather(q, reader, gather, scale)
             result.output.index_copy_(0, gather.query_ids, part.to(q.dtype))
             result.lse.index_copy_(0, gather.query_ids, part_lse)
         return result
-    running = RunningAttention((q.shape[0], q.shape[1], q.shape[2]), q.device)
+    running = RunningAttention(q.shape)
     for gather in plan.gathers:
         running.add(gather.query_ids, *_attend_gather(q, reader, gather, scale))
     return running.state(q.dtype)
@@ -99,14 +99,13 @@ def _attend_chunk(
     q: torch.Tensor, reader: KvReader, block_table: torch.Tensor, tokens: tuple[int, int], scale: float
 ) -> AttentionState:
     """q [Q, Hq, D], the last Q of tokens tokens[0] .. tokens[1] - 1; block_table [max_blocks] int64."""
-    num_queries, num_heads, head_dim = q.shape
-    before = tokens[1] - num_queries
+    before = tokens[1] - q.shape[0]
     keys, values = reader.read_tokens(block_table, before, tokens[1])
     own, own_lse = flash_attention(q.transpose(0, 1)[None], keys, values, scale, causal=True)
     own, own_lse = own[0].transpose(0, 1), own_lse[0].transpose(0, 1)
     if before == tokens[0]:
         return AttentionState(own.to(q.dtype), own_lse)
-    running = RunningAttention((num_queries, num_heads, head_dim), q.device)
+    running = RunningAttention(q.shape)
     running.add(slice(None), own, own_lse)
     part = attend_unmasked(q, reader, block_table, (tokens[0], before), scale)
     running.add(slice(None), part.output, part.lse)

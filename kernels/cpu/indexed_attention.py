@@ -42,7 +42,7 @@ def attend_by_index(q: torch.Tensor, reader: KvReader, rows: AttentionRows, scal
     first, second = next(pieces, None), next(pieces, None)
     if first is not None and second is None and first.num_rows == q.shape[0]:
         return AttentionState(*_attend_chunks(q, reader, first, scale))
-    running = RunningAttention((q.shape[0], q.shape[1], q.shape[2]), q.device)
+    running = RunningAttention(q.shape)
     for piece in chain(filter(None, (first, second)), pieces):  # one at a time: each may be tens of MB
         running.add(piece.query_ids, *_attend_chunks(q, reader, piece, scale))
     return running.state(q.dtype)

@@ -46,6 +46,12 @@ class KeyRange(NamedTuple):
     query: int  # index into q
     start: int  # a multiple of block_size
     end: int
+    segment: int = 0  # which of those that its row is cut into
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of keys."""
+        return self.end - self.start
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,14 +68,6 @@ class KvGather:
     def num_ranges(self) -> int:
         """Number of key ranges."""
         return self.query_ids.shape[0]
-
-
-class _Range(NamedTuple):
-    segment: int  # 0 for the first of its row
-    row: int
-    query: int
-    start: int
-    num_tokens: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +91,7 @@ class KvGatherPlan:
         max_tokens bounds the keys of one gather, padding included (one block is always allowed).
         """
         segment_tokens = max(min(SEGMENT_TOKENS, max_tokens) // block_size, 1) * block_size
-        ranges = sorted(_ranges(keys, segment_tokens), key=lambda item: (item.segment, -item.num_tokens))
+        ranges = sorted(_segments(keys, segment_tokens), key=lambda item: (item.segment, -item.num_tokens))
         groups = _group(ranges, block_size, max_tokens)
         return cls(
             gathers=tuple(_gather(group, block_tables, block_size) for group in groups),
@@ -101,16 +99,16 @@ class KvGatherPlan:
         )
 
 
-def _ranges(keys: Sequence[KeyRange], segment_tokens: int) -> Iterator[_Range]:
-    for row, query, first, end in keys:
+def _segments(keys: Sequence[KeyRange], segment_tokens: int) -> Iterator[KeyRange]:
+    for row, query, first, end, _ in keys:
         # From the first key to a multiple, then from multiple to multiple.
         starts = [first, *range((first // segment_tokens + 1) * segment_tokens, end, segment_tokens)]
         for segment, (start, stop) in enumerate(zip(starts, [*starts[1:], end], strict=True)):
-            yield _Range(segment, row, query, start, stop - start)
+            yield KeyRange(row, query, start, stop, segment)
 
 
-def _group(ranges: list[_Range], block_size: int, max_tokens: int) -> list[list[_Range]]:
-    groups: list[list[_Range]] = []
+def _group(ranges: list[KeyRange], block_size: int, max_tokens: int) -> list[list[KeyRange]]:
+    groups: list[list[KeyRange]] = []
     num_blocks = padded_len = 0
     for item in ranges:  # longest first within a segment, so the first of a group sets its padded length
         item_blocks = -(-item.num_tokens // block_size)
@@ -125,22 +123,21 @@ def _group(ranges: list[_Range], block_size: int, max_tokens: int) -> list[list[
     return groups
 
 
-def _gather(group: list[_Range], block_tables: torch.Tensor, block_size: int) -> KvGather:
-    device = block_tables.device
+def _gather(group: list[KeyRange], block_tables: torch.Tensor, block_size: int) -> KvGather:
     num_blocks = -(-group[0].num_tokens // block_size)
-    rows = torch.tensor([item.row for item in group], device=device)
-    lens = torch.tensor([item.num_tokens for item in group], device=device)
-    first_blocks = torch.tensor([item.start // block_size for item in group], device=device)
-    columns = first_blocks[:, None] + torch.arange(num_blocks, device=device)
+    rows = torch.tensor([item.row for item in group])
+    lens = torch.tensor([item.num_tokens for item in group])
+    first_blocks = torch.tensor([item.start // block_size for item in group])
+    columns = first_blocks[:, None] + torch.arange(num_blocks)
     # Past a row's blocks the table's last entry is read: any block will do, since its keys are padding.
     blocks = block_tables.index_select(0, rows).gather(1, columns.clamp_(max=block_tables.shape[1] - 1))
-    past_end = torch.arange(num_blocks * block_size, device=device) >= lens[:, None]
+    past_end = torch.arange(num_blocks * block_size) >= lens[:, None]
     padding_ids = past_end.flatten().nonzero().flatten()
     mask = None
     if padding_ids.shape[0] > 0:
-        mask = torch.zeros(past_end.shape, device=device).masked_fill_(past_end, -torch.inf)[:, None, None, :]
+        mask = torch.zeros(past_end.shape).masked_fill_(past_end, -torch.inf)[:, None, None, :]
     return KvGather(
-        query_ids=torch.tensor([item.query for item in group], device=device),
+        query_ids=torch.tensor([item.query for item in group]),
         block_ids=blocks.flatten().long(),
         num_tokens=num_blocks * block_size,
         padding_ids=padding_ids,

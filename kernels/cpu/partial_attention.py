@@ -6,6 +6,7 @@ log-sum-exp, and two batched matrix products, faster for a few queries over many
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -24,10 +25,9 @@ class AttentionState(NamedTuple):
     lse: torch.Tensor  # [num_queries, num_heads], float32, natural logarithm; -inf where no key was seen
 
     @classmethod
-    def without_keys(cls, q: torch.Tensor, dtype: torch.dtype) -> Self:
-        """The state before any key was seen: output 0. q [num_queries, num_heads, head_dim]; dtype of the output."""
-        output = torch.zeros(q.shape, dtype=dtype, device=q.device)
-        return cls(output, torch.full(q.shape[:2], -torch.inf, device=q.device))
+    def without_keys(cls, shape: Sequence[int], dtype: torch.dtype) -> Self:
+        """The state before any key was seen: output 0. shape and dtype of the output."""
+        return cls(torch.zeros(shape, dtype=dtype), torch.full(shape[:2], -torch.inf))
 
 
 def flash_attention(
@@ -73,10 +73,9 @@ def matmul_attention(
 class RunningAttention:
     """Adds up attention over parts of the keys in float32, so that many parts cost one rounding."""
 
-    def __init__(self, shape: tuple[int, int, int], device: torch.device) -> None:
+    def __init__(self, shape: Sequence[int]) -> None:
         """shape: (num_queries, Hq, D)."""
-        self._output = torch.zeros(shape, device=device)
-        self._lse = torch.full(shape[:2], -torch.inf, device=device)
+        self._output, self._lse = AttentionState.without_keys(shape, torch.float32)
 
     def add(self, query_ids: torch.Tensor | slice, output: torch.Tensor, lse: torch.Tensor) -> None:
         """Attention of some queries over keys not seen by them before.

@@ -84,7 +84,7 @@ def _attend_groups(q: torch.Tensor, reader: KvReader, plan: _Plan, scale: float)
 
     q: the plan's queries.
     """
-    result = AttentionState.without_keys(q, torch.float32)
+    result = AttentionState.without_keys(q.shape, torch.float32)
     for batch in plan.batches:
         attend_prefix_batch(q, reader, batch, scale, result)
     for queries, blocks, num_tokens in plan.reads:
@@ -116,7 +116,7 @@ def attend_unmasked(
     piece_tokens = reader.tokens_of(PIECE_BYTES)
     if tokens[1] - tokens[0] <= piece_tokens:
         return attend(*tokens)
-    running = RunningAttention((num_queries, num_heads, head_dim), q.device)
+    running = RunningAttention(q.shape)
     for start in range(*tokens, piece_tokens):
         running.add(slice(None), *attend(start, min(start + piece_tokens, tokens[1])))
     return running.state(torch.float32)

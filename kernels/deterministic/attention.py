@@ -39,8 +39,8 @@ def paged_decode_attention(
         ("key_block_plan", reader.block_size),
         lambda: KeyBlockPlan.build(rows.block_tables, rows.kv_lens, reader.block_size),
     )
-    num_rows, (_, num_heads, head_dim) = plan.row_ids.shape[0], q.shape
-    running = RunningAttention((num_rows, num_heads, head_dim), q.device)
+    num_rows = plan.row_ids.shape[0]
+    running = RunningAttention((num_rows, *q.shape[1:]))
     if num_rows:
         outputs, lses = _attend_pairs(q.index_select(0, plan.row_ids), reader, plan, scale)
         start = 0
@@ -104,10 +104,9 @@ def _attend_chunk(
     q: torch.Tensor, reader: KeyBlockReader, plan: KeyBlockPlan, kv_len: int, scale: float
 ) -> torch.Tensor:
     """q [Q, Hq, D], the last Q of kv_len tokens."""
-    num_queries, num_heads, head_dim = q.shape
-    group_size = num_heads // reader.num_kv_heads
+    num_queries, group_size = q.shape[0], q.shape[1] // reader.num_kv_heads
     per_tile = queries_per_tile(group_size)
-    running = RunningAttention((num_queries, num_heads, head_dim), q.device)
+    running = RunningAttention(q.shape)
     for block in range(len(plan.rows_with_block)):
         keys, values = reader.read(plan.slots[block : block + 1])
         # Queries are counted from the block's first key: 0 sees this key alone, the last of the block and all later

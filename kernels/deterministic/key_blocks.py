@@ -135,11 +135,11 @@ class RunningAttention:
     Not by `torch.logaddexp`, whose bits depend on where in its tensor a number lies (vector or remainder).
     """
 
-    def __init__(self, shape: tuple[int, int, int], device: torch.device) -> None:
+    def __init__(self, shape: Sequence[int]) -> None:
         """shape: (num_queries, Hq, D)."""
-        self._output = torch.zeros(shape, device=device)
-        self._mass = torch.zeros(shape[:2], device=device)
-        self._largest = torch.full(shape[:2], -torch.inf, device=device)
+        self._output = torch.zeros(shape)
+        self._mass = torch.zeros(shape[:2])
+        self._largest = torch.full(shape[:2], -torch.inf)
 
     def add(self, queries: slice, output: torch.Tensor, lse: torch.Tensor) -> None:
         """output [n, Hq, D] and lse [n, Hq] of some queries over their next block, which holds a key for each."""

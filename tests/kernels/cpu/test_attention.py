@@ -177,7 +177,7 @@ def test_attention_over_two_halves_merges_to_attention_over_all() -> None:
     whole = attend(slice(0, 30))
     assert_close(merge_attention_states(*halves), whole.output)
     assert_close(merge_by_definition(*halves[0], *halves[1]), whole.output)
-    running = RunningAttention((4, 2, 8), whole.output.device)
+    running = RunningAttention((4, 2, 8))
     for half in halves:
         running.add(slice(None), *half)
     assert_close(running.state(torch.float32).output, whole.output)
