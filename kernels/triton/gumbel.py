@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels import gumbel_noise as spec
 from kernels.triton.launch import TileLaunch
-from kernels.triton.sampling import NARROW_BLOCK, best_of_blocks, ranked
+from kernels.triton.sampling import NARROW_BLOCK, best_tokens, ranked
 
 KEY_START_FIRST = tl.constexpr(spec.KEY_START_FIRST)
 KEY_START_SECOND = tl.constexpr(spec.KEY_START_SECOND)
@@ -25,25 +25,8 @@ NUM_COEFFICIENTS = tl.constexpr(len(spec.LOG1P_COEFFICIENTS))
 
 def gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """See `Operations.gumbel_argmax` and `kernels.gumbel_noise`."""
-    num_rows, vocab_size = logits.shape
-    if num_rows == 0:
-        return torch.empty(0, dtype=torch.int64, device=logits.device)
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    launch = gumbel_launch()
-    num_blocks = triton.cdiv(vocab_size, launch.columns)
-    ranks = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=logits.device)
-    _gumbel_argmax_kernel[(num_rows, num_blocks)](
-        logits,
-        seeds.contiguous(),
-        positions.contiguous(),
-        ranks,
-        vocab_size,
-        logits.stride(0),
-        BLOCK=launch.columns,
-        num_warps=launch.num_warps,
-        enable_fp_fusion=False,
-    )
-    return best_of_blocks(ranks)
+    keys = (seeds.contiguous(), positions.contiguous())
+    return best_tokens(_gumbel_argmax_kernel, gumbel_launch(), logits, *keys, enable_fp_fusion=False)
 
 
 @triton.jit

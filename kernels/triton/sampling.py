@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.jit import JITFunction
 
 from kernels.triton.launch import DEFAULT_MULTIPROCESSORS, TileLaunch
 
@@ -57,23 +58,29 @@ def token_of_rank(rank):
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
     """See `Operations.argmax`. A NaN counts as the largest value, as in PyTorch."""
+    return best_tokens(_argmax_kernel, argmax_launch(*logits.shape), logits)
+
+
+def best_tokens(
+    kernel: JITFunction, launch: TileLaunch, logits: torch.Tensor, *others: torch.Tensor, **options: bool
+) -> torch.Tensor:
+    """The token that ranks highest in each row of logits [N, V] -> [N] int64.
+
+    kernel: takes logits and others, and writes the best of each block of tokens by `ranked`.
+    """
     num_rows, vocab_size = logits.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
-        return torch.empty(0, dtype=torch.int64, device=logits.device)
+        return tokens
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    launch = argmax_launch(num_rows, vocab_size)
     num_blocks = triton.cdiv(vocab_size, launch.columns)
     ranks = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=logits.device)
-    _argmax_kernel[(num_rows, num_blocks)](
-        logits, ranks, vocab_size, logits.stride(0), BLOCK=launch.columns, num_warps=launch.num_warps
+    kernel[(num_rows, num_blocks)](
+        *(logits, *others, ranks, vocab_size, logits.stride(0)),
+        BLOCK=launch.columns,
+        num_warps=launch.num_warps,
+        **options,
     )
-    return best_of_blocks(ranks)
-
-
-def best_of_blocks(ranks: torch.Tensor) -> torch.Tensor:
-    """ranks [N, num_blocks] int64, the best of each block by `ranked` -> token ids [N] int64."""
-    num_rows, num_blocks = ranks.shape
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=ranks.device)
     launch = best_of_blocks_launch(num_blocks)
     _best_of_blocks_kernel[(num_rows,)](ranks, tokens, num_blocks, BLOCK=launch.columns, num_warps=launch.num_warps)
     return tokens
