@@ -49,6 +49,20 @@ class AttentionLaunch:
     num_warps: int
     num_stages: int  # steps in flight; reading the block table ahead of the keys takes one
 
+    def options(self, q_shape: Sequence[int], cache_shape: Sequence[int]) -> dict[str, int]:
+        """What a kernel is compiled for. q [.., Hq, D], cache [num_blocks, block_size, Hkv, D]."""
+        _, block_size, num_kv_heads, head_dim = cache_shape
+        return {
+            "GROUP_SIZE": q_shape[1] // num_kv_heads,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": padded_head_dim(head_dim),
+            "BLOCK_SIZE": block_size,
+            "BLOCK_M": self.block_m,
+            "TILE": self.tile,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
 
 def padded_head_dim(head_dim: int) -> int:
     """head_dim rounded up to a power of two that a matrix product takes."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -13,17 +11,14 @@ from kernels.triton.attention_launch import (
     COMBINE_NUM_WARPS,
     COMBINE_SPLITS_AT_ONCE,
     SPLIT_MULTIPLE,
-    AttentionLaunch,
-    DecodeSplits,
     decode_launch,
     decode_splits,
     padded_head_dim,
 )
 from kernels.triton.launch import num_multiprocessors
-from kernels.triton.partial_attention import LOWEST_SCORE, add_tile, load_tile
-from kernels.triton.shared_prefix import SharedPrefixPlan, attend_shared_prefixes, plan_decode
+from kernels.triton.partial_attention import LOG2E, LOWEST_SCORE, attend_keys
+from kernels.triton.shared_prefix import attend_shared_prefixes, plan_decode
 
-LOG2E = math.log2(math.e)
 MULTIPLE = tl.constexpr(SPLIT_MULTIPLE)
 
 
@@ -49,68 +44,39 @@ def paged_decode_attention(
     launch = decode_launch(q.element_size())
     q = q if q.stride(2) == 1 else q.contiguous()
     num_kv_heads = k_cache.shape[2]
+    head_blocks = num_kv_heads * triton.cdiv(num_heads // num_kv_heads, launch.block_m)
     plan = plan_decode(q, num_kv_heads, rows)
-    programs_per_row = num_kv_heads * triton.cdiv(num_heads // num_kv_heads, launch.block_m)
-    max_tokens = max(rows.kv_lens) if plan is None else plan.max_own_tokens
-    splits = decode_splits(num_rows * programs_per_row, max_tokens, num_multiprocessors(q.device))
-    if plan is None and splits.num_splits == 1:
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        _attend(output, lse, q, k_cache, v_cache, rows, plan, scale, launch, splits)
-        return output
-    num_parts = splits.num_splits if plan is None else plan.max_parts + splits.num_splits
-    parts = torch.empty((*q.shape[:2], num_parts, head_dim), dtype=torch.float32, device=q.device)
-    part_lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
+    max_tokens, max_shared_parts, own_starts, shared_split_tokens = max(rows.kv_lens), 0, None, 0
     if plan is not None:
-        attend_shared_prefixes(parts, part_lse, q, k_cache, v_cache, rows.block_tables, plan, scale)
-    _attend(parts, part_lse, q, k_cache, v_cache, rows, plan, scale, launch, splits)
-    own_starts, shared_split_tokens = (None, 0) if plan is None else (plan.own_starts, plan.split_tokens)
-    _combine_kernel[num_rows, num_heads](
-        *(output, parts, part_lse, rows.seq_lens, own_starts),
-        *(splits.num_splits, splits.min_split_tokens, shared_split_tokens, num_parts),
-        HAS_PREFIX=plan is not None,
-        HEAD_DIM=head_dim,
-        BLOCK_D=padded_head_dim(head_dim),
-        SPLITS_AT_ONCE=COMBINE_SPLITS_AT_ONCE,
-        num_warps=COMBINE_NUM_WARPS,
-    )
-    return output
-
-
-def _attend(
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    rows: AttentionRows,
-    plan: SharedPrefixPlan | None,
-    scale: float,
-    launch: AttentionLaunch,
-    splits: DecodeSplits,
-) -> None:
-    """Launch the decode kernel over splits of the rows' own keys; see there for output and lse."""
-    num_rows, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = k_cache.shape[1:3]
-    group_size = num_heads // num_kv_heads
-    num_splits = splits.num_splits
-    num_parts, own_starts, shared_split_tokens = num_splits, None, 0
+        max_tokens, max_shared_parts = plan.max_own_tokens, plan.max_parts
+        own_starts, shared_split_tokens = plan.own_starts, plan.split_tokens
+    splits = decode_splits(num_rows * head_blocks, max_tokens, num_multiprocessors(q.device))
+    num_parts = max_shared_parts + splits.num_splits
+    parts = output
+    if num_parts > 1:
+        parts = torch.empty((*q.shape[:2], num_parts, head_dim), dtype=torch.float32, device=q.device)
+    lse = torch.empty((*q.shape[:2], num_parts), dtype=torch.float32, device=q.device)
     if plan is not None:
-        num_parts, own_starts, shared_split_tokens = plan.max_parts + num_splits, plan.own_starts, plan.split_tokens
-    _decode_kernel[num_rows, num_kv_heads * triton.cdiv(group_size, launch.block_m), num_splits](
-        *(output, lse, q, k_cache, v_cache, rows.block_tables, rows.seq_lens, own_starts),
+        attend_shared_prefixes(parts, lse, q, k_cache, v_cache, rows.block_tables, plan, scale)
+    _decode_kernel[num_rows, head_blocks, splits.num_splits](
+        *(parts, lse, q, k_cache, v_cache, rows.block_tables, rows.seq_lens, own_starts),
         *(scale * LOG2E, splits.min_split_tokens, shared_split_tokens, num_heads, num_parts),
         *(*q.stride()[:2], *k_cache.stride()[:3], rows.block_tables.stride(0)),
-        GROUP_SIZE=group_size,
-        HEAD_DIM=head_dim,
-        BLOCK_D=padded_head_dim(head_dim),
-        BLOCK_SIZE=block_size,
-        BLOCK_M=launch.block_m,
-        TILE=launch.tile,
         IS_PART=num_parts > 1,
         HAS_PREFIX=plan is not None,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.options(q.shape, k_cache.shape),
     )
+    if num_parts > 1:
+        _combine_kernel[num_rows, num_heads](
+            *(output, parts, lse, rows.seq_lens, own_starts),
+            *(splits.num_splits, splits.min_split_tokens, shared_split_tokens, num_parts),
+            HAS_PREFIX=plan is not None,
+            HEAD_DIM=head_dim,
+            BLOCK_D=padded_head_dim(head_dim),
+            SPLITS_AT_ONCE=COMBINE_SPLITS_AT_ONCE,
+            num_warps=COMBINE_NUM_WARPS,
+        )
+    return output
 
 
 @triton.jit
@@ -186,27 +152,10 @@ def _decode_kernel(
     head_offset = kv_head.to(tl.int64) * stride_cache_head
     k_head_ptr, v_head_ptr = k_cache_ptr + head_offset, v_cache_ptr + head_offset
     block_table_ptr = block_tables_ptr + row64 * stride_block_tables_row
-    top = tl.full([BLOCK_M], LOWEST_SCORE, tl.float32)
-    mass = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    num_full = (end - start) // TILE
-    for index in tl.range(0, num_full):
-        k, v = load_tile(
-            *(k_head_ptr, v_head_ptr, block_table_ptr, start + index * TILE + tile, end),
-            *(stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_D, BLOCK_SIZE),
-            IS_FULL=True,
-        )
-        scores = tl.dot(q, k, input_precision="ieee")
-        top, mass, acc = add_tile(scores, v, top, mass, acc, scale_log2e)
-    for index in tl.range(num_full, tl.cdiv(end - start, TILE)):  # at most one: the row's last, partly filled tile
-        positions = start + index * TILE + tile
-        k, v = load_tile(
-            *(k_head_ptr, v_head_ptr, block_table_ptr, positions, end),
-            *(stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_D, BLOCK_SIZE),
-            IS_FULL=False,
-        )
-        scores = tl.where((positions < end)[None, :], tl.dot(q, k, input_precision="ieee"), -float("inf"))
-        top, mass, acc = add_tile(scores, v, top, mass, acc, scale_log2e)
+    top, mass, acc = attend_keys(  # at most one tile is not full: the row's last
+        *(q, k_head_ptr, v_head_ptr, block_table_ptr, tile, start, end, (end - start) // TILE, None),
+        *(scale_log2e, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE),
+    )
     is_empty = mass == 0.0  # no key
     mass = tl.where(is_empty, 1.0, mass)
     # Before `places`, or the kernel takes up to 18 registers more. Nobody reads that of an unsplit row, but without the

@@ -5,18 +5,21 @@ What the kernels hand one another of a part is its output and its log-sum-exp to
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.triton.attention_launch import MERGE_NUM_WARPS, merge_block_rows, padded_head_dim
 
+LOG2E = math.log2(math.e)
 # A running maximum starts here and not at -inf: -inf - -inf would be NaN where no key was seen yet. Below every score.
 LOWEST_SCORE = tl.constexpr(-3.38e38)
 
 
 @triton.jit
-def load_tile(
+def _load_tile(
     k_head_ptr,  # k_cache of one head
     v_head_ptr,
     block_table_ptr,  # of one row, int32
@@ -54,11 +57,58 @@ def load_tile(
 
 
 @triton.jit
-def add_tile(scores, v, top, mass, acc, scale_log2e):
-    """The running maximum (base 2), sum of exponentials and weighted values after one more tile.
-
-    scores [BLOCK_M, TILE] float32, not scaled, -inf where a query does not see a key; scale_log2e is above 0.
+def attend_keys(
+    q,  # [BLOCK_M, BLOCK_D], model dtype
+    k_head_ptr,  # k_cache of one head
+    v_head_ptr,
+    block_table_ptr,  # of one row, int32
+    tile,  # 0 .. TILE - 1
+    start,
+    end,
+    num_full,  # tiles from start on that every query sees whole
+    num_seen,  # [BLOCK_M], int32: each query sees the keys before; None: all of them
+    scale_log2e,  # above 0
+    stride_cache_block,
+    stride_cache_slot,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Attention over the keys start .. end - 1 of a row: running maximum (base 2) and sum of exponentials [BLOCK_M],
+    and weighted values [BLOCK_M, BLOCK_D], not yet divided by the sum.
     """
+    BLOCK_M: tl.constexpr = q.shape[0]
+    BLOCK_D: tl.constexpr = q.shape[1]
+    TILE: tl.constexpr = tile.shape[0]
+    top = tl.full([BLOCK_M], LOWEST_SCORE, tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for index in tl.range(0, num_full):
+        k, v = _load_tile(
+            *(k_head_ptr, v_head_ptr, block_table_ptr, start + index * TILE + tile, end),
+            *(stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_D, BLOCK_SIZE),
+            IS_FULL=True,
+        )
+        top, mass, acc = _add_tile(tl.dot(q, k, input_precision="ieee"), v, top, mass, acc, scale_log2e)
+    for index in tl.range(num_full, tl.cdiv(end - start, TILE)):
+        positions = start + index * TILE + tile
+        k, v = _load_tile(
+            *(k_head_ptr, v_head_ptr, block_table_ptr, positions, end),
+            *(stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_D, BLOCK_SIZE),
+            IS_FULL=False,
+        )
+        scores = tl.dot(q, k, input_precision="ieee")
+        if num_seen is None:
+            is_seen = (positions < end)[None, :]
+        else:
+            is_seen = positions[None, :] < num_seen[:, None]
+        scores = tl.where(is_seen, scores, -float("inf"))
+        top, mass, acc = _add_tile(scores, v, top, mass, acc, scale_log2e)
+    return top, mass, acc
+
+
+@triton.jit
+def _add_tile(scores, v, top, mass, acc, scale_log2e):
+    """`attend_keys` after one more tile. scores [BLOCK_M, TILE] float32, not scaled, -inf where a key is not seen."""
     new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2e)
     p = tl.exp2(scores * scale_log2e - new_top[:, None])
     decay = tl.exp2(top - new_top)

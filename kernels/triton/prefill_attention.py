@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels.operands import AttentionRows
-from kernels.triton.attention_launch import padded_head_dim, prefill_launch
+from kernels.triton.attention_launch import prefill_launch
 from kernels.triton.launch import compute_capability
-from kernels.triton.partial_attention import LOWEST_SCORE, add_tile, load_tile, merge_attention_states
+from kernels.triton.partial_attention import LOG2E, attend_keys, merge_attention_states
 from kernels.triton.shared_prefix import attend_shared_prefixes, plan_prefill
 
-LOG2E = math.log2(math.e)
 ROWS_AT_ONCE = 256  # read by one step of a program's search for its row
 
 
@@ -46,16 +43,9 @@ def paged_prefill_attention(
         None if plan is None else plan.own_starts,
         *(scale * LOG2E, rows.num_rows),
         *(*q.stride()[:2], *k_cache.stride()[:3], rows.block_tables.stride(0)),
-        GROUP_SIZE=group_size,
-        HEAD_DIM=head_dim,
-        BLOCK_D=padded_head_dim(head_dim),
-        BLOCK_SIZE=k_cache.shape[1],
-        BLOCK_M=launch.block_m,
-        TILE=launch.tile,
         HAS_PREFIX=plan is not None,
         ROWS_AT_ONCE=ROWS_AT_ONCE,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        **launch.options(q.shape, k_cache.shape),
     )
     if plan is None or lse is None:
         return output
@@ -130,29 +120,12 @@ def _prefill_kernel(
     q_offsets = (query_start + queries).to(tl.int64) * stride_q_token + heads * stride_q_head
     q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=is_pair[:, None] & is_dim[None, :], other=0.0)
     k_head_ptr, v_head_ptr = k_cache_ptr + head_offset, v_cache_ptr + head_offset
-    top = tl.full([BLOCK_M], LOWEST_SCORE, tl.float32)
-    mass = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     end = num_before + tl.minimum((first_pair + BLOCK_M - 1) // GROUP_SIZE, query_len - 1) + 1  # any query's keys
     num_full = tl.maximum(num_before + first_pair // GROUP_SIZE + 1, 0) // TILE
-    for index in tl.range(0, num_full):
-        k, v = load_tile(
-            *(k_head_ptr, v_head_ptr, block_table_ptr, index * TILE + tile, end),
-            *(stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_D, BLOCK_SIZE),
-            IS_FULL=True,
-        )
-        scores = tl.dot(q, k, input_precision="ieee")
-        top, mass, acc = add_tile(scores, v, top, mass, acc, scale_log2e)
-    for index in tl.range(num_full, tl.cdiv(end, TILE)):
-        positions = index * TILE + tile
-        k, v = load_tile(
-            *(k_head_ptr, v_head_ptr, block_table_ptr, positions, end),
-            *(stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_D, BLOCK_SIZE),
-            IS_FULL=False,
-        )
-        scores = tl.dot(q, k, input_precision="ieee")
-        scores = tl.where(positions[None, :] < num_seen[:, None], scores, -float("inf"))
-        top, mass, acc = add_tile(scores, v, top, mass, acc, scale_log2e)
+    top, mass, acc = attend_keys(
+        *(q, k_head_ptr, v_head_ptr, block_table_ptr, tile, 0, end, num_full, num_seen),
+        *(scale_log2e, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE),
+    )
     is_empty = mass == 0.0  # no key
     mass = tl.where(is_empty, 1.0, mass)
     places = (query_start + queries).to(tl.int64) * (tl.num_programs(1) * GROUP_SIZE) + heads

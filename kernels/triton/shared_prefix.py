@@ -5,7 +5,6 @@ The programs over the shared prefixes of a step are planned once and serve every
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -17,19 +16,16 @@ import triton.language as tl
 from kernels.operands import AttentionRows, PrefixGroup
 from kernels.triton.attention_launch import (
     AttentionLaunch,
-    padded_head_dim,
     prefill_launch,
     saves_blocks,
     shared_prefix_launch,
     shared_prefix_split_tokens,
 )
 from kernels.triton.launch import compute_capability, num_multiprocessors
-from kernels.triton.partial_attention import LOWEST_SCORE, add_tile, load_tile
+from kernels.triton.partial_attention import LOG2E, attend_keys
 
 # Blocks of 16 are for decode: most chunks have more pairs, and at 256 dims the kernel that writes no parts spills.
 _MIN_CHUNK_PAIRS = 17
-
-LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,20 +142,12 @@ def attend_shared_prefixes(
     there is one part and the plan splits no prefix.
     q [num_queries, num_heads, head_dim] with a last stride of 1; caches and block_tables as in `AttentionRows`.
     """
-    num_heads, num_parts, head_dim = output.shape[1:]
-    num_kv_heads = k_cache.shape[2]
-    _shared_prefix_kernel[plan.programs.shape[0], num_kv_heads](
+    num_heads, num_parts = output.shape[1:3]
+    _shared_prefix_kernel[plan.programs.shape[0], k_cache.shape[2]](
         *(output, lse, q, k_cache, v_cache, block_tables, plan.programs),
         *(scale * LOG2E, num_heads, num_parts),
         *(*q.stride()[:2], *k_cache.stride()[:3], block_tables.stride(0)),
-        GROUP_SIZE=num_heads // num_kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_D=padded_head_dim(head_dim),
-        BLOCK_SIZE=k_cache.shape[1],
-        BLOCK_M=plan.launch.block_m,
-        TILE=plan.launch.tile,
-        num_warps=plan.launch.num_warps,
-        num_stages=plan.launch.num_stages,
+        **plan.launch.options(q.shape, k_cache.shape),
     )
 
 
@@ -211,27 +199,10 @@ def _shared_prefix_kernel(
     head_offset = kv_head.to(tl.int64) * stride_cache_head
     k_head_ptr, v_head_ptr = k_cache_ptr + head_offset, v_cache_ptr + head_offset
     block_table_ptr = block_tables_ptr + row.to(tl.int64) * stride_block_tables_row
-    top = tl.full([BLOCK_M], LOWEST_SCORE, tl.float32)
-    mass = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    num_full = (end - start) // TILE
-    for index in tl.range(0, num_full):
-        k, v = load_tile(
-            *(k_head_ptr, v_head_ptr, block_table_ptr, start + index * TILE + tile, end),
-            *(stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_D, BLOCK_SIZE),
-            IS_FULL=True,
-        )
-        scores = tl.dot(q, k, input_precision="ieee")
-        top, mass, acc = add_tile(scores, v, top, mass, acc, scale_log2e)
-    for index in tl.range(num_full, tl.cdiv(end - start, TILE)):  # at most one: a prefix ends with a block
-        positions = start + index * TILE + tile
-        k, v = load_tile(
-            *(k_head_ptr, v_head_ptr, block_table_ptr, positions, end),
-            *(stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_D, BLOCK_SIZE),
-            IS_FULL=False,
-        )
-        scores = tl.where((positions < end)[None, :], tl.dot(q, k, input_precision="ieee"), -float("inf"))
-        top, mass, acc = add_tile(scores, v, top, mass, acc, scale_log2e)
+    top, mass, acc = attend_keys(  # at most one tile is not full: a prefix ends with a block
+        *(q, k_head_ptr, v_head_ptr, block_table_ptr, tile, start, end, (end - start) // TILE, None),
+        *(scale_log2e, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE),
+    )
     places = (queries.to(tl.int64) * num_heads + heads) * num_parts + part
     tl.store(lse_ptr + places, top + tl.log2(mass), mask=queries < query_end)
     acc = acc / mass[:, None]
