@@ -33,24 +33,19 @@ class Operations(Protocol):
         weight [N, K] for `linear`, [E, N, K] for `grouped_gemm` and `moe_small_batch`, in the model dtype;
         keep_dtype: do not quantise it (a router, whose rounding would send tokens to other experts).
         """
-        ...
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
         """`x @ weight.T`. x [T, K] model dtype, weight [N, K] -> [T, N] model dtype."""
-        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm over the last dimension (arXiv 1910.07467): x * rsqrt(mean(x^2) + eps) in float32, cast to the
         model dtype, then times weight. x [..., H], weight [H] -> [..., H]."""
-        ...
 
     def fused_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`residual += x` in place, then `rms_norm(residual)`. x, residual [T, H], weight [H] -> [T, H]."""
-        ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` (SwiGLU, arXiv 2002.05202). gate_up [T, 2I], gate first -> [T, I]."""
-        ...
 
     def qk_norm_rope_store_kv(
         self,
@@ -72,7 +67,6 @@ class Operations(Protocol):
         slot_mapping [T] int64: block_id * block_size + offset, a slot < 0 writes nothing.
         -> queries [T, Hq, D] model dtype, contiguous.
         """
-        ...
 
     def paged_decode_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float
@@ -85,7 +79,6 @@ class Operations(Protocol):
 
         Cache entries past a row's length, whatever they hold (NaN included), have no influence.
         """
-        ...
 
     def paged_prefill_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float
@@ -95,7 +88,6 @@ class Operations(Protocol):
         q [sum of query_lens, Hq, D]; caches as above, the same promise about entries past a row's length -> like q,
         contiguous, 0 for a query without keys.
         """
-        ...
 
     def route_topk(self, router_logits: Tensor, top_k: int, *, renormalise: bool) -> RoutedExperts:
         """Softmax over E in float32, the top_k largest (ties to the lower id), divided by their sum when renormalise.
@@ -103,11 +95,9 @@ class Operations(Protocol):
         router_logits [T, E] model dtype. A row with a NaN gets weights of NaN (so that its result shows it) and the
         experts 0 .. K-1.
         """
-        ...
 
     def sort_tokens_by_expert(self, expert_ids: Tensor, num_experts: int) -> ExpertLayout:
         """Order the (token, choice) pairs by expert, stable. expert_ids [T, K] int64."""
-        ...
 
     def grouped_gemm(self, x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> Tensor:
         """Each expert's rows times its weight. weight [E, N, K] -> [T * top_k, N] model dtype, in the layout's order.
@@ -115,25 +105,21 @@ class Operations(Protocol):
         gather: x is [T, K] and row r of the result uses token `pair_ids[r] // top_k`; otherwise x is
         [T * top_k, K] and already in the layout's order.
         """
-        ...
 
     def moe_small_batch(self, x: Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> Tensor:
         """The whole expert layer without sorting, a pair at a time: the short cut for a few tokens.
 
         x [T, H], gate_up [E, 2I, H], down [E, H, I] -> [T, H] model dtype.
         """
-        ...
 
     def combine_experts(self, rows: Tensor, layout: ExpertLayout, weights: Tensor) -> Tensor:
         """Weighted sum of each token's expert outputs, accumulated in float32.
 
         rows [T * top_k, H] in the layout's order, weights [T, top_k] float32 -> [T, H] model dtype.
         """
-        ...
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Index of each row's largest value, ties to the lower index. logits [N, V] float32 -> [N] int64."""
-        ...
 
     def apply_penalties(
         self,
@@ -152,7 +138,6 @@ class Operations(Protocol):
         and a token that occurs in it, each once: rows, token_ids [M] int64; output_counts [M] int32, 0 where it
         occurs in the prompt alone; the three penalties [N] float32.
         """
-        ...
 
     def mask_top_k_top_p_min_p(self, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
         """In place: set to -inf what top-k, then top-p (nucleus, arXiv 1904.09751), then min-p (arXiv 2407.01082) drop.
@@ -161,7 +146,6 @@ class Operations(Protocol):
         min_p [N] float32 (0: off). Order and rounding as transformers' warpers; at least one token stays. Of equal
         logits at the nucleus' edge the lower ids stay (transformers sorts unstably: its choice is arbitrary).
         """
-        ...
 
     def gumbel_argmax(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         """One draw from softmax(logits) per row by Gumbel-max: argmax(logits + g(seed, position, token)).
@@ -169,7 +153,6 @@ class Operations(Protocol):
         The noise is a counter hash, so a draw depends on nothing else: not on the batch, the device or the run.
         logits [N, V] float32 (-inf: never drawn), seeds [N] int64, positions [N] int64 -> [N] int64.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
