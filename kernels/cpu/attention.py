@@ -79,9 +79,8 @@ def paged_prefill_attention(
     """See `Operations.paged_prefill_attention`.
 
     Rows with one query are attended together, as in decode. Every other row is attended in two parts: the keys before
-    its chunk, which all its queries see, and the chunk's own keys, which are plainly causal. They are merged by
-    log-sum-exp, so no mask is ever built, whatever the lengths, and nothing above the diagonal is computed but a tile.
-    A prefix that several rows share is one more part, with the queries of all of them.
+    its chunk, which all its queries see, and the chunk's own keys, causally. They are merged by log-sum-exp, so no mask
+    is built. A prefix that several rows share is one more part, with the queries of all of them.
     """
     reader = KvReader(k_cache, v_cache)
     own = attend_single_queries(q, reader, rows, scale)

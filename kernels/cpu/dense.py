@@ -9,8 +9,8 @@ from kernels.operands import PackedWeight
 
 # A float16 weight is converted this many elements at a time: 8 MiB of float32, which stay in cache.
 FLOAT16_CHUNK_ELEMENTS = 1 << 21
-# oneDNN's hint when it lays a weight out. The layout for 64 rows is the best or within noise of it for 1 to 2048 rows
-# (hints 1, 16, 64, 256, 512 and 1024 compared), and no other number of rows lays it out anew.
+# oneDNN's hint when it lays a weight out: of 1, 16, 64, 256, 512 and 1024 the best, or within noise of it, for 1 to
+# 2048 rows.
 ROWS_HINT = 64
 
 

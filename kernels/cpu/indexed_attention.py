@@ -16,13 +16,13 @@ from kernels.cpu.paged_reads import KvReader
 from kernels.cpu.partial_attention import AttentionState, RunningAttention
 from kernels.operands import AttentionRows
 
-# Keys of a row that all its heads read before the next ones are touched. Keys of one head lie a whole token apart, so
-# that a head's long walk misses the TLB at every key: the scores of 64 rows of 448 to 512 keys, 8 heads of 128, took
-# 60 ms uncut, 26 in chunks of 32 and 29 of 16 (one thread, Xeon 2.5 GHz).
+# Keys of a row that all its heads read before the next ones. The keys of one head lie a whole token apart, so a head
+# that reads all of a long row misses the TLB at every key: the scores of 64 rows of 448 to 512 keys, 8 heads of 128,
+# took 60 ms uncut, 26 in chunks of 32 and 29 of 16 (one thread, Xeon 2.5 GHz).
 CHUNK_TOKENS = 32
-# What is added to the score of a key that is there only to fill a chunk. Its share becomes 31 * exp(-40) = 1e-16 of
-# what the same key has already, less than float32 can add to it. Not -inf, since exp takes three times as long below
-# -87; so scores may lie 47 below their row's largest before it slows down.
+# Added to the score of a key that is there only to fill a chunk. Its share becomes 31 * exp(-40) = 1e-16 of what the
+# same key has already, less than float32 can add to it. Not -inf, since exp takes three times as long below -87: so
+# scores may lie 47 below their row's largest before it slows down.
 REPEATED_BIAS = -40.0
 # Scores of one piece: 4 MiB of them, and as much of indices.
 MAX_SCORES = 1 << 20
@@ -35,8 +35,7 @@ def attend_by_index(q: torch.Tensor, reader: KvReader, rows: AttentionRows, scal
     """Attention of the rows with one query over their own keys, in float32; output 0 and log-sum-exp -inf for others.
 
     Scores are a sampled dense-dense product, the weighted sum of values an embedding bag: both take the keys by index.
-    A gather copies every key first, and products of one or two queries reach 5 GFLOP/s: with one thread 64 rows of 448
-    to 512 keys, 8 heads of 128, took 137 ms so and take 43, and 33 and 10 with 64 to 128 keys.
+    With a gather, which copies every key first, 64 rows of 448 to 512 keys took 137 ms instead of 43.
     """
     pieces = _pieces(rows, q.shape[1], reader)
     first, second = next(pieces, None), next(pieces, None)

@@ -6,9 +6,9 @@ from typing import NamedTuple, Self
 
 import torch
 
-# Bytes of one gather of keys (values take as much again): 2048 tokens of 8 heads of 128 in bfloat16. Of 1 to 16 MiB
-# the fastest for 64 rows of 512 tokens (11 ms a layer; 20 ms with 1 MiB, above 30 with 16): keys and values still lie
-# in the cache when attention reads them, and malloc keeps the pages.
+# Bytes of one gather of keys, and of one of values: 2048 tokens of 8 heads of 128 in bfloat16. Of 1 to 16 MiB the
+# fastest for 64 rows of 512 tokens (11 ms a layer; 20 with 1 MiB, above 30 with 16): keys and values still lie in the
+# CPU's cache when attention reads them, and malloc keeps the pages.
 GATHER_BYTES = 4 << 20
 
 

@@ -24,7 +24,7 @@ from kernels.cpu.partial_attention import (
 )
 from kernels.operands import AttentionRows, PrefixGroup
 
-# Bytes of keys read at a time, values as much again. 16 rows over 1024 keys of 8 heads of 128 in float32 take 8.8 ms
+# Bytes of keys read at a time, and as many of values. 16 rows over 1024 keys of 8 heads of 128 in float32 take 8.8 ms
 # with 2 MiB, 9.6 with 0.5 or 1 and 12.6 with 4 (one thread, Xeon 2.5 GHz).
 PIECE_BYTES = 2 << 20
 
@@ -41,9 +41,7 @@ class _Read(NamedTuple):
 class PrefixBatch(NamedTuple):
     """Groups that are attended together: two products for each, and every other operation once for all of them.
 
-    Group by group, those dozen small operations cost more than the products: 4 groups of 16 rows over 384 keys, 8 query
-    and 2 KV heads of 64, take 2.9 to 3.1 ms one after another and 1.9 together (two threads, Xeon 2.5 GHz); with 16 and
-    8 heads of 128 7.3 and 5.4.
+    Group by group, that dozen of small operations costs more than the products.
     """
 
     # [n], int64: query * Hkv + KV head, one KV head of a group after another. Each stands for Hq / Hkv vectors.
@@ -70,7 +68,7 @@ def add_shared_prefixes(
         return own.output
     key = ("prefix_plan", q.itemsize, q.shape[1], reader.num_kv_heads, reader.head_dim, reader.block_size)
     plan = rows.once(key, lambda: _make_plan(q, reader, rows))
-    # One merge for all groups and the rows between them: a second merge would cost more than those rows do.
+    # One merge for all groups and the rows between them, which cost less than a second merge would.
     shared = _attend_groups(q[plan.queries], reader, plan, scale)
     merged = merge_attention_states(AttentionState(own.output[plan.queries], own.lse[plan.queries]), shared)
     if merged.shape == own.output.shape:

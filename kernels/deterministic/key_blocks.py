@@ -13,11 +13,11 @@ import torch
 
 from kernels.cpu.partial_attention import flash_attention
 
-# Keys are reduced in blocks of this many tokens, cut at multiples of it in the sequence. 64 costs a query half as much
-# again per key, and 256 makes short sequences pay for keys that they do not have.
+# Tokens of a block. With 64 a query takes half as long again per key, and 256 make short sequences pay for keys that
+# they do not have.
 KEY_BLOCK_TOKENS = 128
-# Rows of a tile: queries times the heads that share a KV head. 16 rows would save a third in prefill and cost decode,
-# which has one query a tile, as much again.
+# Rows of a tile: queries times the heads that share a KV head. 16 rows would save a third in prefill and double decode,
+# which has one query a tile.
 TILE_ROWS = 8
 
 

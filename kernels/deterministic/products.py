@@ -16,14 +16,14 @@ from kernels.operands import ExpertLayout, PackedWeight, RoutedExperts
 # The product of this many rows defines the bits. MKL (2024.2, AVX-512) takes one path below 16 rows and another from 16
 # on, which is the faster by far for many rows; oneDNN's bfloat16 product is one path from 4 rows on.
 TILE_ROWS = 16
-# Also tried, by the same bits: fewer rows for small decodes, more for prefill (float32, 1536 x 512, one core:
-# 31 us a row with 16, 22 with 32, 17 with 64, 15 with 128).
+# Heights that are used where they give the same bits: fewer rows for small decodes, more for prefill (float32,
+# 1536 x 512, one core: 31 us a row with 16, 22 with 32, 17 with 64, 15 with 128).
 OTHER_HEIGHTS = (64, 32, 8, 4)
 PROBE_ROWS = 64
 ALIGNMENT_BYTES = 64
 
-# PyTorch cuts larger element-wise work between threads, at any element, and what is left of a cut after whole vectors
-# is computed by another exp: one row of 999 had other bits with two threads.
+# PyTorch cuts larger element-wise work between threads, at any element, and computes what is left of a cut after whole
+# vectors by another exp: one row of 999 had other bits with two threads.
 MAX_UNCUT_ELEMENTS = 32_767
 
 

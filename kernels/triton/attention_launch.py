@@ -4,12 +4,10 @@ The numbers come from published Triton kernels and from compiling each candidate
 (tests/kernels/aot/test_attention.py fails if a chosen one spills); no GPU has measured them yet. GPUs of other
 generations take sm_80's, which fit in the 99 KiB of shared memory of sm_86, sm_89 and sm_120.
 
-The rule for `engine.deterministic`: a token gets the same bits as a decode row and in any chunk, whatever else is in
-the step. So nothing may be split by lengths or by the number of rows, and all rows, decode rows included, go through
-`paged_prefill_attention`: it reduces a query's keys in rising order, in tiles that start at the absolute positions 0,
-tile, 2 * tile and so on, and `prefill_launch` looks at nothing that changes from step to step. Which of the tiles are
-masked makes no difference: a masked key adds an exact 0 to the sums and leaves the maximum alone. (A value that is not
-finite makes NaN of its whole tile's queries; the engine then gives up all of that request's chunk.)
+How `engine.deterministic`, which is refused on a GPU today, could hold there: a token must get the same bits as a
+decode row and in any chunk, so nothing may be split by lengths or by the number of rows, and all rows go through
+`paged_prefill_attention`. It adds a query's keys in rising order, in tiles at absolute positions, and `prefill_launch`
+looks at nothing that changes from step to step. A masked key adds an exact 0 and leaves the maximum alone.
 """
 
 from __future__ import annotations
@@ -18,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _MIN_DOT_SIZE = 16  # tl.dot takes no smaller dimension
-# Two tiles: below that a program only starts up. With 8 query heads a KV head and 128 dims, the result of such a split
-# (4 KiB in float32, written and read again) is an eighth of the keys and values it read; of longer splits, less.
+# Two tiles: a program with fewer mostly starts up. With 8 query heads a KV head and 128 dims, the result of such a
+# split (4 KiB in float32, written and read again) is an eighth of the keys and values it read.
 _MIN_SPLIT_TOKENS = 128
-# One program reads some 30 GB/s (32 KiB in flight, 1 us of latency): 8192 tokens of 128 dims take it 0.14 ms. Longer
-# rows are split even where there are enough rows, so that the longest does not run on when the others are done.
+# One program reads some 30 GB/s (32 KiB in flight, 1 us of latency): 8192 tokens of 128 dims take 0.14 ms. Longer rows
+# are split even where there are enough rows, so that the longest does not run on when the others are done.
 _MAX_SPLIT_TOKENS = 8192
 SPLIT_MULTIPLE = 64  # of every tile: only the last tile of a row is partly filled
 COMBINE_SPLITS_AT_ONCE = 16  # splits read at a time: 8 KiB at 128 dims, 16 numbers a thread
@@ -33,7 +31,7 @@ _MERGE_ELEMENTS = 2048  # of a program: two loads of 16 bytes a thread from each
 
 @dataclass(frozen=True)
 class DecodeSplits:
-    """How a decode step cuts its rows: row by row, since a captured launch knows no lengths, only a bound of them."""
+    """How a decode step cuts its rows. Each row for itself: a captured launch knows only a bound of the lengths."""
 
     num_splits: int  # programs along a row's keys; those past the last split of a row return at once
     # A row of n keys has splits of cdiv(n, num_splits) keys, rounded up to SPLIT_MULTIPLE, but not fewer than these.
@@ -72,9 +70,9 @@ def padded_head_dim(head_dim: int) -> int:
 def decode_launch(element_bytes: int) -> AttentionLaunch:
     """Launch of the decode kernel, for any head_dim up to 256 and both generations.
 
-    16 packed heads, the smallest M there is, since decode waits for memory and not for products. Two stages take 38 KiB
-    and at 128 dims up to 96 registers on sm_90 and 110 on sm_80: five and four programs share a multiprocessor and hide
-    one another's latency. A third stage costs 28 registers for block ids alone, 128 keys a tile 68 and two programs.
+    16 packed heads, the smallest M, since decode waits for memory and not for products. Two stages take 38 KiB and at
+    128 dims up to 96 registers on sm_90 and 110 on sm_80: five and four programs share a multiprocessor and hide one
+    another's latency. A third stage costs 28 registers for block ids alone; 128 keys a tile cost 68, and two programs.
     """
     if element_bytes == 4:  # exact products without tensor cores: larger ones spill
         return AttentionLaunch(block_m=16, tile=16, num_warps=8, num_stages=1)
@@ -82,11 +80,10 @@ def decode_launch(element_bytes: int) -> AttentionLaunch:
 
 
 def decode_splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) -> DecodeSplits:
-    """Into how many splits the programs of a decode step are cut.
+    """How many splits a decode step has: one where that gives each multiprocessor two programs, else enough for four of
+    the five programs that fit on one (the rule of TensorRT-LLM's Triton backend).
 
     num_programs: programs of an unsplit launch; max_kv_len: tokens of the longest row, or a bound.
-    Unsplit where that gives each multiprocessor two programs, else enough splits for four of the five that fit on one
-    (the rule of TensorRT-LLM's Triton backend).
     """
     is_full = num_programs >= 2 * num_multiprocessors
     num_splits = 1 if is_full else -(-4 * num_multiprocessors // num_programs)
@@ -102,10 +99,9 @@ def prefill_launch(head_dim: int, element_bytes: int, capability: int) -> Attent
     """Launch of the prefill kernel, for head_dim up to 256.
 
     capability: compute capability such as 90.
-    At 128 dims sm_90 takes up to 247 registers of 255 and 97 KiB (wgmma needs 64 rows to 4 warps; 128 rows at 4 warps
-    spill 256 bytes), sm_80 207 and 48 KiB, where 64 keys a tile spill 104 bytes at 128 rows and 8 warps and 88 at 64
-    rows and 4 warps. A fourth stage changes nothing; a fifth fetches keys two tiles ahead (129 KiB on sm_90) and waits
-    for a measurement.
+    At 128 dims sm_90 takes up to 247 registers of 255 and 97 KiB; wgmma needs 64 rows to 4 warps, and 128 rows at 4
+    warps spill 256 bytes. sm_80 takes 207 and 48 KiB; 64 keys a tile spill 104 bytes at 128 rows and 8 warps, 88 at 64
+    rows and 4 warps. A fourth stage changes nothing; a fifth, not measured, fetches two tiles ahead (129 KiB on sm_90).
     """
     is_wide, is_hopper = padded_head_dim(head_dim) > 128, capability == 90
     if element_bytes == 4:  # exact products without tensor cores: larger ones spill
@@ -120,9 +116,9 @@ def shared_prefix_launch(num_pairs: int, head_dim: int, element_bytes: int, capa
     """Launch of the kernel over shared keys, for head_dim up to 256.
 
     num_pairs: (query, head of the group) pairs of the largest group; capability: as of `prefill_launch`.
-    As few rows as hold them all, so that each key is read once, but 128 at most: 16 rows as decode, 128 as prefill,
-    64 at 4 warps, two programs a multiprocessor: at 128 dims up to 254 registers and 81 KiB on sm_90, 198 and 37 KiB
-    on sm_80. At 256 dims 128 rows spill 128 bytes on sm_90.
+    As few rows as hold them all, so that each key is read once: 16 as decode, 128 as prefill, and 64 at 4 warps, two
+    programs a multiprocessor (at 128 dims up to 254 registers and 81 KiB on sm_90, 198 and 37 KiB on sm_80). At 256
+    dims 128 rows spill 128 bytes on sm_90.
     """
     if num_pairs <= 16:
         return decode_launch(element_bytes)
@@ -139,9 +135,9 @@ def shared_prefix_launch(num_pairs: int, head_dim: int, element_bytes: int, capa
 def shared_prefix_split_tokens(block_m: int, num_programs: int, max_tokens: int, num_multiprocessors: int) -> int:
     """Keys of one part of a shared prefix; a multiple of every tile.
 
-    num_programs: programs of an unsplit launch; max_tokens: of the longest prefix. Split as `decode_splits` does,
-    for as many programs as are meant to share a multiprocessor: 4 of 16 rows, 2 of 64, 1 of 128. A part is never so
-    short that its float32 result, written and read again, is more than half the keys and values it read.
+    num_programs: programs of an unsplit launch; max_tokens: of the longest prefix. Split as by `decode_splits`, for as
+    many programs as are meant to share a multiprocessor: 4 of 16 rows, 2 of 64, 1 of 128. The float32 result of a part,
+    written and read again, is at most half the keys and values it read.
     """
     num_wanted = num_multiprocessors * min(max(128 // block_m, 1), 4)
     num_splits = 1 if 2 * num_programs >= num_wanted else -(-num_wanted // num_programs)
@@ -150,9 +146,9 @@ def shared_prefix_split_tokens(block_m: int, num_programs: int, max_tokens: int,
 
 
 def saves_blocks(num_pairs: Sequence[int], block_m: int) -> bool:
-    """Whether rows of so many (query, head of the group) pairs fill fewer blocks one after the other than apart.
+    """Whether rows of so many (query, head of the group) pairs fill fewer blocks together than apart.
 
-    Where they do not, as with chunks of hundreds of tokens, reading shared keys for all of them together saves nothing.
+    Chunks of hundreds of tokens do not, and reading shared keys for all of them at once saves nothing.
     """
     return -(-sum(num_pairs) // block_m) < sum(-(-count // block_m) for count in num_pairs)
 

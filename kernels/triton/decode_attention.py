@@ -27,8 +27,8 @@ def paged_decode_attention(
 ) -> torch.Tensor:
     """See `Operations.paged_decode_attention`.
 
-    What is read, and how a row is split, depends on the lengths on the device alone; those on the host size the grid
-    and the room for parts, so they may be bounds, as where a launch is captured once for all lengths.
+    What is read, and how a row is split, depends on the lengths on the device alone. Those on the host size the grid
+    and the room for parts; they may be bounds, as where a launch is captured once for all lengths.
     Shared prefixes are attended once a group, as further parts of each member. scale must be above 0.
 
     Raises ValueError if there are not as many queries as rows, or if the caches differ in layout.
@@ -85,7 +85,7 @@ def _split_tokens(num_tokens, num_splits, min_split_tokens):
     return tl.maximum(tl.cdiv(tl.cdiv(num_tokens, num_splits), MULTIPLE) * MULTIPLE, min_split_tokens)
 
 
-# Counts, and where a side tensor starts, vary from step to step: a kernel specialised on whether 16 divides them would
+# Counts, and where a side tensor starts, vary from step to step: specialised on whether 16 divides them, a kernel would
 # be compiled anew in the middle of a job. Queries and caches, copied 16 bytes at a time, are specialised on.
 @triton.jit(
     do_not_specialize=["min_split_tokens", "shared_split_tokens", "num_parts", "stride_block_tables_row"],
@@ -158,7 +158,7 @@ def _decode_kernel(
     )
     is_empty = mass == 0.0  # no key
     mass = tl.where(is_empty, 1.0, mass)
-    # Before `places`, or the kernel takes up to 18 registers more. Nobody reads that of an unsplit row, but without the
+    # Before `places`, or the kernel takes up to 18 registers more. For an unsplit row nobody reads it, but without the
     # store sm_90 takes 112 registers instead of 96 with 16 heads a KV head, and spills in float32.
     lse = tl.where(is_empty, -float("inf"), top + tl.log2(mass))
     places = row64 * num_heads + heads

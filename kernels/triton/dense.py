@@ -1,10 +1,9 @@
 """The dense operations of a layer: matrix products by cuBLASLt, RMSNorm and the gated activation as kernels.
 
-Norms and the activation go over rows once and are bound by memory, so what counts is bytes in flight: an H200 moves
+Norms and the activation read rows once and are bound by memory, so what counts is bytes in flight: an H200 moves
 4.3 TB/s at about 0.8 us of latency, that is 3.4 MB in flight or 26 KB on each of its 132 multiprocessors. A tile of
-2,048 to 4,096 elements is 4 to 8 KiB of each bfloat16 operand, and at the 23 to 48 registers a thread that the compiler
-needs, 8 to 16 programs fit: 64 KiB and more. The tile sizes are derived from that and from the shapes, not tuned:
-nothing here is measured on a GPU yet.
+2,048 to 4,096 elements is 4 to 8 KiB of each bfloat16 operand, and at 23 to 48 registers a thread 8 to 16 programs fit:
+64 KiB and more. The tile sizes follow from that and from the shapes; none is measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from kernels.operands import PackedWeight
 from kernels.triton.launch import TileLaunch
 
 # From so many programs of one row on, every multiprocessor of an H200 or A100 (132, 108) has its 16 and a second round,
-# so that several short rows may share a program; below, one row each keeps more multiprocessors busy.
+# and several short rows may share a program; with fewer, one row each keeps more multiprocessors busy.
 MANY_ROWS = 4096
 NORM_TILE_ELEMENTS = 4096
 GATE_TILE_ELEMENTS = 2048
@@ -34,14 +33,12 @@ def pack(weight: torch.Tensor, *, keep_dtype: bool = False) -> PackedWeight:
 def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """See `Operations.linear`. One call of cuBLASLt through PyTorch, not a Triton kernel.
 
-    The weight is dense, nothing is gathered and nothing is fused, so a kernel of ours could only win by being a better
-    GEMM. cuBLASLt reaches 790 TFLOP/s on an H200 at 8192^3 in bfloat16, Triton's persistent TMA GEMMs come near and not
-    past it, and at up to 64 tokens both are bound by reading the weight. Queries, keys and values are one product, gate
-    and up another, so that small models launch few of them.
+    Nothing is gathered and nothing is fused, so a kernel of ours could only win by being a better GEMM, and Triton's
+    come near cuBLASLt's and not past them. At up to 64 tokens both are bound by reading the weight.
 
-    Sums are float32 as the interface asks only where
+    Sums are float32, as the interface asks, only where
     `torch.backends.cuda.matmul.allow_{bf16,fp16}_reduced_precision_reduction` and `allow_tf32` are off; PyTorch has the
-    first two on. They are the process's, so who loads the model sets them.
+    first two on. They are settings of the process, so the loading of the model switches them off.
     """
     return F.linear(x, weight.tensor)
 

@@ -1,6 +1,6 @@
-"""Adds a tile of keys to a running softmax, as every attention kernel does, and merges attention over two parts.
+"""Attention over the keys of a row, tile by tile, for every attention kernel, and the merge of two parts.
 
-What the kernels hand one another of a part is its output and its log-sum-exp to base 2, -inf where no key was seen.
+Of a part the kernels keep its output and its log-sum-exp to base 2, -inf where no key was seen.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _load_tile(
 ):
     """Keys [BLOCK_D, TILE] and values [TILE, BLOCK_D] at the positions; 0 from `end` and from HEAD_DIM on.
 
-    Where nothing is left out nothing is masked, so that copies of 16 bytes need no predicate.
+    A full tile is loaded without a mask, so that copies of 16 bytes need no predicate.
     """
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM

@@ -20,8 +20,8 @@ def paged_prefill_attention(
 ) -> torch.Tensor:
     """See `Operations.paged_prefill_attention`.
 
-    The grid follows from the numbers of queries and rows alone: nothing is read back, and nothing made on the host but,
-    once a step, the plan of shared prefixes. Those are attended apart and merged. scale must be above 0.
+    The grid follows from the numbers of queries and rows, so nothing is read back from the device. Shared prefixes are
+    planned once a step, attended apart and merged. scale must be above 0.
 
     Raises ValueError if the caches differ in layout.
     """
@@ -89,9 +89,9 @@ def _prefill_kernel(
 ):
     """Attention of BLOCK_M consecutive (query, head of the group) pairs of one row and one KV head.
 
-    Row i's blocks are numbered from cu_seqlens_q[i] * GROUP_SIZE // BLOCK_M + i, which leaves every row room for its
-    blocks and takes no sum over rows; numbers past a row's last block do nothing. The highest number starts first: of
-    each row that is the block that sees the most keys.
+    Row i's blocks are numbered from cu_seqlens_q[i] * GROUP_SIZE // BLOCK_M + i on. That leaves every row room for its
+    blocks without a sum over rows; numbers past a row's last block do nothing. The highest number starts first, since
+    the last block of a row sees the most keys.
 
     Grid: (num_queries * GROUP_SIZE // BLOCK_M + num_rows, num_kv_heads).
     """

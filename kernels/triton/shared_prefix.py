@@ -30,7 +30,7 @@ _MIN_CHUNK_PAIRS = 17
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefixPlan:
-    """Attention over the keys that groups share, as a list of programs, and what that leaves to the rows."""
+    """The programs that attend to the keys groups share, and what they leave to the rows."""
 
     launch: AttentionLaunch  # of the kernel over the shared keys
     programs: torch.Tensor  # [num_programs, 6], int32: see `_shared_prefix_kernel`
@@ -75,7 +75,7 @@ class SharedPrefixPlan:
 
 
 def plan_decode(q: torch.Tensor, num_kv_heads: int, rows: AttentionRows) -> SharedPrefixPlan | None:
-    """The plan for rows of one query, their prefixes split over programs; None where no rows share any.
+    """The plan for rows of one query, prefixes split over programs; None where no rows share any.
 
     q [num_rows, num_heads, head_dim].
     """
@@ -98,7 +98,7 @@ def plan_decode(q: torch.Tensor, num_kv_heads: int, rows: AttentionRows) -> Shar
 
 
 def plan_prefill(q: torch.Tensor, num_kv_heads: int, rows: AttentionRows) -> SharedPrefixPlan | None:
-    """The plan for chunks, no prefix split; None where no group's queries take fewer programs together than apart.
+    """The plan for chunks, no prefix split; None where no group's queries need fewer programs together than apart.
 
     q [num_queries, num_heads, head_dim].
     """
