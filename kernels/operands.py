@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple, Self, TypeVar, cast
 
 import torch
@@ -45,6 +46,21 @@ class PackedWeight:
     def nbytes(self) -> int:
         """Bytes in memory."""
         return sum(part.nbytes for part in self.parts)
+
+
+class KeyRange(NamedTuple):
+    """Tokens start .. end - 1 of a row, seen by one query."""
+
+    row: int
+    query: int  # index into q
+    start: int  # a multiple of block_size
+    end: int
+    segment: int = 0  # which of those that its row is cut into
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of keys."""
+        return self.end - self.start
 
 
 class PrefixGroup(NamedTuple):
@@ -96,6 +112,17 @@ class AttentionRows:
         for group in self.prefix_groups:
             starts[group.first_row : group.first_row + group.num_rows] = [group.num_tokens] * group.num_rows
         return tuple(starts)
+
+    @cached_property
+    def single_query_keys(self) -> tuple[KeyRange, ...]:
+        """The keys, from its own start on, of each row that has one query and such keys."""
+        queries = accumulate(self.query_lens, initial=0)
+        lens = zip(self.query_lens, queries, self.own_starts, self.kv_lens, strict=False)
+        return tuple(
+            KeyRange(row, query, start, kv_len)
+            for row, (query_len, query, start, kv_len) in enumerate(lens)
+            if query_len == 1 and start < kv_len
+        )
 
     def once(self, key: tuple[str | int, ...], make: Callable[[], Plan]) -> Plan:
         """What `make` returned to the first layer that asked for this key: computed once for all layers of the step."""

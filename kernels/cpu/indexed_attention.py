@@ -49,7 +49,7 @@ def attend_by_index(q: torch.Tensor, reader: KvReader, rows: AttentionRows, scal
 
 def _pieces(rows: AttentionRows, num_heads: int, reader: KvReader) -> Iterator[KeyChunks]:
     shape = (reader.num_blocks, reader.block_size, reader.num_kv_heads, reader.head_dim)
-    if num_scores(rows, num_heads) > MAX_KEPT_SCORES:
+    if num_heads * sum(keys.num_tokens for keys in rows.single_query_keys) > MAX_KEPT_SCORES:
         return key_chunks(rows, num_heads, shape)
     return iter(rows.once(("key_chunks", num_heads, *shape), lambda: tuple(key_chunks(rows, num_heads, shape))))
 
@@ -116,12 +116,9 @@ def key_chunks(rows: AttentionRows, num_heads: int, cache_shape: Sequence[int]) 
 
     A row may go on in the next piece. cache_shape: (num_blocks, block_size, Hkv, D).
     """
-    kv_lens, query_lens, starts = (
-        torch.tensor(lens, dtype=torch.int64) for lens in (rows.kv_lens, rows.query_lens, rows.own_starts)
-    )
-    row_ids = ((query_lens == 1) & (starts < kv_lens)).nonzero().flatten()
-    starts = starts[row_ids]
-    counts = (kv_lens[row_ids] - starts + CHUNK_TOKENS - 1) // CHUNK_TOKENS
+    own = [(keys.row, keys.start, keys.num_tokens) for keys in rows.single_query_keys]
+    row_ids, starts, num_tokens = torch.tensor(own, dtype=torch.int64).view(-1, 3).t().contiguous()
+    counts = (num_tokens + CHUNK_TOKENS - 1) // CHUNK_TOKENS
     chunk_rows = torch.arange(row_ids.shape[0]).repeat_interleave(counts)
     places = torch.arange(chunk_rows.shape[0]) - (counts.cumsum(0) - counts)[chunk_rows]
     positions = (starts[chunk_rows] + places * CHUNK_TOKENS)[:, None] + torch.arange(CHUNK_TOKENS)
@@ -133,12 +130,6 @@ def key_chunks(rows: AttentionRows, num_heads: int, cache_shape: Sequence[int]) 
         yield _make_piece(
             (rows, row_ids[first_row : last_row + 1]), local_rows, positions[piece], num_heads, cache_shape
         )
-
-
-def num_scores(rows: AttentionRows, num_heads: int) -> int:
-    """Scores over all pieces, repeated keys not counted."""
-    own = zip(rows.query_lens, rows.kv_lens, rows.own_starts, strict=True)
-    return num_heads * sum(kv_len - start for query_len, kv_len, start in own if query_len == 1)
 
 
 def _make_piece(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
-from kernels.operands import AttentionRows
+from kernels.operands import AttentionRows, KeyRange
 
 # A row's keys are cut at multiples of this many tokens, so that one long row neither needs a buffer of its own size nor
 # leaves all but a few cores idle. Positions are absolute: where a row is cut does not depend on its neighbours.
@@ -25,33 +23,8 @@ def gather_plan(rows: AttentionRows, block_size: int, max_tokens: int) -> KvGath
     """
     return rows.once(
         ("gather_plan", block_size, max_tokens),
-        lambda: KvGatherPlan.build(rows.block_tables, _single_query_keys(rows), block_size, max_tokens),
+        lambda: KvGatherPlan.build(rows.block_tables, rows.single_query_keys, block_size, max_tokens),
     )
-
-
-def _single_query_keys(rows: AttentionRows) -> list[KeyRange]:
-    queries = accumulate(rows.query_lens, initial=0)
-    lens = zip(rows.query_lens, queries, rows.own_starts, rows.kv_lens, strict=False)
-    return [
-        KeyRange(row, query, start, kv_len)
-        for row, (query_len, query, start, kv_len) in enumerate(lens)
-        if query_len == 1 and start < kv_len
-    ]
-
-
-class KeyRange(NamedTuple):
-    """Tokens start .. end - 1 of a row, seen by one query."""
-
-    row: int
-    query: int  # index into q
-    start: int  # a multiple of block_size
-    end: int
-    segment: int = 0  # which of those that its row is cut into
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of keys."""
-        return self.end - self.start
 
 
 @dataclass(frozen=True, eq=False)

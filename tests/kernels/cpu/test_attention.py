@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from kernels import cpu, reference
 from kernels.cpu.attention import attend_single_queries
-from kernels.cpu.kv_gather import SEGMENT_TOKENS, KeyRange, KvGatherPlan, gather_plan
+from kernels.cpu.kv_gather import SEGMENT_TOKENS, KvGatherPlan, gather_plan
 from kernels.cpu.paged_reads import KvReader
 from kernels.cpu.partial_attention import AttentionState, RunningAttention, merge_attention_states
+from kernels.operands import KeyRange
 from tests.support.tensors import PagedCache, assert_close, make_paged_cache, merge_by_definition
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
