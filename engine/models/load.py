@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +17,7 @@ from engine.errors import CheckpointError
 from engine.models.decoder import AttentionLayer, DecoderLayer, DecoderModel, DenseMLP, MoeMLP, StreamedLayers
 from engine.models.encoder import Affine, EncoderLayer, EncoderModel, GeluForm, LayerNorm
 from engine.models.placement import SHAPES_ONLY, ModelPlacement
+from kernels.operands import PackedWeight
 
 _GELU_FORMS: dict[str, GeluForm | None] = {
     "gelu": "none",
@@ -69,7 +69,7 @@ def _stream_decoder(
     vocabulary = (config.vocab_size, config.hidden_size)
     embed_tokens = source.take(f"{root}embed_tokens.weight", vocabulary)
     cos_sin = rope_cos_sin(config.rope, config.head_dim, placement.max_positions).to(placement.device)
-    layers = StreamedLayers(partial(_decoder_layer, config, source, placement, cos_sin, root), config.num_layers)
+    layers = StreamedLayers(_DecoderLayers(config, source, placement, root, cos_sin).load, config.num_layers)
     final_norm = source.take(f"{root}norm.weight", (config.hidden_size,))
     lm_head = None if is_body else placement.ops.pack(_head(config, source, embed_tokens))
     return DecoderModel(config, placement.ops, embed_tokens, layers, final_norm, lm_head, source.digest())
@@ -82,82 +82,77 @@ def _head(config: ModelConfig, source: TensorSource, embed_tokens: torch.Tensor)
     return embed_tokens
 
 
-def _decoder_layer(
-    config: ModelConfig, source: TensorSource, placement: ModelPlacement, cos_sin: torch.Tensor, root: str, index: int
-) -> DecoderLayer:
-    prefix = f"{root}layers.{index}"
-    norm = (config.hidden_size,)
-    mlp: DenseMLP | MoeMLP
-    if config.moe is not None and config.is_moe_layer(index):
-        mlp = _moe(config, config.moe, source, placement, prefix)
-    else:
-        mlp = _dense(config, source, placement, prefix)
-    return DecoderLayer(
-        ops=placement.ops,
-        input_norm=source.take(f"{prefix}.input_layernorm.weight", norm),
-        attention=_attention(config, source, placement, prefix, cos_sin),
-        post_attention_norm=source.take(f"{prefix}.post_attention_layernorm.weight", norm),
-        mlp=mlp,
-        eps=config.rms_norm_eps,
-    )
+@dataclass(frozen=True, eq=False)
+class _DecoderLayers:
+    """Loads the layers of a decoder, each by itself."""
 
+    config: ModelConfig
+    source: TensorSource
+    placement: ModelPlacement
+    root: str  # what the layers' names begin with
+    cos_sin: torch.Tensor
 
-def _attention(
-    config: ModelConfig, source: TensorSource, placement: ModelPlacement, prefix: str, cos_sin: torch.Tensor
-) -> AttentionLayer:
-    q_rows = config.num_heads * config.head_dim
-    kv_rows = config.num_kv_heads * config.head_dim
-    pack = placement.ops.pack
-    qk_norm = None
-    if config.qk_norm:
-        q_weight = source.take(f"{prefix}.self_attn.q_norm.weight", (config.head_dim,))
-        k_weight = source.take(f"{prefix}.self_attn.k_norm.weight", (config.head_dim,))
-        qk_norm = (q_weight, k_weight, config.rms_norm_eps)
-    return AttentionLayer(
-        ops=placement.ops,
-        qkv_proj=pack(
-            source.take_fused(
-                [f"{prefix}.self_attn.{part}_proj.weight" for part in "qkv"],
-                [(rows, config.hidden_size) for rows in (q_rows, kv_rows, kv_rows)],
-            )
-        ),
-        o_proj=pack(source.take(f"{prefix}.self_attn.o_proj.weight", (config.hidden_size, q_rows))),
-        qk_norm=qk_norm,
-        cos_sin=cos_sin,
-        head_dim=config.head_dim,
-    )
+    def load(self, index: int) -> DecoderLayer:
+        config, source = self.config, self.source
+        prefix, norm = f"{self.root}layers.{index}", (config.hidden_size,)
+        mlp: DenseMLP | MoeMLP
+        if config.moe is not None and config.is_moe_layer(index):
+            mlp = self._moe(f"{prefix}.mlp", config.moe)
+        else:
+            mlp = self._dense(f"{prefix}.mlp")
+        return DecoderLayer(
+            ops=self.placement.ops,
+            input_norm=source.take(f"{prefix}.input_layernorm.weight", norm),
+            attention=self._attention(f"{prefix}.self_attn"),
+            post_attention_norm=source.take(f"{prefix}.post_attention_layernorm.weight", norm),
+            mlp=mlp,
+            eps=config.rms_norm_eps,
+        )
 
+    def _attention(self, prefix: str) -> AttentionLayer:
+        config = self.config
+        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        qk_norm = None
+        if config.qk_norm:
+            q, k = (self.source.take(f"{prefix}.{part}_norm.weight", (config.head_dim,)) for part in "qk")
+            qk_norm = (q, k, config.rms_norm_eps)
+        return AttentionLayer(
+            ops=self.placement.ops,
+            qkv_proj=self._projection(prefix, "qkv", (q_rows, kv_rows, kv_rows), config.hidden_size),
+            o_proj=self._projection(prefix, "o", (config.hidden_size,), q_rows),
+            qk_norm=qk_norm,
+            cos_sin=self.cos_sin,
+            head_dim=config.head_dim,
+        )
 
-def _dense(config: ModelConfig, source: TensorSource, placement: ModelPlacement, prefix: str) -> DenseMLP:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    pack = placement.ops.pack
-    return DenseMLP(
-        ops=placement.ops,
-        gate_up_proj=pack(
-            source.take_fused([f"{prefix}.mlp.{part}_proj.weight" for part in ("gate", "up")], [(inner, hidden)] * 2)
-        ),
-        down_proj=pack(source.take(f"{prefix}.mlp.down_proj.weight", (hidden, inner))),
-    )
+    def _dense(self, prefix: str) -> DenseMLP:
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        return DenseMLP(
+            ops=self.placement.ops,
+            gate_up_proj=self._projection(prefix, ("gate", "up"), (inner, inner), hidden),
+            down_proj=self._projection(prefix, ("down",), (hidden,), inner),
+        )
 
+    def _moe(self, prefix: str, moe: MoeConfig) -> MoeMLP:
+        hidden, inner = self.config.hidden_size, moe.intermediate_size
+        source, pack = self.source, self.placement.ops.pack
+        experts = [f"{prefix}.experts.{expert}" for expert in range(moe.num_experts)]
+        gate_up = [[f"{expert}.{part}_proj.weight" for part in ("gate", "up")] for expert in experts]
+        down = [[f"{expert}.down_proj.weight"] for expert in experts]
+        return MoeMLP(
+            ops=self.placement.ops,
+            router=pack(source.take(f"{prefix}.gate.weight", (moe.num_experts, hidden)), keep_dtype=True),
+            gate_up_proj=pack(source.take_experts(gate_up, [(inner, hidden)] * 2)),
+            down_proj=pack(source.take_experts(down, [(hidden, inner)])),
+            top_k=moe.experts_per_token,
+            renormalise=moe.norm_topk_prob,
+            bucketed_min_tokens=self.placement.bucketed_min_tokens,
+        )
 
-def _moe(config: ModelConfig, moe: MoeConfig, source: TensorSource, placement: ModelPlacement, prefix: str) -> MoeMLP:
-    hidden, inner = config.hidden_size, moe.intermediate_size
-    pack = placement.ops.pack
-    experts = [f"{prefix}.mlp.experts.{expert}" for expert in range(moe.num_experts)]
-    return MoeMLP(
-        ops=placement.ops,
-        router=pack(source.take(f"{prefix}.mlp.gate.weight", (moe.num_experts, hidden)), keep_dtype=True),
-        gate_up_proj=pack(
-            source.take_experts(
-                [[f"{expert}.{part}_proj.weight" for part in ("gate", "up")] for expert in experts],
-                [(inner, hidden)] * 2,
-            )
-        ),
-        down_proj=pack(source.take_experts([[f"{expert}.down_proj.weight"] for expert in experts], [(hidden, inner)])),
-        top_k=moe.experts_per_token,
-        renormalise=moe.norm_topk_prob,
-        bucketed_min_tokens=placement.bucketed_min_tokens,
-    )
+    def _projection(self, prefix: str, parts: Sequence[str], rows: Sequence[int], width: int) -> PackedWeight:
+        """Projections of one input, stacked on top of each other. rows: of each."""
+        names = [f"{prefix}.{part}_proj.weight" for part in parts]
+        return self.placement.ops.pack(self.source.take_fused(names, [(count, width) for count in rows]))
 
 
 def load_encoder(config: EncoderConfig, checkpoint: Checkpoint, placement: ModelPlacement) -> EncoderModel:
@@ -258,6 +253,8 @@ class TensorSource:
 
     def take_fused(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
         """Matrices of one width stacked on top of each other, or vectors put end to end."""
+        if len(names) == 1:
+            return self.take(names[0], shapes[0])
         rows = [shape[0] for shape in shapes]
         fused = self._empty((sum(rows), *shapes[0][1:]))
         self._copy_rows(fused, names, shapes)
