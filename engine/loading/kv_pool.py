@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -29,13 +28,10 @@ MASK_BYTES = 2  # of a token of the vocabulary and a row held to a grammar: one 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 
-# PyTorch's allocator asks the driver for multiples of 2 MiB for tensors from 10 MiB on.
-ROUNDING_BYTES = 2 << 20
-
 
 def device_memory(device: torch.device) -> DeviceMemory | None:
     """The memory to be measured; None on a CPU, where it is the machine's and `free_memory_bytes` knows it."""
-    return CudaDeviceMemory(device) if device.type == "cuda" else None
+    return DeviceMemory(device) if device.type == "cuda" else None
 
 
 def kv_cache_spec(effective: EffectiveSettings, config: ModelConfig) -> KVCacheSpec:
@@ -213,38 +209,15 @@ def num_blocks_that_fit(budget_bytes: int, bytes_per_block: int, useful_blocks: 
     return min(fit, useful_blocks + 1)
 
 
-class DeviceMemory(Protocol):
-    """The memory of a device that is not the machine's: how much there is, and the most that was taken."""
-
-    @property
-    def total_bytes(self) -> int:
-        """What the device has."""
-        ...
-
-    @property
-    def rounding_bytes(self) -> int:
-        """What a large tensor may take beyond its own size."""
-        ...
-
-    def free_bytes(self) -> int:
-        """What nobody holds now, other processes and this one's caches included."""
-        ...
-
-    def reset_peak(self) -> None:
-        """Give cached memory back, and note the peak from here on."""
-        ...
-
-    def peak_bytes(self) -> int:
-        """The most that this process held for tensors at once since `reset_peak`, what it held there included."""
-        ...
-
-
-class CudaDeviceMemory:
-    """A GPU as the driver and PyTorch's allocator account for it.
+class DeviceMemory:
+    """The memory of a GPU, as the driver and PyTorch's allocator account for it.
 
     The peak is what the allocator reserved, not what tensors took of it: what lies between them, where steps of many
     shapes leave it in pieces, is as gone as the tensors are.
     """
+
+    # What a large tensor may take beyond its own size: the allocator asks for multiples of 2 MiB from 10 MiB on.
+    rounding_bytes = 2 << 20
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -255,23 +228,18 @@ class CudaDeviceMemory:
         _, total = torch.cuda.mem_get_info(self._device)
         return int(total)
 
-    @property
-    def rounding_bytes(self) -> int:
-        """The allocator's."""
-        return ROUNDING_BYTES
-
     def free_bytes(self) -> int:
-        """What the driver could still give."""
+        """What the driver could still give: what neither other processes nor this one's caches hold."""
         free, _ = torch.cuda.mem_get_info(self._device)
         return int(free)
 
     def reset_peak(self) -> None:
-        """Wait for what runs, since its memory may still be in use, and begin anew."""
+        """Wait for what runs, since its memory may still be in use; give cached memory back, begin a new peak."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak_bytes(self) -> int:
-        """The most that was reserved since then."""
+        """The most that this process has reserved at once since `reset_peak`, what it held then included."""
         torch.cuda.synchronize(self._device)
         return int(torch.cuda.max_memory_reserved(self._device))

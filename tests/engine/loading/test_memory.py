@@ -18,7 +18,7 @@ from engine.errors import CapabilityError
 from engine.execution.decode_graphs import DecodeGraphs
 from engine.kv_cache.tensors import KVCacheTensors
 from engine.loading import load as load_decoder_parts
-from engine.loading.kv_pool import CudaDeviceMemory, expected_weights_bytes
+from engine.loading.kv_pool import DeviceMemory, expected_weights_bytes
 from engine.model_status import MemoryProfile
 from engine.models.decoder import DecoderModel, weights_bytes
 from engine.request import Request
@@ -201,13 +201,13 @@ def _cuda(**answers: Any) -> Any:
 
 def test_free_and_total_are_the_drivers() -> None:
     with _cuda(mem_get_info=(3, 8)):
-        memory = CudaDeviceMemory(GPU)
+        memory = DeviceMemory(GPU)
         assert (memory.free_bytes(), memory.total_bytes) == (3, 8)
 
 
 def test_the_peak_is_what_was_reserved_once_everything_has_run() -> None:
     with _cuda(synchronize=None, max_memory_reserved=5):
-        assert CudaDeviceMemory(GPU).peak_bytes() == 5
+        assert DeviceMemory(GPU).peak_bytes() == 5
         torch.cuda.synchronize.assert_called_once_with(GPU)  # type: ignore[attr-defined]  # a Mock here
 
 
@@ -219,7 +219,7 @@ def test_a_new_peak_begins_after_what_runs_with_an_empty_cache() -> None:
         empty_cache=calls.empty_cache,
         reset_peak_memory_stats=calls.reset_peak_memory_stats,
     ):
-        CudaDeviceMemory(GPU).reset_peak()
+        DeviceMemory(GPU).reset_peak()
     assert [name for name, *_ in calls.mock_calls] == ["synchronize", "empty_cache", "reset_peak_memory_stats"]
 
 
