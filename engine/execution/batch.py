@@ -5,7 +5,7 @@ A token that only the device knows yet stands in the plan as a negative number a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -16,16 +16,11 @@ import torch
 
 from engine.execution.prefix_groups import Gate, find_prefix_groups
 from engine.models.decoder import ForwardBatch
-from engine.staging import ArrayStaging
 from kernels.operands import AttentionRows, PrefixGroup
 
+Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
-
-_NUM_OWN_ARRAYS = 5
-_NUM_ROW_ARRAYS = 3
-
-Int32 = npt.NDArray[np.int32]
 
 _NO_TOKENS: Int64 = np.empty(0, dtype=np.int64)
 
@@ -56,13 +51,12 @@ class PlannedRows:
         """What a device needs, in the order `on_device` takes it back."""
         return self.block_tables, self.cu_seqlens_q, self.seq_lens
 
-    def on_device(self, tensors: Sequence[torch.Tensor]) -> AttentionRows:
-        """The rows over `tensors`, one for each of `arrays`."""
-        block_tables, cu_seqlens_q, seq_lens = tensors
+    def on_device(self, tensors: Iterator[torch.Tensor]) -> AttentionRows:
+        """The rows over the next of `tensors`, one for each of `arrays`."""
         return AttentionRows(
-            block_tables=block_tables,
-            cu_seqlens_q=cu_seqlens_q,
-            seq_lens=seq_lens,
+            block_tables=next(tensors),
+            cu_seqlens_q=next(tensors),
+            seq_lens=next(tensors),
             query_lens=tuple(np.diff(self.cu_seqlens_q).tolist()),
             kv_lens=tuple(self.seq_lens.tolist()),
             prefix_groups=self.prefix_groups,
@@ -103,17 +97,16 @@ class PlannedBatch:
 
     def on_device(self, tensors: Sequence[torch.Tensor]) -> ForwardBatch:
         """The batch over `tensors`, one for each of `arrays`."""
-        token_ids, positions, slot_mapping, logits_indices, hidden_indices = tensors[:_NUM_OWN_ARRAYS]
-        of_rows = tensors[_NUM_OWN_ARRAYS:]
+        following = iter(tensors)
         return ForwardBatch(
-            token_ids=token_ids,
-            positions=positions,
-            slot_mapping=slot_mapping,
-            logits_indices=logits_indices,
-            hidden_indices=hidden_indices,
+            token_ids=next(following),
+            positions=next(following),
+            slot_mapping=next(following),
+            logits_indices=next(following),
+            hidden_indices=next(following),
             hidden_lens=self.hidden_lens,
-            decode=None if self.decode is None else self.decode.on_device(of_rows[:_NUM_ROW_ARRAYS]),
-            prefill=None if self.prefill is None else self.prefill.on_device(of_rows[-_NUM_ROW_ARRAYS:]),
+            decode=None if self.decode is None else self.decode.on_device(following),
+            prefill=None if self.prefill is None else self.prefill.on_device(following),
             num_decode_tokens=0 if self.decode is None else int(self.decode.seq_lens.shape[0]),
         )
 
@@ -190,17 +183,6 @@ def _block_tables(items: Sequence[ForwardItem], num_blocks: Int64) -> npt.NDArra
         chain.from_iterable(used), np.int32, int(num_blocks.sum())
     )
     return tables
-
-
-class BatchStaging:
-    """Brings plans to the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._arrays = ArrayStaging(device)
-
-    def stage(self, planned: PlannedBatch) -> ForwardBatch:
-        """The plan's batch. On a GPU its tensors last until the batch after the next one is staged."""
-        return planned.on_device(self._arrays.send(planned.arrays))
 
 
 def pending_token(row: int) -> int:

@@ -9,13 +9,14 @@ import structlog
 import torch
 
 from engine.errors import NonFiniteLogits
-from engine.execution.batch import BatchStaging, ForwardItem, PlannedBatch, fill_in, plan_batch
+from engine.execution.batch import ForwardItem, PlannedBatch, fill_in, plan_batch
 from engine.execution.decode_graphs import DecodeGraphs
 from engine.execution.prefix_groups import DECODE_GATE, PREFILL_GATE
 from engine.execution.profile import ObservedPasses, PassTrace
 from engine.kv_cache.tensors import KVCacheTensors
 from engine.models.decoder import DecoderModel, ForwardResult, LayerObserver
 from engine.models.encoder import EncoderModel, PackedTokens
+from engine.staging import ArrayStaging
 from engine.stats import DecodeGraphStats
 from settings import EngineSettings
 
@@ -41,7 +42,7 @@ class StepExecutor:
         self.kv_cache = kv_cache
         self._settings = settings
         self._passes = ObservedPasses(len(model.layers), model.device, settings, pass_trace)
-        self._staging = BatchStaging(model.device)
+        self._staging = ArrayStaging(model.device)
         self._graphs = graphs
         self._gates = (DECODE_GATE, PREFILL_GATE) if settings.shared_prefix.enabled else None
 
@@ -103,7 +104,7 @@ class StepExecutor:
         logits = None if self._graphs is None or observer is not None else self._graphs.replay(planned, chosen)
         if logits is not None:
             return ForwardResult(logits, ())
-        batch = self._staging.stage(planned)
+        batch = planned.on_device(self._staging.send(planned.arrays))
         if chosen is not None:
             fill_in(batch.token_ids, chosen)
         return self.model.forward(batch, self.kv_cache, observer)

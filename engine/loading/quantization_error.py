@@ -9,13 +9,14 @@ import torch
 from engine.checkpoint.model_config import EncoderConfig, read_config
 from engine.checkpoint.weights import Checkpoint
 from engine.errors import CapabilityError
-from engine.execution.batch import BatchStaging, ForwardItem, plan_batch
+from engine.execution.batch import ForwardItem, plan_batch
 from engine.kv_cache.tensors import KVCacheSpec, KVCacheTensors
 from engine.loading.derived_settings import derive_for, model_path
 from engine.loading.kv_pool import kv_cache_spec, longest_row
 from engine.models.decoder import DecoderModel
 from engine.models.load import load_decoder, stream_decoder
 from engine.models.placement import prepare_placement
+from engine.staging import ArrayStaging
 from kernels.dispatch import operations
 from settings import EffectiveSettings
 
@@ -65,5 +66,5 @@ def _logits(model: DecoderModel, spec: KVCacheSpec) -> torch.Tensor:
         first = 1 + index * blocks_each  # block 0 is the null block
         items.append(ForwardItem(row, 0, range(first, first + blocks_each), wants_logits=True))
     kv_cache = KVCacheTensors.allocate(spec, 1 + NUM_SEQUENCES * blocks_each, model.device)
-    batch = BatchStaging(model.device).stage(plan_batch(items, spec.block_size))
-    return model.forward(batch, kv_cache).logits
+    planned = plan_batch(items, spec.block_size)
+    return model.forward(planned.on_device(ArrayStaging(model.device).send(planned.arrays)), kv_cache).logits

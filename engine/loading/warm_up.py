@@ -11,7 +11,7 @@ import structlog
 import torch
 
 from engine.checkpoint.model_config import ModelConfig
-from engine.execution.batch import BatchStaging, ForwardItem, plan_batch
+from engine.execution.batch import ForwardItem, plan_batch
 from engine.execution.decode_graphs import DecodeGraphs
 from engine.kv_cache.tensors import KVCacheSpec, KVCacheTensors
 from engine.loading.kv_pool import DeviceMemory, expected_step_bytes
@@ -23,6 +23,7 @@ from engine.request import PromptLogprobs
 from engine.sampler import Sampler, SamplingRow
 from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import TokenCounts
+from engine.staging import ArrayStaging
 from kernels.dispatch import launch_class_of
 from kernels.interface import StepShape
 from settings import EngineSettings
@@ -58,7 +59,7 @@ class WarmUp:
         self.kv_cache = kv_cache
         self._settings = settings
         self._max_model_len = max_model_len
-        self._staging = BatchStaging(model.device)
+        self._staging = ArrayStaging(model.device)
         self._sampler = Sampler(model.ops, model.device)
         self._scorer = PromptScorer(model)
 
@@ -100,7 +101,8 @@ class WarmUp:
     def _run(self, step: WarmUpStep) -> ForwardResult:
         items = step.items(self._block_size, generates=self._model.lm_head is not None)
         gates = (_always, _always) if step.shares_prefix else None
-        return self._model.forward(self._staging.stage(plan_batch(items, self._block_size, gates)), self.kv_cache)
+        planned = plan_batch(items, self._block_size, gates)
+        return self._model.forward(planned.on_device(self._staging.send(planned.arrays)), self.kv_cache)
 
     def _score(self, hidden: Sequence[torch.Tensor]) -> None:
         if self._model.lm_head is None:

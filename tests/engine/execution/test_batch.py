@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from engine import staging as staging_buffer
-from engine.execution.batch import BatchStaging, ForwardItem, PlannedRows, fill_in, pending_token, plan_batch
+from engine.execution.batch import ForwardItem, PlannedRows, fill_in, pending_token, plan_batch
 from engine.execution.prefix_groups import Gate
-from engine.staging import StagingBuffer, pack, unpack
+from engine.staging import ArrayStaging, StagingBuffer, pack, unpack
 from kernels.operands import PrefixGroup
 
 CPU = torch.device("cpu")
@@ -205,7 +205,7 @@ def test_a_buffer_grows_in_powers_of_two_and_never_shrinks(monkeypatch: pytest.M
 
 def test_a_staged_batch_is_the_plan() -> None:
     planned = plan_batch(ITEMS, 4)
-    on_cpu = BatchStaging(CPU).stage(planned)
+    on_cpu = planned.on_device(ArrayStaging(CPU).send(planned.arrays))
     packed = planned.on_device(StagingBuffer(CPU, RecordingEvent()).send(planned.arrays))
     for batch in (on_cpu, packed):
         assert batch.token_ids.tolist() == [20, 40, 10, 11, 12]
@@ -224,4 +224,6 @@ def test_a_staged_batch_is_the_plan() -> None:
 
 def test_on_a_cpu_nothing_is_copied() -> None:
     planned = plan_batch(ITEMS, 4)
-    assert BatchStaging(CPU).stage(planned).token_ids.data_ptr() == planned.token_ids.ctypes.data
+    assert (
+        planned.on_device(ArrayStaging(CPU).send(planned.arrays)).token_ids.data_ptr() == planned.token_ids.ctypes.data
+    )
