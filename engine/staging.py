@@ -20,6 +20,7 @@ ALIGNMENT_BYTES = 16
 LEAST_BYTES = 1 << 16
 
 R = TypeVar("R")
+S = TypeVar("S")
 
 HostCopy = Callable[[], Sequence[torch.Tensor]]  # waits for the copy, then gives it; to be called once
 
@@ -109,6 +110,10 @@ class PendingResult(Generic[R]):
     def now(self) -> R:
         """Wait for the device, copy and read."""
         return self.read([tensor.cpu() for tensor in self.tensors])
+
+    def then(self, take: Callable[[R], S]) -> PendingResult[S]:
+        """What `take` makes of the result."""
+        return PendingResult(self.tensors, lambda on_host: take(self.read(on_host)))
 
 
 class DeviceStream(Protocol):

@@ -145,13 +145,8 @@ class ModelRunner:
         if not scored:  # as in a step that only decodes
             return PendingResult((), lambda _: set())
         result = self._scorer.score([prompt for _, prompt in scored])
-        sequence_ids = [sequence_id for sequence_id, _ in scored]  # not the rows: they would outlive the next launch
-
-        def read(on_host: Sequence[torch.Tensor]) -> set[str]:
-            are_good = result.read(on_host)
-            return {sequence_id for sequence_id, is_good in zip(sequence_ids, are_good, strict=True) if not is_good}
-
-        return PendingResult(result.tensors, read)
+        ids = [sequence_id for sequence_id, _ in scored]  # without the rows, which would outlive the next launch
+        return result.then(lambda are_good: {i for i, is_good in zip(ids, are_good, strict=True) if not is_good})
 
     def _sample(self, generating: Sequence[tuple[ScheduledItem, RequestState]], logits: torch.Tensor) -> ChosenTokens:
         """Choose for the items that generate, which have a row of logits [S, V] each."""
@@ -184,13 +179,8 @@ def _pool(hidden: Sequence[tuple[ScheduledItem, torch.Tensor]]) -> PendingResult
     """What the items that are embedded answer."""
     embedded = [(item, item.state, rows) for item, rows in hidden if isinstance(item.state, EmbeddingState)]
     result = pool([(state, item.start, rows) for item, state, rows in embedded])
-    states = [(item, state) for item, state, _ in embedded]  # not the rows: they would outlive the next launch
-
-    def read(on_host: Sequence[torch.Tensor]) -> list[VectorAnswer]:
-        vectors = result.read(on_host)
-        return [(item, state, vector) for (item, state), vector in zip(states, vectors, strict=True)]
-
-    return PendingResult(result.tensors, read)
+    states = [(item, state) for item, state, _ in embedded]  # without the rows, which would outlive the next launch
+    return result.then(lambda vectors: [(*of, vector) for of, vector in zip(states, vectors, strict=True)])
 
 
 def _answer(
