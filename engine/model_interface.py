@@ -6,7 +6,7 @@ never a length or a sign that means something.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -14,7 +14,7 @@ import torch
 
 from engine.errors import EngineError, InvalidRequest, KVPoolExhausted, NonFiniteLogits, PromptTooLong
 from engine.execution.batch import ForwardItem
-from engine.execution.forward import StepExecutor
+from engine.execution.forward import WARM_UP_TOKEN, StepExecutor
 from engine.kv_cache.block_manager import BlockHashChain, BlockManager
 from engine.model_status import MemoryProfile, ModelCapabilities, ModelReport, ModelStatus
 from engine.request import RESERVED_PREFIX
@@ -22,7 +22,6 @@ from engine.stats import PrefixCacheMetrics
 from settings import EngineSettings
 
 WARM_UP_ID = f"{RESERVED_PREFIX}_warm_up__"
-WARM_UP_TOKEN = 0  # a valid id in every vocabulary
 
 
 class ModelInterface:
@@ -104,7 +103,13 @@ class ModelInterface:
         """
         entry = self._entries.get(cache_id)
         position = len(entry.token_ids) if entry is not None else 0
-        return self._guarded(cache_id, lambda: self._prefill(UnifiedItem(cache_id, token_ids, position, True)))
+        try:
+            return self._prefill(UnifiedItem(cache_id, token_ids, position, True))
+        except EngineError as error:
+            return ErrorResult(error)
+        except BaseException:
+            self._drop(cache_id, trusted=False)
+            raise
 
     def decode(self, cache_id: str, token_id: int, position: int) -> ItemResult:
         """Run one token; its logits."""
@@ -173,16 +178,6 @@ class ModelInterface:
     def _is_decode(self, item: UnifiedItem) -> bool:
         entry = self._entries.get(item.cache_id)
         return entry is not None and entry.is_open and len(item.token_ids) == 1 and item.is_final
-
-    def _guarded(self, cache_id: str, run: Callable[[], ItemResult]) -> ItemResult:
-        """An item's own failure becomes its result; anything else leaves no half-run sequence behind."""
-        try:
-            return run()
-        except EngineError as error:
-            return ErrorResult(error)
-        except BaseException:
-            self._drop(cache_id, trusted=False)
-            raise
 
     def _prefill(self, item: UnifiedItem) -> ItemResult:
         forward = self._admit(item, may_open=True)
