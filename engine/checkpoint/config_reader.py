@@ -113,13 +113,18 @@ def read_json_object(path: Path, *, max_bytes: int) -> dict[str, object]:
 
     Raises CheckpointError naming the file if it is absent, too large, not JSON or not an object.
     """
-    try:
-        data = json.loads(read_text(path, max_bytes=max_bytes))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    data = read_json(path, max_bytes=max_bytes)
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: holds a JSON {type(data).__name__}; accepted: an object")
     return data
+
+
+def read_json(path: Path, *, max_bytes: int) -> object:
+    """What the JSON in `path` says. Raises CheckpointError naming the file."""
+    try:
+        return json.loads(read_text(path, max_bytes=max_bytes))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
 
 
 def read_text(path: Path, *, max_bytes: int) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from engine.checkpoint.config_reader import MAX_CONFIG_BYTES, ConfigReader, read_json_object, read_text
+from engine.checkpoint.config_reader import MAX_CONFIG_BYTES, ConfigReader, read_json, read_json_object
 from engine.errors import CheckpointError
 
 Pooling = Literal["mean", "last_token", "cls"]
@@ -90,10 +89,7 @@ def _pooling(path: Path, default: Pooling) -> Pooling:
 
 
 def _modules(file: Path) -> list[dict[str, object]]:
-    try:
-        modules = json.loads(read_text(file, max_bytes=MAX_CONFIG_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not valid JSON: {error}") from error
+    modules = read_json(file, max_bytes=MAX_CONFIG_BYTES)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise CheckpointError(f"{file}: holds no list of modules; accepted: a list of objects")
     return modules

@@ -11,19 +11,9 @@ from engine.checkpoint.config_reader import ConfigReader
 
 DEFAULT_THETA = 10_000.0  # transformers' value for files that name none (Llama 2)
 ROPE_TYPES = ("default", "llama3")
-KNOWN_KEYS = {
-    "default": {"rope_type", "type", "rope_theta", "partial_rotary_factor"},
-    "llama3": {
-        "rope_type",
-        "type",
-        "rope_theta",
-        "partial_rotary_factor",
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    },
-}
+_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_SCALING_KEYS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+KNOWN_KEYS = {"default": _KEYS, "llama3": _KEYS | _SCALING_KEYS}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Container
+from contextlib import ExitStack, closing
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, cast
 
 import torch
@@ -40,21 +40,16 @@ class Checkpoint:
         """
         files = WeightFiles.find(path)
         shards: dict[str, Shard] = {}
-        opened: list[Shard] = []
-        try:
+        with ExitStack() as opened:
             for file_name in files.file_names:
-                shard = Shard(files.directory / file_name)
-                opened.append(shard)
+                shard = opened.enter_context(closing(Shard(files.directory / file_name)))
                 for name in sorted(shard.names()):
                     if name in shards:
                         raise CheckpointError(f"{path}: tensor {name} is in {shards[name].path.name} and {file_name}")
                     shards[name] = shard
             if files.index is not None:
                 _check_index(path, files.index, shards)
-        except CheckpointError:
-            for shard in opened:
-                shard.close()
-            raise
+            opened.pop_all()  # from here on `close` closes them
         return cls(shards)
 
     def names(self) -> frozenset[str]:
@@ -86,9 +81,7 @@ class Checkpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _shard(self, name: str) -> Shard:
