@@ -15,7 +15,7 @@ import torch
 from engine.errors import EngineError, InvalidRequest, KVPoolExhausted, NonFiniteLogits, PromptTooLong
 from engine.execution.batch import ForwardItem
 from engine.execution.forward import WARM_UP_TOKEN, StepExecutor
-from engine.kv_cache.block_manager import BlockHashChain, BlockManager
+from engine.kv_cache.block_manager import BlockManager
 from engine.model_status import MemoryProfile, ModelCapabilities, ModelReport, ModelStatus
 from engine.request import RESERVED_PREFIX
 from engine.stats import PrefixCacheMetrics
@@ -94,7 +94,7 @@ class ModelInterface:
         need = self._blocks.blocks_for(max_tokens)
         if need > self._blocks.num_free_blocks:
             raise KVPoolExhausted(need=need, free=self._blocks.num_free_blocks)
-        self._entries[cache_id] = CacheEntry(self._blocks.new_chain([], salt=""))
+        self._entries[cache_id] = CacheEntry()
 
     def prefill(self, cache_id: str, token_ids: Sequence[int]) -> ItemResult:
         """Run a prompt, or its continuation, in chunks; the last token's logits.
@@ -180,7 +180,7 @@ class ModelInterface:
         return entry is not None and entry.is_open and len(item.token_ids) == 1 and item.is_final
 
     def _prefill(self, item: UnifiedItem) -> ItemResult:
-        forward = self._admit(item, may_open=True)
+        forward = self._allocate(item, may_open=True)
         limit = self._settings.max_num_batched_tokens
         tokens = forward.token_ids
         logits = torch.empty(0)
@@ -194,48 +194,45 @@ class ModelInterface:
 
     def _run(self, items: Sequence[UnifiedItem], full_logits: bool, *, may_open: bool) -> list[ItemResult | None]:
         results: list[ItemResult | None] = [None] * len(items)
-        admitted: list[tuple[int, ForwardItem]] = []
+        ready: list[tuple[int, ForwardItem]] = []
         seen: set[str] = set()
         for index, item in enumerate(items):
             try:
                 if item.cache_id in seen:
-                    raise InvalidRequest(
-                        f"sequence {item.cache_id!r} is twice in one batch", param="cache_id", value=item.cache_id
-                    )
+                    raise _refused_id(item.cache_id, f"sequence {item.cache_id!r} is twice in one batch")
                 seen.add(item.cache_id)
-                admitted.append((index, self._admit(item, may_open=may_open)))
+                ready.append((index, self._allocate(item, may_open=may_open)))
             except EngineError as error:
                 results[index] = ErrorResult(error)
         try:
-            logits = self._executor.execute([forward for _, forward in admitted]).logits
+            logits = self._executor.execute([forward for _, forward in ready]).logits
         except BaseException:
-            for index, _ in admitted:
+            for index, _ in ready:
                 self._drop(items[index].cache_id, trusted=False)
             raise
         wants_token = self._settings.greedy_argmax and not full_logits
-        for (index, forward), row in zip(admitted, logits, strict=True):
+        for (index, forward), row in zip(ready, logits, strict=True):
             result = self._settle(items[index].cache_id, row, wants_token=wants_token and forward.is_final)
             if forward.is_final or isinstance(result, ErrorResult):
                 results[index] = result
         return results
 
-    def _admit(self, item: UnifiedItem, *, may_open: bool) -> ForwardItem:
+    def _allocate(self, item: UnifiedItem, *, may_open: bool) -> ForwardItem:
         """Check an item and give it blocks. On an error nothing has changed."""
         entry = self._entries.get(item.cache_id)
         if entry is None:
             if not may_open:
-                raise InvalidRequest(f"unknown sequence {item.cache_id!r}", param="cache_id", value=item.cache_id)
+                raise _refused_id(item.cache_id, f"unknown sequence {item.cache_id!r}")
             if item.cache_id != WARM_UP_ID:
                 self._check_new_id(item.cache_id)
-            entry = CacheEntry(self._blocks.new_chain([], salt=""))
+            entry = CacheEntry()
         self._check_tokens(item, entry)
         start = len(entry.token_ids)
         known = [*entry.token_ids, *item.token_ids]
         if entry.is_open:
             self._blocks.grow(_sequence_id(item.cache_id), len(known))
         else:
-            entry.chain = self._blocks.new_chain(known, salt="")
-            start = self._blocks.open(_sequence_id(item.cache_id), entry.chain, known)
+            start = self._blocks.open(_sequence_id(item.cache_id), self._blocks.new_chain(known, salt=""), known)
             entry.is_open = True
         entry.token_ids = known
         self._entries[item.cache_id] = entry
@@ -273,10 +270,8 @@ class ModelInterface:
 
     def _check_new_id(self, cache_id: str) -> None:
         if cache_id in self._entries or cache_id.startswith(RESERVED_PREFIX):
-            raise InvalidRequest(
-                f"cache_id {cache_id!r} is taken; accepted: a new id that does not start with {RESERVED_PREFIX!r}",
-                param="cache_id", value=cache_id,
-            )  # fmt: skip
+            accepted = f"a new id that does not start with {RESERVED_PREFIX!r}"
+            raise _refused_id(cache_id, f"cache_id {cache_id!r} is taken; accepted: {accepted}")
 
     def _drop(self, cache_id: str, *, trusted: bool) -> None:
         entry = self._entries.pop(cache_id, None)
@@ -288,6 +283,10 @@ class ModelInterface:
             self._blocks.discard(_sequence_id(cache_id))
 
 
+def _refused_id(cache_id: str, why: str) -> InvalidRequest:
+    return InvalidRequest(why, param="cache_id", value=cache_id)
+
+
 def _sequence_id(cache_id: str) -> str:
     """Key of its blocks: apart from those of the engine's requests, which may not begin like this."""
     return f"{RESERVED_PREFIX}/{cache_id}"
@@ -297,7 +296,6 @@ def _sequence_id(cache_id: str) -> str:
 class CacheEntry:
     """A sequence held through the model interface. Written by ModelInterface alone."""
 
-    chain: BlockHashChain
     token_ids: list[int] = field(default_factory=list)  # known; all in KV between calls
     is_open: bool = False  # holds blocks
 
