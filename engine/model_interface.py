@@ -1,7 +1,6 @@
-"""The model interface: prepare, prefill, decode, release and reset, without scheduler and sampler.
+"""The bare model without scheduler and sampler: prepare, prefill, decode, release, reset.
 
-The verbs work over the same executor and KV blocks that the engine uses. What an item is answered is a tagged union:
-never a length or a sign that means something.
+Each item of a call is answered with one of three types (`ItemResult`): no length or sign stands for something else.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ WARM_UP_ID = f"{RESERVED_PREFIX}_warm_up__"
 
 
 class ModelInterface:
-    """The verbs of a loaded model: prepare, prefill, decode, decode_batch, unified_forward, release, reset.
+    """Runs the sequences that its caller names, on the executor and the KV blocks that the engine schedules on.
 
-    The engine schedules over the same executor and block manager; there is one KV store and nothing to migrate (E4).
-    Every call answers an item with a result or an error of its own. Single-threaded, like the engine that owns it.
+    So there is one KV store, and nothing to copy between two. Each item gets a result or an error of its own.
+    Single-threaded, like the engine that owns it.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class ModelInterface:
         self._failure: str | None = None
 
     def kv_capacity(self) -> int:
-        """Tokens one sequence may hold: the bound that admission and allocation both use (seeds A4)."""
+        """Tokens one sequence may have: the bound by which requests are refused and blocks allocated."""
         return min(self._max_model_len, self._blocks.capacity_tokens)
 
     def mark_failed(self, reason: str) -> None:
@@ -73,7 +72,7 @@ class ModelInterface:
             raise result.error
 
     def _warm_up_body(self) -> None:
-        """The same for a model that has no logits; its token is written to the null block."""
+        """Run the token of a model without logits; its KV goes to the null block."""
         item = ForwardItem([WARM_UP_TOKEN], 0, [0], wants_logits=False, wants_hidden=True)
         (hidden,) = self._executor.execute([item]).hidden
         if not bool(torch.isfinite(hidden).all()):
@@ -82,9 +81,9 @@ class ModelInterface:
             raise error
 
     def prepare(self, cache_id: str, max_tokens: int) -> None:
-        """Warm the model up, and know `cache_id` at position 0 with room for `max_tokens` at this moment.
+        """Warm the model up and register `cache_id` without tokens, if there is room for `max_tokens` at this moment.
 
-        Holds no block before tokens arrive, so that they can be looked up in the prefix cache first (P5, P11).
+        Takes no block before tokens arrive, since these are looked up in the prefix cache first.
         Raises InvalidRequest for a reserved or known id, PromptTooLong, KVPoolExhausted.
         """
         self._check_new_id(cache_id)
@@ -140,11 +139,11 @@ class ModelInterface:
         return self._run(items, full_logits, may_open=True)
 
     def release(self, cache_id: str) -> None:
-        """Forget a sequence and free its blocks. Idempotent; pools and the prefix cache stay (seeds A11, A13)."""
+        """Forget a sequence and free its blocks; may be called twice. The pool and the prefix cache stay."""
         self._drop(cache_id, trusted=True)
 
     def reset(self) -> list[str]:
-        """Release every sequence held through this interface and return their ids: nobody is dropped in silence."""
+        """Release every sequence of this interface; their ids."""
         dropped = list(self._entries)
         for cache_id in dropped:
             self.release(cache_id)
@@ -155,7 +154,7 @@ class ModelInterface:
         return self._blocks.metrics(self._executor.kv_cache.spec.bytes_per_block)
 
     def capabilities(self) -> ModelCapabilities:
-        """What the model can do here."""
+        """What the model can do on this device."""
         return self._report.capabilities(self.kv_capacity())
 
     def status(self) -> ModelStatus:
@@ -288,13 +287,13 @@ def _refused_id(cache_id: str, why: str) -> InvalidRequest:
 
 
 def _sequence_id(cache_id: str) -> str:
-    """Key of its blocks: apart from those of the engine's requests, which may not begin like this."""
+    """Its name in the block manager: no request of the engine may have one that begins like this."""
     return f"{RESERVED_PREFIX}/{cache_id}"
 
 
 @dataclass(slots=True)
 class CacheEntry:
-    """A sequence held through the model interface. Written by ModelInterface alone."""
+    """A sequence of the model interface. Written by ModelInterface alone."""
 
     token_ids: list[int] = field(default_factory=list)  # known; all in KV between calls
     is_open: bool = False  # holds blocks
@@ -344,7 +343,7 @@ ItemResult = TokenResult | LogitsResult | ErrorResult
 
 
 class UnifiedRefusal(Enum):
-    """The caller partitions on this; nothing of the batch was run."""
+    """Why a batch was refused, so that the caller can split it; nothing of it was run."""
 
     PURE_DECODE = "every item is one final token: decode_batch is faster"
     SINGLE_PREFILL = "one item with several tokens: prefill is faster"

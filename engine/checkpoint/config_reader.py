@@ -1,4 +1,4 @@
-"""Reads a checkpoint's JSON files, and their keys with the type and range that each must have."""
+"""Reads a checkpoint's JSON files and checks the type and range of their keys."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ConfigReader:
         return self.data.get(key) is not None
 
     def first_of(self, new: str, old: str) -> str:
-        """Which of two names of one thing is used; both are accepted only if they agree."""
+        """The name of a key that is in use, its new or its old one. Raises CheckpointError where the two differ."""
         if self.has(new) and self.has(old) and self.data[new] != self.data[old]:
             raise CheckpointError(
                 f"{self.source}: {new} is {self.data[new]!r} and {old}, its older name, is {self.data[old]!r}"
@@ -148,7 +148,7 @@ def check_size(path: Path, *, max_bytes: int) -> None:
 
 
 def weights_dtype(config: ConfigReader, *, default: DtypeName | None = None) -> DtypeName:
-    """That of the weights on disk. Raises CheckpointError for another, or none where there is no default."""
+    """The dtype of the weights on disk. Raises CheckpointError for an unknown one, or for none without a default."""
     return cast(DtypeName, config.choice(config.first_of("dtype", "torch_dtype"), DTYPES, default=default))
 
 

@@ -72,7 +72,7 @@ def _dimensions(config: ConfigReader, size: int) -> Sequence[int]:
 
 
 def _pooling(path: Path, default: Pooling) -> Pooling:
-    """That of the Pooling module. Every vector is normalised, so a Normalize module adds nothing."""
+    """The pooling of the Pooling module. Every vector is normalised here, so a Normalize module adds nothing."""
     file = path / MODULES_FILE
     if not file.exists():
         return default

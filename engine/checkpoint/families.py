@@ -24,9 +24,8 @@ class DecoderFamily:
     # Whether num_key_value_heads may be left out, for one KV head a query head, as Llama 2 files do. transformers gives
     # Qwen3 files without it 32 or 4 heads, whatever the model: there it must be named, or be null.
     kv_heads_may_be_left_out: bool
-    switches_window: (
-        bool  # whether `use_sliding_window` says if `sliding_window` is in use; else the latter must be null
-    )
+    # Whether `use_sliding_window` says if `sliding_window` is in use; where it does not, the latter must be null.
+    switches_window: bool
 
     @property
     def body_class(self) -> str:

@@ -52,9 +52,9 @@ ENCODER_MUST_BE_ABSENT = {
 
 
 def read_config(path: Path) -> ModelConfig | EncoderConfig:
-    """A decoder's config or, where model_type says so, an encoder's, of which sentence_bert_config.json is a part.
+    """The shape of the model in directory `path`; of an encoder sentence_bert_config.json is read as well.
 
-    path: the model directory. Raises CheckpointError.
+    Raises CheckpointError.
     """
     data = read_json_object(path / "config.json", max_bytes=MAX_CONFIG_BYTES)
     model_type = data.get("model_type")
@@ -173,7 +173,7 @@ def _refuse_unsupported_decoder(config: ConfigReader, family: DecoderFamily) -> 
 
 
 def _check_layer_types(config: ConfigReader, num_layers: int) -> None:
-    """`sliding_window` alone is not in use; a layer type that asks for it is."""
+    """Refuse other layers than full attention: a `sliding_window` that no layer type asks for is not in use."""
     layer_types = config.data.get("layer_types")
     if layer_types is not None and layer_types != ["full_attention"] * num_layers:
         raise config.refuse("layer_types", layer_types, f'"full_attention" for each of {num_layers} layers')

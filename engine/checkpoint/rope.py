@@ -68,7 +68,7 @@ class RopeConfig:
             )
         if table is None:
             table = ConfigReader({}, config.source)
-        # Nothing but the default form is meant by a table without a type, as in transformers.
+        # A table without a type means the default form, as in transformers.
         rope_type = table.choice(table.first_of("rope_type", "type"), ROPE_TYPES, default="default")
         for key in table.data:
             if key not in KNOWN_KEYS[rope_type] and table.has(key):

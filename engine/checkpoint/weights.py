@@ -23,7 +23,7 @@ LENGTH_BYTES = 8  # of the header's length
 class Checkpoint:
     """The tensors of one or many safetensors files under their names, memory-mapped.
 
-    Opening reads the headers only. Whether the tensors are those of a model is for the model's loader to judge.
+    Opening reads the headers only. Whether the tensors are those of a model is the business of the model's loader.
     """
 
     def __init__(self, shards: dict[str, Shard]) -> None:
@@ -107,8 +107,8 @@ def _check_index(path: Path, index: dict[str, str], shards: dict[str, Shard]) ->
 class Shard:
     """One memory-mapped safetensors file: its header, and views of its tensors.
 
-    Tensors of any dtype are described; one of a dtype that is not computed in is refused when it is asked for. Raises
-    CheckpointError naming the file, and the tensor where one is at fault.
+    A tensor of a dtype that no model computes in is refused when it is asked for, not before. Raises CheckpointError
+    naming the file, and the tensor where one is at fault.
     """
 
     def __init__(self, path: Path) -> None:

@@ -72,7 +72,7 @@ class PlannedBatch:
     slot_mapping: Int64  # [T], block_id * block_size + offset
     logits_indices: Int64  # [S], into T, in the order of the items
     hidden_indices: Int64  # [W], into T, item after item
-    hidden_lens: tuple[int, ...]  # tokens of each item that wants its hidden states; W in all
+    hidden_lens: tuple[int, ...]  # tokens of each item that wants hidden states; W in all
     decode: PlannedRows | None  # None: no row has one query
     prefill: PlannedRows | None  # None: every row has
 
@@ -123,11 +123,11 @@ class _Part:
 
 
 def plan_batch(items: Sequence[ForwardItem], block_size: int, gates: tuple[Gate, Gate] | None = None) -> PlannedBatch:
-    """The plan of one forward pass over `items`, which must not be empty: host only, nothing touches a device.
+    """Plan one forward pass over `items`, which must not be empty. Nothing touches a device.
 
     Rows with one query go first, so that each attention kernel works on one contiguous run of tokens.
-    gates: for rows with one query and for chunks. Rows whose blocks begin alike and that pass become neighbours and are
-    pointed out to the kernels; None: every row by itself, in the order of the items.
+    gates: for rows with one query, and for chunks. Rows that share a prefix which passes the gate become neighbours and
+    are pointed out to the kernels as a group. None: no groups, rows in the order of the items.
     """
     decode_gate, prefill_gate = gates or (None, None)
     is_decode = [len(item.token_ids) == 1 for item in items]
@@ -186,7 +186,7 @@ def _block_tables(items: Sequence[ForwardItem], num_blocks: Int64) -> npt.NDArra
 
 
 def pending_token(row: int) -> int:
-    """What stands in a plan for the token that row `row` of the step before chose: a number that is no token id."""
+    """The number, no token id, that a plan has for the token that row `row` of the step before will choose."""
     return -1 - row
 
 
@@ -194,7 +194,7 @@ def pending_token(row: int) -> int:
 def fill_in(token_ids: torch.Tensor, chosen: torch.Tensor) -> None:
     """Replace what `pending_token` wrote. token_ids [T] int64, in place; chosen [S] int64, of the step before.
 
-    Five small operations on the device, and none on the host.
+    Five small operations on the device; the host waits for none.
     """
     rows = token_ids.bitwise_not().clamp_(min=0)  # ~x is -1 - x
     torch.where(token_ids < 0, chosen.index_select(0, rows), token_ids, out=token_ids)

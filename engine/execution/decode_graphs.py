@@ -31,10 +31,9 @@ DecodeRun = Callable[[tuple[int, ...]], None]
 
 
 class DecodeGraphs:
-    """One graph a batch size over one set of buffers; a step runs in the smallest that holds its rows.
+    """One graph a batch size, all over one set of buffers; a step runs in the smallest graph that its rows fit into.
 
-    Made with the model and kept as long as it: a replay may be queued at any time, so nothing here drops a graph or
-    moves a buffer (seeds A12, B1).
+    Lives as long as the model. Nothing here drops a graph or moves a buffer: a replay may be queued at any time.
     """
 
     def __init__(
@@ -62,9 +61,9 @@ class DecodeGraphs:
     def capture_all(self) -> None:
         """Capture every size that was not tried yet, the largest first: the others fit into the memory it took.
 
-        Runs each, over padding alone. A size that cannot be captured is logged and never tried again; its steps run in
-        a larger graph or eagerly. Must not run while a step does. Raises what `is_out_of_memory` knows,
-        and EngineFatal where the device failed.
+        Runs each, over padding alone, and must not run while a step does. A size that cannot be captured is logged and
+        never tried again; its steps run in a larger graph or eagerly. Raises what `is_out_of_memory` knows, and
+        EngineFatal where the device failed.
         """
         started_s = time.monotonic()
         if not self._untried:
@@ -81,10 +80,8 @@ class DecodeGraphs:
     def replay(self, planned: PlannedBatch, chosen: torch.Tensor | None = None) -> torch.Tensor | None:
         """Logits [num_rows, V] float32 of a decode step, in the order of its items; None: to be run eagerly.
 
-        The logits are a view of one buffer that every replay writes. What reads them on the same stream before the next
-        replay, as the sampler does, is ordered by the stream; what is to last longer must be copied.
-
-        chosen: see `StepExecutor.execute`.
+        The logits are a view of one buffer that every replay writes. The sampler reads them on the same stream before
+        the next replay; what is to last longer must be copied. chosen: see `StepExecutor.execute`.
         """
         if planned.prefill is not None:
             return None
@@ -167,10 +164,9 @@ class DecodeBuffers:
     def fill(self, planned: PlannedBatch, size: int, chosen: torch.Tensor | None = None) -> None:
         """Write a plain decode step (`PlannedBatch.is_plain_decode`) and padding up to `size` rows.
 
-        chosen: see `StepExecutor.execute`.
-
         One copy to the device and two on it, in the order of the current stream. Of the block tables only as many
         columns are written as the longest row has blocks: nobody reads a table past its row's length.
+        chosen: see `StepExecutor.execute`.
         """
         rows, count = planned.decode, planned.num_tokens
         if rows is None or not count <= size <= self._max_rows:
@@ -212,16 +208,16 @@ class DecodeBuffers:
 
 
 class GraphBackend(Protocol):
-    """Turns a run over static buffers into one that launches less."""
+    """Captures a run over static buffers, so that replaying it takes one launch."""
 
     def capture(self, run: DecodeRun, kv_len_bounds: tuple[int, ...]) -> DecodeRun:
-        """`run`, captured with bounds in the place of lengths: what is captured reads the lengths on the device.
+        """Capture `run` with bounds in place of the rows' lengths, which kernels read on the device.
 
-        All that is captured shares one memory pool, so a run may overwrite whatever an earlier one left there. The
-        caller keeps what it gets for as long as a run of it may be queued.
+        All captures share one memory pool, so a run may overwrite what an earlier one left there. The caller keeps what
+        it gets as long as a run of it may be queued.
 
-        Raises what `run` raised, or RuntimeError, where `run` cannot be captured; memory that ran out is among these
-        (`is_out_of_memory`). Raises EngineFatal where the device failed: no other capture can succeed.
+        Raises what `run` raised, or RuntimeError, where it cannot be captured or memory ran out (`is_out_of_memory`);
+        EngineFatal where the device failed, so that no other capture can succeed.
         """
         ...
 
@@ -237,9 +233,8 @@ class CudaGraphBackend:
     def capture(self, run: DecodeRun, kv_len_bounds: tuple[int, ...]) -> DecodeRun:
         """See `GraphBackend.capture`.
 
-        The run before the capture compiles and loads kernels, which a capture forbids, and has cuBLAS take the
-        workspace of this stream, which the graph then points to and which torch keeps to the end of the process.
-        Raises EngineFatal where not the capture but the device failed.
+        The run before the capture compiles and loads kernels, which a capture forbids, and has cuBLAS take the stream's
+        workspace: the graph points to it, and torch keeps it to the end of the process.
         """
         current = torch.cuda.current_stream(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -247,7 +242,7 @@ class CudaGraphBackend:
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 run(kv_len_bounds)
-            # thread_local: what other threads do with the GPU meanwhile, such as pinning memory, is theirs.
+            # thread_local: what other threads do with the GPU meanwhile, such as pinning memory, breaks no capture.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 run(kv_len_bounds)
         except BaseException:
@@ -260,8 +255,9 @@ class CudaGraphBackend:
         return lambda _: graph.replay()
 
     def _require_device(self) -> None:
-        """A fault of the device stays and shows in every later call; a capture that was refused leaves none. Waits for
-        what the side stream still runs, too.
+        """Raise EngineFatal if the device is at fault, which shows in every call; a refused capture leaves no fault.
+
+        Waits for what the side stream still runs, too.
         """
         try:
             torch.cuda.synchronize(self._device)

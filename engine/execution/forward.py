@@ -27,7 +27,7 @@ WARM_UP_TOKEN = 0  # a valid id in every vocabulary
 
 
 class StepExecutor:
-    """Runs forward passes; traces and profiles the steps that the settings select."""
+    """Runs a decoder's forward passes; traces and profiles those that the settings select."""
 
     def __init__(
         self,
@@ -47,12 +47,11 @@ class StepExecutor:
         self._gates = (DECODE_GATE, PREFILL_GATE) if settings.shared_prefix.enabled else None
 
     def execute(self, items: Sequence[ForwardItem], chosen: torch.Tensor | None = None) -> ForwardResult:
-        """Run the items. chosen [S] int64: what the step before chose, where items have a `pending_token` of it.
+        """Run the items in one forward pass. chosen [S] int64: what the step before chose, for items with a
+        `pending_token` of it.
 
-        One forward pass, but for a pure decode below `engine.decode.batch_threshold`, or with `engine.decode.batched`
-        off: these run a sequence at a time (seeds A7). The shape of the answer is the same.
-
-        Where decode graphs replay a step, its logits last until the next step.
+        A step that only decodes runs a sequence at a time where it has fewer than `engine.decode.batch_threshold`, or
+        `engine.decode.batched` is off. Where decode graphs replay a step, its logits last until the next step.
         """
         if not items:
             return ForwardResult(torch.empty((0, self.model.config.vocab_size), device=self.model.device), ())
@@ -100,7 +99,7 @@ class StepExecutor:
         return result
 
     def _run(self, planned: PlannedBatch, chosen: torch.Tensor | None, observer: LayerObserver | None) -> ForwardResult:
-        """A replay where a graph serves the step; layers are only told apart where they run one by one."""
+        """Replay a graph where one serves the step, unless an observer is to see the layers one by one."""
         logits = None if self._graphs is None or observer is not None else self._graphs.replay(planned, chosen)
         if logits is not None:
             return ForwardResult(logits, ())
@@ -120,14 +119,14 @@ class StepExecutor:
         )
 
     def _trace_candidates(self, number: int, logits: torch.Tensor) -> None:
-        """The best candidates of each row. NaN counts as worst, a small vocabulary is fine (seeds E7)."""
+        """Log the best candidates of each row; NaN counts as worst, and the vocabulary may be smaller than five."""
         safe = torch.nan_to_num(logits, nan=-torch.inf)
         values, token_ids = safe.topk(min(TRACED_CANDIDATES, safe.shape[-1]))
         _log.info("candidates", forward_pass=number, token_ids=token_ids.tolist(), logits=values.tolist())
 
 
 class EncoderExecutor:
-    """Runs forward passes; traces and profiles the steps that the settings select."""
+    """Runs an encoder's forward passes; traces and profiles those that the settings select."""
 
     def __init__(self, model: EncoderModel, settings: EngineSettings, pass_trace: PassTrace | None = None) -> None:
         self.model = model

@@ -35,13 +35,11 @@ VectorAnswer = tuple[ScheduledItem, EmbeddingState, "array[float] | EngineError 
 
 
 class ModelRunner:
-    """Forward pass, scoring of prompts, pooling and sampling of a step, and the look at whether its KV is good.
+    """Runs a step in two halves: `launch` queues all of its work on the device and waits for nothing, `collect` waits
+    for the one copy that brings all of its answers to the host.
 
-    A chunk's last token sees all of its others, so its values tell whether the chunk's KV is good: without that look,
-    NaN would be offered to other requests before their own request fails.
-
-    A step is launched and collected. Launching queues everything on the device and waits for nothing; collecting waits
-    for the one copy in which all that a step answers comes to the host.
+    Also checks the KV of each chunk. The last token of a chunk attends to all others, so values that are not finite
+    show there; unchecked, other requests would share blocks full of NaN before the request that wrote them fails.
     """
 
     def __init__(
@@ -63,9 +61,9 @@ class ModelRunner:
         self._scorer = PromptScorer(executor.model)
 
     def launch(self, batch: ScheduledBatch, before: StepInFlight | None) -> StepInFlight:
-        """Queue the items. before: the step whose tokens are pending in them, if any are.
+        """Queue the work of a step. before: the step that chooses the tokens which are pending in its items, if any.
 
-        Raises EngineFatal for what is no single item's failure: it leaves KV that nobody can vouch for.
+        Raises EngineFatal where the step as a whole fails: nobody can vouch for the KV that it leaves.
         """
         with self._failing():
             items, chosen = self._forward_items(batch, before)
@@ -105,14 +103,14 @@ class ModelRunner:
     def _failing(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a seam: whatever a step raised, its KV is nobody's to vouch for
+        except Exception as error:  # a seam: whatever a step raised, nobody can vouch for its KV
             self._on_failure(f"{type(error).__name__}: {error}")
             raise step_failure(error, self._executor.model.device) from error
 
     def _forward_items(
         self, batch: ScheduledBatch, before: StepInFlight | None
     ) -> tuple[list[ForwardItem], torch.Tensor | None]:
-        """The items, and on the device the tokens that are pending in them; None where the host knows all."""
+        """The items, and the tokens that the step before chose, on the device; None where the host knows all tokens."""
         if before is None or before.tokens is None:
             return [self._forward_item(item, None) for item in batch.items], None
         rows: dict[SequenceState, int] = {state: row for row, (_, state) in enumerate(before.generating)}
@@ -123,7 +121,7 @@ class ModelRunner:
         return items, before.tokens.token_ids
 
     def _forward_item(self, item: ScheduledItem, row: int | None) -> ForwardItem:
-        """row: of the step before, that chooses the item's one token."""
+        """row: of the step before, which chooses the item's only token; None: the host knows its tokens."""
         state = item.state
         known = state.token_ids[item.start : item.start + item.num_scheduled_tokens]
         return ForwardItem(
@@ -136,7 +134,7 @@ class ModelRunner:
         )
 
     def _score(self, hidden: Sequence[tuple[ScheduledItem, torch.Tensor]]) -> PendingResult[set[str]]:
-        """Log-probabilities of prompts; the ids of the sequences where these are not finite."""
+        """Score prompts; answers the ids of the sequences whose log-probabilities are not finite."""
         scored = [
             (item.state.sequence_id, (item.state.prompt_logprobs, item.start, rows))
             for item, rows in hidden
@@ -149,7 +147,7 @@ class ModelRunner:
         return result.then(lambda are_good: {i for i, is_good in zip(ids, are_good, strict=True) if not is_good})
 
     def _sample(self, generating: Sequence[tuple[ScheduledItem, RequestState]], logits: torch.Tensor) -> ChosenTokens:
-        """Choose for the items that generate, which have a row of logits [S, V] each."""
+        """Choose tokens for the items that generate. logits [S, V]: a row for each of them."""
         return self._sampler.sample(
             logits,
             [
@@ -176,7 +174,7 @@ def _read(result: PendingResult[R], on_host: Iterator[torch.Tensor]) -> R:
 
 
 def _pool(hidden: Sequence[tuple[ScheduledItem, torch.Tensor]]) -> PendingResult[list[VectorAnswer]]:
-    """What the items that are embedded answer."""
+    """The vectors of the embedding requests among the items."""
     embedded = [(item, item.state, rows) for item, rows in hidden if isinstance(item.state, EmbeddingState)]
     result = pool([(state, item.start, rows) for item, state, rows in embedded])
     states = [(item, state) for item, state, _ in embedded]  # without the rows, which would outlive the next launch
@@ -186,7 +184,9 @@ def _pool(hidden: Sequence[tuple[ScheduledItem, torch.Tensor]]) -> PendingResult
 def _answer(
     item: ScheduledItem, answer: SampledToken | EngineError | None, *, is_bad: bool
 ) -> SampledToken | FinishReason | EngineError | None:
-    """None from the sampler: a chunk whose KV is good. Nothing yet or, behind a prompt that is only scored, its end."""
+    """What an item answers. The sampler's None means that no token was wanted and the chunk's KV is good: nothing yet,
+    or the end of a request whose prompt is only scored.
+    """
     if is_bad or isinstance(answer, NonFiniteLogits):
         end = item.start + item.num_scheduled_tokens
         return NonFiniteLogits(f"the model's values are not finite before position {end}")
@@ -195,7 +195,7 @@ def _answer(
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepInFlight:
-    """A step that has been launched: what reads its answers, once the one copy of them has been waited for."""
+    """A launched step, and how its answers are read once their one copy is on the host."""
 
     generating: list[tuple[ScheduledItem, RequestState]]
     tokens: ChosenTokens | None  # a row for each of `generating`; None where nothing is

@@ -17,7 +17,7 @@ Gate = Callable[[int, int], bool]
 
 
 class _Cluster(NamedTuple):
-    """Rows, neighbours when sorted by block table, and the best split of them that was found."""
+    """Rows that are neighbours when sorted by block table, and the best split of them into groups so far."""
 
     rows: list[int]
     saved_blocks: int  # blocks that need not be read: (rows - 1) * blocks, over the groups
@@ -31,9 +31,9 @@ def find_prefix_groups(
     """An order of the rows, and the groups in that order.
 
     block_tables [num_rows, max_blocks], 0 where a row has no more blocks; num_shareable [num_rows]: full blocks before
-    the row's own queries. Without groups the order is that of the rows. Groups have one level: of a system prompt, the
-    examples that some rows share after it and their own texts, a row belongs to the level where most reading is saved
-    over all rows, since each level costs a pass over the outputs of its rows.
+    the row's own queries. Without groups the order is that of the rows. Prefixes nest, as where some rows share
+    examples behind a system prompt. Groups do not, since each level would cost a pass over the outputs of its rows: a
+    row is in the group that saves most reading over all rows.
     """
     num_rows, width = block_tables.shape
     columns = np.arange(width)
@@ -80,8 +80,8 @@ def _split(by_table: Sequence[int], shared: Sequence[int], gate: Gate) -> list[t
 
 
 def _merge(parts: list[_Cluster], depth: int, gate: Gate) -> _Cluster:
-    """Clusters that share `depth` blocks: as they are, or one more group of their loose rows and of those clusters
-    that save less than they would in it.
+    """Join clusters that share `depth` blocks: keep their groups, or make a new one of their loose rows and of the
+    clusters that save less by themselves than they would in it.
     """
     if len(parts) == 1:
         return parts[0]
@@ -121,5 +121,5 @@ class SharedPrefixGate:
 # From `python -m tests.benchmarks.shared_prefix` on a CPU (tables in engine/DESIGN.md); not measured on a GPU.
 # Rows with one query: a product with few queries is slow, and reading shared keys again finds them in the cache.
 DECODE_GATE = SharedPrefixGate(min_rows=8, min_tokens=64, min_saved_tokens=2048)
-# Chunks bring enough queries by themselves: any group pays.
+# A chunk has many queries by itself: any group pays.
 PREFILL_GATE = SharedPrefixGate(min_rows=2, min_tokens=16, min_saved_tokens=16)

@@ -34,7 +34,7 @@ class ObservedPasses:
         self.num_passes = 0
 
     def run(self, forward: Callable[[LayerObserver | None], R], *, num_tokens: int, num_seqs: int) -> R:
-        """What `forward` returns; it is given whom to tell about its layers."""
+        """What `forward` returns. It is given the observer to tell about its layers, if there is one."""
         if self._settings.profile.selects(self.num_passes, num_tokens, num_seqs):
             result = self._profiled(forward, num_tokens, num_seqs)
         else:
@@ -63,10 +63,9 @@ class ObservedPasses:
 class PassTrace:
     """Profiles forward passes and writes each into `file` once it has run: memory holds one pass at a time.
 
-    A pass of 8 sequences is 400 events and 70 KB a dense layer on a CPU, up to 1,200 and 200 KB with experts and
+    On a CPU a pass of 8 sequences is 400 events and 70 KB a dense layer, up to 1,200 and 200 KB with experts and
     deterministic kernels. The file is one JSON object of the trace event format (chrome://tracing, ui.perfetto.dev),
-    complete once it is closed. What goes wrong with the file is kept for `close`: a full disk ends the trace, not the
-    run.
+    complete once it is closed. `close` raises what went wrong with the file: a full disk ends the trace, not the run.
     """
 
     def __init__(self, file: BinaryIO, max_passes: int) -> None:
@@ -104,7 +103,7 @@ class PassTrace:
         trace = _exported(profiler)
         events = [_encoded(event) for event in trace.pop("traceEvents")]
         del trace["traceName"]  # of the file it was exported to
-        # The first pass gives the rest too: devices and the base of all times.
+        # What is not events comes from the first pass: devices, and the base of all times.
         before = b",\n" if self._num_passes else _encoded(trace)[:-1] + b',"traceEvents":[\n'
         self._file.write(before + b",\n".join(events))
         self._file.flush()
@@ -112,7 +111,7 @@ class PassTrace:
 
 
 def _exported(profiler: profile) -> dict[str, Any]:
-    """The profiler's trace; it writes to a path only."""
+    """The profiler's trace, by way of a file: it writes nowhere else."""
     with tempfile.TemporaryDirectory(prefix="millrace-trace-") as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -145,9 +144,9 @@ class LayerTimer:
 
 
 class LayerRanges:
-    """A LayerObserver that puts each stage into a range: "embedding", "layer 0" and on, "logits".
+    """A LayerObserver that puts each stage into a range of the trace: "embedding", "layer 0" and on, "logits".
 
-    The first begins when this is made. `inner`, where there is one, is told inside the range: what it waits for counts.
+    The first begins when this is made. `inner`, if there is one, is told inside the range, which includes its waiting.
     """
 
     def __init__(self, num_layers: int, inner: LayerObserver | None) -> None:

@@ -1,6 +1,6 @@
 """Gives KV blocks to sequences, shares them between equal prefixes, and takes them back.
 
-The content of a sequence's full blocks is named by a chain of digests; blocks of one name are one block.
+A chain of digests names the content of a sequence's full blocks; blocks with the same name are the same block.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ DIGEST_BYTES = 16  # 128 bits: at 2^32 blocks a collision has probability 2^-65,
 
 
 class BlockManager:
-    """Blocks of all sequences: probe -> pin -> allocate the remainder -> (run) -> commit -> free.
+    """Blocks of all sequences: probe -> pin the hits -> allocate the rest -> (run) -> commit -> free.
 
     A hit covers at most `(len - 1) // block_size` blocks, so the last token is always computed and a shared block is
-    never written; `max_hit_tokens` asks for more to be computed. Blocks that some sequence is computing are known as
-    such (`pending_block`), so that identical prefixes that arrive together are computed once; those that waiting
-    sequences will need (`want`) are evicted last.
+    never written; `max_hit_tokens` lowers that bound. The manager knows which blocks are being computed
+    (`pending_block`), so that identical prefixes that arrive together are computed once, and which ones waiting
+    sequences will need (`want`): these are evicted last.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool) -> None:
@@ -69,7 +69,7 @@ class BlockManager:
     def pending_block(
         self, chain: BlockHashChain, token_ids: Sequence[int], max_hit_tokens: int | None = None
     ) -> int | None:
-        """Index of the first block this sequence could share but does not find yet, where another is computing it."""
+        """Index of the first block that is missing for this sequence to share, if another one is computing it."""
         for index in range(self._max_hits(chain, token_ids, max_hit_tokens)):
             digest = chain.digests[index]
             if self._pool.lookup(digest) is None:
@@ -77,15 +77,15 @@ class BlockManager:
         return None
 
     def want(self, chain: BlockHashChain) -> None:
-        """A sequence waits that will need these blocks. Its chain must not change until `unwant`."""
+        """Note that a waiting sequence will need these blocks. Its chain must not change until `unwant`."""
         self._pool.want(chain.digests)
 
     def unwant(self, chain: BlockHashChain) -> None:
-        """It waits no more."""
+        """Note that the sequence waits no more."""
         self._pool.unwant(chain.digests)
 
     def blocks_needed(self, chain: BlockHashChain, token_ids: Sequence[int], max_hit_tokens: int | None = None) -> int:
-        """Free blocks that `open` would take now: those it cannot share, and shared ones nobody holds at the moment."""
+        """Free blocks that `open` would take now: new ones, and shared ones that no sequence has at the moment."""
         hits = self._probe(chain, token_ids, max_hit_tokens)
         resurrected = sum(self._pool.ref_count(block.block_id) == 0 for block in hits)
         return self.blocks_for(len(token_ids)) - len(hits) + resurrected
@@ -228,7 +228,7 @@ class BlockManager:
         return hits
 
     def _share_twin(self, table: list[int], index: int, block: CachedBlock) -> None:
-        """Two sequences computed one block: hold the registered one, so that parents and children stay together."""
+        """Where another sequence has computed the same block, use that one: parents and children stay together."""
         twin = self._pool.lookup(block.digest)
         if twin is None or twin.token_ids != block.token_ids or twin.parent != block.parent:
             return  # a collision of digests: keep our own, unregistered
@@ -250,7 +250,7 @@ class BlockManager:
 class BlockHashChain:
     """Digest i names tokens `0 .. (i + 1) * block_size` under a salt: h_i = blake2b(h_(i-1), tokens of block i).
 
-    Only full blocks have one. Kept beside a sequence so that a prompt is hashed once however often it is probed.
+    Only full blocks have one. A sequence keeps its chain, so that a prompt is hashed once, however often it is probed.
     """
 
     def __init__(self, block_size: int, salt: str) -> None:

@@ -12,19 +12,16 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Reference counts and the order in which free blocks are taken. Every operation is O(1) a block.
+    """Counts the references to each block, and orders the free ones. Every operation is O(1) a block.
 
-    Block 0 is the null block: padding points at it, it is never handed out. A freed block that is registered keeps
-    its content and may be resurrected by a hit; it is taken for something else only when no blank block is left:
-    first those that no waiting sequence will need, then those that one will, each oldest first.
+    Block 0 is the null block: padding points at it, and it is never handed out. A freed block that is registered keeps
+    its content, and a hit brings it back. It is taken for something else only when no blank block is left: first those
+    that no waiting sequence will need, then those that one will, each oldest first.
 
-    A child is evicted before its parent. Whoever frees a sequence gives its blocks tail first, and whoever holds a
-    registered child holds the registered parent, hence the parent is freed no earlier. Whoever wants a child wants its
-    parent, so the parent is never the one that is not wanted; and wanting a chain makes its free blocks the newest,
-    tail first, so that a child that joins the wanted ones late does not stand behind its parent.
-
-    A list of free ids with the content beside it, as the seed had, cannot say which free block is worth keeping and
-    recycles the most recently freed (seeds 2.1); a scan for it is O(n).
+    A child is evicted before its parent, without which no hit can reach it. Blocks of a sequence are freed tail first,
+    and a sequence that has a registered child has its parent, so the parent is freed no earlier. A sequence that wants
+    a child wants its parent, too; and wanting a chain makes its free blocks the newest ones, tail first, so that a
+    child that is wanted late does not stand behind its parent.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -117,7 +114,7 @@ class BlockPool:
             self._num_wanting[digest] = self._num_wanting.get(digest, 0) + 1
 
     def unwant(self, digests: Sequence[bytes]) -> None:
-        """One that wanted them waits no more."""
+        """A sequence that wanted these blocks waits no more."""
         for digest in reversed(digests):
             count = self._num_wanting[digest]
             if count > 1:

@@ -32,7 +32,7 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, eq=False)
 class KVCacheTensors:
-    """The memory of the KV cache, made at start, kept as long as the model: no release destroys it (seeds A13)."""
+    """The memory of the KV cache, made at start and kept as long as the model."""
 
     spec: KVCacheSpec
     keys: tuple[torch.Tensor, ...]  # a layer each: [num_blocks, block_size, num_kv_heads, head_dim], model dtype
@@ -42,8 +42,8 @@ class KVCacheTensors:
     def allocate(cls, spec: KVCacheSpec, num_blocks: int, device: torch.device) -> KVCacheTensors:
         """Zeroed pools of `num_blocks` blocks, the null block included: num_blocks * spec.bytes_per_block bytes.
 
-        On a CPU a page takes memory only once it is written. Memory that cannot be had raises what the device's
-        allocator raises, see `engine.out_of_memory`.
+        On a CPU a page takes memory only once it is written. Raises what the device's allocator raises where memory
+        runs out, see `engine.out_of_memory`.
         """
         shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         keys = tuple(_zeros(shape, spec.dtype, device) for _ in range(spec.num_layers))

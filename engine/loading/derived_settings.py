@@ -44,7 +44,7 @@ def derive_for(
     config: ModelConfig | EncoderConfig,
     open_checkpoint: Callable[[Path], Checkpoint] = Checkpoint.open,
 ) -> EffectiveSettings:
-    """The same for a model that was found at `path` and says `config` of itself."""
+    """`derive_settings` for the model at `path`, whose config.json says `config`."""
     effective = effective.with_derived(
         {
             "model.name": path.resolve().name,
@@ -67,7 +67,7 @@ def derive_for(
         }
     )
     if isinstance(config, EncoderConfig):
-        _check_encoder(effective.settings.engine)  # first: what no encoder can do hangs on no unit of this machine
+        _check_encoder(effective.settings.engine)  # first: no machine makes a difference to it
     _check_capabilities(effective, config, device)
     if isinstance(config, EncoderConfig):
         return effective.with_derived({"engine.max_model_len": config.default_max_len})
@@ -94,7 +94,7 @@ def default_device() -> str:
 
 
 def _default_dtype(checkpoint_dtype: str, device: torch.device) -> str:
-    """The checkpoint's where the device computes in it at speed; elsewhere float32, which holds the others exactly."""
+    """The checkpoint's dtype where the device is fast in it; elsewhere float32, which represents the others exactly."""
     if device.type == "cuda" or checkpoint_dtype == "float32":
         return checkpoint_dtype
     return "bfloat16" if checkpoint_dtype == "bfloat16" and computes_bfloat16() else "float32"
@@ -136,7 +136,7 @@ def _check_capabilities(
 
 
 def _check_memory(effective: EffectiveSettings, device: torch.device) -> None:
-    """Each kind of device has its own way to size the KV pool; a value set for the other one would mean nothing."""
+    """Refuse the setting that sizes the KV pool of the other kind of device: here it would mean nothing."""
     of_gpu, of_machine = "engine.gpu_memory_utilization", "engine.kv_cache.memory_fraction"
     meant, other = (of_gpu, of_machine) if device.type == "cuda" else (of_machine, of_gpu)
     if effective.source_of(other) is not Source.DEFAULT:

@@ -1,4 +1,4 @@
-"""Sizes the KV pool: free memory, less what weights and a step are expected to take; with it the longest request."""
+"""Sizes the KV pool, and with it the longest request: free memory, less what weights and a step will take."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def kv_cache_spec(effective: EffectiveSettings, config: ModelConfig) -> KVCacheS
 
 
 def longest_row(effective: EffectiveSettings, config: ModelConfig) -> int:
-    """Tokens that one request may have before the pool has its say."""
+    """Tokens that one request may have, were the pool large enough."""
     longest = effective.settings.engine.max_model_len
     is_open = longest is None or effective.source_of(MAX_MODEL_LEN) is Source.ESTIMATED
     return config.max_position_embeddings if is_open or longest is None else longest
@@ -72,7 +72,7 @@ def derive_pool(
 def expected_profile(
     settings: EngineSettings, config: ModelConfig, weights_bytes: int, memory: DeviceMemory
 ) -> MemoryProfile:
-    """What `measure_memory` may find. A captured step takes what one that is not captured does."""
+    """An estimate of what `measure_memory` will find; a captured step takes what one that is not captured does."""
     step_bytes = expected_step_bytes(config, settings)
     return MemoryProfile(
         total_bytes=memory.total_bytes,
@@ -103,7 +103,10 @@ def with_measured_pool(effective: EffectiveSettings, config: ModelConfig, profil
 def with_pool(
     effective: EffectiveSettings, config: ModelConfig, num_blocks: int, *, is_estimate: bool = False
 ) -> EffectiveSettings:
-    """What one request may hold: the model's context, or the whole pool where that is less."""
+    """Fill in engine.kv_cache.num_blocks, and engine.max_model_len: the model's context or the pool, the smaller one.
+
+    Raises CapabilityError where the pool is smaller than an engine.max_model_len that was set.
+    """
     settings = effective.settings.engine
     pool = (num_blocks - 1) * settings.kv_cache.block_size
     is_set = settings.max_model_len is not None and effective.source_of(MAX_MODEL_LEN) is not Source.ESTIMATED
@@ -117,7 +120,7 @@ def with_pool(
 
 
 def _useful_blocks(effective: EffectiveSettings, config: ModelConfig) -> int:
-    """Those that max_num_seqs sequences of full length hold."""
+    """Blocks that max_num_seqs sequences of full length take."""
     settings = effective.settings.engine
     return settings.max_num_seqs * -(-longest_row(effective, config) // settings.kv_cache.block_size)
 
@@ -212,8 +215,8 @@ def num_blocks_that_fit(budget_bytes: int, bytes_per_block: int, useful_blocks: 
 class DeviceMemory:
     """The memory of a GPU, as the driver and PyTorch's allocator account for it.
 
-    The peak is what the allocator reserved, not what tensors took of it: what lies between them, where steps of many
-    shapes leave it in pieces, is as gone as the tensors are.
+    The peak is what the allocator reserved, not what tensors took of it: the pieces between them, which steps of many
+    shapes leave, are gone as well.
     """
 
     # What a large tensor may take beyond its own size: the allocator asks for multiples of 2 MiB from 10 MiB on.

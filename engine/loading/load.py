@@ -64,9 +64,9 @@ def load_decoder_parts(
 ) -> EngineParts:
     """Load everything a decoder's engine needs, and warm up. effective: fully derived.
 
-    Pools, hash table and weights are made here and live as long as the engine. Forward passes that engine.profile
-    selects go into `pass_trace`, the warm-up's too. On a GPU kernels are compiled and memory is measured first, and an
-    estimated pool is replaced. Raises CheckpointError, NonFiniteLogits, CapabilityError (memory ran out).
+    Forward passes that engine.profile selects go into `pass_trace`, the warm-up's too. On a GPU kernels are compiled
+    and memory is measured first, and an estimated pool is replaced. Raises CheckpointError, NonFiniteLogits,
+    CapabilityError (memory ran out).
     """
     settings = effective.settings.engine
     if settings.kv_cache.num_blocks is None or settings.max_model_len is None:
@@ -138,7 +138,7 @@ def _measured(
 def _make_executor(
     effective: EffectiveSettings, config: ModelConfig, model: DecoderModel, pass_trace: PassTrace | None
 ) -> StepExecutor:
-    """With its KV pool, and graphs that are not captured yet."""
+    """The executor with its KV pool, and with graphs that are not captured yet."""
     settings, spec = effective.settings.engine, kv_cache_spec(effective, config)
     num_blocks, max_model_len = settings.kv_cache.num_blocks or 0, settings.max_model_len or 0
     with naming_settings("the KV pool", num_blocks * spec.bytes_per_block, f"lower {POOL_SETTINGS[model.device.type]}"):

@@ -48,7 +48,7 @@ _log = structlog.get_logger(__name__)
 class WarmUp:
     """Runs steps over a KV cache of its own, as a job would: forward pass, scoring of prompts, sampling.
 
-    What they answer is thrown away; it is not looked at either, since keys of all rows lie on top of each other.
+    The answers are thrown away unread: the keys of all rows lie on top of each other.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class WarmUp:
         return self._model.config
 
     def run_largest(self) -> None:
-        """The steps that take the most memory, sampled and scored with everything that can be asked for."""
+        """Run the steps that take the most memory, sampled and scored with everything that can be asked for."""
         for step in largest_steps(self._settings, self._max_model_len):
             result = self._run(step)
             self._score(result.hidden)
@@ -77,7 +77,7 @@ class WarmUp:
                 self._sample(result.logits, EVERYTHING)
 
     def run_compiling(self) -> None:
-        """One step of each kind that compiles kernels of its own, where kernels are compiled at all."""
+        """Run a step of each kind that has kernels of its own, where kernels are compiled at all."""
         launch_class = launch_class_of(self._model.ops, self._shape())
         if launch_class is None:
             return
@@ -88,7 +88,7 @@ class WarmUp:
         self._sample(self._run(largest_steps(self._settings, self._max_model_len)[-1]).logits, GREEDY)
 
     def replay(self, graphs: DecodeGraphs) -> None:
-        """The largest captured step at full length, twice: its inputs are staged in two buffers by turns."""
+        """Replay the largest captured step at full length, twice: its inputs are staged in two buffers by turns."""
         rows = max(graphs.stats().captured_sizes, default=0)
         for _ in range(2 if rows else 0):
             items = WarmUpStep(((1, self._max_model_len),) * rows).items(self._block_size, generates=True)
@@ -134,10 +134,10 @@ def _always(_num_rows: int, _num_tokens: int) -> bool:
 
 
 def largest_steps(settings: EngineSettings, max_model_len: int) -> Sequence[WarmUpStep]:
-    """The steps that take the most memory, whichever of them that is.
+    """Three steps, of which one takes the most memory.
 
-    Decode rows alone, at full length, which decides how many parts attention keeps; chunks alone, as few as can be,
-    with the hidden states of all their tokens; and both, with logits of as many sequences as can run.
+    Decode rows alone, whose full length decides how many parts attention keeps; chunks alone, as few as can be, with
+    the hidden states of all their tokens; and both, with logits of as many sequences as can run.
     """
     max_seqs, max_tokens = settings.max_num_seqs, settings.max_num_batched_tokens
     decode = [(1, max_model_len)] * max_seqs
@@ -150,8 +150,7 @@ def largest_steps(settings: EngineSettings, max_model_len: int) -> Sequence[Warm
 def compiling_steps(
     settings: EngineSettings, max_model_len: int, launch_class: Callable[[int], Hashable]
 ) -> Sequence[WarmUpStep]:
-    """A step for each kind that leads to kernels not compiled before. launch_class: what a step's number of tokens
-    decides about them.
+    """A step for each kind that has kernels of its own. launch_class: which ones a step's number of tokens asks for.
 
     Decode rows have their keys in one piece (a row of two tokens is never split) or in parts (one row of full length
     is, if any is); rows in groups have kernels for 16, 64 and 128 pairs of a query and a head, so groups double.
@@ -174,8 +173,8 @@ def first_of_each(launch_class: Callable[[int], Hashable], max_tokens: int) -> S
 
 
 def _chunks(num_tokens: int, max_rows: int, max_model_len: int) -> list[tuple[int, int]]:
-    """As few chunks as hold num_tokens, the sequence of each at its full length behind it; fewer tokens where max_rows
-    do not hold them.
+    """As few chunks as possible of num_tokens in all, each at the end of a sequence of full length; fewer tokens where
+    max_rows chunks do not have so many.
     """
     full, rest = divmod(num_tokens, max_model_len)
     queries = [max_model_len] * full + [rest] * (rest > 0)
@@ -183,8 +182,7 @@ def _chunks(num_tokens: int, max_rows: int, max_model_len: int) -> list[tuple[in
 
 
 def _shared_prefix_steps(settings: EngineSettings, max_model_len: int) -> Iterator[WarmUpStep]:
-    """Groups of 2, 4, 8 and on of decode rows, and of chunks of two and of many tokens, behind all the blocks that
-    can be shared."""
+    """Groups of 2, 4, 8 and on of decode rows, of chunks of two and of many tokens, with the longest shared prefix."""
     max_seqs, max_tokens = settings.max_num_seqs, settings.max_num_batched_tokens
     num_rows = 2
     while num_rows <= max_seqs:
@@ -207,7 +205,7 @@ class WarmUpStep:
     def items(self, block_size: int, *, generates: bool) -> Sequence[ForwardItem]:
         """What to run over a KV cache of two blocks: every key of every row lies in block 1, whatever is there.
 
-        generates: the model has a head, so logits are wanted; hidden states of all tokens of chunks are in any case.
+        generates: the model has a head, so logits are wanted. Hidden states of all tokens of chunks always are.
         """
         return [
             ForwardItem(
@@ -231,9 +229,9 @@ def measure_memory(
 ) -> MemoryProfile:
     """Run the largest steps and capture the decode graphs over a KV cache of two blocks, and see what they take.
 
-    Kernels are compiled on the way, so that none is in mid-job. Everything made here is given back. Peak of the steps:
-    in one go, without giving memory back between them, as later in a job. Graphs are captured a second time over the
-    real cache, since a graph holds its address: they take as much again.
+    This compiles all kernels, so that none is compiled in mid-job, and gives back all that it makes. No memory is given
+    back between the steps, as in a job later on. Graphs are captured again over the real cache, since they keep its
+    address: they take as much again.
 
     max_model_len: most tokens of a row, before the pool bounds it. Raises CapabilityError where memory runs out.
     """
@@ -242,7 +240,7 @@ def measure_memory(
     activations_bytes = _steps_bytes(warm_up, memory, settings)
     graphs_bytes = _graphs_bytes(warm_up, memory, settings, make_graphs)
     del warm_up, kv_cache
-    gc.collect()  # whatever of it refers to itself
+    gc.collect()  # objects that refer to each other in a circle
     memory.reset_peak()
     weights = weights_bytes(model)
     rounding_bytes = 2 * spec.num_layers * memory.rounding_bytes  # of keys and values, a tensor a layer each
@@ -268,7 +266,7 @@ def _steps_bytes(warm_up: WarmUp, memory: DeviceMemory, settings: EngineSettings
 
 
 def _graphs_bytes(warm_up: WarmUp, memory: DeviceMemory, settings: EngineSettings, make_graphs: MakeGraphs) -> int:
-    """By what the driver has less, since a graph's nodes are no tensors."""
+    """What the driver has less, since a graph's nodes are no tensors."""
     memory.reset_peak()
     free = memory.free_bytes()
     expected_bytes = expected_step_bytes(warm_up.config, settings)

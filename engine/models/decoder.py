@@ -47,7 +47,7 @@ class ForwardResult:
 
 
 class LayerObserver(Protocol):
-    """Told after the embedding (-1), after each layer (its index) and after the logits (num_layers)."""
+    """Is told of each stage of a forward pass: the embedding (-1), each layer (its index), the logits (num_layers)."""
 
     def after(self, index: int) -> None:
         """Stage `index` has been launched."""
@@ -197,9 +197,8 @@ class DecoderModel:
     ) -> ForwardResult:
         """Run the batch, writing its keys and values into the cache.
 
-        Only the tokens of `batch.logits_indices` see the vocabulary. logits_out [S, V] float32: where to write their
-        logits, which then are the result's; None: a new tensor. Raises CapabilityError where there are any and the
-        model has no head.
+        Logits are computed for the tokens of `batch.logits_indices` alone, into logits_out [S, V] float32 where it is
+        given. Raises CapabilityError where any are wanted and the model has no head.
         """
         x = torch.nn.functional.embedding(batch.token_ids, self.embed_tokens)
         residual = torch.zeros_like(x)

@@ -101,15 +101,14 @@ class EncoderLayer:
 
 @dataclass(frozen=True, eq=False)
 class EncoderModel:
-    """Weights and the forward pass (arXiv 1810.04805), of sequences that are one segment each. Needs no KV cache.
+    """Weights and the forward pass (arXiv 1810.04805). A sequence is one segment; there is no KV cache.
 
     Products are `Operations.linear` over packed weights; the rest is torch's own on CPUs and GPUs alike.
     """
 
     config: EncoderConfig
     word_embeddings: torch.Tensor  # [V, H]
-    # [positions, H]: the position's and the first segment's embeddings, added up
-    position_embeddings: torch.Tensor
+    position_embeddings: torch.Tensor  # [positions, H]: with the first segment's embedding added
     embedding_norm: LayerNorm
     layers: tuple[EncoderLayer, ...]
 

@@ -1,6 +1,4 @@
-"""Builds a model from a checkpoint: takes its tensors by Hugging Face's names, and finds those that are missing, left
-over or misshapen.
-"""
+"""Builds a model from a checkpoint's tensors, by Hugging Face's names; refuses missing, extra and misshapen ones."""
 
 from __future__ import annotations
 
@@ -39,15 +37,15 @@ def load_decoder(config: ModelConfig, checkpoint: Checkpoint, placement: ModelPl
 def check_decoder(config: ModelConfig, checkpoint: Checkpoint) -> None:
     """Raise CheckpointError for the names, shapes and dtypes that `load_decoder` would refuse; no weight is read.
 
-    Whether a head that is stored beside the embedding it is tied to equals it, only `load_decoder` finds out.
+    Only `load_decoder` finds out whether a stored head equals the embedding that it is tied to.
     """
     _fill_decoder(config, ShapeSource(checkpoint), SHAPES_ONLY, is_body=is_body_alone(checkpoint.names()))
 
 
 def stream_decoder(config: ModelConfig, checkpoint: Checkpoint, placement: ModelPlacement) -> DecoderModel:
-    """A model for one forward pass, of which one layer at a time is in memory. The checkpoint must stay open for it.
+    """A model for one forward pass, with one layer at a time in memory. The checkpoint must stay open until then.
 
-    Its `weights_digest` is of what is read here, no layer. Raises CheckpointError, and so does the pass.
+    Its `weights_digest` leaves the layers out. Raises CheckpointError, and so does the pass.
     """
     source = TensorSource(checkpoint, placement.device, placement.dtype)
     return _stream_decoder(config, source, placement, is_body=is_body_alone(checkpoint.names()))
@@ -207,7 +205,7 @@ def _encoder_layer(config: EncoderConfig, source: TensorSource, placement: Model
 
 
 def _affine(source: TensorSource, placement: ModelPlacement, names: list[str], shape: tuple[int, int]) -> Affine:
-    """Several layers of one shape as one."""
+    """Affine layers of one input and shape, stacked to one."""
     weight = source.take_fused([f"{name}.weight" for name in names], [shape] * len(names))
     bias = source.take_fused([f"{name}.bias" for name in names], [shape[:1]] * len(names))
     return Affine(placement.ops, placement.ops.pack(weight), bias)
@@ -223,10 +221,10 @@ def _norm(config: EncoderConfig, source: TensorSource, prefix: str) -> LayerNorm
 
 
 class TensorSource:
-    """Every tensor a model needs is taken once, in the shape it must have; whatever is left over is an error.
+    """Hands out each tensor once, in the shape that the model needs; a tensor that nobody took is an error.
 
-    Tensors are memory-mapped; those that need no conversion and no fusing are used where they lie, the others are
-    copied one at a time, so that at no time a second copy of the weights exists in memory.
+    Tensors are memory-mapped. Those that need no conversion and no fusing are used where they lie, the others copied
+    one at a time: there is never a second copy of all weights in memory.
     """
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
@@ -269,14 +267,14 @@ class TensorSource:
         return stacked
 
     def drop_equal(self, name: str, other: torch.Tensor) -> None:
-        """A tensor that a tied checkpoint may hold a second time; it must then be equal."""
+        """Skip the head of a tied checkpoint, where it is stored at all; it must equal the embedding."""
         if name not in self._left:
             return
         if not torch.equal(self.take(name, tuple(other.shape)), other):
             raise CheckpointError(f"tensor {name} differs from the embedding that config.json ties it to")
 
     def leave_out(self, prefix: str) -> None:
-        """Tensors that the model has no use for, all whose names begin so: another task's head."""
+        """Skip the tensors whose names begin so: the model has no use for them, such as another task's head."""
         self._left = {name for name in self._left if not name.startswith(prefix)}
 
     def finish(self) -> None:
@@ -312,16 +310,16 @@ class TensorSource:
 
 
 class ShapeSource(TensorSource):
-    """Keeps the same account from the headers alone: its tensors have shape and dtype, and no memory.
+    """Does the same by the files' headers alone: its tensors have shape and dtype, and take no memory.
 
-    Qwen3-30B-A3B's 18,867 tensors are gone through in 0.3 s. Two tensors cannot be compared.
+    0.3 s for the 18,867 tensors of Qwen3-30B-A3B.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint, torch.device("meta"), torch.float32)
 
     def drop_equal(self, name: str, other: torch.Tensor) -> None:
-        """A tensor that may be there a second time; its shape is checked, and not whether it is equal."""
+        """Skip it likewise, where its shape is right; without values nobody knows whether it is equal."""
         if self.has(name):
             self.take(name, tuple(other.shape))
 

@@ -57,7 +57,7 @@ def choose_operations(settings: EngineSettings, device: torch.device) -> Operati
 def supported_dtypes(device: torch.device) -> tuple[str, ...]:
     """What engine.dtype may ask for.
 
-    float16 is refused on a CPU: its matrix products run at 4 GFLOP/s there, against 436 in bfloat16 (kernels notes, 5).
+    float16 is refused on a CPU: its matrix products run at 4 GFLOP/s there, against 436 in bfloat16.
     """
     return ("float32", "bfloat16", "float16") if device.type == "cuda" else ("float32", "bfloat16")
 
@@ -66,7 +66,7 @@ def require_float32_sums() -> None:
     """Have cuBLAS keep float32 sums in every matrix product of this process, as `Operations.linear` promises.
 
     PyTorch allows it to add the partial sums of a split product in bfloat16 or float16 (both on by default), and TF32
-    for float32 (off by default). The switches are the process's: whoever loads a model owns it.
+    for float32 (off by default). The switches hold for the whole process, which the loader of a model must own.
     """
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = False
