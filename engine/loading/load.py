@@ -11,7 +11,7 @@ from engine.checkpoint.weights import Checkpoint
 from engine.encoder import EncoderEngine
 from engine.engine import Engine
 from engine.errors import CheckpointError, EngineFatal
-from engine.execution.decode_graphs import DecodeGraphs, make_decode_graphs
+from engine.execution.decode_graphs import make_decode_graphs
 from engine.execution.forward import EncoderExecutor, StepExecutor
 from engine.execution.profile import PassTrace
 from engine.kv_cache.block_manager import BlockManager
@@ -119,16 +119,11 @@ def _measured(
     memory = device_memory(model.device)
     if memory is None:
         return effective, None
-    settings, longest, spec = (
-        effective.settings.engine,
-        longest_row(effective, config),
-        kv_cache_spec(effective, config),
+    settings, spec = effective.settings.engine, kv_cache_spec(effective, config)
+    longest = longest_row(effective, config)
+    profile = measure_memory(
+        model, spec, settings, longest, memory, lambda cache: make_decode_graphs(model, cache, settings, longest)
     )
-
-    def make_graphs(kv_cache: KVCacheTensors) -> DecodeGraphs | None:
-        return make_decode_graphs(model, kv_cache, settings, longest)
-
-    profile = measure_memory(model, spec, settings, longest, memory, make_graphs)
     if effective.source_of(NUM_BLOCKS) is Source.ESTIMATED:
         effective = with_measured_pool(effective, config, profile)
     log_memory_profile(profile, spec, effective.settings.engine)
