@@ -32,11 +32,6 @@ class ForwardBatch:
     prefill: AttentionRows | None  # the others
     num_decode_tokens: int
 
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return int(self.token_ids.shape[0])
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ForwardResult:

@@ -101,7 +101,7 @@ def test_longer_vectors_than_the_models_cannot_be_named(tmp_path: Path) -> None:
 
 def test_a_published_file_is_understood() -> None:
     config = EncoderConfig.from_hf(MINILM, {"max_seq_length": 256, "do_lower_case": False})
-    assert (config.num_layers, config.head_dim, config.dtype) == (6, 32, "float32")
+    assert (config.num_layers, config.num_heads, config.dtype) == (6, 12, "float32")
     assert config.default_max_len == 256
     assert EncoderConfig.from_hf(MINILM, {}).default_max_len == 512
 

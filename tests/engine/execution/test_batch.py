@@ -212,7 +212,7 @@ def test_a_staged_batch_is_the_plan() -> None:
         assert batch.positions.tolist() == [8, 0, 2, 3, 4]
         assert batch.logits_indices.tolist() == [0, 4, 1]
         assert batch.hidden_indices.tolist() == [2, 3, 4]
-        assert (batch.hidden_lens, batch.num_decode_tokens, batch.num_tokens) == ((3,), 2, 5)
+        assert (batch.hidden_lens, batch.num_decode_tokens) == ((3,), 2)
         assert batch.decode is not None
         assert batch.prefill is not None
         assert batch.decode.block_tables.tolist() == [[7, 1, 9], [4, 0, 0]]
