@@ -225,11 +225,6 @@ class EncoderConfig:
         return BERT.model_type
 
     @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.hidden_size // self.num_heads
-
-    @property
     def default_max_len(self) -> int:
         """Tokens of one input unless a setting says otherwise."""
         return min(self.max_position_embeddings, self.max_seq_length or self.max_position_embeddings)
@@ -271,29 +266,26 @@ def _refuse_unsupported_encoder(config: ConfigReader) -> None:
         raise CheckpointError("config.json: embedding_size differs from hidden_size; accepted: the same number")
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationConfig:
-    """The token ids that end a sequence; none means that only lengths and stop strings do."""
+def read_eos_token_ids(path: Path, vocab_size: int) -> frozenset[int]:
+    """The token ids that end a sequence; where there are none, only lengths and stop strings do.
 
-    eos_token_ids: frozenset[int]
-
-
-def read_generation_config(path: Path) -> GenerationConfig:
-    """Read generation_config.json of a model directory, or config.json where the former names no id.
-
-    Sampling defaults in the file (temperature, top_p...) are not read: a request's parameters are its own.
-    Raises CheckpointError naming file, key and value.
+    From generation_config.json, or config.json where the former names no id. Sampling defaults in the file
+    (temperature, top_p...) are not read: a request's parameters are its own. Raises CheckpointError naming file, key
+    and value, and for an id that the model does not have.
     """
     for name in ("generation_config.json", "config.json"):
         file = path / name
         if name == "config.json" or file.exists():
             config = ConfigReader(read_json_object(file, max_bytes=MAX_CONFIG_BYTES), name)
             if config.has("eos_token_id"):
-                return GenerationConfig(_token_ids(config, "eos_token_id"))
-    return GenerationConfig(frozenset())
+                return _eos_token_ids(config, vocab_size)
+    return frozenset()
 
 
-def _token_ids(config: ConfigReader, key: str) -> frozenset[int]:
-    if isinstance(config.data[key], list):
-        return frozenset(config.integers(key))
-    return frozenset({config.integer(key, minimum=0)})
+def _eos_token_ids(config: ConfigReader, vocab_size: int) -> frozenset[int]:
+    is_list = isinstance(config.data["eos_token_id"], list)
+    ids = config.integers("eos_token_id") if is_list else [config.integer("eos_token_id", minimum=0)]
+    beyond = sorted(token_id for token_id in ids if token_id >= vocab_size)
+    if beyond:
+        raise CheckpointError(f"eos_token_id {beyond[0]} is outside the vocabulary; accepted: 0 to {vocab_size - 1}")
+    return frozenset(ids)

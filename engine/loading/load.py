@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.checkpoint.embedding_config import EmbeddingConfig
-from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_config, read_generation_config
+from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_config, read_eos_token_ids
 from engine.checkpoint.weights import Checkpoint
 from engine.encoder import EncoderEngine
 from engine.engine import Engine
-from engine.errors import CheckpointError, EngineFatal
+from engine.errors import EngineFatal
 from engine.execution.decode_graphs import make_decode_graphs
 from engine.execution.forward import EncoderExecutor, StepExecutor
 from engine.execution.profile import PassTrace
@@ -88,20 +88,9 @@ def load_decoder_parts(
         model_interface=model_interface,
         block_manager=block_manager,
         tokenizer=Tokenizer.from_directory(path),
-        eos_token_ids=read_eos_token_ids(path, config),
+        eos_token_ids=read_eos_token_ids(path, config.vocab_size),
         embedding=EmbeddingConfig.from_directory(path, size=config.hidden_size, default="last_token"),
     )
-
-
-def read_eos_token_ids(path: Path, config: ModelConfig) -> frozenset[int]:
-    """The token ids that end a sequence. Raises CheckpointError for one that the model does not have."""
-    ids = read_generation_config(path).eos_token_ids
-    beyond = sorted(token_id for token_id in ids if not 0 <= token_id < config.vocab_size)
-    if beyond:
-        raise CheckpointError(
-            f"eos_token_id {beyond[0]} is outside the vocabulary; accepted: 0 to {config.vocab_size - 1}"
-        )
-    return ids
 
 
 def _load_model(effective: EffectiveSettings, config: ModelConfig, checkpoint: Checkpoint) -> DecoderModel:

@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.embedding_config import EmbeddingConfig
-from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_config
+from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_config, read_eos_token_ids
 from engine.checkpoint.weights import Checkpoint
 from engine.errors import CapabilityError, CheckpointError, EngineError
 from engine.loading.derived_settings import derive_for, model_path
 from engine.loading.kv_pool import device_memory, expected_profile, expected_weights_bytes, kv_cache_spec
-from engine.loading.load import read_eos_token_ids
 from engine.loading.quantization_error import measure_quantization_error
 from engine.models.load import check_decoder, check_encoder
 from engine.text.tokenizer import Tokenizer
@@ -59,7 +58,7 @@ def _of_checkpoint(
     else:
         check_decoder(config, checkpoint)
         EmbeddingConfig.from_directory(path, size=config.hidden_size, default="last_token")
-        read_eos_token_ids(path, config)
+        read_eos_token_ids(path, config.vocab_size)
         tokenizer = Tokenizer.from_directory(path)
     num_tensors, size = len(checkpoint.names()), size_text(checkpoint.total_bytes)
     detail = f"{path}: {config.architecture}, {num_tensors} tensors, {size} in {config.dtype}"

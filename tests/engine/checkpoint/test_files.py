@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.checkpoint.files import check_files_are_under_root, model_directory
-from engine.checkpoint.model_config import read_generation_config
+from engine.checkpoint.model_config import read_eos_token_ids
 from engine.checkpoint.weights import Checkpoint
 from engine.errors import CheckpointError
 from engine.loading.derived_settings import derive_settings
@@ -292,22 +292,22 @@ def write(path: Path, *, generation: object = None, model: object = None) -> Non
 @pytest.mark.parametrize(("value", "expected"), [(7, {7}), (0, {0}), ([7, 9], {7, 9}), ([], set())])
 def test_ids_may_be_one_or_a_list(tmp_path: Path, value: object, expected: set[int]) -> None:
     write(tmp_path, generation={"eos_token_id": value}, model={"eos_token_id": 1})
-    assert read_generation_config(tmp_path).eos_token_ids == expected
+    assert read_eos_token_ids(tmp_path, 10) == expected
 
 
 @pytest.mark.parametrize("generation", [None, {}, {"eos_token_id": None}])
 def test_the_model_configuration_stands_in(tmp_path: Path, generation: object) -> None:
     write(tmp_path, generation=generation, model={"eos_token_id": [1, 2]})
-    assert read_generation_config(tmp_path).eos_token_ids == {1, 2}
+    assert read_eos_token_ids(tmp_path, 10) == {1, 2}
 
 
 def test_no_id_anywhere_is_none(tmp_path: Path) -> None:
     write(tmp_path)
-    assert read_generation_config(tmp_path).eos_token_ids == frozenset()
+    assert read_eos_token_ids(tmp_path, 10) == frozenset()
 
 
 @pytest.mark.parametrize("value", ["</s>", -1, [1, "2"], True, [True], 1.0])
 def test_what_is_no_id_is_refused(tmp_path: Path, value: object) -> None:
     write(tmp_path, generation={"eos_token_id": value})
     with pytest.raises(CheckpointError, match=r"generation_config.json: eos_token_id is"):
-        read_generation_config(tmp_path)
+        read_eos_token_ids(tmp_path, 10)
