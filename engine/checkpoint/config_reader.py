@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, cast
 
@@ -29,46 +29,27 @@ class ConfigReader:
     def integer(self, key: str, *, default: int | None = None, minimum: int = 1) -> int:
         """A whole number of at least `minimum`."""
         accepted = f"a whole number, at least {minimum}"
-        value = self._value(key, default, accepted)
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise self.refuse(key, value, accepted)
-        return value
+        return cast(int, self._value(key, default, accepted, lambda value: _is_whole(value, minimum)))
 
     def number(self, key: str, *, default: float | None = None) -> float:
         """A finite number above 0."""
-        accepted = "a number above 0"
-        value = self._value(key, default, accepted)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self.refuse(key, value, accepted)
-        if not 0.0 < value < math.inf:
-            raise self.refuse(key, value, accepted)
-        return float(value)
+        return float(cast(float, self._value(key, default, "a number above 0", _is_positive)))
 
     def flag(self, key: str, *, default: bool | None = None) -> bool:
         """true or false."""
-        value = self._value(key, default, "true or false")
-        if not isinstance(value, bool):
-            raise self.refuse(key, value, "true or false")
-        return value
+        return cast(bool, self._value(key, default, "true or false", lambda value: isinstance(value, bool)))
 
     def choice(self, key: str, accepted: tuple[str, ...], *, default: str | None = None) -> str:
         """One of the strings in `accepted`."""
-        value = self._value(key, default, ", ".join(accepted))
-        if not isinstance(value, str) or value not in accepted:
-            raise self.refuse(key, value, ", ".join(accepted))
-        return value
+        return cast(str, self._value(key, default, ", ".join(accepted), lambda value: value in accepted))
 
     def integers(self, key: str, *, minimum: int = 0) -> list[int]:
         """A list of whole numbers, each at least `minimum`; an absent key is an empty list."""
         value = self.data.get(key)
-        accepted = f"a list of whole numbers, each at least {minimum}"
         if value is None:
             return []
-        if not isinstance(value, list):
-            raise self.refuse(key, value, accepted)
-        for item in value:
-            if not isinstance(item, int) or isinstance(item, bool) or item < minimum:
-                raise self.refuse(key, value, accepted)
+        if not isinstance(value, list) or not all(_is_whole(item, minimum) for item in value):
+            raise self.refuse(key, value, f"a list of whole numbers, each at least {minimum}")
         return value
 
     def table(self, key: str) -> ConfigReader | None:
@@ -99,13 +80,23 @@ class ConfigReader:
             shown = shown[:200] + "..."
         return CheckpointError(f"{self.source}: {key} is {shown}; accepted: {accepted}")
 
-    def _value(self, key: str, default: object, accepted: str) -> object:
+    def _value(self, key: str, default: object, accepted: str, is_accepted: Callable[[object], bool]) -> object:
         value = self.data.get(key)
-        if value is not None:
-            return value
-        if default is None:
+        if value is None:
+            value = default
+        if value is None:
             raise CheckpointError(f"{self.source}: {key} is missing; accepted: {accepted}")
-        return default
+        if not is_accepted(value):
+            raise self.refuse(key, value, accepted)
+        return value
+
+
+def _is_whole(value: object, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 < value < math.inf
 
 
 def read_json_object(path: Path, *, max_bytes: int) -> dict[str, object]:

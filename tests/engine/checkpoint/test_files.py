@@ -1,4 +1,4 @@
-"""Which files make a checkpoint, and how its tensors and its sampling defaults are read."""
+"""Which files make a checkpoint, and how its tensors and the ids that end a text are read."""
 
 from __future__ import annotations
 
