@@ -10,7 +10,6 @@ import numpy as np
 import structlog
 import torch
 
-from engine.checkpoint.model_config import ModelConfig
 from engine.execution.batch import ForwardItem, plan_batch
 from engine.execution.decode_graphs import DecodeGraphs
 from engine.kv_cache.tensors import KVCacheSpec, KVCacheTensors
@@ -62,11 +61,6 @@ class WarmUp:
         self._staging = ArrayStaging(model.device)
         self._sampler = Sampler(model.ops, model.device)
         self._scorer = PromptScorer(model)
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model's."""
-        return self._model.config
 
     def run_largest(self) -> None:
         """Run the steps that take the most memory, sampled and scored with everything that can be asked for."""
@@ -237,8 +231,12 @@ def measure_memory(
     """
     kv_cache = KVCacheTensors.allocate(spec, WARM_UP_BLOCKS, model.device)
     warm_up = WarmUp(model, kv_cache, settings, max_model_len)
-    activations_bytes = _steps_bytes(warm_up, memory, settings)
-    graphs_bytes = _graphs_bytes(warm_up, memory, settings, make_graphs)
+    expected_bytes = expected_step_bytes(model.config, settings)
+    what = f"a step of {settings.max_num_batched_tokens} tokens and {settings.max_num_seqs} sequences"
+    with naming_settings(f"{what}, beside the weights", expected_bytes, f"lower {STEP_SETTINGS}"):
+        activations_bytes = _steps_bytes(warm_up, memory)
+    with naming_settings("the decode graphs, beside the weights", expected_bytes, "lower engine.max_num_seqs"):
+        graphs_bytes = _graphs_bytes(warm_up, memory, make_graphs)
     del warm_up, kv_cache
     gc.collect()  # objects that refer to each other in a circle
     memory.reset_peak()
@@ -254,28 +252,23 @@ def measure_memory(
     )
 
 
-def _steps_bytes(warm_up: WarmUp, memory: DeviceMemory, settings: EngineSettings) -> int:
+def _steps_bytes(warm_up: WarmUp, memory: DeviceMemory) -> int:
     memory.reset_peak()
     before = memory.peak_bytes()
-    tokens, seqs = settings.max_num_batched_tokens, settings.max_num_seqs
-    what = f"a step of {tokens} tokens and {seqs} sequences, beside the weights"
-    with naming_settings(what, expected_step_bytes(warm_up.config, settings), f"lower {STEP_SETTINGS}"):
-        warm_up.run_largest()
-        warm_up.run_compiling()
+    warm_up.run_largest()
+    warm_up.run_compiling()
     return memory.peak_bytes() - before
 
 
-def _graphs_bytes(warm_up: WarmUp, memory: DeviceMemory, settings: EngineSettings, make_graphs: MakeGraphs) -> int:
+def _graphs_bytes(warm_up: WarmUp, memory: DeviceMemory, make_graphs: MakeGraphs) -> int:
     """What the driver has less, since a graph's nodes are no tensors."""
     memory.reset_peak()
     free = memory.free_bytes()
-    expected_bytes = expected_step_bytes(warm_up.config, settings)
-    with naming_settings("the decode graphs, beside the weights", expected_bytes, "lower engine.max_num_seqs"):
-        graphs = make_graphs(warm_up.kv_cache)
-        if graphs is None:
-            return 0
-        graphs.capture_all()
-        warm_up.replay(graphs)
+    graphs = make_graphs(warm_up.kv_cache)
+    if graphs is None:
+        return 0
+    graphs.capture_all()
+    warm_up.replay(graphs)
     memory.reset_peak()
     return max(free - memory.free_bytes(), 0)
 
