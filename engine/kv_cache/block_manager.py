@@ -28,17 +28,14 @@ class BlockManager:
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool) -> None:
+        self.num_blocks = num_blocks  # in the pool, the null block included
         self.block_size = block_size
+        self.capacity_tokens = (num_blocks - 1) * block_size  # of one sequence that had the pool for itself
         self.prefix_caching = prefix_caching
         self._pool = BlockPool(num_blocks)
         self._sequences: dict[str, SequenceBlocks] = {}
         self._computing: dict[bytes, str] = {}  # digest of a block not committed yet -> the sequence computing it
         self._probes = self._hits = self._queried_tokens = self._hit_tokens = 0
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the pool, the null block included."""
-        return self._pool.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
@@ -49,11 +46,6 @@ class BlockManager:
     def num_sequences(self) -> int:
         """Sequences that hold blocks."""
         return len(self._sequences)
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens one sequence could hold if it had the pool for itself."""
-        return (self._pool.num_blocks - 1) * self.block_size
 
     def new_chain(self, token_ids: Sequence[int], salt: str) -> BlockHashChain:
         """The digests of a prompt's full blocks; empty where prefix caching is off."""
@@ -187,7 +179,7 @@ class BlockManager:
             saved_prefill_tokens=self._hit_tokens,
             evictions=pool.num_evictions,
             registered_blocks=pool.num_registered,
-            used_blocks=pool.num_blocks - 1 - pool.num_free,
+            used_blocks=self.num_blocks - 1 - pool.num_free,
             free_blocks=pool.num_free,
             block_size=self.block_size,
             registered_bytes=pool.num_registered * bytes_per_block,
@@ -200,7 +192,7 @@ class BlockManager:
         """
         self._pool.check_integrity(Counter(digest for chain in waiting for digest in chain.digests))
         held = Counter(block_id for s in self._sequences.values() for block_id in s.block_table)
-        for block_id in range(self._pool.num_blocks):
+        for block_id in range(self.num_blocks):
             if self._pool.ref_count(block_id) != held[block_id]:
                 raise EngineFatal(
                     f"block {block_id} has {self._pool.ref_count(block_id)} references, {held[block_id]} holders"
