@@ -45,10 +45,7 @@ Activation = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "relu"]
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 ENCODER_MUST_BE_FALSE = ("is_decoder", "add_cross_attention")
-ENCODER_MUST_BE_ABSENT = {
-    "quantization_config": "null: quantised weights are not supported",
-    "auto_map": "null: code from a checkpoint is never run",
-}
+ENCODER_MUST_BE_ABSENT = {key: MUST_BE_ABSENT[key] for key in ("quantization_config", "auto_map")}
 
 
 def read_config(path: Path) -> ModelConfig | EncoderConfig:
