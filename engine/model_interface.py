@@ -296,7 +296,7 @@ class CacheEntry:
     """A sequence of the model interface. Written by ModelInterface alone."""
 
     token_ids: list[int] = field(default_factory=list)  # known; all in KV between calls
-    is_open: bool = False  # holds blocks
+    is_open: bool = False  # has blocks
 
 
 @dataclass(frozen=True, slots=True)

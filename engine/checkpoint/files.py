@@ -1,4 +1,4 @@
-"""Finds the files of a checkpoint: its directory, held to `model.root`, and those that hold its weights. Torch-free."""
+"""Finds the files of a checkpoint: its directory, bound to `model.root`, and those with its weights. Torch-free."""
 
 from __future__ import annotations
 

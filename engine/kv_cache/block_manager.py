@@ -44,7 +44,7 @@ class BlockManager:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that hold blocks."""
+        """Sequences that have blocks."""
         return len(self._sequences)
 
     def new_chain(self, token_ids: Sequence[int], salt: str) -> BlockHashChain:
@@ -55,7 +55,7 @@ class BlockManager:
         return chain
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
+        """Blocks that so many tokens take."""
         return -(-num_tokens // self.block_size)
 
     def pending_block(
@@ -191,11 +191,11 @@ class BlockManager:
         `waiting`: the chains of the sequences that wait.
         """
         self._pool.check_integrity(Counter(digest for chain in waiting for digest in chain.digests))
-        held = Counter(block_id for s in self._sequences.values() for block_id in s.block_table)
+        used = Counter(block_id for s in self._sequences.values() for block_id in s.block_table)
         for block_id in range(self.num_blocks):
-            if self._pool.ref_count(block_id) != held[block_id]:
+            if self._pool.ref_count(block_id) != used[block_id]:
                 raise EngineFatal(
-                    f"block {block_id} has {self._pool.ref_count(block_id)} references, {held[block_id]} holders"
+                    f"block {block_id} has {self._pool.ref_count(block_id)} references, {used[block_id]} holders"
                 )
         strays = set(self._computing.values()) - self._sequences.keys()
         if strays:
@@ -266,7 +266,7 @@ class BlockHashChain:
 
 @dataclass(slots=True)
 class SequenceBlocks:
-    """The blocks one sequence holds. Written by BlockManager alone."""
+    """The blocks of one sequence. Written by BlockManager alone."""
 
     chain: BlockHashChain
     num_committed_blocks: int = 0  # leading blocks known to hold good KV; registered where their digest was new

@@ -35,7 +35,7 @@ class BlockPool:
         self._unwanted: OrderedDict[int, None] = OrderedDict()
         self._wanted: OrderedDict[int, None] = OrderedDict()
         self._num_wanting: dict[bytes, int] = {}  # digest -> waiting sequences that will need it, 1 or more
-        self._registered: dict[int, CachedBlock] = {}  # block id -> content, held or free
+        self._registered: dict[int, CachedBlock] = {}  # block id -> content, in use or free
         self._by_digest: dict[bytes, CachedBlock] = {}
 
     @property
@@ -49,7 +49,7 @@ class BlockPool:
         return len(self._registered)
 
     def ref_count(self, block_id: int) -> int:
-        """How many sequences hold the block."""
+        """How many sequences have the block."""
         return self._ref_counts[block_id]
 
     def allocate(self, count: int) -> list[int]:
@@ -85,7 +85,7 @@ class BlockPool:
         return self._by_digest.get(digest)
 
     def register(self, block: CachedBlock) -> bool:
-        """Offer a held, full block to later hits. False, and no change, where its digest is known already."""
+        """Offer a full block that is in use to later hits. False, and no change, where its digest is known already."""
         if self._ref_counts[block.block_id] < 1:
             raise EngineFatal(f"block {block.block_id} registered while free")
         if block.digest in self._by_digest:
@@ -149,13 +149,13 @@ class BlockPool:
         """
         blank, unwanted, wanted = set(self._blank), set(self._unwanted), set(self._wanted)
         free = blank | unwanted | wanted
-        held = {block_id for block_id, count in enumerate(self._ref_counts) if count > 0}
+        used = {block_id for block_id, count in enumerate(self._ref_counts) if count > 0}
         registered = {block_id: block.digest for block_id, block in self._registered.items()}
         problems = {
             "a block is free twice": len(blank) != len(self._blank),
-            "the null block was handed out": NULL_BLOCK in free | held,
-            "a block is both free and held": bool(free & held) or len(free) != len(blank) + len(unwanted) + len(wanted),
-            "a block is lost": len(free) + len(held) != self.num_blocks - 1,
+            "the null block was handed out": NULL_BLOCK in free | used,
+            "a block is both free and held": bool(free & used) or len(free) != len(blank) + len(unwanted) + len(wanted),
+            "a block is lost": len(free) + len(used) != self.num_blocks - 1,
             "a blank block is registered": bool(blank & registered.keys()),
             "an evictable block is not registered": bool((unwanted | wanted) - registered.keys()),
             "the two indexes differ": {b.digest: b for b in self._registered.values()} != self._by_digest,

@@ -23,7 +23,7 @@ MAX_MODEL_LEN = "engine.max_model_len"
 # float32 copies of the logits of all rows: themselves, their log-probabilities, the rows that are drawn, those of them
 # that are truncated.
 LOGITS_COPIES = 4
-MASK_BYTES = 2  # of a token of the vocabulary and a row held to a grammar: one in each of two buffers
+MASK_BYTES = 2  # of a token of the vocabulary and a row bound to a grammar: one in each of two buffers
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
@@ -86,7 +86,7 @@ def expected_profile(
 
 def with_measured_pool(effective: EffectiveSettings, config: ModelConfig, profile: MemoryProfile) -> EffectiveSettings:
     """The pool that `profile` leaves room for, in the place of the estimate. Raises CapabilityError where that is none,
-    or holds less than engine.max_model_len.
+    or less than engine.max_model_len.
     """
     settings, spec = effective.settings.engine, kv_cache_spec(effective, config)
     num_blocks = num_blocks_that_fit(

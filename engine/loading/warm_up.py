@@ -109,8 +109,8 @@ class WarmUp:
             num_rows, vocab_size = logits.shape
             counts = TokenCounts(range(min(PENALISED_TOKENS, vocab_size)))
             rows = [SamplingRow(params, 1, seed, counts) for seed in range(num_rows)]
-            # All of them are held to grammars. Where only some are, their logits are copied; with raw log-probabilities
-            # those are three tensors of all logits at once, as many as log_softmax has.
+            # All of them are bound to grammars. Where only some are, their logits are copied; with raw
+            # log-probabilities those are three tensors of all logits at once, as many as log_softmax has.
             masks = np.arange(num_rows), np.zeros((num_rows, vocab_size), np.bool_)
             self._sampler.sample_masked(logits, rows, masks, {})
 
