@@ -9,13 +9,16 @@ from pathlib import Path
 
 import tokenizers
 
-from engine.checkpoint.config_reader import check_size
+from engine.checkpoint.config_reader import check_size, read_json_object
 from engine.errors import CheckpointError
-from engine.text.added_tokens import add_declared_tokens, named_special_tokens, read_tokenizer_config
 from engine.text.chat_template import ChatTemplate, check_encodable, read_chat_templates
 from engine.text.detokenizer import ByteLevelDetokenizer, IncrementalDetokenizer, TokenDecoder, WindowDetokenizer
 
 MAX_TOKENIZER_BYTES = 128 << 20  # Qwen3's tokenizer.json takes 11 MB, Gemma 3's 33 MB
+CONFIG_FILE = "tokenizer_config.json"
+MAX_TOKENIZER_CONFIG_BYTES = 16 << 20  # the largest published ones, thousands of added tokens, are below 2 MB
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 class Tokenizer:
@@ -45,7 +48,7 @@ class Tokenizer:
     @classmethod
     def from_directory(cls, path: Path) -> Tokenizer:
         """Load the tokenizer of a model directory. Raises CheckpointError naming file and key."""
-        config = read_tokenizer_config(path)
+        config = _read_tokenizer_config(path)
         tokenizer = _read(path / "tokenizer.json")
         kind = type(tokenizer.model).__name__
         if config.get("clean_up_tokenization_spaces") and kind != "BPE":
@@ -54,7 +57,7 @@ class Tokenizer:
             )
         _complete(tokenizer, config)
         templates = read_chat_templates(path, config)
-        found = cls(tokenizer, ChatTemplate(templates, named_special_tokens(config)) if templates else None)
+        found = cls(tokenizer, ChatTemplate(templates, _named_special_tokens(config)) if templates else None)
         found._decoder  # noqa: B018 (a decoder that is not supported is refused now, not with the first token)
         return found
 
@@ -65,7 +68,7 @@ class Tokenizer:
         Any decoder will do, but decoding raises CheckpointError if it is not supported (WordPiece).
         """
         tokenizer = _read(path / "tokenizer.json")
-        _complete(tokenizer, read_tokenizer_config(path))
+        _complete(tokenizer, _read_tokenizer_config(path))
         return cls(tokenizer, None)
 
     @cached_property
@@ -129,7 +132,92 @@ def _read(file: Path) -> tokenizers.Tokenizer:
         raise CheckpointError(f"{file}: not a valid tokenizer: {error}") from error
 
 
+def _read_tokenizer_config(path: Path) -> dict[str, object]:
+    """tokenizer_config.json of a model directory, or {} if there is none. Raises CheckpointError.
+
+    Files from before `added_tokens_decoder` keep named tokens in special_tokens_map.json: those are merged in.
+    """
+    file = path / CONFIG_FILE
+    config = read_json_object(file, max_bytes=MAX_TOKENIZER_CONFIG_BYTES) if file.exists() else {}
+    legacy = path / "special_tokens_map.json"
+    if "added_tokens_decoder" not in config and legacy.exists():
+        config |= read_json_object(legacy, max_bytes=MAX_TOKENIZER_CONFIG_BYTES)
+    return config
+
+
+def _named_special_tokens(config: Mapping[str, object]) -> dict[str, str]:
+    """The special tokens by their names (`eos_token`...), as a chat template sees them. Raises CheckpointError."""
+    extra = config.get("extra_special_tokens")
+    values = dict(config) | (extra if isinstance(extra, dict) else {})
+    # A model may name tokens of its own: any string under a key that ends so.
+    names = [*NAMED_TOKENS, *(extra if isinstance(extra, dict) else ())]
+    names += [key for key, value in config.items() if key.endswith("_token") and isinstance(value, str)]
+    found = {name: values[name] for name in dict.fromkeys(names) if values.get(name) is not None}
+    return {name: _content(name, value) for name, value in found.items()}
+
+
 def _complete(tokenizer: tokenizers.Tokenizer, config: Mapping[str, object]) -> None:
-    """Apply what tokenizer_config.json adds."""
-    add_declared_tokens(tokenizer, config)
+    """Add what tokenizer_config.json declares and tokenizer.json lacks, as transformers does: mostly tokens.
+
+    Raises CheckpointError if a declared token ends up under another id than the declared one.
+    """
     tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
+    named = _named_special_tokens(config)
+    declared = _declared(config)
+    tokens = [
+        _added_token(value, special=value.get("special") is True or value["content"] in named.values())
+        for _, value in sorted(declared.items())
+    ]
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    known |= {str(value["content"]) for value in declared.values()}
+    for name in (*named, *_unnamed(config)):
+        value = config.get(name, named.get(name, name))
+        content = named.get(name, name)
+        if content not in known:
+            known.add(content)
+            token = {"content": content} | (value if isinstance(value, dict) else {})
+            tokens.append(_added_token(token, special=True))
+    tokenizer.add_tokens(tokens)
+    for token_id, value in declared.items():
+        found = tokenizer.token_to_id(str(value["content"]))
+        if found != token_id:
+            raise CheckpointError(
+                f"{CONFIG_FILE}: added_tokens_decoder gives {value['content']!r} id {token_id}, "
+                f"tokenizer.json gives it {found}"
+            )
+
+
+def _declared(config: Mapping[str, object]) -> dict[int, dict[str, object]]:
+    table = config.get("added_tokens_decoder", {})
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{CONFIG_FILE}: added_tokens_decoder is {table!r}; accepted: an object")
+    declared: dict[int, dict[str, object]] = {}
+    for token_id, value in table.items():
+        if not token_id.isdecimal() or not isinstance(value, dict):
+            raise CheckpointError(
+                f"{CONFIG_FILE}: added_tokens_decoder holds {token_id!r}: {value!r}; accepted: a token id and an object"
+            )
+        _content(f"added_tokens_decoder: {token_id}", value)
+        declared[int(token_id)] = value
+    return declared
+
+
+def _unnamed(config: Mapping[str, object]) -> list[str]:
+    tokens: list[str] = []
+    for key in ("extra_special_tokens", "additional_special_tokens"):
+        value = config.get(key)
+        if isinstance(value, list):
+            tokens += [_content(key, item) for item in value]
+    return tokens
+
+
+def _added_token(value: Mapping[str, object], *, special: bool) -> tokenizers.AddedToken:
+    flags = {flag: bool(value[flag]) for flag in TOKEN_FLAGS if flag in value}
+    return tokenizers.AddedToken(str(value["content"]), special=special, **flags)
+
+
+def _content(key: str, value: object) -> str:
+    content = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(content, str) or not content:
+        raise CheckpointError(f"{CONFIG_FILE}: {key} is {value!r}; accepted: a token's text, or an object with it")
+    return content
