@@ -75,7 +75,7 @@ def _no_thread_outlives_its_module() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_thread_outlives_its_test(_no_thread_outlives_its_module: None) -> Iterator[None]:
-    """A thread that a test leaves behind disturbs the next one: it draws from `random`, writes to its Redis, or logs.
+    """A thread that a test leaves behind disturbs the next test: it draws from `random`, writes to Redis, or logs.
 
     Fixtures of a wider scope are set up before this one, so the threads they start are not the test's.
     """
@@ -85,8 +85,9 @@ def _no_thread_outlives_its_test(_no_thread_outlives_its_module: None) -> Iterat
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense checkpoint, its weights so wide apart that no choice of a token hangs on the rounding of another batch:
-    two runs agree to the byte.
+    """A dense checkpoint with weights so wide apart that rounding, which depends on the batch, decides no token.
+
+    Two runs of it agree to the byte.
     """
     from tests.support.tiny_checkpoint import make_checkpoint  # here: torch and transformers come with it
 
@@ -95,7 +96,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Redis that cannot be had is tried as often as ever, but without the three seconds between the tries."""
+    """Shorten the pauses of up to three seconds between tries of a Redis that cannot be had."""
     monkeypatch.setattr("worker.registry.connect._RETRY_CAP_S", 0.01)
 
 

@@ -1,4 +1,4 @@
-"""The rules of this code base that no linter holds: sizes, folders, names and what is never written."""
+"""Rules of this code base that no linter checks: sizes, folders, names and what is never written."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MAX_FILE_LINES = 450
 MAX_MODULES = 190
 MAX_TEST_FILES = 190
 MAX_OTHER_TEST_FILES = 70
-# A module under so many lines is a file to open for next to nothing: the share of modules that may be so small.
+# Lines -> the share of modules that may be shorter: a small file is opened for next to nothing.
 MAX_SHARES = {20: 0.03, 50: 0.10}
-# Likewise where one function or class of a few lines is all there is.
+# Likewise a module of one short function or class.
 MIN_ONLY_DEFINITION_LINES = 15
 MAX_LONELY_DEFINITIONS = 10
 
@@ -42,7 +42,7 @@ def _sources(*folders: str) -> list[Path]:
 
 
 def _modules() -> list[Path]:
-    """Those of the code; a package's own file says what is in it, and is none."""
+    """The modules of the code; `__init__.py` does not count."""
     return [path for path in _sources(*PACKAGES) if path.name != "__init__.py"]
 
 
@@ -127,12 +127,12 @@ def test_few_modules_are_there_for_one_small_definition() -> None:
 
 
 def _room(module: str) -> str:
-    """The folder that a module is in, or the module itself where it lies beside the folders."""
+    """The folder of a module; the module itself if it lies directly in a package."""
     return ".".join(module.split(".")[:2])
 
 
 def _imported(path: Path) -> Iterator[str]:
-    """By its full name, each name that a file imports, wherever in it and whether a module or what is in one."""
+    """The full name of each import anywhere in a file: a module, or something in one."""
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -195,7 +195,7 @@ def test_nothing_is_global_and_nothing_is_asserted_to_users(kind: type[ast.stmt]
 
 
 def test_packages_import_nothing() -> None:
-    """What imports one module of a package must not pay for the others, torch among them."""
+    """Importing one module of a package must not import the others, and torch with them."""
     packages = [path for folder in DOCSTRING_ONLY for path in ROOT.glob(f"{folder}/__init__.py")]
     assert len(packages) > 10
     full = [_name(path) for path in packages if [*map(_is_docstring, _tree(path).body)] != [True]]

@@ -34,13 +34,13 @@ def fleet(redis_url: str, tmp_path: Path) -> Iterator[Fleet]:
 
 @pytest.fixture
 def durable_redis(tmp_path: Path) -> Iterator[RestartableRedis]:
-    """With an append-only file."""
+    """A Redis that keeps its data over a restart, in an append-only file."""
     with restartable_redis(tmp_path, is_durable=True) as server:
         yield server
 
 
 @pytest.fixture
 def forgetful_redis(tmp_path: Path) -> Iterator[RestartableRedis]:
-    """Without one."""
+    """A Redis that forgets everything in a restart."""
     with restartable_redis(tmp_path, is_durable=False) as server:
         yield server

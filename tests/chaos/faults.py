@@ -1,7 +1,7 @@
 """Does what goes wrong: around the workers, in the broker's frames, and inside a worker.
 
-A fault is one function, and its `client` is the bare Redis. Frames of the broker's lists are spoiled in 23 known ways,
-or as hypothesis finds them. A worker is killed exactly at the point that a test names.
+A fault is one function; its `client` is the bare Redis. Frames of the broker's lists are spoiled in 23 known ways, or
+as hypothesis finds them. A worker is killed exactly at the point that a test names.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ DEATHS: dict[str, Callable[[], None]] = {
     # The drain waits here for what runs.
     "during drain": lambda: _die_before(HeldUnits, "wait_empty"),
 }
-# Of a strict job whose file is bad.
+# Points in the plan of a strict job whose file is bad.
 DEATHS_OF_PLANS: dict[str, Callable[[], None]] = {
     "before refusal": lambda: _die_before(UnitLeases, "fail"),
     "after refusal": lambda: _die_after(UnitLeases, "fail", bool),
 }
-# Not by a signal: the worker ends itself, with 70.
+# Here no signal comes: the worker ends itself, with 70.
 BREAKAGES: dict[str, Callable[[], None]] = {
     "engine breaks": lambda: _die_before(FakeEngine, "step", _steps_are_up(), _break_engine),
     "device faults": lambda: _die_before(FakeEngine, "step", _steps_are_up(), _fault_device),
@@ -111,7 +111,7 @@ def lanes() -> list[str]:
 
 
 def drop_connections(client: redis.Redis) -> int:
-    """CLIENT KILL all but our own; how many there were."""
+    """Kill every connection but our own; how many there were."""
     return int(client.client_kill_filter(_type="normal", skipme=True))
 
 
@@ -169,7 +169,7 @@ def valid_frame(client: BatchClient, bare: redis.Redis) -> Frame:
 
 
 def spoiled(template: Frame, spoil: Spoil, name: str) -> bytes:
-    """The template under a delivery tag and a task id of its own, spoiled."""
+    """The template, spoiled, with `name` for its delivery tag and task id."""
     frame = copy.deepcopy(template)
     frame["properties"]["delivery_tag"] = frame["headers"]["id"] = name
     spoil(frame)
@@ -177,7 +177,7 @@ def spoiled(template: Frame, spoil: Spoil, name: str) -> bytes:
 
 
 def put(*path: str, to: object) -> Spoil:
-    """Replaces, or adds, what is at `path`."""
+    """Replace, or add, the value at `path`."""
 
     def change(frame: Frame) -> None:
         target = frame
@@ -189,7 +189,7 @@ def put(*path: str, to: object) -> Spoil:
 
 
 def drop(*path: str) -> Spoil:
-    """Removes what is at `path`."""
+    """Remove the value at `path`."""
 
     def change(frame: Frame) -> None:
         target = frame
@@ -200,8 +200,8 @@ def drop(*path: str) -> Spoil:
     return change
 
 
-# With stock Celery 5.7 and kombu 5.7: the first four end the worker, the next three end one worker after another, a
-# missing id makes it reconnect for ever, the next four reconnect it once; the last keeps its slot until the year 9999.
+# With stock Celery 5.7 and kombu 5.7 the first four end the worker and the next three one worker after another; a
+# missing id makes it reconnect for ever, the next four once; the last keeps a slot until the year 9999.
 TWENTY_THREE: dict[str, bytes | Spoil] = {
     "not JSON": b"not JSON",
     "empty": b"",
@@ -228,13 +228,13 @@ TWENTY_THREE: dict[str, bytes | Spoil] = {
     "ETA no time": put("headers", "eta", to="yesterday"),
 }
 assert len(TWENTY_THREE) == 23
-# Well-formed, and not for us either: no message of ours has an ETA.
+# Well-formed, but not ours: no message of ours has an ETA.
 FAR_FUTURE = put("headers", "eta", to="9999-12-31T23:59:59+00:00")
 
 
 def fuzzed_frames(template: Frame, count: int) -> list[bytes]:
-    """The same `count` different frames each time: for the most part the template, spoiled in one to three places."""
-    # Not one for each, so that some frames come under a tag that is being worked on.
+    """`count` different frames, the same each time: most are the template, spoiled in one to three places."""
+    # Fewer tags than frames, so that some come under a tag that is being worked on.
     tags = st.integers(0, 999).map("frame-{}".format)
     changed = st.builds(_changed, st.just(template), tags, st.lists(_CHANGES, min_size=1, max_size=3))
     frames = st.one_of(
@@ -285,9 +285,7 @@ def _dumped(value: object) -> bytes:
 
 
 def die_at(point: str) -> None:
-    """From now on this process dies when it first comes to `point`, a name of DEATHS, DEATHS_OF_PLANS (kill -9) or
-    BREAKAGES.
-    """
+    """Let this process die when it first comes to `point`: of DEATHS or DEATHS_OF_PLANS (kill -9), or of BREAKAGES."""
     (DEATHS | DEATHS_OF_PLANS | BREAKAGES)[point]()
 
 
@@ -340,7 +338,7 @@ def _break_engine() -> None:
 
 
 def _fault_device() -> None:
-    """The step raises what PyTorch makes of a kernel's fault; what touches the device from then on never returns."""
+    """Raise what PyTorch makes of a kernel's fault; whatever touches the device from then on never returns."""
     import torch  # here: it costs each worker of these tests 3 s, and one of them needs it
 
     def hang(*_: Any) -> None:

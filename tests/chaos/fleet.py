@@ -1,4 +1,4 @@
-"""Keeps worker processes under a supervisor, each through all its lives."""
+"""Runs worker processes under a supervisor, which starts each again when it ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROGRAM = "tests.chaos.worker_program"
 
 
 class Fleet:
-    """Starts workers, and starts one again whose process ended, as systemd or compose would, until told to stop."""
+    """Starts workers and, until told to stop, starts them again when they end, as systemd or compose would."""
 
     def __init__(self, redis_url: str, directory: Path, options: WorkerOptions, settings: Mapping[str, str]) -> None:
         self.workers: list[FleetWorker] = []
@@ -46,7 +46,7 @@ class Fleet:
     ) -> FleetWorker:
         """Start a worker; settings as `worker__lease_s="2"`. It is not yet up when this returns.
 
-        Dying at a point is for its first life.
+        Only its first life dies at a point.
         """
         values = {**self._settings, **{name.replace("__", "."): value for name, value in settings.items()}}
         options = replace(
@@ -98,7 +98,7 @@ def running_fleet(
     options: WorkerOptions | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> Iterator[Fleet]:
-    """A fleet, empty at first, of which nothing outlives the block. Workers have a fake engine unless told."""
+    """A fleet, empty at first, that ends with the block. Workers have a fake engine unless told otherwise."""
     fleet = Fleet(redis_url, directory, options or WorkerOptions(engine={}), settings or {})
     try:
         yield fleet
@@ -110,7 +110,7 @@ class FleetWorker:
     """A process that can be hurt. Thread-safe: the supervisor looks at it while a test does."""
 
     def __init__(self, options: WorkerOptions, settings: Mapping[str, str], log: Path, *, is_supervised: bool) -> None:
-        self.exit_codes: list[int] = []  # of the lives that the supervisor saw end
+        self.exit_codes: list[int] = []  # of ended lives
         self.is_supervised = is_supervised
         self._log = log
         self._settings = [f"{key}={value}" for key, value in settings.items()]
@@ -121,17 +121,17 @@ class FleetWorker:
 
     @property
     def is_running(self) -> bool:
-        """Whether its present life goes on."""
+        """Whether it runs now."""
         return self._process.poll() is None
 
     @property
     def log(self) -> str:
-        """What it wrote, in all its lives."""
+        """Its log, of all its lives."""
         return self._log.read_text()
 
     @property
     def log_of_life(self) -> str:
-        """What it wrote in its present life."""
+        """Its log, of its present life."""
         with self._log.open("rb") as log:
             log.seek(self._life_begins_at)
             return log.read().decode()
@@ -143,7 +143,7 @@ class FleetWorker:
 
     @property
     def is_up(self) -> bool:
-        """Whether it has come to take work; a signal before that ends a process that holds nothing."""
+        """Whether it takes work; a signal before that ends a process that has none."""
         return self.is_running and " is up\n" in self.log_of_life
 
     def kill(self) -> None:
@@ -159,7 +159,7 @@ class FleetWorker:
         self._send(signal.SIGQUIT)
 
     def freeze(self) -> None:
-        """SIGSTOP: as a laptop's lid, or a machine that swaps."""
+        """SIGSTOP: like a closed laptop, or a machine that swaps."""
         self._send(signal.SIGSTOP)
 
     def thaw(self) -> None:
@@ -171,7 +171,7 @@ class FleetWorker:
         return self._process.wait(timeout_s)
 
     def restart_if_ended(self) -> None:
-        """What a supervisor does."""
+        """Start it again if it has ended, as a supervisor does."""
         with self._lock:
             code = self._process.poll()
             if self.is_supervised and code is not None:
@@ -190,6 +190,6 @@ class FleetWorker:
             return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
 
     def _send(self, number: signal.Signals) -> None:
-        with self._lock:  # never to a process that is no more
+        with self._lock:  # never to an ended process
             if self._process.poll() is None:
                 self._process.send_signal(number)

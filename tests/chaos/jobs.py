@@ -1,6 +1,4 @@
-"""Submits jobs to be disturbed, knows their records when nothing goes wrong, and checks what must hold whatever
-happened. Its clients do not wait half a minute.
-"""
+"""Submits jobs to be disturbed, and checks that their records are those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ def prompts(count: int, *, of: str = "job") -> list[dict[str, str]]:
 
 
 def submit_jobs(client: BatchClient, num_jobs: int, num_prompts: int) -> dict[str, dict[str, Record]]:
-    """Submit jobs of two tenants and several priorities; by id, the contents that they must end with."""
+    """Submit jobs of two tenants and several priorities; the records that each must end with, by its id."""
     jobs = {}
     for number in range(num_jobs):
         lines = prompts(num_prompts, of=f"job {number}")
@@ -90,12 +88,12 @@ def _wait(client: BatchClient, job_id: str, until_s: float) -> None:
 
 
 def was_claimed_again(bare: redis.Redis) -> bool:
-    """Whether some unfinished shard has its second claim, by whoever took it after its first lease ran out."""
+    """Whether some unfinished shard was claimed a second time, after its first lease ran out."""
     return any(bare.hget(shard, "fence") == b"2" for shard in bare.scan_iter("millrace:*:s:[0-9]*"))
 
 
 def insist(call: Callable[[], T], timeout_s: float = 30.0) -> T:
-    """What `call` returns, as soon as Redis can be had; redis.RedisError after `timeout_s` seconds."""
+    """Call until Redis can be had; what `call` returned. Raises redis.RedisError after `timeout_s` seconds."""
     until_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -146,7 +144,7 @@ def _never() -> bool:
 
 
 def check_counters(bare: redis.Redis) -> None:
-    """The counters, of all and of each tenant, are the open work."""
+    """Check that the counters, of all and of each tenant, are the open work."""
     counters, work = json.loads(cast(bytes, bare.eval(_OPEN_WORK, 0, Keys().prefix)))
     nothing = [0, 0, 0]
     for name in {*counters, *work}:
@@ -154,7 +152,7 @@ def check_counters(bare: redis.Redis) -> None:
 
 
 def check_invariants(client: BatchClient, bare: redis.Redis, jobs: Mapping[str, Mapping[str, Record]]) -> None:
-    """After the end of a scenario whose jobs, by id, must all be complete and as if nothing had happened."""
+    """Check that all jobs are complete, with the records of an undisturbed run, and that nothing else is left."""
     for job_id, expected in jobs.items():
         status = client.status(job_id)
         assert status.status is JobState.COMPLETED, (job_id, status)
@@ -167,7 +165,7 @@ def check_invariants(client: BatchClient, bare: redis.Redis, jobs: Mapping[str, 
 
 
 def check_records(client: BatchClient, bare: redis.Redis, job_id: str, *, num_prompts: int) -> None:
-    """A finished job has one record a prompt, each once in the order of completion, and its counts agree."""
+    """Check that a finished job has one record a prompt, in the order of completion, and that its counts agree."""
     keys = Keys()
     status = client.status(job_id)
     assert status.status.is_terminal, status
@@ -179,7 +177,7 @@ def check_records(client: BatchClient, bare: redis.Redis, job_id: str, *, num_pr
 
 
 def check_nothing_is_left(bare: redis.Redis) -> None:
-    """No open work, no message, no counter, and no key of a job that Redis would keep for ever."""
+    """Check that no open work, message or counter is left, nor a job's key that Redis would keep for ever."""
     keys = Keys()
     wait_until(lambda: not any(bare.llen(lane) for lane in lanes()), timeout_s=DRAIN_TIMEOUT_S)
     wait_until(lambda: not bare.exists("unacked", "unacked_index"), timeout_s=DRAIN_TIMEOUT_S)

@@ -1,9 +1,8 @@
-"""Runs the real engine under observation: with an account of its KV pool, a count of its tokens, or the logits it
-sampled from.
+"""Watches the real engine: its KV pool, the number of its tokens, or the logits it sampled from.
 
-`python -m tests.chaos.real_engines COUNT_FILE MOST_TOKENS KEY=VALUE ...` is `millrace worker` with a count of its
-generated tokens in a file that can be read after a kill -9, and no step after so many. The runs that are compared bit
-for bit have the same requests in engines of different sizes, with every row of logits that was sampled from on record.
+`python -m tests.chaos.real_engines COUNT_FILE MOST_TOKENS KEY=VALUE ...` is `millrace worker` that counts its generated
+tokens in a file, which can be read after a kill -9, and stops after so many. Runs are compared bit for bit: the same
+requests in engines of different sizes, with every row of logits that was sampled from.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ PAUSE_S = 0.005
 LONGEST_PROMPT = 300  # beyond two blocks of keys
 MOST_TOKENS = 8
 
-# From one request at a time to 64, chunks from 20 tokens to none at all, pools that preempt and a pool that never does,
+# One request at a time to 64, chunks of 20 tokens to whole prompts, pools that preempt and one that never does,
 # blocks of 8 tokens and of 16.
 SIZES: tuple[Mapping[str, object], ...] = (
     {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_cache.num_blocks": 2000},
@@ -55,7 +54,7 @@ SIZES: tuple[Mapping[str, object], ...] = (
 
 
 class CheckedEngine:
-    """Passes everything on to `engine`. Whenever that has nothing to run, and at its end, every block must be free.
+    """Passes everything on to `engine`, and checks that every block is free when it has nothing to run and at its end.
 
     A pool that does not add up raises EngineFatal: the worker ends with 70, or logs no POOL_IS_WHOLE at its end.
     """
@@ -67,14 +66,14 @@ class CheckedEngine:
         return getattr(self._engine, name)
 
     def step(self) -> list[Any]:
-        """One step; the pool is checked when it was the last one for now."""
+        """One step; then the pool is checked if nothing is left to run."""
         outputs = self._engine.step()
         if not self._engine.has_unfinished():
             self._check()
         return outputs
 
     def close(self) -> None:
-        """Close the engine; its requests' blocks must come back."""
+        """Close the engine; all blocks must be free then."""
         self._engine.close()
         self._check()
         logger.info(POOL_IS_WHOLE)
@@ -92,9 +91,9 @@ def read_count(path: Path) -> int:
 
 
 class CountedEngine:
-    """Passes everything on to `engine`, and notes in a mapped file, which outlives the process, what it generated.
+    """Passes everything on to `engine`, and counts its tokens in a mapped file, which outlives the process.
 
-    Once it has generated `most_tokens`, it goes no further: however fast the machine, its job is not over then.
+    It stops once it has generated `most_tokens`, so that its job is not over however fast the machine is.
     """
 
     def __init__(self, engine: Engine, path: Path, most_tokens: int) -> None:
@@ -155,7 +154,7 @@ def make_requests(count: int, vocab_size: int) -> list[Request]:
 
 
 def run(path: Path, requests: Sequence[Request], settings: Mapping[str, object], *, shuffle: int) -> Run:
-    """Run the requests in an order of the run's own. `settings`: of the engine, without the prefix."""
+    """Run the requests in the order that `shuffle` seeds. settings: the engine's, without `engine.`."""
     engine = load_engine(path, {f"engine.{name}": value for name, value in settings.items()})
     with closing(engine), _recorded_logits() as logits:
         order = list(requests)
@@ -168,7 +167,7 @@ def run(path: Path, requests: Sequence[Request], settings: Mapping[str, object],
 
 
 def differing(runs: Sequence[Run]) -> tuple[int, int]:
-    """How many requests have other logits, and other tokens, in some run than in the first."""
+    """How many requests differ in logits, and in tokens, between the first run and any other."""
     first, *others = runs
     logits = sum(any(other.logits[name] != first.logits[name] for other in others) for name in first.tokens)
     tokens = sum(any(other.tokens[name] != first.tokens[name] for other in others) for name in first.tokens)

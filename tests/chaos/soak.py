@@ -1,4 +1,4 @@
-"""Does random faults for minutes to workers with the real engine: `python -m tests.chaos.soak --minutes 5`
+"""Disturbs workers with the real engine by random faults for minutes: `python -m tests.chaos.soak --minutes 5`
 
 Prints a table of what was done and what came of it. Exit code 1 unless nothing is missing, double or different.
 """
@@ -37,7 +37,7 @@ from worker.demo.tickets import GradedAnswers, Ticket, make_tickets
 from worker.registry.errors import JobNotFound
 
 MAX_TOKENS = 12
-NUM_DIFFERENT = 40  # jobs; the others ask the same again, so that the undisturbed run does not take as long as the soak
+NUM_DIFFERENT = 40  # jobs; the others repeat them, so that the undisturbed run takes less time than the soak
 TOPICS = tuple(f"You are assistant number {number}, and you answer the question of the user. " for number in range(8))
 
 REDIS_DOWN_S = 0.5
@@ -50,10 +50,10 @@ SETTINGS = {
     "worker.reap_grace_s": "1",
     "worker.drain_timeout_s": "1",
     "worker.concurrency": "6",
-    # Faults are hundreds of times as frequent as in life: that a prompt was there each time says nothing about it.
+    # Faults are hundreds of times as frequent as in life, so a prompt that was there each time is not to blame.
     "worker.max_attempts": "100",
 }
-SUBMITTED_BY = 0.8  # of the time: then the queue only drains
+SUBMITTED_BY = 0.8  # of the time; in the rest the queue only drains
 PAUSES_S = (0.7, 2.3)  # between faults; a restarted worker needs three seconds of a core to be back
 SETTLE_TIMEOUT_S = 300.0
 START_TIMEOUT_S = 120.0
@@ -89,7 +89,7 @@ class SoakWork:
     def undisturbed(self) -> dict[str, Record]:
         """The contents of every job's records by custom_id, from one `millrace run`.
 
-        Raises RuntimeError unless that run's tickets are answered right: what is compared with it then means something.
+        Raises RuntimeError unless that run answers the tickets right: else a comparison with it would mean nothing.
         """
         source, target = self._directory / "all.jsonl", self._directory / "undisturbed.jsonl"
         source.write_text("".join(json.dumps(line) + "\n" for job in self.jobs[:NUM_DIFFERENT] for line in job))
@@ -135,7 +135,7 @@ class SoakFaults:
         self._freeze_s = freeze_s  # longer than a lease
         self._random = random.Random(seed)
         self._thaws: list[threading.Timer] = []
-        # Kind -> (how often in relation to the others, what is done: False if there was nothing to do it to).
+        # Kind -> (its weight, what is done; that returns False if there was nothing to do it to).
         self._faults: dict[str, tuple[int, Callable[[], object]]] = {
             "SIGKILL of a worker": (2, lambda: self._hurt_one(FleetWorker.kill)),
             "SIGTERM of a worker": (2, lambda: self._hurt_one(FleetWorker.terminate)),
@@ -159,7 +159,7 @@ class SoakFaults:
             self.counts[kind] += 1
 
     def stop(self) -> None:
-        """Let nothing stay frozen."""
+        """Thaw what is frozen."""
         for thaw in self._thaws:
             thaw.cancel()
         for worker in self._fleet.workers:
@@ -167,7 +167,7 @@ class SoakFaults:
         self._bare.close()
 
     def _hurt_one(self, hurt: Callable[[FleetWorker], None]) -> bool:
-        """Only a worker that is up: while one loads it holds nothing."""
+        """Hurt a worker that is up: one that loads has no work yet."""
         workers = [worker for worker in self._fleet.workers if worker.is_up]
         if workers:
             hurt(self._random.choice(workers))
@@ -229,7 +229,7 @@ def _soak(
 
 
 def _is_whole(worker: FleetWorker) -> bool:
-    """No life found its KV pool wrong, and the last one, which ended in peace, found it right at its end."""
+    """Whether no life of a worker found its KV pool wrong, and the last found it right when it ended in peace."""
     return EngineFatal.__name__ not in worker.log and POOL_IS_WHOLE in worker.log_of_life
 
 
@@ -245,7 +245,7 @@ def _disturb(
         with impatient_client(server.url) as client:
             for number, lines in enumerate(work.jobs):
                 time.sleep(max(begin_s + number * each_s - time.monotonic(), 0))
-                # By its key: a submit whose answer got lost is not a second job.
+                # The key keeps a submit whose answer got lost from becoming a second job.
                 job_ids.append(insist(partial(client.submit, lines, idempotency_key=f"job {number}"), 120))
 
     submitter = threading.Thread(target=submit, name="submitter")
@@ -264,7 +264,7 @@ def _settle(client: BatchClient, job_ids: list[str]) -> float:
     began_s = time.monotonic()
     for job_id in job_ids:
         left_s = SETTLE_TIMEOUT_S - (time.monotonic() - began_s)
-        with suppress(TimeoutError, JobNotFound):  # its records are missing then, and counted so
+        with suppress(TimeoutError, JobNotFound):  # its records are then counted as missing
             insist(partial(client.wait, job_id, max(left_s, 0.1)))
     return time.monotonic() - began_s
 

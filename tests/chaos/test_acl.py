@@ -23,7 +23,7 @@ from worker.client import BatchClient
 from worker.schemas import JobState
 
 ENDED_S = 30.0
-LEASE_S = "3.0"  # a busy machine must not look like a dead worker
+LEASE_S = "3.0"  # so that a busy machine does not look like a dead worker
 JOB = "millrace:{s0}:j:s0-00000000-0000-0000-0000-000000000000"
 SLOW = {"step_s": 0.05, "slots": 1}  # a prompt takes 50 ms, one after the other
 
@@ -43,7 +43,7 @@ DENIED_TO_THE_PRODUCER = [
     "HGETALL unacked", "DEL unacked", "ZRANGE unacked_index 0 -1", "DEL unacked_mutex", "HSET unacked x y",
     "LRANGE millrace:{s0}:deadraw 0 -1", "LPUSH millrace:{s0}:deadraw x", "ZRANGEBYSCORE millrace:{s0}:open 0 1",
 ]  # fmt: skip
-# Neither what is queued nor what is in it, and not a word to workers.
+# It may not see the queue nor what is in it, and tell workers nothing.
 DENIED_TO_FLOWER = [
     "LPUSH millrace x", "LLEN millrace", "BRPOP millrace 1", "DEL millrace", "SADD _kombu.binding.millrace x",
     f"HGETALL {JOB}:job", f"HGETALL {JOB}:in", "HGETALL millrace:{s0}:adm", "HGETALL unacked", "SCAN 0",
@@ -60,7 +60,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AclRedis]:
 
 @pytest.fixture
 def nothing_denied(server: AclRedis) -> Iterator[None]:
-    """Says at the end, even if the test fell over it, which permission is missing."""
+    """Fail at the end, whatever the test did, with the permissions that were missing."""
     server.admin.acl_log_reset()
     yield
     denials = server.denials()
@@ -83,7 +83,7 @@ def workers(server: AclRedis, tmp_path: Path) -> Iterator[WorkerProcesses]:
 def test_jobs_end_in_every_way_and_outlive_a_killed_worker(
     server: AclRedis, client: BatchClient, workers: WorkerProcesses, tmp_path: Path
 ) -> None:
-    engine = SLOW | {"answers_before_gate": 5, "gate": str(tmp_path / "never")}  # it dies with most of its job to do
+    engine = SLOW | {"answers_before_gate": 5, "gate": str(tmp_path / "never")}  # killed with most of its job to do
     first = workers.start(engine=engine, worker__lease_s=LEASE_S, metrics__port=str(free_port()))
     workers.wait_up(client)
     job_id = client.submit(prompts(40), idempotency_key="a key of our own")
@@ -92,7 +92,7 @@ def test_jobs_end_in_every_way_and_outlive_a_killed_worker(
     cancelled, expired = client.submit(prompts(30), priority=8), client.submit(prompts(30), deadline_s=0.2)
     refused = client.submit([*prompts(3), b"{"], strict=True)
     client.cancel(cancelled)
-    deadline_s = redis_time_s(server.admin) + 0.2  # no sooner than that of the job
+    deadline_s = redis_time_s(server.admin) + 0.2  # not before the job's
     wait_until(lambda: redis_time_s(server.admin) > deadline_s)  # else a fast worker would be done before
     workers.start(worker__lease_s=LEASE_S, worker__send_events="true")
 
@@ -117,7 +117,7 @@ def test_every_command_of_the_command_line_works(
     workers.wait_up(client)
     job_id = millrace("submit", lines, "--wait").stdout.decode().strip()
 
-    # In this process: seven times the start of one would be most of this test.
+    # In this process: starting seven others would take most of this test.
     for command in (("status", job_id), ("watch", job_id), ("results", job_id), ("errors", job_id), ("jobs",)):
         done = CliRunner().invoke(cli, command)
         assert done.exit_code == 0, done.output
@@ -170,7 +170,7 @@ def test_flower_may_not(server: AclRedis, call: str) -> None:
 
 
 def test_a_script_may_touch_no_other_key_than_its_caller(server: AclRedis) -> None:
-    """Not even one that it does not declare."""
+    """That holds for keys that it does not declare, too."""
     for url in (server.producer_url, server.worker_url):
         with redis.Redis.from_url(url) as user:
             digest = user.script_load("return redis.call('GET', 'for' .. 'eign')")

@@ -111,7 +111,7 @@ def test_workers_of_two_versions_share_jobs_each_with_its_own_scripts(
             fleet.start(has_other_scripts=is_newer)
         fleet.wait_up(client)
         jobs = submit_jobs(client, num_jobs=3, num_prompts=60)
-        wait_until(lambda: all(worker.num_received > 3 for worker in fleet.workers))  # of 18 shards each has four
+        wait_until(lambda: all(worker.num_received > 3 for worker in fleet.workers))  # four of 18 shards each
         gate.touch()
         wait_all(client, jobs)
         check_invariants(client, bare, jobs)
@@ -127,7 +127,7 @@ def test_a_job_of_a_newer_schema_waits_for_a_worker_that_knows_it(
     fleet.start()
     jobs |= submit_jobs(client, num_jobs=1, num_prompts=20)
     wait_until(lambda: client.status([*jobs][1]).status.is_terminal, timeout_s=20)
-    wait_until(lambda: int(bare.hget(f"{Keys().prefix}j:{newer}:s:plan", "rp") or 0) >= 1)  # it was looked at
+    wait_until(lambda: int(bare.hget(f"{Keys().prefix}j:{newer}:s:plan", "rp") or 0) >= 1)  # a worker looked at it
     assert client.status(newer).status is JobState.VALIDATING
     bare.hset(Keys().job(newer), "v", 1)
     wait_all(client, jobs)

@@ -1,4 +1,4 @@
-"""Between worker and Redis: connections that die silently, partitions, slowness and resets."""
+"""Bad networks between worker and Redis: connections that die silently, partitions, slowness and resets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def proxy(forgetful_redis: RestartableRedis) -> Iterator[TcpProxy]:
 
 @pytest.fixture
 def client(forgetful_redis: RestartableRedis) -> Iterator[BatchClient]:
-    """Past the proxy: the producer's network is well."""
+    """A client beside the proxy: the producer's network is well."""
     with impatient_client(forgetful_redis.url) as client:
         yield client
 

@@ -42,7 +42,7 @@ def _cancel_others(client: BatchClient, job_id: str) -> None:
 
 
 def _check(client: BatchClient, bare: redis.Redis, job_id: str, state: JobState, code: str) -> int:
-    """The job ends in time with whole records; how many prompts have an answer."""
+    """Check that the job ends in time with a record for each prompt; how many have an answer."""
     job = client.wait(job_id, END_S)
     assert job.status is state
     check_records(client, bare, job_id, num_prompts=NUM_PROMPTS)
@@ -72,7 +72,7 @@ def test_a_job_that_is_ended_early_keeps_what_had_finished(
     redis_url: str,
     tmp_path: Path,
 ) -> None:
-    # Of 200 prompts no more than these are answered: the job is always half done, and a busy worker stays busy.
+    # No more than these of 200 prompts are answered: the job stays half done, and a busy worker busy.
     engine = {"step_s": 0.01, "answers_before_gate": NUM_ANSWERS, "gate": str(tmp_path / "never")}
     with running_fleet(redis_url, tmp_path, WorkerOptions(engine=engine)) as fleet:
         fleet.start()

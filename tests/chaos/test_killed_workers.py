@@ -73,7 +73,7 @@ def test_a_worker_frozen_past_its_lease_wakes_up_and_disturbs_nobody(
         frozen.freeze()
         fleet.start()
         fleet.wait_up(client, count=2)
-        # Somebody else has its second claim on a shard: a crashed lease, since nothing was given back.
+        # A second claim on a shard follows a lease that ran out, since nothing was given back.
         wait_until(lambda: was_claimed_again(bare))
         frozen.thaw()
         wait_all(client, jobs)
@@ -83,7 +83,7 @@ def test_a_worker_frozen_past_its_lease_wakes_up_and_disturbs_nobody(
 
 
 def _poisoned(killers: tuple[int, ...]) -> tuple[list[dict[str, str]], dict[str, Record]]:
-    """Lines of which some kill, and what becomes of the others."""
+    """Lines of which some kill their worker, and the records of the others."""
     lines = prompts(NUM_PROMPTS, of="poisoned")
     innocent = undisturbed(line for number, line in enumerate(lines) if number not in killers)
     for number in killers:

@@ -1,4 +1,4 @@
-"""Messages that never arrive, arrive ten times, or are none of ours: they are hints, the registry has the truth."""
+"""Messages that get lost, arrive ten times, or are not ours: they are hints, the registry has the truth."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_ten_copies_of_every_message_give_one_record_a_prompt(
 
 @contextmanager
 def _undisturbed_worker(client: BatchClient, bare: redis.Redis, redis_url: str, directory: Path) -> Iterator[None]:
-    """One worker, which must live through the block, empty every list and then do a job."""
+    """A worker that must survive the block, empty every list and then do a job."""
     with running_fleet(redis_url, directory, FAKE) as fleet:
         worker = fleet.start()
         fleet.wait_up(client)
@@ -110,7 +110,7 @@ def test_each_of_the_23_frames_that_stop_a_stock_worker_is_buried(
     with _undisturbed_worker(client, bare, redis_url, tmp_path):
         for lane in lanes():
             bare.lpush(lane, *frames)
-    # An object for a body is a task without arguments to Celery: it fails by itself.
+    # Celery takes an object for a body as a task without arguments, which fails by itself.
     assert bare.llen(Keys().dead_frames) == (len(frames) - 1) * len(lanes())
 
 

@@ -31,17 +31,17 @@ def _out_of_memory(server: RestartableRedis, bare: redis.Redis) -> Iterator[None
 
 @contextmanager
 def _no_snapshots(server: RestartableRedis, bare: redis.Redis) -> Iterator[None]:
-    """RDB's MISCONF: nobody can write a file in /proc."""
+    """MISCONF of a snapshot that fails: nobody can write a file in /proc."""
     with redis_setting(bare, "save", "3600 1"), redis_setting(bare, "dir", "/proc"):
         bare.bgsave()
         _wait_for(bare, "rdb_last_bgsave_status", "err")
         yield
-    # `save ""` again, so nothing is refused any more.
+    # After `save ""` nothing is refused any more.
 
 
 @contextmanager
 def _disk_full(server: RestartableRedis, bare: redis.Redis) -> Iterator[None]:
-    """The append-only file's MISCONF: the file may not grow, which is what a full disk says to write()."""
+    """MISCONF of the append-only file: it may not grow, which write() reports like a full disk."""
     with server.no_larger_files():
         wait_until(lambda: not _is_writable(bare))
         yield

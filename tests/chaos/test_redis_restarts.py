@@ -99,7 +99,7 @@ def test_without_one_lost_jobs_are_not_found_and_may_be_submitted_again(
 
 
 def _num_connections(bare: redis.Redis) -> int:
-    """Without our own."""
+    """Clients of Redis, without our own."""
     return len(bare.client_list(_type="normal")) - 1
 
 
@@ -118,10 +118,10 @@ def test_lost_connections_and_forgotten_scripts_change_no_record(
         jobs = submit_jobs(client, num_jobs=4, num_prompts=60)
         num_dropped = 0
         for _ in range(8):
-            wait_until(lambda: _num_connections(bare) > 2)  # theirs come back
+            wait_until(lambda: _num_connections(bare) > 2)  # the workers connect again
             num_dropped += drop_connections(bare)
             flush_scripts(bare)
-            time.sleep(0.15)  # a storm has lulls, in which something may be done
+            time.sleep(0.15)  # a lull, in which work is done
         assert num_dropped > 16
         wait_all(client, jobs)
         check_invariants(client, bare, jobs)

@@ -21,14 +21,14 @@ from worker.client import BatchClient
 from worker.registry.keys import Keys
 
 STOP_TIMEOUT_S = 30.0
-FINISH_TIMEOUT_S = 250.0  # on a machine that does other things as well
+FINISH_TIMEOUT_S = 250.0  # for a busy machine
 
 Start = Callable[..., tuple[WarmProcess, Path]]
 
 
 @dataclass
 class Load:
-    """A job of long generations, and what an undisturbed run makes of it."""
+    """A job of long generations, and the records of an undisturbed run."""
 
     model: Path
     num_prompts: int
@@ -73,7 +73,7 @@ class Load:
 
 @pytest.fixture
 def start(redis_url: str, tmp_path: Path) -> Iterator[Start]:
-    """Starts workers, each with the file in which it counts its tokens; none outlives the test."""
+    """Starts workers that count their tokens, each in a file; none outlives the test."""
     processes: list[WarmProcess] = []
 
     def start(load: Load, most_tokens: float, **settings: str) -> tuple[WarmProcess, Path]:
@@ -98,7 +98,7 @@ def start(redis_url: str, tmp_path: Path) -> Iterator[Start]:
 def _end_first_worker(
     client: BatchClient, start: Start, load: Load, share: float, end: signal.Signals, **settings: str
 ) -> tuple[str, int]:
-    """A job whose first worker gets `end` once it generated `share` of the tokens, and how many it had generated."""
+    """Send `end` to the first worker once it has generated `share` of the tokens; the job, and the tokens by then."""
     first, count = start(load, share * load.total, **settings)
     wait_until(lambda: len(client.workers()) == 1, timeout_s=60)
     job_id = client.submit(load.lines())
@@ -122,7 +122,7 @@ def _finish(client: BatchClient, bare: redis.Redis, start: Start, load: Load, jo
     check_counters(bare)
     assert bare.zcard(Keys().open) == 0
     assert not bare.exists(Keys().resume_states(job_id), Keys().lines(job_id))
-    assert usage.resumed_tokens == load.total - read_count(count)  # no prompt had its record yet
+    assert usage.resumed_tokens == load.total - read_count(count)  # no prompt has a record yet
     return read_count(count)
 
 
@@ -153,7 +153,7 @@ def test_a_killed_worker_costs_the_tokens_since_the_last_resume_states(
 def test_a_worker_that_drains_loses_no_token(
     client: BatchClient, bare: redis.Redis, start: Start, long_load: Load
 ) -> None:
-    # No resume state comes due in 600 tokens: only the one at the end can have saved them.
+    # None is due within 600 tokens: only the resume states that a worker writes when it ends can have saved them.
     job_id, before = _end_first_worker(
         client, start, long_load, 0.5, signal.SIGTERM, engine__checkpoint_tokens="1000", worker__drain_timeout_s="0.1"
     )

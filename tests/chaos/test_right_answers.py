@@ -1,4 +1,4 @@
-"""Right answers under kill -9, and the same bits with `engine.deterministic`, whatever runs beside."""
+"""Right answers under kill -9, and with `engine.deterministic` the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from worker.demo.tickets import GradedAnswers, answer_text, numbered_tickets
 
 TIMEOUT_S = 100.0
 ENGINE = {"engine.deterministic": "true", "engine.num_threads": "1", "engine.dtype": "float32"}
-# What makes batches faster, as shipped and the other way.
+# Each setting that makes batches faster, at its default and the other way.
 VARIANTS = [
     pytest.param({}, id="as shipped"),
     pytest.param({"engine.shared_prefix.enabled": "false"}, id="every row reads its own prefix"),
@@ -83,7 +83,7 @@ def test_tickets_and_duplicates_are_right_whatever_is_shared_or_rounded(
     assert graded.accuracy >= GOAL, graded.wrong
     answers = {record["custom_id"]: answer_text(record) for record in records}
     different = [name for name in again if answers[name] != answers[name.removeprefix("again-")]]
-    # Computed in other steps, where sums are rounded in another order, one choice in a thousand may be another.
+    # In other steps sums are rounded in another order: one choice in a thousand may differ.
     assert len(different) <= 1, different
 
 

@@ -19,10 +19,10 @@ from worker.registry.keys import Keys
 
 pytestmark = pytest.mark.chaos
 
-# A prompt takes two seconds, twice as long as the longest drain that is not to be enough for it.
+# A prompt takes two seconds, twice as long as a drain that must be too short for it.
 LONG = WorkerOptions(engine={"steps_per_request": 200, "step_s": 0.01, "slots": 60})
-LEASES = {"worker.lease_s": "30"}  # none runs out: what is given back has cost no attempt
-STOP_S = 40.0  # with the machine's other affairs
+LEASES = {"worker.lease_s": "30"}  # none runs out: giving back costs no attempt
+STOP_S = 40.0  # on a busy machine
 Jobs = dict[str, dict[str, Record]]
 
 SLOW = WorkerOptions(engine={"steps_per_request": 8, "step_s": 0.005})
@@ -32,7 +32,7 @@ NUM_JOBS, SHARDS_OF_A_JOB = 6, 6
 
 
 def _start_with_work(fleet: Fleet, client: BatchClient, bare: redis.Redis, drain_s: float) -> tuple[FleetWorker, Jobs]:
-    """A worker, not supervised, that has begun all the shards of two jobs."""
+    """An unsupervised worker that has begun all shards of two jobs."""
     worker = fleet.start(is_supervised=False, worker__drain_timeout_s=str(drain_s), worker__concurrency="8")
     fleet.wait_up(client)
     jobs = submit_jobs(client, num_jobs=2, num_prompts=30)
@@ -119,7 +119,7 @@ def test_a_broken_engine_ends_its_worker_and_the_next_one_finishes(
 def test_after_a_device_fault_another_worker_goes_on_at_once(
     client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path
 ) -> None:
-    lease = {"worker.lease_s": "300"}  # who waits for a lease to run out waits longer than this test does
+    lease = {"worker.lease_s": "300"}  # waiting for a lease to run out would take longer than this test may
     with running_fleet(redis_url, tmp_path, SLOW, lease) as fleet:
         faulty = fleet.start(die_at="device faults", is_supervised=False)
         fleet.wait_up(client)
@@ -143,7 +143,7 @@ def test_a_worker_two_hours_ahead_and_one_behind_disturb_nobody(
         fleet.wait_up(client)
         created_at = bare.time()[0]
         jobs = submit_jobs(client, NUM_JOBS, num_prompts=10 * SHARDS_OF_A_JOB)
-        # The one ahead takes every message that is being worked on for an hour old, and sends it again.
+        # To the clock that is ahead every message in work is an hour old: that worker sends it again.
         num_messages = NUM_JOBS * (1 + SHARDS_OF_A_JOB)
         wait_until(lambda: sum(worker.num_received for worker in fleet.workers) > num_messages)
         gate.touch()

@@ -1,8 +1,8 @@
 """Runs a worker for fault injection: `python -m tests.chaos.worker_program OPTIONS KEY=VALUE ...`
 
-OPTIONS is JSON, see WorkerOptions. `millrace worker` in everything but: the engine may be a fake one, and the broker's
-visibility timeout is short, so that a test can wait for what a killed worker had not acknowledged. Only the standard
-library is imported at the top: kombu takes its own reference to time.time, and the clock may have to be shifted first.
+OPTIONS is JSON, see WorkerOptions. It differs from `millrace worker` in that the engine may be a fake one and that the
+broker's visibility timeout is short: a test can wait for what a killed worker had not acknowledged. Only the standard
+library is imported at the top: the clock may have to be shifted before kombu takes its own reference to time.time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MUTEX_EXPIRE_S = 2  # of a worker that died while it looked; 30 in production
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Travels as JSON on the worker program's command line; imports nothing, see there."""
+    """What the command line of the worker program says, as JSON. Needs no imports, as the program's docstring says."""
 
     engine: dict[str, Any] | None = None  # options of a FakeEngine; none: the real one, on `model.path`
     visibility_timeout_s: int = 4  # the same for all workers of one Redis
     die_at: str = ""  # a name of DEATHS
     clock_shift_s: float = 0.0
-    has_other_scripts: bool = False  # Lua of the same effect with another digest, as of another version
+    has_other_scripts: bool = False  # scripts of the same effect with other digests, as of another version
     log_level: str = "INFO"  # DEBUG: also what Celery says of every message
 
 
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def _run_worker(options: WorkerOptions, assignments: list[str]) -> int:
-    # Only now: kombu takes its own reference to time.time when it is imported.
+    # Imported here: kombu takes its own reference to time.time when it is imported.
     from settings import load_settings, parse_assignments
     from tests.chaos.faults import die_at
     from worker import celery_worker

@@ -1,4 +1,4 @@
-"""A small checkpoint for the tests of the engine, and an engine whose choices of tokens do not hang on rounding."""
+"""A small checkpoint for the tests of the engine, and an engine whose tokens do not depend on rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rediss:// through every door, and what happens to those who come with the wrong key."""
+"""rediss:// from every program, and what a wrong key or certificate meets."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_certificate_of_a_stranger_is_refused_by_registry_and_broker(
     monkeypatch.setattr("redis.retry.sleep", pauses.append)
     stranger = tmp_path / "stranger.pem"
     trustme.CA().cert_pem.write_to_path(str(stranger))
-    for ca_file in (stranger, None):  # None: whom the machine trusts
+    for ca_file in (stranger, None):  # None: the authorities that the machine trusts
         settings = RedisSettings(url=SecretStr(server.producer_url), ca_file=ca_file)
         with connect(settings) as client, pytest.raises(redis.ConnectionError, match="CERTIFICATE_VERIFY_FAILED"):
             client.ping()

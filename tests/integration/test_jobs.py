@@ -29,7 +29,7 @@ def requests_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def offline_records(requests_file: Path, tiny_model: Path) -> list[dict[str, Any]]:
-    """What the installed command makes of the file; its summary is beside it."""
+    """The installed command's records of the file, and its summary."""
     output = requests_file.with_name("offline.jsonl")
     command = [str(MILLRACE), "run", "-i", str(requests_file), "-o", str(output), "--model", str(tiny_model)]
     summary = str(requests_file.with_name("summary.json"))
@@ -77,7 +77,7 @@ def test_two_workers_share_one_job_and_give_the_same_records(
         job_id = client.submit(requests_file.read_bytes().splitlines())
         status = client.wait(job_id, timeout_s=60.0)
         records = list(client.results(job_id))
-        # By their next heartbeats: both workers must have run steps for this job.
+        # The next heartbeats say that both workers ran steps for this job.
         wait_until(lambda: all(worker.steps > before[worker.id] for worker in client.workers()), timeout_s=30.0)
     check_thousand_records(records)
     assert essences(records) == offline
@@ -108,7 +108,7 @@ def test_the_readmes_plain_celery_producer_gets_them_too(
 
 
 def _line_number(record: dict[str, Any]) -> int:
-    """From 1."""
+    """The number of a bad line, from 1."""
     failure = error_body(record)
     return int(record["custom_id"].removeprefix("line-")) + 1 if failure is None else int(failure["line"])
 
@@ -116,7 +116,7 @@ def _line_number(record: dict[str, Any]) -> int:
 def test_equal_prompts_of_several_jobs_and_tenants_have_a_record_each(redis_url: str, tiny_model: Path) -> None:
     lines = [{"prompt": f"the same question {n % 5}", "max_tokens": 8, "temperature": 0} for n in range(20)]
     with BatchClient(redis_url) as client:
-        # Before there is a worker: it then has all of them at once.
+        # Submitted before there is a worker, which then has all of them at once.
         job_ids = [client.submit(lines, tenant=tenant) for tenant in ("one", "one", "other")]
         with running_workers(redis_url, tiny_model, 1):
             jobs = [client.wait(job_id, timeout_s=60.0) for job_id in job_ids]

@@ -1,4 +1,4 @@
-"""What users wrote is in Redis and in their results, and not in any log at level info."""
+"""No log at level info holds what users wrote; that is in Redis and in their results only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CANARY = "canary-sings-7c1e"
 
 
 def lines() -> list[str]:
-    """Good ones, and bad ones of every kind that comes to mind, each with the word in it."""
+    """Good lines, and bad ones of many kinds, each with the word in it."""
     chat = {"role": "user", "content": f"{CANARY} in a chat"}
     bodies: list[Any] = [
         {"prompt": f"{CANARY} in a prompt", "max_tokens": 2},
@@ -65,7 +65,7 @@ def test_no_log_of_worker_or_producer_holds_a_word_of_a_prompt(
     records = [json.loads(record) for record in results.read_bytes().splitlines()]
     failed = [record for record in records if record["error"] or record["response"]["status_code"] != 200]
     assert len(records) == len(lines())
-    assert len(failed) >= 15  # else this test would show little
+    assert len(failed) >= 15  # else this test would prove little
     assert "is up" in log  # it does log at info
     assert CANARY not in log
     for done in (submitted, watched, listed):

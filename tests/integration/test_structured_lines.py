@@ -1,4 +1,4 @@
-"""Lines that say what their answers must look like, and tool calls, by a whole engine on random weights."""
+"""Lines that set the form of their answers, and tool calls, by an engine with random weights."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class _Driver(DriverBase):  # type: ignore[misc]  # triton is untyped
 
 @contextmanager
 def compiling_for(capability: int) -> Iterator[list[CompiledKernel]]:
-    """Launches inside are compiled for sm_<capability> and not run; yields the list they are added to, each once."""
+    """Compile launches for sm_<capability> and do not run them; yields the list of them, each once."""
     compiled: list[CompiledKernel] = []
     seen: set[str] = set()
     run = JITFunction.run
@@ -143,7 +143,7 @@ class _Specialising(_Driver):
 def recorded_specialisations(capability: int) -> Iterator[list[str]]:
     """Names of kernels with their keys, one for each compilation that a GPU would see, in their order.
 
-    What kernels would write is zeros.
+    Nothing runs: what kernels would have written is zeros.
     """
     recorded: list[str] = []
     run = JITFunction.run
@@ -169,7 +169,7 @@ def recorded_specialisations(capability: int) -> Iterator[list[str]]:
 
 @contextmanager
 def counted_compilations() -> Iterator[list[str]]:
-    """What is compiled within the block, each kernel with its launch; nothing is in the interpreter."""
+    """The kernels compiled within the block, each with its launch; none under the interpreter."""
     compiled: list[str] = []
 
     def note(*, repr: str, **_: Any) -> None:  # the name is Triton's

@@ -38,10 +38,10 @@ PAST_INT32_ELEMENTS = 2**31 + 2**16
 
 
 class SimulatedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
-    """Counts the memory of every tensor that an operation makes, from the first `reset_peak` on, until it is freed.
+    """Counts the memory of tensors that operations make after the first `reset_peak`, until they are freed.
 
-    What was there before, weights above all, is `held_bytes`. An operation that makes more than there is fails as a
-    GPU's allocator does. What an operation takes inside of itself is not seen.
+    `held_bytes` was there before, weights above all. An operation that asks for more than is left fails as a GPU's
+    allocator does. What an operation needs while it runs is not seen.
     """
 
     def __init__(self, total_bytes: int, held_bytes: int = 0) -> None:
@@ -95,7 +95,7 @@ class SimulatedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of
 
 @contextmanager
 def simulated_device(total_bytes: int, held_bytes: int = 0) -> Iterator[SimulatedMemory]:
-    """Engines loaded within the block measure this memory, as they would a GPU's, though they run on the CPU."""
+    """Let engines that are loaded within the block measure this memory as a GPU's, though they run on the CPU."""
     memory = SimulatedMemory(total_bytes, held_bytes)
     with pytest.MonkeyPatch.context() as patch, memory:
         for module in (derived_settings, load):
@@ -134,12 +134,12 @@ class RecordingStream:
 
 
 class NoHostReads(TorchFunctionMode):
-    """While it is on, such a call raises; kernels and staged copies, which a device would run, are let through."""
+    """Raises where a tensor is read on the host; kernels and staged copies, which a device would run, may."""
 
     def __init__(self) -> None:
         super().__init__()
         self._num_kernels = 0
-        self.num_calls = 0  # that were looked at
+        self.num_calls = 0  # calls looked at
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -153,7 +153,7 @@ class NoHostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, as what a device runs."""
+        """`function` as a kernel: it may read its tensors."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._num_kernels += 1
@@ -166,7 +166,7 @@ class NoHostReads(TorchFunctionMode):
 
 
 class KernelOperations:
-    """Operations each of which is a kernel."""
+    """Operations that `guard` takes for kernels."""
 
     def __init__(self, ops: object, guard: NoHostReads) -> None:
         self._ops = ops
@@ -182,10 +182,10 @@ def _has_mask_or_list(index: Any) -> bool:
 
 
 class GuardedMemory:
-    """Hands out what torch.empty, torch.empty_like and Tensor.new_empty give while it is installed.
+    """Stands for torch.empty, torch.empty_like and Tensor.new_empty while it is installed.
 
-    Floats start as NaN, integers as the lowest value, so that what a kernel leaves out shows; `check` finds what it
-    wrote where nothing was its own, which the sequential interpreter would let pass.
+    Floats start as NaN and integers as the lowest value, which shows what a kernel left out. `check` finds writes
+    outside of a tensor, which the sequential interpreter would let pass.
     """
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ class GuardedMemory:
         self._buffers: list[tuple[torch.Tensor, int]] = []
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Until monkeypatch undoes it."""
+        """Replace torch's functions until monkeypatch puts them back."""
 
         def new_empty(
             tensor: torch.Tensor, *size: Any, dtype: torch.dtype | None = None, device: Any = None

@@ -75,7 +75,7 @@ def load_engine(
 
 
 def load_decoder_engine(effective: EffectiveSettings, pass_trace: PassTrace | None = None) -> OpenEngine:
-    """The engine of a model that is a decoder, loaded as ever."""
+    """The engine of a decoder, loaded as `load_engine` of the product does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "Engine", OpenEngine)
         engine = load.load_engine(effective, pass_trace)
@@ -84,12 +84,12 @@ def load_decoder_engine(effective: EffectiveSettings, pass_trace: PassTrace | No
 
 
 def greedy_request(request_id: str, prompt: Sequence[int], max_tokens: int = 64) -> Request:
-    """Greedy, and only max_tokens ends it."""
+    """A greedy request that only max_tokens ends."""
     return Request(request_id, tuple(prompt), SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
 
 
 def run_all(engine: Engine, requests: Sequence[AnyRequest]) -> dict[str, RequestOutput]:
-    """Run requests to their ends, one output each; the pool must be whole afterwards."""
+    """Run requests to their ends, one output each; every block must be free again afterwards."""
     for request in requests:
         engine.add_request(request)
     outputs: dict[str, RequestOutput] = {}
@@ -148,13 +148,13 @@ class StaticRunner:
 
     def __init__(self, failing: Collection[int] = ()) -> None:
         self._failing = failing
-        self.captures: list[tuple[int, ...]] = []  # the bounds of each attempt
+        self.captures: list[tuple[int, ...]] = []  # bounds of each attempt
         self.runs: list[StaticRun] = []
-        self.replays: list[tuple[int, ...]] = []  # the lengths of each
+        self.replays: list[tuple[int, ...]] = []  # lengths of each
 
     @property
     def sizes(self) -> list[int]:
-        """Of each replay."""
+        """The batch size of each replay."""
         return [len(kv_lens) for kv_lens in self.replays]
 
     def capture(self, run: DecodeRun, kv_len_bounds: tuple[int, ...]) -> DecodeRun:
@@ -226,7 +226,7 @@ class DryEngine:
         self.blocks = blocks
         self.scheduler = Scheduler(limits, blocks)
         self.scheduled_tokens = 0  # the clock
-        self.prompt_tokens_run = 0  # prompt positions run, those run again after a preemption included
+        self.prompt_tokens_run = 0  # prompt positions run, with those repeated after a preemption
         self.num_steps = 0
         self._arrivals = 0
 

@@ -222,14 +222,14 @@ class GatedEngine(FakeEngine):
 
 
 class WritingEngine(FakeEngine):
-    """A step is a token of each request; every `interval` tokens a resume state is due. Answers are `answer`'s."""
+    """Generates a token of each request in a step; every `interval` tokens a resume state is due."""
 
     def __init__(self, *, interval: int = 4, step_s: float = 0.0, stop_after: int = 1_000_000) -> None:
         super().__init__(step_s=step_s)
         self.num_generated = 0
         self.resumed: list[int] = []  # tokens that requests came with
         self._interval = interval
-        self._stop_after = stop_after  # tokens of a request after which it gets no further
+        self._stop_after = stop_after  # tokens after which a request goes no further
         self._written: dict[str, bytes] = {}
         self._due: list[str] = []
 
@@ -280,7 +280,7 @@ class WritingEngine(FakeEngine):
 
 
 def engine_stats(**figures: Any) -> EngineStats:
-    """Those of an engine that has done nothing, but for `figures`."""
+    """The figures of an engine that has done nothing, but for `figures`."""
     return replace(_IDLE, **figures)
 
 
@@ -353,12 +353,12 @@ def request_output(request_id: str = "0", *completions: Completion, error: Engin
 
 
 def make_feed(tenant: str = "t", priority: int = 5) -> PromptFeed:
-    """A feed nobody listens to."""
+    """A feed whose outputs nobody reads."""
     return PromptFeed(tenant, priority, on_outputs=lambda _: None)
 
 
 def prompts(texts: Sequence[str], *, of: str = "", max_tokens: int = 1) -> list[tuple[PrefixKey, Request]]:
-    """What a shard offers for these prompts. A request's id is `of` and the text, then something unique after a #."""
+    """What a shard offers for these prompts. A request's id is `of`, the text, and a unique part after a #."""
     params = SamplingParams(max_tokens=max_tokens)
     return [
         (prefix_sort_key(text), Request(f"{of}{text}#{uuid.uuid4()}", list(text.encode()), params)) for text in texts
@@ -372,7 +372,7 @@ def fed(
     on_outputs: OnOutputs = lambda _: None,
     on_resume_state: OnResumeState = lambda _, __: None,
 ) -> Iterator[PromptFeed]:
-    """A feed of these requests, in this order, for as long as the block runs."""
+    """A feed of these requests, in order, for the length of the block."""
     feed = PromptFeed("t", 5, on_outputs=on_outputs, on_resume_state=on_resume_state)
     with thread.fed_by(feed):
         thread.offer(feed, [((b"",), request) for request in requests], is_last=True)

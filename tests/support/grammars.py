@@ -47,13 +47,13 @@ def schema_grammar(schema: object, param: str = "response_format") -> Grammar:
 
 
 def held_request(request_id: str, grammar: Grammar | None, prompt: tuple[int, ...] = PROMPT, **params: Any) -> Request:
-    """Seeded and at temperature 1 unless told otherwise."""
+    """A request whose output follows a grammar; seeded and at temperature 1 unless told otherwise."""
     options: dict[str, Any] = {"max_tokens": 200, "seed": 1} | params
     return Request(request_id, prompt, SamplingParams(grammar=grammar, **options))
 
 
 class HeldTrials:
-    """Every trial of a grammar waits for `go_on`."""
+    """Lets every trial of a grammar wait for `go_on`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tried: list[str] = []  # texts of the grammars, in the order of their trials
@@ -79,7 +79,7 @@ class HeldTrials:
 
 
 def random_schema(seed: int) -> Schema:
-    """The schema of a number: always the same one. Strings, lists and objects are bounded, nearly always."""
+    """The schema that belongs to a number. Strings, lists and objects are bounded, nearly always."""
     draw = random.Random(seed)
     schema = _object(draw, 0) if draw.random() < 0.7 else _any(draw, 0)
     if draw.random() < 0.2:

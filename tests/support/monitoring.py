@@ -1,8 +1,8 @@
 """Looks at workers from outside: a worker's own pages, a Prometheus, a collector of spans, a headless Chromium.
 
 Prometheus runs with the configuration of worker/monitor, but for where the workers are. The collector is an HTTP server
-that takes OTLP and keeps what it gets in memory. `monitored_run` has a worker at work with everything that an operator
-has to look at it.
+that takes OTLP and keeps what it gets in memory. `monitored_run` runs a worker with all that an operator has to watch
+it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _OPTIONS = (
 
 @dataclass(frozen=True)
 class MonitoredRun:
-    """What is left when the jobs are done and everything still runs."""
+    """Where to look once the jobs are done, while everything still runs."""
 
     server: AclRedis
     started_s: float  # Unix time
@@ -106,7 +106,7 @@ def monitored_run(directory: Path, model: Path) -> Iterator[MonitoredRun]:
 
 
 def status_of(url: str, authorization: str | None = None, *, method: str = "GET") -> int | None:
-    """The status of an answer, None where nobody answers."""
+    """The HTTP status of an answer; None where nobody answers."""
     headers = {} if authorization is None else {"Authorization": authorization}
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers, method=method), timeout=10) as answer:
@@ -159,7 +159,7 @@ def get(port: int, path: str) -> tuple[int, str]:
 
 
 def scrape(port: int) -> dict[str, float]:
-    """Every sample: `name` or `name{label="value",...}`, labels in alphabetical order, to its value."""
+    """Value by sample: `name` or `name{label="value",...}`, labels in alphabetical order."""
     status, text = get(port, "/metrics")
     assert status == 200, text
     samples: dict[str, float] = {}
@@ -218,7 +218,7 @@ def _is_ready(url: str) -> bool:
 
 
 def alert_rules() -> list[dict[str, Any]]:
-    """Those of alerts.yml."""
+    """The rules of alerts.yml."""
     groups = yaml.safe_load((MONITOR / "alerts.yml").read_text())["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
@@ -238,7 +238,7 @@ def expressions(panel: dict[str, Any], **variables: str) -> list[str]:
 
 
 def metric_names(expression: str) -> set[str]:
-    """The metrics that an expression reads, a histogram by its own name."""
+    """Names of the metrics that an expression reads; a histogram without _bucket, _sum or _count."""
     names = set(_NAME.findall(expression))
     return {next((name.removesuffix(part) for part in _HISTOGRAM_PARTS if name.endswith(part)), name) for name in names}
 
@@ -259,7 +259,7 @@ class CollectedSpan:
 
 
 class Collector:
-    """What came in so far, as spans and as the bytes of the requests."""
+    """Keeps what came in, as spans and as the bytes of the requests."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -321,7 +321,7 @@ def _span(span: Any, resource: dict[str, Any]) -> CollectedSpan:
 
 @dataclass(frozen=True)
 class Page:
-    """What was on the screen: as HTML, and as a picture."""
+    """A page as it was on the screen: HTML and picture."""
 
     html: str
     screenshot: Path
@@ -338,7 +338,7 @@ def chromium_executable() -> str | None:
 
 
 def look_at(url: str, screenshot: Path, *, size: tuple[int, int] = (1400, 900), scripts_ms: int = 5_000) -> Page:
-    """Open `url` in a browser of its own; its scripts have `scripts_ms` of their time, which passes as fast as it can.
+    """Open `url` in a new browser and let its scripts run for `scripts_ms` of a clock that goes as fast as it can.
 
     Answers of servers are waited for whatever the clock says. Raises subprocess.CalledProcessError or TimeoutExpired.
     """

@@ -56,7 +56,7 @@ class WarmInterpreter:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-m", "tests.support.processes", str(theirs.fileno())]
-            # It is not waited for: when this end of the socket closes, it exits by itself.
+            # Nobody waits for it: it exits once this end of the socket is closed.
             self._process = subprocess.Popen(
                 command, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
             )
@@ -72,7 +72,7 @@ class WarmInterpreter:
     ) -> WarmProcess:
         """Run `main` of a module with this process's directory and environment, as `python -m` would.
 
-        stderr: none to have it in stdout. stdin: a descriptor; none to have it empty.
+        stderr: where errors go, None for stdout. stdin: a descriptor, None for an empty one.
         """
         request = {"module": module, "arguments": list(arguments), "cwd": os.getcwd(), "environ": dict(os.environ)}
         told, tells = os.pipe()
@@ -100,7 +100,7 @@ class WarmProcess:
         self.args = module
         self.returncode: int | None = None
         self._told = os.fdopen(told, "rb", buffering=0)
-        self._lock = threading.Lock()  # of supervisors and tests that look at the same time
+        self._lock = threading.Lock()  # supervisors and tests look at the same time
         self.pid = int(self._told.readline())
 
     def poll(self) -> int | None:
@@ -161,7 +161,7 @@ def serve_forks() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     for name in PRELOADED:
         importlib.import_module(name)
-    gc.freeze()  # what was imported is not to be gone through, and so copied, by every fork
+    gc.freeze()  # else every fork would go through what was imported, and so copy it
     request = _fork_for_requests(control)
     if request is not None:
         control.close()
@@ -184,7 +184,7 @@ def _run_request(request: dict[str, Any]) -> int:
 
 
 def _end_process(code: int) -> NoReturn:
-    """As the interpreter ends, but for taking apart every module: with torch that is a second of processor time."""
+    """End like the interpreter, but without taking modules apart, which with torch costs a second of processor time."""
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads; not public
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -193,8 +193,8 @@ def _end_process(code: int) -> NoReturn:
 
 
 def _fork_for_requests(control: socket.socket) -> dict[str, Any] | None:
-    """Fork for each request; returns it in the process that is to run it, None when there will be no more."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # those that report exit codes are not waited for
+    """Fork for each request. Returns the request in the fork, which is to run it, and None here when no more come."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes that report exit codes
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 4)
         if not data:

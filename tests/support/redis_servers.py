@@ -46,8 +46,8 @@ _PASSWORDS = {
 
 HOST = "127.0.0.1"
 
-# Below those that Linux gives to outgoing connections: a client that tries again and again to reach a server that is
-# down could be given the server's own port, be connected to itself, and keep the server from coming back.
+# Below the ports that Linux gives to outgoing connections: a client that tries again and again to reach a server that
+# is down could be given that very port, be connected to itself, and keep the server from coming back.
 SERVER_PORTS = range(20_000, 32_000)
 
 PROXY_POLL_S = 0.1
@@ -99,7 +99,7 @@ def wait_until_answered(client: redis.Redis, process: subprocess.Popen[bytes]) -
 
 
 def free_port() -> int:
-    """A port of this machine that was free a moment ago, and that no outgoing connection is given meanwhile."""
+    """A port of this machine that was free a moment ago; no outgoing connection is given it."""
     for port in random.SystemRandom().sample(SERVER_PORTS, 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind((HOST, port))
@@ -108,7 +108,10 @@ def free_port() -> int:
 
 
 class RestartableRedis:
-    """With `is_durable`, the append-only file of compose.yaml; without, a restart forgets everything."""
+    """A server that can be ended and started again.
+
+    is_durable: it has the append-only file of compose.yaml; without it a restart forgets everything.
+    """
 
     def __init__(self, directory: Path, *, is_durable: bool) -> None:
         self.port = free_port()
@@ -141,7 +144,7 @@ class RestartableRedis:
 
     @contextmanager
     def no_larger_files(self) -> Iterator[None]:
-        """No file of the server's may grow past its present size: its writes fail as on a full disk."""
+        """Let the server's files grow no further: its writes fail as on a full disk."""
         if self._process is None:
             raise RuntimeError("the server does not run")
         present = max(path.stat().st_size for path in self._directory.glob("*.aof"))
@@ -187,7 +190,7 @@ class AclRedis:
         return f"redis://{user}:{quoted_password}@127.0.0.1:{self.port}/0"
 
     def denials(self) -> list[str]:
-        """What somebody wanted and was not allowed, since the log was last cleared."""
+        """Calls that users were refused since the log was last cleared."""
         return [
             f"{entry['username']} may not {entry['context']} {entry['reason']} {entry['object']} (x{entry['count']})"
             for entry in self.admin.acl_log()
@@ -201,7 +204,7 @@ def acl_redis(directory: Path, *, port: int) -> Iterator[AclRedis]:
     version = _version(redis_executable())
     file.write_text(acl_file(_PASSWORDS, version))
     options = {"port": port, "bind": "127.0.0.1", "dir": directory, "save": "", "aclfile": file}
-    if version >= (7, 0):  # off by default since then: it must be the user that is refused, not the command
+    if version >= (7, 0):  # off by default since then, which would refuse the command, not the user
         options |= {"enable-module-command": "local", "enable-debug-command": "local"}
     with (directory / "redis.log").open("wb") as log:
         process = subprocess.Popen(_command(options), stdout=log, stderr=subprocess.STDOUT)
@@ -223,12 +226,12 @@ def _version(executable: str) -> tuple[int, int]:
 
 @contextmanager
 def tls_front(backend_port: int, ca_file: Path) -> Iterator[int]:
-    """Serve `backend_port` encrypted, on the port that is yielded; who signed its certificate is put in `ca_file`."""
+    """Serve `backend_port` encrypted on the port that is yielded; writes who signed its certificate to `ca_file`."""
     ca = trustme.CA()
     ca.cert_pem.write_to_path(str(ca_file))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     ca.issue_cert(HOST, "localhost").configure_cert(context)
-    stop, stopped = socket.socketpair()  # the second can be read once the first is closed
+    stop, stopped = socket.socketpair()  # `stopped` becomes readable when `stop` is closed
 
     def serve(plain: socket.socket) -> None:
         _serve_connection(plain, context, backend_port, stopped)
@@ -240,7 +243,7 @@ def tls_front(backend_port: int, ca_file: Path) -> Iterator[int]:
             yield listener.getsockname()[1]
         finally:
             stop.close()
-            listener.shutdown(socket.SHUT_RDWR)  # closing it alone does not wake who waits in accept
+            listener.shutdown(socket.SHUT_RDWR)  # closing alone does not wake a thread in accept
             accepting.join()
 
 
@@ -277,7 +280,7 @@ def _copy_both_ways(client: ssl.SSLSocket, backend: socket.socket, stopped: sock
                     return
                 source = client if key.data is backend else backend
                 data = source.recv(65536)
-                # What TLS has decrypted already, no selector would tell of.
+                # A selector does not see what TLS has decrypted already.
                 while source is client and client.pending():
                     data += client.recv(65536)
                 if not data:
@@ -299,23 +302,23 @@ class TcpProxy:
         self._open: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(PROXY_POLL_S)
-        self._random = random.Random(0)  # not the one of all: hypothesis objects to another thread's use of that
+        self._random = random.Random(0)  # its own: hypothesis objects if another thread draws from `random`
         self._pumps: list[threading.Thread] = []
         self.port = int(self._listener.getsockname()[1])
         self._accepting = threading.Thread(target=self._accept, name="proxy", daemon=True)
         self._accepting.start()
 
     def kill_half(self) -> int:
-        """From now on nothing passes over the present connections, and neither side is told; how many there were.
+        """Let nothing pass over the present connections and tell neither side; how many there were.
 
-        New ones work. It is what a router does that forgot its state.
+        New connections work. So does a router behave that forgot its state.
         """
         self._dead |= self._open
         return len(self._dead) // 2
 
     @contextmanager
     def partition(self) -> Iterator[None]:
-        """Nothing passes in either direction. What was sent arrives afterwards, where its connection still is."""
+        """Let nothing pass in either direction. What was sent arrives afterwards, if its connection still stands."""
         self._connected.clear()
         try:
             yield
@@ -323,14 +326,14 @@ class TcpProxy:
             self._connected.set()
 
     def close(self) -> None:
-        """End it and every connection; its threads have ended when this returns."""
+        """End the proxy and every connection; its threads have ended when this returns."""
         self._closing.set()
         self._connected.set()
         self._listener.close()
         self._accepting.join()
         for end in list(self._open):
             with suppress(OSError):  # its pump was quicker
-                end.shutdown(socket.SHUT_RDWR)  # wakes who stands in a send that nobody takes
+                end.shutdown(socket.SHUT_RDWR)  # wakes a pump whose send nobody takes
         for pump in self._pumps:
             pump.join()
 
@@ -394,7 +397,7 @@ def tcp_proxy(target_port: int) -> Iterator[TcpProxy]:
 
 
 def lose_next_script_reply(client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let `client` lose the reply to its next script, so that it sends the call again. What was lost, as it happens."""
+    """Let `client` lose the reply to its next script, so that it sends the call again. The list gets what was lost."""
     parse_response: Callable[..., Any] = client.parse_response
     lost: list[str] = []
 
@@ -414,7 +417,7 @@ def redis_settings(url: str, **options: object) -> RedisSettings:
 
 
 def found_at(url: str, *, for_worker: bool = False, **options: object) -> dict[str, Finding]:
-    """Findings by check, where each check has one."""
+    """What the doctor finds, by check; each check must have one finding."""
     findings = list(redis_findings(redis_settings(url, **options), url, for_worker=for_worker))
     by_check = {finding.check: finding for finding in findings}
     assert len(by_check) == len(findings), findings
@@ -428,7 +431,7 @@ def facts_at(url: str) -> RedisFacts:
 
 @contextmanager
 def configured(url: str, **values: str) -> Iterator[redis.Redis]:
-    """The server at `url` with these settings (`_` for `-`), which are then put back."""
+    """Set these settings (`_` for `-`) of the server at `url` for the length of the block."""
     with redis.Redis.from_url(url, decode_responses=True) as client:
         names = {name.replace("_", "-"): value for name, value in values.items()}
         before = {name: client.config_get(name)[name] for name in names}

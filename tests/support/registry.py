@@ -107,15 +107,15 @@ class TestRegistry:
         return perform(self.redis, JobQueries(self.keys).workers())
 
     def records(self, job_id: str) -> Sequence[bytes]:
-        """The first page of them, as they were written."""
+        """The first page of a job's records, as they were written."""
         return perform(self.redis, JobQueries(self.keys).page(job_id, 0, ResultOrder.COMPLETION)).records
 
     def let_pass(self, ref: UnitRef, seconds: float) -> None:
-        """Bring the end of the unit's lease so much nearer."""
+        """Bring the end of the unit's lease nearer by so many seconds."""
         self.redis.hincrby(self.keys.unit(ref), "lease", -round(1000 * seconds))
 
     def lapse(self, ref: UnitRef) -> None:
-        """Let the unit's lease have run out."""
+        """Let the unit's lease run out now."""
         self.redis.hset(self.keys.unit(ref), "lease", 1)
 
     def lease_left_s(self, ref: UnitRef) -> float:
@@ -123,7 +123,7 @@ class TestRegistry:
         return float(cast(bytes, self.redis.hget(self.keys.unit(ref), "lease"))) / 1000 - self.time_s()
 
     def expire(self, job_id: str) -> None:
-        """Let the job's deadline have passed."""
+        """Let the job's deadline pass now."""
         self.redis.hset(self.keys.job(job_id), "deadline", 1)
 
     def time_s(self) -> float:
@@ -131,7 +131,7 @@ class TestRegistry:
         return redis_time_s(self.redis)
 
     def make_due(self) -> None:
-        """Let every open unit be due for a look."""
+        """Make every open unit due for the reaper's look."""
         for member in self.redis.zrange(self.keys.open, 0, -1):
             self.redis.zadd(self.keys.open, {str(text(cast(bytes, member))): 1})
 
@@ -155,7 +155,7 @@ def ok(index: int, record: str = "{}") -> PromptRecord:
 
 
 class RecordingAnnouncer(Announcer):
-    """Remembers the units it was to announce, and publishes nothing."""
+    """Notes the units it is told to announce; publishes nothing."""
 
     def __init__(self) -> None:
         super().__init__(Celery(set_as_current=False))
@@ -208,7 +208,7 @@ class Units:
         )
 
     def run_job(self, job_id: str) -> None:
-        """Plan the job and run its shards, one after the other; all of it must be queued."""
+        """Plan a job of which nothing has run, and run its shards one after the other."""
         self.planner().plan(self.hold(UnitRef.plan(job_id)))
         for number in range(self.registry.status(job_id).shards_total):
             self.shard_run(self.hold(UnitRef.shard(job_id, number))).run()
@@ -223,7 +223,7 @@ class Units:
 def running_units(
     registry: TestRegistry, engine: FakeEngine | None = None, *, max_open: int = 1000, lease_s: float = 30.0
 ) -> Iterator[Units]:
-    """Engine thread and writer, running."""
+    """Units whose engine thread and writer run for the length of the block."""
     engine = engine or FakeEngine()
     failures: list[BaseException] = []
     window = AdmissionWindow(max_open, ageing_s=60.0)
@@ -240,7 +240,7 @@ def running_units(
 
 @dataclass(frozen=True)
 class OpenAIBatch:
-    """Every line was checked against the package's own types."""
+    """A batch as OpenAI's package reads it, every line checked against its types."""
 
     batch: Batch
     output: dict[str, Any]  # custom_id -> body, as the package's type
@@ -282,7 +282,7 @@ def _error(record: dict[str, Any]) -> ErrorObject | BatchError:
 def job_status(
     status: JobState, completed: int = 0, failed: int = 0, error: str | None = None, *, output_tokens: int = 7
 ) -> JobStatus:
-    """Of ten prompts; a quarter of their tokens came from the prefix cache."""
+    """The status of a job of ten prompts; a quarter of their tokens came from the prefix cache."""
     return JobStatus(
         id="s0-1",
         status=status,

@@ -110,7 +110,7 @@ def bad_line_numbers() -> dict[int, str]:
 
 
 def thousand_lines() -> list[str]:
-    """The lines of the file."""
+    """The lines of the file of 1,000."""
     bad = bad_line_numbers()
     return [
         BAD_KINDS[bad[number]][1](f"line-{number}") if number in bad else _good_line(number)
@@ -133,7 +133,7 @@ def error_body(record: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def essence(record: dict[str, Any]) -> tuple[Any, ...]:
-    """What must be the same however a line was run: not the ids and times, not what the cache saved."""
+    """What of a record must be the same however its line was run: no ids, no times, no tokens that the cache saved."""
     failure = error_body(record)
     if failure is not None:
         return (record["custom_id"], failure.get("line"), failure["param"], failure["code"], failure["message"])
@@ -143,7 +143,7 @@ def essence(record: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def essences(records: Iterable[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Records in an order of their own, so that two runs can be compared."""
+    """The essences of records, sorted, so that two runs can be compared."""
     return sorted((essence(record) for record in records), key=repr)
 
 

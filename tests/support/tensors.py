@@ -1,8 +1,8 @@
 """Makes tensors for tests of the kernels and compares what was computed with what was expected.
 
 Paged caches have known contents and poison around them. One comparison is strict enough to fail and says where it did;
-another finds a rounding left out, too small for the first and too frequent for chance. Products with weights of 8 bits
-are computed in plain integers: what `kernels.int8` must give bit for bit.
+another finds a rounding that was left out: too small for the first, too frequent for chance. Products with weights of
+8 bits are computed in plain integers; `kernels.int8` must give the same bits.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _MAX_STEPS = {torch.float32: 64.0, torch.bfloat16: 4.0, torch.float16: 4.0}
 # 0.4 steps; one step in every element is a bias, and a defect, even where each element alone would pass.
 _RMS_STEPS = {torch.float32: 8.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 
-# Sums in another order, and a reciprocal root good to 2 steps of float32, turn a rounding to 11 bits or fewer the
-# other way in about one element of a thousand. A rounding left out changes one element of four.
+# Sums in another order, and a reciprocal root good to 2 steps of float32, round about one element of a thousand the
+# other way, to 11 bits or fewer. A rounding left out changes one element of four.
 _MAX_DIFFERENT = 0.02
 
 # (tokens, experts, experts per token): one token, odd numbers, more experts than pairs (so most take none).
@@ -41,7 +41,7 @@ def assert_close(
 ) -> None:
     """Raise AssertionError unless shape, dtype, NaNs, infinities and values agree; integers must be equal.
 
-    max_steps, rms_steps: other bounds than the dtype's, for a test that argues them.
+    max_steps, rms_steps: bounds in place of the dtype's, for a test that has a reason.
     """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         raise AssertionError(
@@ -175,7 +175,7 @@ def check_prefix_groups(groups: Sequence[PrefixGroup], lens: Sequence[tuple[int,
 
 
 def _share_blocks(block_tables: torch.Tensor, groups: Sequence[PrefixGroup], row: int, block_size: int) -> int:
-    """Write the shared blocks of a row that follows others of its group. -> how many there are."""
+    """Write the blocks that a row shares with the first of its group; how many there are."""
     for group in groups:
         if group.first_row < row < group.first_row + group.num_rows:
             num_blocks = group.num_tokens // block_size

@@ -1,4 +1,4 @@
-"""Sees to it that threads end with what started them, and sees where one stands."""
+"""Checks that threads end with what started them, and tells whether a thread waits."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-THREADS_END_S = 10.0  # for those that were told to end and are on their way
+THREADS_END_S = 10.0  # for threads that were told to end
 
-# By how their names begin. These live as long as the process, by design of the library that starts them.
+# Beginnings of names. These threads live as long as the process, by design of the library that starts them.
 PROCESS_WIDE = ("tqdm_monitor",)  # tqdm's, of the first progress bar that transformers draws: it refreshes slow bars
-# These belong to an object that starts them when it first needs them, which may be in a test while the object is a
-# module's fixture: they must have ended with the module. An engine's compiler starts its thread with its first grammar
-# and ends it when it is closed.
+# An engine's compiler starts its thread with its first grammar and ends it when it is closed. Where the engine is a
+# module's fixture, that is during one test and after the last: the thread must end with the module.
 STARTED_LATE = ("grammars_",)
 
 
@@ -22,7 +21,7 @@ STARTED_LATE = ("grammars_",)
 def leaving_no_threads(culprit: str, *, but: tuple[str, ...] = PROCESS_WIDE) -> Iterator[None]:
     """Fail if a thread that began in the block runs on after it, unless its name begins like one of `but`.
 
-    culprit: who is to blame, for the message.
+    culprit: what the message blames.
     """
     before = set(threading.enumerate())
     yield
@@ -42,12 +41,12 @@ def is_waiting(thread: threading.Thread) -> bool:
 
 
 def _is_pythons(thread: threading.Thread) -> bool:
-    """Not one that C++ started: of those Python knows no end."""
+    """Whether Python started it: it does not see the end of threads that C++ started."""
     return not isinstance(thread, threading._DummyThread)
 
 
 def _described(thread: threading.Thread) -> str:
-    """Its name and what it runs: the name alone may be Thread-7."""
+    """A thread's name and what it runs: the name alone may be Thread-7."""
     target = getattr(thread, "_target", None)
     runs = getattr(target, "__qualname__", None) or type(thread).__qualname__
     return f"{thread.name} ({'daemon, ' if thread.daemon else ''}runs {runs})"

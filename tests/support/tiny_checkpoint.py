@@ -132,7 +132,7 @@ def make_model(family: Family = "qwen3", *, seed: int = 0, **config_overrides: A
         model = _build(family, options)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "norm" in name:  # born as ones, which would hide a norm weight left out or swapped
+                if "norm" in name:  # they are made as ones, which would hide a norm weight left out or swapped
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.eval()
 
@@ -164,7 +164,7 @@ def make_bert_checkpoint(path: Path, *, masked_lm: bool = False, seed: int = 0, 
         config = BertConfig(**(BERT_DEFAULTS | config_overrides))
         model: PreTrainedModel = BertForMaskedLM(config) if masked_lm else BertModel(config)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():  # norms are born as ones, biases as zeros
+            for name, parameter in model.named_parameters():  # norms are made as ones, biases as zeros
                 if "LayerNorm" in name or "bias" in name:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(path)
@@ -218,7 +218,7 @@ class ReferenceEmbedder:
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int], dimensions: int | None = None) -> torch.Tensor:
-        """[H], or [dimensions], of length 1."""
+        """The embedding of one input: [H] or [dimensions], of length 1."""
         ids = torch.tensor([list(token_ids)])
         hidden = self._model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
         pooled = {"cls": hidden[0], "mean": hidden.mean(dim=0), "last_token": hidden[-1]}[self._pooling]
@@ -269,7 +269,7 @@ def continue_greedily(
 
 
 def count_ties_where_it_differs(expected: ReferenceContinuation, found: Sequence[int]) -> int:
-    """0 if equal, 1 if the first difference is at a tie of the reference; anything else fails."""
+    """0 if equal, 1 if they first differ at a tie of the reference; fails for any other difference."""
     assert len(found) == len(expected.token_ids)
     for step, (wanted, got) in enumerate(zip(expected.token_ids, found, strict=True)):
         if wanted != got:
@@ -280,14 +280,14 @@ def count_ties_where_it_differs(expected: ReferenceContinuation, found: Sequence
 
 
 def decoder_config(path: Path) -> ModelConfig:
-    """That of config.json in a model directory."""
+    """The decoder's configuration from config.json in a model directory."""
     config = read_config(path)
     assert isinstance(config, ModelConfig)
     return config
 
 
 def load_alone(path: Path) -> DecoderModel:
-    """In float32 on the CPU."""
+    """The model without an engine, in float32 on the CPU."""
     placement = ModelPlacement(CPU, torch.float32, operations(CPU), max_positions=64, bucketed_min_tokens=8)
     with Checkpoint.open(path) as checkpoint:
         return load_decoder(decoder_config(path), checkpoint, placement)

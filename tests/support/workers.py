@@ -33,7 +33,7 @@ PIPE_BYTES = 65_536  # what a pipe takes at once
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 ONE_THREAD = ("--set", "engine.num_threads=1")
-QUICK_HEARTBEATS = ("--set", "worker.renew_interval_s=0.2")  # for tests that wait until one tells a figure
+QUICK_HEARTBEATS = ("--set", "worker.renew_interval_s=0.2")  # for tests that wait for a figure in a heartbeat
 
 FAKE_WORKER_STOP_TIMEOUT_S = 30.0
 
@@ -76,7 +76,7 @@ def _content(stream: IO[bytes]) -> bytes:
 
 @contextmanager
 def running_workers(redis_url: str, model: Path, count: int, *options: str) -> Iterator[list[WarmProcess]]:
-    """Start workers, wait until Redis knows them all, and at the end tell them to stop: each must exit 0."""
+    """Run workers for the length of the block: Redis knows them all when it begins, and each must exit 0 at its end."""
     with ExitStack() as stack, BatchClient(redis_url) as client:
         logs = [stack.enter_context((model.parent / f"worker-{i}.log").open("wb")) for i in range(count)]
         arguments = ["worker", "--model", str(model), "--redis-url", redis_url, *ONE_THREAD, *options]
@@ -118,7 +118,7 @@ class WorkerProcesses:
         return self._log_path(number).read_text()
 
     def kill_all(self) -> None:
-        """End what still runs."""
+        """Kill what still runs."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
@@ -148,7 +148,7 @@ def python_block(after: str) -> str:
 
 
 def replace_line(code: str, begins_with: str, line: str) -> str:
-    """`code` with the one line that begins so replaced."""
+    """`code` with the only line that begins like this replaced."""
     pattern = re.compile(rf"^{re.escape(begins_with)}.*$", re.MULTILINE)
     assert len(pattern.findall(code)) == 1, f"not one line begins with {begins_with!r}"
     return pattern.sub(lambda _: line, code)
