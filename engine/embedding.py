@@ -32,9 +32,8 @@ Vector: TypeAlias = "array[float] | NonFiniteLogits | None"
 class Pooler:
     """Takes a sequence's hidden states chunk by chunk and keeps one vector of them.
 
-    mean: of all tokens; cls: the first token's; last_token: the last one's (sentence-transformers'
-    definitions, special tokens included). Of a chunk that repeats positions, as after a preemption, only what is new
-    counts.
+    mean: of all tokens; cls: the first token's; last_token: the last one's (as sentence-transformers defines them,
+    special tokens included). Positions that come twice, as after a preemption, count once.
     """
 
     def __init__(self, pooling: Pooling, num_tokens: int) -> None:
@@ -78,11 +77,11 @@ class Pooler:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class EmbeddingState(SequenceState):
-    """One of a request's inputs: run as a prefill, whose hidden states are pooled. Nothing is generated."""
+    """One of a request's inputs: run as a prefill, whose hidden states are pooled."""
 
     request: EmbeddingRequest
     pooler: Pooler
-    has_ended: bool = False  # it left the queue, with its vector or without
+    has_ended: bool = False  # with its vector or without
     embedding: array[float] | None = None  # float32, of length 1
 
     @property
@@ -92,17 +91,17 @@ class EmbeddingState(SequenceState):
 
     @property
     def is_finished(self) -> bool:
-        """Whether it left the queue."""
+        """Whether it has its vector, or is not to get one."""
         return self.has_ended
 
     @property
     def wants_logits(self) -> bool:
-        """Never: no token is chosen."""
+        """Never: no token is generated."""
         return False
 
     @property
     def wants_hidden(self) -> bool:
-        """Always: they are what is pooled."""
+        """Always: they are pooled."""
         return True
 
 
@@ -110,10 +109,10 @@ _Group = SequenceGroup[EmbeddingRequest, EmbeddingState]
 
 
 class EmbeddingRequests(UnfinishedRequests[EmbeddingRequest, EmbeddingState, _Group, "array[float]"]):
-    """Makes sequences of embedding requests, takes the vectors of these and hands the requests' outputs out.
+    """Makes sequences of embedding requests, takes their vectors and hands the requests' outputs out.
 
-    Where every position counts, nothing may come from the prefix cache: such a sequence has digests that no other has,
-    and its blocks are forgotten with it, for they must not push out others'.
+    Where the vector needs the hidden states of every position, no KV may come from the prefix cache: the blocks of such
+    a sequence have digests of their own. They are no use to others, so they are forgotten when it ends.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class EmbeddingRequests(UnfinishedRequests[EmbeddingRequest, EmbeddingState, _Gr
         super().__init__(queue, finished, shares_kv=not config.needs_every_position)
         self._new_chain = new_chain
         self.config = config  # what is pooled, and how far vectors may be cut
-        self._arrivals = arrivals  # shared with whatever else queues sequences: they are told apart by these numbers
+        self._arrivals = arrivals  # numbers the groups; shared with the engine's other requests
         self._deduplicate = deduplicate
 
     def add(self, request: EmbeddingRequest) -> None:
@@ -146,7 +145,7 @@ class EmbeddingRequests(UnfinishedRequests[EmbeddingRequest, EmbeddingState, _Gr
         state.has_ended = True
 
     def _output(self, group: _Group) -> RequestOutput:
-        """An aborted request has no vectors, and nothing that was computed for it counts."""
+        """An aborted request has no vectors: none is handed out without the others."""
         embeddings = tuple(state.embedding for state in group.states if state.embedding is not None)
         is_whole, request = len(embeddings) == len(group.states), group.request
         return RequestOutput(
@@ -184,7 +183,7 @@ class EmbeddingRequests(UnfinishedRequests[EmbeddingRequest, EmbeddingState, _Gr
 
 
 def _key_of(request: EmbeddingRequest) -> bytes:
-    """Names a request's vectors."""
+    """The same for requests that get the same vectors."""
     digest = hashlib.blake2b(repr((request.tenant, request.dimensions)).encode(), digest_size=KEY_BYTES)
     for token_ids in request.inputs:
         digest.update(len(token_ids).to_bytes(8, "little"))
@@ -194,24 +193,24 @@ def _key_of(request: EmbeddingRequest) -> bytes:
 
 @torch.inference_mode()
 def pool(chunks: Sequence[tuple[EmbeddingState, int, torch.Tensor]]) -> PendingResult[list[Vector]]:
-    """Pool what a step computed: (state, start, hidden), hidden [n, H] from `start` on, to be read as one tensor.
+    """Pool what a step computed: (state, start, hidden), hidden [n, H] from position `start` on.
 
-    For each the vector it completes, float32, cut to what its request asks for and of length 1; None where more chunks
-    are to come. NonFiniteLogits for a vector that is not finite, or a chunk whose last row is not: that token saw all
-    others, so it tells whether their KV is good.
+    The answer to each chunk is None where more chunks are to come, else the vector: float32, cut to the dimensions that
+    its request asks for, and of length 1. It is NonFiniteLogits if the vector is not finite, or the chunk's last row:
+    that token saw all the others, so it tells whether their KV is good.
     """
     if not chunks:
         return PendingResult((), lambda _: [])
     for state, start, hidden in chunks:
         state.pooler.add(start, hidden)
-    # Known now: when this is read, the chunk behind it may have been pooled, too.
+    # Noted now: by the time this is read, the next chunk may have been pooled too.
     ends = [(state, start + hidden.shape[0], state.pooler.is_complete) for state, start, hidden in chunks]
     rows = [state.pooler.vector if state.pooler.is_complete else hidden[-1].float() for state, _, hidden in chunks]
     return PendingResult((torch.stack(rows),), lambda on_host: _vectors(ends, on_host[0].numpy()))
 
 
 def _vectors(ends: Sequence[tuple[EmbeddingState, int, bool]], rows: NDArray[np.float32]) -> list[Vector]:
-    """ends: states, the position behind each chunk, and whether that is the last. rows [chunks, H]."""
+    """ends: states, the position after each chunk, and whether that is the last. rows [chunks, H]."""
     answers: list[Vector] = []
     for (state, end, is_complete), row in zip(ends, rows, strict=True):
         if not np.isfinite(row).all():
@@ -222,7 +221,7 @@ def _vectors(ends: Sequence[tuple[EmbeddingState, int, bool]], rows: NDArray[np.
 
 
 def _unit_vector(values: NDArray[np.float32]) -> array[float]:
-    """`values` [n] scaled to length 1; zeros stay what they are. In float64, where no square overflows."""
+    """`values` [n] scaled to length 1; all zeros stay zeros. In float64, where no square overflows."""
     exact = values.astype(np.float64)
     scaled = exact / (np.linalg.norm(exact) or 1.0)
     return array("f", scaled.astype(np.float32).tobytes())

@@ -23,9 +23,9 @@ from engine.validation import check_embedding_request
 
 
 class EncoderEngine(StepLoop):
-    """Runs whole inputs together, step by step; has no KV cache. Single-threaded: its owner calls it.
+    """Serves embedding requests, whole inputs together. Single-threaded: its owner calls it.
 
-    Serves embedding requests only. Every added request ends in exactly one RequestOutput, handed out by `step`.
+    Every added request ends in exactly one RequestOutput, handed out by `step`.
     """
 
     generates = False  # it makes embeddings only
@@ -40,7 +40,7 @@ class EncoderEngine(StepLoop):
         self._embeddings = EmbeddingRequests(
             self._queue,
             self._finished,
-            lambda _, salt: BlockHashChain(1, salt),  # nothing is shared, so nothing is hashed
+            lambda _, salt: BlockHashChain(1, salt),  # no KV, so no blocks to hash
             config=parts.embedding,
             arrivals=count(1),
             deduplicate=settings.deduplicate,
@@ -63,11 +63,11 @@ class EncoderEngine(StepLoop):
         self._embeddings.add(request)
 
     def due_resume_states(self) -> Mapping[str, ResumeState]:
-        """None, ever: an input is one step."""
+        """Always empty: an input is done in one step."""
         return {}
 
     def resume_state(self, request_id: str) -> ResumeState | None:
-        """None: there is no half of a vector that could be kept."""
+        """None: half a vector is no use."""
         return None
 
     def abort(self, request_id: str) -> bool:
@@ -75,7 +75,7 @@ class EncoderEngine(StepLoop):
         return self._embeddings.abort(request_id)
 
     def stats(self) -> EngineStats:
-        """Figures at this moment; none runs, since between steps none is half done."""
+        """Figures at this moment. No sequence runs: between steps none is half done."""
         return replace(super().stats(), num_waiting=self._queue.num_waiting)
 
     def close(self) -> None:
@@ -95,16 +95,16 @@ class EncoderEngine(StepLoop):
         try:
             hidden = self._executor.execute([state.token_ids for state in states])
             vectors = pool([(state, 0, rows) for state, rows in zip(states, hidden, strict=True)]).now()
-        except Exception as error:  # a seam: whatever a pass raised, nobody can vouch for the engine after it
+        except Exception as error:  # a seam: after any error in a pass the engine cannot be trusted
             raise step_failure(error, self._executor.model.device) from error
         for state, vector in zip(states, vectors, strict=True):
             self._embeddings.take(state, vector)
 
 
 class EncoderQueue:
-    """Whole sequences up to the token budget of a step, in the order of the WaitingQueue: priority, then tenants.
+    """Takes whole sequences up to the token budget of a step, in the order of the WaitingQueue.
 
-    An encoder keeps nothing between steps: no blocks, no prefixes, no preemption.
+    An encoder keeps nothing between steps, so there are no blocks, no prefixes and no preemption.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -133,12 +133,12 @@ class EncoderQueue:
         self._waiting.add(state)
 
     def finish(self, state: EmbeddingState, *, kv_is_good: bool = True) -> None:
-        """Take out an unfinished sequence; there is no KV."""
+        """Take out an unfinished sequence. There is no KV to free."""
         if state not in self._scheduled:
             self._waiting.remove(state)
 
     def schedule(self) -> list[EmbeddingState]:
-        """Take the sequences of the next step out; a sequence longer than the budget gets a step of its own."""
+        """Take out the sequences of the next step. One that is longer than the budget gets a step of its own."""
         self._scheduled = []
         now_s = time.monotonic()
         budget = self._limits.max_num_batched_tokens
@@ -156,4 +156,4 @@ class EncoderQueue:
 
 
 def _blocked_at(_: EmbeddingState) -> None:
-    """Nothing that another sequence computes is waited for."""
+    """No sequence waits for a block that another one computes: there are none."""

@@ -32,16 +32,16 @@ from settings import EffectiveSettings, Settings
 
 
 class StepLoop(ABC):
-    """What every engine has: settings, a tokenizer, steps, and counts of what they did.
+    """What every engine has: settings, a tokenizer, and a loop of steps with counts of what they did.
 
-    Once a step has failed the engine takes no request and runs no step any more.
+    Once a step has failed, the engine takes no more requests and runs no more steps.
     """
 
     def __init__(self, effective: EffectiveSettings, tokenizer: Tokenizer) -> None:
         self.effective: EffectiveSettings = effective
         self.tokenizer: Tokenizer = tokenizer
         self._finished = FinishedRequests()
-        self._failure: EngineFatal | None = None  # that the last step ended with
+        self._failure: EngineFatal | None = None  # of the last step
         self._num_steps = 0
         self._step_size = (0, 0)
 
@@ -154,11 +154,9 @@ class Engine(StepLoop):
         return self._executor.model.lm_head is not None
 
     def add_request(self, request: AnyRequest) -> None:
-        """Queue a request. Raises InvalidRequest (PromptTooLong, ...) for one that can never be served,
-        EngineFatal once a step has failed.
+        """Queue a request, or have it wait for the results of an equal one (see GenerationRequests).
 
-        One that is to get the same tokens as an unfinished one (see GenerationRequests) gets what that one generates; a
-        resume state it brings is set aside, since the work behind it is done for the other anyway.
+        Raises InvalidRequest (PromptTooLong, ...) for one that can never be served, EngineFatal once a step has failed.
         """
         self._check()
         is_taken = request.request_id in self._generation or request.request_id in self._embeddings
@@ -173,8 +171,8 @@ class Engine(StepLoop):
             raise InvalidRequest("this model has no lm_head: it makes embeddings only", code="unsupported_endpoint")
 
     def due_resume_states(self) -> dict[str, ResumeState]:
-        """Resume states, by request id, of the requests of which a sequence got engine.checkpoint_tokens since its last
-        one. Nobody needs to ask: what is due is kept as one id a request until then.
+        """New resume states, by request id, of the requests with a sequence that got engine.checkpoint_tokens tokens
+        since its last one. Calling this is optional: only the ids are kept until then.
         """
         return self._generation.due_resume_states()
 
@@ -183,10 +181,10 @@ class Engine(StepLoop):
         return self._generation.resume_state(request_id)
 
     def abort(self, request_id: str) -> bool:
-        """End a request now: its blocks are free when this returns, what it generated is in its output.
+        """End a request now: its blocks are free when this returns, and its output has what it generated.
 
-        Where others wait for the same tokens, these are generated on. False, and no change, for a request that is not
-        unfinished.
+        Equal requests that wait for the same tokens still get all of them. False, and no change, for a request that is
+        not unfinished.
         """
         return self._generation.abort(request_id) or self._embeddings.abort(request_id)
 
@@ -238,15 +236,15 @@ class Engine(StepLoop):
         try:
             return self._runner.launch(batch, self._in_flight)
         except EngineFatal as failure:
-            # The step before is computed already: whoever ended in it has its output. A device at fault is not asked:
-            # each further call may hang.
+            # The step before has been computed: requests that ended in it get their outputs. But a faulty device is
+            # not asked again, since each call may hang.
             if self._is_on_host or (failure.__cause__ is not None and is_out_of_memory(failure.__cause__)):
                 with suppress(EngineFatal):
                     self._collect()
             raise
 
     def _collect(self) -> None:
-        """Take what the step under way answers, if one is."""
+        """Take the answers of the step under way, if there is one."""
         if self._in_flight is None:
             return
         answers = self._runner.collect(self._in_flight)

@@ -3,7 +3,7 @@
 EngineError
 |-- InvalidRequest            the request's own fault: permanent, never retried
 |   |-- PromptTooLong         it could never fit: need and capacity in tokens
-|   `-- GrammarFailed         its output can go on in no way that its grammar allows
+|   `-- GrammarFailed         its grammar allows no further output
 |-- EngineUnavailable         transient: the same request may succeed later
 |   `-- KVPoolExhausted       need and free in blocks
 |-- CheckpointError           the model on disk cannot be run as it stands
@@ -56,14 +56,14 @@ class PromptTooLong(InvalidRequest):
 
 
 class GrammarFailed(InvalidRequest):
-    """A sequence's output can go on in no way that its grammar allows, or finding that out took over a limit."""
+    """A sequence's grammar allows no further output, or finding that out took more than a limit."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the output could not be held to its grammar: {reason}", code="grammar_failed")
 
 
 class EngineUnavailable(EngineError):
-    """The engine cannot serve this now; the same request may succeed later."""
+    """The engine cannot serve this now, but perhaps later."""
 
 
 class KVPoolExhausted(EngineUnavailable):

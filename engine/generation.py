@@ -1,7 +1,7 @@
 """Keeps the unfinished requests for tokens.
 
-A request becomes a group of sequences, `n` of them, each with draws of its own. Equal requests share a group, requests
-with a grammar wait until it is compiled, and each request ends in one output.
+A request becomes a group of `n` sequences, each with draws of its own. Requests with a grammar wait until that is
+compiled.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from engine.unfinished import KEY_BYTES, RequestGroup, SequenceQueue, Unfinished
 
 SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: keeps the streams of a request's n sequences apart
 
-WAIT_S = 0.01  # for a grammar, in a step that has nothing else to do
+WAIT_S = 0.01  # for a grammar, in a step that has nothing to run
 
 
 class GenerationRequests(UnfinishedRequests[Request, RequestState, RequestGroup, SampledToken | FinishReason]):
     """Makes sequences of requests for tokens, takes what is generated for them and hands their outputs out.
 
-    Equal requests have the same tenant, prompt and parameters, and are greedy or have an explicit seed. Other draws are
-    each request's own. A request with a grammar is not queued before that is compiled.
+    Requests are equal if they have the same tenant, prompt and parameters, and are greedy or have an explicit seed. All
+    others are drawn on their own.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class GenerationRequests(UnfinishedRequests[Request, RequestState, RequestGroup,
         finished: FinishedRequests,
         arrivals: Iterator[int],
     ) -> None:
-        """`arrivals` is shared with whatever else queues sequences: they are told apart by these numbers."""
+        """arrivals: numbers the groups; shared with the engine's other requests."""
         super().__init__(queue, finished)
         settings, model = parts.effective.settings.engine, parts.executor.model
         self._outputs = outputs
@@ -67,24 +67,21 @@ class GenerationRequests(UnfinishedRequests[Request, RequestState, RequestGroup,
         )
         self._waiting_room = GrammarWaitingRoom(compiler)
         self._deduplicate = settings.deduplicate
-        self.num_generated_tokens = 0  # sampled, whatever became of their requests
+        self.num_generated_tokens = 0  # also those of requests that failed or were aborted
 
     @property
     def num_waiting_for_grammar(self) -> int:
-        """Sequences that wait for a grammar, which the scheduler does not know yet."""
+        """Sequences that wait for a grammar. The scheduler does not know them yet."""
         return self._waiting_room.num_sequences
 
     def add(self, request: Request) -> None:
-        """Queue a checked request, or wait for the tokens of an equal one.
-
-        A resume state that an equal one brings is set aside: the work behind it is done for the other anyway.
-        """
+        """Queue a checked request, or wait for the tokens of an equal one; a resume state is not needed then."""
         key = _key_of(request) if self._deduplicate else None
         if not self._join(replace(request, resume=None), key):
             self._start(self._intake.begin(request, key))
 
     def take_compiled(self, *, may_wait: bool) -> None:
-        """Queue what no longer waits for its grammar. `may_wait`: a little, where there is nothing else to do."""
+        """Queue the groups whose grammar is ready. may_wait: wait for one up to WAIT_S."""
         for group, grammar in self._waiting_room.take_ready(may_wait=may_wait):
             if isinstance(grammar, EngineError):
                 group.error = grammar
@@ -104,7 +101,7 @@ class GenerationRequests(UnfinishedRequests[Request, RequestState, RequestGroup,
         return None if group is None else self._resume_states.take_now(group)
 
     def close(self) -> None:
-        """Abort all of them, and give back what compiles grammars."""
+        """Abort all of them, and stop compiling grammars."""
         super().close()
         self._waiting_room.close()
 
@@ -155,7 +152,7 @@ class GenerationRequests(UnfinishedRequests[Request, RequestState, RequestGroup,
         )
 
     def _ended_copy(self, request: Request, group: RequestGroup) -> RequestGroup:
-        """Nothing is accounted to it: the work done so far is the others'."""
+        """All of its prompt counts as cached: the group's other requests are charged with the work."""
         copy = self._intake.new_group([request], group.base_seed, None)
         copy.states[0].num_cached_tokens = copy.states[0].num_prompt_tokens
         copy.num_resumed_tokens = group.num_resumed_tokens
@@ -169,12 +166,12 @@ class GenerationRequests(UnfinishedRequests[Request, RequestState, RequestGroup,
 
 
 def _key_of(request: Request) -> bytes | None:
-    """Names a request's tokens, and how its grammar is spoken of; None where no other request may get them."""
+    """The same for requests that get the same tokens and errors; None where no other request may share them."""
     params = request.params
     if not params.is_greedy and params.seed is None:
         return None
     digest = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes(), digest_size=KEY_BYTES)
-    grammar_param = None if params.grammar is None else params.grammar.param  # not in repr(params); refusals name it
+    grammar_param = None if params.grammar is None else params.grammar.param  # not in repr(params), but in errors
     digest.update(repr((request.tenant, params, grammar_param)).encode("utf-8", "surrogatepass"))
     return digest.digest()
 
@@ -195,13 +192,13 @@ class RequestIntake:
         self._resume_states = resume_states
         self._max_model_len = max_model_len
         self._entropy = random.SystemRandom() if seed is None else random.Random(seed)
-        self._arrivals = arrivals  # shared with whatever else queues sequences: they are told apart by these numbers
+        self._arrivals = arrivals
 
     def begin(self, request: Request, key: bytes | None) -> RequestGroup:
-        """A group for a checked request. One with a resume state goes on behind it.
+        """A group for a checked request, which goes on from the request's resume state if there is one.
 
-        Prompt and tokens so far are then prefilled as after a preemption. A resume state of anything else, or a damaged
-        one, is dropped with a warning and the request starts over.
+        Prompt and tokens so far are then prefilled as after a preemption. A resume state that is damaged, or that is
+        not of this request, is dropped with a warning.
         """
         resume_state = self._resume_states.usable(request)
         request = replace(request, resume=None)  # may be large: not kept for the request's life
@@ -232,7 +229,7 @@ class RequestIntake:
             )
             for index in range(params.n)
         )
-        if params.prompt_logprobs is not None:  # the prompt is the same for all: one of them is enough
+        if params.prompt_logprobs is not None:  # one sequence is enough: all have the same prompt
             states[0].prompt_logprobs = PromptLogprobs(request.prompt_token_ids, params.prompt_logprobs)
         for state in states:
             if state.max_tokens == 0 and not state.scores_prompt:
@@ -246,10 +243,10 @@ def _signed_64(value: int) -> int:
 
 
 class GrammarWaitingRoom:
-    """Groups whose grammar is being compiled. They are not queued yet, and the steps go on without them."""
+    """Holds back groups until their grammar is compiled, while others are run."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
-        """It closes the compiler."""
+        """The compiler is closed with it."""
         self._compiler = compiler
         self._waiting: dict[int, tuple[RequestGroup, Future[CompiledGrammar]]] = {}  # by arrival
 
@@ -275,8 +272,8 @@ class GrammarWaitingRoom:
         return True
 
     def release(self, group: RequestGroup) -> bool:
-        """Let a group go; False if it did not wait here. A grammar that no other group waits for is not compiled any
-        more, unless that has begun.
+        """Let a group go; False if it does not wait here. Its grammar is no longer compiled if no other group waits for
+        it and compiling has not begun.
         """
         _, future = self._waiting.pop(group.arrival, (None, None))
         if future is None:
@@ -286,9 +283,8 @@ class GrammarWaitingRoom:
         return True
 
     def take_ready(self, *, may_wait: bool) -> list[tuple[RequestGroup, CompiledGrammar | EngineError]]:
-        """Groups that wait no longer, in the order they came, with their grammar or the error it is refused with.
-
-        The refused stay here until they are released.
+        """Groups that need not wait any longer, in the order they came, with their grammar or the error it is refused
+        with. Those with an error stay here until they are released.
         """
         if not self._waiting:
             return []
@@ -301,7 +297,7 @@ class GrammarWaitingRoom:
         return ready
 
     def close(self) -> None:
-        """Give back what compiles grammars."""
+        """Stop compiling grammars."""
         self._compiler.close()
 
 

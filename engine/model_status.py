@@ -14,7 +14,7 @@ from settings import EngineSettings
 
 
 class ModelReport:
-    """Computed figures, none of them constant (seeds E11, E12)."""
+    """Computes what a model can do and how it is doing from the model itself: no figure is a constant."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class ModelReport:
         self._memory_profile = memory_profile
 
     def capabilities(self, max_sequence_tokens: int) -> ModelCapabilities:
-        """What the model can do on this device. max_sequence_tokens: of one sequence, prompt and output together."""
+        """What the model can do on this device. max_sequence_tokens: prompt and output together."""
         model = self._executor.model
         config, graphs = model.config, self._executor.graph_stats
         groups = {config.num_heads: "mha", 1: "mqa"}
@@ -72,7 +72,7 @@ class ModelReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelCapabilities:
-    """What a loaded model can do, computed from it (the seed's were constants, wrong by the number of layers: E11)."""
+    """What a loaded model can do."""
 
     architecture: str
     device: str
@@ -106,14 +106,14 @@ class MemoryProfile:
 
     @property
     def kv_bytes(self) -> int:
-        """What remains for the KV pool; below 0 where the rest alone is more than what may be used."""
+        """What remains for the KV pool; below 0 if the rest is more than may be used."""
         taken = self.weights_bytes + self.other_bytes + self.activations_bytes + self.graphs_bytes
         return self.usable_bytes - taken
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """How a loaded model is doing, read off the pool and the counters at the time of the call."""
+    """How a loaded model is doing."""
 
     state: Literal["ready", "failed"]
     reason: str | None  # why it failed

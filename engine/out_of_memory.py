@@ -1,4 +1,4 @@
-"""Recognises that memory ran out, and names the settings that would need less of it."""
+"""Recognises that memory ran out, and names the settings that use less of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from engine.errors import CapabilityError, EngineFatal
 
-# What has no error of its own says so in the text of a RuntimeError.
+# In the text of RuntimeErrors, where there is no class for it.
 OUT_OF_MEMORY_TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",  # PyTorch, c10/core/impl/alloc_cpu.cpp
     "CUDA error: out of memory",  # AcceleratorError: cudaGraphInstantiate, cudaHostAlloc
@@ -36,8 +36,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def naming_settings(what: str, num_bytes: int, advice: str) -> Iterator[None]:
-    """Within the block, memory that runs out is a CapabilityError: for what, how many bytes that is, and which settings
-    to change.
+    """Turn memory that runs out within the block into a CapabilityError that names the purpose, the bytes and the
+    settings to change.
     """
     try:
         yield
@@ -50,7 +50,7 @@ def naming_settings(what: str, num_bytes: int, advice: str) -> Iterator[None]:
 
 
 def step_failure(error: Exception, device: torch.device) -> EngineFatal:
-    """What a step that failed on `device` raises: its engine is lost, whatever the reason."""
+    """The error that a failed step raises: its engine is lost, whatever the reason."""
     said = f"a step failed: {type(error).__name__}: {error}"
     if is_out_of_memory(error):
         said = f"a step ran out of memory ({_first_line(error)}): lower {POOL_SETTINGS[device.type]}, {STEP_SETTINGS}"
@@ -58,5 +58,5 @@ def step_failure(error: Exception, device: torch.device) -> EngineFatal:
 
 
 def _first_line(error: BaseException) -> str:
-    """PyTorch adds a page of advice."""
+    """Without the page of advice that PyTorch adds."""
     return str(error).partition("\n")[0] or type(error).__name__

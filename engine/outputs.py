@@ -52,14 +52,14 @@ class OutputProcessor:
             self.flush(state)
 
     def constrain(self, state: RequestState, grammar: CompiledGrammar) -> None:
-        """Hold a sequence to a grammar; tokens it has already, of a resume state, are followed first."""
+        """Make a sequence follow a grammar, from the tokens on that it has from a resume state."""
         state.matcher = grammar.new_matcher(self._eos_token_ids.union(state.request.params.stop_token_ids))
         self._follow_grammar(state, state.matcher, state.output_token_ids)
         if state.is_finished:
             self.flush(state)
 
     def completion(self, state: RequestState) -> Completion:
-        """The finished sequence as its caller sees it; forgets its text state."""
+        """What a finished sequence generated; forgets its text state."""
         self.forget(state)
         if state.finish_reason is None:
             raise EngineFatal(f"sequence {state.sequence_id!r} has not finished")
@@ -87,7 +87,7 @@ class OutputProcessor:
         detokenizer, stops = self._text(state)
         text = detokenizer.append(token_id)
         if state.num_output_tokens <= state.request.params.min_tokens:
-            state.text_parts.append(text)  # stop strings are looked for only in what comes after min_tokens
+            state.text_parts.append(text)  # stop strings count only after min_tokens
         else:
             self._feed(state, stops, text)
 
@@ -103,7 +103,7 @@ class OutputProcessor:
             state.finish_reason, state.stop_reason = FinishReason.STOP, stops.matched
 
     def flush(self, state: RequestState) -> None:
-        """The sequence ends here: release the text that was held back, unless a stop string was found."""
+        """End the sequence: release the text that was withheld, unless a stop string was found."""
         detokenizer, stops = self._text(state)
         if stops.matched is None:
             self._feed(state, stops, detokenizer.flush())
@@ -112,12 +112,11 @@ class OutputProcessor:
 
 
 class StopStrings:
-    """Releases text up to the first stop string, holding back what may be the beginning of one.
+    """Releases text up to the first stop string, and withholds what may be the beginning of one.
 
-    The text is judged character by character, so the result does not depend on how it is cut into tokens: the stop
-    string that is complete first ends the text, and of several complete at the same character the longest one, which
-    starts earliest. The text released never contains a stop string. Each character costs amortised constant time for
-    each stop string (Knuth-Morris-Pratt).
+    It goes character by character, so the result does not depend on how the text is cut into tokens: the stop string
+    that is complete first ends the text; if several are complete at the same character, the longest one. Each character
+    costs amortised constant time for each stop string (Knuth-Morris-Pratt).
     """
 
     def __init__(self, stop: tuple[str, ...]) -> None:
@@ -131,7 +130,7 @@ class StopStrings:
         self._withheld = ""
 
     def feed(self, new_text: str) -> str:
-        """Add text; returns what is now certain to be before any stop string. After a match: nothing, ever."""
+        """Add text; returns what is now certain to be before any stop string. Nothing after a match."""
         if self.matched is not None:
             return ""
         if not self._stop:
@@ -148,7 +147,7 @@ class StopStrings:
         return pending[:certain]
 
     def flush(self) -> str:
-        """The text ends here: returns what was held back, which was no stop string after all."""
+        """End the text: returns what was withheld, which was no stop string after all."""
         withheld, self._withheld = self._withheld, ""
         self._progress = [0] * len(self._stop)
         return withheld
@@ -183,7 +182,7 @@ def _fallback_table(string: str) -> list[int]:
 
 
 class FinishedRequests:
-    """Collects the one output of each request that ended, and counts what it came to."""
+    """Collects the outputs of requests that ended, and counts their tokens."""
 
     def __init__(self) -> None:
         self._ready: list[RequestOutput] = []
@@ -196,7 +195,7 @@ class FinishedRequests:
         return not self._ready
 
     def add(self, output: RequestOutput, *, num_output_tokens: int, is_duplicate: bool) -> None:
-        """A request ended. `is_duplicate`: another request's work was done, and this one gets what came of it."""
+        """Take the output of a request. is_duplicate: the results are those of an equal request."""
         self._ready.append(output)
         self.num_requests += 1
         self.num_duplicates += is_duplicate

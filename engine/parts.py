@@ -14,7 +14,7 @@ from settings import EffectiveSettings
 
 @dataclass(frozen=True, eq=False)
 class EngineParts:
-    """What an engine is put together from: loaded, warmed up, sharing one block manager."""
+    """What an engine is built from: loaded, warmed up, with one block manager."""
 
     effective: EffectiveSettings  # fully derived
     executor: StepExecutor
@@ -27,7 +27,7 @@ class EngineParts:
 
 @dataclass(frozen=True, eq=False)
 class EncoderParts:
-    """What the engine of an encoder is put together from: loaded, warmed up."""
+    """What the engine of an encoder is built from: loaded, warmed up."""
 
     effective: EffectiveSettings  # fully derived
     executor: EncoderExecutor

@@ -12,13 +12,13 @@ from engine.models.decoder import DecoderModel
 from engine.request import PromptLogprobs
 from engine.staging import ArrayStaging, PendingResult
 
-# Of float32 logits at a time; with their log-softmax and the model dtype's copy 2.5 times as much. A chunk of 2,048
-# tokens over a vocabulary of 152,000 would take 1.2 GB, and as much again.
+# Float32 logits at a time; with their log-softmax and the copy in the model's dtype 2.5 times as much. All logits of a
+# chunk of 2,048 tokens with a vocabulary of 152,000 would take 1.2 GB, and as much again.
 MAX_LOGITS_BYTES = 64 << 20
 
 
 class PromptScorer:
-    """Scores what a step computed of prompts, all prompts together, a bounded number of positions at a time."""
+    """Scores the prompt positions of a step, those of all prompts together, a bounded number at a time."""
 
     def __init__(self, model: DecoderModel, *, max_logits_bytes: int = MAX_LOGITS_BYTES) -> None:
         self._model = model
@@ -27,11 +27,11 @@ class PromptScorer:
 
     @torch.inference_mode()
     def score(self, prompts: Sequence[tuple[PromptLogprobs, int, torch.Tensor]]) -> PendingResult[list[bool]]:
-        """Compute what these make known: (entries, start, hidden), hidden [n, H] those of positions start .. start + n.
+        """Score (entries, start, hidden), with hidden [n, H] of positions start .. start + n - 1.
 
-        Positions that have their entry, as after a preemption, and the last one, which predicts nothing of the prompt,
-        are left out; none before `start` may lack its entry. Reading the result fills the entries in, and says of each
-        prompt whether its logits were finite: where they are not, entries stop before them.
+        Left out are positions that have their entry, as after a preemption, and the last one, which predicts nothing of
+        the prompt; all before `start` must have theirs. Reading the result fills in the entries, and tells for each
+        prompt whether its logits were finite: entries stop before the first that are not.
         """
         pieces: list[torch.Tensor] = []
         targets: list[int] = []
@@ -55,8 +55,8 @@ class PromptScorer:
         owners: Sequence[tuple[int, int, int]],
         prompts: Sequence[PromptLogprobs],
     ) -> tuple[list[torch.Tensor], list[int]]:
-        """Four tensors for each share of a prompt in a slice: log-probabilities of the next tokens [r], which rows are
-        finite [r], best log-probabilities and their ids [r, n]; and of which prompt each share is.
+        """Four tensors for each prompt in a slice of the rows: log-probabilities of the next tokens [r], which rows are
+        finite [r], best log-probabilities and their ids [r, n]; and the index of the prompt that each four belong to.
         """
         (next_ids,) = self._staging.send([np.array(targets, dtype=np.int64)])
         tensors: list[torch.Tensor] = []
@@ -70,11 +70,11 @@ class PromptScorer:
                     best, best_ids = logprobs[those].topk(min(prompts[index].num_top, logprobs.shape[-1]), dim=-1)
                     tensors += [chosen[those], finite[those], best, best_ids.int()]
                     shares.append(index)
-            del logprobs  # else it would still be there while the next ones are made
+            del logprobs  # else they would take memory beside the next ones
         return tensors, shares
 
     def _logprobs(self, rows: torch.Tensor, next_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of rows [R, H]: raw log-softmax [R, V], that of each row's next token [R], and which rows are finite [R]."""
+        """For rows [R, H]: raw log-softmax [R, V], that of each row's next token [R], and which rows are finite [R]."""
         logits = self._model.logits(rows)
         finite = torch.isfinite(logits.amax(dim=-1))  # NaN propagates through amax
         logprobs = torch.log_softmax(logits, dim=-1)

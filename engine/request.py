@@ -1,7 +1,6 @@
 """What a caller asks the engine for, and what it gets back.
 
-Requests for tokens and for embeddings, the one output that each of them ends in, and how far an unfinished one had
-come. Values only, and torch-free.
+Requests for tokens and for embeddings, the one output that each ends in, and resume states. Values only, torch-free.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class SequenceResumeState:
-    """What one of a request's `n` sequences had generated. Whether it had ended follows from its tokens."""
+    """What one of a request's `n` sequences had generated. The tokens tell whether it had ended."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None  # one a token; None unless the request asked for them
@@ -42,8 +41,8 @@ class ResumeState:
     Text, penalties and stop strings are not in it: they follow from the tokens, which are replayed.
     """
 
-    identity: str  # digest of model, prompt and parameters: it is worth nothing for any other request
-    base_seed: int  # of the draws; also of a request that brought none, so that it goes on with the same draws
+    identity: str  # digest of model, prompt and parameters: no use for any other request
+    base_seed: int  # of the draws; kept for requests without a seed too, so that they go on with the same draws
     sequences: tuple[SequenceResumeState, ...]  # in index order, as many as the request's n
 
     @property
@@ -60,8 +59,8 @@ class Request:
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     priority: int = 0  # lower runs first
-    tenant: str = ""  # whose it is: KV and results are shared within a tenant alone, and tenants get equal shares
-    resume: ResumeState | None = None  # go on from here; one that is not of this request is dropped
+    tenant: str = ""  # KV and results are shared only within a tenant, and tenants get equal shares
+    resume: ResumeState | None = None  # go on from here; dropped if it is not of this request
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -109,15 +108,15 @@ class Completion:
 
 
 class PromptLogprobs(Sequence[TokenLogprobs | None]):
-    """One entry a prompt token: its log-probability behind the tokens before it. None for the first, which nothing
+    """One entry a prompt token: its log-probability given the tokens before it. None for the first, which nothing
     predicts.
 
-    Filled from front to back, once. Kept as numbers of 4 bytes and spelled out entry by entry as it is read: 20
+    Filled once, from front to back. Kept as numbers of 4 bytes, from which entries are made when they are read: 20
     alternatives as objects would take 2.5 kB a token, and prompts have tens of thousands.
     """
 
     def __init__(self, token_ids: Sequence[int], num_top: int) -> None:
-        """`num_top`: alternatives a position."""
+        """num_top: alternatives a position."""
         self.token_ids = token_ids  # the prompt's
         self.num_top = num_top
         self._logprobs = array("f")
@@ -126,7 +125,7 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
 
     @property
     def num_scored(self) -> int:
-        """Leading positions whose next token has its entry: what the model said at these is not needed again."""
+        """Leading positions whose next token has its entry: their logits are not needed again."""
         return len(self._logprobs)
 
     @property
@@ -135,7 +134,7 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
         return self.num_scored >= len(self.token_ids) - 1
 
     def add(self, logprobs: Iterable[float], top_ids: Iterable[int], top_logprobs: Iterable[float]) -> None:
-        """Append the next entries; the alternatives of all of them one behind the other, each position's best first."""
+        """Append the next entries; their alternatives are concatenated, each position's best first."""
         self._logprobs.extend(logprobs)
         self._top_ids.extend(top_ids)
         self._top_logprobs.extend(top_logprobs)
@@ -163,11 +162,11 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """When a request got how far, in seconds of this process's time.monotonic(). Of several sequences, the first."""
+    """When a request got how far, in seconds of time.monotonic() in this process. The first of several sequences."""
 
     arrived_s: float  # at the engine
     scheduled_s: float | None  # for the first time; None: never
-    first_token_s: float | None  # None: none was generated here, as for an embedding
+    first_token_s: float | None  # None: none was generated here, as for embeddings
     finished_s: float
 
 
@@ -177,17 +176,17 @@ class RequestOutput:
 
     request_id: str
     num_prompt_tokens: int
-    num_cached_tokens: int  # prompt tokens whose KV came from the prefix cache; all where an equal request was run
+    num_cached_tokens: int  # prompt tokens whose KV came from the prefix cache; all if an equal request was run
     completions: tuple[Completion, ...]  # in index order; none of an embedding request
     error: EngineError | None = None
-    num_resumed_tokens: int = 0  # of the completions: taken over from a resume state, not generated here
+    num_resumed_tokens: int = 0  # of the completions: from a resume state, not generated here
     embeddings: tuple[array[float], ...] = ()  # float32, of length 1, in the order of the inputs
-    prompt_logprobs: PromptLogprobs | None = None  # one a prompt token; None unless asked for, or where it was aborted
-    timings: RequestTimings | None = None  # None where nothing was run for it: refused, or an equal request was run
+    prompt_logprobs: PromptLogprobs | None = None  # one a prompt token; None unless asked for, or if aborted
+    timings: RequestTimings | None = None  # None if nothing was run for it: refused, or an equal request was run
 
     @property
     def was_aborted(self) -> bool:
-        """Whether somebody ended it early. Of an embedding request nothing is left then: it has no half vectors."""
+        """Whether it was ended early. An embedding request has no vectors then."""
         if self.error is not None or self.embeddings:
             return False
         return not self.completions or any(c.finish_reason is FinishReason.CANCELLED for c in self.completions)

@@ -1,7 +1,7 @@
-"""Writes down how far unfinished requests had come, and goes on from there.
+"""Takes the resume states of unfinished requests, and goes on from them.
 
-Only tokens and the base seed are kept, beside a digest of model, prompt and parameters: the rest follows by replaying
-the tokens. What belongs to another model or request is dropped with a warning, and the request starts over.
+A resume state has the tokens, the base seed and a digest of model, prompt and parameters: the rest follows by replaying
+the tokens. One of another model or request is dropped with a warning, and the request starts over.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 class ResumeStates:
-    """Knows which requests are due for a resume state, makes resume states, and puts new sequences where one ends.
+    """Knows which requests are due for a resume state, takes resume states and replays them over new sequences.
 
-    Costs a comparison a token until a resume state is taken; what is due is one entry a request, however often.
+    This costs one comparison a token, and one entry for each request that is due.
     """
 
     def __init__(self, outputs: OutputProcessor, model: DecoderModel, *, interval_tokens: int | None) -> None:
@@ -37,16 +37,16 @@ class ResumeStates:
         self._due: dict[int, None] = {}  # arrivals of groups in the order they came due
 
     def note_token(self, state: RequestState) -> None:
-        """A sequence got a token."""
+        """Count a token that a sequence got."""
         if state.num_output_tokens - state.num_saved_tokens >= self._interval_tokens:
             self._due[state.arrival] = None
 
     def forget(self, group: RequestGroup) -> None:
-        """A group ended."""
+        """Forget a group that ended."""
         self._due.pop(group.arrival, None)
 
     def take_due(self, groups: GroupTable[RequestGroup]) -> dict[str, ResumeState]:
-        """Resume states of the requests that came due since the last call, by request id. `groups`: the unfinished."""
+        """Resume states of the requests that came due since the last call, by request id. groups: all unfinished."""
         due, self._due = self._due, {}
         found: dict[str, ResumeState] = {}
         for group in groups.at(due):
@@ -54,14 +54,14 @@ class ResumeStates:
         return found
 
     def take_now(self, group: RequestGroup) -> ResumeState | None:
-        """A request as it stands, due or not; None if it has generated nothing, or resume states are off."""
+        """The resume state of a request, due or not; None if it has generated nothing, or resume states are off."""
         has_output = any(state.num_output_tokens for state in group.states)
         return self._take(group) if self._are_on and has_output else None
 
     def copy_progress(self, group: RequestGroup, states: Sequence[RequestState]) -> None:
         """Replay what a group has generated over new sequences of an equal request.
 
-        These follow no grammar, so that the end of a sequence that its grammar ended is taken over.
+        The new ones have no grammar, so an end that came from the grammar is copied.
         """
         for state, source, sequence in zip(states, group.states, _sequences(group), strict=True):
             self._replay(state, sequence)
@@ -70,13 +70,13 @@ class ResumeStates:
                 self._outputs.flush(state)
 
     def _take(self, group: RequestGroup) -> ResumeState:
-        """All sequences of a request are written down, so none of them is due for a while."""
+        """A resume state of all sequences, after which none of them is due for a while."""
         for state in group.states:
             state.num_saved_tokens = state.num_output_tokens
         return ResumeState(self._identity(group.request), group.base_seed, _sequences(group))
 
     def usable(self, request: Request) -> ResumeState | None:
-        """The resume state a request brings, if it is one of this request; else None, and a warning says why."""
+        """The resume state that a request brings; None if it has none, or one of another request (with a warning)."""
         resume_state = request.resume
         if resume_state is None:
             return None
@@ -89,7 +89,7 @@ class ResumeStates:
     def restore(self, resume_state: ResumeState, states: Sequence[RequestState]) -> bool:
         """Replay a resume state over the new sequences of its request.
 
-        False if its tokens cannot have come from this request: `states` are of no more use then.
+        False if its tokens cannot have come from this request: `states` cannot be used then.
         """
         for state, sequence in zip(states, resume_state.sequences, strict=True):
             if not self._replay(state, sequence):
@@ -164,10 +164,9 @@ def _warn_dropped(request: Request, fault: str) -> None:
 
 
 def model_fingerprint(model: DecoderModel) -> str:
-    """Digest of the model's configuration, where and how it is computed, and the first elements of its weights.
+    """Digest of a model's configuration, device, dtype, matrix products and of the first elements of its weights.
 
-    How: an engine with int8 weights has other logits than one without, as has a deterministic one, and each of them has
-    products of its own.
+    The products, because int8 weights and the deterministic mode give other logits, and each has products of its own.
     """
     products = model.ops.linear.__module__
     computed = (model.config, model.device.type, products, str(model.dtype), model.weights_digest)

@@ -1,7 +1,7 @@
 """Chooses the next token of each row of logits.
 
-The host describes the rows of a step in a few arrays; penalties, masks, draws and log-probabilities are computed on the
-device, and nothing waits for them here.
+The host describes the rows of a step in a few arrays, from which the device computes penalties, masks, draws and
+log-probabilities. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -34,33 +34,32 @@ Arrays = tuple[npt.NDArray[Any], ...]
 
 class Sampler:
     """Chooses the next token of each row, in transformers' order: bias, penalties, bans, grammar, temperature, top-k,
-    top-p, min-p, draw. A row's token depends on that row alone.
-
-    Queues its work and returns: nothing here waits for the device, and what the rows ask for goes there in one copy.
+    top-p, min-p, draw. A row's token depends on that row alone. The parameters of all rows reach the device in
+    one copy.
     """
 
     def __init__(self, ops: Operations, device: torch.device, unknown_ids: torch.Tensor | None = None) -> None:
-        """`unknown_ids` [U] int64: rows of the embedding that no token of the vocabulary stands for; never chosen."""
+        """unknown_ids [U], int64: ids without a token in the vocabulary; never chosen."""
         self._ops = ops
         self._staging = ArrayStaging(device)
         self._unknown_ids = unknown_ids
         self._masks = TokenMasks(torch.get_num_threads())
-        # On the device: a number of Python's would be copied there, and waited for, by some operations.
+        # On the device, because some operations would copy a Python number there and wait for it.
         self._minus_infinity = torch.full((), -torch.inf, device=device)
         self._not_finite = torch.full((), NOT_FINITE, device=device)
 
     def sample(self, logits: torch.Tensor, rows: Rows) -> ChosenTokens:
-        """logits [S, V] float32, one row each, None for one that is only looked at; they are overwritten.
+        """Choose a token for each row of logits [S, V], float32, which are overwritten; none where the row is None.
 
         A row that is not finite (NonFiniteLogits), or whose grammar fails (GrammarFailed), fails alone.
         """
-        return self.sample_masked(logits, rows, *self._masks_of(rows))  # masks while the device works on the logits
+        return self.sample_masked(logits, rows, *self._masks_of(rows))  # made while the device works on the logits
 
     @torch.inference_mode()
     def sample_masked(
         self, logits: torch.Tensor, rows: Rows, forbidden: Arrays | None, failures: Mapping[int, GrammarFailed]
     ) -> ChosenTokens:
-        """The same with the grammars' part known: rows and what is forbidden there [n, V], and the rows that failed."""
+        """The same with the grammars' part given: rows, what is forbidden in each [n, V], and the rows that failed."""
         parts = row_arrays(rows, logits.shape[1])
         if forbidden is not None:
             parts["forbidden"] = forbidden
@@ -69,15 +68,15 @@ class Sampler:
         scored = given["logprobs"][0] if "logprobs" in given else None
         raw = None if scored is None else torch.log_softmax(logits.index_select(0, scored), dim=-1)
         self._edit(logits, given)
-        token_ids = self._choose(logits, given)  # of a row that is not finite a valid one, too
+        token_ids = self._choose(logits, given)  # valid ids also for rows that are not finite
         tensors = [torch.where(is_finite, token_ids, self._not_finite)]
         if scored is not None and raw is not None:
             tensors += _logprobs(raw, token_ids.index_select(0, scored), [count for count, _ in scored_rows(rows)])
         return ChosenTokens(token_ids, PendingResult(tuple(tensors), lambda on_host: _answers(on_host, rows, failures)))
 
     def _masks_of(self, rows: Rows) -> tuple[Arrays | None, Mapping[int, GrammarFailed]]:
-        """Rows with a grammar and what that forbids [n, V], None where no row has one; the failures by row: what is
-        chosen there is void.
+        """Rows with a grammar and what it forbids [n, V], None where no row has one; and the failures by row, whose
+        tokens do not count.
         """
         matchers = {index: row.matcher for index, row in enumerate(rows) if row is not None and row.matcher is not None}
         if not matchers:
@@ -126,9 +125,9 @@ class Sampler:
 
 
 def _logprobs(raw: torch.Tensor, token_ids: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    """Of the chosen tokens [W], then values and ids [w, n] of the best for all rows that ask for n, which rises.
+    """Those of the chosen tokens [W], then values and ids [w, n] of the best for all rows that ask for n, n rising.
 
-    Rows are not given more than they ask for: which of equal ones come last hangs on n.
+    One topk for each n, because which of equal values come last depends on n.
     """
     tensors = [raw.gather(1, token_ids.unsqueeze(1)).squeeze(1)]
     start = 0
@@ -154,7 +153,7 @@ def _answers(
 
 
 def _read_logprobs(scores: Sequence[torch.Tensor], rows: Rows, token_ids: Sequence[int]) -> dict[int, TokenLogprobs]:
-    """What `_logprobs` wrote, by row."""
+    """The results of `_logprobs`, by row."""
     chosen, *best = scores
     top = [
         tuple(zip(ids, values, strict=True))
@@ -169,12 +168,12 @@ def _read_logprobs(scores: Sequence[torch.Tensor], rows: Rows, token_ids: Sequen
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """What the sampler must know of one row of logits."""
+    """What the sampler must know about one row of logits."""
 
     params: SamplingParams
     position: int  # of the token to be drawn: with the seed it decides the draw
     seed: int
-    counts: TokenCounts | None = None  # wanted where the parameters have penalties
+    counts: TokenCounts | None = None  # needed where the parameters have penalties
     banned_token_ids: Sequence[int] = ()  # may not be drawn at this position (min_tokens)
     matcher: GrammarMatcher | None = None  # where the sequence stands in its grammar
 
@@ -189,9 +188,9 @@ class SampledToken:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ChosenTokens:
-    """What the sampler chose for each row, once on the device and once to be read."""
+    """The token of each row, on the device and to be read from there."""
 
-    token_ids: torch.Tensor  # [S] int64; of a row that failed or was not drawn some valid id
+    token_ids: torch.Tensor  # [S] int64; a valid id also for rows that failed or were not drawn
     answers: PendingResult[list[SampledToken | EngineError | None]]  # None: a row that was not drawn
 
 
@@ -200,15 +199,15 @@ _Owned = list[tuple[int, SamplingRow]]  # index and row
 
 
 def row_arrays(rows: Rows, vocab_size: int) -> dict[Part, Arrays]:
-    """What the parameters of these rows ask for, part by part; a part that no row asks for is not there.
+    """The parameters of these rows, part by part; parts that no row needs are left out. None: a row that is not drawn.
 
-    None: a row that is not drawn, which no part touches. logprobs: rows, in the order of `scored_rows`. bias: rows,
-    token ids, what to add. penalties: as `Operations.apply_penalties` takes them. banned: rows, token ids. Of the rows
-    that are not greedy, draws: temperatures, seeds, positions; truncation: top_k, top_p, min_p, off where a row has
-    none; places: their indices and those of the greedy ones, where not all rows have a draw.
+    logprobs: rows, in the order of `scored_rows`. bias: rows, token ids, what to add. penalties: as
+    `Operations.apply_penalties` takes them. banned: rows, token ids. For rows that are not greedy, draws: temperatures,
+    seeds, positions; truncation: top_k, top_p, min_p, off where a row has none; places: their indices and those of the
+    greedy rows, unless all rows have a draw.
     """
     parts: dict[Part, Arrays] = {}
-    asking = [  # most steps have greedy rows and nothing else: one look at each
+    asking = [  # most steps have only greedy rows: one look at each
         (index, row)
         for index, row in enumerate(rows)
         if row is not None
@@ -245,7 +244,7 @@ def _add_edits(parts: dict[Part, Arrays], asking: _Owned, num_rows: int) -> None
     counted = [(i, row.counts.generated) for i, row in asking if row.counts is not None and row.params.has_penalties]
     if counted:
         counts = np.array([count for _, generated in counted for count in generated.values()], dtype=np.int32)
-        # Rows that are not counted keep ones, unread. Three arrays, not one: each is aligned as kernels like it.
+        # Rows without penalties keep ones, which are not read. Three arrays, so that each is aligned for the kernels.
         penalties = [np.ones(num_rows, dtype=np.float32) for _ in range(3)]
         for index, row in asking:
             p = row.params

@@ -1,4 +1,4 @@
-"""How the tokens of a request are chosen: the parameters, and the range that each is held to."""
+"""How the tokens of a request are chosen: the parameters and their ranges."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TOP_K = 2**31 - 1
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e4
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-2, 1e2
 
-# Written once, not with every request: that took 2 us of 8.
+# Made once: with every request it took 2 of 8 us.
 _TEMPERATURE_ACCEPTED = f"0, or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}"
 _TOP_K_ACCEPTED = f"a whole number, 0 (off) to {MAX_TOP_K}"
 _REPETITION_PENALTY_ACCEPTED = f"{MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}"
@@ -25,8 +25,8 @@ _REPETITION_PENALTY_ACCEPTED = f"{MIN_REPETITION_PENALTY} to {MAX_REPETITION_PEN
 class SamplingParams:
     """How a request's tokens are chosen; the order of operations is transformers'.
 
-    logit_bias, then the repetition, frequency and presence penalties, then min_tokens' ban on ending and the grammar,
-    then temperature, top_k, top_p, min_p, then one draw. Raises InvalidRequest naming the parameter.
+    logit_bias, then the repetition, frequency and presence penalties, then the ban of ends by min_tokens and the
+    grammar, then temperature, top_k, top_p, min_p, then one draw. Raises InvalidRequest naming the parameter.
     """
 
     max_tokens: int | None = None  # None: what the context leaves; 0: nothing is generated
@@ -41,14 +41,14 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # over output
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # alternatives a position; None: off, 0: the chosen token's only
-    prompt_logprobs: int | None = None  # the same for the prompt: all of it is computed then
+    prompt_logprobs: int | None = None  # the same for the prompt, all of which is computed then
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
-    # What the output is held to: a token that does not fit gets no probability, and the sequence may end only where the
-    # grammar is satisfied, at an end-of-sequence or stop token id, or by itself where nothing can follow. A stop string
-    # still cuts the text wherever it appears.
+    # What the output must follow: a token that does not fit gets no probability. The sequence may end only where the
+    # grammar is satisfied, at an end-of-sequence or stop token id, or by itself where nothing can follow; but a stop
+    # string cuts the text wherever it appears.
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class SamplingParams:
             self._check(name, (getattr(self, name) or 0) >= 0, "a whole number, at least 0")
         self._check("stop", all(self.stop), "strings that are not empty")
         self._check("n", self.n >= 1, "a whole number, at least 1")
-        if self.grammar is not None:  # it decides alone where the output may end
+        if self.grammar is not None:  # only the grammar decides where the output may end
             self._check("min_tokens", self.min_tokens == 0, "0 beside a grammar")
             self._check("ignore_eos", not self.ignore_eos, "false beside a grammar")
 

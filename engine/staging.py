@@ -14,10 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# Where each array starts: kernels are compiled for pointers that 16 divides, and again for those it does not.
-ALIGNMENT_BYTES = 16
-# Of the first buffers: 256 rows of 50 blocks.
-LEAST_BYTES = 1 << 16
+ALIGNMENT_BYTES = 16  # where arrays start: kernels are compiled anew for pointers that 16 does not divide
+LEAST_BYTES = 1 << 16  # of the first buffers: 256 rows of 50 blocks
 
 R = TypeVar("R")
 S = TypeVar("S")
@@ -32,7 +30,7 @@ class ArrayStaging:
         self._buffers = StagingBuffer.pair(device) if device.type == "cuda" else None
 
     def send(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
-        """Their tensors. On a GPU these last until the call after the next one; nothing is waited for."""
+        """The arrays as tensors on the device. Does not wait; on a GPU they last until the call after the next one."""
         if self._buffers is None:
             return [torch.from_numpy(array) for array in arrays]
         return next(self._buffers).send(arrays) if arrays else []
@@ -57,11 +55,11 @@ class _NoEvent:
 
 
 class StagingBuffer:
-    """A host buffer, pinned where the device is a GPU, and its twin on the device: many arrays, one copy, no sync.
+    """A host buffer, pinned if the device is a GPU, and its twin on the device: many arrays, one copy, no sync.
 
     Grows to powers of two; a step that needs no more than an earlier one allocates nothing. The copies run on the
-    current stream, so whoever reads the twin on that stream is done before the next copy writes it. The host buffer has
-    no such order: an event tells when the copy out of it is over.
+    current stream, so kernels on that stream have read the twin before the next copy overwrites it. For the host buffer
+    an event tells when the copy out of it is over.
     """
 
     def __init__(self, device: torch.device, copied: _Event) -> None:
@@ -71,7 +69,7 @@ class StagingBuffer:
 
     @classmethod
     def pair(cls, device: torch.device) -> Iterator[StagingBuffer]:
-        """Two buffers in turn, for ever: with one step under way while the next is planned, neither waits."""
+        """Two buffers in turn, for ever: the next step is planned while one is under way, and neither waits."""
         make_event: Callable[[], _Event] = torch.cuda.Event if device.type == "cuda" else _NoEvent
         return cycle([cls(device, make_event()) for _ in range(2)])
 
@@ -117,13 +115,13 @@ class PendingResult(Generic[R]):
 
 
 class DeviceStream(Protocol):
-    """The queue of work that forward passes and sampling are launched into: the current stream of a GPU.
+    """The queue that forward passes and sampling are launched into: the current stream of a GPU.
 
-    Everything that a step answers goes through here, and nothing else may wait for the device.
+    All answers of a step come back through here, and nothing else may wait for the device.
     """
 
     def copy_back(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
-        """Queue one copy of all of these to the host, behind what has been launched. Does not wait."""
+        """Queue one copy of all of these to the host, after what has been launched. Does not wait."""
         ...
 
 
@@ -133,7 +131,7 @@ def make_device_stream(device: torch.device) -> DeviceStream:
 
 
 class CpuStream:
-    """What has been launched has run, and lies on the host."""
+    """On a CPU what has been launched has run already, and lies on the host."""
 
     def copy_back(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
         """See `DeviceStream.copy_back`."""
@@ -141,9 +139,9 @@ class CpuStream:
 
 
 class CudaStream:
-    """Copies into pinned memory, which PyTorch keeps and hands out again once a copy into it is over.
+    """Copies into pinned memory, which PyTorch reuses once a copy into it is over.
 
-    An event, not the stream, is waited for: the next step is queued behind it by then.
+    It waits for an event, not for the stream: by then the next step is queued there.
     """
 
     def copy_back(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
@@ -162,13 +160,13 @@ class CudaStream:
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The bytes of all of them, at least one, one behind the other; wide elements first, so that each is aligned."""
+    """The bytes of all of them, at least one, concatenated; wide elements first, so that each is aligned."""
     pieces = [tensors[index].contiguous().view(-1).view(torch.uint8) for index in _order(tensors)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def unpack(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of `packed`, what `pack` made of tensors of these shapes and types, in their order."""
+    """Views of what `pack` made of tensors of these shapes and types, in their order."""
     views: dict[int, torch.Tensor] = {}
     start = 0
     for index in _order(like):

@@ -1,4 +1,4 @@
-"""Counts what a running engine did: its steps, requests, tokens, blocks, prefix hits and decode graphs. Torch-free."""
+"""Figures of a running engine: its steps, requests, tokens, blocks, prefix hits and decode graphs. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class DecodeGraphStats:
     captured_sizes: tuple[int, ...]  # rows of each graph, rising
     failed_sizes: tuple[int, ...]  # whose capture failed, rising: such steps run in a larger graph or eagerly
     num_replays: int
-    num_eager_decode_steps: int  # steps of decode rows alone that no graph could serve
+    num_eager_decode_steps: int  # steps of decode rows only that no graph could serve
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheMetrics:
-    """Counters since the pool was made; they survive idleness and the end of every sequence."""
+    """Counters since the pool was made."""
 
     enabled: bool
     probes: int  # admissions; a preempted sequence counts again
@@ -45,8 +45,8 @@ class EngineStats:
     num_duplicates: int = 0  # of these, given what was generated for an equal one
     prompt_tokens: int = 0  # of requests that have ended
     cached_tokens: int = 0  # of these, found in the prefix cache at first admission, or all of a duplicate's
-    output_tokens: int = 0  # of requests that have ended, those taken over from a resume state or an equal one included
-    generated_tokens: int = 0  # sampled by this engine, whatever became of their requests
+    output_tokens: int = 0  # of requests that have ended, with those from a resume state or an equal request
+    generated_tokens: int = 0  # sampled by this engine, also for requests that failed or were aborted
     num_preemptions: int = 0
     num_blocks: int = 0  # the null block included
     num_free_blocks: int = 0

@@ -25,13 +25,13 @@ Answer = TypeVar("Answer")  # what a step brings for a sequence
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup(Generic[Asked, State]):
-    """A request's sequences, until the last of them ends, and the requests that get what comes of them."""
+    """A request's sequences, until the last of them ends, and the equal requests that get the results."""
 
-    requests: list[Asked]  # equal but for id and priority; the first is the one the work is accounted to
+    requests: list[Asked]  # equal but for id and priority; the first is charged with the work
     states: tuple[State, ...]  # at least one
-    key: bytes | None  # names what comes of them: equal requests have the same; None where nobody else may share it
-    error: EngineError | None = field(default=None, kw_only=True)  # that it fails with
-    _num_leading_finished: int = field(default=0, init=False)  # sequences, at least
+    key: bytes | None  # the same for equal requests, which may join; None: no request may
+    error: EngineError | None = field(default=None, kw_only=True)  # that the group fails with
+    _num_leading_finished: int = field(default=0, init=False)  # at least so many of the first sequences have ended
 
     @property
     def request(self) -> Asked:
@@ -45,7 +45,7 @@ class SequenceGroup(Generic[Asked, State]):
 
     @property
     def priority(self) -> int:
-        """That of the most urgent request it ever had; a sequence that had ended by then did not hear of it."""
+        """That of the most urgent request it ever had: only sequences that had ended by then keep another."""
         return min(state.priority for state in self.states)
 
     @property
@@ -55,7 +55,7 @@ class SequenceGroup(Generic[Asked, State]):
 
     @property
     def is_complete(self) -> bool:
-        """Whether no sequence is still to be run. Asked after each that ends, it looks at each once, about."""
+        """Whether no sequence is still to be run. Cheap to ask after each end: it starts where it stopped last time."""
         while self._num_leading_finished < len(self.states):
             if not self.states[self._num_leading_finished].is_finished:
                 return False
@@ -68,7 +68,7 @@ class SequenceGroup(Generic[Asked, State]):
         return sum(len(state.token_ids) - state.num_prompt_tokens for state in self.states)
 
     def timings_now(self) -> RequestTimings:
-        """How far it got, and that it ends now."""
+        """When it got how far, with now as its end."""
         scheduled = [state.scheduled_s for state in self.states if state.scheduled_s is not None]
         first_tokens = [state.first_token_s for state in self.states if state.first_token_s is not None]
         return RequestTimings(
@@ -76,13 +76,14 @@ class SequenceGroup(Generic[Asked, State]):
         )
 
     def request_named(self, request_id: str) -> Asked:
-        """The one of its requests that has this id."""
+        """Its request of this id."""
         return next(request for request in self.requests if request.request_id == request_id)
 
     def parted(self) -> tuple[list[Asked], list[Asked]]:
         """The requests that end as the group did, and those that are tried again without them.
 
-        An error is the first request's own: its equals may fare better, unless what is wrong is what they ask for.
+        An error ends the first request only, and the equal ones are tried again; all of them end if it is an
+        InvalidRequest, for they ask for the same.
         """
         num_ended = len(self.requests) if self.error is None or isinstance(self.error, InvalidRequest) else 1
         return self.requests[:num_ended], self.requests[num_ended:]
@@ -100,7 +101,7 @@ class RequestGroup(SequenceGroup[Request, RequestState]):
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """Those of the prompt, once they are complete, where the request asks for them."""
+        """Those of the prompt, where the request asks for them and all are computed; else None."""
         found = (state.prompt_logprobs for state in self.states if state.prompt_logprobs is not None)
         return next((entries for entries in found if entries.is_complete), None)
 
@@ -112,13 +113,10 @@ class RequestGroup(SequenceGroup[Request, RequestState]):
 
 
 class GroupTable(Generic[Group]):
-    """Finds groups by request, by sequence, and by the key under which equal requests join them.
-
-    One digest for each group that may be joined is kept.
-    """
+    """Finds groups by request, by sequence, and by the key under which equal requests join them."""
 
     def __init__(self) -> None:
-        self._by_id: dict[str, Group] = {}  # by the ids of their requests
+        self._by_id: dict[str, Group] = {}  # by request id
         self._by_arrival: dict[int, Group] = {}
         self._by_key: dict[bytes, Group] = {}
 
@@ -127,11 +125,11 @@ class GroupTable(Generic[Group]):
         return request_id in self._by_id
 
     def __iter__(self) -> Iterator[Group]:
-        """In order of arrival; they may end meanwhile."""
+        """All groups in order of arrival; they may be dropped while this runs."""
         return iter(list(self._by_arrival.values()))
 
     def find(self, request_id: str) -> Group | None:
-        """The group that the request of this id waits for."""
+        """The group of the request of this id; None if it is not unfinished."""
         return self._by_id.get(request_id)
 
     def of(self, state: SequenceState) -> Group:
@@ -139,18 +137,18 @@ class GroupTable(Generic[Group]):
         return self._by_arrival[state.arrival]
 
     def at(self, arrivals: Iterable[int]) -> list[Group]:
-        """The groups of these numbers."""
+        """The groups of these arrival numbers."""
         return [self._by_arrival[arrival] for arrival in arrivals]
 
     def add(self, group: Group) -> None:
-        """A group began: later requests of its key may join it."""
+        """Add a new group: later requests of its key may join it."""
         self._by_arrival[group.arrival] = group
         self._by_id.update(dict.fromkeys((request.request_id for request in group.requests), group))
         if group.key is not None:
             self._by_key[group.key] = group
 
     def join(self, request: AnyRequest, key: bytes | None) -> Group | None:
-        """Have a request wait for the unfinished group of its key; None if there is none."""
+        """Add a request to the unfinished group of its key; None if there is none."""
         group = None if key is None else self._by_key.get(key)
         if group is not None:
             group.requests.append(request)
@@ -158,12 +156,12 @@ class GroupTable(Generic[Group]):
         return group
 
     def withdraw(self, request: AnyRequest) -> None:
-        """One of several requests waits for its group no more."""
+        """Take one of several requests out of its group."""
         group = self._by_id.pop(request.request_id)
         group.requests = [other for other in group.requests if other is not request]
 
     def drop(self, group: Group) -> None:
-        """A group ended."""
+        """Forget a group that ended."""
         del self._by_arrival[group.arrival]
         for request in group.requests:
             del self._by_id[request.request_id]
@@ -251,14 +249,14 @@ class UnfinishedRequests(ABC, Generic[Asked, State, Group, Answer]):
 
     @abstractmethod
     def _ended_copy(self, request: Asked, group: Group) -> Group:
-        """A group for one of several requests, which ends as far as their group has come."""
+        """A group for one of several requests, ended at the point that their group has reached."""
 
     @abstractmethod
     def _begin_again(self, group: Group, requests: list[Asked]) -> Group:
         """A new group for requests of one that failed."""
 
     def _join(self, request: Asked, key: bytes | None) -> bool:
-        """Have a request wait for the unfinished group of its key; False if there is none."""
+        """Add a request to the unfinished group of its key, if there is one; False if there is none."""
         group = self._groups.join(request, key)
         if group is not None and request.priority < group.priority:
             self._promote(group, request.priority)
@@ -282,7 +280,7 @@ class UnfinishedRequests(ABC, Generic[Asked, State, Group, Answer]):
             self._queue.finish(state, kv_is_good=self._shares_kv)
 
     def _fail(self, state: State, error: EngineError) -> None:
-        """One sequence failed, so its request did; KV that is not good is withdrawn."""
+        """Fail the request of a sequence that failed. Nobody else may use its KV if that is not finite."""
         group = self._groups.of(state)
         group.error = error
         self._queue.finish(state, kv_is_good=self._shares_kv and not isinstance(error, NonFiniteLogits))
@@ -309,7 +307,7 @@ class UnfinishedRequests(ABC, Generic[Asked, State, Group, Answer]):
             self._start(again)
 
     def _hand_out(self, group: Group, requests: list[Asked]) -> None:
-        """Nothing was computed for a request that is not the group's first: all of its prompt counts as cached."""
+        """Only the group's first request is charged with the work: for others all of the prompt counts as cached."""
         output, num_output_tokens = self._output(group), group.num_output_tokens
         num_cached_tokens = output.num_prompt_tokens
         for request in requests:

@@ -10,9 +10,9 @@ from engine.request import RESERVED_PREFIX, EmbeddingRequest, Request
 
 
 def check_request(request: Request, *, vocab_size: int, capacity: int, is_taken: bool) -> None:
-    """Raise InvalidRequest for a request that can never be served: at once, with need and capacity where it is size.
+    """Raise InvalidRequest for a request that can never be served, with need and capacity if it is too long.
 
-    `is_taken`: an unfinished one has its id.
+    is_taken: an unfinished request has its id.
     """
     _check_id(request.request_id, is_taken=is_taken)
     if not request.prompt_token_ids:
@@ -35,7 +35,7 @@ def check_request(request: Request, *, vocab_size: int, capacity: int, is_taken:
 def check_embedding_request(
     request: EmbeddingRequest, *, vocab_size: int, capacity: int, is_taken: bool, config: EmbeddingConfig
 ) -> None:
-    """The same for a request for embeddings, each of whose inputs may take all of `capacity`."""
+    """The same for embeddings, where each input may be as long as `capacity`."""
     _check_id(request.request_id, is_taken=is_taken)
     if not request.inputs:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Plans each step: which sequences run, how many tokens of each, and who is preempted when blocks run out."""
+"""Plans each step: which sequences run, how many tokens of each, and which is preempted when blocks run out."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from engine.scheduling.waiting_queue import SchedulerLimits, WaitingQueue
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill, in this order within the token budget of a step:
+    """Continuous batching with chunked prefill.
 
-    one token for each decoding sequence, the next chunk of each sequence in prefill, then admissions in the order of
-    the WaitingQueue. A decode that finds no block preempts the sequence last in rank, that is of the least urgent the
-    one admitted last, which gives back its blocks and is recomputed later.
+    The token budget of a step goes to one token for each decoding sequence, then to the next chunk of each sequence in
+    prefill, then to admissions in the order of the WaitingQueue. A decode that finds no block preempts the sequence
+    last in rank (the least urgent, and of these the one admitted last), which gives back its blocks and is recomputed
+    later.
 
-    A sequence is in exactly one place: waiting (holding no blocks) or running (holding blocks for all its known
-    tokens). It leaves by `finish`, called by the engine for whatever reason it ended.
+    A sequence is in exactly one place: waiting (with no blocks) or running (with blocks for all its known tokens). It
+    leaves when the engine calls `finish`.
 
-    One step may be scheduled ahead, while the one before it runs. Tokens that this one chooses are pending then: they
-    are scheduled by their place, and blocks are offered to the prefix cache only once a step has been found good.
+    One step may be scheduled ahead, while the one before it runs. The tokens which that one chooses are pending: they
+    are scheduled by their position. Blocks are offered to the prefix cache only once their step has proved good.
     """
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
@@ -51,7 +52,7 @@ class Scheduler:
         return bool(self._running) or len(self._waiting) > 0
 
     def add(self, state: SequenceState) -> None:
-        """Queue a new sequence: what it will need is evicted last."""
+        """Queue a new sequence: cached blocks that it will need are evicted last."""
         self._blocks.want(state.chain)
         self._waiting.add(state)
 
@@ -69,8 +70,8 @@ class Scheduler:
     def schedule(self, *, is_ahead: bool = False) -> ScheduledBatch | None:
         """Plan the next step and allocate what it needs; None when there is nothing to run.
 
-        is_ahead: the step before is under way. None also where its answers are needed first: by a sequence that cannot
-        go on without, or since one would have to be preempted, which one that ends may make unnecessary.
+        is_ahead: the step before is under way. None too if its answers are needed first: a sequence cannot go on
+        without them, or one would have to be preempted, which may be unnecessary once another has ended.
         """
         if not self.has_work or (is_ahead and not self._can_run_ahead()):
             return None
@@ -85,9 +86,9 @@ class Scheduler:
         return ScheduledBatch(tuple(items))
 
     def commit(self, items: Iterable[ScheduledItem]) -> None:
-        """These ran and their KV is good: offer their full blocks to later hits. What they chose is pending no more.
+        """These ran and their KV is good: offer their full blocks to later hits. Their tokens are no longer pending.
 
-        Those that ended meanwhile have no blocks, and nothing is done for them.
+        Sequences that ended meanwhile have no blocks and are left out.
         """
         for item in items:
             state = item.state
@@ -108,7 +109,10 @@ class Scheduler:
             self._blocks.discard(state.sequence_id)
 
     def check_integrity(self) -> None:
-        """Raise EngineFatal unless the account of the blocks, and of what waits for them, adds up. O(num_blocks)."""
+        """Raise EngineFatal unless the account of the blocks, and of the sequences that want them, adds up.
+
+        O(num_blocks).
+        """
         self._blocks.check_integrity(state.chain for state in self._waiting)
 
     def _can_run_ahead(self) -> bool:
@@ -141,12 +145,12 @@ class Scheduler:
             position += 1
             if state.num_uncomputed_tokens == 1:
                 if not self._grow_or_preempt(state):
-                    break  # it was last in rank itself: whoever follows has been preempted already
+                    break  # it was last in rank itself: all after it have been preempted already
                 items.append(self._item(state, 1))
         return items
 
     def _grow_or_preempt(self, state: SequenceState) -> bool:
-        """Room for the next token of a decoding sequence, at the cost of those behind it; False: it was preempted."""
+        """Make room for a decoding sequence's next token at the cost of those after it; False: it was preempted."""
         while True:
             try:
                 self._blocks.grow(state.sequence_id, state.num_computed_tokens + 1)
@@ -179,8 +183,8 @@ class Scheduler:
         return items
 
     def _item(self, state: SequenceState, budget: int) -> ScheduledItem:
-        """As many of its tokens as the budget allows, which are computed from here on; its tenant is charged at once,
-        which the next admission sees.
+        """Schedule as many of its tokens as the budget allows, and charge its tenant at once, before the next
+        admission.
         """
         num_uncomputed, start = state.num_uncomputed_tokens, state.num_computed_tokens
         count = min(num_uncomputed, budget)
@@ -194,9 +198,9 @@ class Scheduler:
         return self._blocks.pending_block(state.chain, state.token_ids, state.max_cached_tokens)
 
     def _admit(self, budget: int) -> list[ScheduledItem]:
-        """Admit in queue order, but for those whose next block another sequence is computing right now.
+        """Admit in queue order, except sequences whose next block another one is computing right now.
 
-        Stops at the first that finds no room: whoever is behind it must not take what it waits for.
+        Stops at the first that finds no room: those after it must not take the blocks that it waits for.
         """
         items: list[ScheduledItem] = []
         if budget == 0 or len(self._running) >= self._limits.max_num_seqs:
@@ -211,12 +215,12 @@ class Scheduler:
         return items
 
     def _has_headroom(self, state: SequenceState) -> bool:
-        """A preempted sequence comes back only where every running one can still take a block: no ping-pong."""
+        """Whether a preempted sequence may come back: only if each running one can still take a block, no ping-pong."""
         need = self._blocks.blocks_needed(state.chain, state.token_ids, state.max_cached_tokens)
         return not self._running or need + len(self._running) <= self._blocks.num_free_blocks
 
     def _open(self, state: SequenceState) -> bool:
-        """Give a waiting sequence its blocks and make it run; False, and no change, where there are too few."""
+        """Give a waiting sequence its blocks and make it run; False, and no change, if there are too few."""
         if state.num_preemptions and not self._has_headroom(state):
             return False
         try:
@@ -231,7 +235,7 @@ class Scheduler:
             self._num_admitted += 1
             state.admission = self._num_admitted
             state.scheduled_s = time.monotonic()
-            # A resumed sequence may find tokens of its output as well.
+            # A resumed sequence may find tokens of its output in the cache as well.
             state.num_cached_tokens = min(state.num_computed_tokens, state.num_prompt_tokens)
         insort(self._running, state, key=_rank)
         return True
@@ -246,14 +250,14 @@ class ScheduledItem:
     """One sequence's share of a step: tokens `start .. start + num_scheduled_tokens` are run."""
 
     state: SequenceState
-    start: int  # = num_computed_tokens before the step; len(state.token_ids) where its token is pending
+    start: int  # = num_computed_tokens before the step; len(state.token_ids) if its token is pending
     num_scheduled_tokens: int  # >= 1
     samples: bool  # the last token so far is among them: its logits give the next one
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """What one step runs, on the host and without tensors."""
+    """What one step runs; without tensors."""
 
     items: tuple[ScheduledItem, ...]  # not empty; each sequence at most once
 

@@ -15,14 +15,14 @@ from engine.structured.matcher import GrammarMatcher
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SequenceState(ABC):
-    """The part of a sequence's life that is the scheduler's, whether tokens or a vector are wanted of it."""
+    """What the scheduler knows about a sequence, whether it is to give tokens or a vector."""
 
     request: AnyRequest
     index: int  # among the sequences of its request
     arrival: int  # number of the group among all that the engine ever began
     chain: BlockHashChain
-    token_ids: list[int]  # what is known of it
-    num_pending_tokens: int = 0  # behind these: chosen by steps whose answers are not known yet
+    token_ids: list[int]  # known so far
+    num_pending_tokens: int = 0  # after these: chosen by steps whose answers are not known yet
     num_computed_tokens: int = 0  # in KV once the steps scheduled so far have run; 0 while waiting
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     admission: int | None = None  # order of first admission over the engine's life; None before
@@ -35,7 +35,7 @@ class SequenceState(ABC):
 
     def __post_init__(self) -> None:
         self.priority = self.request.priority
-        # Not the request's id alone: the sequence may outlive its request, whose id may then come again.
+        # The request's id alone would not do: a sequence may outlive its request, whose id may then be used again.
         self.sequence_id = f"{self.request.request_id}/{self.arrival}/{self.index}"
 
     @property
@@ -88,25 +88,25 @@ State = TypeVar("State", bound=SequenceState)
 
 
 class TokenCounts:
-    """How often each token of a sequence was generated; 0 for those that occur in the prompt alone.
+    """How often each token of a sequence was generated; 0 for those that occur only in the prompt.
 
-    Kept with the sequence: counting it anew at each step is quadratic in its length.
+    Kept with the sequence, because counting anew at each step takes quadratic time.
     """
 
     def __init__(self, prompt_token_ids: Sequence[int]) -> None:
         self.generated = dict.fromkeys(prompt_token_ids, 0)
 
     def add(self, token_id: int) -> None:
-        """A token was generated."""
+        """Count a generated token."""
         self.generated[token_id] = self.generated.get(token_id, 0) + 1
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestState(SequenceState):
-    """One of a request's `n` sequences. Written by the scheduler, and by the output processor where it says so."""
+    """One of a request's `n` sequences. Written by the scheduler, and by the output processor where noted."""
 
     request: Request
-    seed: int  # of the draws: (seed, position) decides, nothing else
+    seed: int  # only (seed, position) decide a draw
     max_tokens: int  # the request's, or what the context leaves
     num_saved_tokens: int = 0  # of the output, in the last resume state taken
     counts: TokenCounts | None = None  # output processor; None without penalties
@@ -140,13 +140,13 @@ class RequestState(SequenceState):
 
     @property
     def needs_answer(self) -> bool:
-        """See SequenceState. Penalties and grammars follow each token, and a prompt is scored in order."""
+        """See SequenceState. Penalties and grammars need each token, and a prompt is scored in order."""
         follows_tokens = self.counts is not None or self.matcher is not None
         return self.scores_prompt or (follows_tokens and self.num_pending_tokens > 0)
 
     @property
     def max_cached_tokens(self) -> int | None:
-        """See SequenceState. The model must say something about each prompt token that has no log-probability yet."""
+        """See SequenceState. The model must run each prompt token whose next one has no log-probability yet."""
         if self.prompt_logprobs is None or self.prompt_logprobs.is_complete:
             return None
         return self.prompt_logprobs.num_scored
@@ -158,7 +158,7 @@ class RequestState(SequenceState):
 
     @property
     def wants_logits(self) -> bool:
-        """Always: a chunk's tell whether its KV is good."""
+        """Always: the logits of a chunk tell whether its KV is good."""
         return True
 
     @property

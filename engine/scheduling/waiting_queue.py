@@ -17,28 +17,27 @@ _Place = tuple[list[bytes], int, int]
 
 
 class WaitingQueue(Generic[State]):
-    """Sequences in the order they are to be admitted, right for whatever it holds at the moment.
+    """Sequences in the order in which they are to be admitted.
 
-    Strictly by priority; within one, a fair share of the tokens for each tenant (PriorityTier); within a tenant, depth
-    first over the tree of prefixes (PrefixSweep). In which order sequences were added decides nothing else: whoever
-    feeds the queue chooses who is in it. To profit from the order, requests that are to run together must have the same
-    priority.
+    Strictly by priority; within a priority, a fair share of the tokens for each tenant (PriorityTier); within a tenant,
+    depth first over the tree of prefixes (PrefixSweep). The order of adding decides nothing else. Requests profit from
+    a common prefix only if they have the same priority.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
-        self._tiers: dict[int, PriorityTier[State]] = {}  # those that hold somebody
-        self._priorities: list[int] = []  # their keys, the most urgent first
+        self._tiers: dict[int, PriorityTier[State]] = {}  # by priority; none is empty
+        self._priorities: list[int] = []  # the keys, the most urgent first
 
     def __len__(self) -> int:
         return sum(map(len, self._tiers.values()))
 
     def __iter__(self) -> Iterator[State]:
-        """All of them, in no order."""
+        """All sequences, in no order."""
         return (state for tier in self._tiers.values() for state in tier)
 
     def add(self, state: State) -> None:
-        """Put a new sequence, or one that was preempted, at its place."""
+        """Add a new sequence, or one that was preempted."""
         priority = state.priority
         tier = self._tiers.get(priority)
         if tier is None:
@@ -57,7 +56,7 @@ class WaitingQueue(Generic[State]):
         self._drop_if_empty(state.priority)
 
     def charge(self, state: State, num_tokens: int) -> None:
-        """Tokens of this sequence are run, on its tenant's account; there is none at a priority where nobody waits."""
+        """Charge a sequence's tenant with tokens that are run; not needed at a priority where no sequence waits."""
         tier = self._tiers.get(state.priority)
         if tier is not None:
             tier.charge(state.request.tenant, num_tokens)
@@ -65,7 +64,7 @@ class WaitingQueue(Generic[State]):
     def candidates(self, blocked_at: BlockedAt[State]) -> Iterator[State]:
         """Sequences in the order in which they are to be admitted, without those `blocked_at` some block.
 
-        The one handed out may be admitted, and tokens charged, before the next is asked for; else nothing may change.
+        The last one may be admitted, and tokens charged, before the next is asked for; nothing else may change.
         """
         for priority in tuple(self._priorities):
             yield from self._tiers[priority].candidates(blocked_at)
@@ -79,10 +78,10 @@ class WaitingQueue(Generic[State]):
 class PriorityTier(Generic[State]):
     """Divides the machine's tokens among the tenants that have something waiting at this priority.
 
-    The tenant with the fewest tokens run so far goes next, prompt and output weighted alike, and keeps its turn until
-    it is `quantum_tokens` ahead: an order that changed the tenant with every admission would run all tenants' prefixes
-    side by side. A tenant that had nothing waiting does not save that time up: it begins at the count of the least
-    served of those that had. Within a tenant the sweep decides, whichever of its jobs a sequence is of.
+    The tenant with the fewest tokens run so far goes next, prompt and output counted alike, and keeps its turn until it
+    is `quantum_tokens` ahead: with another tenant at every admission, the prefixes of all would run side by side. A
+    tenant saves nothing up while it has nothing waiting: it begins at the count of the least served of the others.
+    Within a tenant the sweep decides, across its jobs.
 
     Preempted sequences come before all others, in the order in which they were first admitted.
     """
@@ -91,9 +90,9 @@ class PriorityTier(Generic[State]):
         self._limits = limits
         self._preempted: list[State] = []
         self._sweeps: dict[str, PrefixSweep[State]] = {}  # of the tenants that have something waiting
-        self._served_tokens: dict[str, int] = {}  # of these, and of others that are ahead of the floor
+        self._served_tokens: dict[str, int] = {}  # of these tenants, and of others that are ahead of the floor
         self._floor = 0  # tokens of the least served tenant that had something waiting; never falls
-        self._turn = ""  # tenant whose turn it is
+        self._turn = ""  # the tenant whose turn it is
 
     def __len__(self) -> int:
         return len(self._preempted) + sum(map(len, self._sweeps.values()))
@@ -102,7 +101,7 @@ class PriorityTier(Generic[State]):
         return chain(self._preempted, *self._sweeps.values())
 
     def add(self, state: State) -> None:
-        """A sequence waits: a new one, or one that was preempted."""
+        """Add a new sequence, or one that was preempted."""
         if state.was_admitted:
             insort(self._preempted, state, key=lambda other: other.rank)
             return
@@ -115,7 +114,7 @@ class PriorityTier(Generic[State]):
         sweep.add(state)
 
     def remove(self, state: State) -> None:
-        """It waits no more, and is not admitted."""
+        """Take out a sequence that is not to be admitted."""
         if state.was_admitted:
             self._preempted.remove(state)
         else:
@@ -131,7 +130,7 @@ class PriorityTier(Generic[State]):
             self._drop_if_empty(state.request.tenant)
 
     def charge(self, tenant: str, num_tokens: int) -> None:
-        """Tokens of this tenant's sequences of this priority are run."""
+        """Count tokens of this tenant that are run at this priority."""
         self._served_tokens[tenant] = self._served_tokens.get(tenant, self._floor) + num_tokens
 
     def candidates(self, blocked_at: BlockedAt[State]) -> Iterator[State]:
@@ -161,7 +160,7 @@ class PriorityTier(Generic[State]):
         self._floor = max(self._floor, least)
 
     def _drop_if_empty(self, tenant: str) -> None:
-        """Forget a tenant with nothing waiting, but for being ahead of the others."""
+        """Forget a tenant with nothing waiting, except how far it is ahead of the others."""
         if self._sweeps[tenant]:
             return
         self._raise_floor()
@@ -176,32 +175,31 @@ def _place(state: SequenceState) -> _Place:
 
 @dataclass(slots=True)
 class _Cohort:
-    """Those who arrived between two admissions."""
+    """The sequences that arrived between two admissions."""
 
-    last_admission: int = 0  # that they can wait for: by then all are gone who were there before them or with them
+    last_admission: int = 0  # number of the admission by which all are gone that were there before them or with them
 
 
 class PrefixSweep(Generic[State]):
     """Hands out sequences depth first over the prefix tree of those that wait.
 
-    Sorted by the digests of their full blocks, sequences stand as in a walk of that tree, because a digest names a
-    whole prefix; the order among siblings is arbitrary, equal prefixes stand in order of arrival, and so do all where
-    prefix caching is off. A tree of nodes would say the same with more memory and no C comparisons. Adding and removing
-    take O(log n) comparisons and a memmove.
+    Sorting by the digests of the full blocks gives the order of a walk over that tree, because a digest names a whole
+    prefix. The order among siblings is arbitrary; equal prefixes are in order of arrival, and so are all sequences if
+    prefix caching is off. A tree of nodes would take more memory and have no comparisons in C. Adding and removing take
+    O(log n) comparisons and a memmove.
 
-    The sweep goes on behind the last admitted and wraps round. Whoever arrives behind it in a subtree that it has not
-    left yet is taken before it leaves (its prefix is still in KV); whoever arrives elsewhere behind it waits for the
-    next sweep. Nobody is passed by more than `max_overtakes` later arrivals; where that is reached, the sweep goes on
-    from there.
+    The sweep goes on after the sequence admitted last, and wraps round. A sequence that arrives before that place is
+    still taken in this sweep if the sweep has not left its subtree (its prefix is still in KV), else in the next. No
+    sequence is passed by more than `max_overtakes` later arrivals: at that number the sweep goes on from it.
     """
 
     def __init__(self, max_overtakes: int) -> None:
         self._max_overtakes = max_overtakes
         self._states: list[State] = []  # by _place
         self._cohorts: OrderedDict[State, _Cohort] = OrderedDict()  # oldest first
-        self._cohort = _Cohort()  # that of who arrives now
+        self._cohort = _Cohort()  # of the sequences that arrive now
         self._num_admitted = 0
-        self._last: _Place | None = None  # where the sweep is: everybody before it that it met has been admitted
+        self._last: _Place | None = None  # where the sweep is: all that it met before have been admitted
         self._has_passed_over = False
 
     def __len__(self) -> int:
@@ -211,7 +209,7 @@ class PrefixSweep(Generic[State]):
         return iter(self._states)
 
     def add(self, state: State) -> None:
-        """Put a sequence at its place. Its chain must not change while it is here."""
+        """Add a sequence. Its chain must not change while it is here."""
         insort(self._states, state, key=_place)
         self._cohort.last_admission = self._num_admitted + len(self._states) + self._max_overtakes
         self._cohorts[state] = self._cohort
@@ -222,7 +220,7 @@ class PrefixSweep(Generic[State]):
         del self._cohorts[state]
 
     def admit(self, state: State) -> None:
-        """Take out the sequence handed out last: it runs now."""
+        """Take out the sequence handed out last, which runs now."""
         self.remove(state)
         self._num_admitted += 1
         self._cohort = _Cohort()
@@ -232,9 +230,9 @@ class PrefixSweep(Generic[State]):
     def walk(self, blocked_at: BlockedAt[State]) -> Iterator[State]:
         """Sequences in order, without those whose next block another is computing (`blocked_at`).
 
-        The one handed out may be admitted before the next is asked for; else nothing may change. The next walk begins
-        with whoever was passed over, so that a group is not left for the time its prefix takes. All who wait for one
-        block are passed over in O(log n).
+        The last one may be admitted before the next is asked for; nothing else may change. The next walk begins with
+        those passed over, so that the sweep does not leave a group while its prefix is computed. All sequences that
+        wait for one block are passed over in O(log n).
         """
         self._has_passed_over = False
         position, remaining = self._start(), len(self._states)
@@ -269,17 +267,17 @@ class PrefixSweep(Generic[State]):
         position = bisect_left(self._states, self._last, key=_place)
         ahead = self._num_shared(position, digests) if position < len(self._states) else 0
         behind = self._num_shared(position - 1, digests) if position else 0
-        if behind > ahead:  # it arrived in a subtree that the sweep would leave now
+        if behind > ahead:  # the one before this place arrived in a subtree that the sweep would leave now
             return bisect_left(self._states, digests[:behind], key=lambda state: state.chain.digests)
         return position
 
     def _num_shared(self, position: int, digests: Sequence[bytes]) -> int:
-        """Leading blocks that the sequence there has in common with `digests`. Equal digests mean equal prefixes."""
+        """Leading blocks that the sequence there has in common with `digests`: equal digests mean equal prefixes."""
         others = self._states[position].chain.digests
         return bisect_left(range(min(len(others), len(digests))), True, key=lambda i: others[i] != digests[i])
 
     def _end_of_subtree(self, position: int, depth: int) -> int:
-        """Behind the last sequence that shares block `depth` with the one at `position`."""
+        """The position after the last sequence that shares block `depth` with the one at `position`."""
         digest = self._states[position].chain.digests[depth]
 
         def is_behind(state: State) -> bool:
@@ -299,8 +297,8 @@ class SchedulerLimits:
 
     @property
     def max_overtakes(self) -> int:
-        """Later arrivals of its tenant that may pass a waiting sequence: two windows of 8 x max_num_seqs, about what
-        one sweep meets while it is fed.
+        """Later arrivals of its tenant that may pass a waiting sequence: two windows of 8 x max_num_seqs, about as many
+        as one sweep meets while new ones arrive.
         """
         return 16 * self.max_num_seqs
 
