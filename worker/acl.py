@@ -1,8 +1,8 @@
 """Lists the Redis users that producers, workers and operators need, each with its commands and keys and no others.
 
 They are the users of a Redis that Millrace shares with nobody. Redis checks what a script calls as if its caller had
-called it, so the commands of scripts/*.lua are here too. A user cannot be held to one tenant: whoever may submit jobs
-may read, cancel and spoil every job of that Redis, since cancelling writes records. Teams that must not see each
+called it, so the commands of scripts/*.lua are here too. A user cannot be limited to one tenant: one who may submit
+jobs may read, cancel and spoil every job of that Redis, since cancelling writes records. Teams that must not see each
 other's prompts need a Redis each.
 """
 
@@ -20,7 +20,7 @@ from worker.registry.connect import MAX_PASSWORD_BYTES, read_password_line
 # From 7.0 to 7.2 Redis knows subcommands and refuses to start with one that it does not know.
 _SUBCOMMANDS_CHECKED = (7, 0)
 _HAS_SETINFO = (7, 2)
-# What clients say on connecting; redis-py 8 sends the last one to any server, and does without it.
+# What clients say on connecting; redis-py 8 sends the last one to any server, and works without it.
 _FIRST_WORDS = ("client|setname", "client|setinfo", "client|maint_notifications")
 
 # On connecting, and in between. INFO is for `millrace doctor` and for kombu.
@@ -29,8 +29,8 @@ _CONNECTION = ("hello", "auth", "select", "ping", "info")
 _SCRIPTS = ("script|load", "script|exists", "evalsha")
 # A Celery producer's: declare the queue, look how long it is, send.
 _SENDING = ("sadd", "smembers", "llen", "lpush", "multi", "exec")
-# Those of stage, submit, discard and cancel, and of claim, put, renew and release, with which cancelling ends the
-# units that nobody runs.
+# What stage, submit, discard and cancel call, and claim, put, renew and release, by which cancelling ends the units
+# that nobody runs.
 _JOBS = (
     *("del", "exists", "expire", "get", "persist", "pexpire", "set", "time", "unlink"),
     *("hdel", "hexists", "hget", "hgetall", "hincrby", "hkeys", "hlen", "hmget", "hset", "hsetnx", "hstrlen"),
@@ -55,7 +55,7 @@ _EVENT_CHANNELS = tuple(f"/{database}.celeryev/*" for database in range(16))
 # the list of bad frames, how long the queue is (metrics).
 _CONSUMING = ("brpop", "watch", "unwatch", "discard", "zrangebyscore", "zrevrangebyscore", "zscore", "zcard", "ltrim")
 
-# Off: nobody can be this user, and who gives no name may do nothing. It has every right all the same: Redis 7.2 and 8.0
+# Off: nobody can log in as this user, so a client without a name may do nothing. It has every right: Redis 7.2 and 8.0
 # drop, when they load their append-only file, what scripts wrote and this user may not write
 # (https://github.com/redis/redis/pull/14545).
 _DEFAULT_USER = "user default reset off ~* &* +@all"
@@ -103,8 +103,8 @@ WORKER = RedisUser(
     _EVENT_CHANNELS,
 )
 
-# Hears events, and can neither send anything nor read a job or the queue. kombu notes the channel it listens to in a
-# set, and takes the note back, with the queue that it never was, when it closes.
+# Receives events; can neither send anything nor read a job or the queue. kombu notes the channel in a set while it
+# listens, and on closing deletes that note and a queue that there never was.
 FLOWER = RedisUser(
     "millrace-flower",
     ("_kombu.binding.celeryev", "_kombu.binding_permanent.celeryev", "celeryev.*"),

@@ -39,10 +39,10 @@ CHUNK_LINES = 500  # handed over together: going to the loop and back for every 
 class AsyncBatchClient:
     """BatchClient for asyncio: the same verbs, arguments and errors. For one event loop, the one it is first used in.
 
-    Looking and waiting hold no thread, so that one loop may follow any number of jobs. `submit` and `cancel`, which
+    Looking and waiting take no thread, so that one loop may follow any number of jobs. `submit` and `cancel`, which
     send several scripts and a Celery message, run BatchClient's in threads of this client's own, never in those of
-    asyncio.to_thread, which the lines may need. 32 submits run at once (MAX_SUBMITS), further ones wait their turn: a
-    thread goes on, after its task was cancelled, until it sees that. `cancel` has a thread that no submit can take.
+    asyncio.to_thread, which the lines may need. 32 submits run at once (MAX_SUBMITS), further ones wait their turn: the
+    thread of a cancelled task goes on until it notices. `cancel` has a thread that no submit can take.
     """
 
     def __init__(
@@ -210,4 +210,4 @@ class LinesInThread:
 
 
 class SubmitAbandoned(Exception):
-    """Whoever wanted the job does not wait for it any more."""
+    """Nobody waits for the job any more: the task that submits it was cancelled."""

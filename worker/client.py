@@ -82,8 +82,8 @@ class BatchClient:
         the same `job_id` or `idempotency_key` returns the first job and leaves it as it is.
 
         Raises EmptyJob, JobTooLarge, QueueFull (with retry_after_s), pydantic.ValidationError for options out of
-        range, and TypeError for one line in place of several and for a line of another type. A bad
-        line is no error here: its record says what is wrong with it.
+        range, and TypeError for one line in place of several and for a line of another type. A bad line is no error
+        here: its record says what is wrong with it.
         """
         refuse_single_line(lines)
         checked = SubmitOptions.model_validate(options)
@@ -121,7 +121,7 @@ class BatchClient:
         order. With `follow`, waits for more until the job has ended; without, ends where nothing is written yet, which
         in input order is before the first line that is not done. Memory does not grow with the job.
 
-        Raises ValueError for a cursor or an order that there is not; reading raises what every method does.
+        Raises ValueError for an unknown order or a negative cursor; reading raises what every method does.
         """
         return self._read(ResultReader(self._queries, job_id, cursor, order, follow))
 
@@ -174,7 +174,7 @@ class BatchClient:
         try:
             accepted_id, should_announce = self._intake.submit(job_id, num_lines, options)
         finally:
-            # Refused, or known under another id by its idempotency key: these lines are nobody's.
+            # Refused, or submitted before under another id with this idempotency key: no job needs these lines.
             if accepted_id != job_id:
                 self._intake.discard(job_id)
         return accepted_id, should_announce
@@ -188,10 +188,10 @@ class LineStaging:
         self._limits = limits
 
     def stage(self, job_id: str, lines: Iterable[bytes | str | RequestObject]) -> int | None:
-        """Stage the lines of a new job; their number, or None if the job is accepted already.
+        """Stage the lines of a new job; returns their number, or None if the job is accepted already.
 
-        On any error, that of the iterable included, what was staged is forgotten. Raises JobTooLarge, and TypeError
-        for what is no line.
+        After any error, also of the iterable, what was staged is forgotten. Raises JobTooLarge, and TypeError for what
+        is no line.
         """
         num_lines = 0
         try:
@@ -226,9 +226,9 @@ class LineStaging:
         max_bytes = self._limits.max_prompt_bytes
         for number, line in enumerate(lines, 1):
             raw = _encoded(line, number)
-            # A blank one that is too long may be one that was cut, see read_raw_lines.
+            # A blank line that is too long may have been cut, see read_raw_lines.
             if raw.strip() or len(raw) > max_bytes:
-                # One byte too long is as refused as a gigabyte too long.
+                # A line one byte too long is refused like one that is a gigabyte too long.
                 yield raw[: max_bytes + 1]
 
 
@@ -244,7 +244,7 @@ def _encoded(line: object, number: int) -> bytes:
 
 
 def refuse_single_line(lines: object) -> None:
-    """Raise TypeError for what can be iterated but is one line: its characters or keys are no requests."""
+    """Raise TypeError for one line in place of several: iterating over it gives characters or keys."""
     if isinstance(lines, (str, bytes, bytearray, memoryview, Mapping)):
         raise TypeError(
             f"lines is one {type(lines).__name__}; accepted: an iterable of lines (bytes, str or mappings), "

@@ -76,7 +76,7 @@ class GuardedConsumer(Consumer):  # type: ignore[misc]  # celery has no types
 
 
 class GuardedPool(TaskPool):  # type: ignore[misc]  # celery has no types
-    """Acknowledges a message over which Celery's own code around the task failed, and not the task.
+    """Acknowledges a message over which Celery's own code failed, rather than our task.
 
     Celery's pool forgets such a failure, and the message with it: it stays unacknowledged and counts as one that is
     worked on. A handful of them (a body whose third part is a number), and the worker takes nothing more.
@@ -106,7 +106,7 @@ class InterruptibleRequest(Request):  # type: ignore[misc]  # celery has no type
     """
 
     def terminate(self, pool: Untyped, signal: Untyped = None) -> None:
-        """Revoked with `terminate`: give the unit back. The job goes on elsewhere; cancelling is the registry's."""
+        """Revoked with `terminate`: give the unit back. The job goes on elsewhere; the registry cancels jobs."""
         self.task.runtime.interrupt(self.id)
 
     def cancel(self, pool: Untyped, signal: Untyped = None, emit_retry: bool = True) -> None:
@@ -118,7 +118,8 @@ class QuietWorker(Worker):  # type: ignore[misc]  # celery has no types
     """Says nothing past the log when SIGTERM comes: our runtime logs that it stops.
 
     Celery writes `worker: Warm shutdown (MainProcess)` between two line ends right to the descriptor, which in a
-    container is the one thing in its log that is no JSON. What it says to Ctrl-C is for whoever sits there, and stays.
+    container is the one thing in its log that is no JSON. What it says on Ctrl-C is for a person at a terminal, and
+    stays.
     """
 
     def install_platform_tweaks(self, worker: Untyped) -> None:
@@ -139,10 +140,10 @@ class LossyDispatcher(EventDispatcher):  # type: ignore[misc]  # Celery has no t
 
 
 def send_first_event(app: Celery, hostname: str) -> None:
-    """Say that this worker is there. Raises redis.RedisError where Redis does not take it.
+    """Send the event that this worker is online. Raises redis.RedisError if Redis refuses it.
 
-    Of events that cannot be sent Celery says nothing: it keeps them, all of them, and tries again. So a Redis user that
-    lacks PUBLISH (an ACL file of before there were events) is found here.
+    Celery itself keeps events that it cannot send, says nothing and tries again, so a Redis user that lacks PUBLISH (of
+    an ACL file older than events) would go unnoticed.
     """
     with (
         app.connection_for_write() as connection,

@@ -1,6 +1,6 @@
 """Sends the messages that say where work is, and receives them over a kombu transport that no frame can stop.
 
-A frame that is no message is kept for whoever wants to know who sent it.
+Frames that are no messages are kept, so that their sender can be found.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ async def _ask_async(client: AsyncRedis, commands: Sequence[Command]) -> list[Re
 
 
 def ask_one(client: redis.Redis, command: Command) -> RedisReply:
-    """The answer to one command, likewise."""
+    """The answer to one command, see `ask`."""
     [answer] = ask(client, [command])
     return answer
 
@@ -199,12 +199,12 @@ def script_source(*names: str) -> str:
 
 
 def text(value: bytes | str) -> str:
-    """A word of ours (state, token, id) from a reply."""
+    """A word that we wrote (state, token, id), from a reply."""
     return value.decode() if isinstance(value, bytes) else value
 
 
 def text_fields(fields: Mapping[Untyped, Untyped]) -> dict[str, str]:
-    """A hash whose values are all text of ours."""
+    """A hash whose values are all text that we wrote."""
     return {text(name): text(value) for name, value in fields.items()}
 
 

@@ -33,7 +33,7 @@ class JobIntake:
         return None if known is None else text(known)
 
     def stage(self, job_id: str, first_index: int, lines: Sequence[bytes]) -> bool:
-        """Add lines `first_index`, ... of a job to be. False, and nothing stored, if the job is accepted already."""
+        """Add lines of a new job from `first_index` on. False, and nothing is stored, if it was accepted already."""
         rows = enumerate(lines, first_index)
         return bool(ask_one(self._client, Scripts.STAGE(self._of_job(job_id), rows, staging_ms=self._staging_ms)))
 

@@ -110,7 +110,7 @@ class JobQueries:
         line has one record, and the page ends before the first that is missing. A job that ended without some (one
         refused as a whole has none) is read over the gaps. Raises JobNotFound, InvalidJobId.
         """
-        # Told from one instant: the end of a job is not seen before its last records.
+        # All of one moment: the end of a job is not seen before its last records.
         call = Scripts.PAGE(
             self._keys.of_unit_scripts(UnitRef.plan(job_id)),
             order=order.value,
@@ -145,7 +145,7 @@ def _found(job_id: str, fields: RedisReply) -> JobStatus:
 
 
 class PollPauses:
-    """Pauses that double from 20 ms to half a second, for as long as nothing is new. Sleeping is the caller's."""
+    """Pauses between polls: they double from 20 ms to half a second while nothing is new. The caller sleeps."""
 
     def __init__(self, timeout_s: float | None = None) -> None:
         self._timeout_s = timeout_s
@@ -158,7 +158,7 @@ class PollPauses:
         return pause_s if self._until_s is None else min(pause_s, max(self._until_s - time.monotonic(), 0.0))
 
     def restart(self) -> None:
-        """Something was new."""
+        """Begin with the shortest again, since something was new."""
         self._pause_s = FIRST_POLL_S
 
     def check_time(self, job: JobStatus) -> None:
@@ -196,14 +196,14 @@ class ResultReader:
 
 
 class JobControl:
-    """Asks for a job's end. Methods raise redis.RedisError when Redis cannot be had."""
+    """Cancels jobs. Methods raise redis.RedisError when Redis cannot be had."""
 
     def __init__(self, client: redis.Redis, keys: Keys) -> None:
         self._client = client
         self._keys = keys
 
     def cancel(self, job_id: str) -> list[UnitRef]:
-        """Mark the job cancelled; the units it may still have, none for one that is over. Raises JobNotFound."""
+        """Mark the job cancelled; returns the units it may still have, none if it is over. Raises JobNotFound."""
         plan = UnitRef.plan(job_id)
         call = Scripts.CANCEL(self._keys.of_unit_scripts(plan), job_id=job_id)
         status, num_shards = ask_one(self._client, call)
@@ -215,7 +215,7 @@ class JobControl:
 
 
 def job_status(job_id: str, fields: Mapping[Untyped, Untyped]) -> JobStatus:
-    """The job as it stands, of the fields of its hash."""
+    """The job as it stands, read from its hash."""
     job = text_fields(fields)
     finished_at = _seconds(job["fin"])
     prompt_tokens, output_tokens = int(job["tokp"]), int(job["toko"])
@@ -255,7 +255,7 @@ def _state(job: Mapping[str, str]) -> JobState:
         return state
     if job["cancel"] != "0":
         return JobState.CANCELLING
-    # A record that says batch_expired: the deadline has passed, and the others are on their way.
+    # One record says batch_expired: the deadline has passed, and the other records are on their way.
     return JobState.FINALIZING if job["exp"] != "0" else state
 
 

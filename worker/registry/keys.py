@@ -6,9 +6,11 @@ r"""Names the registry's keys, all of one hash slot, `millrace:{s0}:`, and the u
     j:<job>:in      HASH  index -> request line as it was given
     j:<job>:res     HASH  index -> record, JSON; written once (HSETNX)
     j:<job>:ord     LIST  indices in the order their records were written
+    j:<job>:ckpt    HASH  index -> resume state, JSON, of prompts without a record
     j:<job>:s:plan  HASH  the job's plan, until it is planned     \ a unit: st, idx, n, done, own, tok, lease, fence,
     j:<job>:s:<k>   HASH  shard k, until its prompts have records /  att, rp (re-published), since
     open            ZSET  <job>/<unit> -> next look, ms: lease end, or announced + grace
+    queued          ZSET  tenant -> when the first of its shards was queued, ms; queued:<tenant>: its shards by turn
     adm, adm:t:<tenant>   HASH  prompts, bytes, jobs outstanding; adm also has total (records) and rate, and since ever
                           sub_jobs, sub_prompts (accepted), end_<state> (jobs), frames (that were no message)
     idem:<digest>   STRING job id
@@ -58,7 +60,7 @@ class UnitRef:
 
     @classmethod
     def of_member(cls, member: str) -> Self:
-        """The unit that `member` of the open set names."""
+        """The unit of a member of the open set."""
         job_id, _, unit = member.partition("/")
         return cls(job_id, unit)
 
@@ -69,7 +71,7 @@ class UnitRef:
 
     @property
     def log_fields(self) -> dict[str, str | int]:
-        """The names under which logs and spans have it."""
+        """How logs and spans name it."""
         if self.is_plan:
             return {"job_id": self.job_id}
         return {"job_id": self.job_id, "shard": int(self.unit) if self.unit.isdecimal() else self.unit}
@@ -97,7 +99,7 @@ class Keys:
         return f"{self.counters}:t:{tenant}"
 
     def idempotency(self, tenant: str, key: str) -> str:
-        """Where the job submitted under a producer's own key is remembered. The key may hold anything: hashed."""
+        """Where the job of a producer's own key is remembered. The key may be any text, so it is hashed."""
         digest = hashlib.sha256(f"{tenant}\0{key}".encode("utf-8", "surrogatepass")).hexdigest()
         return f"{self.prefix}idem:{digest}"
 
@@ -122,7 +124,7 @@ class Keys:
         return self._of_job(job_id, "ckpt")
 
     def unit(self, ref: UnitRef) -> str:
-        """The hash of a plan or shard. Raises InvalidJobId also for what is no unit."""
+        """The hash of a plan or shard. Raises InvalidJobId, also for a unit that is none."""
         if _UNIT.fullmatch(ref.unit) is None:
             raise InvalidJobId(f"unit of job {ref.job_id[:80]} is {ref.unit[:80]!r}; accepted: plan or a number")
         return self._of_job(ref.job_id, f"s:{ref.unit}")
@@ -135,7 +137,7 @@ class Keys:
         return of_job | {"unit": self.unit(ref), "plan": self.unit(UnitRef.plan(job_id))} | self.of_queue_scripts()
 
     def of_queue_scripts(self) -> dict[str, str]:
-        """The keys of no one job, likewise."""
+        """The keys that belong to no single job, by the same names."""
         return {
             "open": self.open,
             "counters": self.counters,

@@ -24,7 +24,7 @@ class Claim:
     """A lease on a unit, with what its holder needs to know."""
 
     ref: UnitRef
-    token: str  # fencing token `<n>:<uuid>`: who writes with an older one is refused
+    token: str  # fencing token `<n>:<uuid>`: a write with an older one is refused
     mode: RunMode
     time_left_s: float | None  # until the job's deadline; None: it has none
     attempts: int  # workers that died over it before
@@ -92,8 +92,8 @@ class UnitLeases:
     def claim(self, ref: UnitRef, *, alone: bool = False) -> Claim | ClaimRefusal:
         """Take a unit for one lease, if it is not finished and nobody has it.
 
-        `alone`: nothing else will run in this process meanwhile (`begin_alone` says so before anything does). Without
-        it, a unit that crashed a worker before is refused, unless there is nothing to run in it.
+        `alone`: nothing else will run in this process meanwhile; `begin_alone` notes that when it begins. Without it, a
+        unit that crashed a worker before is refused, unless there is nothing to run in it.
         """
         call = Scripts.CLAIM(
             self._keys.of_unit_scripts(ref),
@@ -114,16 +114,16 @@ class UnitLeases:
         return bool(ask_one(self._client, Scripts.SUSPECT(self._keys.of_unit_scripts(ref))))
 
     def begin_alone(self, claim: Claim) -> bool:
-        """Nothing else runs in this process from now on: should it crash, the unit is to blame. False if not ours."""
+        """Note that only this unit runs in this process: if it crashes, the unit is to blame. False if not ours."""
         return bool(self._run(Scripts.BEGIN_ALONE, claim))
 
     def put(self, claim: Claim, records: Sequence[PromptRecord]) -> tuple[PutStatus, RunMode]:
-        """Write records, each index once and for all; where the unit stands, and what to do with the rest of it."""
+        """Write records, each index once; returns where the unit stands and what to do with the rest of it."""
         status, mode = self._run(Scripts.PUT, claim, [item.row for item in records])
         return PutStatus(text(status)), _mode(mode)
 
     def put_resume_states(self, claim: Claim, states: Sequence[PromptResumeState]) -> bool:
-        """Keep how far prompts have come, but for those that have their record. False if the unit is not ours."""
+        """Keep how far prompts without a record have come. False if the unit is not ours."""
         return bool(self._run(Scripts.PUT_RESUME_STATES, claim, [(item.index, item.state) for item in states]))
 
     def renew(self, claims: Sequence[Claim]) -> list[tuple[bool, RunMode, float | None]]:
@@ -171,7 +171,7 @@ class UnitLeases:
         return bool(is_ours)
 
     def fail(self, claim: Claim, reason: str, errors: Sequence[BatchError]) -> tuple[PutStatus, RunMode]:
-        """End a job whose plan this is without running a line of it; as `put` answers.
+        """End the job of this plan without running any line; answers as `put` does.
 
         A job that is cancelled or past its deadline is not failed: it stays open, to be closed as its mode says.
         """

@@ -15,8 +15,7 @@ QUEUE = "millrace"
 
 # A message of priority p waits in the lane of the greatest step that is not above p; 0 is taken first.
 PRIORITY_STEPS = (0, 3, 6, 9)
-# Plans go first, whatever their job's priority: a plan is short, and behind messages of shards that wait for busy slots
-# it would be hidden for as long as those run.
+# Plans go first, whatever their job's priority: a plan is short, and would wait behind shards that wait for a slot.
 PLAN_PRIORITY = 0
 _SEPARATOR = "\x06\x16"  # kombu's, between the queue's name and the step
 
@@ -48,11 +47,11 @@ class ShardQueue:
         self._ageing_ms = round(ageing_s * 1000)
 
     def choose(self, hint: UnitRef, held: Iterable[Claim], *, only_new_tenants: bool) -> UnitRef | None:
-        """The shard to claim on a message about `hint`, by a worker that holds these; None if none may be claimed.
+        """The shard that a worker with these leases claims on a message about `hint`; None if it may claim none.
 
-        The tenant with the fewest prompts here comes first, and of its shards the one whose turn is earliest, by time
-        and priority; of those within a step of priority of it the next in prefix order. `only_new_tenants`: none of a
-        tenant that has shards here. Whether the shard can be claimed shows when it is; it is `hint` if none is queued.
+        First the tenant with the fewest prompts here; then its shard whose turn is earliest, by time and priority, or
+        rather the next in prefix order of those within a step of priority. `only_new_tenants`: no tenant that has
+        shards here. It is `hint` if none is queued, and may turn out not to be claimable.
         """
         here: dict[str, tuple[int, str]] = {}
         for claim in held:
@@ -90,7 +89,7 @@ class ReapQueue:
         self._ageing_ms = round(ageing_s * 1000)  # of waiting, worth one step of priority
 
     def due(self) -> list[DueUnit]:
-        """Units that are due now. Each is put off by its grace, so that one caller alone gets it."""
+        """Units that are due now. Each is put off by its grace, so that only one caller gets it."""
         call = Scripts.REAP(
             self._keys.of_queue_scripts(),
             [steps_by_priority(), self._waiting_messages()],
