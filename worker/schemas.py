@@ -22,10 +22,14 @@ _MetadataValue = Annotated[str, StringConstraints(max_length=512)]
 _UNITS_S = {"h": 3_600, "m": 60, "s": 1}  # hours at most: OpenAI's one window is called 24h
 
 
-class SubmitOptions(BaseModel):
-    """A job's options: arguments of `BatchClient.submit`, and of the message of a plain Celery producer."""
+class _Frozen(BaseModel):
+    """Cannot be changed, and has no fields but its own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SubmitOptions(_Frozen):
+    """A job's options: arguments of `BatchClient.submit`, and of the message of a plain Celery producer."""
 
     priority: int = Field(default=DEFAULT_PRIORITY, ge=0, le=9, description="0 runs first, 9 last.")
     deadline_s: float | None = Field(
@@ -102,10 +106,8 @@ class JobState(StrEnum):
         return self in (JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED, JobState.FAILED)
 
 
-class RequestCounts(BaseModel):
+class RequestCounts(_Frozen):
     """Prompts of a job, counted from the records that were written."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     total: int  # 0 for a file that was refused as a whole
     completed: int  # succeeded
@@ -117,10 +119,8 @@ class RequestCounts(BaseModel):
         return self.completed + self.failed
 
 
-class JobUsage(BaseModel):
+class JobUsage(_Frozen):
     """Tokens of the prompts that have their record."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     input_tokens: int
     cached_tokens: int  # of input_tokens: their KV came from the prefix cache
@@ -130,7 +130,7 @@ class JobUsage(BaseModel):
     total_tokens: int
 
 
-class BatchError(BaseModel):
+class BatchError(_Frozen):
     """An entry of `errors.data` of OpenAI's batch object.
 
     Codes are Azure's, as far as it has one: empty_file, too_many_tasks, invalid_json_line, duplicate_custom_id,
@@ -138,21 +138,17 @@ class BatchError(BaseModel):
     file_too_large, queue_full, and batch_failed where planning crashed worker after worker.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     code: str
     message: str
     line: int | None = None  # from 1, blank lines not counted; None: the fault is the whole file's
     param: str | None = None  # path inside the line's body, a field of the line, or an option
 
 
-class JobStatus(BaseModel):
+class JobStatus(_Frozen):
     """A snapshot of one job. Times are Unix seconds by Redis' clock, with their fractions.
 
     `batch_object` turns it into OpenAI's batch object, which is what the command line prints as JSON.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str
     status: JobState
@@ -180,10 +176,8 @@ class JobStatus(BaseModel):
         return self.request_counts.finished / self.request_counts.total if self.request_counts.total else 1.0
 
 
-class WorkerInfo(BaseModel):
+class WorkerInfo(_Frozen):
     """A worker's last heartbeat, at most half a minute old."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str
     version: str
