@@ -84,7 +84,7 @@ def _our_own_logging() -> Iterator[None]:
         return
 
     signals.setup_logging.connect(leave_it_alone, weak=False)
-    # To root: about pickle, which is refused here, and about an option --uid, which is not ours.
+    # For root: about pickle, which is refused here, and about --uid, which is no option of ours.
     warnings.filterwarnings("ignore", category=SecurityWarning)
     # At each lost connection: six lines about a setting that `create_app` sets.
     warnings.filterwarnings("ignore", category=CPendingDeprecationWarning)

@@ -26,16 +26,16 @@ from worker.requests.served_model import Prepared, ServedModel, Unrunnable
 from worker.requests.step_engine import StepEngine, request_room
 
 JOB_ID = "run"  # stands in the record ids where a job's id would
-# While requests run, a line that is not there yet is waited for no longer than this before the next step.
+# The longest wait for a line between two steps of the engine.
 BUSY_WAIT_S = 0.001
 BUILT_TOGETHER = 32  # lines at most: their texts are tokenised together
 IDLE_WAIT_S = 0.1  # how soon a request to stop is seen while the input is silent
 
 # Lines sorted together: their keys take up to 60 MB, and some 4 s of parsing come before the first of them runs.
 MAX_SORTED_LINES = 50_000
-# They wait in a temporary file, which an input that is packed or comes in parts could not be sought in for.
+# They wait in a temporary file: a packed input, or one that comes in parts, cannot be read twice.
 MAX_SORTED_BYTES = 256 * 1024 * 1024
-BYTES_IN_MEMORY = 16 * 1024 * 1024  # a temporary file smaller than this is none
+BYTES_IN_MEMORY = 16 * 1024 * 1024  # a smaller temporary file stays in memory
 
 Line = RequestLine | LineError
 
@@ -54,7 +54,7 @@ class RunSummary:
 
 
 class OfflineRun:
-    """Keeps a bounded window of requests in the engine and writes each record the moment it exists."""
+    """Keeps a bounded window of requests in the engine and writes each record as soon as it exists."""
 
     def __init__(
         self,
@@ -177,9 +177,9 @@ class LineFeed:
         return self._ended
 
     def take(self, max_lines: int, wait_s: float) -> list[Line]:
-        """The next lines, as far as they are there; none if there is none within `wait_s` seconds.
+        """The next lines that are there; none if none comes within `wait_s` seconds.
 
-        Behind the last of them raises what reading the file raised.
+        After the last line raises what reading the file raised.
         """
         lines: list[Line] = []
         while len(lines) < max_lines and not self._ended:
@@ -199,8 +199,8 @@ class LineFeed:
         try:
             for line in self._order(self._raw_lines, self._limits):
                 self._lines.put(line)
-        except Exception as error:  # a seam: whatever it was, the end of the lines must come
-            self._error = error  # raised where the lines are taken: a thread has nobody to tell
+        except Exception as error:  # a seam: the end of the lines must come in any case
+            self._error = error  # raised where the lines are taken
         self._lines.put(None)
 
 
@@ -217,10 +217,10 @@ def in_prefix_order(
     max_sorted: int = MAX_SORTED_LINES,
     max_sorted_bytes: int = MAX_SORTED_BYTES,
 ) -> Iterator[Line]:
-    """The lines, as many at a time as the two bounds allow sorted by what their prompts begin with; bad ones first.
+    """The lines, sorted by how their prompts begin, as many together as the two bounds allow; bad ones first.
 
-    Memory does not grow with the input. Raises what reading the lines raises, and OSError for no room for a temporary
-    file.
+    Memory does not grow with the input. Raises what reading the lines raises, and OSError where a temporary file has no
+    room.
     """
     custom_ids = CustomIds()
     numbered = enumerate(raw_lines)

@@ -117,7 +117,7 @@ class CompletionBody(SamplingBody):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same for the prompt's tokens."""
+        """Alternatives a position of the prompt, None for no logprobs of it."""
         return self.logprobs if self.echo else None
 
     @property

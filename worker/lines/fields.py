@@ -16,8 +16,8 @@ from worker.lines.strict_json import shorten
 
 MAX_SEED = 2**63 - 1
 MAX_TOP_K = 2**31 - 1
-MAX_TOKENS = 2**31 - 1  # no context is that long: what is above it was mistyped, and may have thousands of digits
-MAX_TOKEN_ID = 2**31 - 1  # nor has a vocabulary so many
+MAX_TOKENS = 2**31 - 1  # no context is that long: a greater number was mistyped, and may have thousands of digits
+MAX_TOKEN_ID = 2**31 - 1  # no vocabulary is that large
 # Within these, scaling logits in float32 neither overflows nor vanishes.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e4
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-2, 1e2
@@ -76,8 +76,7 @@ class GivenModel(BodyModel):
 class ServiceFields(BodyModel):
     """OpenAI's fields about the request, not about its answer: accepted in the form OpenAI accepts, and of no effect.
 
-    This is the whole list. A parameter that would change the answer and is not carried out is refused by name, see
-    `unsupported`.
+    This is the whole list. Parameters that would change the answer and are not carried out: see parse.without_neutral.
     """
 
     user: str | None = None

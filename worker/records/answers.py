@@ -1,7 +1,4 @@
-"""Takes a finished answer apart into reasoning, tool calls and text, in the formats that model families write.
-
-Pure: text in, parts out. Neither torch nor the engine is imported.
-"""
+"""Takes a finished answer apart into reasoning, tool calls and text, in the formats that model families write."""
 
 from __future__ import annotations
 

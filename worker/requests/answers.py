@@ -1,4 +1,4 @@
-"""Reads finished answers: their text token by token, the marks of a model's formats, and the parts of a chat answer."""
+"""Reads a model's answers to chats: where tokens and marks stand in the text, and the parts that marks tell apart."""
 
 from __future__ import annotations
 
