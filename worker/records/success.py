@@ -12,9 +12,9 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine.request import Completion, RequestOutput, TokenLogprobs
+from engine.text.tokenizer import Tokenizer
 from worker.lines.bodies import EmbeddingBody
 from worker.lines.chat import ChatBody
 from worker.lines.request_line import GeneratingBody, RequestLine
@@ -34,20 +34,10 @@ class EchoedPrompt:
     entries: Sequence[TokenLogprobs | None] = ()  # None: the first token, which nothing predicts
 
 
-class TokenSpelling(Protocol):
-    """How single tokens are written; the engine's tokeniser satisfies it."""
-
-    def token_text(self, token_id: int) -> str:
-        """The token as text, U+FFFD where it is no whole character."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The token as the bytes it stands for."""
-
-
 def success_record(
     line: RequestLine,
     output: RequestOutput,
-    spelling: TokenSpelling,
+    tokenizer: Tokenizer,
     context: RecordContext,
     answers: Sequence[ChatAnswer],
     echo: EchoedPrompt | None = None,
@@ -65,10 +55,10 @@ def success_record(
         return embedding_record(line, line.body, output, context)
     if isinstance(line.body, ChatBody):
         completion_id, kind = f"chatcmpl-{context.job_id}-{line.index}", "chat.completion"
-        said = [_chat_answer(*pair, completion_id, spelling) for pair in zip(output.completions, answers, strict=True)]
+        said = [_chat_answer(*pair, completion_id, tokenizer) for pair in zip(output.completions, answers, strict=True)]
     else:
         completion_id, kind = f"cmpl-{context.job_id}-{line.index}", "text_completion"
-        said = [_text_answer(completion, spelling, echo) for completion in output.completions]
+        said = [_text_answer(completion, tokenizer, echo) for completion in output.completions]
     body: dict[str, object] = {
         "id": completion_id,
         "object": kind,
@@ -81,21 +71,21 @@ def success_record(
 
 
 def _chat_answer(
-    completion: Completion, answer: ChatAnswer, completion_id: str, spelling: TokenSpelling
+    completion: Completion, answer: ChatAnswer, completion_id: str, tokenizer: Tokenizer
 ) -> dict[str, object]:
     """The fields that only a chat's choice has."""
     reason = completion.finish_reason.value
     return {
         "message": answer_message(answer, completion_id, completion.index),
-        "logprobs": None if completion.logprobs is None else chat_logprobs(completion.logprobs, spelling),
+        "logprobs": None if completion.logprobs is None else chat_logprobs(completion.logprobs, tokenizer),
         "finish_reason": "tool_calls" if answer.calls and reason == "stop" else reason,  # a cut answer says so
     }
 
 
-def _text_answer(completion: Completion, spelling: TokenSpelling, echo: EchoedPrompt | None) -> dict[str, object]:
+def _text_answer(completion: Completion, tokenizer: Tokenizer, echo: EchoedPrompt | None) -> dict[str, object]:
     return {
         "text": completion.text if echo is None else echo.text + completion.text,
-        "logprobs": None if completion.logprobs is None else text_logprobs(completion.logprobs, spelling, echo),
+        "logprobs": None if completion.logprobs is None else text_logprobs(completion.logprobs, tokenizer, echo),
         "finish_reason": completion.finish_reason.value,
     }
 
@@ -172,12 +162,12 @@ def _call_id(place: str) -> str:
     return "call_" + hashlib.blake2b(place.encode("utf-8"), digest_size=12).hexdigest()
 
 
-def chat_logprobs(chosen: Sequence[TokenLogprobs], spelling: TokenSpelling) -> dict[str, object]:
+def chat_logprobs(chosen: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, object]:
     """`choices[].logprobs` of a chat completion."""
     content = [
         {
-            **_chat_token(token.token_id, token.logprob, spelling),
-            "top_logprobs": [_chat_token(token_id, logprob, spelling) for token_id, logprob in token.top],
+            **_chat_token(token.token_id, token.logprob, tokenizer),
+            "top_logprobs": [_chat_token(token_id, logprob, tokenizer) for token_id, logprob in token.top],
         }
         for token in chosen
     ]
@@ -185,7 +175,7 @@ def chat_logprobs(chosen: Sequence[TokenLogprobs], spelling: TokenSpelling) -> d
 
 
 def text_logprobs(
-    chosen: Sequence[TokenLogprobs], spelling: TokenSpelling, echo: EchoedPrompt | None = None
+    chosen: Sequence[TokenLogprobs], tokenizer: Tokenizer, echo: EchoedPrompt | None = None
 ) -> dict[str, object]:
     """`choices[].logprobs` of a text completion, behind those of the prompt where it is echoed.
 
@@ -199,33 +189,33 @@ def text_logprobs(
     if echo is not None:
         token_ids, entries = [*echo.token_ids, *token_ids], [*echo.entries, *entries]
         offsets, offset = list(echo.offsets), len(echo.text)
-    tokens = [spelling.token_text(token_id) for token_id in token_ids]
+    tokens = [tokenizer.token_text(token_id) for token_id in token_ids]
     for text in tokens[len(offsets) :]:
         offsets.append(offset)
         offset += len(text)
     return {
         "tokens": tokens,
         "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
-        "top_logprobs": [_top(*pair, spelling) for pair in zip(entries, tokens, strict=True)],
+        "top_logprobs": [_top(*pair, tokenizer) for pair in zip(entries, tokens, strict=True)],
         "text_offset": offsets,
     }
 
 
-def _top(entry: TokenLogprobs | None, text: str, spelling: TokenSpelling) -> dict[str, float] | None:
+def _top(entry: TokenLogprobs | None, text: str, tokenizer: Tokenizer) -> dict[str, float] | None:
     if entry is None:
         return None
     top: dict[str, float] = {}
     for token_id, logprob in entry.top:
-        top.setdefault(spelling.token_text(token_id), _finite(logprob))
+        top.setdefault(tokenizer.token_text(token_id), _finite(logprob))
     top.setdefault(text, _finite(entry.logprob))
     return top
 
 
-def _chat_token(token_id: int, logprob: float, spelling: TokenSpelling) -> dict[str, object]:
+def _chat_token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, object]:
     return {
-        "token": spelling.token_text(token_id),
+        "token": tokenizer.token_text(token_id),
         "logprob": _finite(logprob),
-        "bytes": list(spelling.token_bytes(token_id)),
+        "bytes": list(tokenizer.token_bytes(token_id)),
     }
 
 

@@ -7,12 +7,13 @@ import json
 import math
 import struct
 from array import array
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from openai.types import CreateEmbeddingResponse
 
 from engine.request import Completion, FinishReason, RequestOutput, TokenLogprobs
+from engine.text.tokenizer import Tokenizer
 from tests.support.fake_engine import completion, request_output
 from tests.support.request_lines import chat_line, completion_line, error_of, parse, raw_line
 from worker.lines.bodies import EmbeddingBody
@@ -45,10 +46,13 @@ class Spelling:
         return bytes([token_id - 200]) if token_id >= 200 else bytes([ord("a") + token_id])
 
 
+SPELLING = cast(Tokenizer, Spelling())
+
+
 def test_a_chat_completion_is_openais_body() -> None:
     line = parse(chat_line(custom_id="mine"), index=3)
 
-    record = success_record(line, request_output("3", completion("hi")), Spelling(), CONTEXT, [ChatAnswer("hi")])
+    record = success_record(line, request_output("3", completion("hi")), SPELLING, CONTEXT, [ChatAnswer("hi")])
 
     assert record == {
         "id": "batch_req_s0-1_3",
@@ -86,7 +90,7 @@ def choices_of(raw: bytes, *completions: Completion) -> list[dict[str, object]]:
     output = request_output("0", *completions)
     line = parse(raw)
     answers = [ChatAnswer(completion.text) for completion in completions] if isinstance(line.body, ChatBody) else []
-    record = success_record(line, output, Spelling(), CONTEXT, answers)
+    record = success_record(line, output, SPELLING, CONTEXT, answers)
     return record["response"]["body"]["choices"]  # type: ignore[index, no-any-return]  # JSON
 
 
@@ -102,7 +106,7 @@ def test_each_of_n_completions_is_a_choice_and_counts() -> None:
     line = parse(completion_line(n=2))
     output = request_output("0", completion("x"), completion("y", index=1, token_ids=[1, 2, 3]))
 
-    body = success_record(line, output, Spelling(), CONTEXT, [])["response"]["body"]  # type: ignore[index]  # JSON
+    body = success_record(line, output, SPELLING, CONTEXT, [])["response"]["body"]  # type: ignore[index]  # JSON
 
     assert [choice["text"] for choice in body["choices"]] == ["x", "y"]
     assert body["usage"]["completion_tokens"] == 5
