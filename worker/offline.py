@@ -91,7 +91,9 @@ class OfflineRun:
                     return
                 on_progress()
         except EngineError as error:
-            self._fail_running(error)
+            for line, _ in self._running.values():
+                self._record(self._job.of_error(line, error))
+            self._running.clear()
             raise
 
     def summary(self, load_s: float) -> RunSummary:
@@ -138,11 +140,6 @@ class OfflineRun:
         self._summary.output_tokens += sum(len(completion.token_ids) for completion in output.completions)
         record, _ = self._job.of_output(line, output)
         self._record(record)
-
-    def _fail_running(self, error: EngineError) -> None:
-        for line, _ in self._running.values():
-            self._record(self._job.of_error(line, error))
-        self._running.clear()
 
     def _record(self, record: Mapping[str, object]) -> None:
         self._summary.requests += 1

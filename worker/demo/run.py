@@ -165,7 +165,10 @@ def find_redis_server() -> str:
 def private_redis(directory: Path) -> Iterator[str]:
     """Start a server on a free port of this machine with a password of its own; yields its URL, stops it at the end."""
     directory.mkdir(parents=True, exist_ok=True)
-    port, password = _free_port(), secrets.token_hex(16)
+    password = secrets.token_hex(16)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]  # free a moment ago
     options = {"port": port, "bind": "127.0.0.1", "dir": directory, "save": "", "appendonly": "no"}
     arguments = [find_redis_server()]
     for name, value in {**options, "requirepass": password, "maxmemory-policy": "noeviction"}.items():
@@ -179,12 +182,6 @@ def private_redis(directory: Path) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(timeout=START_TIMEOUT_S)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_until_it_answers(url: str, process: subprocess.Popen[bytes]) -> None:

@@ -123,26 +123,18 @@ def _custom_id(value: Mapping[str, object], index: int) -> str:
         return f"line-{index + 1}"  # not the bare number, which is what a producer may number its own lines with
     custom_id = value.get("custom_id")
     if custom_id is None:
-        raise RefusalError("custom_id is missing", code="missing_parameter", param="custom_id")
-    if not isinstance(custom_id, str):
-        raise RefusalError(
-            f"custom_id is {shorten(custom_id)}; accepted: a string", code="invalid_type", param="custom_id"
-        )
-    if has_surrogate(custom_id):
-        raise RefusalError(
-            "custom_id holds a lone surrogate; accepted: valid Unicode text",
-            code="invalid_value",
-            param="custom_id",
-        )
-    if not custom_id:
-        raise RefusalError("custom_id is empty", code="invalid_value", param="custom_id")
-    if len(custom_id) > MAX_CUSTOM_ID_CHARS:
-        raise RefusalError(
-            f"custom_id has {len(custom_id)} characters; accepted: at most {MAX_CUSTOM_ID_CHARS}",
-            code="string_too_long",
-            param="custom_id",
-        )
-    return custom_id
+        fault, code = "is missing", "missing_parameter"
+    elif not isinstance(custom_id, str):
+        fault, code = f"is {shorten(custom_id)}; accepted: a string", "invalid_type"
+    elif has_surrogate(custom_id):
+        fault, code = "holds a lone surrogate; accepted: valid Unicode text", "invalid_value"
+    elif not custom_id:
+        fault, code = "is empty", "invalid_value"
+    elif len(custom_id) > MAX_CUSTOM_ID_CHARS:
+        fault, code = f"has {len(custom_id)} characters; accepted: at most {MAX_CUSTOM_ID_CHARS}", "string_too_long"
+    else:
+        return custom_id
+    raise RefusalError(f"custom_id {fault}", code=code, param="custom_id")
 
 
 def _is_envelope(value: Mapping[str, object]) -> bool:

@@ -80,16 +80,15 @@ class ChatPrompts:
 
     def _check_tools(self, template: ChatTemplate) -> None:
         if not template.reads("tools", with_tools=True):
-            raise InvalidRequest(
-                "tools are of no use to this model: its chat template does not show them; accepted: a line without",
-                param="tools",
+            fault = "are of no use to this model: its chat template does not show them; accepted: a line without"
+        elif self.formats.tool_calls == "auto":
+            fault = (
+                "need a known format of tool calls, which this model's chat template does not show; accepted: "
+                "a line without, or model.tool_call_format set (none: calls stay text)"
             )
-        if self.formats.tool_calls == "auto":
-            raise InvalidRequest(
-                "tools need a known format of tool calls, which this model's chat template does not show; accepted: "
-                "a line without, or model.tool_call_format set (none: calls stay text)",
-                param="tools",
-            )
+        else:
+            return
+        raise InvalidRequest(f"tools {fault}", param="tools")
 
     def _message(self, template: ChatTemplate, message: ChatMessage, *, with_tools: bool) -> dict[str, object]:
         given = message.for_template(keep_parts=template.takes_parts(with_tools=with_tools))
