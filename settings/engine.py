@@ -180,7 +180,8 @@ class EngineSettings(SettingsGroup):
     quantization: Literal["none", "int8"] = Field(
         default="none",
         description="int8: weights of 8 bits per output channel, activations of 8 bits per token; embedding, norms, "
-        "routers and KV cache keep engine.dtype. Its error is logged at load. CPUs with AVX-512 VNNI only.",
+        "routers and KV cache keep engine.dtype. millrace doctor --quantization-error measures its error. CPUs with "
+        "AVX-512 VNNI only.",
     )
     max_model_len: Tokens | None = Field(
         default=None,
