@@ -46,13 +46,15 @@ def schema_grammar(schema: object, param: str = "response_format") -> Grammar:
     return Grammar("json_schema", json.dumps(schema), param)
 
 
-def held_request(request_id: str, grammar: Grammar | None, prompt: tuple[int, ...] = PROMPT, **params: Any) -> Request:
+def grammar_request(
+    request_id: str, grammar: Grammar | None, prompt: tuple[int, ...] = PROMPT, **params: Any
+) -> Request:
     """A request whose output follows a grammar; seeded and at temperature 1 unless told otherwise."""
     options: dict[str, Any] = {"max_tokens": 200, "seed": 1} | params
     return Request(request_id, prompt, SamplingParams(grammar=grammar, **options))
 
 
-class HeldTrials:
+class GatedTrials:
     """Lets every trial of a grammar wait for `go_on`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from engine.structured.grammar import Grammar, check_json_schema
 from engine.structured.matcher import GrammarMatcher, TokenMasks
 from engine.text.tokenizer import Tokenizer
 from settings import StructuredOutputSettings
-from tests.support.grammars import HeldTrials
+from tests.support.grammars import GatedTrials
 from tests.support.tiny_tokenizer import make_tokenizer
 
 EOS = 295
@@ -114,7 +114,7 @@ def test_a_grammar_that_could_not_be_tried_is_tried_again(
 def test_after_a_close_what_waited_is_compiled_only_when_asked_again(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trials = HeldTrials(monkeypatch)
+    trials = GatedTrials(monkeypatch)
     begun, waiting = compiler.compile(Grammar("regex", "1")), compiler.compile(Grammar("regex", "2"))
     trials.wait_begun()
     compiler.close()

@@ -17,7 +17,7 @@ from engine.request import Completion, FinishReason
 from engine.sampling_params import SamplingParams
 from engine.structured.grammar import Grammar
 from tests.support.engines import load_engine, run_all
-from tests.support.grammars import POINT, HeldTrials, held_request, schema_grammar
+from tests.support.grammars import POINT, GatedTrials, grammar_request, schema_grammar
 
 A_WORD = Grammar("regex", "[abc]{3,6}")
 LETTERS = Grammar("regex", "[a-z ]*")
@@ -31,7 +31,7 @@ def small_pool(tiny_model: Path) -> Iterator[Engine]:
 
 
 def _completion(engine: Engine, grammar: Grammar, **params: Any) -> Completion:
-    output = run_all(engine, [held_request("r", grammar, **params)])["r"]
+    output = run_all(engine, [grammar_request("r", grammar, **params)])["r"]
     assert output.error is None, output.error
     return output.completions[0]
 
@@ -59,9 +59,9 @@ def test_a_text_is_what_its_grammar_says(engine: Engine, grammar: Grammar, patte
 def test_any_json_object_is_an_object(engine: Engine) -> None:
     """A bias towards closing what was opened, for a model that would never end."""
     closing = dict.fromkeys((engine.tokenizer.encode(text)[0] for text in '"}]'), 12.0)
-    output = run_all(engine, [held_request("r", Grammar("json_object", ""), n=6, max_tokens=60, logit_bias=closing)])[
-        "r"
-    ]
+    output = run_all(
+        engine, [grammar_request("r", Grammar("json_object", ""), n=6, max_tokens=60, logit_bias=closing)]
+    )["r"]
     ended = [completion for completion in output.completions if completion.finish_reason is FinishReason.STOP]
     assert len(ended) >= 3
     assert all(isinstance(json.loads(completion.text), dict) for completion in ended)
@@ -133,7 +133,7 @@ def test_log_probabilities_are_those_of_the_model(engine: Engine) -> None:
 
 
 def test_each_of_n_sequences_stands_by_itself_in_the_grammar(engine: Engine) -> None:
-    output = run_all(engine, [held_request("r", schema_grammar(POINT), n=6, temperature=1.5)])["r"]
+    output = run_all(engine, [grammar_request("r", schema_grammar(POINT), n=6, temperature=1.5)])["r"]
     texts = [completion.text for completion in output.completions]
     assert len(set(texts)) > 1
     assert all(json.loads(text).keys() == {"x", "y"} for text in texts)
@@ -141,7 +141,7 @@ def test_each_of_n_sequences_stands_by_itself_in_the_grammar(engine: Engine) -> 
 
 def test_the_same_text_comes_after_preemptions(small_pool: Engine) -> None:
     grammar = Grammar("regex", "[a-z]{60}")
-    requests = [held_request(f"r{i}", grammar, (i, *range(30)), temperature=0.0) for i in range(4)]
+    requests = [grammar_request(f"r{i}", grammar, (i, *range(30)), temperature=0.0) for i in range(4)]
     before = small_pool.stats().num_preemptions
     together = run_all(small_pool, requests)
     assert small_pool.stats().num_preemptions > before
@@ -153,7 +153,7 @@ def test_the_same_text_comes_after_preemptions(small_pool: Engine) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 20])
 def test_a_request_goes_on_from_a_checkpoint_where_it_stood_in_its_grammar(engine: Engine, num_tokens: int) -> None:
-    request = held_request("r", Grammar("regex", "(ab|cd)+;[0-9]{6}"), n=2, temperature=1.0)
+    request = grammar_request("r", Grammar("regex", "(ab|cd)+;[0-9]{6}"), n=2, temperature=1.0)
     whole = run_all(engine, [request])["r"]
     engine.add_request(request)
     resume_state = engine.resume_state("r")
@@ -172,7 +172,7 @@ def test_a_prompt_is_scored_after_a_resume_with_one_sequence_ended(
 ) -> None:
     """That it had ended is known only once the grammar is compiled, when its sequences are there already."""
     params: dict[str, Any] = {"n": 2, "temperature": 1.0, "prompt_logprobs": 1}
-    probes = (held_request("r", Grammar("regex", "x|y{12}"), seed=seed, **params) for seed in range(50))
+    probes = (grammar_request("r", Grammar("regex", "x|y{12}"), seed=seed, **params) for seed in range(50))
     request, whole = next(
         (probe, output)
         for probe, output in ((probe, run_all(engine, [probe])["r"]) for probe in probes)
@@ -198,9 +198,9 @@ def test_equal_requests_are_computed_once_unless_their_grammars_differ(engine: E
     outputs = run_all(
         engine,
         [
-            held_request("a", Grammar("regex", "[ab]{40}", "guided_regex")),
-            held_request("b", Grammar("regex", "[ab]{40}", "guided_regex")),
-            held_request("c", Grammar("regex", "[ab]{41}")),
+            grammar_request("a", Grammar("regex", "[ab]{40}", "guided_regex")),
+            grammar_request("b", Grammar("regex", "[ab]{40}", "guided_regex")),
+            grammar_request("c", Grammar("regex", "[ab]{41}")),
         ],
     )
     after = engine.stats()
@@ -210,7 +210,7 @@ def test_equal_requests_are_computed_once_unless_their_grammars_differ(engine: E
 
 
 def test_a_request_aborted_while_its_grammar_is_compiled_ends_at_once(engine: Engine) -> None:
-    engine.add_request(held_request("r", Grammar("regex", "never seen [0-9]+")))
+    engine.add_request(grammar_request("r", Grammar("regex", "never seen [0-9]+")))
     assert engine.stats().num_waiting == 1
     assert engine.abort("r")
     assert [output.completions[0].finish_reason for output in engine.step()] == [FinishReason.CANCELLED]
@@ -220,7 +220,7 @@ def test_a_request_aborted_while_its_grammar_is_compiled_ends_at_once(engine: En
 
 def test_a_more_urgent_duplicate_makes_a_waiting_request_as_urgent(engine: Engine) -> None:
     grammar = Grammar("regex", "[ab]{5}xyz")
-    slow = held_request("slow", grammar)
+    slow = grammar_request("slow", grammar)
     urgent = replace(slow, request_id="urgent", priority=-3)
     outputs = run_all(engine, [slow, urgent])
     assert outputs["slow"].completions == outputs["urgent"].completions
@@ -236,17 +236,17 @@ def engine(tiny_model: Path) -> Iterator[Engine]:
 def test_a_grammar_is_compiled_as_long_as_somebody_waits_for_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trials = HeldTrials(monkeypatch)
+    trials = GatedTrials(monkeypatch)
     for name, text, seed in [("first", "x1", 1), ("a", "x2", 1), ("b", "x2", 2), ("c", "x3", 1), ("d", "x4", 1)]:
-        engine.add_request(held_request(name, Grammar("regex", text), seed=seed))
+        engine.add_request(grammar_request(name, Grammar("regex", text), seed=seed))
     trials.wait_begun()
     assert engine.abort("a")
     assert engine.abort("c")
-    engine.add_request(held_request("late", Grammar("regex", "x5")))
+    engine.add_request(grammar_request("late", Grammar("regex", "x5")))
     trials.go_on()
     assert _texts(engine) == {"first": "x1", "a": "", "b": "x2", "c": "", "d": "x4", "late": "x5"}
     assert trials.tried == ["x1", "x2", "x4", "x5"]
-    engine.add_request(held_request("again", Grammar("regex", "x3")))
+    engine.add_request(grammar_request("again", Grammar("regex", "x3")))
     assert _texts(engine) == {"again": "x3"}
 
 
@@ -262,7 +262,7 @@ def test_an_aborted_equal_keeps_the_end_its_grammar_gave_a_sequence(engine: Engi
     either = Grammar("regex", "x|y{20}")
     seed = next(seed for seed, lengths in _lengths(engine, either, range(20)).items() if lengths == {1, 20})
     for name in ("runs", "leaves"):
-        engine.add_request(held_request(name, either, seed=seed, n=2))
+        engine.add_request(grammar_request(name, either, seed=seed, n=2))
     while engine.stats().num_running + engine.stats().num_waiting != 1:  # until the first sequence is over
         engine.step()
     assert engine.abort("leaves")
@@ -274,5 +274,5 @@ def test_an_aborted_equal_keeps_the_end_its_grammar_gave_a_sequence(engine: Engi
 
 
 def _lengths(engine: Engine, grammar: Grammar, seeds: Iterable[int]) -> dict[int, set[int]]:
-    outputs = run_all(engine, [held_request(str(seed), grammar, seed=seed, n=2) for seed in seeds])
+    outputs = run_all(engine, [grammar_request(str(seed), grammar, seed=seed, n=2) for seed in seeds])
     return {int(name): {len(completion.text) for completion in output.completions} for name, output in outputs.items()}

@@ -18,7 +18,7 @@ from engine.structured.grammar import Grammar
 from engine.structured.trial import ByteVocabulary, compile_matcher, definition
 from engine.text.tokenizer import Tokenizer
 from tests.support.engines import load_engine, run_all
-from tests.support.grammars import Schema, held_request, random_schema, schema_grammar
+from tests.support.grammars import Schema, grammar_request, random_schema, schema_grammar
 from tests.support.tiny_tokenizer import build_sentencepiece_tokenizer, make_tokenizer
 
 INTEGER_A: dict[str, object] = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -133,7 +133,7 @@ def test_a_model_without_an_end_of_sequence_has_one_behind_its_vocabulary(tmp_pa
 def _held(schemas: Sequence[Schema], max_tokens: int) -> list[Request]:
     """A request a schema, every third of them greedy; the prompts differ."""
     return [
-        held_request(
+        grammar_request(
             f"held {number}",
             schema_grammar(schema),
             (number % 250, number // 250, *range(20)),
@@ -154,7 +154,7 @@ def _free(count: int) -> list[Request]:
         {"temperature": 1.0, "top_k": 20, "logit_bias": {7: 5.0}, "min_tokens": 5},
     ]
     return [
-        held_request(f"free {n}", None, (n, *range(10, 25)), seed=n, **{"max_tokens": 40} | kinds[n % len(kinds)])
+        grammar_request(f"free {n}", None, (n, *range(10, 25)), seed=n, **{"max_tokens": 40} | kinds[n % len(kinds)])
         for n in range(count)
     ]
 

@@ -23,7 +23,7 @@ from engine.structured.grammar import Grammar
 from engine.structured.matcher import GrammarMatcher
 from engine.structured.trial import CHILD, GrammarTrials
 from tests.support.engines import load_engine, run_all
-from tests.support.grammars import DEEP_SCHEMA, POINT, SLOW_SCHEMA, held_request, schema_grammar
+from tests.support.grammars import DEEP_SCHEMA, POINT, SLOW_SCHEMA, grammar_request, schema_grammar
 from tests.support.processes import wait_until
 
 MATE = "mate"
@@ -41,9 +41,9 @@ def strict(tiny_model: Path) -> Iterator[Engine]:
 
 def _beside_a_mate(engine: Engine, grammar: Grammar) -> RequestOutput:
     """The output of a request with this grammar; one beside it must end as it does alone."""
-    mate = held_request(MATE, schema_grammar(POINT))
+    mate = grammar_request(MATE, schema_grammar(POINT))
     alone = run_all(engine, [mate])[MATE]
-    outputs = run_all(engine, [held_request("bad", grammar), mate])
+    outputs = run_all(engine, [grammar_request("bad", grammar), mate])
     assert outputs[MATE].completions == alone.completions
     assert alone.error is None
     return outputs["bad"]
@@ -72,7 +72,7 @@ def _beside_a_mate(engine: Engine, grammar: Grammar) -> RequestOutput:
     ids=lambda value: value.text[:40] if isinstance(value, Grammar) else "",
 )
 def test_a_grammar_that_cannot_be_compiled_names_its_parameter(engine: Engine, grammar: Grammar, says: str) -> None:
-    output = run_all(engine, [held_request("bad", grammar)])["bad"]
+    output = run_all(engine, [grammar_request("bad", grammar)])["bad"]
     assert isinstance(output.error, InvalidRequest)
     assert (output.error.code, output.error.param) == ("invalid_grammar", grammar.param)
     assert str(output.error).startswith(f"{grammar.param} cannot be compiled: ")
@@ -99,12 +99,12 @@ def test_a_grammar_that_overflows_the_stack_takes_nobody_along(strict: Engine) -
     output = _beside_a_mate(strict, schema_grammar(DEEP_SCHEMA, "guided_json"))
     assert isinstance(output.error, InvalidRequest)
     assert (output.error.code, output.error.param) == ("grammar_too_complex", "guided_json")
-    assert run_all(strict, [held_request("next", Grammar("regex", "a new one"))])["next"].error is None
+    assert run_all(strict, [grammar_request("next", Grammar("regex", "a new one"))])["next"].error is None
 
 
 def test_others_generate_while_a_grammar_is_compiled(strict: Engine) -> None:
-    free = held_request("free", None, max_tokens=3)
-    strict.add_request(held_request("slow", schema_grammar({"type": "integer", "multipleOf": 99_999_787})))
+    free = grammar_request("free", None, max_tokens=3)
+    strict.add_request(grammar_request("slow", schema_grammar({"type": "integer", "multipleOf": 99_999_787})))
     strict.add_request(free)
     ended = [output.request_id for _ in range(400) for output in strict.step()]
     assert ended[0] == "free"
@@ -115,9 +115,9 @@ def test_others_generate_while_a_grammar_is_compiled(strict: Engine) -> None:
 @pytest.mark.parametrize("seed", [1, 2], ids=["an equal request", "other draws"])
 def test_who_shares_a_refused_grammar_is_told_of_its_own_parameter(engine: Engine, seed: int) -> None:
     requests = [
-        held_request("a", Grammar("regex", "(a|", "guided_regex")),
-        held_request("b", Grammar("regex", "(a|", "guided_regex")),
-        held_request("c", Grammar("regex", "(a|", "structured_outputs"), seed=seed),
+        grammar_request("a", Grammar("regex", "(a|", "guided_regex")),
+        grammar_request("b", Grammar("regex", "(a|", "guided_regex")),
+        grammar_request("c", Grammar("regex", "(a|", "structured_outputs"), seed=seed),
     ]
     outputs = run_all(engine, requests)
     errors = {name: output.error for name, output in outputs.items()}
@@ -127,7 +127,7 @@ def test_who_shares_a_refused_grammar_is_told_of_its_own_parameter(engine: Engin
 
 def test_equals_of_a_refused_request_are_refused_with_it(engine: Engine) -> None:
     for name in "abc":
-        engine.add_request(held_request(name, Grammar("regex", "(b|")))
+        engine.add_request(grammar_request(name, Grammar("regex", "(b|")))
     ended: list[str] = []
     while not ended:
         ended = [output.request_id for output in engine.step() if isinstance(output.error, InvalidRequest)]
@@ -149,9 +149,9 @@ def q_does_not_fit(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("q_does_not_fit")
 def test_a_matcher_that_fails_on_the_way_fails_its_request_alone(engine: Engine) -> None:
-    mate = held_request(MATE, schema_grammar(POINT))
+    mate = grammar_request(MATE, schema_grammar(POINT))
     whole = run_all(engine, [mate])[MATE]
-    outputs = run_all(engine, [held_request("bad", Grammar("regex", "[aq]{30}")), mate])
+    outputs = run_all(engine, [grammar_request("bad", Grammar("regex", "[aq]{30}")), mate])
     assert isinstance(outputs["bad"].error, GrammarFailed)
     assert outputs["bad"].error.code == "grammar_failed"
     assert outputs[MATE].completions == whole.completions
@@ -161,7 +161,7 @@ def test_a_matcher_that_fails_on_the_way_fails_its_request_alone(engine: Engine)
 def test_what_fails_for_each_of_some_equals_is_generated_once(engine: Engine) -> None:
     def work(names: str) -> int:
         before = engine.stats().generated_tokens
-        outputs = run_all(engine, [held_request(name, Grammar("regex", "[aq]{30}")) for name in names])
+        outputs = run_all(engine, [grammar_request(name, Grammar("regex", "[aq]{30}")) for name in names])
         assert [type(outputs[name].error) for name in names] == [GrammarFailed] * len(names)
         return engine.stats().generated_tokens - before
 
@@ -170,7 +170,7 @@ def test_what_fails_for_each_of_some_equals_is_generated_once(engine: Engine) ->
 
 def test_an_engine_that_was_closed_compiles_again(strict: Engine) -> None:
     strict.close()
-    assert json.loads(run_all(strict, [held_request("r", schema_grammar(POINT))])["r"].completions[0].text)
+    assert json.loads(run_all(strict, [grammar_request("r", schema_grammar(POINT))])["r"].completions[0].text)
 
 
 @pytest.fixture
