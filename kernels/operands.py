@@ -15,7 +15,7 @@ Plan = TypeVar("Plan")
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """A weight in the layout that one implementation's products read fastest; made by its `pack`, read by it alone."""
+    """A weight in the layout that one implementation reads fastest: made by its `pack`, read by its products alone."""
 
     parts: tuple[torch.Tensor, ...]  # what they are is the implementation's business
     shape: tuple[int, ...]  # of the weight it was made from: [N, K], or [E, N, K] for experts
@@ -67,10 +67,9 @@ class PrefixGroup(NamedTuple):
     """Rows `first_row` .. `first_row + num_rows - 1` of an `AttentionRows` begin with the same blocks, which hold
     `num_tokens` tokens.
 
-    Every query of these rows sees all of these keys: they end before the first query of each member. So attention over
-    them may be computed for all members at once, each key read once, and merged with each member's attention over the
-    keys from `num_tokens` on (Hydragen, arXiv 2402.05099). An implementation may ignore groups: the result is the same
-    up to rounding.
+    Every query of these rows sees all of these keys. So attention over them may be computed for all members at once,
+    each key read once, and merged with each member's attention over the keys from `num_tokens` on (Hydragen, arXiv
+    2402.05099). An implementation may ignore groups: the result is the same up to rounding.
     """
 
     first_row: int  # index into the rows
@@ -125,7 +124,7 @@ class AttentionRows:
         )
 
     def once(self, key: tuple[str | int, ...], make: Callable[[], Plan]) -> Plan:
-        """What `make` returned to the first layer that asked for this key: computed once for all layers of the step."""
+        """What `make` returns, made once for all layers of the step. key: tells it from what else is kept."""
         if key not in self._plans:
             self._plans[key] = make()
         return cast("Plan", self._plans[key])

@@ -107,10 +107,9 @@ class SettingSpec:
         return value is None or (bool(self.choices) and value == "auto")
 
     def read(self, raw: object) -> object:
-        """The typed value of what was written. Raises ValueError where it is not accepted.
+        """The typed value of what was written: text is read, other values (of TOML or Python) must have the right type.
 
-        Text goes through the one grammar; a value that already has a type (from TOML, or from Python) must have the
-        setting's own.
+        Raises ValueError where it is not accepted.
         """
         if isinstance(raw, str):
             raw = self._from_text(raw)
@@ -229,7 +228,7 @@ def _accepted(kind: type, choices: tuple[str, ...], marks: tuple[object, ...]) -
 
 
 def _bounds(marks: tuple[object, ...]) -> str:
-    """The range of a number, in words. Both ends must be declared, or it would accept what no machine can hold."""
+    """The range of a number, in words. Both ends must be declared: no setting takes what no machine can hold."""
     (high,) = [write(mark.le) for mark in marks if isinstance(mark, Le)]
     for mark in marks:
         if isinstance(mark, Ge):

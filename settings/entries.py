@@ -1,4 +1,4 @@
-"""One value as somebody wrote it, and how a setting is named in each place it can be written."""
+"""A setting's value as somebody wrote it, and how its name is spelled in each place it can be written."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Entry:
 
     @property
     def dotted(self) -> str:
-        """The name as nearly as it can be read as a dotted key, to find what was meant."""
+        """The name turned into a dotted key as well as it can be, to find what was meant."""
         if not self.source.holds_variables:
             return self.name.lower()
         return self.name[len(ENV_PREFIX) :].lower().replace(ENV_DELIMITER, ".")
@@ -77,7 +77,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where one effective value came from, and under which name, so that a later error can say so."""
+    """Where a value in force came from, and under which name, so that a later error can say so."""
 
     source: Source
     written: str

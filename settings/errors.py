@@ -6,9 +6,9 @@ from __future__ import annotations
 class SettingsError(ValueError):
     """A setting that cannot be used. `str()` is one line that names it as the user wrote it.
 
-    `name` is the setting as written (`MILLRACE_ENGINE__SEED`, `.env:3: MILLRACE_ENGINE__SEED`, `--set engine.seed`) or
-    the file at fault. `value` is the value as written, masked where secret; None where there is none. `accepted` says
-    what would be accepted; None where the fault is not the value's.
+    `name`: the setting as written (`MILLRACE_ENGINE__SEED`, `.env:3: MILLRACE_ENGINE__SEED`, `--set engine.seed`) or
+    the file at fault. `value`: as written, masked where secret; None: there is none. `accepted`: what would be
+    accepted; None: the value is not at fault.
     """
 
     def __init__(self, name: str, value: str | None, problem: str, *, accepted: str | None = None) -> None:

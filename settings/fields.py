@@ -20,10 +20,9 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,40})?([eE][+-]?[0-9]{1,3
 
 
 class SettingsGroup(BaseModel):
-    """Settings that belong together: frozen, of declared names only, and strictly typed.
+    """Settings that belong together: frozen, declared names only, strictly typed.
 
-    Strict: a boolean is not a number, and "64" is not 64. Text is turned into typed values by the functions below,
-    before pydantic sees it.
+    A boolean is not a number, and "64" is not 64: the functions below read text before pydantic sees it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -41,7 +41,7 @@ def _without_password(match: re.Match[str]) -> str:
 
 
 def sounds_secret(name: str) -> bool:
-    """Whether to hide the value of an unknown setting of this name, which may be a mistyped name of a secret."""
+    """Whether to hide an unknown setting's value, since its name may be that of a secret, mistyped."""
     return _SECRET_NAME.search(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""Checks one entry against the catalogue; what is wrong with it is said in one line."""
+"""Checks an entry against the catalogue, and says in one line what is wrong with it."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def _shown_value(entry: Entry, nearest: SettingSpec) -> str:
 
 
 def contradiction(error: ValidationError, origins: Mapping[str, Origin]) -> SettingsError:
-    """Names the one of two settings that has the stronger source, and quotes the other with its source.
+    """The `error` of `Settings`: names the one of two settings that has the stronger source, and quotes the other.
 
-    `error` is what `Settings` raised; its values were accepted one by one, so only a contradiction can be left.
+    Their values were accepted one by one, so only a contradiction can be left.
     """
     details = error.errors(include_input=False, include_url=False)[0]
     cause = details.get("ctx", {}).get("error")

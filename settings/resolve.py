@@ -50,9 +50,9 @@ class EffectiveSettings:
     def with_derived(self, derived: Mapping[str, object], *, is_estimate: bool = False) -> EffectiveSettings:
         """The same settings with values the engine found out, where nobody decided them.
 
-        Filled in are keys that still have their default, keys that were only estimated (`is_estimate`), and keys
-        somebody set to `auto` or none, which leaves the decision to the engine. Values have their setting's type;
-        text is not read as a number. Raises SettingsError for an unknown key or a value that is not accepted.
+        Fills in keys that have their default or were only estimated (`is_estimate`), and keys set to `auto` or none,
+        which leaves the decision to the engine. Values have their setting's type; text is not read as a number. Raises
+        SettingsError for an unknown key or a value that is not accepted.
         """
         open_sources = {Source.DEFAULT, Source.ESTIMATED}
         decided = {

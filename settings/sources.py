@@ -1,8 +1,8 @@
 """The places that settings are read from, each a source of pydantic-settings.
 
-pydantic-settings' own sources are not used: they skip a name they do not know, a line of `.env` they cannot read and a
-file that is missing, replace `${NAME}` in `.env`, read a variable named like a group as JSON, and cannot say where a
-value came from. What is theirs is the merging: the sources are given to `Settings` strongest first.
+pydantic-settings merges them, strongest first. Its own sources are not used: they skip a name they do not know, a line
+of `.env` they cannot read and a file that is missing, replace `${NAME}` in `.env`, read a variable named like a group
+as JSON, and cannot say where a value came from.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 class SettingsSource(PydanticBaseSettingsSource):
     """One place that settings are written in, and which of them came from there.
 
-    Making a source reads its text, so that an unreadable file is reported before a wrong value. Calling it, which
-    `Settings` does, checks every value, also one that a stronger source overrides: otherwise a mistake would come to
-    light only on the day that source is gone.
+    It reads its text when it is made, so that an unreadable file is reported before a wrong value. `Settings` calls it,
+    which checks every value, also those that a stronger source overrides and that would matter once that one is gone.
     """
 
     def __init__(self, entries: Iterable[Entry], decided: Collection[str] = ()) -> None:
@@ -116,7 +115,7 @@ class ProfileSource(SettingsSource):
 class DerivedSource(SettingsSource):
     """What the engine found out from the machine and the checkpoint, for keys that are not yet `decided`.
 
-    It stands before the other sources, since it fills in what one of them set to `auto` or none.
+    It goes before the other sources, since it fills in what one of them set to `auto` or none.
     """
 
     def __init__(self, derived: Mapping[str, object], decided: Collection[str], *, is_estimate: bool) -> None:
@@ -130,11 +129,10 @@ def _is_ours(name: str) -> bool:
 
 
 def _dotenv_entries(path: Path) -> Iterator[Entry]:
-    """The variables of a `.env` file with our prefix.
+    """The variables of a `.env` file with our prefix, by python-dotenv's parser without its loader.
 
-    python-dotenv's parser is used without its loader, which skips lines it cannot read and replaces `${NAME}` from
-    the environment. Raises SettingsError for an unreadable file, an unreadable line that names us, a name without a
-    value and a name set twice.
+    Raises SettingsError for an unreadable file, an unreadable line with our prefix, a name without a value and a name
+    set twice.
     """
     first_line: dict[str, int] = {}
     for binding in parse_stream(io.StringIO(_read_text_file(path), newline="")):

@@ -76,10 +76,8 @@ def _attend_pairs(
 def paged_prefill_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
 ) -> torch.Tensor:
-    """See `Operations.paged_prefill_attention`. One row after another, one block of keys after another;
-    prefix groups are ignored, since they depend on the other rows.
-
-    Queries within a block see a part of it, later ones the whole; which of them share a tile changes no bit.
+    """See `Operations.paged_prefill_attention`. One row after another, one block of keys after another, and no prefix
+    groups. Queries within a block see a part of it, later ones the whole; which of them share a tile changes no bit.
     """
     output = torch.zeros_like(q, memory_format=torch.contiguous_format)
     reader = KeyBlockReader(k_cache, v_cache)

@@ -1,7 +1,6 @@
 """Blocks of keys: lists those that the rows attend to, reads them, and attends tiles of queries to one.
 
-Blocks are cut at multiples of `KEY_BLOCK_TOKENS` in the sequence, not where the cache's blocks end, and are added up in
-rising order.
+They are cut at multiples of `KEY_BLOCK_TOKENS` in the sequence, whatever the cache's blocks, and added in rising order.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def attend_key_block(
     """
     num_tiles = tiles.shape[0]
     if num_tiles * tiles.shape[1] == 1:
-        # Threads share out tiles and heads; if there is only one, all threads work inside its products instead.
+        # Threads share out tiles and heads, but with only one of them all work inside its products.
         tiles = tiles.expand(2, -1, -1, -1)
     batch = tiles.shape[0]
     output, lse = flash_attention(
@@ -80,8 +79,8 @@ def attend_key_block(
 class KeyBlockPlan:
     """Pairs of a row and one of its blocks of keys; the same for every layer.
 
-    All first blocks come before all second ones, and so on; the rows with most blocks first, so that the pairs of the
-    j-th block are those of the first `rows_with_block[j]` rows of `row_ids`.
+    All first blocks come before all second ones, and so on, each in the order of `row_ids`: the rows with most blocks
+    first, so that the first `rows_with_block[j]` rows have a j-th block.
     """
 
     row_ids: torch.Tensor  # [num_rows], int64: rows that have keys, by falling number of blocks

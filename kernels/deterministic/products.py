@@ -62,7 +62,7 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def next_height(heights: tuple[int, ...], num_rows: int) -> int:
-    """Height of the next tile where num_rows > 0 rows are left; one is padded if they fill at least two thirds of it.
+    """Height of the next tile where num_rows > 0 rows are left; a tile is padded if they fill two thirds of it.
 
     heights: tallest first. A tile of twice the height costs less than twice the time.
     """
@@ -85,8 +85,7 @@ def tile_heights(
     """Heights, tallest first, whose products have the bits of `TILE_ROWS` in every row, found by experiment.
 
     Libraries choose code by shape, alignment, type and threads, never by values, so random operands are enough. A
-    height that fails costs only speed: whichever heights a process may use, the bits are those of `TILE_ROWS`.
-    Allocates a weight of that shape once per process.
+    height that fails is not used, which costs only speed. Allocates a weight of that shape once per process.
 
     shape: of the weight, [N, K]; misalignment_bytes: its address modulo 64; num_threads: PyTorch's, part of the key.
     Raises KernelsUnavailable where even `TILE_ROWS` gives a row other bits at another place in the tile.
@@ -114,9 +113,8 @@ def _product_in_tiles(x: torch.Tensor, weight: torch.Tensor, height: int) -> tor
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See `Operations.silu_and_mul`.
-
-    As many rows at a time as PyTorch leaves to one thread; a row longer than that alone: it is always cut alike.
+    """See `Operations.silu_and_mul`. As many rows at a time as PyTorch leaves to one thread; a longer row alone, since
+    it is always cut alike.
     """
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     rows = max(MAX_UNCUT_ELEMENTS // width, 1)
@@ -148,5 +146,5 @@ def grouped_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *,
 
 
 def moe_small_batch(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> torch.Tensor:
-    """See `Operations.moe_small_batch`. With the bits of the sorted way: which one is taken only matters for speed."""
+    """See `Operations.moe_small_batch`. The bits are those of sorted tokens, so the choice between them is free."""
     return experts.products_by_pair(x, gate_up, down, routed, product)

@@ -178,8 +178,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def norm_launch(num_rows: int, hidden_size: int) -> TileLaunch:
     """A tile holds whole rows, since a norm needs a row's sum before its first result.
 
-    Warps by the row's length as in Liger-Kernel's `calculate_settings` (4 below 2,048 elements, 8 from there, 16 from
-    8,192 on): a thread holds 8 to 32 elements of each operand.
+    Warps as in Liger-Kernel's `calculate_settings`: a thread holds 8 to 32 elements of each operand.
     """
     width = triton.next_power_of_2(hidden_size)
     rows = max(NORM_TILE_ELEMENTS // width, 1) if num_rows >= MANY_ROWS else 1

@@ -14,8 +14,8 @@ from kernels.triton.launch import TileLaunch, power_of_two_from
 
 INVERT_BLOCK = 256
 
-# Up to here one program an expert reads all ids (at most 32 KB, from L2) and one launch sorts them; beyond, each
-# program reads a block and a second launch places it. Notes on kernels of this kind put the border at some 4k ids.
+# Up to here one program an expert reads all ids (at most 32 KB, from L2) and one launch sorts them. With more, each
+# program reads a block and a second launch places it. Others' kernels of this kind change over at some 4k ids too.
 MAX_PAIRS_PER_EXPERT_SCAN = 4096
 
 
@@ -46,8 +46,8 @@ def _route_topk_kernel(
     total = tl.sum(exponentials, 0)
     is_sound = total >= 1.0  # the largest adds exp(0); a NaN or an infinity makes the total NaN, which is not >= 1
 
-    # The bits of floats >= 0 order as integers do, so one integer holds the probability and, below it, the expert's
-    # rank: a single maximum finds the expert, and of equal probabilities the lower id.
+    # The bits of floats >= 0 order as integers do. One integer holds the probability and, below it, the expert's rank,
+    # so its maximum is the likeliest expert, of equals the lower id.
     bits = (exponentials / total).to(tl.int32, bitcast=True).to(tl.int64)
     keys = tl.where(is_expert, (bits << 32) | (BLOCK_E - 1 - experts), -1)
     choices = tl.arange(0, BLOCK_CHOICES)
@@ -187,10 +187,8 @@ def _place_kernel(
 
 
 def sort_tokens_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertLayout:
-    """See `Operations.sort_tokens_by_expert`.
-
-    The ids are taken to lie in 0 .. num_experts - 1, as a router's do: the host could refuse others only by waiting for
-    the GPU.
+    """See `Operations.sort_tokens_by_expert`. Other ids than 0 .. num_experts - 1 are not refused: the host would have
+    to wait for the GPU.
     """
     num_pairs, device = expert_ids.numel(), expert_ids.device
     ids = expert_ids.contiguous()
@@ -290,8 +288,8 @@ def expert_scan_launch(num_pairs: int) -> TileLaunch:
 def expert_count_launch() -> TileLaunch:
     """One program a block of ids. columns = ids of a block, each compared with `rows` of them at a time.
 
-    256 x 32 comparisons are 32 a thread of 8 warps (with 4 they take 228 registers). The counts of 65,536 pairs (8192
-    tokens, 8 choices) over 128 experts are then 128 KB, which every program sums.
+    256 x 32 comparisons are 32 a thread of 8 warps (4 warps take 228 registers). The counts of 65,536 pairs (8192
+    tokens, 8 choices) over 128 experts are 128 KB, which every program sums.
     """
     return TileLaunch(32, 256, 8)
 

@@ -16,8 +16,8 @@ SHARED_MEMORY_BYTES = {80: 166_912, 90: 232_448}
 LEAST_SHARED_MEMORY_BYTES = 101_376
 
 # H200, bfloat16, E = 128, top 8, I = 768 (Qwen3-30B-A3B): number of tokens -> block_m, block_n, block_k, group_m,
-# warps, stages. Tuned on an H200 by vLLM (its fused_moe file "E=128,N=768,device_name=NVIDIA_H200"; SGLang ships the
-# same) for both products of the layer, without swapping; both projects have since swapped below 64 rows.
+# warps, stages. Tuned by vLLM (its fused_moe file "E=128,N=768,device_name=NVIDIA_H200"; SGLang ships the same) for
+# both products of the layer, without swapping; both projects have since swapped below 64 rows.
 _H200_TABLE = {
     1: (16, 64, 64, 1, 4, 5),
     2: (16, 64, 64, 1, 4, 4),
@@ -64,7 +64,7 @@ def _grouped_gemm_kernel(
     GROUP_M: tl.constexpr,
 ):
     """One tile of BLOCK_M rows of one expert and BLOCK_N columns. The host does not know the experts' counts: it
-    launches as many programs as any counts could need, and those past the last tile return.
+    launches programs for the worst case, and those past the last tile return.
 
     Grid: (upper bound of the row tiles * cdiv(N, BLOCK_N),)
     """
@@ -209,9 +209,8 @@ def _derived(num_tokens: int, rows_per_expert: float, capability: int) -> Groupe
     """The launch for shapes that nobody tuned.
 
     block_m is twice the mean number of rows an expert gets, so that most experts are one tile and their weight is read
-    once: with uniform routing of 256 tokens over 128 experts 16 rows make 184 tiles and 32 make 128. This rule gives
-    the block_m of every line of the H200 table. The rest is vLLM's default for bfloat16, and the 256 columns of
-    triton_kernels where Hopper's wgmma can hold them.
+    once: 256 tokens spread evenly over 128 experts make 184 tiles of 16 rows and 128 of 32. The rule agrees with every
+    line of the H200 table. The rest is vLLM's default for bfloat16, and triton_kernels' 256 columns on Hopper.
     """
     block_m = min(max(power_of_two_from(round(2 * rows_per_expert)), 16), 128)
     group_m = 16 if rows_per_expert > 128 else 1

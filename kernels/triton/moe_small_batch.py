@@ -12,8 +12,8 @@ import triton.language as tl
 from kernels.operands import PackedWeight, RoutedExperts
 from kernels.triton.launch import TileLaunch, power_of_two_from
 
-# Weights of one step of the short cut: eight copies of 16 bytes for each of 128 threads, 16 KB of bfloat16, and two
-# steps are in flight. An H200 needs 4.3 TB/s x 0.7 us = 3 MB in flight, 23 KB on each of its 132 multiprocessors.
+# Weights of one step: eight copies of 16 bytes for each of 128 threads, 16 KB of bfloat16, with two steps in flight.
+# An H200 needs 4.3 TB/s x 0.7 us = 3 MB in flight, 23 KB on each of its 132 multiprocessors.
 ELEMENTS_OF_A_STEP = 8192
 
 
@@ -86,8 +86,8 @@ def _down_combine_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_ROWS outputs of one token: all its choices in one program, so that the sum needs no atomics and is always
-    the same. All choices are read side by side: one after the other would wait for memory TOP_K times.
+    """BLOCK_ROWS outputs of one token. One program sums all its choices, so that the result is always the same, and
+    reads them side by side, so that it waits for memory once.
 
     Grid: (T, cdiv(H, BLOCK_ROWS))
     """
@@ -160,7 +160,7 @@ def moe_small_batch(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, 
 
 
 def gate_up_launch(hidden_size: int, itemsize: int) -> TileLaunch:
-    """The short cut's first half: rows = gates of a program (as many ups come along), columns = depth of a step.
+    """The first half: rows = gates of a program, which takes as many ups; columns = depth of a step.
 
     One token of Qwen3-30B-A3B (8 pairs, 768 gates, depth 2048) makes 768 programs, six a multiprocessor.
     """
@@ -169,7 +169,7 @@ def gate_up_launch(hidden_size: int, itemsize: int) -> TileLaunch:
 
 
 def down_launch(intermediate_size: int, top_k: int, itemsize: int) -> TileLaunch:
-    """The short cut's second half: rows = outputs of a program, columns = depth of a step, for all choices at once.
+    """The second half: rows = outputs of a program, columns = depth of a step, for all choices at once.
 
     One token of Qwen3-30B-A3B makes 512 programs. A depth of 256 divides its 768.
     """

@@ -68,7 +68,7 @@ def qk_norm_rope_store_kv_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """Some query heads, key heads or value heads of one token a program. The halves are loaded separately: no shuffle.
+    """Some query, key or value heads of one token a program; their halves are loaded apart, so that none is shuffled.
 
     Grid: (T * (cdiv(NUM_HEADS, BLOCK_HEADS) + 2 * cdiv(NUM_KV_HEADS, BLOCK_HEADS)),), a token's groups side by side
     """
@@ -168,8 +168,7 @@ def _check_layout(**tensors: torch.Tensor) -> None:
 def rope_launch(num_heads: int, head_dim: int) -> TileLaunch:
     """A tile is one half of some heads of one token; the other half is a second tile.
 
-    Heads of one token share its cosines and sines, which are float32 and as large as two bfloat16 heads: read once a
-    head they would double what the kernel reads.
+    The heads share the token's cosines and sines, in float32 as large as two bfloat16 heads.
     """
     width = triton.next_power_of_2(head_dim // 2)
     heads = min(max(TILE_ELEMENTS // width, 1), triton.next_power_of_2(num_heads))

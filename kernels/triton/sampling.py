@@ -1,7 +1,7 @@
 """Finds the most likely token and applies penalties; floats as sortable integers for every kernel over logits [N, V].
 
-The integers settle NaN and ties in one place. The launch parameters do not depend on the GPU's architecture. None is
-measured on a GPU yet: each number is argued from the bytes in flight and the registers of the compiled kernel.
+The integers settle NaN and ties in one place. Launch parameters are the same on every architecture and follow from the
+bytes in flight and the registers of the compiled kernel; none is measured on a GPU yet.
 """
 
 from __future__ import annotations

@@ -182,8 +182,8 @@ def _shared_prefix_kernel(
 ):
     """Attention of BLOCK_M consecutive (query, head of the group) pairs over keys that all of them see.
 
-    Queries of several rows are neighbours, so a block goes on from one row's to the next's. Pairs are counted from
-    query 0; the keys, at least one, are those of the program's row.
+    A block goes on from the queries of one row to those of the next. Pairs are counted from query 0; the keys, at least
+    one, are those of the program's row.
 
     Grid: (num_programs, num_kv_heads).
     """

@@ -1,23 +1,22 @@
 """Cuts the tail of the next-token distribution without a sort: top-k, top-p, min-p.
 
-What stays begins at a key (see `ordered`): the largest u for which the tokens of at least that key number k, or have
-the nucleus' mass. Its 32 bits are found two at a time, by counting. A mass is exp(value - top) in units of
-2**-MASS_BITS, an integer: a sum of integers has no order, so it is exact, reproducible, and equal values weigh the
-same. Three kernels:
+Tokens stay from a key on (see `ordered`): the largest key from which k tokens lie, or tokens of the nucleus' mass. Its
+32 bits are found two at a time, by counting. A mass is exp(value - top) as an integer, in units of 2**-MASS_BITS, so
+that sums do not depend on their order and equal values weigh the same. Three kernels:
 
-1. `_collect_candidates_kernel`: the maxima of as many groups of tokens as there are lanes. The k-th largest of them is
-   a floor that at least k tokens reach and few more (k of 151,936 tokens mostly lie in different ones of 8192 groups),
-   so only those are copied out. Without top-k the floor is the maximum of rank BLOCK / 4.
-2. `_find_thresholds_kernel`: the search, among those candidates. If they are too many for their place, or without top-k
-   have less than the nucleus' mass, it takes the whole row instead.
-3. `_mask_kernel`: writes -inf.
+1. `_collect_candidates_kernel` takes the maxima of as many groups of tokens as there are lanes. The k-th largest of
+   them is a floor that at least k tokens reach and few more (k of 151,936 tokens mostly lie in different ones of 8192
+   groups); these are copied out. Without top-k the floor is the maximum of rank BLOCK / 4.
+2. `_find_thresholds_kernel` searches among those candidates; in the whole row where there are too many for their place,
+   or where without top-k they have less than the nucleus' mass.
+3. `_mask_kernel` writes -inf.
 
-So a row is read three times with top-k, four with top-p alone, and 16 times more for a search in the whole row: top-k
+A row is read three times with top-k, four with top-p alone, and 16 times more for a search in the whole row: top-k
 beyond the number of groups, or a nucleus of thousands of tokens. A tie across the nucleus' edge takes one more.
 
-Sets of tokens are those of the reference, with one reservation: its cumulative mass is a float32 sum with float32
-rounding, here it is exact but for the rounding of exp. Tokens whose cumulative mass is within about 1e-6 of 1 - top_p,
-or whose share is within a rounding step of min_p, may fall on the other side.
+The tokens are the reference's, with one reservation: its cumulative mass is a float32 sum, this one is exact but for
+the rounding of exp. Tokens whose cumulative mass is within about 1e-6 of 1 - top_p, or whose share is within a rounding
+step of min_p, may fall on the other side.
 """
 
 from __future__ import annotations
@@ -247,8 +246,8 @@ def mass_of(values, top):
 def nucleus_mass(total, top_p):
     """Mass that must stay: what is dropped has at most 1 - top_p of the total, and something stays.
 
-    Half a float32 step more than 1 - top_p: shares up to there round to it, as in a float32 sum. So 0.3 of 10
-    equal tokens are 3, although the float32 nearest to 1 - 0.3 is less than the mass of 7.
+    To 1 - top_p half a float32 step is added, since shares up to there round to it in a float32 sum. So 0.3 of 10 equal
+    tokens are 3, although the float32 nearest to 1 - 0.3 is less than the mass of 7.
     """
     share = 1.0 - top_p
     next_share = (share.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
@@ -280,7 +279,7 @@ def threshold(
     BLOCK: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """-> the largest key such that the values from it on number `target`, or weigh it; LOWEST_KEY if there is none.
+    """-> the largest key from which `target` values lie, or values of that mass; LOWEST_KEY if there is none.
 
     Two bits of the key a round: three sums over the values.
     """
@@ -311,7 +310,7 @@ def threshold(
 def collect_launch(vocab_size: int) -> TileLaunch:
     """One program a row, so 64 rows use half of the GPU: each has 512 threads and two blocks, 64 KiB, in flight.
 
-    The block is also the number of groups whose maxima bound the k-th largest logit, and the room for candidates.
+    The block is also the number of groups, and the room for candidates.
     """
     return TileLaunch(1, min(WIDE_BLOCK, max(triton.next_power_of_2(vocab_size), 128)), num_warps=16, num_stages=3)
 
