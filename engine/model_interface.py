@@ -1,6 +1,6 @@
 """The bare model without scheduler and sampler: prepare, prefill, decode, release, reset.
 
-Each item of a call is answered with one of three types (`ItemResult`): no length or sign stands for something else.
+Each item of a call is answered with one of three types (`ItemResult`); no length or sign has a meaning beside.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from engine.errors import EngineError, InvalidRequest, KVPoolExhausted, NonFiniteLogits, PromptTooLong
 from engine.execution.batch import ForwardItem
-from engine.execution.forward import WARM_UP_TOKEN, StepExecutor
+from engine.execution.forward import WARM_UP_TOKEN, StepExecutor, check_warm_up
 from engine.kv_cache.block_manager import BlockManager
 from engine.model_status import MemoryProfile, ModelCapabilities, ModelReport, ModelStatus
 from engine.request import RESERVED_PREFIX
@@ -60,25 +60,17 @@ class ModelInterface:
         Raises NonFiniteLogits if that answers NaN.
         """
         self._executor.capture_graphs()
-        if self._executor.model.lm_head is None:
-            self._warm_up_body()
-            return
         try:
-            result = self.prefill(WARM_UP_ID, [WARM_UP_TOKEN])
+            if self._executor.model.lm_head is None:  # nothing to prefill for: the token's KV goes to the null block
+                item = ForwardItem([WARM_UP_TOKEN], 0, [0], wants_logits=False, wants_hidden=True)
+                check_warm_up(*self._executor.execute([item]).hidden)
+            elif isinstance(result := self.prefill(WARM_UP_ID, [WARM_UP_TOKEN]), ErrorResult):
+                raise result.error
+        except EngineError as error:
+            self.mark_failed(str(error))
+            raise
         finally:
             self._drop(WARM_UP_ID, trusted=False)
-        if isinstance(result, ErrorResult):
-            self.mark_failed(str(result.error))
-            raise result.error
-
-    def _warm_up_body(self) -> None:
-        """Run the token of a model without logits; its KV goes to the null block."""
-        item = ForwardItem([WARM_UP_TOKEN], 0, [0], wants_logits=False, wants_hidden=True)
-        (hidden,) = self._executor.execute([item]).hidden
-        if not bool(torch.isfinite(hidden).all()):
-            error = NonFiniteLogits("the hidden states of the warm-up token are not finite")
-            self.mark_failed(str(error))
-            raise error
 
     def prepare(self, cache_id: str, max_tokens: int) -> None:
         """Warm the model up and register `cache_id` without tokens, if there is room for `max_tokens` at this moment.
@@ -358,5 +350,3 @@ class UnifiedRefused(EngineError):
     def __init__(self, reason: UnifiedRefusal, *, num_tokens: int, limit: int) -> None:
         super().__init__(f"{reason.value} ({num_tokens} tokens, limit {limit})")
         self.reason = reason
-        self.num_tokens = num_tokens
-        self.limit = limit

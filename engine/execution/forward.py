@@ -125,6 +125,12 @@ class StepExecutor:
         _log.info("candidates", forward_pass=number, token_ids=token_ids.tolist(), logits=values.tolist())
 
 
+def check_warm_up(hidden: torch.Tensor) -> None:
+    """Raise NonFiniteLogits unless the hidden states [1, H] of the warm-up token are numbers."""
+    if not bool(torch.isfinite(hidden).all()):
+        raise NonFiniteLogits("the hidden states of the warm-up token are not finite")
+
+
 class EncoderExecutor:
     """Runs an encoder's forward passes; traces and profiles those that the settings select."""
 
@@ -135,9 +141,7 @@ class EncoderExecutor:
 
     def warm_up(self) -> None:
         """Run one token. Raises NonFiniteLogits if that answers NaN."""
-        (hidden,) = self.execute([[WARM_UP_TOKEN]])
-        if not bool(torch.isfinite(hidden).all()):
-            raise NonFiniteLogits("the hidden states of the warm-up token are not finite")
+        check_warm_up(*self.execute([[WARM_UP_TOKEN]]))
 
     def execute(self, sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
         """The hidden states [n, H] of the last layer for each sequence of n token ids, none of them empty."""
