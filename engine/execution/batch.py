@@ -83,7 +83,7 @@ class PlannedBatch:
 
     @property
     def is_plain_decode(self) -> bool:
-        """Whether each item is one query whose logits are wanted and nothing else, the rows in the items' order."""
+        """Whether each item is one query of which logits alone are wanted, and rows are in the order of the items."""
         if self.decode is None or self.prefill is not None or self.decode.prefix_groups or self.hidden_lens:
             return False
         return int(self.logits_indices.shape[0]) == self.num_tokens

@@ -20,7 +20,7 @@ from kernels.dispatch import has_operations, int8_operations, operations
 from kernels.interface import KernelsUnavailable
 from settings import EffectiveSettings, EngineSettings, Source
 
-# Of 512 the prefill kernel would need 262,400 bytes of shared memory; an H100 has 232,448.
+# With 512 the prefill kernel would need 262,400 bytes of shared memory; an H100 has 232,448.
 MAX_CUDA_HEAD_DIM = 256
 
 X86 = frozenset({"x86_64", "amd64"})
@@ -29,7 +29,7 @@ CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
 def derive_settings(effective: EffectiveSettings) -> EffectiveSettings:
-    """Fill in what follows from the model of model.path and the machine: what `millrace config` shows, an engine holds.
+    """Fill in what follows from the model of model.path and the machine: `millrace config` and the engine do so alike.
 
     Raises CheckpointError (no model, or one that cannot run), SettingsError (model.path leads out of model.root),
     CapabilityError (a setting this machine cannot honour).

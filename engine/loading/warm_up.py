@@ -35,7 +35,7 @@ EVERYTHING = SamplingParams(
     temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=5, prompt_logprobs=20
 )
 
-# Nothing that decides about kernels changes beyond: the last bound is 128 rows an expert, 8,192 tokens of 512 experts
+# Steps of more tokens have no kernels of their own: the last bound is 128 rows an expert, 8,192 tokens of 512 experts
 # with 8 choices.
 MOST_CLASSIFIED_TOKENS = 16_384
 
@@ -77,7 +77,7 @@ class WarmUp:
             return
         for step in compiling_steps(self._settings, self._max_model_len, launch_class):
             logits = self._run(step).logits
-        # Draws have kernels for any number of rows; greedy choices have others for few and for many.
+        # Draws have the same kernels for any number of rows; greedy choices have some for few and some for many.
         self._sample(logits[:1], GREEDY)
         self._sample(self._run(largest_steps(self._settings, self._max_model_len)[-1]).logits, GREEDY)
 
@@ -167,8 +167,8 @@ def first_of_each(launch_class: Callable[[int], Hashable], max_tokens: int) -> S
 
 
 def _chunks(num_tokens: int, max_rows: int, max_model_len: int) -> list[tuple[int, int]]:
-    """As few chunks as possible of num_tokens in all, each at the end of a sequence of full length; fewer tokens where
-    max_rows chunks do not have so many.
+    """As few chunks as possible of num_tokens in all, each at the end of a sequence of full length; at most max_rows
+    chunks, even if these have fewer tokens.
     """
     full, rest = divmod(num_tokens, max_model_len)
     queries = [max_model_len] * full + [rest] * (rest > 0)
