@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callab
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack
 
 from pydantic import SecretStr
@@ -123,9 +122,7 @@ class AsyncBatchClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
     async def _read(self, reader: ResultReader) -> AsyncIterator[dict[str, Any]]:

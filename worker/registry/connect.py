@@ -114,10 +114,9 @@ def _password(file: Path) -> str:
     accepted = f"a readable file that holds one line, at most {MAX_PASSWORD_BYTES} bytes"
     try:
         password = read_password_line(file)
-    except OSError as error:
-        raise SettingsError("redis.password_file", str(file), str(error.strerror), accepted=accepted) from error
-    except ValueError as error:
-        raise SettingsError("redis.password_file", str(file), str(error), accepted=accepted) from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError("redis.password_file", str(file), str(reason), accepted=accepted) from error
     if password is None:
         raise SettingsError("redis.password_file", str(file), "holds no password", accepted=accepted)
     return password
@@ -140,37 +139,27 @@ def connect(settings: RedisSettings) -> redis.Redis:
 
     Raises SettingsError for what RedisAddress refuses.
     """
-    address = RedisAddress.of(settings)
-    return redis.Redis.from_url(
-        address.url, decode_responses=False, retry=PatientRetry(_backoff(), _NUM_RETRIES), **_options(settings, address)
-    )
+    return redis.Redis.from_url(retry=PatientRetry(_backoff(), _NUM_RETRIES), **_options(settings))
 
 
 def connect_async(settings: RedisSettings) -> AsyncRedis:
     """`connect` for one event loop, the one it is first used in."""
-    address = RedisAddress.of(settings)
-    return AsyncRedis.from_url(
-        address.url,
-        decode_responses=False,
-        retry=AsyncPatientRetry(_backoff(), _NUM_RETRIES),
-        **_options(settings, address),
-    )
+    return AsyncRedis.from_url(retry=AsyncPatientRetry(_backoff(), _NUM_RETRIES), **_options(settings))
 
 
 def _backoff() -> ExponentialWithJitterBackoff:
     return ExponentialWithJitterBackoff(base=_RETRY_BASE_S, cap=_RETRY_CAP_S)
 
 
-def _options(settings: RedisSettings, address: RedisAddress) -> dict[str, Any]:
-    # A Unix socket takes neither.
-    options: dict[str, Any] = (
-        {} if address.is_socket else {"socket_keepalive": True, "socket_connect_timeout": settings.connect_timeout_s}
-    )
-    if address.ca_file is not None:
-        options["ssl_ca_certs"] = str(address.ca_file)
+def _options(settings: RedisSettings) -> dict[str, Any]:
+    address = RedisAddress.of(settings)
+    options: dict[str, Any] = {"url": address.url, "decode_responses": False, "client_name": "millrace"}
     options["socket_timeout"] = settings.socket_timeout_s
     options["health_check_interval"] = settings.health_check_interval_s
-    options["client_name"] = "millrace"
+    if not address.is_socket:  # it takes neither of these
+        options |= {"socket_keepalive": True, "socket_connect_timeout": settings.connect_timeout_s}
+    if address.ca_file is not None:
+        options["ssl_ca_certs"] = str(address.ca_file)
     return options
 
 

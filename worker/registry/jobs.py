@@ -12,7 +12,7 @@ from typing import Self
 import redis
 
 from worker.registry.errors import JobNotFound
-from worker.registry.exchange import Command, Exchange, RedisReply, Scripts, Untyped, ask_one, text, text_fields
+from worker.registry.exchange import Exchange, Scripts, Untyped, ask_one, text, text_fields
 from worker.registry.keys import Keys, UnitRef
 from worker.schemas import BatchError, JobState, JobStatus, JobUsage, RequestCounts, WorkerInfo
 
@@ -59,8 +59,10 @@ class JobQueries:
 
     def status(self, job_id: str) -> Exchange[JobStatus]:
         """The job as it stands. Raises JobNotFound, InvalidJobId."""
-        [fields] = yield [self._fields_of(job_id)]
-        return _found(job_id, fields)
+        [fields] = yield [("HGETALL", self._keys.job(job_id))]
+        if not fields:
+            raise JobNotFound(job_id)
+        return job_status(job_id, fields)
 
     def wait(self, job_id: str, timeout_s: float | None) -> Exchange[JobStatus]:
         """The job once it has ended. Raises TimeoutError after `timeout_s` seconds, and what `status` raises."""
@@ -127,21 +129,12 @@ class JobQueries:
     def _statuses(self, job_ids: Sequence[str]) -> Exchange[list[JobStatus]]:
         if not job_ids:
             return []
-        replies = yield [self._fields_of(job_id) for job_id in job_ids]
+        replies = yield [("HGETALL", self._keys.job(job_id)) for job_id in job_ids]
         found = dict(zip(job_ids, replies, strict=True))
         forgotten = [job_id for job_id, fields in found.items() if not fields]
         if forgotten:
             yield [("ZREM", self._keys.jobs, *forgotten)]
         return [job_status(job_id, fields) for job_id, fields in found.items() if fields]
-
-    def _fields_of(self, job_id: str) -> Command:
-        return ("HGETALL", self._keys.job(job_id))
-
-
-def _found(job_id: str, fields: RedisReply) -> JobStatus:
-    if not fields:
-        raise JobNotFound(job_id)
-    return job_status(job_id, fields)
 
 
 class PollPauses:

@@ -90,9 +90,10 @@ class ReapQueue:
 
     def due(self) -> list[DueUnit]:
         """Units that are due now. Each is put off by its grace, so that only one caller gets it."""
+        steps, num_messages = steps_by_priority(), _messages(self._client)
         call = Scripts.REAP(
             self._keys.of_queue_scripts(),
-            [steps_by_priority(), self._waiting_messages()],
+            [steps, [num_messages[step] for step in steps]],
             prefix=self._keys.prefix,
             max_units=MAX_UNITS,
             grace_ms=self._grace_ms,
@@ -110,11 +111,7 @@ class ReapQueue:
 
     def has_messages(self) -> bool:
         """Whether messages wait in the broker's lanes."""
-        return any(self._waiting_messages())
-
-    def _waiting_messages(self) -> list[int]:
-        num_messages = _messages(self._client)
-        return [num_messages[step] for step in steps_by_priority()]
+        return any(_messages(self._client).values())
 
 
 @dataclass(frozen=True, slots=True)
