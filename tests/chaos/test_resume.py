@@ -175,7 +175,7 @@ def test_kill_9_of_long_generations_recomputes_less_than_a_tenth(
 
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
-def test_kill_9_without_checkpoints_recomputes_all_of_it(
+def test_kill_9_without_resume_states_recomputes_all_of_it(
     client: BatchClient, bare: redis.Redis, start: Start, long_load: Load
 ) -> None:
     off = {"engine__checkpoint_tokens": "none"}

@@ -66,7 +66,7 @@ async def perform_async(client: AsyncRedis, exchange: Exchange[T]) -> T:
 def ask(client: redis.Redis, commands: Sequence[Command]) -> list[RedisReply]:
     """The answers to these commands, in one round trip unless Redis has to be given a script first.
 
-    Several calls of scripts may then be carried out twice. Raises redis.RedisError.
+    All of them are then sent again, so of several scripts each must bear to run twice. Raises redis.RedisError.
     """
     try:
         return _send(client, commands)

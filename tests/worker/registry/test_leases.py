@@ -230,7 +230,7 @@ def _kept(leases: UnitLeases, claim: Claim, count: int = 3) -> list[bytes | None
     return [resume_state for _, resume_state in found]
 
 
-def test_the_last_checkpoint_of_a_prompt_is_kept(registry: TestRegistry) -> None:
+def test_the_last_resume_state_of_a_prompt_is_kept(registry: TestRegistry) -> None:
     leases = registry.leases()
     claim = _claim(registry, leases)
     assert _kept(leases, claim) == [None, None, None]
@@ -254,7 +254,7 @@ def test_who_takes_the_unit_over_finds_them_and_who_lost_it_writes_none(registry
     assert _kept(leases, second) == [b"new", None, None]
 
 
-def test_a_record_takes_its_checkpoint_away_and_none_comes_after_it(registry: TestRegistry) -> None:
+def test_a_record_takes_its_resume_state_away_and_none_comes_after_it(registry: TestRegistry) -> None:
     leases = registry.leases()
     claim = _claim(registry, leases)
     leases.put_resume_states(claim, [PromptResumeState(0, "a"), PromptResumeState(1, "b")])
@@ -263,7 +263,7 @@ def test_a_record_takes_its_checkpoint_away_and_none_comes_after_it(registry: Te
     assert _kept(leases, claim) == [None, b"b", b"c"]
 
 
-def test_a_job_that_ended_keeps_no_checkpoints(registry: TestRegistry) -> None:
+def test_a_job_that_ended_keeps_no_resume_states(registry: TestRegistry) -> None:
     leases = registry.leases()
     claim = _claim(registry, leases)
     key = registry.keys.resume_states(claim.ref.job_id)
@@ -276,7 +276,7 @@ def test_a_job_that_ended_keeps_no_checkpoints(registry: TestRegistry) -> None:
     assert not registry.redis.exists(key)
 
 
-def test_checkpoints_are_no_outstanding_work(registry: TestRegistry) -> None:
+def test_resume_states_are_no_outstanding_work(registry: TestRegistry) -> None:
     leases = registry.leases()
     claim = _claim(registry, leases)
     before = registry.redis.hgetall(registry.keys.counters)

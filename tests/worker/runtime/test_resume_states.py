@@ -57,7 +57,7 @@ def _kept_bytes(leases: UnitLeases, held: HeldUnit, count: int) -> list[bytes | 
     return [kept for _, kept in leases.lines_and_resume_states(held.claim.ref.job_id, range(count))]
 
 
-def test_the_newest_checkpoint_of_each_prompt_is_written_in_one_call(
+def test_the_newest_resume_state_of_each_prompt_is_written_in_one_call(
     registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leases = registry.leases()
@@ -78,7 +78,7 @@ def test_the_newest_checkpoint_of_each_prompt_is_written_in_one_call(
 
 
 @pytest.mark.parametrize("is_record_first", [True, False])
-def test_a_record_wins_over_a_checkpoint_of_its_prompt(registry: TestRegistry, is_record_first: bool) -> None:
+def test_a_record_wins_over_a_resume_state_of_its_prompt(registry: TestRegistry, is_record_first: bool) -> None:
     leases = registry.leases()
     held, writer = _hold(registry, leases, 2), _writer(leases)
     resume_state = PromptResumeState(0, "a")
@@ -93,7 +93,7 @@ def test_a_record_wins_over_a_checkpoint_of_its_prompt(registry: TestRegistry, i
     assert held.stop_reason is None
 
 
-def test_a_tenth_of_the_queue_drops_a_checkpoint_and_holds_nobody_up(registry: TestRegistry) -> None:
+def test_a_tenth_of_the_queue_drops_a_resume_state_and_holds_nobody_up(registry: TestRegistry) -> None:
     leases = registry.leases()
     held, writer = _hold(registry, leases, 1), _writer(leases, 10)  # not started: a hundred items would fill it
     kept = [writer.offer(held, PromptResumeState(0, str(number))) for number in range(12)]
@@ -120,7 +120,7 @@ def test_a_resume_state_that_redis_does_not_take_is_dropped(
         wait_until(lambda: held.is_written)
 
 
-def test_a_lost_unit_is_heard_of_from_its_checkpoint(registry: TestRegistry) -> None:
+def test_a_lost_unit_is_heard_of_from_its_resume_state(registry: TestRegistry) -> None:
     leases = registry.leases()
     held, writer = _hold(registry, leases, 1), _writer(leases)
     leases.release(held.claim, count_attempt=False)
@@ -220,7 +220,7 @@ def _kept_key(registry: TestRegistry, held: HeldUnit) -> object:
     return registry.redis.exists(registry.keys.resume_states(held.claim.ref.job_id))
 
 
-def test_who_lost_the_unit_writes_no_checkpoint(registry: TestRegistry) -> None:
+def test_who_lost_the_unit_writes_no_resume_state(registry: TestRegistry) -> None:
     with running_units(registry, WritingEngine(step_s=0.001, stop_after=3)) as units:
         held = _hold_job(units)
         _stop_in_the_middle(units, held, 3, StopReason.FENCED)
@@ -242,7 +242,7 @@ def test_a_step_that_does_not_end_is_not_waited_for(registry: TestRegistry, monk
         engine.goes_on.set()
 
 
-def test_a_checkpoint_that_cannot_be_read_means_the_prompt_starts_over(
+def test_a_resume_state_that_cannot_be_read_means_the_prompt_starts_over(
     registry: TestRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
     with running_units(registry) as units:
@@ -254,7 +254,9 @@ def test_a_checkpoint_that_cannot_be_read_means_the_prompt_starts_over(
     assert dropped.__dict__["index"] == 1
 
 
-def test_a_checkpoint_that_is_too_large_is_not_written(registry: TestRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_state_that_is_too_large_is_not_written(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("worker.runtime.shard.MAX_RESUME_STATE_BYTES", 72)  # 4 tokens fit, 8 do not
     with running_units(registry, WritingEngine(step_s=0.001, stop_after=9)) as units:
         held = _hold_job(units)
@@ -285,7 +287,7 @@ def test_a_forbidden_token_has_a_logprob_of_minus_infinity() -> None:
         {"identity": "a", "seed": "1", "sequences": [[[1], [[1, -0.5]]]]},
     ],
 )  # fmt: skip
-def test_what_is_no_checkpoint_is_a_value_error(value: Any) -> None:
+def test_what_is_no_resume_state_is_a_value_error(value: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
         decode_resume_state(json.dumps(value).encode())
 
