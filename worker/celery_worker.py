@@ -20,7 +20,7 @@ from worker.app import create_app
 from worker.broker.celery_guards import QuietWorker, send_first_event
 from worker.registry.exchange import Untyped
 from worker.requests.step_engine import StepEngine
-from worker.runtime.build import build_runtime
+from worker.runtime.build import WorkerParts
 from worker.runtime.runtime import WorkerRuntime
 from worker.runtime.supervision import TICK_INTERVAL_S
 from worker.runtime.unit_runner import UnitFailed
@@ -44,7 +44,8 @@ def run_worker(
     settings = effective.settings
     app = create_app(settings)
     app.events.dispatcher_cls = "worker.broker.celery_guards:LossyDispatcher"
-    runtime = build_runtime(app, settings, lambda: load_engine(effective), on_failure=_ask_celery_to_stop)
+    parts = WorkerParts(app, settings, lambda: load_engine(effective), on_failure=_ask_celery_to_stop)
+    runtime = WorkerRuntime(parts)
     runtime.load()
     register_tasks(app, runtime)
     app.steps["worker"].add(worker_step(runtime))

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib import metadata
+from collections.abc import Mapping
 
-import redis
-
-from settings import Settings
 from worker.broker.messages import MessageEnd
-from worker.metrics.server import MetricsServer
 from worker.registry.keys import UnitRef
 from worker.registry.lifecycle import StopReason
-from worker.requests.served_model import ServedModel, served_model_name
-from worker.runtime.engine_thread import EngineThread
-from worker.runtime.held_units import HeldUnits
-from worker.runtime.planner import Planner
-from worker.runtime.shard import ShardRunner
-from worker.runtime.staged_jobs import StagedJobs
-from worker.runtime.supervision import Activity, SupervisedThread
-from worker.runtime.unit_runner import UnitRunner
-from worker.runtime.worker_metrics import Phase
-from worker.tracing.spans import Tracing
+from worker.requests.served_model import ServedModel
+from worker.runtime.build import WorkerParts, package_version
 
 RELEASE_TIMEOUT_S = 5.0  # for units to be given back once they were told to stop
 THREAD_TIMEOUT_S = 5.0  # for each thread to end
@@ -31,69 +17,10 @@ THREAD_TIMEOUT_S = 5.0  # for each thread to end
 logger = logging.getLogger(__name__)
 
 
-class WorkerState:
-    """How far this worker has come, and what is done when the engine or a thread around it breaks."""
-
-    def __init__(self, held_units: HeldUnits, *, drain: Callable[[], None], on_failure: Callable[[], None]) -> None:
-        self.phase: Phase = "starting"
-        self._held_units = held_units
-        self._drain = drain  # claims no more units
-        self._on_failure = on_failure  # has this process end
-        self.has_failed = False  # the engine, or a thread around it, broke
-
-    @property
-    def shown_phase(self) -> Phase:
-        """The phase, or `failed` since something broke, while the worker stops too."""
-        return "failed" if self.has_failed else self.phase
-
-    def engine_failed(self, _error: BaseException) -> None:
-        """The engine broke."""
-        self.fail(StopReason.ENGINE_FAILED)
-
-    def writer_failed(self, _error: BaseException) -> None:
-        """The result writer broke, perhaps over a record of ours: as with the engine, that counts as an attempt.
-
-        Otherwise the units would come round for ever.
-        """
-        self.fail(StopReason.ENGINE_FAILED)
-
-    def thread_failed(self, _error: BaseException) -> None:
-        """Another thread broke. That has nothing to do with the held units: it costs them no attempt."""
-        self.fail(StopReason.RELEASED)
-
-    def fail(self, reason: StopReason) -> None:
-        """Give the held units to other workers and have this process end; called on the thread that broke."""
-        self.has_failed = True
-        self._drain()
-        self._held_units.stop_all(reason)
-        self._on_failure()
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerParts:
-    """What a worker starts, stops and asks."""
-
-    worker_id: str  # unique to this process
-    state: WorkerState
-    client: redis.Redis
-    tracing: Tracing
-    activity: Activity
-    engine: EngineThread
-    held_units: HeldUnits
-    runner: UnitRunner
-    planner: Planner
-    shards: ShardRunner
-    staged_jobs: StagedJobs
-    threads: Sequence[SupervisedThread]  # around the engine, in the order of their start; the last one stops first
-    watchdog: SupervisedThread
-    metrics: MetricsServer | None  # None: nobody could ask
-
-
 class WorkerRuntime:
     """The engine's thread, the threads around it, and what the tasks call. One to a process."""
 
-    def __init__(self, settings: Settings, parts: WorkerParts) -> None:
-        self._settings = settings
+    def __init__(self, parts: WorkerParts) -> None:
         self._parts = parts
 
     @property
@@ -104,7 +31,7 @@ class WorkerRuntime:
     @property
     def drain_timeout_s(self) -> float:
         """How long running prompts may still finish on stop."""
-        return self._settings.worker.drain_timeout_s
+        return self._parts.settings.worker.drain_timeout_s
 
     @property
     def has_failed(self) -> bool:
@@ -116,20 +43,21 @@ class WorkerRuntime:
 
         Raises redis.RedisError, SettingsError, EngineError.
         """
-        parts, model = self._parts, self._settings.model
+        parts = self._parts
         parts.client.ping()
         if parts.metrics is not None:
             parts.metrics.start()
-        logger.info("loading the model", extra={"model": served_model_name(model)})
-        parts.shards.serve(ServedModel(parts.engine.start(), model))
+        logger.info("loading the model", extra={"model": parts.model_name})
+        parts.shards.serve(ServedModel(parts.engine.start(), parts.settings.model))
 
     def start(self) -> None:
         """Start the threads around the engine."""
-        for thread in (*self._parts.threads, self._parts.watchdog):
+        parts = self._parts
+        for thread in (*parts.threads, parts.watchdog):
             thread.start()
-        self._parts.state.phase = "up"
-        model, concurrency = served_model_name(self._settings.model), self._settings.worker.concurrency
-        fields = {"model": model, "version": package_version(), "concurrency": concurrency}
+        parts.state.phase = "up"
+        concurrency = parts.settings.worker.concurrency
+        fields = {"model": parts.model_name, "version": package_version(), "concurrency": concurrency}
         logger.info("worker %s is up", self.worker_id, extra=fields)
 
     def tick(self, num_answers: object) -> None:
@@ -180,11 +108,3 @@ class WorkerRuntime:
         if parts.metrics is not None:
             parts.metrics.close()
         parts.client.close()
-
-
-def package_version() -> str:
-    """The installed version; `source` where it runs from a source tree that is not installed."""
-    try:
-        return metadata.version("millrace")
-    except metadata.PackageNotFoundError:
-        return "source"

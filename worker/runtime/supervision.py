@@ -1,4 +1,4 @@
-"""Ends a worker that lives and does not work: threads that cannot end unnoticed, signs of activity, a watchdog."""
+"""Ends a worker that lives and does not work: its state, threads that cannot end unnoticed, activity, a watchdog."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import redis
 
 from worker.registry.lifecycle import StopReason
 from worker.registry.queues import ReapQueue
 from worker.runtime.engine_thread import EngineThread
+from worker.runtime.held_units import HeldUnits
+
+Phase = Literal["starting", "up", "draining", "failed"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +32,44 @@ HUB_TIMEOUT_S = 60.0
 CONSUME_TIMEOUT_S = 60.0
 # For the orderly end: 37 s at most (WorkerRuntime.stop), if the main thread still takes part in it.
 EXIT_TIMEOUT_S = 45.0
+
+
+class WorkerState:
+    """How far this worker has come, and what is done when the engine or a thread around it breaks."""
+
+    def __init__(self, held_units: HeldUnits, *, drain: Callable[[], None], on_failure: Callable[[], None]) -> None:
+        self.phase: Phase = "starting"
+        self._held_units = held_units
+        self._drain = drain  # claims no more units
+        self._on_failure = on_failure  # has this process end
+        self.has_failed = False  # the engine, or a thread around it, broke
+
+    @property
+    def shown_phase(self) -> Phase:
+        """The phase, or `failed` since something broke, while the worker stops too."""
+        return "failed" if self.has_failed else self.phase
+
+    def engine_failed(self, _error: BaseException) -> None:
+        """The engine broke."""
+        self.fail(StopReason.ENGINE_FAILED)
+
+    def writer_failed(self, _error: BaseException) -> None:
+        """The result writer broke, perhaps over a record of ours: as with the engine, that counts as an attempt.
+
+        Otherwise the units would come round for ever.
+        """
+        self.fail(StopReason.ENGINE_FAILED)
+
+    def thread_failed(self, _error: BaseException) -> None:
+        """Another thread broke. That has nothing to do with the held units: it costs them no attempt."""
+        self.fail(StopReason.RELEASED)
+
+    def fail(self, reason: StopReason) -> None:
+        """Give the held units to other workers and have this process end; called on the thread that broke."""
+        self.has_failed = True
+        self._drain()
+        self._held_units.stop_all(reason)
+        self._on_failure()
 
 
 class SupervisedThread:

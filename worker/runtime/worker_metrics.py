@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
@@ -19,11 +18,9 @@ from worker.runtime.counts import EngineMeter, QueueReader, StepHistogram, UnitC
 from worker.runtime.engine_thread import EngineThread
 from worker.runtime.held_units import HeldUnits
 from worker.runtime.lease_keeper import LeaseKeeper
-from worker.runtime.supervision import Activity, SupervisedThread, Watchdog
+from worker.runtime.supervision import Activity, Phase, SupervisedThread, Watchdog
 from worker.runtime.writer import ResultWriter
 from worker.schemas import WorkerInfo
-
-Phase = Literal["starting", "up", "draining", "failed"]
 
 # From when a part that should move every second or so is late. Celery's loop stands still for 10 s where Redis does
 # (redis.socket_timeout_s).

@@ -18,7 +18,7 @@ from tests.support.registry import job_status
 from tests.support.workers import COMMAND, ROOT, millrace
 from worker.cli import jobs as errors
 from worker.cli.main import LazyCommand, LazyGroup, cli
-from worker.runtime.runtime import package_version
+from worker.runtime.build import package_version
 from worker.schemas import JobState, JobStatus
 
 # What a producer's installation does not have.

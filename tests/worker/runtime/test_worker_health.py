@@ -13,8 +13,8 @@ from worker.runtime.counts import EngineMeter, QueueReader, UnitCounts
 from worker.runtime.engine_thread import EngineThread
 from worker.runtime.held_units import HeldUnits
 from worker.runtime.lease_keeper import LeaseKeeper
-from worker.runtime.supervision import Activity, SupervisedThread, Watchdog
-from worker.runtime.worker_metrics import LATE_S, Phase, WatchedWorker, WorkerHealth
+from worker.runtime.supervision import Activity, Phase, SupervisedThread, Watchdog
+from worker.runtime.worker_metrics import LATE_S, WatchedWorker, WorkerHealth
 from worker.runtime.writer import ResultWriter
 
 
