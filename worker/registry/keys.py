@@ -70,6 +70,11 @@ class UnitRef:
         return self.unit == PLAN
 
     @property
+    def kind(self) -> str:
+        """`plan` or `shard`."""
+        return "plan" if self.is_plan else "shard"
+
+    @property
     def log_fields(self) -> dict[str, str | int]:
         """How logs and spans name it."""
         if self.is_plan:

@@ -42,7 +42,7 @@ class UnitCounts:
         """Count a unit that was just claimed, by its attempt."""
         attempt = ATTEMPTS[min(held.claim.attempts, len(ATTEMPTS) - 1)]
         with self._lock:
-            self.attempts[_kind(held), attempt] += 1
+            self.attempts[held.claim.ref.kind, attempt] += 1
 
     def add_records(self, records: Iterable[PromptRecord]) -> None:
         """Count records that Redis has taken, and their tokens."""
@@ -58,11 +58,7 @@ class UnitCounts:
     def add_end(self, held: HeldUnit) -> None:
         """Count a unit that was let go of, by why."""
         with self._lock:
-            self.ends[_kind(held), _end(held)] += 1
-
-
-def _kind(held: HeldUnit) -> str:
-    return "plan" if held.claim.ref.is_plan else "shard"
+            self.ends[held.claim.ref.kind, _end(held)] += 1
 
 
 def _end(held: HeldUnit) -> str:

@@ -222,8 +222,8 @@ def reported(held: HeldUnit) -> Iterator[None]:
 
     A plan's lines are for debugging unless it fails: the planner logs what it did.
     """
-    is_plan, began_s = held.claim.ref.is_plan, time.monotonic()
-    kind, level = ("plan", logging.DEBUG) if is_plan else ("shard", logging.INFO)
+    kind, began_s = held.claim.ref.kind, time.monotonic()
+    level = logging.DEBUG if held.claim.ref.is_plan else logging.INFO
     prompts = len(held.claim.missing)
     fields: dict[str, int | str] = {"prompts": prompts}
     if held.claim.attempts:

@@ -120,7 +120,7 @@ class WorkerCollector(Collector):
 def worker_figures(worker: WatchedWorker, health: WorkerHealth) -> dict[str, Figure]:
     """Figures of the process, and of its engine once that is loaded."""
     tokens, (num_items, num_bytes) = worker.counts.tokens, worker.writer.waiting
-    held = Counter("plan" if unit.claim.ref.is_plan else "shard" for unit in worker.held_units.all())
+    held = Counter(unit.claim.ref.kind for unit in worker.held_units.all())
     figures: dict[str, Figure] = {
         "millrace_healthy": not health.reasons(),
         "millrace_draining": worker.phase() == "draining",
