@@ -137,17 +137,17 @@ class WorkerParts:
             threads=(*self.threads, self.watchdog),
         )
         health = WorkerHealth(watched)
-        registry = CollectorRegistry()  # our own: whoever imports this is not told what we measure
+        registry = CollectorRegistry()  # not the global one, which other code in this process may also serve
         registry.register(WorkerCollector(watched, health))
         ProcessCollector(registry=registry)
         return MetricsServer(self.settings.metrics.host, port, registry, health.reasons)
 
     def _drain(self) -> None:
-        # Not the runner's own method: the runner needs the engine, which needs the state that calls this.
+        # The state needs this before there is a runner, which needs the engine, which needs the state.
         self.runner.drain()
 
     def _is_well(self) -> bool:
-        # Half a lease: most steps take less, and whoever takes longer may hang; others look for due units meanwhile.
+        # Most steps take less than half a lease. A longer one may hang; other workers look for due units meanwhile.
         return self.engine.stalled_for_s < self.settings.worker.lease_s / 2
 
     def _describe(self) -> WorkerInfo:

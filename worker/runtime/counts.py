@@ -67,7 +67,7 @@ def _end(held: HeldUnit) -> str:
 
 
 class CountedLeases(UnitLeases):
-    """A worker's leases. Records count once Redis has taken them; one whose answer was lost for good does not."""
+    """A worker's leases, which count records once Redis has said that it took them."""
 
     def __init__(
         self, client: redis.Redis, keys: Keys, *, owner: str, settings: WorkerSettings, counts: UnitCounts
@@ -84,9 +84,9 @@ class CountedLeases(UnitLeases):
 
 
 class StepHistogram:
-    """Counts values by size. One thread adds; others may read meanwhile: what they read may lack the last value.
+    """Counts values by size. One thread adds; what others read meanwhile may lack the last value.
 
-    Not prometheus_client's Histogram, whose `observe` takes a lock for the sum and one for the bucket.
+    Unlike prometheus_client's Histogram it takes no lock.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -100,7 +100,7 @@ class StepHistogram:
         self.sum += value
 
     def buckets(self) -> Iterator[tuple[str, float]]:
-        """Upper bound, as Prometheus writes it, and how many values are not above it; `+Inf` last."""
+        """Each upper bound in Prometheus's spelling, `+Inf` last, with how many values are at or below it."""
         names = [*map(str, self._bounds), "+Inf"]
         return zip(names, accumulate(list(self._counts)), strict=True)
 
@@ -108,8 +108,7 @@ class StepHistogram:
 class EngineMeter:
     """The engine's figures as of a moment ago, and how long and how large its steps were.
 
-    Only the engine's thread writes. Others read the last published figures, which do not change, so that they need not
-    touch the engine.
+    Only the engine's thread writes; others read the last published figures instead of touching the engine.
     """
 
     def __init__(self) -> None:
@@ -121,28 +120,25 @@ class EngineMeter:
 
     @property
     def is_due(self) -> bool:
-        """Whether figures should be published again, should the engine go on to work."""
+        """Whether a working engine should publish its figures again."""
         return time.monotonic() - self._published_at >= PUBLISH_INTERVAL_S
 
     def publish(self, stats: EngineStats) -> None:
-        """Take over the engine's present figures."""
+        """Show the engine's present figures."""
         self.stats = stats
         self._published_at = time.monotonic()
 
     def step(self, duration_s: float, size: tuple[int, int]) -> None:
-        """Count a call of the engine's `step`; `size`: sequences and tokens of the step it began."""
+        """Count a call of the engine's `step` that began a step of `size`: sequences and tokens."""
         self.step_seconds.add(duration_s)
         num_sequences, num_tokens = size
-        if num_sequences:  # else it only took the answers of the step before
+        if num_sequences:  # else it only collected the step before
             self.step_sequences.add(num_sequences)
             self.step_tokens.add(num_tokens)
 
 
 class QueueReader:
-    """Reads the queue's figures on a thread of its own, so that nobody who asks for them waits for Redis.
-
-    However many ask, Redis is asked once in `interval_s`.
-    """
+    """Reads the queue's figures every `interval_s` on its own thread, so that a scrape never waits for Redis."""
 
     def __init__(self, figures: QueueFigures, *, interval_s: float) -> None:
         self._figures = figures
@@ -164,9 +160,9 @@ class QueueReader:
         except redis.RedisError as error:
             logger.warning("the queue's figures could not be read: %s", error)
             self.latest = None
-            # Such as NOPERM, with an ACL file of an older version: the work itself goes on.
+            # A refusal, such as NOPERM with an older ACL file, does not stop the work.
             self.has_answered = isinstance(error, redis.ResponseError)
-        except Exception:  # a seam: keys that cannot be read are no reason to end every worker of the queue
+        except Exception:  # a seam: unreadable keys are no reason to end every worker of the queue
             logger.exception("the queue's figures make no sense")
             self.latest = None
             self.has_answered = True

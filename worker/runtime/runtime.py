@@ -1,4 +1,4 @@
-"""Starts and stops what a worker process has beside Celery, and answers the tasks; see build.py for its parts."""
+"""Starts and stops the parts of a worker, which build.py makes, and answers Celery's tasks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerRuntime:
-    """The engine's thread, the threads around it, and what the tasks call. One to a process."""
+    """The engine's thread, the threads around it, and what Celery's tasks call. A process has one."""
 
     def __init__(self, parts: WorkerParts) -> None:
         self._parts = parts
@@ -65,7 +65,7 @@ class WorkerRuntime:
         self._parts.activity.tick(num_answers)
 
     def submit(self, job_id: str, num_lines: int, options: Mapping[str, object]) -> MessageEnd:
-        """Accept, or remember as refused, a job that a plain Celery producer staged."""
+        """Accept a job that a plain Celery producer staged, or note why it is refused."""
         with self._parts.activity.task():
             return self._parts.staged_jobs.submit(job_id, num_lines, options)
 
@@ -80,13 +80,13 @@ class WorkerRuntime:
             return self._parts.runner.run(UnitRef.shard(job_id, number), message_id, self._parts.shards.run)
 
     def interrupt(self, message_id: str) -> None:
-        """Give back, at once, the unit that a message brought."""
+        """Give the unit of a message back at once."""
         self._parts.held_units.stop_message(message_id, StopReason.RELEASED)
 
     def stop(self, drain_timeout_s: float) -> None:
         """Claim no more, wait for what runs, give back what is left after `drain_timeout_s`, stop every thread.
 
-        Waits at most that long and 37 s, even if the engine and Redis hang. A second call does nothing.
+        Takes at most 37 s longer than that, even if the engine and Redis hang. A second call does nothing.
         """
         parts = self._parts
         if parts.state.phase != "up":

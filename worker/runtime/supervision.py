@@ -35,7 +35,7 @@ EXIT_TIMEOUT_S = 45.0
 
 
 class WorkerState:
-    """How far this worker has come, and what is done when the engine or a thread around it breaks."""
+    """Which phase this worker is in, and what is done when the engine or a thread around it breaks."""
 
     def __init__(self, held_units: HeldUnits, *, drain: Callable[[], None], on_failure: Callable[[], None]) -> None:
         self.phase: Phase = "starting"
@@ -46,7 +46,7 @@ class WorkerState:
 
     @property
     def shown_phase(self) -> Phase:
-        """The phase, or `failed` since something broke, while the worker stops too."""
+        """The phase; `failed` from when something broke, also while the worker stops."""
         return "failed" if self.has_failed else self.phase
 
     def engine_failed(self, _error: BaseException) -> None:
@@ -54,18 +54,15 @@ class WorkerState:
         self.fail(StopReason.ENGINE_FAILED)
 
     def writer_failed(self, _error: BaseException) -> None:
-        """The result writer broke, perhaps over a record of ours: as with the engine, that counts as an attempt.
-
-        Otherwise the units would come round for ever.
-        """
+        """The result writer broke, perhaps over a record: that counts as an attempt, or its unit would never end."""
         self.fail(StopReason.ENGINE_FAILED)
 
     def thread_failed(self, _error: BaseException) -> None:
-        """Another thread broke. That has nothing to do with the held units: it costs them no attempt."""
+        """Another thread broke, which the held units did not cause: it costs them no attempt."""
         self.fail(StopReason.RELEASED)
 
     def fail(self, reason: StopReason) -> None:
-        """Give the held units to other workers and have this process end; called on the thread that broke."""
+        """Give the held units back and end this process; called on the thread that broke."""
         self.has_failed = True
         self._drain()
         self._held_units.stop_all(reason)
@@ -73,10 +70,10 @@ class WorkerState:
 
 
 class SupervisedThread:
-    """Runs `run` until it is told to stop; whatever `run` raises is logged and handed to `on_failure`, once.
+    """A thread that runs `run` until told to stop; what `run` raises is logged and handed to `on_failure`.
 
-    `run` gets the event that tells it to stop, and is to ask it at least once a round: see StopSignal. A daemon: a
-    thread that hangs must not keep the process from exiting.
+    `run` gets the event that tells it to stop, which it must ask at least once a round: see StopSignal. A daemon, so
+    that a thread that hangs does not keep the process from exiting.
     """
 
     def __init__(
@@ -116,15 +113,15 @@ class SupervisedThread:
 
 
 class StopSignal(threading.Event):
-    """Tells one thread to stop. Whenever the thread asks, it shows that it still moves."""
+    """Tells one thread to stop; by asking, the thread shows that it still moves."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._due_at = math.inf  # time.monotonic() when it should ask again; before it first does, whenever
+        self._due_at = math.inf  # time.monotonic() by which it should ask again; no limit before it first does
 
     @property
     def overdue_s(self) -> float:
-        """How long the thread has not asked, beyond the time it said it would wait."""
+        """How long the thread has not asked, beyond the time that it meant to wait."""
         return max(0.0, time.monotonic() - self._due_at)
 
     def is_set(self) -> bool:
@@ -165,11 +162,11 @@ class Activity:
 
     @property
     def answer_overdue_s(self) -> float:
-        """How long past its time Redis has answered no question for messages, while a thread was free for one."""
+        """How long past its time Redis has not answered Celery, while a thread was free for a message."""
         return max(0.0, time.monotonic() - self._answered_at - TICK_INTERVAL_S - ANSWER_INTERVAL_S)
 
     def tick(self, num_answers: object) -> None:
-        """Note a turn of the event loop. `num_answers` changes whenever Redis has answered a question for messages."""
+        """Note a turn of the event loop. `num_answers` changes with each answer of Redis about messages."""
         self.num_ticks += 1
         self._ticked_at = time.monotonic()
         if num_answers != self._num_answers or self.is_full:
@@ -192,9 +189,9 @@ class Activity:
 class Watchdog:
     """Looks every second whether Celery's event loop turns, the engine's step ends and waiting messages are taken.
 
-    When one of these has stood still for too long, it has the units given back and the process exit with 70, for a
-    supervisor to start another. Only time in which the watchdog itself could look counts, so that a process that was
-    stopped and goes on gets another chance; and while Redis cannot be had, Celery may stand still.
+    When one of these has stood still for too long, the units are given back and the process exits with 70, for a
+    supervisor to start another. Only time in which the watchdog itself ran counts, so that a process that was stopped
+    and goes on gets another chance. While Redis is away Celery may stand still.
     """
 
     def __init__(
@@ -231,7 +228,7 @@ class Watchdog:
                 return
 
     def look(self, elapsed_s: float) -> StopReason | None:
-        """Why the units must be given back, if they must, `elapsed_s` seconds after the last look."""
+        """Look, `elapsed_s` seconds after the last time; why the units must be given back, or None."""
         num_ticks, num_steps, num_received = self._seen
         activity, engine = self._activity, self._engine
         self._seen = (activity.num_ticks, engine.num_steps, activity.num_received)
@@ -248,7 +245,7 @@ class Watchdog:
     def _verdict(self) -> StopReason | None:
         if self._engine_still_s >= self._hang_timeout_s:
             logger.error("a step of the engine has not ended for %.0f s", self._engine_still_s)
-            # Whoever is in it is a suspect, or guilty if it is alone.
+            # A unit in that step is a suspect, or guilty if it ran alone.
             return StopReason.ENGINE_FAILED
         if self._hub_still_s >= HUB_TIMEOUT_S:
             logger.error("Celery's event loop has not turned for %.0f s", self._hub_still_s)

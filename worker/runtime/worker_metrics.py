@@ -22,7 +22,7 @@ from worker.runtime.supervision import Activity, Phase, SupervisedThread, Watchd
 from worker.runtime.writer import ResultWriter
 from worker.schemas import WorkerInfo
 
-# From when a part that should move every second or so is late. Celery's loop stands still for 10 s where Redis does
+# A part that should move every second or so is late after this. Celery's loop stands still for 10 s when Redis does
 # (redis.socket_timeout_s).
 LATE_S = 15.0
 
@@ -32,7 +32,7 @@ Figure = float | Mapping[str, float] | Mapping[tuple[str, str], float] | Mapping
 
 @dataclass(frozen=True, slots=True)
 class WatchedWorker:
-    """The parts of a worker, each of which may be asked from any thread and answers at once."""
+    """The parts of a worker that metrics and health ask, from any thread; each answers at once."""
 
     settings: WorkerSettings
     describe: Callable[[], WorkerInfo]
@@ -50,10 +50,10 @@ class WatchedWorker:
 
 
 class WorkerHealth:
-    """Whether a message that anybody puts into the queue now would be taken and run, by what was seen to move.
+    """Judges whether the worker takes work by what moves in it, which needs no work to be there.
 
-    Needs no work: Celery's loop turns and has Redis answer a question for messages every second, an idle engine looks
-    for work every second, and the threads come round in their own time.
+    Every second Celery's loop turns and asks Redis for messages, and an idle engine looks for work; each thread comes
+    round in its own time.
     """
 
     def __init__(self, worker: WatchedWorker) -> None:
@@ -79,9 +79,9 @@ class WorkerHealth:
         return found
 
     def overdue(self) -> Mapping[str, float]:
-        """By part, for how many seconds past its time it has not moved. A step of the engine may take its time.
+        """Seconds by which each part is past its time, whatever the engine's step takes.
 
-        Empty while the worker starts or stops, which its parts do one by one.
+        Empty while the worker starts or stops, as its parts do so one by one.
         """
         worker = self._worker
         if worker.phase() != "up":
@@ -94,16 +94,14 @@ class WorkerHealth:
 
 
 class WorkerCollector(Collector):
-    """Gathers every figure in one go. What nobody knows is left out: the engine's figures before it is loaded, the
-    queue's while Redis cannot be had.
-    """
+    """Gathers every figure at once, but the engine's before it is loaded and the queue's while Redis is away."""
 
     def __init__(self, worker: WatchedWorker, health: WorkerHealth) -> None:
         self._worker = worker
         self._health = health
 
     def describe(self) -> list[Family]:
-        """Nothing: the registry asks on registration, when there is nothing to gather yet."""
+        """Nothing: the registry asks on registration, before there is anything to gather."""
         return []
 
     def collect(self) -> Iterator[Family]:
@@ -208,7 +206,7 @@ def queue_figures(reading: QueueReading) -> dict[str, Figure]:
 
 
 def family(metric: Metric, figure: Figure) -> Family:
-    """A metric with its present figure, as prometheus_client has it."""
+    """A metric with its present figure, in prometheus_client's types."""
     if isinstance(figure, StepHistogram):
         histogram = HistogramMetricFamily(metric.name, metric.help)
         histogram.add_metric([], buckets=list(figure.buckets()), sum_value=figure.sum)
