@@ -17,7 +17,7 @@ from worker.lines.bodies import CompletionBody, EmbeddingBody
 from worker.lines.chat import ChatBody
 from worker.lines.errors import LineError, RefusalError
 from worker.lines.fields import BodyModel
-from worker.lines.request_line import Endpoint, GeneratingBody, RequestBody, RequestLine
+from worker.lines.request_line import Endpoint, RequestBody, RequestLine
 from worker.lines.strict_json import has_surrogate, read_strict_json, shorten
 
 MAX_CUSTOM_ID_CHARS = 512
@@ -232,32 +232,22 @@ def _is_neutral(name: str, value: object) -> bool:
 def check_limits(body: RequestBody, limits: LimitSettings) -> None:
     """Refuse what costs memory or time out of proportion to the line's size. Raises RefusalError."""
     if isinstance(body, EmbeddingBody):
-        _check("input", len(body.input), limits.max_embedding_inputs, "max_embedding_inputs")
+        counts = [("input", len(body.input), limits.max_embedding_inputs, "max_embedding_inputs")]
     else:
-        _check_generating(body, limits)
-
-
-def _check_generating(body: GeneratingBody, limits: LimitSettings) -> None:
-    logprobs = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
-    for param, number, maximum, setting in (
-        ("tools", len(body.tools) if isinstance(body, ChatBody) else 0, limits.max_tools, "max_tools"),
-        ("n", body.n, limits.max_n, "max_n"),
-        ("stop", len(body.stop), limits.max_stop, "max_stop"),
-        ("stop_token_ids", len(body.stop_token_ids), limits.max_logit_bias, "max_logit_bias"),
-        ("logit_bias", len(body.logit_bias), limits.max_logit_bias, "max_logit_bias"),
-        (logprobs, body.num_logprobs or 0, limits.max_top_logprobs, "max_top_logprobs"),
-    ):
-        _check(param, number, maximum, setting)
-
-
-def _check(param: str, number: int, maximum: int, setting: str) -> None:
-    if number > maximum:
-        verb, unit = ("is", "") if param in ("n", "logprobs", "top_logprobs") else ("has", " entries")
-        raise RefusalError(
-            f"{param} {verb} {number}{unit}; accepted: at most {maximum} (limits.{setting})",
-            code="invalid_value",
-            param=param,
-        )
+        logprobs, tools = ("top_logprobs", body.tools) if isinstance(body, ChatBody) else ("logprobs", ())
+        counts = [
+            ("tools", len(tools), limits.max_tools, "max_tools"),
+            ("n", body.n, limits.max_n, "max_n"),
+            ("stop", len(body.stop), limits.max_stop, "max_stop"),
+            ("stop_token_ids", len(body.stop_token_ids), limits.max_logit_bias, "max_logit_bias"),
+            ("logit_bias", len(body.logit_bias), limits.max_logit_bias, "max_logit_bias"),
+            (logprobs, body.num_logprobs or 0, limits.max_top_logprobs, "max_top_logprobs"),
+        ]
+    for param, number, maximum, setting in counts:
+        if number > maximum:
+            verb, unit = ("is", "") if param in ("n", "logprobs", "top_logprobs") else ("has", " entries")
+            message = f"{param} {verb} {number}{unit}; accepted: at most {maximum} (limits.{setting})"
+            raise RefusalError(message, code="invalid_value", param=param)
 
 
 def refusal_of_pydantic(error: ValidationError, model: type[BodyModel]) -> RefusalError:
