@@ -122,7 +122,6 @@ class DeviceStream(Protocol):
 
     def copy_back(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
         """Queue one copy of all of these to the host, after what has been launched. Does not wait."""
-        ...
 
 
 def make_device_stream(device: torch.device) -> DeviceStream:

@@ -174,15 +174,12 @@ class SequenceQueue(Protocol[Queued_contra]):
 
     def add(self, state: Queued_contra) -> None:
         """Queue a new sequence."""
-        ...
 
     def promote(self, state: Queued_contra, priority: int) -> None:
         """Make an unfinished sequence more urgent."""
-        ...
 
     def finish(self, state: Queued_contra, *, kv_is_good: bool = True) -> None:
         """Take out an unfinished sequence and free what it holds."""
-        ...
 
 
 class UnfinishedRequests(ABC, Generic[Asked, State, Group, Answer]):

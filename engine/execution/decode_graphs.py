@@ -219,7 +219,6 @@ class GraphBackend(Protocol):
         Raises what `run` raised, or RuntimeError, where it cannot be captured or memory ran out (`is_out_of_memory`);
         EngineFatal where the device failed, so that no other capture can succeed.
         """
-        ...
 
 
 class CudaGraphBackend:

@@ -46,7 +46,6 @@ class LayerObserver(Protocol):
 
     def after(self, index: int) -> None:
         """Stage `index` has been launched."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

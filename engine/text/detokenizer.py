@@ -26,11 +26,9 @@ class IncrementalDetokenizer(Protocol):
 
     def append(self, token_id: int) -> str:
         """Add a token; returns the text that no later token can change, possibly nothing."""
-        ...
 
     def flush(self) -> str:
         """End the sequence; returns what was held back. No token may follow."""
-        ...
 
 
 class ByteLevelDetokenizer:
