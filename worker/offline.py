@@ -174,10 +174,7 @@ class LineFeed:
         return self._ended
 
     def take(self, max_lines: int, wait_s: float) -> list[Line]:
-        """The next lines that are there; none if none comes within `wait_s` seconds.
-
-        After the last line raises what reading the file raised.
-        """
+        """The next lines; none if none comes within `wait_s` seconds. After the last, raises what reading raised."""
         lines: list[Line] = []
         while len(lines) < max_lines and not self._ended:
             try:
@@ -216,8 +213,7 @@ def in_prefix_order(
 ) -> Iterator[Line]:
     """The lines, sorted by how their prompts begin, as many together as the two bounds allow; bad ones first.
 
-    Memory does not grow with the input. Raises what reading the lines raises, and OSError where a temporary file has no
-    room.
+    Memory does not grow with the input. Raises what reading raises, and OSError where a temporary file has no room.
     """
     custom_ids = CustomIds()
     numbered = enumerate(raw_lines)

@@ -42,9 +42,9 @@ class UnitCloser:
         self.close(claim, claim.missing, claim.mode)
 
     def close(self, claim: Claim, indices: Sequence[int], mode: RunMode) -> bool:
-        """Write the error record of each prompt; whether that ended the unit, whose lease is gone then.
+        """Write the error record of each prompt; True if that ended the unit, and its lease with it.
 
-        Stops early if the unit is somebody else's. Raises redis.RedisError when Redis cannot be had.
+        Stops early if another worker has the unit. Raises redis.RedisError when Redis cannot be had.
         """
         for start in range(0, len(indices), CHUNK):
             chunk = indices[start : start + CHUNK]

@@ -149,10 +149,7 @@ class ChatMessage(GivenModel):
         return self.content or self.refusal or ""
 
     def for_template(self, *, keep_parts: bool = False) -> dict[str, object]:
-        """The message as chat templates take it: tool arguments are objects, content is always there.
-
-        Text parts are one string unless `keep_parts`.
-        """
+        """The message as chat templates take it: arguments are objects, content is there, in parts if `keep_parts`."""
         message = self.as_given()
         if isinstance(self.content, tuple):
             message["content"] = [part.for_template() for part in self.content] if keep_parts else self.text

@@ -137,10 +137,7 @@ def _refusal(line: RequestLine, message: str, code: str, param: str) -> LineErro
 
 
 class CustomIds:
-    """Remembers which custom_ids a job has used.
-
-    It keeps 16-byte digests, not the ids: an id may have 512 characters, a streamed file millions of lines.
-    """
+    """Remembers a job's custom_ids by 16-byte digests: an id may have 512 characters, a file millions of lines."""
 
     def __init__(self) -> None:
         self._seen: set[bytes] = set()

@@ -114,10 +114,7 @@ def _usage(output: RequestOutput, answers: Sequence[ChatAnswer]) -> dict[str, ob
 def embedding_record(
     line: RequestLine, body: EmbeddingBody, output: RequestOutput, context: RecordContext
 ) -> dict[str, object]:
-    """The result line of `line`, whose body is `body`: a list of embeddings as OpenAI has it.
-
-    Numbers stay an array, which `encode_record` writes.
-    """
+    """The result line of `line`: OpenAI's list of embeddings. Numbers stay an array, which `encode_record` writes."""
     in_base64 = body.encoding_format == "base64"
     data = [
         {"object": "embedding", "index": index, "embedding": _base64(embedding) if in_base64 else embedding}

@@ -27,8 +27,7 @@ class ChatPrompts:
         self._opens: dict[str, bool] = {}
 
     def text(self, body: ChatBody, created_s: int) -> str:
-        """The prompt. `created_s`: the job's Unix time, which the template takes for now, in UTC: a prompt that is run
-        again on another day is the same prompt.
+        """The prompt. The template takes the job's `created_s` (Unix time) for now, so that a later run has the same.
 
         Raises InvalidRequest where the model has no template, or one that refuses the conversation, does not read a
         template argument, or shows no tools.
@@ -51,10 +50,7 @@ class ChatPrompts:
         )
 
     def opens_reasoning(self, body: ChatBody) -> bool:
-        """Whether the prompt ends with `<think>`, as newer reasoning models have it: the answer begins inside.
-
-        Tried with a conversation of one word, since the prompts themselves are not kept.
-        """
+        """Whether prompts end with `<think>`, so that answers begin inside: tried with a conversation of one word."""
         if self._template is None or self.formats.reasoning == "none":
             return False
         arguments = template_arguments(self._template, body)

@@ -84,10 +84,7 @@ class ServedJob:
     def prepare(
         self, lines: Sequence[RequestLine | LineError], request_id: Callable[[RequestLine], str]
     ) -> list[Prepared | Unrunnable]:
-        """For each line what to run, or the record that says why it cannot be run.
-
-        Many together are cheaper than one at a time, see RequestBuilder.build_all.
-        """
+        """For each line what to run, or the record that says why not. Many together are cheaper than one by one."""
         good = [(line, request_id(line)) for line in lines if isinstance(line, RequestLine)]
         build_all = self._model.requests.build_all
         built = iter(build_all(good, created_s=self._context.created_s, tenant=self._tenant))

@@ -75,8 +75,7 @@ class TracedRequest:
 def make_tracing(settings: TracingSettings, *, service: str, instance: str, model_name: str = "") -> Tracing:
     """Tracing for one process. OpenTelemetry is imported only where it is on.
 
-    `service` and `instance` name the process, `model_name` the model that it serves. Raises SettingsError where tracing
-    is on and OpenTelemetry is not installed.
+    `service` and `instance` name the process. Raises SettingsError where it is on and OpenTelemetry is not installed.
     """
     if not settings.enabled:
         return Tracing()
