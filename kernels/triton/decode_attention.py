@@ -62,9 +62,9 @@ def paged_decode_attention(
         *(parts, lse, q, k_cache, v_cache, rows.block_tables, rows.seq_lens, own_starts),
         *(scale * LOG2E, splits.min_split_tokens, shared_split_tokens, num_heads, num_parts),
         *(*q.stride()[:2], *k_cache.stride()[:3], rows.block_tables.stride(0)),
+        **launch.options(q.shape, k_cache.shape),
         IS_PART=num_parts > 1,
         HAS_PREFIX=plan is not None,
-        **launch.options(q.shape, k_cache.shape),
     )
     if num_parts > 1:
         _combine_kernel[num_rows, num_heads](

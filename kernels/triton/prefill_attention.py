@@ -43,9 +43,9 @@ def paged_prefill_attention(
         None if plan is None else plan.own_starts,
         *(scale * LOG2E, rows.num_rows),
         *(*q.stride()[:2], *k_cache.stride()[:3], rows.block_tables.stride(0)),
+        **launch.options(q.shape, k_cache.shape),
         HAS_PREFIX=plan is not None,
         ROWS_AT_ONCE=ROWS_AT_ONCE,
-        **launch.options(q.shape, k_cache.shape),
     )
     if plan is None or lse is None:
         return output
