@@ -1,4 +1,4 @@
-"""Keeps the units this process holds a lease on, and what logs and traces say of them."""
+"""Keeps the units that this process holds a lease on, and logs and traces what becomes of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OPERATIONS = {
 
 
 class HeldUnit:
-    """A claimed unit while it is worked on: what the threads around it tell its owner. Thread-safe."""
+    """A claimed unit: what other threads tell its owner, the thread that works on it. Thread-safe."""
 
     def __init__(self, claim: Claim, *, message_id: str, span: UnitSpan | None = None) -> None:
         self.claim = claim
@@ -47,7 +47,7 @@ class HeldUnit:
 
     @property
     def log_fields(self) -> dict[str, str | int]:
-        """What every log event about it is to say."""
+        """What every log event about it says."""
         trace_id = self.span.trace_id
         return self.claim.ref.log_fields if trace_id is None else {**self.claim.ref.log_fields, "trace_id": trace_id}
 
@@ -63,20 +63,20 @@ class HeldUnit:
 
     @property
     def is_past_deadline(self) -> bool:
-        """Whether the job's deadline has passed, by the time Redis last told."""
+        """Whether the job's deadline has passed, by what Redis last said of it."""
         return self._deadline_at is not None and time.monotonic() >= self._deadline_at
 
     @property
     def released_for_s(self) -> float:
-        """How long ago it was first to be given back; 0 if it is not."""
+        """How long ago it was first asked to be given back; 0 if it was not."""
         return 0.0 if self._released_at is None else time.monotonic() - self._released_at
 
     def set_time_left(self, time_left_s: float | None) -> None:
-        """Take over how much time Redis says is left until the job's deadline; None: it has none."""
+        """Note the time until the job's deadline, as Redis says; None: it has none."""
         self._deadline_at = None if time_left_s is None else time.monotonic() + time_left_s
 
     def on_change(self, call: Callable[[], None]) -> None:
-        """Call `call` whenever there is a reason to stop or everything is written; from any thread."""
+        """Have `call` called, on any thread, when there is a reason to stop or everything is written."""
         self._on_change = call
 
     def stop(self, reason: StopReason) -> None:
@@ -90,9 +90,9 @@ class HeldUnit:
         self._on_change()
 
     def settle(self, reason: StopReason | None) -> None:
-        """Note why it ended here, now that its owner has closed it or given it back.
+        """Note why it ended, now that its owner has closed it or given it back.
 
-        That ended the lease too, which a renewal on its way would take for a unit lost to another worker.
+        The lease ended with that, and a renewal sent before would take the unit for lost to another worker.
         """
         with self._changed:
             self._stop_reason = reason
@@ -104,7 +104,7 @@ class HeldUnit:
             self.settle(mode.stop_reason)
 
     def hear(self, status: PutStatus, mode: RunMode) -> None:
-        """Act on the answer to a write: the unit is lost, all written, or to be run in `mode`."""
+        """Act on the answer to a write: the unit is lost, finished, or to be run in `mode`."""
         if status is PutStatus.FENCED:
             self.stop(StopReason.FENCED)
         elif status is not PutStatus.OPEN:
@@ -132,7 +132,7 @@ class HeldUnit:
         self._on_change()
 
     def wait_flushed(self, until: StopReason | None = None, timeout_s: float | None = None) -> bool:
-        """Wait until the writer has none of our records; False if a reason of at least `until`, or time, ends it."""
+        """Wait until the writer has none of our records; False if it took too long or a reason >= `until` came."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._num_unwritten == 0 or (until is not None and (self._stop_reason or 0) >= until),
@@ -156,7 +156,7 @@ class HeldUnits:
         self._on_removed = on_removed
         self._changed = threading.Condition()
         self._held: dict[UnitRef, HeldUnit] = {}
-        self._stopped: dict[str, StopReason] = {}  # by message: of those whose unit may be being claimed
+        self._stopped: dict[str, StopReason] = {}  # by message whose unit is not held, perhaps being claimed
 
     def __len__(self) -> int:
         return len(self._held)
@@ -166,7 +166,7 @@ class HeldUnits:
             return ref in self._held
 
     def hold(self, claim: Claim, *, message_id: str) -> HeldUnit:
-        """Keep a unit that was claimed on this Celery message, and begin its span, under which its work is traced."""
+        """Keep a unit that was claimed on this Celery message, and begin the span of its work."""
         span = self._tracing.hold(claim)
         held = HeldUnit(replace(claim, traceparent=span.traceparent), message_id=message_id, span=span)
         with self._changed:
@@ -202,7 +202,7 @@ class HeldUnits:
                 held.stop(StopReason.SENT_AWAY)
 
     def stop_message(self, message_id: str, reason: StopReason) -> None:
-        """Tell the owner of a Celery message's unit to stop; if that is still being claimed, as soon as it is held."""
+        """Tell the owner of a Celery message's unit to stop, as soon as the unit is held if it is not yet."""
         with self._changed:
             found = [held for held in self._held.values() if held.message_id == message_id]
             if not found:
@@ -218,9 +218,9 @@ class HeldUnits:
 
 @contextmanager
 def reported(held: HeldUnit) -> Iterator[None]:
-    """Log its beginning and its end and end its span; whatever this thread logs within the block has its ids.
+    """Log the unit's beginning and end, and end its span; what this thread logs in the block has the unit's ids.
 
-    A plan's lines are for debugging unless it fails: the planner logs what it did.
+    Of a plan only a failure is logged above debug: the planner logs what it did.
     """
     kind, began_s = held.claim.ref.kind, time.monotonic()
     level = logging.DEBUG if held.claim.ref.is_plan else logging.INFO
@@ -237,7 +237,7 @@ def reported(held: HeldUnit) -> Iterator[None]:
             yield
             has_failed = False
         finally:
-            # What stopped it says more than the error that this thread met then: Redis away, say.
+            # The reason to stop says more than the error that followed from it.
             reason = None if held.is_written else held.stop_reason
             if has_failed and held.stop_reason is None:
                 reason = StopReason.FAILED

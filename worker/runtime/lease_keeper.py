@@ -1,4 +1,4 @@
-"""Renews the leases of this worker, and finds units that no worker keeps."""
+"""Renews the leases of this worker, and announces units that no worker holds."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ logger = logging.getLogger(__name__)
 class LeaseKeeper:
     """Renews the leases of all held units, watches for cancelled jobs and deadlines, and sends the heartbeat.
 
-    Leases are renewed only while the engine's steps end, within `worker.hang_timeout_s`: a worker that hangs loses its
-    units.
+    A worker whose engine has been in one step for `worker.hang_timeout_s` renews no more, and so loses its units.
     """
 
     def __init__(
@@ -48,14 +47,14 @@ class LeaseKeeper:
         self._held_units = held_units
         self._engine = engine
         self._renew_interval_s = settings.renew_interval_s
-        # Not the lease: with weights of 8B a prefill of 2048 tokens takes two cores 80 s.
+        # Not lease_s: a step may last longer (with 8B weights two cores take 80 s for a prefill of 2048 tokens).
         self._hang_timeout_s = settings.hang_timeout_s
         self._describe = describe
         self._renew_at = math.inf  # not running
 
     @property
     def overdue_s(self) -> float:
-        """How long ago Redis should have taken the next heartbeat: a write, which a full Redis refuses."""
+        """How long the next heartbeat is late; a heartbeat is a write, which a full Redis refuses."""
         return max(time.monotonic() - self._renew_at, 0.0)
 
     def run(self, stopping: threading.Event) -> None:
@@ -67,7 +66,7 @@ class LeaseKeeper:
                 if time.monotonic() >= self._renew_at:
                     self._renew()
                     self._heartbeats.beat(self._describe())
-                    # Only after it worked: after a failure the next look tries again.
+                    # Set after it worked, so that the next look tries again after a failure.
                     self._renew_at = time.monotonic() + self._renew_interval_s
             except redis.RedisError as error:
                 logger.warning("leases could not be renewed: %s", error)
@@ -101,14 +100,14 @@ class LeaseKeeper:
                 unit.set_time_left(time_left_s)
                 unit.hear_mode(mode)
             elif not unit.is_written:
-                # Perhaps its last record was written and the writer has not heard of it yet: the owner waits for that.
+                # Perhaps its last record was written and the writer does not know yet: the owner waits for the writer.
                 unit.stop(StopReason.FENCED)
 
 
 class Reaper:
-    """Announces units again whose message was lost or whose worker died, and closes those whose job is to end.
+    """Announces again each unit whose message was lost or whose worker died, and closes units of jobs that end.
 
-    Every worker runs one on its own thread; the registry gives each due unit to one of them.
+    Every worker runs one; the registry gives each due unit to one of them.
     """
 
     def __init__(
@@ -123,12 +122,12 @@ class Reaper:
         self._due_units = due_units
         self._announcer = announcer
         self._closer = closer
-        self._is_well = is_well  # a worker that hangs must not put units off that others could take
+        self._is_well = is_well  # a worker that hangs must leave due units to others
         self._interval_s = interval_s
 
     def run(self, stopping: threading.Event) -> None:
         """Look again and again, until told to stop."""
-        # Jitter, so that workers started together do not look together for ever.
+        # Jitter: workers that started together do not go on looking together.
         while not stopping.wait(self._interval_s * random.uniform(0.75, 1.25)):
             if not self._is_well():
                 continue

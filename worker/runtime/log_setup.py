@@ -25,7 +25,7 @@ _TRANSPORT = re.compile(r"worker\.broker\.messages:Guarded\w*Transport(?=://)")
 _LINE_ENDS = re.compile(r"\s*\n\s*")
 _REQUEST_ID = re.compile(r"(?P<job_id>[^/]+)/(?P<index>[0-9]+)/(?P<shard>[0-9]+)\.[^/]*")  # see ShardPrompts
 
-# Errors whose texts are about the machine. Others quote the value they fail on, which may be a prompt or an answer.
+# Errors whose texts are about the machine. Other texts quote a value, which may be a prompt or an answer.
 _LOGGABLE = (OSError, MemoryError, RuntimeError, redis.RedisError)
 _LOGGABLE_NAME = "engine.errors.EngineFatal"  # by name: a producer's process does not import the engine
 _HIDDEN = "hidden: it may quote a prompt; log.level=debug shows it"
@@ -45,7 +45,7 @@ def configure_logging(settings: LogSettings, stream: TextIO | None = None) -> No
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
-        # Whoever sits at a terminal knows the day and has a clock.
+        # At a terminal one knows the day and the time zone.
         structlog.processors.TimeStamper(fmt="%H:%M:%S" if is_console else "iso", utc=not is_console),
         add_ids_of_request,
         tidy_text,
@@ -80,7 +80,7 @@ def configure_logging(settings: LogSettings, stream: TextIO | None = None) -> No
 
 
 def add_ids_of_request(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Give an event about a request its job, shard and line: the engine knows the request's id alone."""
+    """Add job, shard and line to an event with a request's id, which is all that the engine knows."""
     found = _REQUEST_ID.fullmatch(str(event.get("request_id", "")))
     if found is not None:
         event.setdefault("job_id", found["job_id"])
@@ -90,7 +90,7 @@ def add_ids_of_request(_logger: WrappedLogger, _method: str, event: EventDict) -
 
 
 def tidy_text(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """On one line; and Celery shows the broker's address with the class of our transport for a scheme."""
+    """Put the text on one line, with `redis` for our transport's class, which Celery shows as the broker's scheme."""
     event["event"] = _TRANSPORT.sub("redis", _LINE_ENDS.sub(" ", str(event["event"]).strip()))
     return event
 
@@ -121,9 +121,9 @@ def _renderers(*, is_console: bool, is_terminal: bool) -> list[Processor]:
 
 
 class ExceptionFields:
-    """Turns an event's exc_info into its field `exception`: the exception and those behind it, without locals.
+    """Turns an event's exc_info into its field `exception`: the exception and its causes, without local variables.
 
-    As JSON a list of type, text and frames, the one that was raised first in it. As text, traceback lines.
+    As text these are traceback lines, else a list of type, text and frames.
     """
 
     def __init__(self, *, as_text: bool, shows_all_texts: bool) -> None:
@@ -154,7 +154,7 @@ def _is_loggable(error: BaseException) -> bool:
 
 
 def _exception(exc_info: object) -> BaseException | None:
-    """As structlog and logging hand it over: the exception, the triple of sys.exc_info, or True for the current one."""
+    """From what structlog and logging pass: the exception, the triple of sys.exc_info, or True for the current one."""
     if isinstance(exc_info, BaseException):
         return exc_info
     found = exc_info[1] if isinstance(exc_info, tuple) else sys.exception() if exc_info else None
@@ -177,9 +177,9 @@ def _as_text(described: dict[str, object]) -> str:
 
 
 class PacedFilter(logging.Filter):
-    """Lets one record a minute through of each logger below `prefix`, and everything of others.
+    """Lets through one record a minute of each logger below `prefix`, and all records of others.
 
-    OpenTelemetry logs several times for each batch of spans that the collector is away: a line a second.
+    While its collector is away, OpenTelemetry logs several times for each batch of spans: a line a second.
     """
 
     def __init__(self, prefix: str) -> None:

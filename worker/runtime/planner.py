@@ -22,16 +22,16 @@ from worker.unit_closer import UnitCloser
 
 Finding = tuple[PrefixKey, int] | LineError
 
-MAX_MODEL_CHARS = 200  # of the model that the lines name: it travels with every status of the job
+MAX_MODEL_CHARS = 200  # of the model that the lines name: it is sent with every status of the job
 CHUNK = 64  # lines of one read: at most 16 MiB with the default limits
 
 logger = logging.getLogger(__name__)
 
-MAX_ERRORS = 100  # kept: enough to see what is wrong with a file, and they travel with every status of the job
+MAX_ERRORS = 100  # kept: enough to see what is wrong with a file; they are sent with every status of the job
 MAX_MESSAGE_CHARS = 400
 MAX_PARAM_CHARS = 200  # a key of the line, which may be as long as that
 
-# What a file is refused for, by the code of the line; what is not here is an invalid_request.
+# Why a file is refused, by the error code of its line; other codes are an invalid_request.
 _CODES = {code: code for code in (
     "invalid_json_line", "duplicate_custom_id", "url_mismatch", "model_mismatch", "model_not_found"
 )} | {"unknown_url": "url_mismatch"}  # fmt: skip
@@ -40,8 +40,8 @@ _CODES = {code: code for code in (
 class Planner:
     """Reads every line of a job, records the bad ones, and cuts the good ones into shards in prefix order.
 
-    A bad line of a strict job is the end of that job: no line of it runs. A plan that is interrupted starts again from
-    the first line; records that were written stay.
+    One bad line ends a strict job, of which then no line runs. A plan that is interrupted starts again from the first
+    line; records that were written stay.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Planner:
             return
         mode = held.stop_reason.closing_mode if held.stop_reason else None
         if mode is not None:
-            # Bad lines that were recorded keep their record: an index is written once.
+            # Bad lines keep the record that they have: an index is written once.
             held.close(self._closer, claim.missing, mode)
         elif held.stop_reason is None:
             self._cut(held, good, checks)
@@ -94,7 +94,7 @@ class Planner:
         return not bad or self._put(held, bad)
 
     def _refuse_file(self, held: HeldUnit, findings: Iterator[Finding], good: list[tuple[PrefixKey, int]]) -> bool:
-        """Fail the job if a line is bad, unless it is to end otherwise, else fill `good`; False if the job is over."""
+        """Fill `good`, or fail the job if a line is bad and there is no reason to stop; False if the job is over."""
         refusal = FileRefusal(held.claim.num_lines)
         for finding in findings:
             if isinstance(finding, LineError):
@@ -102,7 +102,7 @@ class Planner:
                 good.clear()  # memory: none of them will run
             elif not refusal:
                 good.append(finding)
-        if not refusal or held.stop_reason is not None:  # told to stop, it has not seen the whole file
+        if not refusal or held.stop_reason is not None:  # told to stop, we have not seen the whole file
             return True
         status, mode = self._leases.fail(held.claim, refusal.reason, refusal.errors)
         if status is PutStatus.JOB_DONE:
@@ -111,7 +111,7 @@ class Planner:
         return status is PutStatus.OPEN
 
     def _findings(self, held: HeldUnit, checks: FileChecks) -> Iterator[Finding]:
-        """For each line without a record: where it sorts and its index, or its error. Ends early if told to stop."""
+        """Each line without a record: its sort key and index, or its error. Ends early if told to stop."""
         job_id, wanted = held.claim.ref.job_id, set(held.claim.missing)
         num_lines = held.claim.num_lines
         for start in range(0, num_lines, CHUNK):
@@ -123,7 +123,7 @@ class Planner:
                     finding = error
                 if held.stop_reason is not None:
                     return
-                if index in wanted:  # the others were recorded by an earlier try
+                if index in wanted:  # the others have a record of an earlier try
                     yield finding
 
     def _key(self, index: int, raw: bytes | None, checks: FileChecks) -> PrefixKey:

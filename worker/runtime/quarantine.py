@@ -7,22 +7,21 @@ import time
 from collections.abc import Callable
 
 # How long running units may finish by themselves before they are sent away: enough for the last prompts of a shard, and
-# little beside the prefill that sending it away repeats.
+# short beside the prefill that has to be repeated for a shard sent away.
 COMPANY_WAIT_S = 2.0
-SEND_AWAY_INTERVAL_S = 0.2  # a unit that was just being claimed is not seen the first time
+SEND_AWAY_INTERVAL_S = 0.2  # again and again: a unit that was being claimed was not among those told
 
 
 class Quarantine:
-    """Lets units share the worker, or one suspect have it to itself: a crash then shows which unit caused it.
+    """Lets units share the worker, or one suspect have it to itself, so that a crash shows which unit caused it.
 
-    One suspect at a time waits for the worker, and while it waits nothing else enters: of suspects that follow each
-    other only the first sends other units away. A thread that waits here has claimed nothing, so that a crash meanwhile
-    blames no unit.
+    One suspect at a time waits for the worker, and meanwhile nothing else enters: of suspects that follow each other
+    only the first sends units away. A thread that waits here has claimed nothing, so a crash blames no unit for it.
     """
 
     def __init__(self, send_away: Callable[[], None], is_empty: Callable[[], bool]) -> None:
-        self._send_away = send_away  # asks all units that entered to be given back, without waiting for it
-        self._is_empty = is_empty  # whether the engine has let go of all they had in it
+        self._send_away = send_away  # asks for all units that entered to be given back; does not wait
+        self._is_empty = is_empty  # whether the engine holds nothing of theirs any more
         self._changed = threading.Condition()
         self._num_together = 0
         self._is_taken = False  # a suspect runs
@@ -30,7 +29,7 @@ class Quarantine:
         self._is_closed = False
 
     def enter(self, timeout_s: float) -> bool:
-        """Share the worker until `leave`; False if it is a suspect's for longer than that, or closed."""
+        """Share the worker until `leave`; False if it stays a suspect's for so long, or is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_open or self._is_closed, timeout_s)
             if not self._is_open:
@@ -47,8 +46,8 @@ class Quarantine:
     def enter_alone(self, timeout_s: float) -> bool:
         """Have the worker alone until `leave_alone`.
 
-        False if another suspect waits, or runs for longer than `timeout_s`, or closed. Other units, and the step that
-        the engine may still be in for them, are waited for as long as it takes: they were asked to go.
+        False if another suspect waits or runs for longer than `timeout_s`, or if closed. Other units, and the engine's
+        step for them, were asked to end and are waited for without a limit.
         """
         with self._changed:
             if self._is_wanted or self._is_closed:
@@ -70,7 +69,7 @@ class Quarantine:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let nobody in any more; those that wait are refused."""
+        """Refuse all units from now on, those that wait too."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -18,7 +18,7 @@ def encode_resume_state(resume_state: ResumeState) -> str:
 
 
 def decode_resume_state(raw: bytes) -> ResumeState:
-    """The resume state; whether it fits a request is for the engine to check. Raises ValueError if it is none."""
+    """Read it back; the engine checks whether it fits a request. Raises ValueError if it is none."""
     try:
         value = json.loads(raw)
         return ResumeState(

@@ -1,4 +1,4 @@
-"""Accepts the jobs of producers that speak Celery and nothing else."""
+"""Accepts the jobs of producers that use Celery alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class StagedJobs:
-    """Submits jobs whose lines a producer wrote to Redis itself, before it sent `millrace.submit`."""
+    """Submits jobs whose lines the producer wrote to Redis itself before it sent `millrace.submit`."""
 
     def __init__(self, intake: JobIntake, keys: Keys, announcer: Announcer) -> None:
         self._intake = intake
@@ -30,10 +30,9 @@ class StagedJobs:
         self._announcer = announcer
 
     def submit(self, job_id: object, num_lines: object, options: Mapping[str, object]) -> MessageEnd:
-        """Accept the job, or remember why not: its status says so then.
+        """Accept the job, or store the reason for refusing it in its status.
 
-        Until then this message is all there is of the job, and no reaper knows of it: while Redis cannot be had it
-        goes back, after a short wait.
+        No reaper knows of the job yet, so while Redis is away the message must go back, after a short wait.
         """
         try:
             checked_id = self._keys.check_job_id(job_id)

@@ -1,4 +1,4 @@
-"""Runs a unit from the message that names it to its end, or another unit in its place where that one has to wait."""
+"""Runs a unit from the message that names it to its end, or another shard whose turn comes before it."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ RETRY_S = 0.5
 DRAIN_GIVE_BACK_S = 5.0  # how long to try to give a unit back to a Redis that is away, while this process ends
 UNWELL_PAUSE_S = 1.0  # keeps the message from going round without rest
 SLOT_WAIT_S = 0.5  # likewise: each spare thread of a full worker turns over two messages a second at most
-# How long a suspect waits for another one that runs before its message goes back for other workers, which may be idle.
-# Longer than SLOT_WAIT_S, so that it is likely to be there when the other ends.
+# How long a suspect waits while another runs before its message goes back to other workers, which may be idle. Longer
+# than SLOT_WAIT_S, so that it is likely to wait here when the other ends.
 SUSPECT_WAIT_S = 5.0
-MAX_CHOICES = 8  # shards that other workers were quicker to claim, before the message goes back
+MAX_CHOICES = 8  # tries to claim a shard before other workers do; then the message goes back
 
 Work = Callable[[HeldUnit], None]
 
 logger = logging.getLogger(__name__)
 
-# One slot in so many is kept for tenants that have no shard here: a shard may run for an hour, and behind one tenant's
-# shards in all slots another's would wait for that long.
+# One slot in so many is kept for tenants that have no shard here: a shard may run for an hour, and one tenant's shards
+# in all slots would keep another tenant waiting for that long.
 SLOTS_PER_RESERVED = 8
 
 
 class UnitFailed(Exception):
-    """The work on a unit raised `cause`, which was logged, and the unit given back: to Celery the task is over.
+    """The work on a unit raised `cause`, which was logged, and the unit was given back: to Celery the task is over.
 
-    Only the cause's type is kept. To be raised `from None`: Celery sends the whole traceback to Flower, and a cause's
-    text may be a user's words.
+    Keeps only the cause's type and is raised `from None`, since Celery sends the whole traceback to Flower and a
+    cause's text may quote a user.
     """
 
     def __init__(self, cause: Exception) -> None:
@@ -53,8 +53,8 @@ class UnitFailed(Exception):
 class UnitRunner:
     """Claims a unit on a message, has it worked on, and gives it back if it was not finished.
 
-    A message about a plan means that plan. One about a shard means that there is a shard to run: which one, the slots
-    choose, or the order of the messages would decide which tenant waits for which.
+    A message about a plan means that plan. One about a shard only means that there are shards to run: ShardSlots
+    chooses which, as the order of messages must not decide which tenant waits.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class UnitRunner:
         if self._draining.is_set():
             return MessageEnd.REQUEUE
         if not self._is_well():
-            # What is claimed now would hang as well; another worker may be quicker to take the message.
+            # What is claimed now would hang too; meanwhile another worker may take the message.
             self._draining.wait(UNWELL_PAUSE_S)
             return MessageEnd.REQUEUE
         try:
@@ -101,17 +101,17 @@ class UnitRunner:
             logger.warning("no unit could be claimed: %s", error, extra=ref.log_fields)
             raise UnitFailed(error) from None
         if end is None:
-            self._draining.wait(SLOT_WAIT_S)  # the slots that are left are for others
+            self._draining.wait(SLOT_WAIT_S)  # the slots that are left are for other tenants
         return end or MessageEnd.REQUEUE
 
     def _run_plan(self, ref: UnitRef, message_id: str, work: Work) -> MessageEnd:
-        # Beside a suspect too: a suspect may run for an hour, and behind it new jobs would look lost. A plan never
-        # touches the engine; should its first try take the process down all the same, a suspect is blamed for nothing.
+        # Beside a suspect too, which may run for an hour: new jobs would look lost meanwhile. A plan does not touch the
+        # engine; should its first try still crash the process, the suspect is blamed wrongly.
         return self._claim_and_run(ref, message_id, work, alone=False) or self._run_alone(ref, message_id, work)
 
     def _run_shard_in_slot(self, hint: UnitRef, message_id: str, work: Work) -> MessageEnd | None:
         if not self._slots.take(SLOT_WAIT_S):
-            return MessageEnd.REQUEUE  # not claimed: whoever has a slot first takes one
+            return MessageEnd.REQUEUE  # for the worker that has a slot first
         try:
             return self._run_shard(hint, message_id, work)
         finally:
@@ -203,8 +203,8 @@ class UnitRunner:
 
     def _conclude(self, held: HeldUnit) -> MessageEnd:
         if held.stop_reason is not None:
-            # What had finished is not to be run again: it is written before the lease is given back. A lease that is
-            # gone may have gone because the last write ended the unit, whose answer is still on its way.
+            # Records of what had finished are written before the lease is given back, so that it does not run again.
+            # A lease may also be gone because the last write ended the unit and its answer is still on its way.
             held.wait_flushed(timeout_s=FLUSH_TIMEOUT_S)
         if not _is_to_go_back(held):
             return MessageEnd.DONE
@@ -220,7 +220,7 @@ class UnitRunner:
                 return
             except redis.RedisError as error:
                 logger.warning("the unit could not be given back: %s", error)
-                # A Redis that is away for longer than a lease lets it run out anyway, and that is an attempt.
+                # If Redis is away for longer, the lease has run out anyway, which counts as an attempt.
                 limit_s = DRAIN_GIVE_BACK_S if self._draining.is_set() else self._leases.lease_s
                 if time.monotonic() - began_at >= limit_s:
                     return
@@ -233,7 +233,7 @@ def _is_to_go_back(held: HeldUnit) -> bool:
 
 
 class ShardSlots:
-    """How many shards run in this worker at the same time, and the choice of the next. Thread-safe."""
+    """Limits how many shards run in this worker at the same time, and chooses the next. Thread-safe."""
 
     def __init__(self, queue: ShardQueue, held_units: HeldUnits, max_shards: int) -> None:
         self._queue = queue
@@ -252,7 +252,7 @@ class ShardSlots:
 
     @contextmanager
     def choosing(self, timeout_s: float) -> Iterator[bool]:
-        """Let one thread choose at a time, as each must know what the one before got. False after `timeout_s`."""
+        """Let one thread choose at a time, since each choice depends on the last. False after `timeout_s`."""
         has_lock = self._choosing.acquire(timeout=timeout_s)
         try:
             yield has_lock
