@@ -1,4 +1,4 @@
-"""Runs the engine on the one thread that owns it, and takes and gives back prompts for the others."""
+"""Runs the engine on the one thread that owns it; other threads hand it prompts and get outputs back."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class EngineThread:
-    """Loads the engine, steps it, and is the only one to touch it. Other threads leave prompts and aborts here.
+    """Loads and steps the engine, which no other thread touches: those leave prompts and aborts here.
 
-    Before each step the engine gets what the window takes from the feeds. Outputs and resume states are handed
-    to the callbacks of the feed they came from on this thread, so a callback may only put them somewhere.
+    Before each step the engine gets what the window takes from the feeds. Outputs and resume states go to the callbacks
+    of their feed on this thread, so a callback may only put them somewhere.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class EngineThread:
 
     @contextmanager
     def fed_by(self, feed: PromptFeed) -> Iterator[None]:
-        """Take prompts from this feed within the block; at its end those that were not taken are forgotten."""
+        """Take prompts from this feed within the block; those not taken by its end are forgotten."""
         with self._changed:
             self._window.join(feed)
         try:
@@ -100,16 +100,16 @@ class EngineThread:
             self._changed.notify_all()
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End those of the requests that are in the engine before its next step; nobody is called back for them."""
+        """End these requests before the engine's next step, if they are in it, without a callback."""
         with self._changed:
             self._aborts += self._forget(request_ids)
             self._changed.notify_all()
 
     def suspend(self, request_ids: Sequence[str], is_given_up: Callable[[], bool]) -> Mapping[str, ResumeState]:
-        """End requests before the next step; how far those had come that had generated anything.
+        """End requests before the next step; the resume states of those that had generated anything.
 
-        Outputs of the step that runs still reach their callbacks before this returns. If it has not ended when
-        `is_given_up` says so, asked every 0.1 s, the answer is empty, and the requests end whenever it does.
+        Outputs of the running step reach their callbacks before this returns. If `is_given_up`, asked every 0.1 s, says
+        so before the step has ended, the answer is empty, and the requests end when the step does.
         """
         answer: queue.SimpleQueue[Mapping[str, ResumeState]] = queue.SimpleQueue()
         with self._changed:
@@ -146,11 +146,11 @@ class EngineThread:
             while self._wait_for_work(engine):
                 self._take_requests(engine)
                 self._step(engine)
-        except Exception as error:  # a seam: whatever the engine raised, its state can be trusted no more
+        except Exception as error:  # a seam: after any error the engine's state cannot be trusted
             logger.exception("the engine broke")
             self._has_failed = True
             self._on_failure(error)
-            return  # the engine is left as it is: after a fault of the device each further call may hang
+            return  # without closing the engine: after a fault of the device any call may hang
         engine.close()
 
     def _wait_for_work(self, engine: StepEngine) -> bool:
@@ -210,7 +210,7 @@ class EngineThread:
                 feed.on_resume_state(request_id, resume_state)
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """Hand outputs on, those of one feed together: a lock and a wake-up for each would cost more than it."""
+        """Hand outputs on, those of one feed together, as a lock and a wake-up for each would cost more than it."""
         by_feed: dict[PromptFeed, list[RequestOutput]] = {}
         with self._changed:
             for output in outputs:

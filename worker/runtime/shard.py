@@ -29,7 +29,7 @@ from worker.unit_closer import UnitCloser
 
 READ_AHEAD = 32  # lines of one read: at most 8 MiB with the default limits, and 32 MiB of resume states
 READ_RETRY_S = 0.05  # between tries to read lines, each of which has waited for Redis in its own way
-SUSPEND_TIMEOUT_S = 1.5  # for the step that runs, when the shard is given back; records have theirs after that
+SUSPEND_TIMEOUT_S = 1.5  # for the step that runs, when the shard is given back; writing the records comes after it
 # A larger resume state is not written: the prompt keeps its last smaller one. A token takes 4 to 7 bytes, so that only
 # log-probabilities make one so large.
 MAX_RESUME_STATE_BYTES = 1024 * 1024
@@ -48,7 +48,7 @@ class ShardParts:
 
 
 class ShardRunner:
-    """Runs claimed shards, each on the thread that calls `run`, once it was told which model is served."""
+    """Runs claimed shards, each on the thread that calls `run`, once it knows the served model."""
 
     def __init__(self, parts: ShardParts, *, limits: LimitSettings) -> None:
         self._parts = parts
@@ -97,9 +97,9 @@ class ShardRun:
     def run(self) -> None:
         """Run until every prompt has its record, or there is a reason to stop (`held.stop_reason`).
 
-        What had finished by then is handed to the writer, unless the unit is somebody else's; of a unit that is given
-        back also how far the others had come. Prompts of a job that was cancelled or expired have got their error
-        records when this returns. Raises redis.RedisError when Redis cannot be had.
+        Records of what had finished by then go to the writer, unless the unit is lost; so do the resume states of a
+        unit that is given back. If the job was cancelled or expired, the other prompts have their error records when
+        this returns. Raises redis.RedisError when Redis cannot be had.
         """
         self._held.on_change(lambda: self._events.put(None))
         try:
@@ -119,7 +119,7 @@ class ShardRun:
             self._held.close(self._closer, list(self._unrecorded), mode)
 
     def _read_ahead(self) -> None:
-        """Offer prompts to the engine until enough of them wait there or the shard is all in."""
+        """Offer prompts to the engine until enough of them wait there, or all of the shard's do."""
         while self._held.stop_reason is None and self._wants_lines():
             if not self._read() or not self._events.empty():
                 return  # outputs go out before more goes in
@@ -133,7 +133,7 @@ class ShardRun:
         try:
             found = self._leases.lines_and_resume_states(self._claim.ref.job_id, indices)
         except redis.RedisError as error:
-            # What is in the engine goes on meanwhile.
+            # The engine goes on with what it has.
             logger.warning("could not read lines, trying again: %s", error)
             self._unread.extendleft(reversed(indices))
             return False
@@ -141,7 +141,7 @@ class ShardRun:
         return True
 
     def _prepare(self, found: Mapping[int, tuple[bytes | None, bytes | None]]) -> list[tuple[PrefixKey, AnyRequest]]:
-        """From line and resume state by index: requests to offer; what cannot be run gets its record."""
+        """Requests to offer, from each index' line and resume state; what cannot be run gets its record."""
         prompts: list[tuple[PrefixKey, AnyRequest]] = []
         for item in self._prompts.prepare((index, raw) for index, (raw, _) in found.items()):
             if isinstance(item, PromptRecord):
@@ -152,7 +152,7 @@ class ShardRun:
             resume = self._decode(line.index, found[line.index][1])
             self._running[request.request_id] = line
             key = prefix_sort_key(line.prompt_key())
-            if resume is not None and isinstance(request, Request):  # an embedding has no half that could be kept
+            if resume is not None and isinstance(request, Request):  # an embedding has no resume state
                 request = replace(request, resume=resume)
             prompts.append((key, request))
         return prompts
@@ -186,10 +186,9 @@ class ShardRun:
             return
 
     def _suspend(self) -> Mapping[str, ResumeState]:
-        """Take the shard's requests out of the engine with all they have generated.
+        """Take the shard's requests out of the engine with all that they have generated.
 
-        A unit that is sent away keeps its lease until the engine has let go of it: should the step that runs crash,
-        the unit is still among those to blame.
+        A unit that is sent away keeps its lease until then: if the running step crashes, it is among the suspects.
         """
         return self._engine.suspend(list(self._running), lambda: self._held.released_for_s >= SUSPEND_TIMEOUT_S)
 
@@ -200,7 +199,7 @@ class ShardRun:
             self._writer.offer(self._held, resume_state)
 
     def _encoded(self, resume_states: Mapping[str, ResumeState]) -> Iterator[PromptResumeState]:
-        """How far prompts have come that have not ended meanwhile."""
+        """The resume states of prompts that have not ended meanwhile."""
         for request_id, resume_state in resume_states.items():
             line = self._running.get(request_id)
             if line is None:
@@ -210,7 +209,7 @@ class ShardRun:
                 yield PromptResumeState(line.index, encoded)
 
     def _take_what_finished(self) -> None:
-        """Hand on outputs that came while there was already a reason to stop: nobody need run them again."""
+        """Record outputs that came after the reason to stop, so that they do not run again."""
         while self._held.stop_reason is not StopReason.FENCED:
             try:
                 event = self._events.get_nowait()
@@ -220,15 +219,15 @@ class ShardRun:
                 return
 
     def _finish(self, outputs: Sequence[RequestOutput]) -> bool:
-        """Hand the records of these outputs to the writer; False if it takes nothing more of this unit."""
+        """Hand the records of these outputs to the writer; False if it takes no more of this unit."""
         return self._writer.put(self._held, self._records(outputs))
 
     def _records(self, outputs: Sequence[RequestOutput]) -> Iterator[PromptRecord]:
-        """Each made as the writer takes it: those of one step may come to gigabytes."""
+        """Each is made when the writer takes it: those of one step may come to gigabytes."""
         for output in outputs:
             line = self._running.pop(output.request_id, None)
             if line is None or output.was_aborted:
-                continue  # aborted by us: whoever asked for that decides on the record
+                continue  # we aborted it, and its record comes from elsewhere
             del self._unrecorded[line.index]
             if self._held.span.wants(line.index):
                 trace_request(self._held.span, line, output)
@@ -274,7 +273,7 @@ class ShardPrompts:
             return error
 
     def _request_id(self, line: RequestLine) -> str:
-        # With the claim's own uuid in it: this process may run a prompt again while the engine still ends the earlier
-        # try. The number before it would not do: it begins again when the job is submitted again after a FLUSHALL.
+        # With the claim's uuid, as this process may run a prompt again while the engine still ends the earlier try. The
+        # number before it would not do: it begins again when the job is submitted again after a FLUSHALL.
         claim = self._claim
         return f"{claim.ref.job_id}/{line.index}/{claim.ref.unit}.{claim.token.rpartition(':')[2]}"

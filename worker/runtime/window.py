@@ -1,4 +1,4 @@
-"""Chooses which of the waiting prompts the engine is given ahead: by priority, by tenant, then by shared prefix."""
+"""Chooses which waiting prompts the engine gets next: by priority, then tenant, then shared prefix."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, ResumeSt
 from worker.lines.request_line import PrefixKey
 from worker.requests.step_engine import request_room
 
-# Below this share of the window the engine gets whatever is there, in whatever order: it must not run out of work.
+# With less than a fourth of the window open the engine gets any prompt there is, lest it run out of work.
 ENOUGH_SHARE = 4
-OVERTAKES = 4  # windows full of prompts that may pass a shard of the same tenant and priority
+OVERTAKES = 4  # windows full of prompts that may overtake a shard of the same tenant and priority
 
 OnOutputs = Callable[[list[RequestOutput]], None]
 OnResumeState = Callable[[str, ResumeState], None]  # request id, how far it has come
 
-# Prompts left at which more are to be read: a feed that runs dry holds up, or misses, the sweep over the prefixes.
+# With so many prompts left more are to be read: a feed that runs dry holds up the sweep over the prefixes or misses it.
 LOW_WATER = 16
 
 
 class AdmissionWindow:
-    """Merges the prompts of all held shards into the engine, which orders them anew among those it holds.
+    """Merges the prompts of all held shards into the engine, which orders those that it holds anew.
 
-    By priority first; of one priority, from the tenant with the fewest tokens in the engine; of one tenant, in prefix
-    order (FeedSweep), whichever of its jobs and shards a prompt is of. While the prompt that is due is still being
-    read, it is waited for, as long as the engine has enough to do.
+    Priority comes first; then the tenant with the fewest tokens in the engine; of a tenant, the prefix (FeedSweep)
+    across its jobs and shards. A prompt that is due but still being read is waited for while the engine has enough to
+    do.
 
-    Priorities age in two places. A priority that waits while better ones are served gets a turn of `ageing_s` after
-    `ageing_s` for each step between them: its prompts then go in as if they were of the best. And whoever goes in does
-    not overtake, in the engine's strict order, a request that has been in there for `ageing_s` for each step between.
+    Priorities age in two places. One that has waited behind a better one for `ageing_s` for each step between them
+    gets a turn of `ageing_s`, in which its prompts go in with the best priority. And a prompt that goes in does not
+    overtake, in the engine's strict order, a request that has been there for `ageing_s` for each step between.
 
-    A choice costs O(shards held). Not thread-safe: belongs to the lock of its EngineThread.
+    A choice costs O(shards held). Not thread-safe: to be used under the lock of its EngineThread.
     """
 
     def __init__(self, max_open: int, *, ageing_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._max_open = max_open  # sequences; more stay with their shards: bounds memory
+        self._max_open = max_open  # sequences; a bound on memory, the others stay with their shards
         self._enough = max(max_open // ENOUGH_SHARE, 1)
         self._ageing_s = ageing_s
         self._clock = clock
@@ -51,7 +51,7 @@ class AdmissionWindow:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether there is a prompt to take, though perhaps no room. With nothing open there is room."""
+        """Whether there is a prompt to take, though perhaps no room; while nothing is open there is room."""
         return any(sweep.is_ready for sweep in self._sweeps.values())
 
     def join(self, feed: PromptFeed) -> None:
@@ -59,7 +59,7 @@ class AdmissionWindow:
         self._sweeps.setdefault((feed.priority, feed.tenant), FeedSweep(OVERTAKES * self._max_open)).add(feed)
 
     def leave(self, feed: PromptFeed) -> None:
-        """Take none from it any more; those it has are forgotten."""
+        """Take no more from it, and forget the prompts that it has."""
         feed.close()
         sweep = self._sweeps[feed.priority, feed.tenant]
         sweep.remove(feed)
@@ -80,7 +80,7 @@ class AdmissionWindow:
         return taken
 
     def end(self, request_id: str) -> None:
-        """A request that was taken has ended."""
+        """Note that a request that was taken has ended."""
         rank, tenant, tokens, room = self._open.pop(request_id)
         self._room_taken -= room
         self._open_tokens[tenant] -= tokens
@@ -91,7 +91,7 @@ class AdmissionWindow:
             del self._entered_s[rank]
 
     def _choose(self) -> tuple[PromptFeed, int] | None:
-        """Whose prompt is next, and the priority it goes in with. None: nothing waits, or the next is being read."""
+        """The next prompt's feed and the priority it goes in with; None: nothing waits, or it is still being read."""
         ready = [group for group, sweep in self._sweeps.items() if sweep.is_ready]
         if not ready:
             return None
@@ -115,10 +115,10 @@ class AdmissionWindow:
         since = {other: self._passed_over_since_s.get(other, now) for other in priorities if other != best}
         self._passed_over_since_s = since
         self._turn_since_s = {other: began for other, began in self._turn_since_s.items() if other in since}
-        for other in sorted(since, reverse=True):  # the longer wait is the worse priority's
+        for other in sorted(since, reverse=True):  # the worst first, as it waits longest
             if now - since[other] < (other - best) * self._ageing_s:
                 continue
-            # Counted from when there is room for it: while the engine is full for long, it would pass unused.
+            # The turn begins when there is room, or it would pass unused while the engine is full.
             if now - self._turn_since_s.setdefault(other, now) < self._ageing_s:
                 return other, best
             since[other] = now
@@ -126,7 +126,7 @@ class AdmissionWindow:
         return best, best
 
     def _rank(self, priority: int) -> int:
-        """The priority the engine is given: it serves lower numbers first, however long others wait."""
+        """The priority to give the engine, which serves lower numbers first however long others have waited."""
         worse = [rank for rank in self._entered_s if rank > priority]
         now = self._clock()
         for rank in sorted(worse, reverse=True):
@@ -136,7 +136,7 @@ class AdmissionWindow:
         return priority
 
     def _enter(self, request: AnyRequest, tenant: str) -> None:
-        # At least 1, of a prompt too that the engine will refuse as empty: a tenant is forgotten at 0.
+        # At least 1, also for an empty prompt, which the engine will refuse: a tenant is forgotten at 0.
         tokens = max(_num_tokens(request), 1)
         room = request_room(request)
         self._open[request.request_id] = (request.priority, tenant, tokens, room)
@@ -146,26 +146,26 @@ class AdmissionWindow:
 
 
 def _num_tokens(request: AnyRequest) -> int:
-    """Tokens of its prompt and those it may generate."""
+    """Tokens of its prompt and those that it may generate."""
     if isinstance(request, EmbeddingRequest):
         return request.num_prompt_tokens
     return request.num_prompt_tokens + request.params.n * (request.params.max_tokens or 0)
 
 
 class FeedSweep:
-    """Merges feeds by the prefix order of their next prompts, so that a prefix is in use once and for all of them.
+    """Merges feeds by the prefix order of their next prompts, so that prompts with one prefix go in together.
 
-    A feed that comes with prompts behind the others' catches up with them first: whatever it has there must be
-    computed again in any case, and from then on it shares what is computed for them. But nobody is passed by more than
-    `max_overtakes` prompts: then the sweep goes on from there to the end, and who comes behind it waits that long.
+    A feed that joins behind the others catches up first: its prompts there must be computed in any case, and from then
+    on it shares prefixes with the others. But no feed is overtaken by more than `max_overtakes` prompts: then the sweep
+    goes on from its place to the end, and feeds behind wait for that.
     """
 
     def __init__(self, max_overtakes: int) -> None:
         self._max_overtakes = max_overtakes
-        # Prompts taken when each had its last turn, or came: the longest ago first.
+        # How many prompts had been taken when each had its last turn, or joined; the longest ago first.
         self._last_turns: dict[PromptFeed, int] = {}
         self._num_taken = 0
-        self._from: PrefixKey = ()  # who is behind this waits
+        self._from: PrefixKey = ()  # feeds behind this wait
 
     def __bool__(self) -> bool:
         return bool(self._last_turns)
@@ -189,7 +189,7 @@ class FeedSweep:
         self._last_turns.pop(feed, None)
 
     def due(self, *, must_wait: bool = False) -> PromptFeed:
-        """The feed whose prompt is next, of those that are live or, with `must_wait`, of those where one waits already.
+        """The feed whose prompt is next, of those that are live or, with `must_wait`, that have one waiting.
 
         Raises ValueError if there is none.
         """
@@ -213,10 +213,9 @@ class FeedSweep:
 
 
 class PromptFeed:
-    """The next prompts of one shard, in prefix order, of which an AdmissionWindow takes one after the other.
+    """The next prompts of one shard, in prefix order, which an AdmissionWindow takes one after the other.
 
-    Belongs to the lock of the EngineThread it is given to, which also calls the callbacks: they may only put things
-    somewhere.
+    To be used under the lock of its EngineThread, which also calls the callbacks: they may only put things somewhere.
     """
 
     def __init__(
@@ -230,8 +229,8 @@ class PromptFeed:
     ) -> None:
         self.tenant = tenant
         self.priority = priority  # 0 first .. 9 last
-        self.on_outputs = on_outputs  # gets the one output of each request, those of one step together
-        self.on_resume_state = on_resume_state  # how far a request is, every now and then before that
+        self.on_outputs = on_outputs  # gets the output of each request, those of one step together
+        self.on_resume_state = on_resume_state  # gets how far a request is, now and then before its output
         self._on_low = on_low  # more prompts are to be offered
         self._waiting: deque[tuple[PrefixKey, AnyRequest]] = deque()
         self._next_key: PrefixKey = ()
@@ -249,12 +248,12 @@ class PromptFeed:
 
     @property
     def is_live(self) -> bool:
-        """Whether prompts wait or, the first of them once offered, are about to."""
+        """Whether prompts wait or, once some were offered, more will come."""
         return bool(self._waiting) or (bool(self._next_key) and not self._is_all_in)
 
     @property
     def next_key(self) -> PrefixKey:
-        """Where the next prompt sorts, or, while none waits, a lower bound of that; () before the first."""
+        """Where the next prompt sorts; while none waits a lower bound, and () before the first."""
         return self._waiting[0][0] if self._waiting else self._next_key
 
     def offer(self, prompts: Sequence[tuple[PrefixKey, AnyRequest]], *, is_last: bool) -> None:

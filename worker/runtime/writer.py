@@ -25,12 +25,12 @@ from worker.runtime.held_units import HeldUnit
 RETRY_S = 0.5
 PUT_WAIT_S = 0.2  # how soon a full queue sees that its unit has to stop
 FULL_WAIT_S = 1.0  # for room in a full queue, from when a unit is to be given back
-# Of one write. Redis does nothing else meanwhile (4 MiB: some 10 ms), and takes no value above proto-max-bulk-len
-# (512 MiB) nor a command above client-query-buffer-limit (1 GiB): 200 records with many logprobs can come to that.
+# Of one write. Redis does nothing else meanwhile (some 10 ms for 4 MiB), and takes no value above proto-max-bulk-len
+# (512 MiB) nor command above client-query-buffer-limit (1 GiB), which 200 records with many logprobs can exceed.
 MAX_BATCH_BYTES = 4 * 1024 * 1024
 MAX_QUEUED_BYTES = 64 * 1024 * 1024  # of records and resume states that wait: a record may be of 23 MB (embeddings)
-# Redis closes the connection on a value that is too large for it, without an answer. A record larger than a batch that
-# ends this many writes so, each with the client's own six retries, while Redis is well, is taken to be one.
+# Redis closes the connection without an answer on a value that is too large for it. A record larger than a batch is
+# taken for one after so many writes that ended so, each with the client's own six retries, while Redis is well.
 OVERSIZE_TRIES = 3
 
 Written = PromptRecord | PromptResumeState
@@ -46,10 +46,10 @@ _REFUSED = Failure.of_server("The request was executed, but its result could not
 class ResultWriter:
     """Writes records to Redis, each unit's together, as fast as Redis takes them; never waits to fill a batch.
 
-    Resume states of unfinished prompts go the same way, behind the records of their batch. They are not tried twice:
-    what Redis does not take at once is dropped, and a later one, or the prompt begun again, makes up for it.
+    Resume states of unfinished prompts go behind the records of their batch and are tried once: if Redis does not take
+    one, a later one makes up for it, or the prompt begins again.
 
-    While Redis cannot be had it keeps trying, and its full queue holds the shards back. A record that Redis refuses
+    While Redis is away it keeps trying records, and its full queue holds the shards back. A record that Redis refuses
     is replaced by `replace_refused(claim, record)`, a small error record, so that the others go on.
     """
 
@@ -83,10 +83,9 @@ class ResultWriter:
         return True
 
     def put(self, held: HeldUnit, items: Iterable[Written]) -> bool:
-        """Queue records, or last resume states, of a unit, taking one after the other; waits while the queue is full.
+        """Queue a unit's records or last resume states, taken one by one; waits while the queue is full.
 
-        False if the rest was dropped because the unit is lost, or is to be given back and there was no room for a
-        while.
+        False if the rest was dropped: the unit is lost, or is to be given back and there was no room for a while.
         """
         return all(self._put(held, together) for together in _batches(items, self._batch_size))
 
@@ -128,7 +127,7 @@ class ResultWriter:
         records = [item for item in items if isinstance(item, PromptRecord)]
         for batch in _batches(records, self._batch_size):
             self._write(held, batch, stopping)
-        # After the records: Redis refuses the resume state of a prompt whose record was in this batch.
+        # After the records: Redis refuses the resume state of a prompt that has a record.
         newest = {item.index: item for item in items if isinstance(item, PromptResumeState)}
         for resume_states in _batches(list(newest.values()), self._batch_size):
             self._write_resume_states(held, resume_states)
@@ -167,7 +166,7 @@ class ResultWriter:
             held.stop(StopReason.FENCED)
 
     def _is_refused(self, records: Sequence[PromptRecord], error: redis.RedisError, num_tries: int) -> bool:
-        """Whether trying these records once more is of no use."""
+        """Whether it is no use to try these records again."""
         is_oversize = len(records) == 1 and records[0].num_bytes > MAX_BATCH_BYTES
         if not is_refusal(error) and not (is_oversize and num_tries >= OVERSIZE_TRIES):
             return False
@@ -180,7 +179,7 @@ class ResultWriter:
             return
         replacement = self._replace_refused(held.claim, records[0])
         if replacement == records[0]:
-            # Not the record's fault, then: its job's keys are broken. Its lease runs out, and that is an attempt.
+            # Not because of the record, then: the job's keys are broken. The lease runs out, which is an attempt.
             logger.error("Redis takes no record of it: the unit is given up")
             held.stop(StopReason.FENCED)
             return
@@ -203,10 +202,10 @@ def _batches(items: Iterable[Item], batch_size: int) -> Iterator[list[Item]]:
 
 
 class ItemQueue(queue.Queue[Together]):
-    """A queue of items that came together: more go in while fewer than `max_items` of less than `max_bytes` wait.
+    """A queue of groups of items; takes more while fewer than `max_items`, of less than `max_bytes`, wait.
 
     Its size is the number of items, or `max_items` if their bytes fill it. The methods below are those that queue.Queue
-    has for subclasses to replace; it calls them under its lock.
+    lets subclasses replace; it calls them under its lock.
     """
 
     def __init__(self, max_items: int, max_bytes: int) -> None:
@@ -242,7 +241,7 @@ def _num_bytes(together: Together) -> int:
 
 
 def refused_record(claim: Claim, refused: PromptRecord) -> PromptRecord:
-    """An error record in place of `refused`, small and always the same; the tokens it cost stay counted."""
+    """A small error record in place of `refused`, always the same; the tokens that it cost stay counted."""
     context = RecordContext(claim.ref.job_id, "", claim.created_s)
     record = error_record(_REFUSED, refused.index, json.loads(refused.record).get("custom_id"), context)
     return dataclasses.replace(refused, outcome=Outcome.ERROR, record=encode_record(record))
