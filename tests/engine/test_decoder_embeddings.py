@@ -17,7 +17,7 @@ from engine.request import EmbeddingRequest, RequestOutput
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
 from tests.support.tiny_checkpoint import ReferenceEmbedder, make_body_checkpoint, make_checkpoint, write_pooling
 
-TOLERANCE = 1e-4  # the issue's; observed below 1e-6
+TOLERANCE = 1e-4  # wanted; observed: below 1e-6
 LENGTHS = (1, 5, 16, 33)
 VARIANTS: dict[str, tuple[str, Pooling | None, dict[str, Any]]] = {
     "qwen3, nothing said": ("causal", None, {}),
@@ -30,7 +30,7 @@ VARIANTS: dict[str, tuple[str, Pooling | None, dict[str, Any]]] = {
 
 
 class Case:
-    """A checkpoint, inputs of which some share prefixes, and what transformers makes of them."""
+    """A checkpoint, inputs of which some share prefixes, and transformers' answers."""
 
     def __init__(self, path: Path, kind: str, pooling: Pooling | None, options: dict[str, Any]) -> None:
         make = make_checkpoint if kind == "causal" else make_body_checkpoint
@@ -88,7 +88,7 @@ def test_in_chunks_of_seven(case: Case) -> None:
 
 
 def test_preempted_and_recomputed(case: Case) -> None:
-    """A pool that holds few of them: generating requests grow and push embeddings out in the middle of their chunks."""
+    """A small pool: generating requests grow and preempt embeddings between their chunks."""
     engine = case.engine(kv_cache__num_blocks="16", max_num_batched_tokens="16", max_num_seqs="8")
     generating = [greedy_request(f"g{index}", [index], 40) for index in range(6)] if engine.generates else []
     for request in generating:

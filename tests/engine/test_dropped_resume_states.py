@@ -44,7 +44,7 @@ def engine(tiny_model: Path) -> Engine:
 
 @pytest.fixture(scope="module")
 def expected(engine: Engine) -> Sequence[Completion]:
-    """What the request comes to that nothing happens to."""
+    """The completions of the request when it runs undisturbed."""
     return run_all(engine, [_request()])["r"].completions
 
 

@@ -83,7 +83,7 @@ def test_abort_frees_the_blocks_at_once(checkpoint: Path) -> None:
     engine.add_request(EmbeddingRequest("a", INPUTS))
     assert engine.step() == []
     assert engine.stats().num_free_blocks < engine.stats().num_blocks - 1
-    assert engine.resume_state("a") is None  # there is no half of a vector that another worker could go on from
+    assert engine.resume_state("a") is None  # half a vector is no use to another worker
     assert engine.due_resume_states() == {}
     assert engine.abort("a")
     assert engine.stats().num_free_blocks == engine.stats().num_blocks - 1

@@ -22,7 +22,7 @@ from settings import load_settings
 from tests.support.engines import greedy_request
 from tests.support.tiny_checkpoint import ReferenceEmbedder, make_bert_checkpoint, write_pooling
 
-TOLERANCE = 1e-4  # the issue's; observed below 1e-6
+TOLERANCE = 1e-4  # wanted; observed: below 1e-6
 TEXTS = ["a", "The millrace carries water.", "short one", "to the mill, 24 hours a day!" * 3, "a", "under the mill"]
 VARIANTS: dict[str, tuple[Pooling | None, dict[str, Any]]] = {
     "nothing said": (None, {}),

@@ -41,7 +41,7 @@ def _spoil(engine: OpenEngine, request_id: str, *, sequence: int = 0, block: int
 
 
 def _run_spoiled(engine: OpenEngine, *bad: Request, **spoiled: int) -> dict[str, RequestOutput]:
-    """What becomes of requests of whose first a block is spoiled; one beside them is as without them."""
+    """The outputs of requests, with a block of the first one spoiled; another request beside them must not change."""
     good = greedy_request("good", PROMPT[::-1], 20)
     expected = tokens_of(run_all(engine, [good])["good"])
     for request in (*bad, good):
@@ -58,14 +58,14 @@ def test_a_request_that_is_not_finite_fails_alone(engine: OpenEngine) -> None:
     outputs = _run_spoiled(engine, greedy_request("bad", PROMPT, 20))
     assert isinstance(outputs["bad"].error, NonFiniteLogits)
     again = run_all(engine, [greedy_request("bad", PROMPT, 20)])["bad"]
-    assert again.num_cached_tokens == 0  # none of its blocks was left to be found
+    assert again.num_cached_tokens == 0  # its blocks are not in the cache
     assert len(tokens_of(again)) == 20
 
 
 def test_a_request_of_several_completions_fails_with_one_of_them(engine: OpenEngine) -> None:
     bad = Request("bad", PROMPT, SamplingParams(max_tokens=20, seed=7, n=3, ignore_eos=True))
     expected = run_all(engine, [bad])["bad"].completions
-    outputs = _run_spoiled(engine, bad, sequence=1, block=-1)  # its own, behind the prompt that all three share
+    outputs = _run_spoiled(engine, bad, sequence=1, block=-1)  # its own, after the prompt that all three share
     assert isinstance(outputs["bad"].error, NonFiniteLogits)
     assert outputs["bad"].completions == ()
     assert run_all(engine, [bad])["bad"].completions == expected
@@ -92,7 +92,7 @@ def test_an_embedding_fails_alone_with_its_next_chunk_under_way(tiny_model: Path
     assert isinstance(outputs["bad"].error, NonFiniteLogits)
     [found] = outputs["good"].embeddings or ()
     assert list(found) == pytest.approx(list(expected), abs=1e-5)  # other rows change the rounding
-    assert run_all(engine, [bad])["bad"].error is None  # nothing of the spoiled blocks was left to be found
+    assert run_all(engine, [bad])["bad"].error is None  # the spoiled blocks are not in the cache
 
 
 @pytest.mark.parametrize("where", ["copy_back", "wait"])

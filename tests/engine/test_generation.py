@@ -129,7 +129,7 @@ def test_a_cancelled_request_gets_what_there_is_and_costs_others_nothing(
     _steps(engine, 8)
     assert engine.abort(gone)
     assert not engine.abort(gone)
-    engine.add_request(_request(gone, temperature=1.0))  # its id may come again at once
+    engine.add_request(_request(gone, temperature=1.0))  # its id may be used again at once
     (cancelled,) = [output for output in engine.step() if output.request_id == gone]
     outputs = _steps(engine, 2 * MAX_TOKENS)
     assert {completion.finish_reason for completion in cancelled.completions} == {FinishReason.CANCELLED}

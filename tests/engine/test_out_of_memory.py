@@ -1,4 +1,4 @@
-"""Memory that runs out is told with the settings that ask for less."""
+"""Errors about memory name the settings that use less of it."""
 
 from __future__ import annotations
 

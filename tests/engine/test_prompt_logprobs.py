@@ -28,7 +28,7 @@ LENGTHS = (1, 2, 16, 17, 33, 60)
 
 
 class Case:
-    """A checkpoint, prompts of which half share a prefix of three blocks, and what transformers makes of them."""
+    """A checkpoint, prompts of which half share a prefix of three blocks, and transformers' answers."""
 
     def __init__(self, path: Path) -> None:
         self.path = make_checkpoint(path, "qwen3")
@@ -110,7 +110,7 @@ def test_a_bounded_number_of_positions_at_a_time(case: Case, monkeypatch: pytest
 
 
 def test_preempted_and_recomputed(case: Case) -> None:
-    """A pool that holds few of them: they are pushed out in the middle of their chunks, and while they generate."""
+    """A small pool: prompts are preempted between their chunks, and while they generate."""
     engine = case.engine(kv_cache__num_blocks="16", max_num_batched_tokens="16", max_num_seqs="8")
     for index in range(6):
         engine.add_request(greedy_request(f"g{index}", [index], 40))
@@ -255,7 +255,7 @@ def test_nothing_is_run_where_nothing_is_asked(case: Case, prompt: Sequence[int]
 
 
 def test_values_that_are_not_finite_fail_that_request_alone(tmp_path: Path) -> None:
-    """Token 300 spoils every position from its own on."""
+    """Token 300 spoils its own position and all after it."""
     case = Case(tmp_path / "tiny")
     case.prompts[7][40] = 300
     engine = case.engine(max_num_batched_tokens="16", max_num_seqs="16")

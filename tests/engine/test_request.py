@@ -1,4 +1,4 @@
-"""What a request may ask, and what its output says about when it got how far."""
+"""What a request may ask for, and the timings in its output."""
 
 from __future__ import annotations
 

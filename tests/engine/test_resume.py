@@ -1,4 +1,4 @@
-"""A request that goes on from its resume state ends exactly as one that nothing happened to."""
+"""A request that goes on from its resume state ends exactly like one that was not interrupted."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def other(tiny_model: Path) -> Engine:
 
 @pytest.fixture(scope="module")
 def undisturbed(engine: Engine) -> Undisturbed:
-    """What a request comes to that nothing happens to; of equal ones it is computed once."""
+    """The completions of a request that is not interrupted; computed once for equal ones."""
     known: dict[str, Sequence[Completion]] = {}
 
     def run(request: Request) -> Sequence[Completion]:
@@ -66,7 +66,7 @@ def _request(**params: Any) -> Request:
 def _assert_same(
     found: Sequence[Completion], expected: Sequence[Completion], resume_state: ResumeState | None = None
 ) -> None:
-    """Equal to the byte; but logprobs behind the resume state by rounding, for another batch computed them."""
+    """Equal to the byte, except for rounding in the logprobs after the resume state: another batch computed them."""
     assert [replace(completion, logprobs=None) for completion in found] == [
         replace(completion, logprobs=None) for completion in expected
     ]
@@ -195,7 +195,7 @@ def test_a_checkpoint_is_due_every_so_many_tokens_of_a_sequence(tiny_model: Path
     while engine.has_unfinished():
         engine.step()
         seen += [resume_state.num_tokens for resume_state in engine.due_resume_states().values()]
-    # Both sequences are written whenever the first has 8 more tokens; the second began a step later. The request ends
+    # Both sequences are saved whenever the first has 8 more tokens; the second began a step later. The request ends
     # with the second's last token, and nothing is due for what has ended.
     assert seen == [15, 31, 47, 63, 79, 95]
     assert engine.due_resume_states() == {}

@@ -78,7 +78,7 @@ def _frequencies(row: dict[str, Any], draws: int = 4000) -> torch.Tensor:
     return torch.bincount(torch.tensor(tokens), minlength=VOCAB) / draws
 
 
-# All of them at once; each by itself takes as long, and that the masks are transformers' is in tests/kernels.
+# All of them at once: each alone takes as long, and tests/kernels compares the masks with transformers'.
 @pytest.mark.parametrize(
     ("params", "chain"), [*(pytest.param(*each, marks=pytest.mark.slow) for each in CHAINS[:-1]), CHAINS[-1]]
 )

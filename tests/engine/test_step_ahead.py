@@ -36,7 +36,7 @@ EVERYTHING: list[AnyRequest] = [
 
 
 class Watched:
-    """An engine whose stream, schedules and launches are written down."""
+    """An engine that records its copies, schedules and launches."""
 
     def __init__(self, path: Path, patch: pytest.MonkeyPatch, overrides: dict[str, object]) -> None:
         self.stream = RecordingStream()
@@ -103,7 +103,7 @@ def test_a_sequence_that_needs_its_answer_is_waited_for_first(
     while watched.step() != "schedule, launch, copy 0":
         pass
     if "prompt_logprobs" not in params:
-        while engine._scheduler.running[0].num_pending_tokens == 0:  # to the last chunk of its prompt
+        while engine._scheduler.running[0].num_pending_tokens == 0:  # up to the last chunk of its prompt
             watched.step()
     number = watched.stream.num_copies
     assert watched.step() == f"nothing, wait {number - 1}, schedule, launch, copy {number}"
@@ -198,7 +198,7 @@ def test_cancelling_frees_blocks_at_once_and_drops_the_token_under_way(engine: E
         engine.step()
     assert engine.abort("gone")
     assert engine.stats().num_free_blocks == 399
-    engine.add_request(greedy_request("gone", PROMPT, 20))  # its id may come again at once
+    engine.add_request(greedy_request("gone", PROMPT, 20))  # its id may be used again at once
     outputs = {len(o.completions[0].token_ids): o for o in engine.step()} | {20: _rest(engine)["gone"]}
     (cancelled,) = outputs[9].completions
     assert (cancelled.finish_reason, list(cancelled.token_ids)) == (FinishReason.CANCELLED, whole[:9])

@@ -1,4 +1,4 @@
-"""Groups of sequences: who waits for them, and how they are found."""
+"""Groups of sequences: which requests wait for them, and how they are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps scheduled while the one before is under way give every request what it gets from steps waited for."""
+"""A step scheduled while the one before is under way gives the same results as one that waits for it."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def _check_scores(mine: Sequence[TokenLogprobs | None], theirs: Sequence[TokenLo
 
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of every step that was asked for while one was under way, whether it was scheduled ahead."""
+    """Whether each step that was asked for while one was under way was scheduled ahead."""
     seen: list[bool] = []
     schedule = Scheduler.schedule
 

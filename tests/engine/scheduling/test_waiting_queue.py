@@ -1,4 +1,4 @@
-"""The order of what waits: priorities, tenants' shares, and a sweep over prefixes that leaves nobody behind."""
+"""The order of what waits: priorities, tenants' shares, and a sweep over prefixes that starves no sequence."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class SweepHarness:
 
     def __init__(self, max_overtakes: int = 1000) -> None:
         self.sweep: PrefixSweep[RequestState] = PrefixSweep(max_overtakes)
-        self.blocked: dict[bytes, None] = {}  # digests that somebody computes
+        self.blocked: dict[bytes, None] = {}  # digests of blocks that another sequence computes
         self._arrivals = 0
 
     def add(self, tokens: Sequence[int]) -> RequestState:
@@ -200,7 +200,7 @@ def _random_tree(rng: random.Random, count: int) -> list[tuple[int, ...]]:
 
 
 def _assert_depth_first(order: Sequence[tuple[int, ...]]) -> None:
-    """Whoever shares a prefix stands together: no prefix is met again after it was left."""
+    """Sequences that share a prefix come together: no prefix is met again after it was left."""
     for length in range(BLOCK, 5 * BLOCK + 1, BLOCK):
         met: list[tuple[int, ...]] = []
         for tokens in order:
@@ -269,7 +269,7 @@ def test_who_waits_for_a_block_is_passed_over_and_first_in_the_next_walk() -> No
     harness.blocked = {group[0].chain.digests[1]: None}
     if first == [(1, 1, 2, 2, 0)]:
         assert harness.admit(3) == [tuple(state.token_ids) for state in sorted(others, key=_digests)][:3]
-    else:  # the others happen to stand before the group
+    else:  # the others happen to come before the group
         assert set(harness.admit(1000)) == {tuple(state.token_ids) for state in others} - set(first)
     harness.blocked = {}
     assert [tokens[:4] for tokens in harness.admit(49)] == [(1, 1, 2, 2)] * 49
@@ -300,7 +300,7 @@ def test_nobody_is_passed_by_more_than_max_overtakes_later_arrivals() -> None:
     harness.add((2, 2, 2))
     admitted = harness.admit(1)
     for _ in range(30):
-        harness.add(admitted[0])  # somebody always feeds the subtree at hand
+        harness.add(admitted[0])  # new ones keep arriving in this subtree
         admitted += harness.admit(1)
     assert {(1, 1, 1), (2, 2, 2)} == set(admitted[:14])  # after the three of the beginning, ten more
 
