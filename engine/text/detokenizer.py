@@ -28,11 +28,11 @@ class IncrementalDetokenizer(Protocol):
         """Add a token; returns the text that no later token can change, possibly nothing."""
 
     def flush(self) -> str:
-        """End the sequence; returns what was held back. No token may follow."""
+        """End the sequence; returns what was withheld. No token may follow."""
 
 
 class ByteLevelDetokenizer:
-    """Takes each token as bytes of UTF-8, and holds back only an incomplete character.
+    """Takes each token as bytes of UTF-8, and withholds only an incomplete character.
 
     Bytes that are no UTF-8 become U+FFFD by the rule of the Unicode standard (one for each maximal subpart), which is
     also that of the `tokenizers` library.
@@ -56,7 +56,7 @@ class WindowDetokenizer:
     """Decodes new tokens together with the one before them, then cuts off that one's text.
 
     Without the token before, the decoder would strip a space, as it does at the start of a text. Byte tokens
-    (`<0xE2>`) are held back until another token ends their run, because the decoder judges a run as a whole: one bad
+    (`<0xE2>`) are withheld until another token ends their run, because the decoder judges a run as a whole: one bad
     byte turns every byte of it into U+FFFD.
     """
 

@@ -1,4 +1,4 @@
-"""Output held to a grammar: what it may be, where it ends, and requests that wait for their grammar."""
+"""Output constrained by a grammar: what it may be, where it ends, and requests that wait for their grammar."""
 
 from __future__ import annotations
 

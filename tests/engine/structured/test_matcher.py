@@ -134,7 +134,7 @@ def _held(schemas: Sequence[Schema], max_tokens: int) -> list[Request]:
     """A request a schema, every third of them greedy; the prompts differ."""
     return [
         grammar_request(
-            f"held {number}",
+            f"constrained {number}",
             schema_grammar(schema),
             (number % 250, number // 250, *range(20)),
             max_tokens=max_tokens,
@@ -163,15 +163,15 @@ def _with_logprobs(request: Request) -> Request:
     return replace(request, params=replace(request.params, logprobs=2))
 
 
-def _interleaved(held: Sequence[Request], free: Sequence[Request]) -> list[Request]:
-    places = [(number / len(group), request) for group in (held, free) for number, request in enumerate(group)]
+def _interleaved(constrained: Sequence[Request], free: Sequence[Request]) -> list[Request]:
+    places = [(number / len(group), request) for group in (constrained, free) for number, request in enumerate(group)]
     return [request for _, request in sorted(places, key=lambda pair: pair[0])]
 
 
 def _assert_valid(schemas: Sequence[Schema], outputs: Mapping[str, RequestOutput]) -> None:
     completed = 0
     for number, schema in enumerate(schemas):
-        output = outputs[f"held {number}"]
+        output = outputs[f"constrained {number}"]
         assert output.error is None, (number, schema, output.error)
         (completion,) = output.completions
         if completion.finish_reason is FinishReason.STOP:

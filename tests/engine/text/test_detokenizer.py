@@ -73,7 +73,7 @@ def test_every_bad_sequence_of_bytes_is_replaced_as_the_library_does() -> None:
         assert "".join(pieces(tokenizer, sequence)) == tokenizer.decode(sequence)
 
 
-def test_a_character_is_held_until_its_last_byte() -> None:
+def test_a_character_is_withheld_until_its_last_byte() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     ids = tokenizer.encode("a€😀b")
     assert len(ids) == 1 + 3 + 4 + 1
@@ -203,13 +203,13 @@ def test_what_is_released_never_contains_a_stop_string(text: str, stop: tuple[st
 
 
 @given(LETTERS, STOPS)
-def test_no_more_is_held_back_than_may_begin_a_stop_string(text: str, stop: tuple[str, ...]) -> None:
+def test_no_more_is_withheld_than_may_begin_a_stop_string(text: str, stop: tuple[str, ...]) -> None:
     stops = StopStrings(stop)
     released = stops.feed(text)
     if stops.matched is None:
-        held = text[len(released) :]
-        assert held == "" or any(string.startswith(held) and string != held for string in stop)
-        assert stops.flush() == held
+        withheld = text[len(released) :]
+        assert withheld == "" or any(string.startswith(withheld) and string != withheld for string in stop)
+        assert stops.flush() == withheld
 
 
 def test_a_stop_string_across_pieces_is_found_and_left_out() -> None:
