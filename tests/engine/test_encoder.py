@@ -192,9 +192,12 @@ def test_closing_ends_what_waits(bert: Path) -> None:
     assert not engine.has_unfinished()
 
 
-def test_values_that_are_not_finite_fail_the_request_alone(bert: Path) -> None:
-    engine = load(bert)
-    engine._executor.model.word_embeddings[9] = torch.nan
+def test_values_that_are_not_finite_fail_the_request_alone(tmp_path: Path) -> None:
+    file = make_bert_checkpoint(tmp_path) / "model.safetensors"
+    weights = load_file(file)
+    weights["embeddings.word_embeddings.weight"][9] = torch.nan
+    save_file(weights, file, metadata={"format": "pt"})
+    engine = load(tmp_path)
     outputs = run(engine, EmbeddingRequest("bad", [[5], [9], [6]]), EmbeddingRequest("good", [[5]]))
     assert isinstance(outputs["bad"].error, EngineError)
     assert outputs["good"].error is None
