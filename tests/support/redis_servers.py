@@ -7,11 +7,13 @@ do, set up badly for `millrace doctor`, or with a reply that gets lost after the
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import select
 import selectors
 import shutil
+import signal
 import socket
 import ssl
 import struct
@@ -99,8 +101,12 @@ def wait_until_answered(client: redis.Redis, process: subprocess.Popen[bytes]) -
 
 
 def free_port() -> int:
-    """A port of this machine that was free a moment ago; no outgoing connection is given it."""
-    for port in random.SystemRandom().sample(SERVER_PORTS, 100):
+    """A port of this machine that was free a moment ago; no outgoing connection is given it.
+
+    Processes of pytest-xdist take turns at the ports: none gets one that another is about to listen on.
+    """
+    first, step = os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:], os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
+    for port in random.SystemRandom().sample(SERVER_PORTS[int(first) :: int(step)], 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind((HOST, port))
             return port
@@ -108,10 +114,7 @@ def free_port() -> int:
 
 
 class RestartableRedis:
-    """A server that can be ended and started again.
-
-    is_durable: it has the append-only file of compose.yaml; without it a restart forgets everything.
-    """
+    """A server that can be started again. If `is_durable` it keeps its data in the append-only file of compose.yaml."""
 
     def __init__(self, directory: Path, *, is_durable: bool) -> None:
         self.port = free_port()
@@ -125,8 +128,10 @@ class RestartableRedis:
         options = {"port": self.port, "bind": "127.0.0.1", "dir": self._directory, "save": ""}
         options |= {"appendonly": "yes" if self._is_durable else "no", "appendfsync": "everysec"}
         command = _command(options)
+        # The server inherits that this is ignored, so a file that may not grow is an error of write() and not the end.
+        # Python ignores it from its start on; LLVM catches it once Triton has compiled, which is not inherited.
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         with (self._directory / "redis.log").open("ab") as log:
-            # SIGXFSZ stays ignored, as it is in Python: a file that may not grow is an error of write(), not the end.
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, restore_signals=False)
         wait_until_it_answers(self.port, self._process)
 
