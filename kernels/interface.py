@@ -27,8 +27,7 @@ class Operations(Protocol):
     """
 
     def pack(self, weight: Tensor, *, keep_dtype: bool = False) -> PackedWeight:
-        """Lay a weight out once for the many products below. The caller drops the original, which the packed weight may
-        still hold.
+        """Lay a weight out once for all products with it. The caller drops the original; the packed weight may hold it.
 
         weight [N, K] for `linear`, [E, N, K] for `grouped_gemm` and `moe_small_batch`, in the model dtype;
         keep_dtype: do not quantise it (a router, whose rounding would send tokens to other experts).

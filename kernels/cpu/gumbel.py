@@ -11,9 +11,9 @@ from kernels.cpu.sampling import argmax
 def gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """See `Operations.gumbel_argmax` and `kernels.gumbel_noise`.
 
-    Exact, without the logarithms of a whole vocabulary: the likeliest token's score bounds the winner's from below, and
-    so bounds how small v must be for a token to win. Few pass, and only their noise is computed. A row whose largest
-    logit is not finite (NaN, +inf, or all -inf) is decided by it alone: noise cannot change an argmax among those.
+    Exact, without the logarithms of a whole vocabulary: the winner's score is at least the likeliest token's, which
+    bounds how small v must be for a token to win. Few pass, and only their noise is computed. A row whose largest logit
+    is not finite (NaN, +inf, or all -inf) is decided by it alone: noise cannot change an argmax among those.
     """
     top_ids = argmax(logits)
     tops = logits.gather(1, top_ids[:, None]).squeeze(1)

@@ -9,8 +9,8 @@ import torch
 
 from kernels.operands import AttentionRows, KeyRange
 
-# A row's keys are cut at multiples of this many tokens, so that one long row neither needs a buffer of its own size nor
-# leaves all but a few cores idle. Positions are absolute: where a row is cut does not depend on its neighbours.
+# A row's keys are cut at absolute multiples of this many tokens, whatever its neighbours, so that one long row neither
+# needs a buffer of its own size nor leaves all but a few cores idle.
 SEGMENT_TOKENS = 2048
 # Below this many keys a gather is launch overhead, not work: padding it is cheaper than splitting it.
 SMALL_GATHER_TOKENS = 1024

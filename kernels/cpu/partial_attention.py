@@ -12,8 +12,8 @@ from typing import NamedTuple, Self
 import torch
 
 # Numbers of queries of a KV head for which `matmul_attention` is faster in float32. Over 384 keys of 8 heads of 128,
-# two threads, flash attention takes 0.25 ms for 8 queries, 0.73 for 32, 2.68 for 128, 2.70 for 256 and 5.3 for 512; it
-# takes 0.30, 0.53, 1.50, 2.85 and 5.7 (Xeon 2.5 GHz with AVX-512). From 192 on flash attention takes larger tiles.
+# 8, 32, 128, 256 and 512 queries take it 0.30, 0.53, 1.50, 2.85 and 5.7 ms, flash attention 0.25, 0.73, 2.68, 2.70 and
+# 5.3 (two threads, Xeon 2.5 GHz with AVX-512). From 192 on flash attention takes larger tiles.
 MIN_QUERIES = 16
 MAX_QUERIES = 191
 

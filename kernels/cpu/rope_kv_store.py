@@ -19,7 +19,7 @@ def qk_norm_rope_store_kv(
     """See `Operations.qk_norm_rope_store_kv`.
 
     In float32 the result is transformers' bit for bit. In bfloat16 and float16 the rotation is computed in float32 and
-    rounded once, where transformers rounds the cosine, the sine and both products: ours is nearer to the exact value.
+    rounded once, where transformers rounds the cosine, the sine and both products.
     """
     num_kv_heads, head_dim = k_cache.shape[-2:]
     num_tokens = qkv.shape[0]

@@ -16,7 +16,7 @@ LARGEST = 127  # symmetric: -128 is not used, so that a row and its negative rou
 ZERO_POINT = 128  # oneDNN's products are fast for unsigned activations alone: 800 against 0.2 GOP/s for signed ones
 # Rows are worked on in slabs of 1 MiB of float32, which stay in cache between the passes.
 SLAB_ELEMENTS = 1 << 18
-# Below, 127 / largest would overflow. Such a row becomes zeros, as it is for any product in float32.
+# With less, 127 / largest would overflow. Such a row becomes zeros: its products are next to nothing.
 LEAST_LARGEST_VALUE = 1e-36
 
 

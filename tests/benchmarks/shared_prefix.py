@@ -1,9 +1,9 @@
 """Measures what attention over shared prefixes saves here: `python -m tests.benchmarks.shared_prefix [--trials N]`.
 
 One layer of float32 attention on one thread, one group of rows with a shared prefix: the same call with the group and
-without, in turn. Figures are times without / times with, of the process's processor time, so that what else runs on the
-machine does not count; above 1 the group pays. Queries, rows and block order are random, anew in each trial, and the
-caches are larger than the processor's.
+without, in turn. Figures are time without / time with the group, above 1 a gain. Time is the process's processor time,
+so that other programs do not count. Queries, rows and block order are drawn for each trial, and the KV caches are
+larger than the processor's.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from tests.benchmarks.gpu.workload import Deadline, GpuSizes, GpuWorkload
 from tests.support.engines import load_engine
 from tests.support.tiny_checkpoint import VOCAB_SIZE, Family, make_checkpoint
 
-# Of the kernels' own sizes: heads of 128, groups of 4 query heads.
+# Sizes that the kernels are made for: heads of 128, groups of 4 query heads.
 SHAPE: dict[str, Any] = {
     "hidden_size": 256,
     "num_attention_heads": 8,
@@ -44,7 +44,7 @@ SHARED_TOKENS = 64
 NUM_LOGPROBS = 20
 FLOAT32_TOLERANCE = 2e-3  # of a log-probability: sums of 250 keys in another order; TF32 would be off by 1e-2
 TIE = 2e-3  # logits of the reference closer than this: rounding may choose
-# Of bfloat16, whose error has no bound of its own: how far transformers is off, on the same tokens, and this much more.
+# In bfloat16 no error bound is known. Ours may be transformers' own error on the same tokens, times this and plus that.
 TIMES_THEIRS = 1.5
 MORE_THAN_THEIRS = 0.005
 

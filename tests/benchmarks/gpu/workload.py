@@ -14,7 +14,7 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 from tests.benchmarks.peers.floor import ModelCost
 
-# Of lengths of prompts that a run may meet and that a warm-up must have met: the kernels have variants by length.
+# Long prompts in a warm-up: the kernels have variants by length, and a run must meet none that the warm-up did not.
 LONG_PROMPTS = 4
 
 # An H200's as reached by a copy and a large product; its data sheet says 4.8e12 and 990e12.
@@ -101,7 +101,7 @@ def decode_workload(sizes: GpuSizes, batch: int) -> GpuWorkload:
     """Prompts of one length that share nothing, greedy, that do not end before they were measured."""
     generator = random.Random("decode")
     prompts = tuple(tuple(_tokens(generator, sizes.decode_prompt_tokens, sizes.max_token_id)) for _ in range(batch))
-    # The first of them have generated some tokens by the time the last are prefilled: a step for each at most.
+    # By the time the last are prefilled, the first have generated some tokens: one for each of the others at most.
     return GpuWorkload("decode", prompts, (sizes.decode_steps + batch + 64,) * batch, 0.0)
 
 
@@ -119,8 +119,8 @@ class GpuSizes:
     shared_tokens: int = 2000
     own_tokens: int = 200
     shared_max_tokens: int = 100
-    # Decode: the batches one after the other, the largest first, each of those requests of the one before that are
-    # left. At 64 the context is then 1024 in the mean.
+    # Decode: one batch after the other, the largest first; the next one goes on with some of its requests. At 64 the
+    # context is then 1024 tokens on average.
     batches: tuple[int, ...] = (256, 64, 16, 1)
     decode_prompt_tokens: int = 928
     warm_steps: int = 4

@@ -53,7 +53,7 @@ def points_table(points: Sequence[ScalingPoint]) -> str:
 
 
 def exponents(points: Sequence[ScalingPoint]) -> str:
-    """Of time and of arithmetic over all sizes, and between the last two."""
+    """The exponents of time and of arithmetic over all sizes, and between the last two."""
     texts = []
     for name, chosen in (("all", points), ("last two", points[-2:])):
         sizes = [point.size for point in chosen]

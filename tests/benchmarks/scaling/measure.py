@@ -66,7 +66,8 @@ def _one_prefix(own_tokens: int) -> Workload:
     return Workload(name, "small", 1, 512 - own_tokens, own_tokens, 64, 16)
 
 
-# All but the last share nothing: 283,000 tokens a round. Of the last 203,000, of which 73,000 are computed.
+# Requests share nothing on the first three axes, 283,000 tokens a round; on the last they share prefixes, so that
+# 73,000 of its 203,000 tokens are computed.
 AXES = (
     Axis("requests", (16, 64, 256, 1024), lambda size: _unshared(size, 64, 16)),
     Axis("prompt tokens", (128, 256, 512, 1024, 2048, 4096), lambda size: _unshared(16, size, 8)),

@@ -72,8 +72,8 @@ _HEADS_OF_MODELS = {
 # Among them one head a KV head and 16, and groups that are no powers of two.
 _OTHER_HEADS = (_Heads(16, 1), _Heads(14, 2, 64), _Heads(5, 1, 80), _Heads(8, 8, 96), _Heads(14, 2, 256))
 
-# Every head size but 96, and the largest, which is the first to spill, in the largest blocks: a kernel over shared keys
-# takes 3 to 5 s to compile, for each of two architectures.
+# Not every combination, since a kernel over shared keys takes 3 to 5 s to compile for each of two architectures: every
+# head size but 96, and in the largest blocks the largest, which is the first to spill.
 _SHARING = (
     *((_HEADS_OF_MODELS["Qwen3-8B"], num_pairs) for num_pairs in _NUM_SHARED_PAIRS),
     (_HEADS_OF_MODELS["Qwen3-30B-A3B"], 64),
@@ -133,7 +133,7 @@ def _attend(
 def _attend_to_shared_keys(
     heads: _Heads, dtype: torch.dtype, num_pairs: int, *, num_tokens: int = _SHARED_TOKENS, first_row: int = 0
 ) -> None:
-    """Rows of one query of which the first share their first num_tokens keys, all but one of them."""
+    """Rows of one query; all but the last share their first num_tokens keys."""
     k_cache, v_cache = (torch.empty(8, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, dtype=dtype) for _ in range(2))
     num_members = max(num_pairs * heads.num_kv_heads // heads.num_heads, 2)
     rows = _attention_rows([(1, num_tokens + 99)] * (num_members + 1), first_row)
@@ -144,7 +144,7 @@ def _attend_to_shared_keys(
 
 
 def _attention_rows(lens: list[tuple[int, int]], first_row: int) -> AttentionRows:
-    """first_row: of this many rows before these the tensors have a place, too."""
+    """first_row: the tensors begin with so many other rows, which are cut off."""
     num_rows, max_blocks = len(lens), max(-(-kv_len // BLOCK_SIZE) for _, kv_len in lens)
     return AttentionRows(
         block_tables=torch.empty(num_rows + first_row, max_blocks, dtype=torch.int32)[first_row:],

@@ -20,7 +20,7 @@ collect_ignore_glob = [] if IS_INTERPRETED or torch.cuda.is_available() else ["t
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a GPU is not for the interpreter, on a machine with a GPU neither."""
+    """Skips tests that need a GPU when they run in the interpreter, also on a machine with a GPU."""
     for item in items:
         if IS_INTERPRETED and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs Triton's kernels on an NVIDIA GPU"))
@@ -28,8 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _language_patched_once() -> Iterator[None]:
-    """The interpreter puts its own functions in the place of Triton's language at every launch, which takes 10 ms, and
-    once more at every call of a device function, which changes nothing. Here it does so once.
+    """The interpreter replaces the functions of Triton's language at every launch and every call of a device function,
+    which takes 10 ms. Here it does so once.
     """
     if not IS_INTERPRETED:
         yield

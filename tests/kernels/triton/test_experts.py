@@ -24,7 +24,7 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What an operation forgets to write, or writes outside of its tensors, shows."""
+    """Shows what an operation forgets to write, or writes outside of its tensors."""
     guarded = GuardedMemory()
     guarded.install(monkeypatch)
     yield

@@ -48,7 +48,7 @@ def split_every(monkeypatch: pytest.MonkeyPatch, shared_tokens: int, own_tokens:
 
 
 def share_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In prefill, too, where nothing is saved by it."""
+    """Attends groups together in prefill, also where that saves nothing."""
     monkeypatch.setattr(shared_prefix, "saves_blocks", lambda *_: True)
 
 
