@@ -78,7 +78,7 @@ def make_batch(tokenizer: Tokenizer, task: Task, examples: Sequence[Example]) ->
 
 
 def make_model(tokenizer: Tokenizer, seed: int) -> Qwen3MoeForCausalLM:
-    """Untrained, float32."""
+    """The untrained model in float32."""
     end_id, pad_id = special_id(tokenizer, END), special_id(tokenizer, PAD)
     config = Qwen3MoeConfig(
         vocab_size=tokenizer.get_vocab_size(),
@@ -191,7 +191,7 @@ class Training:
         scales = [p for p in self.model.parameters() if p.dim() == 1]
         groups = [{"params": matrices, "weight_decay": 0.05}, {"params": scales, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
-        self._losses: dict[str, float] = {}  # of each task's last batch
+        self._losses: dict[str, float] = {}  # in each task's last batch
         self._runner = TrainingBatches(self.tokenizer, self.seed)
         if self.state_path.exists():
             self._restore()
@@ -211,7 +211,7 @@ class Training:
         return self.decay_from is not None and self.step >= self.decay_from + DECAY_STEPS
 
     def learning_rate(self) -> float:
-        """Of the current step: a line up, a plateau, and once the goal is reached a line down."""
+        """The current step's rate: a line up, a plateau, and once the goal is reached a line down."""
         if self.decay_from is not None:
             return PEAK_LEARNING_RATE * max(1 - (self.step - self.decay_from) / DECAY_STEPS, 0.01)
         return PEAK_LEARNING_RATE * min((self.step + 1) / WARM_UP_STEPS, 1.0)
@@ -249,7 +249,7 @@ class Training:
             "step": self.step,
             "decay_from": self.decay_from,
         }
-        whole = self.state_path.with_suffix(".new")  # a stop while it is written leaves the one before
+        whole = self.state_path.with_suffix(".new")  # if stopped while this is written, the one before stays
         torch.save(state, whole)
         whole.replace(self.state_path)
 
@@ -267,7 +267,7 @@ def export(model: Qwen3MoeForCausalLM, path: Path) -> None:
         parameter.data = parameter.data.to(torch.bfloat16)
     model.config.dtype = torch.bfloat16
     model.save_pretrained(path)
-    (path / "model.safetensors").chmod(0o644)  # the library leaves it to its owner alone
+    (path / "model.safetensors").chmod(0o644)  # the library makes it readable to its owner alone
     for parameter in model.parameters():  # computing in float32 with these weights is what they are good for
         parameter.data = parameter.data.float()
 

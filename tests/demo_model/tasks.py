@@ -52,7 +52,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What the user says, and all of what the model must say."""
+    """What the user says, and all that the model must answer."""
 
     user: str
     answer: str

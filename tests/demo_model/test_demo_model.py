@@ -53,7 +53,7 @@ def test_a_day_is_held_out_in_all_of_its_forms() -> None:
 
 @pytest.fixture(scope="module")
 def saved(tokenizer: tokenizers.Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """As the engine reads it."""
+    """The tokenizer as the engine reads it."""
     path: Path = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(tokenizer, path)
     return Tokenizer.from_directory(path)

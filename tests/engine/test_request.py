@@ -64,7 +64,7 @@ def test_zero_temperature_is_greedy_and_the_default_draws_from_everything() -> N
 
 @pytest.fixture(scope="module")
 def engine(moe_checkpoint: Path) -> Engine:
-    """One sequence at a time: the others wait."""
+    """An engine that runs one sequence at a time."""
     return load_engine(moe_checkpoint, {"engine.max_num_seqs": "1", "engine.async_scheduling": "false"})
 
 

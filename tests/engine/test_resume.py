@@ -40,7 +40,7 @@ def engine(tiny_model: Path) -> Engine:
 
 @pytest.fixture(scope="module")
 def other(tiny_model: Path) -> Engine:
-    """The engine of another worker."""
+    """Another engine, as of another worker."""
     return load_engine(tiny_model)
 
 
@@ -101,7 +101,7 @@ def test_a_resumed_request_ends_as_an_undisturbed_one(
 
 
 def _texts(engine: Engine, params: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
-    """Of seeds 0 to 49."""
+    """The texts of seeds 0 to 49."""
     for first in range(0, 50, 5):
         some = [replace(_request(**params, seed=seed), request_id=str(seed)) for seed in range(first, first + 5)]
         for name, output in run_all(engine, some).items():

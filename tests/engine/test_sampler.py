@@ -72,7 +72,7 @@ def _sample(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
 
 
 def _frequencies(row: dict[str, Any], draws: int = 4000) -> torch.Tensor:
-    """How often each token is drawn over many seeds."""
+    """How often many seeds draw each token."""
     logits = _logits().expand(draws, VOCAB)
     tokens = _sample(logits, [_row(seed=seed, **row) for seed in range(draws)])
     return torch.bincount(torch.tensor(tokens), minlength=VOCAB) / draws

@@ -58,7 +58,7 @@ class Watched:
         patch.setattr(StepExecutor, "execute", noted_execute)
 
     def step(self) -> str:
-        """What one step did."""
+        """Run one step; what it did."""
         self._events.clear()
         self.outputs = self.engine.step()
         return ", ".join(self._events)

@@ -198,7 +198,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def plain(text: str) -> str:
-    """Text with its markup escaped, but for code spans."""
+    """Text with its markup escaped, except in code spans."""
     parts = text.split("`")
     return "`".join(
         part if index % 2 else re.sub(r"(\*|<(?=[/a-zA-Z]))", r"\\\1", part) for index, part in enumerate(parts)

@@ -1,4 +1,4 @@
-"""Finds what a document names and what does not exist: modules, paths, settings, metrics, commands, links."""
+"""Finds names in documents that do not exist: modules, paths, settings, metrics, commands, links."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class KnownNames:
-    """The names that documents may use, read off the code."""
+    """The names that documents may use, read from the code."""
 
     settings: frozenset[str]
     groups: frozenset[str]
@@ -118,7 +118,7 @@ class DocumentCheck:
                 yield _line(piece, match), match[0], "there is no such setting, and no such module"
 
     def _is_python(self, name: str) -> bool:
-        """Whether it is one of our modules, a name in one (`worker.client.BatchClient`), or redis-py's."""
+        """Whether a name is one of our modules, something in one (`worker.client.BatchClient`), or redis-py's."""
         if name.startswith("redis."):
             return hasattr(redis, name.split(".")[1])
         path = self.root.joinpath(*name.split("."))

@@ -1,4 +1,4 @@
-"""Every name, link and figure in the documents that a machine can check is true."""
+"""Names, links and figures in the documents are true, as far as a machine can check."""
 
 from __future__ import annotations
 

@@ -41,26 +41,26 @@ RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 
 @dataclass(frozen=True)
 class FigureFile:
-    """What `write_figures` wrote."""
+    """A file of figures, as `write_figures` wrote it."""
 
     name: str  # of the file, without suffix
     figures: Mapping[str, Any]
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises OSError, ValueError."""
+        """Read a file. Raises OSError, ValueError."""
         return cls(path.stem, json.loads(path.read_text()))
 
     @property
     def machine(self) -> str:
-        """Processor and PyTorch."""
+        """The processor and the version of PyTorch."""
         machine = self.figures["machine"]
         cpu = " ".join(machine["cpu"].replace("(R)", "").replace("Processor", "").split())
         return f"{cpu}, {machine['num_cpus']} CPUs, torch {machine['torch']}"
 
     @property
     def commit(self) -> str:
-        """Its first seven digits."""
+        """The first seven digits of the commit."""
         return str(self.figures["machine"]["checkout"]["commit"])[:7]
 
     @property
@@ -73,7 +73,7 @@ class FigureFile:
 
     @property
     def command(self) -> str:
-        """Without what only the machine it ran on knows: paths."""
+        """The command, without paths of the machine it ran on."""
         words = shlex.split(self.figures["command"])
         hidden = {"--json", "--cache"}
         kept = [word for before, word in pairwise(("", *words)) if not {before, word} & hidden]
@@ -82,7 +82,7 @@ class FigureFile:
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Figures that are made inside look like the others."""
+    """Give figures that are made in the block the look of all."""
     style = mpl.rc_context(
         {
             "svg.fonttype": "none",  # text stays text: sharp, searchable, in the page's colour
@@ -118,7 +118,7 @@ def grid(axes: Axes) -> None:
 
 
 def as_svg(figure: Figure) -> str:
-    """The document, without what differs from day to day."""
+    """The SVG document, without what differs from day to day."""
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     head, tag, rest = out.getvalue().replace(INK, "currentColor").partition("<defs>")
@@ -127,7 +127,7 @@ def as_svg(figure: Figure) -> str:
 
 @dataclass(frozen=True)
 class _Row:
-    """One workload, both sides on the same prompts."""
+    """A workload with both sides on the same prompts."""
 
     label: str
     ours: Sequence[float]  # generated tokens a second of each trial

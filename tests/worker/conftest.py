@@ -1,6 +1,6 @@
 """Fixtures of the worker's tests: the registry over the tests' Redis, a client, real workers, one monitored run.
 
-The monitored run is shared by all pages that are looked at after it: it takes most of the time of these tests.
+All tests that look at pages share the monitored run, which takes most of their time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def workers(redis_url: str, tmp_path: Path) -> Iterator[WorkerProcesses]:
 
 @pytest.fixture(scope="package")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MonitoredRun]:
-    """Jobs that were run a moment ago."""
+    """A monitored run whose jobs have just ended."""
     model = make_checkpoint(tmp_path_factory.mktemp("model") / "tiny", "qwen3", initializer_range=0.6)
     with monitored_run(tmp_path_factory.mktemp("monitored"), model) as run:
         yield run

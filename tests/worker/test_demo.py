@@ -35,7 +35,7 @@ def _tickets(count: int, *, seed: int = 1, held_out: bool) -> list[Ticket]:
 
 
 def _complaint(ticket: Ticket) -> str:
-    """Which complaint it makes: that whose longest fixed part stands in the text."""
+    """The complaint whose longest fixed part stands in the text."""
     [found] = {
         complaint
         for complaint in COMPLAINTS[ticket.fields["category"]]

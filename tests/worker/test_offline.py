@@ -1,4 +1,4 @@
-"""OfflineRun over a scripted engine: who gets which record, when, and under which number."""
+"""OfflineRun over a scripted engine: which line gets which record, when, and under which number."""
 
 from __future__ import annotations
 

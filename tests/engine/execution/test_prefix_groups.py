@@ -156,7 +156,7 @@ class Seen:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    """What the engines of this test see; every group passes their gates, since the models are tiny."""
+    """The groups that this test's engines find; all pass the gates, since the models are tiny."""
     seen = Seen()
     for name, value in {"DECODE_GATE": _always, "PREFILL_GATE": _always, "plan_batch": seen.plan}.items():
         monkeypatch.setattr(step_executor, name, value)

@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, object]] = {
 
 
 class Harness:
-    """A scheduler whose model answers token 7, when it is asked to."""
+    """A scheduler whose model answers token 7 when told to."""
 
     def __init__(self, *, num_blocks: int = 65, tokens: int = 16) -> None:
         self.blocks = BlockManager(num_blocks, BLOCK, prefix_caching=True)

@@ -43,7 +43,7 @@ class QueueHarness:
             self.queue.add(state)
 
     def admit(self, count: int, cost: int = 1) -> list[RequestState]:
-        """Admit so many, in one step, each at `cost` tokens."""
+        """Admit up to `count` sequences in one step, each at `cost` tokens."""
         admitted: list[RequestState] = []
         for state in self.queue.candidates(lambda _: None):
             self.queue.admit(state)

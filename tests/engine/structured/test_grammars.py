@@ -170,7 +170,7 @@ def test_a_request_goes_on_from_a_checkpoint_where_it_stood_in_its_grammar(engin
 def test_a_prompt_is_scored_after_a_resume_with_one_sequence_ended(
     engine: Engine,
 ) -> None:
-    """That it had ended is known only once the grammar is compiled, when its sequences are there already."""
+    """Only the compiled grammar tells that it had ended, and by then its sequences are there."""
     params: dict[str, Any] = {"n": 2, "temperature": 1.0, "prompt_logprobs": 1}
     probes = (grammar_request("r", Grammar("regex", "x|y{12}"), seed=seed, **params) for seed in range(50))
     request, whole = next(

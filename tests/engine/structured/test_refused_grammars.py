@@ -40,7 +40,7 @@ def strict(tiny_model: Path) -> Iterator[Engine]:
 
 
 def _beside_a_mate(engine: Engine, grammar: Grammar) -> RequestOutput:
-    """The output of a request with this grammar; one beside it must end as it does alone."""
+    """The output of a request with this grammar; a request beside it must end as it does alone."""
     mate = grammar_request(MATE, schema_grammar(POINT))
     alone = run_all(engine, [mate])[MATE]
     outputs = run_all(engine, [grammar_request("bad", grammar), mate])

@@ -1,4 +1,4 @@
-"""What a command line names as its input."""
+"""The files that a command line names as its input."""
 
 from __future__ import annotations
 

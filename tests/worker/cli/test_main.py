@@ -170,7 +170,7 @@ def test_a_command_that_needs_the_engine_says_so_without_it() -> None:
 
 
 def test_no_text_sends_anybody_to_the_package_index() -> None:
-    """A stranger's project has our name there."""
+    """There our name belongs to a stranger's project."""
     wrong = re.compile(r"pip install \S?millrace(?!\S* @ )")
     for path in [ROOT / "README.md", *ROOT.glob("worker/**/*.py"), *ROOT.glob("settings/**/*.py")]:
         assert not wrong.search(path.read_text()), path

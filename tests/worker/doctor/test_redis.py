@@ -36,7 +36,7 @@ from worker.schemas import WorkerInfo
 
 @pytest.fixture
 def at_most_a_second(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of processor time and pauses: how long the machine lets other processes go first is not the doctor's affair."""
+    """At most a second of processor time and pauses; how long other processes run meanwhile does not count."""
     pauses: list[float] = []
     sleep = time.sleep
 
@@ -164,7 +164,7 @@ def test_our_own_users_are_well_and_asking_them_is_no_denial(server: AclRedis) -
     [("+@all", "+@all"), ("+@all -@dangerous", None), ("-@all +@read +config +flushall", "+config +flushall")],
 )
 def test_what_a_user_has_beyond_its_work_is_listed(server: AclRedis, rules: str, beyond: str | None) -> None:
-    # What doctor asks; ACL GETUSER, without which its rules are not to be known.
+    # What doctor asks; without ACL GETUSER it does not know the rules.
     asked = "+client|setname +client|setinfo +client|maint_notifications +hello +info +time +ping +acl|getuser"
     words = [*rules.split(), *asked.split(), "+script|exists"]
     server.admin.execute_command(  # type: ignore[no-untyped-call]  # redis-py has no types here

@@ -173,7 +173,7 @@ def _checks(*, strict: bool = False, endpoint: Endpoint | None = None) -> FileCh
 
 
 def _codes(checks: FileChecks, *lines: bytes) -> list[str | None]:
-    """What each line is refused with, None for a good one."""
+    """The code that each line is refused with, None for a good one."""
     codes: list[str | None] = []
     for index, raw in enumerate(lines):
         try:

@@ -191,7 +191,7 @@ def test_offsets_say_where_each_token_begins_in_the_text(service: Service) -> No
 
 
 def test_a_text_scores_as_it_does_in_the_middle_of_another(service: Service) -> None:
-    """What programs do that compare answers: the log-probability of an ending behind a context."""
+    """Programs that compare answers ask so: for the log-probability of an ending behind a context."""
     context, ending = "you are the", " and you"
     scored = service.choice(prompt=context + ending, max_tokens=1, echo=True, logprobs=1)["logprobs"]
     cut = [position for position, offset in enumerate(scored["text_offset"]) if offset >= len(context)][:-1]

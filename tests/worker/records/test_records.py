@@ -174,7 +174,7 @@ def _record(encoding_format: str) -> dict[str, object]:
 
 
 def _read(encoding_format: str) -> dict[str, Any]:
-    """The record as whoever reads its line has it."""
+    """The record as a reader of its line gets it."""
     record: dict[str, Any] = json.loads(encode_record(_record(encoding_format)))
     return record
 

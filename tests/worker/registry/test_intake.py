@@ -193,7 +193,7 @@ def _staged_jobs(
 
 
 def _stage(registry: TestRegistry) -> str:
-    """As a plain producer does: no time after which the lines are forgotten."""
+    """Stage lines like a plain producer: without a time after which they are forgotten."""
     job_id = registry.keys.new_job_id()
     registry.redis.hset(registry.keys.lines(job_id), "0", b"{}")
     return job_id

@@ -120,7 +120,7 @@ def test_a_job_that_ended_without_any_record_has_none(pages: Pages) -> None:
 
 
 def _jobs(registry: TestRegistry, count: int) -> list[str]:
-    """Oldest first."""
+    """Jobs, the oldest first."""
     job_ids = [registry.submit([b"x"]) for _ in range(count)]
     registry.redis.zadd(registry.keys.jobs, {job_id: number for number, job_id in enumerate(job_ids, 1)})
     return job_ids

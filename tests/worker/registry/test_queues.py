@@ -45,7 +45,7 @@ class Worker:
         return self.registry.shard_queue().choose(self.hint, self.held, only_new_tenants=only_new_tenants)
 
     def claim(self, count: int) -> list[UnitRef]:
-        """The shards it got, one after the other."""
+        """The shards that the worker gets, one after the other."""
         for _ in range(count):
             ref = self.choose()
             assert ref is not None
@@ -164,7 +164,7 @@ def _job_of_shards(registry: TestRegistry, tenant: str, num_shards: int, *, prio
 
 
 def _age_shards(registry: TestRegistry, job_id: str, numbers: Sequence[int], seconds: int) -> None:
-    """Let shards have been queued so long ago."""
+    """Make shards look as if queued so long ago."""
     for number in numbers:
         ref = UnitRef.shard(job_id, number)
         tenant = registry.status(job_id).tenant

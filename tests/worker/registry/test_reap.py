@@ -96,7 +96,7 @@ def test_units_of_a_cancelled_job_are_to_be_closed_at_once(registry: TestRegistr
 
 def test_units_of_an_expired_job_are_to_be_closed_when_it_expires(registry: TestRegistry) -> None:
     job_id = registry.running_job([0], options=SubmitOptions(deadline_s=0.05))
-    deadline_s = registry.time_s() + 0.05  # no sooner than the job's
+    deadline_s = registry.time_s() + 0.05  # not before the job's
     wait_until(lambda: registry.time_s() > deadline_s)
     due = registry.reap_queue().due()
     assert [(unit.ref, unit.should_close) for unit in due] == [(UnitRef.shard(job_id, 0), True)]
@@ -196,7 +196,7 @@ def test_a_plan_that_is_another_workers_cannot_be_refused(registry: TestRegistry
 def test_only_workers_that_know_what_a_job_asks_for_take_it(
     registry: TestRegistry, options: dict[str, object], version: bytes
 ) -> None:
-    """Those of the version before leave version 2 alone."""
+    """Workers of the version before leave version 2 alone."""
     job_id = registry.submit([b"a"], SubmitOptions.model_validate(options))
     assert registry.redis.hget(registry.keys.job(job_id), "v") == version
     claim = must_claim(registry.leases(), UnitRef.plan(job_id))

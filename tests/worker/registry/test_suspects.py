@@ -44,7 +44,7 @@ def test_a_unit_that_crashed_a_worker_is_refused_unless_run_alone(registry: Test
     assert leases.is_suspect(shard)
     claim = must_claim(leases, shard, alone=True)
     assert (claim.mode, claim.attempts, claim.missing) == (RunMode.RUN, 1, (0, 1))
-    assert not leases.is_suspect(shard)  # it is held
+    assert not leases.is_suspect(shard)  # it has a lease
 
 
 def test_crashes_in_company_make_nobody_guilty(registry: TestRegistry) -> None:

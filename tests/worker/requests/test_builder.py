@@ -49,7 +49,7 @@ def builder(tokenizer: Tokenizer) -> RequestBuilder:
 
 
 def build(builder: RequestBuilder, line: RequestLine, request_id: str, *, tenant: str = "") -> Request:
-    """Of a line that generates."""
+    """The engine request of a line that generates."""
     request = build_request(builder, line, request_id, tenant=tenant)
     assert isinstance(request, Request)
     return request

@@ -1,4 +1,4 @@
-"""The grammars that tool calls are held to, tried token by token on the compiled grammar."""
+"""Grammars of tool calls, tried token by token on the compiled grammar."""
 
 from __future__ import annotations
 

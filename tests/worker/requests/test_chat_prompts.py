@@ -242,7 +242,7 @@ def by_transformers(theirs: PreTrainedTokenizerFast, body: Mapping[str, Any]) ->
 
 
 class Both:
-    """One checkpoint, read by us and by transformers."""
+    """A checkpoint as read by us and by transformers."""
 
     def __init__(self, path: Path, template: str, tokens: dict[str, bool]) -> None:
         self.ours: Tokenizer = chat_model(path, template_source(template), tokens)

@@ -158,7 +158,7 @@ def test_a_value_counts_in_every_bucket_whose_bound_it_does_not_exceed() -> None
 
 
 class Figures(QueueFigures):
-    """Those of a real queue, unless there is an error to raise."""
+    """The figures of a real queue, or an error that is raised instead."""
 
     def __init__(self, registry: TestRegistry) -> None:
         super().__init__(registry.redis, registry.keys, max_tenants=20)

@@ -148,7 +148,7 @@ def test_a_terminal_gets_plain_lines() -> None:
     assert "shard claimed" in stream.getvalue()
     assert "s0-1" in stream.getvalue()
     assert not stream.getvalue().startswith("{")
-    assert "Z" not in stream.getvalue()  # the time of day of whoever looks at it
+    assert "Z" not in stream.getvalue()  # the local time of day
 
 
 def raised(error: Exception, cause: Exception | None = None) -> Exception:

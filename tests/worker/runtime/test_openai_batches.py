@@ -193,7 +193,7 @@ def test_an_empty_or_too_long_file_is_refused_before_there_is_a_job(redis_url: s
 
 
 def _with_two_of_five_done(registry: TestRegistry, units: Units) -> str:
-    """A job of three shards, one of which ran."""
+    """A job of three shards of which one ran."""
     job_id = registry.submit([completion_line(custom_id=name, prompt=name) for name in "abcde"])
     units.planner(shard_size=2).plan(units.hold(UnitRef.plan(job_id)))
     units.shard_run(units.hold(UnitRef.shard(job_id, 0))).run()

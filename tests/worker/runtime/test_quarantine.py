@@ -1,4 +1,4 @@
-"""Suspects in one worker: alone, one after the other, and never for the price of a deadlock."""
+"""Suspects in one worker run alone, one after the other, and never deadlock."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Worker:
         self._lock = threading.Lock()
 
     def message(self, ref: UnitRef, *, lasts_s: float = 0.0) -> Future[MessageEnd]:
-        """Run a unit that takes so long, unless it is stopped."""
+        """Run a unit that takes `lasts_s` seconds, unless it is stopped."""
         return self.pool.submit(self.runner.run, ref, f"m{ref}", lambda held: self._work(held, lasts_s))
 
     def _work(self, held: HeldUnit, lasts_s: float) -> None:

@@ -23,7 +23,7 @@ ENDLESS = 1_000_000  # steps
 
 
 def _hold_job(units: Units, prompts: list[str], options: SubmitOptions | None = None) -> HeldUnit:
-    """A job whose one shard is held."""
+    """The held shard of a job that has no other."""
     lines = [json.dumps({"prompt": prompt}).encode() for prompt in prompts]
     job_id = units.registry.submit(lines, options)
     plan = must_claim(units.leases, UnitRef.plan(job_id))

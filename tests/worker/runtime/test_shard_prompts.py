@@ -106,7 +106,7 @@ def test_an_unexpected_error_over_a_prompt_is_its_record_and_logged(
 
 
 class RecordingSpan(UnitSpan):
-    """Remembers how it ended."""
+    """Notes how it was ended."""
 
     def __init__(self) -> None:
         super().__init__(TRACEPARENT)

@@ -59,7 +59,7 @@ class Worker:
         self.health = WorkerHealth(watched)
 
     def after(self, seconds: float, *, loop_turns: bool = True, redis_answers: bool = True) -> list[str]:
-        """What it says then."""
+        """What the worker says after so many seconds."""
         for _ in range(round(seconds)):
             self.now_s += 1.0
             self.num_answers += redis_answers

@@ -28,7 +28,7 @@ ENDLESS = {"steps_per_request": 1_000_000, "step_s": 0.01}
 
 
 def _stopping_after(num_answers: int, directory: Path) -> dict[str, object]:
-    """An engine that answers no more after so many: whatever is to meet its job meets it half done."""
+    """An engine that stops answering after so many, so that its job is half done whatever the machine."""
     return {"answers_before_gate": num_answers, "gate": str(directory / "never")}
 
 

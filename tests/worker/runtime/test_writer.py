@@ -80,7 +80,7 @@ def test_a_queue_is_full_of_bytes_too_but_takes_a_record_of_any_size(
     held = _hold(registry, leases, 3)
     writer = _writer(leases, 100)
     assert writer.put(held, [ok(0, "x" * 999)])
-    assert writer.put(held, [ok(1, "x" * 2000)])  # one byte is left: whoever comes next waits
+    assert writer.put(held, [ok(1, "x" * 2000)])  # one byte is left: the next one waits
     blocked = threading.Thread(target=writer.put, args=(held, [ok(2)]))
     blocked.start()
     wait_until(lambda: is_waiting(blocked))
@@ -187,7 +187,7 @@ def test_a_write_is_bounded_by_bytes(registry: TestRegistry, monkeypatch: pytest
 
 
 def _codes(registry: TestRegistry, held: HeldUnit) -> list[str]:
-    """Of the records in order: ok, or the code of their error."""
+    """For each record, in order: "ok" or the code of its error."""
     records = [json.loads(record) for record in registry.records(held.claim.ref.job_id)]
     return [record["response"]["body"]["error"]["code"] if "response" in record else "ok" for record in records]
 

@@ -123,7 +123,7 @@ def test_what_is_no_trace_context_is_refused(bad: str) -> None:
 
 
 class RecordingSpan(UnitSpan):
-    """Remembers its requests."""
+    """Notes the requests it is told of."""
 
     def __init__(self) -> None:
         super().__init__()
