@@ -1,4 +1,4 @@
-"""`millrace config`, `doctor` and `acl`: the settings in force, what is amiss, and the users of a Redis."""
+"""`millrace config`, `doctor` and `acl`: the settings in force, what is wrong, and the users of a Redis."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def config(model: str | None, as_json: bool, assignments: tuple[str, ...]) -> No
 
 
 def _derive(effective: EffectiveSettings) -> EffectiveSettings:
-    # Imported here: deriving asks torch for the device, and a producer has no torch.
+    # Imported here: deriving needs torch, which a producer does not have.
     try:
         from engine.loading.derived_settings import derive_settings  # noqa: PLC0415
     except ModuleNotFoundError as error:
@@ -98,7 +98,7 @@ def _findings(effective: EffectiveSettings, *, with_quantization_error: bool) ->
             f"{INSTALL_ENGINE}, where a worker is to run",
         )
         return
-    # Imported here: a producer has no torch, and doctor must tell it so.
+    # Imported here: a producer has no torch, and doctor must say so.
     from worker.doctor.model import engine_findings, quantization_findings  # noqa: PLC0415  # torch comes with it
 
     yield from engine_findings(effective)

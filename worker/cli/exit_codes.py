@@ -1,4 +1,4 @@
-"""Defines what the process's exit code says, and ends a command in one line where something is refused."""
+"""Defines the exit codes, and the errors that end a command with one line and such a code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CommandError(click.ClickException):
     exit_code = int(ExitCode.FAILED)
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """Print the line, without click's usage text: what is wrong is not how the command was written."""
+        """Print the line without click's usage text, since the command line itself was right."""
         click.echo(f"millrace: {self.format_message()}", file=file, err=file is None)
 
 
@@ -38,8 +38,8 @@ class BadUsage(CommandError):
 
 @contextmanager
 def refusals_in_a_line() -> Iterator[None]:
-    """Raise what the engine refuses as BadUsage, if settings can mend it, else as CommandError."""
-    # Not above: a producer does without the engine, and the list of commands without the settings (0.3 s).
+    """Raise what settings or machine do not allow as BadUsage, and other errors of the engine as CommandError."""
+    # Not at the top: a producer has no engine, and listing the commands does not need the settings (0.3 s).
     from engine.errors import CapabilityError, EngineError  # noqa: PLC0415
     from settings import SettingsError  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Opens the files a command reads and writes, where `-` is stdin or stdout, and says where records go."""
+"""Opens the files that a command reads and writes, where `-` is stdin or stdout, and sends records to them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from worker.records.record import BatchFile, encode_record
 STANDARD = "-"
 GZIP_SUFFIX = ".gz"
 
-# Every flush ends a block of the compression: one a record would make a file of short records half as large again.
+# A flush ends a compression block: with one for each record a file of short records grows by half.
 FLUSH_EVERY_S = 1.0
 
 OUTPUT_NAME = "output.jsonl"
@@ -35,10 +35,10 @@ WriteRecord = Callable[[Mapping[str, object]], None]
 
 
 def input_files(names: Sequence[str]) -> list[InputFile]:
-    """The files in the order they are given, those of a pattern such as 'day-*.jsonl' sorted by name.
+    """The files in the given order, those of a pattern such as 'day-*.jsonl' sorted by name; - is stdin.
 
-    A name is a pattern only where no file is called so; - is stdin. Raises BadUsage for what is not there or cannot be
-    read: nothing is submitted or run of half an input.
+    A name is a pattern only if no file is called so. Raises BadUsage if one is missing or unreadable, so that half an
+    input is never submitted or run.
     """
     if names.count(STANDARD) > 1:
         raise BadUsage("- is given twice; accepted: standard input once")
@@ -56,12 +56,12 @@ def _paths(name: str) -> list[str]:
 
 def _input_file(path: str) -> InputFile:
     if path == STANDARD:
-        if sys.stdin is None:  # so Python has it where descriptor 0 is closed
+        if sys.stdin is None:  # descriptor 0 is closed
             raise BadUsage("-: standard input is closed; accepted: a file, a pipe or a terminal")
         return InputFile(STANDARD, _open_stdin, stat.S_ISREG(os.fstat(sys.stdin.fileno()).st_mode))
     with _usable(path):
         is_complete = stat.S_ISREG(os.stat(path).st_mode)
-        # A pipe is opened once: whoever writes to it would find its reader gone.
+        # Not a pipe: the process that writes to it would lose its reader.
         if is_complete or os.path.isdir(path):
             _open(path).close()
     return InputFile(path, partial(_open, path), is_complete)
@@ -81,10 +81,7 @@ def _open(path: str) -> io.BufferedReader:
 
 
 def _open_stdin() -> io.BufferedReader:
-    """A reader of its own, which leaves the descriptor open.
-
-    At exit Python waits for the lock of sys.stdin, and a thread may still be reading.
-    """
+    """Not sys.stdin, for whose lock Python waits at exit, when a thread may still read. Leaves the descriptor open."""
     return open(sys.stdin.fileno(), "rb", closefd=False)
 
 
@@ -109,8 +106,8 @@ def open_output(path: str) -> Iterator[BinaryIO]:
 
 
 def check_output(path: str) -> None:
-    """Raise BadUsage where open_output would; a file that exists is left as it is, one that does not is made, empty."""
-    # Opening a pipe and closing it would be its end for whoever reads it.
+    """Raise BadUsage where open_output would; leaves a file that exists as it is, else makes an empty one."""
+    # Not a pipe: closing it would end it for its reader.
     if path == STANDARD or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)):
         return
     with _usable(path):
@@ -118,40 +115,36 @@ def check_output(path: str) -> None:
 
 
 def refuse_same_file(path: str, *, other: str, role: str) -> None:
-    """Raise BadUsage where writing `path` would destroy the other file, the command's `role`: "input"."""
+    """Raise BadUsage if `path` is the other file, which writing would destroy; `role` names that one: "input"."""
     if STANDARD in (path, other):
         return
     try:
         same = os.path.samefile(path, other)
-    except OSError:  # one of them does not exist: at most the names are the same
+    except OSError:  # one of them does not exist yet
         same = os.path.realpath(path) == os.path.realpath(other)
     if same:
         raise BadUsage(f"{path} is also the {role}; accepted: another file")
 
 
 def write_line(file: BinaryIO, line: str) -> None:
-    """Write one line and flush it: a reader of the file never waits for a buffer, nor loses one to a kill.
-
-    A compressed file may lag by a second's lines, see GzipOutput.
-    """
+    """Write one line and flush it: readers wait for no buffer, and a kill loses no line. But see GzipOutput."""
     file.write(line.encode("ascii") + b"\n")
     file.flush()
 
 
 class GzipOutput(gzip.GzipFile):
-    """Flushes at most once a second, with a write, and at the end.
+    """Flushes at most once a second, when something is written, and at the end.
 
-    What is written within a second of a flush waits for the first write after that second, however long that takes: a
-    kill costs no more than what was written in one second, but also costs it long afterwards.
+    A kill loses at most what one second wrote, which stays unflushed until the next write, however late that is.
     """
 
     def __init__(self, file: BinaryIO) -> None:
-        # Neither name nor time: equal records make equal files.
+        # Without name and time, so that equal records make equal files.
         super().__init__(filename="", mode="wb", fileobj=file, mtime=0)
         self._flushed_at_s = time.monotonic()
 
     def flush(self, zlib_mode: int = zlib.Z_SYNC_FLUSH) -> None:
-        """Hand on what was written, unless that was done within the last second: then a later flush does."""
+        """Flush, unless the last one was within a second: then a later call does."""
         now_s = time.monotonic()
         if now_s - self._flushed_at_s >= FLUSH_EVERY_S:
             super().flush(zlib_mode)
@@ -160,16 +153,16 @@ class GzipOutput(gzip.GzipFile):
 
 @dataclass(frozen=True, slots=True)
 class RecordPaths:
-    """One file for all records, or one for those with an answer and one for those without, as OpenAI keeps them."""
+    """One file for all records or, as at OpenAI, one for those with an answer and one for those without."""
 
     output: str
     errors: str | None  # None: with the others
 
     @classmethod
     def of(cls, output: str, errors: str | None = None) -> Self:
-        """As `-o` and `--errors-file` say; a directory holds output.jsonl and errors.jsonl, and is made if need be.
+        """As `-o` and `--errors-file` say; a directory gets output.jsonl and errors.jsonl, and is made if need be.
 
-        What ends in / is a directory. Raises BadUsage for a directory that cannot be had, and for one file twice.
+        A name that ends in / is a directory. Raises BadUsage if it cannot be made, or if both files are one.
         """
         if output != STANDARD and (output.endswith(os.sep) or os.path.isdir(output)):
             with _usable(output):
@@ -190,7 +183,7 @@ class RecordPaths:
 
 @contextmanager
 def record_output(paths: RecordPaths) -> Iterator[WriteRecord]:
-    """Open the files; what is yielded writes a record where it belongs, as a JSON line, at once. Raises BadUsage."""
+    """Open the files; yields a function that writes a record to its file at once, as a JSON line. Raises BadUsage."""
     errors = open_output(paths.errors) if paths.errors is not None else nullcontext(None)
     with open_output(paths.output) as output_file, errors as errors_file:
 
@@ -204,6 +197,6 @@ def record_output(paths: RecordPaths) -> Iterator[WriteRecord]:
 
 
 def write_records(records: Iterable[Mapping[str, object]], write: WriteRecord) -> None:
-    """Write records, each as soon as it is there."""
+    """Write records as they come."""
     for record in records:
         write(record)

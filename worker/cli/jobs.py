@@ -65,7 +65,7 @@ def watch(job_id: str, as_json: bool, redis_url: str | None, assignments: tuple[
 
 
 class Arguments(TypedDict):
-    """What click hands to the command."""
+    """What click passes to `results`."""
 
     job_id: str
     output_path: str
@@ -147,7 +147,7 @@ def jobs(as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> 
 
 @contextmanager
 def job_client(effective: EffectiveSettings) -> Iterator[BatchClient]:
-    """A client for the Redis of these settings. Inside, a bad job id or job is BadUsage, anything else CommandError."""
+    """A client for these settings' Redis; in the block a bad job id or job is BadUsage, other errors CommandError."""
     try:
         settings = effective.settings
         with BatchClient(settings.redis, limits=settings.limits, tracing=settings.tracing) as client:
@@ -176,10 +176,7 @@ def follow_job(
     *,
     plain_lines: bool = False,
 ) -> JobStatus:
-    """Poll until the job has ended, with its progress on stderr, see JobProgress.
-
-    `on_change` sees each status that differs from the one before.
-    """
+    """Poll until the job has ended, and show JobProgress on stderr; `on_change` gets each new status."""
     progress = JobProgress(sys.stderr, plain_lines=plain_lines)
     shown = None
     while True:

@@ -1,4 +1,4 @@
-"""Starts `millrace`: lists its commands and imports each only when it is used."""
+"""Runs `millrace`: lists its commands, and imports each only when it is used."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ INSTALL_MONITOR = 'pip install -e ".[monitor]" in the checkout'
 
 @dataclass(frozen=True, slots=True)
 class LazyCommand:
-    """Where a command is, and what the list of commands says of it without importing it."""
+    """Where a command is, and its line in the list of commands."""
 
     module: str  # holds a click.Command of the command's name
     summary: str
 
 
 class LazyGroup(click.Group):
-    """Commands by name.
+    """Commands by name, none of which is imported before it is used, not even for the list of `millrace --help`.
 
-    `millrace submit` runs in a producer that has no torch, and `millrace run` must not pay for celery: so no command
-    is imported before it is asked for, not even for the list that `millrace --help` prints.
+    `millrace submit` must run in a producer without torch, and `millrace run` should not pay for celery.
     """
 
     def __init__(self, *, lazy_commands: Mapping[str, LazyCommand], name: str, help: str) -> None:
@@ -36,11 +35,11 @@ class LazyGroup(click.Group):
         self._lazy_commands = lazy_commands
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names in the order in which they are listed."""
+        """Names in the order of the list."""
         return list(self._lazy_commands)
 
     def summary_of(self, name: str) -> str:
-        """What the list of commands says of one. Raises KeyError for a name it does not have."""
+        """A command's line in the list. Raises KeyError if there is none."""
         return self._lazy_commands[name].summary
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -49,7 +48,7 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, command.summary) for name, command in self._lazy_commands.items()])
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command. Raises CommandError where what it imports on its way, as torch, is not installed."""
+        """Run the command. Raises CommandError if it imports something, such as torch, that is not installed."""
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:
@@ -117,7 +116,7 @@ def main() -> None:
         click.echo("millrace: interrupted", err=True)
         code = ExitCode.INTERRUPTED
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
-        # Python flushes stdout once more at exit; there must be something that takes it.
+        # Python flushes stdout once more at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = ExitCode.FAILED
     except OSError as error:  # a full disk, say

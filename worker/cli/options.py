@@ -1,4 +1,4 @@
-"""Reads a command's options over the environment: settings, durations and metadata."""
+"""Reads the options of commands: settings, which override the environment's, durations and metadata."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def redis_options(command: Command) -> Command:
 
 
 def producer_options(command: Command) -> Command:
-    """`redis_options` for commands that only talk to Redis: fewer settings mean something to them."""
+    """`redis_options` for commands that read only the settings of producers."""
     return _redis_url_option(_set_option(_words(PRODUCER_SECTIONS), "redis.socket_timeout_s=30")(command))
 
 
 def load_producer_settings(assignments: Sequence[str], redis_url: str | None) -> EffectiveSettings:
-    """`load_command_settings` of a command with `producer_options`.
+    """`load_command_settings` for a command with `producer_options`.
 
     Raises BadUsage also for a setting that such a command would not read: a worker has settings of its own.
     """
@@ -53,7 +53,7 @@ def load_producer_settings(assignments: Sequence[str], redis_url: str | None) ->
 
 
 def load_command_settings(assignments: Sequence[str], named: Mapping[str, str | None]) -> EffectiveSettings:
-    """The settings in force; `named` are options that stand for a setting, None where not given.
+    """The settings in force; `named` are options that stand for a setting, None if not given.
 
     Also sets up logging, which follows from them. Raises BadUsage, one line, for a wrong setting.
     """
@@ -96,7 +96,7 @@ class Duration(click.ParamType[float]):
 
 
 def parse_metadata(texts: Sequence[str]) -> dict[str, str]:
-    """`["run=7"]` as a mapping. Raises BadUsage for a text that is no key=value and for a key given twice."""
+    """`["run=7"]` as a mapping. Raises BadUsage for a text without key or =, and for a key given twice."""
     metadata: dict[str, str] = {}
     for text in texts:
         key, equals, value = text.partition("=")

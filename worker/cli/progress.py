@@ -16,13 +16,13 @@ LONGEST_BAR, SHORTEST_BAR = 30, 10
 
 PLAIN_EVERY_S = 10.0
 
-WINDOW_S = 15.0  # long enough for some steps of long answers, short enough to show that a worker came or went
+WINDOW_S = 15.0  # of rates: long enough to even out bursts of records, short enough to show that a worker came or went
 
 JOB_COLUMNS = f"{'JOB':40} {'STATUS':12} {'ENDED':>15} {'FAILED':>8} {'PRI':>3} {'TENANT':12} CREATED"
 
 
 class ProgressLine:
-    """One line that is written over again and again. Silent where `stream` is no terminal."""
+    """One line that is overwritten again and again; silent if `stream` is no terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -36,19 +36,19 @@ class ProgressLine:
         return self._enabled and time.monotonic() - self._shown_at_s >= REFRESH_S
 
     def show(self, text: str, done: float | None = None) -> None:
-        """Replace the line's text, if it has stood long enough to be read. `done`, 0 to 1, is drawn as a bar."""
+        """Replace the line's text once it has been there long enough to read. `done`, 0 to 1, is drawn as a bar."""
         if self.is_due:
             self._write(text, done)
 
     def close(self, text: str, done: float | None = None) -> None:
-        """Show `text` for good and go to the next line."""
+        """Show `text` and end the line."""
         if self._enabled:
             self._write(text, done)
             self._stream.write("\n")
             self._stream.flush()
 
     def _write(self, text: str, done: float | None) -> None:
-        # A line that reaches the last column goes on in the next one, and \r does not come back from there.
+        # A text that reaches the last column wraps, and \r does not come back from the next line.
         columns = self._columns() - 1
         line = (text if done is None else f"{_bar(done, columns - len(text) - 3)}{text}")[:columns]
         self._stream.write("\r" + line.ljust(self._width))
@@ -64,7 +64,7 @@ class ProgressLine:
 
 
 def _bar(done: float, room: int) -> str:
-    """A bar of at most `room` columns between its brackets, and a space; nothing where that would say nothing."""
+    """A bar of at most `room` columns within its brackets, and a space; empty if it were too short."""
     width = min(room, LONGEST_BAR)
     if width < SHORTEST_BAR:
         return ""
@@ -84,7 +84,7 @@ class JobProgress:
         self._printed_state: JobState | None = None
 
     def show(self, job: JobStatus) -> None:
-        """The job as it stands now: call it often."""
+        """Show the job's present status; to be called often."""
         now_s = time.monotonic()
         self._rates.add(job, now_s)
         text = progress_text(job, self._rates)
@@ -100,13 +100,13 @@ class JobProgress:
 
 
 class JobRates:
-    """Prompts and tokens a second over the last quarter of a minute, from what the job's status said meanwhile."""
+    """Prompts and tokens a second over the last WINDOW_S, from the job's statuses in that time."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int, int]] = deque()  # when, prompts, output tokens
 
     def add(self, job: JobStatus, now_s: float) -> None:
-        """What the job's status says at `now_s`, seconds of a clock that only rises."""
+        """Take in the job's status at `now_s`, seconds of a monotonic clock."""
         self._seen.append((now_s, job.request_counts.finished, job.usage.output_tokens))
         while len(self._seen) > 2 and self._seen[1][0] <= now_s - WINDOW_S:
             self._seen.popleft()
@@ -139,7 +139,7 @@ def job_row(job: JobStatus) -> str:
 
 
 def job_details(job: JobStatus) -> str:
-    """Everything about one job that a person asks for, a line each."""
+    """Everything about one job, a line each."""
     counts, usage = job.request_counts, job.usage
     lines = [
         f"job        {job.id}",
@@ -162,7 +162,7 @@ def job_details(job: JobStatus) -> str:
 
 
 def progress_text(job: JobStatus, rates: JobRates) -> str:
-    """One line for a job that runs."""
+    """One line about a running job."""
     counts, usage = job.request_counts, job.usage
     hits = usage.cached_tokens / usage.input_tokens if usage.input_tokens else 0.0
     parts = [

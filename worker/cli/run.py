@@ -78,7 +78,7 @@ def run(
     for path in paths:
         check_output(path)  # results that cannot be written are not worth loading a model for
     with _pass_trace(profile_path, effective) as trace:
-        # What replaces the last results is a model that runs: until it does, Ctrl-C ends the command at once.
+        # Earlier results are replaced only once the model is loaded; until then Ctrl-C ends the command at once.
         engine, load_s = _load_engine(effective, trace)
         with _stop_signals() as should_stop, record_output(paths) as write:
             summary, failure = _run(engine, files, write, load_s, should_stop)
@@ -105,7 +105,7 @@ def _refuse_overwriting(files: Sequence[InputFile], paths: RecordPaths, profile_
 
 @contextmanager
 def _pass_trace(path: str | None, effective: EffectiveSettings) -> Iterator[PassTrace | None]:
-    """What --profile asks for; the file is complete when this ends, however it ends."""
+    """The trace that --profile asks for; its file is complete at the end of the block, even after an error."""
     if path is None:
         yield None
         return
@@ -123,7 +123,7 @@ def _pass_trace(path: str | None, effective: EffectiveSettings) -> Iterator[Pass
 
 
 def _load_engine(effective: EffectiveSettings, trace: PassTrace | None) -> tuple[Engine | EncoderEngine, float]:
-    """The engine, and the seconds that loading it took, less torch's import."""
+    """The engine, and the seconds that loading it took without torch's import."""
     from engine.loading.load import load_engine  # noqa: PLC0415  # torch comes with it
 
     started_s = time.monotonic()
@@ -138,7 +138,7 @@ def _run(
     load_s: float,
     should_stop: Callable[[], bool],
 ) -> tuple[RunSummary, CommandError | None]:
-    """The figures, and what ended the run before its end: they tell how far it came."""
+    """The figures, also of a run that broke off, and the error that broke it off."""
     window = request_window(engine.settings.engine.max_num_seqs)
     run = OfflineRun(engine, engine.settings.model, window=window, write=write)
     progress = ProgressLine(sys.stderr)
@@ -180,7 +180,7 @@ def _progress_text(summary: RunSummary) -> str:
 
 @contextmanager
 def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """The first SIGINT or SIGTERM asks to stop between steps; the second one acts as it would without us."""
+    """Let the first SIGINT or SIGTERM ask to stop between steps; the second acts as without this."""
     stop = threading.Event()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 

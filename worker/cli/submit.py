@@ -29,7 +29,7 @@ from worker.schemas import DEFAULT_PRIORITY
 
 
 class Arguments(TypedDict):
-    """What click hands to the command."""
+    """What click passes to `submit`."""
 
     input_paths: tuple[str, ...]
     wait: bool
@@ -92,7 +92,7 @@ def submit(**arguments: Unpack[Arguments]) -> None:
     with job_client(effective) as client:
         job_id = _submit(client, arguments, files, max_line_bytes)
         click.echo(job_id, err=output_path == STANDARD)
-        # Only now: what replaces the last results is a job that is there.
+        # Only now, so that earlier results are not replaced unless the job is submitted.
         with record_output(paths) as write:
             write_records(client.results(job_id, follow=True), write)
         job = client.status(job_id)

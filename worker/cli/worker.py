@@ -1,4 +1,4 @@
-"""`millrace worker`: runs a Celery worker with an engine in it, and keeps other people's words off stdout."""
+"""`millrace worker`: runs a Celery worker with an engine in it, and keeps the output of libraries off stdout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def worker(model: str | None, concurrency: str | None, redis_url: str | None, as
 
 
 def _load_engine(effective: EffectiveSettings) -> StepEngine:
-    # Not above: with it comes torch, 2 to 5 s, and a wrong setting or a Redis that does not answer is said before.
+    # Not at the top: torch comes with it (2 to 5 s), and a wrong setting or an absent Redis is reported before that.
     from engine.loading.load import load_engine  # noqa: PLC0415
 
     return load_engine(effective)
@@ -47,12 +47,12 @@ def _load_engine(effective: EffectiveSettings) -> StepEngine:
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Whatever is written to standard output meanwhile goes to standard error: stdout is for data.
+    """Send what is written to standard output to standard error: stdout is for data.
 
-    By descriptor, not by `sys.stdout`: Celery says `worker: Warm shutdown (MainProcess)` with os.write from a signal
-    handler, and a library in C knows no other way.
+    By descriptor, not by `sys.stdout`: Celery writes `worker: Warm shutdown (MainProcess)` with os.write from a signal
+    handler, and libraries in C use the descriptor too.
     """
-    if sys.__stdout__ is None or sys.__stderr__ is None:  # started without one of them: nothing can be said there
+    if sys.__stdout__ is None or sys.__stderr__ is None:  # started without one of them
         yield
         return
     stdout, stderr = sys.__stdout__.fileno(), sys.__stderr__.fileno()

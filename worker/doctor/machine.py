@@ -91,7 +91,7 @@ def wanted_device(settings: EngineSettings) -> torch.device:
 
 
 def device_findings(settings: EngineSettings, device: torch.device) -> Iterator[Finding]:
-    """Libraries, device, each operation's implementation, one kernel run, a GPU that is left alone."""
+    """Libraries, device, each operation's implementation, a run of one kernel, and a GPU that is not used."""
     yield Finding("torch", Level.OK, f"{torch.__version__}, CUDA {torch.version.cuda or 'none (a build for CPUs)'}")
     yield _triton()
     yield _device(settings, device)
@@ -151,7 +151,7 @@ def _kernels(settings: EngineSettings, device: torch.device) -> Iterator[Finding
 
 
 def kernel_run(ops: Operations, device: torch.device) -> Finding:
-    """One small kernel, compiled and run on the device, against the reference on the CPU."""
+    """Whether one small kernel, compiled and run on the device, gives what the reference gives on the CPU."""
     gate_up = torch.linspace(-4, 4, 256).reshape(2, 128)
     expected = reference.silu_and_mul(gate_up)
     fix = "see the driver's and triton's versions above against torch's; else set engine.device=cpu"

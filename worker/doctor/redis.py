@@ -19,7 +19,7 @@ from worker.schemas import WorkerInfo
 
 OLDEST_REDIS = (6, 2)  # celery 5.7
 
-# The users of `millrace acl` have none of these: each makes a stolen password worth more than the queue.
+# The users of `millrace acl` have none of these, each of which lets a stolen password do more than use the queue.
 _DANGEROUS = frozenset(
     (
         *("+@admin", "+@dangerous", "+acl", "+config", "+debug", "+module", "+migrate", "+replicaof", "+slaveof"),
@@ -37,14 +37,14 @@ _DISK = "free space on Redis's disk and see its log"
 
 # Claiming a shard, writing its records and ending it are a round trip each; on one machine it takes 0.1 ms.
 SLOW_ROUND_TRIP_S = 0.02
-# Within a second the records of several machines can still be laid side by side.
+# With clocks within a second, records of several machines can still be compared.
 CLOCK_TOLERANCE_S = 1.0
 
 _START = "start one: millrace worker --model DIR"
 
 
 def redis_findings(settings: RedisSettings, shown_url: str, *, for_worker: bool = False) -> Iterator[Finding]:
-    """Everything about this Redis. `shown_url` has its password masked; `for_worker`: we are to be a worker here."""
+    """Everything about this Redis. `shown_url` has no password; `for_worker`: this machine is to be a worker."""
     try:
         client = connect_once(settings)
     except SettingsError as error:
@@ -71,7 +71,7 @@ def _of_the_queue(client: redis.Redis, facts: RedisFacts, *, for_worker: bool) -
         yield work
         if work.level is Level.OK and facts.may_look_around:
             yield from worker_findings(client, Keys())
-    except redis.RedisError as error:  # it answers, and not about our keys
+    except redis.RedisError as error:  # it answers, but not about our keys
         yield Finding("redis queue", Level.FAILED, str(error), "mend what is said above of this Redis")
 
 
@@ -91,7 +91,7 @@ def _way_in(error: redis.RedisError) -> str:
 
 
 def server_findings(info: Mapping[str, str]) -> Iterator[Finding]:
-    """Version, role, no cluster: from the fields of INFO."""
+    """Version, role and cluster, from INFO."""
     yield _version(info)
     yield _role(info)
     if info.get("cluster_enabled") == "1":
@@ -167,7 +167,7 @@ def _mib(num_bytes: int) -> str:
 
 
 def persistence_findings(facts: RedisFacts) -> Iterator[Finding]:
-    """What is kept on disk, then every write to it that failed."""
+    """What is kept on disk, and each write to it that failed."""
     yield _append_only(facts)
     info = facts.info
     if info.get("aof_enabled") == "1" and info.get("aof_last_write_status", "ok") != "ok":
@@ -198,7 +198,7 @@ def _append_only(facts: RedisFacts) -> Finding:
 
 
 def _failed_snapshot(facts: RedisFacts) -> Finding:
-    # Redis refuses writes only where it is told to save by itself, which it is by default.
+    # Redis refuses writes only if it is to save by itself, which is the default.
     refuses = facts.config.get("save") != "" and facts.config.get("stop-writes-on-bgsave-error") != "no"
     level = Level.FAILED if refuses else Level.WARNING
     return Finding(
@@ -249,9 +249,9 @@ def access_findings(facts: RedisFacts, settings: RedisSettings) -> Iterator[Find
 
 
 def permissions(client: redis.Redis, *, for_worker: bool) -> Finding:
-    """Whether this user may do a producer's or a worker's work.
+    """Whether this user may do a producer's or a worker's work, found out by reading.
 
-    Asked by reading alone, and only for what is needed: Redis logs each denial (ACL LOG).
+    Tries only what is needed, since Redis logs each denial (ACL LOG).
     """
     keys = Keys()
     calls: list[tuple[str | int, ...]] = [
@@ -285,7 +285,7 @@ def _default_user(facts: RedisFacts) -> Finding:
 
 def _user(facts: RedisFacts) -> Finding:
     user, rules = facts.user, facts.rules
-    # Of a default user without a password enough was said.
+    # _default_user has already reported one without a password.
     if rules is None or (user == "default" and facts.lets_anyone_in):
         return Finding("redis user", Level.OK, f"we are {user}")
     # Redis 6.2 writes -@dangerous as -@admin and the commands beside it.

@@ -1,4 +1,4 @@
-"""Asks one Redis what it says of itself: server, settings, memory, users, clock and round trip."""
+"""Asks one Redis about itself: server, settings, memory, users, clock and round trip."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from worker.registry.connect import RedisAddress, connect
 
 NUM_ROUND_TRIPS = 20
 _CONFIG = ("appendfsync", "save", "stop-writes-on-bgsave-error", "protected-mode", "enable-debug-command")
-# These may ask neither CONFIG nor ACL, and Redis logs each denial (ACL LOG): they are not asked to.
+# These users may call neither CONFIG nor ACL, and Redis logs each denial (ACL LOG), so we do not try.
 _LIMITED_USERS = frozenset(user.name for user in (PRODUCER, WORKER, FLOWER))
 
 
 @dataclass(frozen=True, slots=True)
 class RedisFacts:
-    """What one Redis says of itself, and how we come to it. All that is asked is read, nothing is changed."""
+    """What one Redis says of itself, and how we reach it. Asking changes nothing."""
 
     address: RedisAddress
     user: str  # who we are
@@ -39,7 +39,7 @@ class RedisFacts:
 
     @classmethod
     def ask(cls, client: redis.Redis, settings: RedisSettings) -> RedisFacts:
-        """Asked in some thirty round trips. Raises redis.RedisError."""
+        """Ask, in some thirty round trips. Raises redis.RedisError."""
         options = client.connection_pool.connection_kwargs
         user = options.get("username") or "default"
         is_limited = user in _LIMITED_USERS
@@ -57,19 +57,19 @@ class RedisFacts:
 
     @property
     def may_look_around(self) -> bool:
-        """Whether SCAN, by which workers are found, is this user's."""
+        """Whether this user may SCAN, which finds the workers."""
         return self.user not in {WORKER.name, FLOWER.name}
 
     def count(self, field: str) -> int:
-        """A number of INFO; 0 where this server does not give it."""
+        """A number of INFO; 0 if this server does not give it."""
         return int(self.info.get(field, "0"))
 
 
 def connect_once(settings: RedisSettings) -> redis.Redis:
-    """A client that does not try again: what is not there is to be said at once. Raises SettingsError."""
+    """A client that does not try again, so that what is missing is said at once. Raises SettingsError."""
     client = connect(settings)
     client.set_retry(Retry(NoBackoff(), 0))
-    # The check is a PING, which a Redis refuses that cannot write to its disk; it is to say so itself.
+    # The check is a PING, which a Redis that cannot write to its disk refuses; its INFO is to say so.
     client.connection_pool.connection_kwargs["health_check_interval"] = 0
     return client
 
@@ -107,7 +107,7 @@ def _lets_anyone_in(settings: RedisSettings) -> bool:
 
 
 def _clock_and_round_trip_s(client: redis.Redis) -> tuple[float, float]:
-    """By TIME: PING is refused where the disk is full."""
+    """By TIME, as a Redis whose disk is full refuses PING."""
     offsets_s, took_s = [], []
     for _ in range(NUM_ROUND_TRIPS):
         before, sent_s = time.time(), time.monotonic()

@@ -1,11 +1,11 @@
 """Every metric there is. No label ever holds a prompt, an answer, a job's id or a producer's metadata.
 
-Labels are few and bounded. `tenant` is one of the TOP_TENANTS with the most waiting shards, or OTHER_TENANTS for all
-others together (of the 200 that have waited longest): there may be thousands, and each value of a label is a series
-that every Prometheus keeps for weeks. That bounds a scrape: tenants that wait briefly one after another become a
-series each. `priority` is 0 .. 9, or UNREAD_PRIORITY.
+Labels are few and bounded, as Prometheus keeps a series for each value of a label for weeks. `tenant` is one of the
+TOP_TENANTS with the most waiting shards, or OTHER_TENANTS for all others of the 200 that have waited longest. That
+bounds a scrape; tenants that wait briefly one after another still become a series each. `priority` is 0 .. 9, or
+UNREAD_PRIORITY.
 
-Metrics of the queue are read from Redis and so the same from every worker: take the max over workers, never the sum.
+Metrics of the queue are read from Redis and the same from every worker: take the max over workers, never the sum.
 """
 
 from __future__ import annotations

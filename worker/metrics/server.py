@@ -50,20 +50,20 @@ class _Handler(WSGIRequestHandler):
     timeout = REQUEST_TIMEOUT_S
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a line a scrape would drown the log."""
+        """Nothing: a line for each scrape would drown the log."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
     def server_bind(self) -> None:
-        """Without HTTPServer's look for the host's full name, which may wait for a name server."""
+        """Bind without asking for the host's full name, as HTTPServer does: that may wait for a name server."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]  # bytes: of Unix sockets
         self.setup_environ()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that was silent or went away: a log event, no bare traceback."""
+        """Log a client that was silent or went away, instead of a bare traceback."""
         logger.warning("a request for metrics or health was not answered", exc_info=True)
 
 

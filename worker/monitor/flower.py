@@ -1,4 +1,4 @@
-"""`millrace flower`: serves Flower, Celery's own page about the workers, which watches and can do nothing."""
+"""`millrace flower`: serves Flower, Celery's own page about the workers, with every control turned off."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ def flower(address: str, port: int, password_file: str, redis_url: str | None, a
 
 
 def run_flower(settings: Settings, address: str, port: int, page_password: str) -> None:
-    """Serve http://address:port/ to whoever knows the password, until SIGTERM or SIGINT.
+    """Serve http://address:port/ to those who know the password, until SIGTERM or SIGINT.
 
-    /metrics (counts by worker and task) and /healthcheck are served to anybody. What it shows is what workers tell it
-    (`worker.send_events`) since it was started. Raises SettingsError for a Redis that may not be used, OSError for an
-    address that cannot be had; a Redis that is away is waited for.
+    /metrics (counts by worker and task) and /healthcheck need no password. It shows what workers have told it
+    (`worker.send_events`) since it was started, and waits for a Redis that is away. Raises SettingsError for a Redis
+    that may not be used, OSError for an address that cannot be had.
     """
     app = create_app(settings)
     app.control_cls = "worker.monitor.flower:SilentControl"
-    app.conf.event_queue_expires = None  # a channel does not expire, and what kombu does about it takes scripts
-    # Not through Flower's own command: that would also listen to FLOWER_* and to a flowerconfig.py where it is started.
+    app.conf.event_queue_expires = None  # a channel does not expire, and kombu would run scripts for it
+    # Not Flower's own command, which would also read FLOWER_* and a flowerconfig.py in the working directory.
     options.address, options.port = address, port
     options.basic_auth = [f"{PAGE_USER}:{page_password}"]
     options.read_only = True  # no button, and its API refuses to stop, revoke or send
     options.enable_events = False  # workers are not told to send them: they do or they do not
     options.max_tasks = _MAX_TASKS
-    logging.getLogger("flower.inspector").setLevel(logging.ERROR)  # it wonders why nobody answers
+    logging.getLogger("flower.inspector").setLevel(logging.ERROR)  # it warns that no worker answers
     logging.getLogger("tornado.access").setLevel(logging.WARNING)  # what is refused, not what is served
     server = Flower(capp=app, options=options, **tornado_settings)
     server.start_http_server()
@@ -76,10 +76,10 @@ def run_flower(settings: Settings, address: str, port: int, page_password: str) 
 
 
 class SilentControl(Control):  # type: ignore[misc]  # celery has no types
-    """For Flower, which asks workers who they are and tells them to send events.
+    """Sends none of the commands by which Flower asks workers who they are and tells them to send events.
 
-    Ours do not listen (`worker_enable_remote_control`), and the Redis user of Flower may not speak.
+    Workers do not listen (`worker_enable_remote_control`), and Flower's Redis user may not send.
     """
 
     def broadcast(self, command: str, *args: Untyped, **kwargs: Untyped) -> None:
-        """Nobody is told, so nobody answers."""
+        """Send nothing, which gets no answers."""
