@@ -145,7 +145,7 @@ class QueueReader:
         self._interval_s = interval_s
         # Of the last look; None if it failed, since old figures would look like a queue that stands still.
         self.latest: QueueReading | None = None
-        self.has_answered = True  # Redis answered the last look, be it with a refusal, or that before the start
+        self.has_answered = True  # whether Redis answered the last look, if only to refuse it; a start needs Redis
 
     def run(self, stopping: threading.Event) -> None:
         """Look again and again, until told to stop."""
