@@ -1,6 +1,5 @@
 -- Keep how far unfinished prompts have come. ARGV job id, unit, token, then index and checkpoint, alternating.
-local held = redis.call('HMGET', UNIT, 'tok', 'st')
-if held[1] ~= ARGV[3] or held[2] ~= 'running' then return 0 end
+if not held_under(ARGV[3], UNIT) then return 0 end
 if not is_open(redis.call('HGET', JOB, 'st')) then return 0 end
 for i = 4, #ARGV, 2 do
   -- A record that was written meanwhile has made it worthless.

@@ -2,10 +2,10 @@
 -- Not where the job is to end as cancelled or expired: its planner closes it then.
 -- ARGV job id, token, reason, errors (JSON).
 local job_id, token = ARGV[1], ARGV[2]
-local held = redis.call('HMGET', PLAN, 'tok', 'st')
--- A client that lost the reply sends the same call again.
-if not held[1] and redis.call('HGET', JOB, 'plan_tok') == token then return {'job_done', ''} end
-if held[1] ~= token or held[2] ~= 'running' then return {'fenced', ''} end
+if not held_under(token, PLAN) then
+  -- A client that lost the reply sends the same call again.
+  return redis.call('HGET', JOB, 'plan_tok') == token and {'job_done', ''} or {'fenced', ''}
+end
 local job = redis.call('HMGET', JOB, 'cancel', 'deadline')
 local now = now_ms()
 local mode = verdict(job[1], job[2], now)

@@ -2,10 +2,10 @@
 -- the endpoints and the model that its lines name, the trace context of its shards (empty: the job's, if it has one),
 -- then for each shard its indices, comma separated, and what its first prompt begins with.
 local job_id, token, grace, ageing = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local held = redis.call('HMGET', PLAN, 'tok', 'st')
--- A client that lost the reply sends the same call again.
-if not held[1] and redis.call('HGET', JOB, 'plan_tok') == token then return 1 end
-if held[1] ~= token or held[2] ~= 'running' then return 0 end
+if not held_under(token, PLAN) then
+  -- A client that lost the reply sends the same call again.
+  return redis.call('HGET', JOB, 'plan_tok') == token and 1 or 0
+end
 local now = now_ms()
 local job = redis.call('HMGET', JOB, 'cancel', 'deadline', 'pri', 'tenant')
 local look = next_look(now, grace, job[2])

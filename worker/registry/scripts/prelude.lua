@@ -1,6 +1,6 @@
--- Put before every script about a unit (claim, suspect, put, renew, release, planned, fail, cancel, checkpoint). KEYS are
--- those of Keys.of_unit_scripts. Keys that are known only from the job's own fields lie in the same hash slot: the tenant's
--- admission counters, its queued shards, the idempotency key.
+-- Put before every script about a unit: those to which exchange.py gives `_UNIT_KEYS`, in this order. Keys that are known
+-- only from the job's own fields lie in the same hash slot: the tenant's admission counters, its queued shards, the
+-- idempotency key.
 local JOB, RES, ORD, IN, UNIT, PLAN, OPEN, ADM, DEAD, CKPT, QUEUED =
   KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 -- Behind every priority: of a shard that was announced in no lane.
@@ -13,6 +13,13 @@ end
 
 local function is_open(state)
   return state == 'queued' or state == 'running'
+end
+
+-- The fields of a unit that runs under the lease of this token, after its `tok` and `st`; nil if it does not. A lease
+-- that ran out but that nobody took is still its holder's.
+local function held_under(token, unit, ...)
+  local held = redis.call('HMGET', unit, 'tok', 'st', ...)
+  if held[1] == token and held[2] == 'running' then return held end
 end
 
 -- What to do with the prompts that have no record: run, cancelled or expired.

@@ -2,9 +2,8 @@
 -- ARGV job id, unit, token, then eight a record: index, outcome (ok|error|cancelled|expired|lost), JSON,
 -- prompt tokens, cached tokens, output tokens, how many of these came from a checkpoint, and how many are thinking.
 local job_id, unit, token = ARGV[1], ARGV[2], ARGV[3]
-local held = redis.call('HMGET', UNIT, 'tok', 'st', 'n')
--- A lease that ran out but that nobody took may still write.
-if held[1] ~= token or held[2] ~= 'running' then return {'fenced', ''} end
+local held = held_under(token, UNIT, 'n')
+if not held then return {'fenced', ''} end
 local job = redis.call('HMGET', JOB, 'st', 'cancel', 'deadline', 'n', 'tenant')
 if not is_open(job[1]) then return {'fenced', ''} end
 
@@ -44,15 +43,15 @@ if added > 0 then
   end
 end
 
-if redis.call('HINCRBY', UNIT, 'done', added) >= tonumber(held[3]) then
+local is_done = redis.call('HINCRBY', UNIT, 'done', added) >= tonumber(held[3])
+if is_done then
   redis.call('UNLINK', UNIT)
   redis.call('ZREM', OPEN, job_id .. '/' .. unit)
   if unit ~= 'plan' then redis.call('HINCRBY', JOB, 'sd', 1) end
-  held[1] = false
 end
 if redis.call('HLEN', RES) >= tonumber(job[4]) then
   finish(job_id, now)
   return {'job_done', ''}
 end
-if not held[1] then return {'unit_done', ''} end
+if is_done then return {'unit_done', ''} end
 return {'open', verdict(job[2], job[3], now)}

@@ -1,6 +1,6 @@
 -- Give a unit back unfinished. ARGV job id, unit, token, grace ms, 1 if it counts as an attempt.
-local held = redis.call('HMGET', UNIT, 'tok', 'st', 'alone', 'turn', 'att')
-if held[1] ~= ARGV[3] or held[2] ~= 'running' then return 0 end
+local held = held_under(ARGV[3], UNIT, 'alone', 'turn', 'att')
+if not held then return 0 end
 local now = now_ms()
 local job = redis.call('HMGET', JOB, 'cancel', 'deadline', 'pri', 'tenant')
 -- Its message goes back to the lane it came from, which may be an earlier one than it was announced in last.

@@ -1,6 +1,5 @@
 -- Keep a unit for another lease. ARGV job id, unit, token, lease ms.
-local held = redis.call('HMGET', UNIT, 'tok', 'st')
-if held[1] ~= ARGV[3] or held[2] ~= 'running' then return {'fenced', '', 0} end
+if not held_under(ARGV[3], UNIT) then return {'fenced', '', 0} end
 local job = redis.call('HMGET', JOB, 'cancel', 'deadline')
 local now = now_ms()
 local lease = now + tonumber(ARGV[4])
