@@ -132,7 +132,8 @@ def make_model(family: Family = "qwen3", *, seed: int = 0, **config_overrides: A
         model = _build(family, options)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "norm" in name:  # they are made as ones, which would hide a norm weight left out or swapped
+                # Made as ones and as zeros, which would hide one that is left out or swapped with another.
+                if "norm" in name or name.endswith("bias"):
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.eval()
 
