@@ -42,7 +42,7 @@ class EngineStats:
     num_running: int = 0  # sequences that hold blocks
     num_waiting: int = 0  # sequences that hold none
     num_finished_requests: int = 0
-    num_duplicates: int = 0  # of these, given what was generated for an equal one
+    num_duplicates: int = 0  # of these, given the results of an equal one
     prompt_tokens: int = 0  # of requests that have ended
     cached_tokens: int = 0  # of these, found in the prefix cache at first admission, or all of a duplicate's
     output_tokens: int = 0  # of requests that have ended, with those from a resume state or an equal request

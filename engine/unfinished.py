@@ -298,9 +298,9 @@ class UnfinishedRequests(ABC, Generic[Asked, State, Group, Answer]):
         ended, others = group.parted()
         self._hand_out(group, ended)
         if others:
-            again = self._begin_again(group, others)
+            again, priority = self._begin_again(group, others), group.priority
             for state in again.states:
-                state.priority, state.arrived_s = group.priority, group.states[0].arrived_s
+                state.priority, state.arrived_s = priority, group.states[0].arrived_s
             self._start(again)
 
     def _hand_out(self, group: Group, requests: list[Asked]) -> None:

@@ -151,8 +151,8 @@ class LineFeed:
     """Reads raw lines on a thread of its own, so that a slow producer on a pipe never stalls the engine.
 
     `by_prefix` sorts them, see in_prefix_order: for files that are complete; a pipe is taken as it comes. At most
-    `capacity` lines wait in it. The thread is a daemon: a read from a terminal or a pipe cannot be interrupted, and
-    closing a file under a read waits for it.
+    `capacity` lines wait in it, and, sorting, the keys of up to MAX_SORTED_LINES. The thread is a daemon: a read from
+    a terminal or a pipe cannot be interrupted, and closing a file under a read waits for it.
     """
 
     def __init__(self, raw_lines: Iterable[bytes], limits: LimitSettings, *, capacity: int, by_prefix: bool) -> None:

@@ -49,7 +49,8 @@ def attend_by_index(q: torch.Tensor, reader: KvReader, rows: AttentionRows, scal
 
 def _pieces(rows: AttentionRows, num_heads: int, reader: KvReader) -> Iterator[KeyChunks]:
     shape = (reader.num_blocks, reader.block_size, reader.num_kv_heads, reader.head_dim)
-    if num_heads * sum(keys.num_tokens for keys in rows.single_query_keys) > MAX_KEPT_SCORES:
+    num_keys = rows.once(("num_single_query_keys",), lambda: sum(keys.num_tokens for keys in rows.single_query_keys))
+    if num_heads * num_keys > MAX_KEPT_SCORES:
         return key_chunks(rows, num_heads, shape)
     return iter(rows.once(("key_chunks", num_heads, *shape), lambda: tuple(key_chunks(rows, num_heads, shape))))
 

@@ -116,9 +116,9 @@ def shared_prefix_launch(num_pairs: int, head_dim: int, element_bytes: int, capa
     """Launch of the kernel over shared keys, for head_dim up to 256.
 
     num_pairs: (query, head of the group) pairs of the largest group; capability: as of `prefill_launch`.
-    As few rows as hold them all, so that each key is read once: 16 as decode, 128 as prefill, and 64 at 4 warps, two
-    programs a multiprocessor (at 128 dims up to 254 registers and 81 KiB on sm_90, 198 and 37 KiB on sm_80). At 256
-    dims 128 rows spill 128 bytes on sm_90.
+    As few rows as hold them all, so that each key is read once, but 128 at most: 16 as decode, 128 as prefill, and 64
+    at 4 warps, two programs a multiprocessor (at 128 dims up to 254 registers and 81 KiB on sm_90, 198 and 37 KiB on
+    sm_80). At 256 dims 128 rows spill 128 bytes on sm_90.
     """
     if num_pairs <= 16:
         return decode_launch(element_bytes)

@@ -76,7 +76,7 @@ def _damaged(resume_state: ResumeState) -> dict[str, ResumeState]:
     "damage",
     ["another model", "sequences", "vocabulary", "negative", "goes on after its end", "logprobs", "its seed"],
 )
-def test_a_checkpoint_that_is_not_of_the_request_is_dropped_with_a_warning(
+def test_a_resume_state_of_another_request_is_dropped_with_a_warning(
     engine: Engine, expected: Sequence[Completion], caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     request = _request()
@@ -101,7 +101,7 @@ def test_other_parameters_are_another_request(
     assert "another model, prompt or parameters" in caplog.text
 
 
-def test_another_model_of_the_same_shape_takes_no_checkpoint(
+def test_another_model_of_the_same_shape_takes_no_resume_state(
     engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     request = _request()

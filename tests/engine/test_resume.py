@@ -154,7 +154,7 @@ def test_a_completion_that_had_ended_is_not_generated_again(engine: Engine, othe
     assert _generated(other) - before == total - resume_state.num_tokens
 
 
-def test_a_checkpoint_with_nothing_left_to_generate_is_handed_out_at_once(engine: Engine, other: Engine) -> None:
+def test_a_resume_state_with_nothing_left_is_handed_out_at_once(engine: Engine, other: Engine) -> None:
     request = _request(**GREEDY)
     (expected,) = run_all(engine, [request])["r"].completions
     resume_state = interrupted(engine, request, 5)
@@ -188,7 +188,7 @@ def test_resumed_requests_are_preempted_and_resumed_once_more(tiny_model: Path, 
     assert tight.stats().num_preemptions > 0
 
 
-def test_a_checkpoint_is_due_every_so_many_tokens_of_a_sequence(tiny_model: Path) -> None:
+def test_a_resume_state_is_due_every_so_many_tokens_of_a_sequence(tiny_model: Path) -> None:
     engine = load_engine(tiny_model, {"engine.checkpoint_tokens": "8"})
     engine.add_request(_request(**DRAWN | {"n": 2}))
     seen = []
@@ -201,7 +201,7 @@ def test_a_checkpoint_is_due_every_so_many_tokens_of_a_sequence(tiny_model: Path
     assert engine.due_resume_states() == {}
 
 
-def test_a_checkpoint_can_be_taken_when_it_is_not_due(engine: Engine) -> None:
+def test_a_resume_state_can_be_taken_when_it_is_not_due(engine: Engine) -> None:
     engine.add_request(_request(**GREEDY))
     assert engine.resume_state("r") is None  # nothing generated yet
     assert engine.resume_state("nobody") is None

@@ -90,7 +90,7 @@ def ask_one(client: redis.Redis, command: Command) -> RedisReply:
 
 
 def _send(client: redis.Redis, commands: Sequence[Command]) -> list[RedisReply]:
-    if len(commands) == 1:  # before an error in a pipeline redis-py puts the command
+    if len(commands) == 1:  # of a pipeline, redis-py's errors begin with the command
         return [client.execute_command(*commands[0])]  # type: ignore[no-untyped-call]  # redis has no type here
     with client.pipeline(transaction=False) as pipeline:
         for command in commands:
@@ -189,8 +189,8 @@ class Scripts:
 
 def _loads(calls: Sequence[Command]) -> list[Command]:
     digests = {call[1] for call in calls if call[0] == "EVALSHA"}
-    declared = [script for script in vars(Scripts).values() if isinstance(script, Script)]
-    return [("SCRIPT LOAD", script.source) for script in declared if script.digest in digests]
+    sources = {script.digest: script.source for script in vars(Scripts).values() if isinstance(script, Script)}
+    return [("SCRIPT LOAD", source) for digest, source in sources.items() if digest in digests]
 
 
 def script_source(*names: str) -> str:

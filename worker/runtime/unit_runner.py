@@ -220,10 +220,9 @@ class UnitRunner:
                 return
             except redis.RedisError as error:
                 logger.warning("the unit could not be given back: %s", error)
-                # If Redis is away for longer, the lease has run out anyway, which counts as an attempt.
                 limit_s = DRAIN_GIVE_BACK_S if self._draining.is_set() else self._leases.lease_s
                 if time.monotonic() - began_at >= limit_s:
-                    return
+                    return  # the lease runs out by itself, which counts as an attempt
                 time.sleep(RETRY_S)
 
 

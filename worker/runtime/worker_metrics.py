@@ -79,7 +79,7 @@ class WorkerHealth:
         return found
 
     def overdue(self) -> Mapping[str, float]:
-        """Seconds by which each part is past its time, whatever the engine's step takes.
+        """Seconds by which each part is past its time. A step of the engine may take as long as it likes.
 
         Empty while the worker starts or stops, as its parts do so one by one.
         """
@@ -124,14 +124,14 @@ def worker_figures(worker: WatchedWorker, health: WorkerHealth) -> dict[str, Fig
         "millrace_draining": worker.phase() == "draining",
         "millrace_part_overdue_seconds": health.overdue(),
         "millrace_redis_up": worker.reader.has_answered,
-        "millrace_prompts_total": worker.counts.prompts,
+        "millrace_prompts_total": dict(worker.counts.prompts),
         "millrace_prompt_tokens_total": tokens["prompt"],
         "millrace_cached_tokens_total": tokens["cached"],
         "millrace_output_tokens_total": tokens["output"],
         "millrace_resumed_tokens_total": tokens["resumed"],
         "millrace_reasoning_tokens_total": tokens["reasoning"],
-        "millrace_attempts_total": worker.counts.attempts,
-        "millrace_units_total": worker.counts.ends,
+        "millrace_attempts_total": dict(worker.counts.attempts),
+        "millrace_units_total": dict(worker.counts.ends),
         "millrace_held_units": {unit: held[unit] for unit in UNITS},
         "millrace_shard_slots": worker.settings.concurrency,
         "millrace_open_requests": worker.engine.num_open_requests,
