@@ -137,5 +137,6 @@ def test_the_kind_of_model_is_read_off_config_json(tmp_path: Path) -> None:
     assert isinstance(read_config(tmp_path), EncoderConfig)
     assert isinstance(read_config(make_checkpoint(tmp_path / "qwen3")), ModelConfig)
     (tmp_path / "config.json").write_text(json.dumps(MINILM | {"model_type": "roberta"}))
-    with pytest.raises(CheckpointError, match=f"model_type is 'roberta'; accepted: {', '.join([*DECODERS, *ENCODERS])}"):
+    accepted = ", ".join([*DECODERS, *ENCODERS])
+    with pytest.raises(CheckpointError, match=f"model_type is 'roberta'; accepted: {accepted}"):
         read_config(tmp_path)
