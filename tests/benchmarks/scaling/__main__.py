@@ -1,8 +1,8 @@
 """Measures cost against size: `python -m tests.benchmarks.scaling [--only WHAT] [--rounds N] [--json FILE]`.
 
-Time per token against the number of requests, their prompts' and their answers' length, and what of a prompt its
-neighbours do not share, on a small model; resident memory of `millrace run` and of a worker against the number of
-requests waiting. Five minutes on two cores. `python -m tests.plots` draws the figures.
+One thread's processor time per token against the number of requests, their prompts' and their answers' length, and what
+of a prompt its neighbours do not share, on a small model; resident memory of `millrace run` and of a worker against the
+number of requests waiting. Four minutes on a free machine. `python -m tests.plots` draws the figures.
 """
 
 from __future__ import annotations

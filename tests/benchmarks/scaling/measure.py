@@ -1,4 +1,7 @@
-"""Measures how time grows with size on one small model, and a process' memory while requests wait."""
+"""Measures how processor time grows with size on one small model, and a process' memory while requests wait.
+
+One thread's processor time, not the clock's: on a machine that other programs use, the clock shows their bends.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from statistics import fmean, median
 from typing import Any
 
 from engine.engine import Engine
-from engine.loading.derived_settings import usable_cores
 from tests.benchmarks.peers.floor import Arithmetic, ModelCost
 from tests.benchmarks.peers.workload import Workload
 from tests.support.engines import greedy_request, load_engine, run_all
@@ -78,7 +80,7 @@ AXES = (
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One size's time, the median of the rounds."""
+    """One size's processor time, the median of the rounds."""
 
     axis: str
     size: int
@@ -113,7 +115,7 @@ def small_model(directory: Path) -> Path:
 def measure(model: Path, axes: Sequence[Axis], rounds: int) -> list[ScalingPoint]:
     """Run every size once a round. The first size is run once before, to warm up."""
     cost = ModelCost.of(decoder_config(model))
-    engine = load_engine(model, {"engine.num_threads": usable_cores(), "engine.kv_cache.num_blocks": NUM_BLOCKS})
+    engine = load_engine(model, {"engine.num_threads": 1, "engine.kv_cache.num_blocks": NUM_BLOCKS})
     loads = {(axis.name, size): axis.workload(size) for axis in axes for size in axis.sizes}
     _seconds(engine, next(iter(loads.values())), -1)
     seconds = [{key: _seconds(engine, load, number) for key, load in loads.items()} for number in range(rounds)]
@@ -134,9 +136,9 @@ def _seconds(engine: Engine, workload: Workload, seed: int) -> float:
         greedy_request(str(number), [token_id % NUM_IDS for token_id in prompt], workload.max_tokens)
         for number, prompt in enumerate(workload.prompts(seed))
     ]
-    start = time.perf_counter()
+    start_s = time.process_time()
     run_all(engine, requests)
-    return time.perf_counter() - start
+    return time.process_time() - start_s
 
 
 @dataclass(frozen=True)
