@@ -88,6 +88,8 @@ class SamplingBody(GrammarFields):
 
 
 def _prompt(value: object) -> str | tuple[int, ...]:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]  # OpenAI's list of prompts, with one
     if not isinstance(value, str | list):
         raise PydanticCustomError("invalid_type", "a string or a list of token ids")
     if not value:

@@ -219,7 +219,7 @@ class ChatBody(SamplingBody):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:  # 0 asks for nothing
             raise PydanticCustomError("invalid_value", "only with logprobs true", {"at": "top_logprobs"})
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
@@ -240,7 +240,7 @@ class ChatBody(SamplingBody):
             return
         if not names:
             value = {"at": "tool_choice", "value": shorten(self.model_dump()["tool_choice"])}
-            raise PydanticCustomError("invalid_value", "only with tools", value)
+            raise PydanticCustomError("invalid_value", "only with at least one tool in tools", value)
         if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
             at = {"at": "tool_choice.function.name", "value": shorten(self.tool_choice.function.name)}
             raise PydanticCustomError("invalid_value", "the name of one of tools", at)

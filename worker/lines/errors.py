@@ -8,9 +8,14 @@ Exception
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
 
 class RefusalError(Exception):
     """Raised by the parts of the line parser; `parse_request_line` turns it into a LineError."""
+
+    most_told: ClassVar[int] = 8  # faults of one line that its message tells
 
     def __init__(self, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -18,13 +23,25 @@ class RefusalError(Exception):
         self.code = code
         self.param = param
 
+    @classmethod
+    def of_all(cls, faults: Sequence[RefusalError]) -> Self:
+        """One refusal for one or more faults of a line: it tells all of them, and code and param are the first's."""
+        distinct: dict[str, RefusalError] = {}
+        for fault in faults:
+            distinct.setdefault(fault.param or fault.message, fault)
+        messages = [fault.message for fault in distinct.values()]
+        if len(messages) > cls.most_told:
+            messages[cls.most_told :] = ["and more"]
+        return cls("; also: ".join(messages), code=faults[0].code, param=faults[0].param)
+
 
 class LineError(Exception):
     """One line's own fault: it gets an error record, and the other lines run.
 
-    `code` is stable and meant for programs: invalid_json_line, line_too_long, invalid_type, invalid_value,
-    missing_line, missing_parameter, empty_prompt, unknown_parameter, unsupported_parameter, unknown_url, url_mismatch,
-    string_too_long, duplicate_custom_id, and of a strict file model_mismatch, model_not_found.
+    The message tells all faults that were found, `code` and `param` are the first one's. `code` is stable and meant for
+    programs: invalid_json_line, line_too_long, invalid_type, invalid_value, missing_line, missing_parameter,
+    empty_prompt, unknown_parameter, unsupported_parameter, unknown_url, url_mismatch, string_too_long,
+    duplicate_custom_id, and of a strict file model_mismatch, model_not_found.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ class GivenModel(BodyModel):
 class ServiceFields(BodyModel):
     """OpenAI's fields about the request, not about its answer: accepted in the form OpenAI accepts, and of no effect.
 
-    This is the whole list. Parameters that would change the answer and are not carried out: see parse.without_neutral.
+    The whole list. Parameters that would change the answer and are not carried out: see ignored.without_neutral.
     """
 
     user: str | None = None

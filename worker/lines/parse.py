@@ -1,13 +1,13 @@
 """Parses raw bytes to a RequestLine, or raises a LineError that says what is wrong.
 
-It also turns pydantic's errors into ours, refuses known parameters of OpenAI's and vLLM's that are not carried out,
-unless they ask for nothing, and checks the operator's limits.
+It also turns pydantic's errors into ours, and checks the operator's limits. All faults of a line are told, as far as
+one does not hide another: of a line that is no JSON nothing else is known.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -17,13 +17,14 @@ from worker.lines.bodies import CompletionBody, EmbeddingBody
 from worker.lines.chat import ChatBody
 from worker.lines.errors import LineError, RefusalError
 from worker.lines.fields import BodyModel
+from worker.lines.ignored import ENVELOPE_MARKS, without_neutral
 from worker.lines.request_line import Endpoint, RequestBody, RequestLine
-from worker.lines.strict_json import has_surrogate, read_strict_json, shorten
+from worker.lines.strict_json import StrictJson, has_surrogate, read_strict_json, shorten
 
 MAX_CUSTOM_ID_CHARS = 512
 _ENVELOPE_KEYS = ("custom_id", "method", "url", "body")
-_ENVELOPE_MARKS = frozenset({"method", "url", "body"})
-_ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
+# Azure writes a path without /v1.
+_ENDPOINTS = {path: endpoint for endpoint in Endpoint for path in (endpoint.value, endpoint.value.removeprefix("/v1"))}
 _PROMPT_KEYS = {
     "messages": Endpoint.CHAT_COMPLETIONS,
     "prompt": Endpoint.COMPLETIONS,
@@ -35,37 +36,6 @@ _BODIES: dict[Endpoint, type[RequestBody]] = {
     Endpoint.EMBEDDINGS: EmbeddingBody,
 }
 
-# Parameter -> the values that ask for nothing, which are accepted. Any other is refused by name, since a result that
-# ignored it would not be what the line asked for.
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "stream": (False,),
-    "modalities": (["text"],),
-    "best_of": (1,),
-    "suffix": ("",),
-    # Tools are carried out for conversations; their forms of 2023 would need answers of 2023.
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "parallel_tool_calls": (True,),
-    "functions": ([],),
-    "function_call": ("none",),
-    "verbosity": ("medium",),
-}
-_REFUSED = frozenset(
-    {
-        "stream_options", "reasoning_effort",
-        "audio", "web_search_options", "guided_decoding_backend", "guided_whitespace_pattern",
-        "use_beam_search", "length_penalty", "early_stopping", "prompt_logprobs",
-        "truncate_prompt_tokens", "chat_template", "add_generation_prompt", "continue_final_message",
-        "add_special_tokens", "skip_special_tokens", "spaces_between_special_tokens",
-        "include_stop_str_in_output", "bad_words", "allowed_token_ids", "logits_processors",
-        "prompt_embeds", "documents",
-    }
-)  # fmt: skip
-_KNOWN = _REFUSED | _NEUTRAL.keys()
-# Parameters of one endpoint: the others do not know the first, and ChatBody checks the second itself.
-_OF_COMPLETIONS = frozenset({"best_of", "suffix"})
-_OF_CHAT = frozenset({"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"})
-
 _PREFIX = "Input should be "
 _ACCEPTED = {
     "int_type": "a whole number",
@@ -73,14 +43,29 @@ _ACCEPTED = {
     "bool_type": "true or false",
     "string_type": "a string",
     "string_too_short": "a string that is not empty",
+    "string_pattern_mismatch": "1 to 64 letters, digits, _ and - (ASCII)",  # a schema's name: nothing else has one
     "tuple_type": "a list",
     "dict_type": "an object",
     "model_type": "an object",
     "mapping_type": "an object",
     "none_required": "null",
+    "too_short": "at least one message",  # no other list must have something in it
     "too_long": "an empty list",
 }
 _OWN_CODES = frozenset({"invalid_type", "invalid_value", "empty_prompt"})
+
+_LIKELY = 0.7  # likeness from which a name is taken for a mistyped one
+# Names that other services and libraries have for a parameter, too far from ours to be taken for mistyped.
+_OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "max_completion_tokens": ("max_tokens",),
+    "max_length": ("max_completion_tokens", "max_tokens"),
+    "max_output_tokens": ("max_completion_tokens", "max_tokens"),
+    "num_predict": ("max_completion_tokens", "max_tokens"),
+    "num_return_sequences": ("n",),
+    "stop_sequences": ("stop",),
+    "json_schema": ("response_format",),
+    "format": ("response_format",),
+}
 
 
 def parse_request_line(raw: bytes | None, index: int, limits: LimitSettings) -> RequestLine:
@@ -91,34 +76,45 @@ def parse_request_line(raw: bytes | None, index: int, limits: LimitSettings) -> 
     """
     if raw is None:
         raise LineError("the line is missing from the job's input", code="missing_line", index=index)
-    custom_id: str | None = None
     try:
-        if len(raw) > limits.max_prompt_bytes:
-            raise RefusalError(
-                f"line has more than {limits.max_prompt_bytes} bytes (limits.max_prompt_bytes)",
-                code="line_too_long",
-            )
-        parsed = read_strict_json(raw, limits.max_json_depth)
-        value = parsed.value
-        if not isinstance(value, dict):
-            raise RefusalError(f"line is {shorten(value)}; accepted: a JSON object", code="invalid_json_line")
-        custom_id = _custom_id(value, index)
-        parsed.check()  # after the custom_id, so that the error record carries it
-        endpoint, body = _endpoint_and_body(value)
-        return RequestLine(index, custom_id, endpoint, _parse_body(body, endpoint, limits))
+        parsed, value = _read_object(raw, limits)
     except RefusalError as refusal:
-        # A key may hold anything: ASCII keeps params and messages printable and encodable.
-        param = None if refusal.param is None else _ascii(refusal.param)
-        raise LineError(
-            _ascii(refusal.message), code=refusal.code, index=index, param=param, custom_id=custom_id
-        ) from refusal
+        raise _line_error([refusal], index, None) from refusal
+    faults: list[RefusalError] = []
+    custom_id = _custom_id(value, index, faults)
+    faults_of_values = parsed.faults()
+    faults += faults_of_values
+    request = None if faults_of_values else _request(value, limits, faults)
+    if request is None or custom_id is None or faults:
+        raise _line_error(faults, index, custom_id)
+    endpoint, body = request
+    return RequestLine(index, custom_id, endpoint, body)
+
+
+def _line_error(faults: Sequence[RefusalError], index: int, custom_id: str | None) -> LineError:
+    refusal = RefusalError.of_all(faults)
+    # A key may hold anything: ASCII keeps params and messages printable and encodable.
+    param = None if refusal.param is None else _ascii(refusal.param)
+    return LineError(_ascii(refusal.message), code=refusal.code, index=index, param=param, custom_id=custom_id)
 
 
 def _ascii(text: str) -> str:
     return text.encode("ascii", "backslashreplace").decode("ascii")
 
 
-def _custom_id(value: Mapping[str, object], index: int) -> str:
+def _read_object(raw: bytes, limits: LimitSettings) -> tuple[StrictJson, dict[str, object]]:
+    if len(raw) > limits.max_prompt_bytes:
+        message = f"line has more than {limits.max_prompt_bytes} bytes (limits.max_prompt_bytes)"
+        raise RefusalError(message, code="line_too_long")
+    parsed = read_strict_json(raw, limits.max_json_depth)
+    if not isinstance(parsed.value, dict):
+        message = f"line is {shorten(parsed.value)}; accepted: a JSON object"
+        raise RefusalError(message, code="invalid_json_line")
+    return parsed, parsed.value
+
+
+def _custom_id(value: Mapping[str, object], index: int, faults: list[RefusalError]) -> str | None:
+    """The line's custom_id; None, and a fault more, where it has none that can be used."""
     if not _is_envelope(value) and "custom_id" not in value:
         return f"line-{index + 1}"  # not the bare number, which is what a producer may number its own lines with
     custom_id = value.get("custom_id")
@@ -134,103 +130,92 @@ def _custom_id(value: Mapping[str, object], index: int) -> str:
         fault, code = f"has {len(custom_id)} characters; accepted: at most {MAX_CUSTOM_ID_CHARS}", "string_too_long"
     else:
         return custom_id
-    raise RefusalError(f"custom_id {fault}", code=code, param="custom_id")
+    faults.append(RefusalError(f"custom_id {fault}", code=code, param="custom_id"))
+    return None
 
 
 def _is_envelope(value: Mapping[str, object]) -> bool:
-    return not _ENVELOPE_MARKS.isdisjoint(value)
+    return not ENVELOPE_MARKS.isdisjoint(value)
 
 
-def _endpoint_and_body(value: Mapping[str, object]) -> tuple[Endpoint, Mapping[str, object]]:
-    if _is_envelope(value):
-        return _open_envelope(value)
+def _request(
+    value: Mapping[str, object], limits: LimitSettings, faults: list[RefusalError]
+) -> tuple[Endpoint, RequestBody] | None:
+    """What the line asks for; None where that cannot be said. What is wrong with it is added to `faults`."""
+    found = _open_envelope(value, faults) if _is_envelope(value) else _open_body(value, faults)
+    if found is None:
+        return None
+    endpoint, body = found
+    checked = _parse_body(body, endpoint, limits, faults)
+    return None if checked is None else (endpoint, checked)
+
+
+def _open_body(value: Mapping[str, object], faults: list[RefusalError]) -> tuple[Endpoint, Mapping[str, object]] | None:
     body = {key: item for key, item in value.items() if key != "custom_id"}
     named = [key for key in _PROMPT_KEYS if body.get(key) is not None]
-    if not named:
-        raise RefusalError(
-            "line has neither prompt, messages, input nor body", code="missing_parameter", param="prompt"
-        )
-    if len(named) > 1:
-        raise RefusalError(
-            f"line has {' and '.join(named)}; accepted: one of them", code="invalid_value", param="prompt"
-        )
-    return _PROMPT_KEYS[named[0]], body
+    if len(named) == 1:
+        return _PROMPT_KEYS[named[0]], body
+    if named:
+        message, code = f"line has {' and '.join(named)}; accepted: one of them", "invalid_value"
+    else:
+        message, code = "line has neither prompt, messages, input nor body", "missing_parameter"
+    faults.append(RefusalError(message, code=code, param="prompt"))
+    return None
 
 
-def _open_envelope(value: Mapping[str, object]) -> tuple[Endpoint, Mapping[str, object]]:
+def _open_envelope(
+    value: Mapping[str, object], faults: list[RefusalError]
+) -> tuple[Endpoint, Mapping[str, object]] | None:
     for key in value:
         if key not in _ENVELOPE_KEYS:
-            raise RefusalError(
-                f"unknown field {shorten(key)} beside custom_id, method, url and body",
-                code="unknown_parameter",
-                param=key,
-            )
-    for key in _ENVELOPE_KEYS:
-        if value.get(key) is None:
-            raise RefusalError(f"{key} is missing", code="missing_parameter", param=key)
-    if value["method"] != "POST":
-        raise RefusalError(
-            f'method is {shorten(value["method"])}; accepted: "POST"', code="invalid_value", param="method"
-        )
-    endpoint = _endpoint(value["url"])
-    body = value["body"]
-    if not isinstance(body, dict):
-        raise RefusalError(f"body is {shorten(body)}; accepted: an object", code="invalid_type", param="body")
+            message = f"unknown field {shorten(key)} beside custom_id, method, url and body"
+            faults.append(RefusalError(message, code="unknown_parameter", param=key))
+    faults += [
+        RefusalError(f"{key} is missing", code="missing_parameter", param=key)
+        for key in _ENVELOPE_KEYS
+        if value.get(key) is None and key != "custom_id"  # which has its own fault
+    ]
+    if value.get("method") not in ("POST", None):
+        message = f'method is {shorten(value["method"])}; accepted: "POST"'
+        faults.append(RefusalError(message, code="invalid_value", param="method"))
+    endpoint, body = _endpoint(value.get("url"), faults), value.get("body")
+    if body is not None and not isinstance(body, dict):
+        faults.append(RefusalError(f"body is {shorten(body)}; accepted: an object", code="invalid_type", param="body"))
+    if endpoint is None or not isinstance(body, dict):
+        return None
     for key, owner in _PROMPT_KEYS.items():
         if owner is not endpoint and body.get(key) is not None:
-            raise RefusalError(
-                f"url is {endpoint}, but body has {key}, which {owner} takes",
-                code="url_mismatch",
-                param="url",
-            )
+            message = f"url is {endpoint}, but body has {key}, which {owner} takes"
+            faults.append(RefusalError(message, code="url_mismatch", param="url"))
+            return None
     return endpoint, body
 
 
-def _endpoint(url: object) -> Endpoint:
+def _endpoint(url: object, faults: list[RefusalError]) -> Endpoint | None:
     endpoint = _ENDPOINTS.get(url) if isinstance(url, str) else None
-    if endpoint is not None:
-        return endpoint
-    raise RefusalError(f"url is {shorten(url)}; accepted: {' or '.join(Endpoint)}", code="unknown_url", param="url")
+    if endpoint is None and url is not None:
+        message = f"url is {shorten(url)}; accepted: {' or '.join(Endpoint)}"
+        faults.append(RefusalError(message, code="unknown_url", param="url"))
+    return endpoint
 
 
-def _parse_body(body: Mapping[str, object], endpoint: Endpoint, limits: LimitSettings) -> RequestBody:
+def _parse_body(
+    body: Mapping[str, object], endpoint: Endpoint, limits: LimitSettings, faults: list[RefusalError]
+) -> RequestBody | None:
     model = _BODIES[endpoint]
+    kept, unsupported = without_neutral(body, endpoint)
+    faults += unsupported
     try:
-        parsed = model.model_validate(without_neutral(body, endpoint), context=limits)
+        parsed = model.model_validate(kept, context=limits)
     except ValidationError as error:
-        raise refusal_of_pydantic(error, model) from error
-    check_limits(parsed, limits)
+        faults += (_fault(details, model) for details in error.errors(include_url=False)[: RefusalError.most_told + 1])
+        return None
+    faults += _beyond_limits(parsed, limits)
     return parsed
 
 
-def without_neutral(body: Mapping[str, object], endpoint: Endpoint) -> Mapping[str, object]:
-    """`body` less the parameters that are present but ask for nothing. Raises RefusalError for others."""
-    if _KNOWN.isdisjoint(body):  # nearly every line
-        return body
-    kept: dict[str, object] = {}
-    left_to_body = _OF_CHAT if endpoint is Endpoint.CHAT_COMPLETIONS else frozenset[str]()
-    if endpoint is not Endpoint.COMPLETIONS:
-        left_to_body |= _OF_COMPLETIONS
-    for name, value in body.items():
-        if name not in _KNOWN or name in left_to_body:
-            kept[name] = value
-        elif value is not None and not _is_neutral(name, value):
-            accepted = " or ".join(map(shorten, _NEUTRAL[name])) if name in _NEUTRAL else "a line without it"
-            raise RefusalError(
-                f"{name} is {shorten(value)}, which is not supported; accepted: {accepted}",
-                code="unsupported_parameter",
-                param=name,
-            )
-    return kept
-
-
-def _is_neutral(name: str, value: object) -> bool:
-    # 0 is not false, 1 is not true
-    return any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL.get(name, ()))
-
-
-def check_limits(body: RequestBody, limits: LimitSettings) -> None:
-    """Refuse what costs memory or time out of proportion to the line's size. Raises RefusalError."""
+def _beyond_limits(body: RequestBody, limits: LimitSettings) -> Iterator[RefusalError]:
+    """Faults of what costs memory or time out of proportion to the line's size."""
     if isinstance(body, EmbeddingBody):
         counts = [("input", len(body.input), limits.max_embedding_inputs, "max_embedding_inputs")]
     else:
@@ -247,25 +232,23 @@ def check_limits(body: RequestBody, limits: LimitSettings) -> None:
         if number > maximum:
             verb, unit = ("is", "") if param in ("n", "logprobs", "top_logprobs") else ("has", " entries")
             message = f"{param} {verb} {number}{unit}; accepted: at most {maximum} (limits.{setting})"
-            raise RefusalError(message, code="invalid_value", param=param)
+            yield RefusalError(message, code="invalid_value", param=param)
 
 
-def refusal_of_pydantic(error: ValidationError, model: type[BodyModel]) -> RefusalError:
-    """The first fault that pydantic found, as parameter path, value and what is accepted."""
-    details = error.errors(include_url=False)
-    first = details[0]
-    context: Mapping[str, object] = first.get("ctx", {})
-    location = tuple(part for part in first["loc"] if not _is_union_tag(part))
+def _fault(details: ErrorDetails, model: type[BodyModel]) -> RefusalError:
+    """A fault that pydantic found, as parameter path, value and what is accepted."""
+    context: Mapping[str, object] = details.get("ctx", {})
+    location = tuple(part for part in details["loc"] if not _is_union_tag(part))
     if "at" in context:
         at = context["at"]
         location = (*location, at if isinstance(at, int) else str(at))
     param = _path(location)
-    if first["type"] == "extra_forbidden":
+    if details["type"] == "extra_forbidden":
         return _unknown(param, str(location[-1]), model if len(location) == 1 else None)
-    if first["type"] == "missing":
+    if details["type"] == "missing":
         return RefusalError(f"{param} is missing", code="missing_parameter", param=param)
-    value = context.get("value", shorten(_value_at(first, context)))
-    return RefusalError(f"{param} is {value}; accepted: {_accepted(first)}", code=_code(first["type"]), param=param)
+    value = context.get("value", shorten(_value_at(details, context)))
+    return RefusalError(f"{param} is {value}; accepted: {_accepted(details)}", code=_code(details["type"]), param=param)
 
 
 def _value_at(details: ErrorDetails, context: Mapping[str, object]) -> object:
@@ -278,9 +261,15 @@ def _value_at(details: ErrorDetails, context: Mapping[str, object]) -> object:
 
 
 def _unknown(param: str, name: str, model: type[BodyModel] | None) -> RefusalError:
-    near = difflib.get_close_matches(name, model.model_fields, n=1) if model else []
-    hint = f"; did you mean {near[0]}?" if near else ""
+    meant = _meant(name, model) if model else None
+    hint = f"; did you mean {meant}?" if meant else ""
     return RefusalError(f"unknown parameter {shorten(param)}{hint}", code="unknown_parameter", param=param)
+
+
+def _meant(name: str, model: type[BodyModel]) -> str | None:
+    """The parameter that a name is likely to stand for; None where none is near."""
+    near = difflib.get_close_matches(name, model.model_fields, n=1, cutoff=_LIKELY)
+    return next((other for other in (*_OTHER_NAMES.get(name, ()), *near) if other in model.model_fields), None)
 
 
 def _accepted(details: ErrorDetails) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
+from itertools import islice
 
 from pydantic import ValidationInfo
 from pydantic_core import PydanticCustomError
@@ -25,7 +26,7 @@ def read_strict_json(raw: bytes, max_depth: int) -> StrictJson:
     """Parse one UTF-8 JSON text.
 
     Refused here: invalid UTF-8, anything json.loads refuses, more than `max_depth` nested arrays and objects.
-    Faults that leave a readable value are refused by `StrictJson.check`. Raises RefusalError.
+    Faults that leave a readable value are told by `StrictJson.faults`. Raises RefusalError.
     """
     _check_depth(raw, max_depth)
     try:
@@ -38,7 +39,9 @@ def read_strict_json(raw: bytes, max_depth: int) -> StrictJson:
     try:
         result.decode(text)
     except json.JSONDecodeError as error:
-        raise _invalid(f"line is not valid JSON: {error.msg} at column {error.colno}") from error
+        # Some of json's messages end in "at": "Unterminated string starting at".
+        message = f"line is not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+        raise _invalid(message) from error
     except ValueError as error:  # the one other fault: Python limits whole numbers to 4300 digits
         raise _invalid("line holds a whole number of more than 4300 digits") from error
     return result
@@ -50,26 +53,30 @@ class StrictJson:
     def __init__(self, *, may_hold_surrogates: bool) -> None:
         self.value: object = None
         self._suspicious = may_hold_surrogates
-        self._repeated_key: str | None = None
+        self._repeated_keys: deque[str] = deque(maxlen=RefusalError.most_told + 1)  # the outermost first
 
     def decode(self, text: str) -> None:
         """Fill `value`. Raises ValueError."""
         decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_float=self._float, parse_constant=self._float)
         self.value = decoder.decode(text)
 
-    def check(self) -> None:
-        """Refuse a key twice in one object, NaN, Infinity, what overflows to it, and lone surrogates."""
-        if self._repeated_key is not None:
-            key = self._repeated_key
-            raise _invalid(f"key {shorten(key)} stands twice in one object", key)
+    def faults(self) -> list[RefusalError]:
+        """A key twice in one object, NaN, Infinity, what overflows to it, lone surrogates: as many as are told."""
+        faults = [_invalid(f"key {shorten(key)} stands twice in one object", key) for key in self._repeated_keys]
         if self._suspicious:
-            _check_values(self.value)
+            faults += islice(_faults_of_values(self.value), RefusalError.most_told + 1)
+        return faults
+
+    def check(self) -> None:
+        """Raise RefusalError if there are faults."""
+        if faults := self.faults():
+            raise RefusalError.of_all(faults)
 
     def _object(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) != len(pairs):
             keys = Counter(key for key, _ in pairs)
-            self._repeated_key = next(key for key, count in keys.items() if count > 1)
+            self._repeated_keys.extendleft(reversed([key for key, count in keys.items() if count > 1]))
         return found
 
     def _float(self, text: str) -> float:
@@ -93,7 +100,7 @@ def _check_depth(raw: bytes, max_depth: int) -> None:
             depth -= 1
 
 
-def _check_values(value: object) -> None:
+def _faults_of_values(value: object) -> Iterator[RefusalError]:
     for path, leaf in _leaves(value, ""):
         param = path.removeprefix("body.")  # params are paths inside the body
         if isinstance(leaf, str) and has_surrogate(leaf):
@@ -102,7 +109,7 @@ def _check_values(value: object) -> None:
             fault = f"is {leaf}; accepted: a finite number"
         else:
             continue
-        raise RefusalError(f"{param or 'line'} {fault}", code="invalid_value", param=param or None)
+        yield RefusalError(f"{param or 'line'} {fault}", code="invalid_value", param=param or None)
 
 
 def has_surrogate(text: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -148,7 +149,10 @@ UNSUPPORTED: list[tuple[str, object]] = [
     ("best_of", 2),
     ("suffix", "end"),
     ("guided_whitespace_pattern", " "),
-    ("use_beam_search", False),
+    ("use_beam_search", True),
+    ("skip_special_tokens", False),
+    ("length_penalty", 1.1),
+    ("length_penalty", True),
     ("stream_options", {"include_usage": True}),
     ("prompt_logprobs", 1),
     ("verbosity", "low"),
@@ -217,6 +221,69 @@ def test_a_parameter_that_is_not_carried_out_is_refused_by_name(name: str, value
 
 def test_one_is_not_true_where_a_neutral_value_is_asked_for() -> None:
     assert error_of(completion_line(best_of=True)).param == "best_of"
+
+
+def test_all_faults_of_a_line_are_told_and_the_first_is_the_errors_own() -> None:
+    line = {"custom_id": "", "method": "GET", "url": COMPLETIONS, "more": 1}
+    body = {"prompt": "a", "stream": True, "temperature": -1, "n": "2", "temprature": 1}
+
+    error = error_of(raw_line({**line, "body": body}))
+
+    assert (error.code, error.param, error.custom_id) == ("invalid_value", "custom_id", None)
+    assert error.message.split("; also: ") == [
+        "custom_id is empty",
+        'unknown field "more" beside custom_id, method, url and body',
+        'method is "GET"; accepted: "POST"',
+        "stream is true, which is not supported; accepted: false",
+        "temperature is -1; accepted: 0, or 1e-05 to 10000.0",
+        'n is "2"; accepted: a whole number',
+        'unknown parameter "temprature"; did you mean temperature?',
+    ]
+
+
+def test_all_limits_that_a_line_exceeds_are_told() -> None:
+    told = error_of(completion_line(n=9, stop=["x"] * 17)).message
+
+    assert told == (
+        "n is 9; accepted: at most 8 (limits.max_n); also: stop has 17 entries; accepted: at most 16 (limits.max_stop)"
+    )
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        completion_line(stop=[1] * 1000),
+        completion_line(metadata={str(i): 1 for i in range(1000)}),
+        completion_line(logit_bias={str(i): math.nan for i in range(1000)}),
+    ],
+    ids=["types", "values of an object", "NaN"],
+)
+def test_of_a_thousand_faults_the_first_eight_are_told(raw: bytes) -> None:
+    told = error_of(raw).message.split("; also: ")
+
+    assert len(told) == 9
+    assert told[-1] == "and more"
+
+
+@pytest.mark.parametrize(
+    ("line", "written", "meant"),
+    [
+        (completion_line, "max_new_tokens", "max_tokens"),
+        (completion_line, "max_completion_tokens", "max_tokens"),
+        (chat_line, "max_output_tokens", "max_completion_tokens"),
+        (chat_line, "stop_sequences", "stop"),
+        (chat_line, "message", "messages"),
+        (chat_line, "foo", None),
+        (chat_line, "num_ctx", None),
+        (completion_line, "context_window", None),
+    ],
+)
+def test_a_name_that_is_near_is_offered_and_no_other(
+    line: Callable[..., bytes], written: str, meant: str | None
+) -> None:
+    hint = "" if meant is None else f"; did you mean {meant}?"
+
+    assert error_of(line(**{written: 1})).message == f'unknown parameter "{written}"{hint}'
 
 
 def test_echo_is_for_completions() -> None:

@@ -112,6 +112,10 @@ def test_null_means_the_default() -> None:
         {"service_tier": "auto"},
         {"service_tier": "default"},
         {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none", "parallel_tool_calls": True},
+        {"skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False},
+        {"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "verbosity": "medium"},
+        {"length_penalty": 1, "bad_words": [], "logits_processors": [], "allowed_token_ids": None},
+        {"add_generation_prompt": True, "continue_final_message": False, "include_reasoning": True, "priority": 0},
     ],
 )
 def test_service_fields_and_values_that_ask_for_nothing_are_accepted(parameters: dict[str, object]) -> None:
@@ -119,6 +123,31 @@ def test_service_fields_and_values_that_ask_for_nothing_are_accepted(parameters:
 
     assert isinstance(line.body, CompletionBody)
     assert line.body.prompt == "hello"
+
+
+@pytest.mark.parametrize(
+    ("given", "prompt"), [(["hello"], "hello"), ([[1, 2]], (1, 2)), ([7], (7,))], ids=["text", "ids", "one id"]
+)
+def test_a_list_of_one_prompt_is_that_prompt(given: list[object], prompt: object) -> None:
+    body = body_of(raw_line({"prompt": given}))
+
+    assert isinstance(body, CompletionBody)
+    assert body.prompt == prompt
+
+
+@pytest.mark.parametrize("endpoint", [Endpoint.CHAT_COMPLETIONS, Endpoint.COMPLETIONS])
+def test_azures_paths_are_openais(endpoint: Endpoint) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    body: object = {"messages": messages} if endpoint is Endpoint.CHAT_COMPLETIONS else {"prompt": "hi"}
+
+    line = parse(batch_line(endpoint.removeprefix("/v1"), body))
+
+    assert line.endpoint is endpoint
+    assert line == parse(batch_line(endpoint, body))
+
+
+def test_no_alternatives_are_asked_for_without_log_probabilities() -> None:
+    assert body_of(chat_line(logprobs=False, top_logprobs=0)).num_logprobs is None
 
 
 def test_an_assistant_message_may_come_back_as_openai_returned_it() -> None:
