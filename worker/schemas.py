@@ -11,6 +11,7 @@ from typing import Annotated, Self, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from settings.fields import Accepted
 from worker.lines.request_line import Endpoint
 from worker.records.record import BatchFile
 
@@ -31,32 +32,41 @@ class _Frozen(BaseModel):
 class SubmitOptions(_Frozen):
     """A job's options: arguments of `BatchClient.submit`, and of the message of a plain Celery producer."""
 
-    priority: int = Field(default=DEFAULT_PRIORITY, ge=0, le=9, description="0 runs first, 9 last.")
-    deadline_s: float | None = Field(
+    priority: Annotated[int, Accepted("a whole number, 0 to 9")] = Field(
+        default=DEFAULT_PRIORITY, ge=0, le=9, description="0 runs first, 9 last."
+    )
+    deadline_s: Annotated[float | None, Accepted("seconds, above 0, at most 31536000 (a year)")] = Field(
         default=None, gt=0, le=31_536_000, allow_inf_nan=False, description="Seconds from submission; then it expires."
     )
-    tenant: str = Field(
+    tenant: Annotated[str, Accepted("1 to 64 letters, digits, ., _ and - (ASCII)")] = Field(
         default="default",
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
         description="Whose job it is; prompts of different tenants share no KV.",
     )
-    metadata: dict[_MetadataKey, _MetadataValue] = Field(
-        default_factory=dict, max_length=16, description="The producer's own notes."
-    )
-    idempotency_key: str | None = Field(
+    metadata: Annotated[
+        dict[_MetadataKey, _MetadataValue],
+        Accepted("at most 16 pairs of text, keys of 1 to 64 characters, values of at most 512"),
+    ] = Field(default_factory=dict, max_length=16, description="The producer's own notes.")
+    idempotency_key: Annotated[str | None, Accepted("1 to 256 characters")] = Field(
         default=None, min_length=1, max_length=256, description="A second submit with the same key is the first job."
     )
-    endpoint: Endpoint | None = Field(
+    endpoint: Annotated[Endpoint | None, Accepted(" or ".join(Endpoint))] = Field(
         default=None, description="The one all lines must name. None: each line its own, or, if strict, the first's."
     )
-    strict: bool = Field(
+    strict: Annotated[bool, Accepted("true or false")] = Field(
         default=False, description="One bad line fails the job before any line runs; else that line fails alone."
     )
-    traceparent: str | None = Field(
+    traceparent: Annotated[str | None, Accepted("a W3C trace context, 00-<32 hex digits>-<16>-<2>")] = Field(
         default=None,
         pattern=r"^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$",
         description="W3C trace context of whoever submits: the job's spans are part of that trace.",
     )
+
+    @classmethod
+    def accepted(cls, option: str) -> str:
+        """What is accepted for an option, in words. Raises KeyError where there is no such option."""
+        marks = [mark.text for mark in cls.model_fields[option].metadata if isinstance(mark, Accepted)]
+        return marks[0]
 
 
 class SubmitArguments(TypedDict, total=False):
@@ -111,7 +121,14 @@ class RequestCounts(_Frozen):
 
     total: int  # 0 for a file that was refused as a whole
     completed: int  # succeeded
-    failed: int  # have an error record; cancelled and expired prompts among them
+    failed: int  # have no answer, as OpenAI counts: cancelled and expired prompts among them
+    cancelled: int = 0  # of failed: nothing is wrong with them, the job was cancelled
+    expired: int = 0  # of failed: likewise, the deadline passed
+
+    @property
+    def faulty(self) -> int:
+        """Prompts that failed by a fault, of the line or of the engine."""
+        return self.failed - self.cancelled - self.expired
 
     @property
     def finished(self) -> int:
@@ -214,7 +231,7 @@ def batch_object(job: JobStatus) -> dict[str, object]:
         "finalizing_at": _whole(_finalizing_at(job)),
         "cancelling_at": _whole(job.cancelling_at),
         **{f"{end}_at": _whole(job.finished_at) if end is job.status else None for end in ends},
-        "request_counts": counts.model_dump(),
+        "request_counts": counts.model_dump(include={"total", "completed", "failed"}),
         "usage": _usage(job),
         "metadata": dict(job.metadata),
         "results_expire_at": _whole(job.results_expire_at),

@@ -8,7 +8,7 @@ from collections import deque
 from datetime import UTC, datetime
 from typing import TextIO
 
-from worker.schemas import JobState, JobStatus
+from worker.schemas import JobState, JobStatus, RequestCounts
 
 REFRESH_S = 0.2
 UNKNOWN_COLUMNS = 80
@@ -133,7 +133,7 @@ def job_row(job: JobStatus) -> str:
     counts = job.request_counts
     done = f"{counts.finished}/{counts.total}"
     return (
-        f"{job.id:40} {job.status.value:12} {done:>15} {counts.failed:>8} {job.priority:>3} {job.tenant:12} "
+        f"{job.id:40} {job.status.value:12} {done:>15} {counts.faulty:>8} {job.priority:>3} {job.tenant:12} "
         f"{_time(job.created_at)}"
     )
 
@@ -144,7 +144,7 @@ def job_details(job: JobStatus) -> str:
     lines = [
         f"job        {job.id}",
         f"status     {job.status.value}{f': {job.error}' if job.error else ''}",
-        f"requests   {counts.total}: {counts.completed} completed, {counts.failed} failed",
+        f"requests   {counts.total}: {counts_words(counts)}",
         f"shards     {job.shards_done}/{job.shards_total}",
         f"tokens     {usage.input_tokens} in ({usage.cached_tokens} cached), {usage.output_tokens} out"
         + (f" ({usage.resumed_tokens} resumed)" if usage.resumed_tokens else ""),
@@ -166,19 +166,26 @@ def progress_text(job: JobStatus, rates: JobRates) -> str:
     counts, usage = job.request_counts, job.usage
     hits = usage.cached_tokens / usage.input_tokens if usage.input_tokens else 0.0
     parts = [
-        f"{job.status.value} {counts.finished}/{counts.total} ({job.progress:.0%})",
+        f"{job.status.value} {counts.finished}/{counts.total} ({job.progress:.0%}): {counts_words(counts)}",
         f"{rates.prompts_per_s:.1f} prompts/s",
         f"{rates.output_tokens_per_s:.0f} tokens/s out",
     ]
     if not job.status.is_terminal:
         parts.append(f"ETA {_left(counts.total - counts.finished, rates.prompts_per_s)}")
-    return ", ".join([*parts, f"prefix hits {hits:.0%}", f"{counts.failed} errors"])
+    return ", ".join([*parts, f"prefix hits {hits:.0%}"])
 
 
 def counts_text(job: JobStatus) -> str:
     """What became of a job's requests."""
     counts = job.request_counts
-    return f"{job.status.value}: {counts.completed} completed, {counts.failed} failed, of {counts.total} requests"
+    return f"{job.status.value}: {counts_words(counts)}, of {counts.total} requests"
+
+
+def counts_words(counts: RequestCounts) -> str:
+    """How the prompts with a record ended; the numbers add up to them."""
+    parts = [f"{counts.completed} completed", f"{counts.faulty} failed"]
+    undone = {"cancelled": counts.cancelled, "expired": counts.expired}
+    return ", ".join([*parts, *(f"{number} {word}" for word, number in undone.items() if number)])
 
 
 def _left(num_prompts: int, prompts_per_s: float) -> str:

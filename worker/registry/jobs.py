@@ -223,7 +223,7 @@ def job_status(job_id: str, fields: Mapping[Untyped, Untyped]) -> JobStatus:
         cancelling_at=_seconds(job["cancel"]),
         finished_at=finished_at,
         results_expire_at=None if finished_at is None else finished_at + int(job["retain"]) / 1000,
-        request_counts=RequestCounts(total=int(job["n"]), completed=int(job["ok"]), failed=int(job["err"])),
+        request_counts=_counts(job),
         usage=JobUsage(
             input_tokens=prompt_tokens,
             cached_tokens=int(job["tokc"]),
@@ -239,6 +239,16 @@ def job_status(job_id: str, fields: Mapping[Untyped, Untyped]) -> JobStatus:
         metadata=json.loads(job["spec"]).get("metadata", {}),
         error=job["reason"] or None,
         errors=_errors(job),
+    )
+
+
+def _counts(job: Mapping[str, str]) -> RequestCounts:
+    return RequestCounts(
+        total=int(job["n"]),
+        completed=int(job["ok"]),
+        failed=int(job["err"]),
+        cancelled=int(job.get("can", 0)),
+        expired=int(job["exp"]),
     )
 
 

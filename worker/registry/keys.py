@@ -1,9 +1,10 @@
 r"""Names the registry's keys, all of one hash slot, `millrace:{s0}:`, and the units of work they are about.
 
-    j:<job>:job     HASH  v, st, n, ok, err, exp, bytes, tenant, pri, spec, created, started, deadline, cancel, fin,
-                          reason, errors, ns, sd (shards, shards done), tokp, tokc, toko (prompt, cached, output
-                          tokens), tokr, tokt (of these resumed, thinking), retain, idem, plan_tok (the token under
-                          which it was planned), lost_plan, strict, url, urls, model, trace
+    j:<job>:job     HASH  v, st, n, ok, err, exp and can (of err: expired, cancelled), bytes, tenant, pri, spec,
+                          created, started, deadline, cancel, fin, reason, errors, ns, sd (shards, shards done), tokp,
+                          tokc, toko (prompt, cached, output tokens), tokr, tokt (of these resumed, thinking), retain,
+                          idem, plan_tok (the token under which it was planned), lost_plan, strict, url, urls, model,
+                          trace
     j:<job>:in      HASH  index -> request line as it was given
     j:<job>:res     HASH  index -> record, JSON; written once (HSETNX)
     j:<job>:ord     LIST  indices in the order their records were written

@@ -262,7 +262,7 @@ def test_plain_lines_tell_each_state_and_not_every_look(
     assert output.out == ""
     lines = output.err.splitlines()
     assert [line.split()[0] for line in lines] == ["validating", "in_progress", "completed"]
-    assert lines[-1].endswith("prefix hits 25%, 1 errors")
+    assert ": 9 completed, 1 failed, " in lines[-1]
 
 
 def test_without_a_terminal_and_unasked_nothing_is_shown(

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.registry import job_status
 from worker.cli import progress as module
-from worker.cli.progress import WINDOW_S, JobProgress, JobRates, ProgressLine, progress_text
-from worker.schemas import JobState, JobStatus
+from worker.cli.progress import WINDOW_S, JobProgress, JobRates, ProgressLine, counts_text, progress_text
+from worker.schemas import JobState, JobStatus, RequestCounts, batch_object
 
 
 class Terminal(io.StringIO):
@@ -61,7 +61,7 @@ def test_what_is_longer_ago_than_the_window_does_not_count() -> None:
 def test_the_line_has_rates_time_left_hit_rate_and_errors() -> None:
     rates = rates_of((0.0, running(0)), (2.0, running(4, 1, 301)))
     assert progress_text(running(4, 1), rates) == (
-        "in_progress 5/10 (50%), 2.5 prompts/s, 150 tokens/s out, ETA 2 s, prefix hits 25%, 1 errors"
+        "in_progress 5/10 (50%): 4 completed, 1 failed, 2.5 prompts/s, 150 tokens/s out, ETA 2 s, prefix hits 25%"
     )
 
 
@@ -98,3 +98,11 @@ def test_the_bar_grows_to_its_end_and_the_last_line_stays(monkeypatch: pytest.Mo
     assert [row.count("#") for row in terminal.rows()] == [0, 15, 30]
     assert terminal.getvalue().count("\n") == 1
     assert terminal.getvalue().endswith("\n")
+
+
+def test_what_was_cancelled_or_expired_is_told_apart_from_what_failed() -> None:
+    counts = RequestCounts(total=9, completed=2, failed=7, cancelled=4, expired=2)
+    job = job_status(JobState.CANCELLED).model_copy(update={"request_counts": counts})
+
+    assert counts_text(job) == "cancelled: 2 completed, 1 failed, 4 cancelled, 2 expired, of 9 requests"
+    assert batch_object(job)["request_counts"] == {"total": 9, "completed": 2, "failed": 7}

@@ -147,7 +147,9 @@ def test_a_cancelled_job_tells_its_owner_and_ends_cancelled(registry: TestRegist
     leases.put(queued, [PromptRecord(2, Outcome.CANCELLED, "{}")])
     assert leases.put(running, [PromptRecord(1, Outcome.CANCELLED, "{}")])[0] is PutStatus.JOB_DONE
     job = registry.status(job_id)
-    assert (job.status, job.request_counts.completed, job.request_counts.failed) == (JobState.CANCELLED, 1, 2)
+    counts = job.request_counts
+    assert (job.status, counts.completed, counts.failed) == (JobState.CANCELLED, 1, 2)
+    assert (counts.cancelled, counts.faulty) == (2, 0)
 
 
 def test_cancelling_is_idempotent_and_leaves_finished_jobs_alone(registry: TestRegistry) -> None:
@@ -172,7 +174,8 @@ def test_a_job_past_its_deadline_expires(registry: TestRegistry) -> None:
     assert late.mode is RunMode.EXPIRED
     leases.put(late, [PromptRecord(2, Outcome.EXPIRED, "{}")])
     leases.put(running, [PromptRecord(1, Outcome.EXPIRED, "{}")])
-    assert registry.status(job_id).status is JobState.EXPIRED
+    job = registry.status(job_id)
+    assert (job.status, job.request_counts.failed, job.request_counts.expired) == (JobState.EXPIRED, 2, 2)
 
 
 def test_a_job_with_every_answer_is_completed_though_past_its_deadline(registry: TestRegistry) -> None:

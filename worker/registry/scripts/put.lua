@@ -8,7 +8,7 @@ local job = redis.call('HMGET', JOB, 'st', 'cancel', 'deadline', 'n', 'tenant')
 if not is_open(job[1]) then return {'fenced', ''} end
 
 local now = now_ms()
-local added, sums = 0, {ok = 0, err = 0, exp = 0, tokp = 0, tokc = 0, toko = 0, tokr = 0, tokt = 0}
+local added, sums = 0, {ok = 0, err = 0, exp = 0, can = 0, tokp = 0, tokc = 0, toko = 0, tokr = 0, tokt = 0}
 local has_checkpoints = redis.call('EXISTS', CKPT) == 1
 for i = 4, #ARGV, 8 do
   if redis.call('HSETNX', RES, ARGV[i], ARGV[i + 2]) == 1 then
@@ -18,6 +18,7 @@ for i = 4, #ARGV, 8 do
     local outcome = ARGV[i + 1]
     if outcome == 'ok' then sums.ok = sums.ok + 1 else sums.err = sums.err + 1 end
     if outcome == 'expired' then sums.exp = sums.exp + 1 end
+    if outcome == 'cancelled' then sums.can = sums.can + 1 end
     sums.tokp = sums.tokp + ARGV[i + 3]
     sums.tokc = sums.tokc + ARGV[i + 4]
     sums.toko = sums.toko + ARGV[i + 5]
