@@ -19,7 +19,7 @@ from worker.records.record import has_failed
 from worker.registry.connect import connect
 from worker.registry.errors import JobTooLarge
 from worker.registry.exchange import perform
-from worker.registry.intake import JobIntake
+from worker.registry.intake import JobIntake, checked_options
 from worker.registry.jobs import JobControl, JobQueries, ResultReader
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import UnitLeases
@@ -80,12 +80,12 @@ class BatchClient:
         are read, so a job larger than memory is fine. Options are the fields of SubmitOptions. A second submit with
         the same `job_id` or `idempotency_key` returns the first job and leaves it as it is.
 
-        Raises EmptyJob, JobTooLarge, QueueFull (with retry_after_s), pydantic.ValidationError for options out of
-        range, and TypeError for one line in place of several and for a line of another type. A bad line is no error
+        Raises EmptyJob, JobTooLarge, QueueFull (with retry_after_s), InvalidOption for an option that is unknown or out
+        of range, and TypeError for one line in place of several and for a line of another type. A bad line is no error
         here: its record says what is wrong with it.
         """
         refuse_single_line(lines)
-        checked = SubmitOptions.model_validate(options)
+        checked = checked_options(options)
         job_id = self._keys.new_job_id() if job_id is None else self._keys.check_job_id(job_id)
         if checked.idempotency_key is not None:
             known = self._intake.find(checked.tenant, checked.idempotency_key)
@@ -208,9 +208,9 @@ class LineStaging:
         for num_lines, line in enumerate(self._raw(lines), 1):
             num_bytes += len(line)
             if num_lines > self._limits.max_prompts_per_job:
-                raise JobTooLarge("prompts", num_lines, self._limits.max_prompts_per_job)
+                raise JobTooLarge("prompts", num_lines, self._limits.max_prompts_per_job, is_whole=False)
             if num_bytes > self._limits.max_job_bytes:
-                raise JobTooLarge("job_bytes", num_bytes, self._limits.max_job_bytes)
+                raise JobTooLarge("job_bytes", num_bytes, self._limits.max_job_bytes, is_whole=False)
             if chunk and (len(chunk) == CHUNK_LINES or chunk_bytes + len(line) > CHUNK_BYTES):
                 yield chunk
                 chunk, chunk_bytes = [], 0

@@ -10,12 +10,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 import pytest
-from pydantic import ValidationError
 
 from settings import LimitSettings
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.async_client import AsyncBatchClient
-from worker.registry.errors import EmptyJob, InvalidJobId, JobNotFound, JobTooLarge
+from worker.registry.errors import EmptyJob, InvalidJobId, InvalidOption, JobNotFound, JobTooLarge
 from worker.registry.jobs import PollPauses
 from worker.registry.keys import UnitRef
 from worker.schemas import JobState
@@ -88,7 +87,7 @@ def test_errors_are_those_of_the_other_client_and_leave_nothing_behind(loop: Loo
         loop(lambda client: client.submit(failing()))
     with pytest.raises(JobTooLarge):
         loop(lambda client: client.submit(rising(3)), LimitSettings(max_prompts_per_job=2))
-    with pytest.raises(ValidationError):
+    with pytest.raises(InvalidOption):
         loop(lambda client: client.submit([b"x"], priority=10))
     with pytest.raises(JobNotFound):
         loop(lambda client: numbers(client.results(unknown)))
@@ -208,11 +207,11 @@ def test_a_generator_is_closed_however_its_submit_ends(loop: Loop, ending: str) 
             submitting.cancel()
         try:
             await submitting
-        except (JobTooLarge, asyncio.CancelledError, ValidationError) as error:
+        except (JobTooLarge, asyncio.CancelledError, InvalidOption) as error:
             ends.append(type(error).__name__)
 
     loop(submit, LimitSettings(max_prompts_per_job=600) if ending == "refused" else None)
-    name = {"refused": "JobTooLarge", "cancelled": "CancelledError", "invalid": "ValidationError"}[ending]
+    name = {"refused": "JobTooLarge", "cancelled": "CancelledError", "invalid": "InvalidOption"}[ending]
     assert ends == ["closed", name]
 
 

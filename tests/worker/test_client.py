@@ -12,16 +12,15 @@ from typing import Any
 
 import pytest
 import redis
-from pydantic import ValidationError
 
 from settings import LimitSettings
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.client import BatchClient
 from worker.lines.files import read_raw_lines
-from worker.registry.errors import EmptyJob, InvalidJobId, JobNotFound, JobTooLarge, QueueFull
+from worker.registry.errors import EmptyJob, InvalidJobId, InvalidOption, JobNotFound, JobTooLarge, QueueFull
 from worker.registry.jobs import FIRST_POLL_S, LONGEST_POLL_S, PollPauses
 from worker.registry.keys import UnitRef
-from worker.schemas import JobState
+from worker.schemas import JobState, SubmitOptions
 
 
 def test_importing_the_clients_brings_no_torch() -> None:
@@ -96,7 +95,7 @@ def test_refused_jobs_leave_nothing_behind(redis_url: str, registry: TestRegistr
         client.submit([b"x"] * 2)
         with pytest.raises(QueueFull):
             client.submit([b"x"] * 2)
-        with pytest.raises(ValidationError):
+        with pytest.raises(InvalidOption, match="priority is 10; accepted: a whole number, 0 to 9"):
             client.submit([b"x"], priority=10)
     assert len(registry.redis.keys("*:in")) == 1
 
@@ -225,3 +224,34 @@ def test_no_pause_is_longer_than_the_time_that_is_left(monkeypatch: pytest.Monke
     assert pauses.next_s() == pytest.approx(0.01)
     now_s = 101.0
     assert pauses.next_s() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"priorty": 1}, "priorty is no option of a job; accepted: priority"),
+        ({"deadline_s": -1}, "deadline_s is -1; accepted: seconds, above 0, at most 31536000 (a year)"),
+        ({"tenant": "a b"}, 'tenant is "a b"; accepted: 1 to 64 letters, digits, ., _ and - (ASCII)'),
+        ({"strict": "perhaps"}, 'strict is "perhaps"; accepted: true or false'),
+        (
+            {"metadata": {"note": "secret" * 100}},
+            "metadata.note has 600 characters; accepted: at most 16 pairs of text, keys of 1 to 64 characters, values "
+            "of at most 512",
+        ),
+        ({"idempotency_key": ""}, "idempotency_key has 0 characters; accepted: 1 to 256 characters"),
+    ],
+    ids=str,
+)
+def test_a_bad_option_is_one_line_that_says_what_is_accepted(
+    client: BatchClient, options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(InvalidOption) as raised:
+        client.submit([b"{}"], **options)
+
+    assert str(raised.value) == told
+    assert isinstance(raised.value, ValueError)
+
+
+@pytest.mark.parametrize("option", SubmitOptions.model_fields)
+def test_what_is_accepted_for_an_option_is_said_in_words(option: str) -> None:
+    assert SubmitOptions.accepted(option)

@@ -11,7 +11,6 @@ from typing import Literal, TypedDict, Unpack
 
 import click
 import redis
-from pydantic import ValidationError
 
 from settings import EffectiveSettings, SettingsError
 from worker.cli.exit_codes import BadUsage, CommandError
@@ -154,10 +153,6 @@ def job_client(effective: EffectiveSettings) -> Iterator[BatchClient]:
             yield client
     except (InvalidJobId, InvalidSubmission, SettingsError) as error:
         raise BadUsage(str(error)) from error
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = ".".join(str(part) for part in first["loc"])
-        raise BadUsage(f"{name}: {first['msg']}") from error
     except RegistryError as error:
         raise CommandError(str(error)) from error
     except redis.RedisError as error:

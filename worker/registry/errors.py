@@ -4,6 +4,7 @@ RegistryError
 |-- InvalidJobId       not a job id of this registry
 |-- JobNotFound        never submitted, or forgotten after its time
 |-- InvalidSubmission  the options or lines of a job that can never be accepted
+|   |-- InvalidOption  an option that does not exist, or whose value is not accepted
 |   |-- EmptyJob       no lines
 |   |-- JobTooLarge    more prompts or bytes than one job may have
 |   `-- JobIncomplete  lines are missing from the staged input
@@ -38,6 +39,15 @@ class InvalidSubmission(RegistryError):
     """A job that can never be accepted as it stands."""
 
 
+class InvalidOption(InvalidSubmission, ValueError):
+    """An option of a job that does not exist, or whose value is not accepted."""
+
+    def __init__(self, name: str, problem: str, *, accepted: str) -> None:
+        super().__init__(f"{name} {problem}; accepted: {accepted}")
+        self.name = name  # of a pair of metadata: metadata.<key>
+        self.accepted = accepted
+
+
 class EmptyJob(InvalidSubmission):
     """A job without lines."""
 
@@ -50,8 +60,11 @@ class EmptyJob(InvalidSubmission):
 class JobTooLarge(InvalidSubmission):
     """One job may not have that many prompts or bytes."""
 
-    def __init__(self, resource: str, value: int, limit: int) -> None:
-        super().__init__(f"the job has {value} {_NOUN[resource]}; accepted: at most {limit} ({_SETTING[resource]})")
+    def __init__(self, resource: str, value: int, limit: int, *, is_whole: bool = True) -> None:
+        """`is_whole`: `value` is the whole job's; False: what had been read of it when it was refused."""
+        size = f"{value:,} {_NOUN[resource]}{'' if is_whole else ' or more'}"
+        mend = f"raise {_SETTING[resource]}, for producers and workers alike, or submit the job in parts"
+        super().__init__(f"the job has {size}, limit {limit:,}: {mend}")
         self.code = "too_many_tasks" if resource == "prompts" else "file_too_large"
         self.resource = resource  # prompts or job_bytes
         self.value = value

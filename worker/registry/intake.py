@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import redis
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from settings import LimitSettings, Settings
-from worker.registry.errors import EmptyJob, JobIncomplete, JobTooLarge, QueueFull, RegistryError
+from worker.lines.strict_json import shorten
+from worker.registry.errors import EmptyJob, InvalidOption, JobIncomplete, JobTooLarge, QueueFull, RegistryError
 from worker.registry.exchange import RedisReply, Scripts, ask_one, text
 from worker.registry.keys import Keys, UnitRef
 from worker.schemas import BatchError, SubmitOptions
 
 UNKNOWN_RATE_RETRY_S = 30.0  # before the first ten seconds of work are measured
 MAX_RETRY_S = 3600.0
+
+# Options whose values are the producer's own words: a refusal is logged, and logs hold no such words.
+_OWN_WORDS = frozenset({"metadata", "idempotency_key"})
+
+
+def checked_options(options: Mapping[str, object]) -> SubmitOptions:
+    """The options of a job. Raises InvalidOption for one that is unknown, or whose value is not accepted."""
+    try:
+        return SubmitOptions.model_validate(options)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    raise _invalid_option(first)
+
+
+def _invalid_option(fault: ErrorDetails) -> InvalidOption:
+    option, value = str(fault["loc"][0]), fault["input"]
+    if fault["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(option, SubmitOptions.model_fields, n=1, cutoff=0.7)
+        accepted = ", ".join(near or SubmitOptions.model_fields)
+        return InvalidOption(option, "is no option of a job", accepted=accepted)
+    name = ".".join(str(part) for part in fault["loc"] if part != "[key]")
+    if option not in _OWN_WORDS:
+        problem = f"is {shorten(value)}"
+    elif isinstance(value, str):
+        problem = f"has {len(value)} characters"
+    else:
+        problem = f"is of type {type(value).__name__}"
+    return InvalidOption(name, problem, accepted=SubmitOptions.accepted(option))
 
 
 class JobIntake:

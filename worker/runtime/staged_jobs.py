@@ -7,14 +7,13 @@ import time
 from collections.abc import Mapping
 
 import redis
-from pydantic import ValidationError
 
 from worker.broker.messages import Announcer, MessageEnd
 from worker.registry.connect import is_refusal
-from worker.registry.errors import InvalidJobId, RegistryError
-from worker.registry.intake import JobIntake
+from worker.registry.errors import InvalidJobId, InvalidOption, RegistryError
+from worker.registry.intake import JobIntake, checked_options
 from worker.registry.keys import Keys, UnitRef
-from worker.schemas import BatchError, SubmitOptions
+from worker.schemas import BatchError
 
 RETRY_WAIT_S = 1.0  # before the message goes back: keeps it from going round without rest
 
@@ -65,12 +64,10 @@ class StagedJobs:
         if type(num_lines) is not int:  # a bool is no number
             return _invalid(f"n is {str(num_lines)[:40]!r}; accepted: the number of lines", param="n")
         try:
-            checked = SubmitOptions.model_validate(options)
+            checked = checked_options(options)
             accepted_id, should_announce = self._intake.submit(job_id, num_lines, checked)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            param = ".".join(map(str, first["loc"]))
-            return _invalid(f"{param}: {first['msg']}", param=param)
+        except InvalidOption as error:
+            return _invalid(str(error), param=error.name)
         except RegistryError as error:
             return BatchError(code=error.code, message=str(error))
         except redis.RedisError as error:
