@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from tempfile import SpooledTemporaryFile
 
@@ -51,6 +51,7 @@ class RunSummary:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens whose KV came from the prefix cache
     output_tokens: int = 0
+    ignored_params: Mapping[str, int] = field(default_factory=dict)  # of --ignore-param, with the lines that had each
 
 
 class OfflineRun:

@@ -8,8 +8,10 @@ from typing import TypeVar
 
 import click
 
-from settings import EffectiveSettings, Settings, SettingsError, load_settings, parse_assignments
+from settings import EffectiveSettings, LimitSettings, Settings, SettingsError, load_settings, parse_assignments
 from worker.cli.exit_codes import BadUsage
+from worker.lines.errors import NotIgnorable
+from worker.lines.ignored import IgnoredParams
 from worker.runtime.log_setup import configure_logging
 
 Command = TypeVar("Command", bound=Callable[..., object])
@@ -34,6 +36,20 @@ def redis_options(command: Command) -> Command:
 def producer_options(command: Command) -> Command:
     """`redis_options` for commands that read only the settings of producers."""
     return _redis_url_option(_set_option(_words(PRODUCER_SECTIONS), "redis.socket_timeout_s=30")(command))
+
+
+def ignore_param_option(command: Command) -> Command:
+    """`--ignore-param`, for commands that read request lines; the function gets `ignored_params`."""
+    help_text = "Leave this parameter out of every line that has it, and say of how many. Repeatable."
+    return click.option("--ignore-param", "ignored_params", multiple=True, metavar="NAME", help=help_text)(command)
+
+
+def read_ignored_params(names: Sequence[str], limits: LimitSettings) -> IgnoredParams:
+    """What `--ignore-param` names. Raises BadUsage for a name without which a line would be another request."""
+    try:
+        return IgnoredParams(names, limits)
+    except NotIgnorable as error:
+        raise BadUsage(f"--ignore-param {error}") from error
 
 
 def load_producer_settings(assignments: Sequence[str], redis_url: str | None) -> EffectiveSettings:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
@@ -30,9 +30,10 @@ from worker.cli.files import (
     refuse_same_file,
     write_line,
 )
-from worker.cli.options import load_command_settings, set_option
+from worker.cli.options import ignore_param_option, load_command_settings, read_ignored_params, set_option
 from worker.cli.progress import ProgressLine
 from worker.lines.files import InputFile, read_input_files
+from worker.lines.ignored import IgnoredParams
 from worker.offline import LineFeed, OfflineRun, RunSummary
 from worker.requests.step_engine import request_window
 
@@ -40,6 +41,18 @@ if TYPE_CHECKING:
     from engine.encoder import EncoderEngine
     from engine.engine import Engine
     from engine.execution.profile import PassTrace
+
+
+class Arguments(TypedDict):
+    """What click passes to `run`."""
+
+    input_paths: tuple[str, ...]
+    output_path: str
+    model: str | None
+    summary_path: str | None
+    profile_path: str | None
+    ignored_params: tuple[str, ...]
+    assignments: tuple[str, ...]
 
 
 @click.command("run")
@@ -57,23 +70,19 @@ if TYPE_CHECKING:
     "--profile", "profile_path", metavar="FILE",
     help="Write a Chrome trace of the steps that engine.profile.* selects to FILE.",
 )  # fmt: skip
+@ignore_param_option
 @set_option
-def run(
-    input_paths: tuple[str, ...],
-    output_path: str,
-    model: str | None,
-    summary_path: str | None,
-    profile_path: str | None,
-    assignments: tuple[str, ...],
-) -> None:
+def run(**arguments: Unpack[Arguments]) -> None:
     """Run request lines offline: no Redis, the same engine.
 
     Each record is written the moment it exists. Ctrl-C stops after the current step: the output keeps every
     finished record, and the exit code is 130. If the engine breaks, its requests end in error records and the exit
     code is 1.
     """
-    effective = load_command_settings(assignments, {"model.path": model})
-    files, paths = input_files(input_paths), RecordPaths.of(output_path)
+    effective = load_command_settings(arguments["assignments"], {"model.path": arguments["model"]})
+    ignored = read_ignored_params(arguments["ignored_params"], effective.settings.limits)
+    files, paths = input_files(arguments["input_paths"]), RecordPaths.of(arguments["output_path"])
+    profile_path, summary_path = arguments["profile_path"], arguments["summary_path"]
     _refuse_overwriting(files, paths, profile_path)
     for path in paths:
         check_output(path)  # results that cannot be written are not worth loading a model for
@@ -81,7 +90,7 @@ def run(
         # Earlier results are replaced only once the model is loaded; until then Ctrl-C ends the command at once.
         engine, load_s = _load_engine(effective, trace)
         with _stop_signals() as should_stop, record_output(paths) as write:
-            summary, failure = _run(engine, files, write, load_s, should_stop)
+            summary, failure = _run(engine, files, ignored, write, load_s, should_stop)
         if summary_path is not None:
             with open_output(summary_path) as file:
                 write_line(file, json.dumps(dataclasses.asdict(summary)))
@@ -134,6 +143,7 @@ def _load_engine(effective: EffectiveSettings, trace: PassTrace | None) -> tuple
 def _run(
     engine: Engine | EncoderEngine,
     files: Sequence[InputFile],
+    ignored: IgnoredParams,
     write: WriteRecord,
     load_s: float,
     should_stop: Callable[[], bool],
@@ -149,7 +159,7 @@ def _run(
 
     limits = engine.settings.limits
     feed = LineFeed(
-        read_input_files(files, limits.max_prompt_bytes), limits, capacity=window,
+        ignored.strip(read_input_files(files, limits.max_prompt_bytes)), limits, capacity=window,
         by_prefix=all(file.is_complete for file in files),
     )  # fmt: skip
     feed.start()
@@ -162,10 +172,12 @@ def _run(
         failure = CommandError(f"input or output failed: {error}")
     finally:
         engine.close()
-    summary = run.summary(load_s)
+    summary = dataclasses.replace(run.summary(load_s), ignored_params=ignored.counts)
     progress.close(_progress_text(summary))
     if not sys.stderr.isatty():
         click.echo(_progress_text(summary), err=True)
+    if ignored.text:
+        click.echo(ignored.text, err=True)
     return summary, failure
 
 
@@ -173,7 +185,8 @@ def _progress_text(summary: RunSummary) -> str:
     rate = summary.output_tokens / summary.elapsed_s if summary.elapsed_s > 0 else 0.0
     hits = summary.cached_tokens / summary.prompt_tokens if summary.prompt_tokens else 0.0
     return (
-        f"{summary.requests} done, {summary.failed} failed, {summary.output_tokens} tokens out "
+        f"{summary.requests} done: {summary.requests - summary.failed} completed, {summary.failed} failed, "
+        f"{summary.output_tokens} tokens out "
         f"({rate:.1f}/s), prefix hits {hits:.0%}"
     )
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypedDict, Unpack
 
 import click
 
+from settings import LimitSettings
 from worker.cli.exit_codes import BadUsage
 from worker.cli.files import (
     OUTPUT_HELP,
@@ -19,13 +20,24 @@ from worker.cli.files import (
     write_records,
 )
 from worker.cli.jobs import follow_job, job_client, require_completed
-from worker.cli.options import Duration, load_producer_settings, parse_metadata, producer_options
+from worker.cli.options import (
+    Duration,
+    ignore_param_option,
+    load_producer_settings,
+    parse_metadata,
+    producer_options,
+    read_ignored_params,
+)
 from worker.cli.progress import counts_text
 from worker.client import BatchClient
 from worker.lines.errors import UnreadableInput
 from worker.lines.files import InputFile, read_input_files
+from worker.lines.ignored import IgnoredParams
 from worker.lines.request_line import Endpoint
+from worker.registry.errors import JobTooLarge
 from worker.schemas import DEFAULT_PRIORITY
+
+COUNTED_LIMITS = 100  # a job that is too large is counted up to so many times its limit, to say how large it is
 
 
 class Arguments(TypedDict):
@@ -41,6 +53,7 @@ class Arguments(TypedDict):
     idempotency_key: str | None
     endpoint: str | None
     strict: bool
+    ignored_params: tuple[str, ...]
     redis_url: str | None
     assignments: tuple[str, ...]
 
@@ -65,6 +78,7 @@ class Arguments(TypedDict):
     help="The one that every line must name.",
 )
 @click.option("--strict", is_flag=True, help="One bad line fails the job before any runs; else it fails alone.")
+@ignore_param_option
 @producer_options
 def submit(**arguments: Unpack[Arguments]) -> None:
     """Submit the request lines of each FILE, in this order, as one job and print its id.
@@ -75,11 +89,12 @@ def submit(**arguments: Unpack[Arguments]) -> None:
     """
     effective = load_producer_settings(arguments["assignments"], arguments["redis_url"])
     output_path = arguments["output_path"]
-    max_line_bytes = effective.settings.limits.max_prompt_bytes
+    limits = effective.settings.limits
+    ignored = read_ignored_params(arguments["ignored_params"], limits)
     files = input_files(arguments["input_paths"])
     if output_path is None:
         with job_client(effective) as client:
-            job_id = _submit(client, arguments, files, max_line_bytes)
+            job_id = _submit(client, arguments, files, ignored, limits)
             click.echo(job_id)
             if arguments["wait"]:
                 require_completed(follow_job(client, job_id, plain_lines=True))
@@ -90,7 +105,7 @@ def submit(**arguments: Unpack[Arguments]) -> None:
             refuse_same_file(path, other=file.name, role="input")
         check_output(path)  # a job whose results cannot be written is not worth submitting
     with job_client(effective) as client:
-        job_id = _submit(client, arguments, files, max_line_bytes)
+        job_id = _submit(client, arguments, files, ignored, limits)
         click.echo(job_id, err=output_path == STANDARD)
         # Only now, so that earlier results are not replaced unless the job is submitted.
         with record_output(paths) as write:
@@ -100,11 +115,14 @@ def submit(**arguments: Unpack[Arguments]) -> None:
         require_completed(job)
 
 
-def _submit(client: BatchClient, arguments: Arguments, files: Sequence[InputFile], max_line_bytes: int) -> str:
+def _submit(
+    client: BatchClient, arguments: Arguments, files: Sequence[InputFile], ignored: IgnoredParams, limits: LimitSettings
+) -> str:
     metadata = parse_metadata(arguments["metadata"])
+    lines = ignored.strip(read_input_files(files, limits.max_prompt_bytes))
     try:
-        return client.submit(
-            read_input_files(files, max_line_bytes),
+        job_id = client.submit(
+            lines,
             priority=arguments["priority"],
             deadline_s=arguments["deadline"],
             tenant=arguments["tenant"],
@@ -115,3 +133,26 @@ def _submit(client: BatchClient, arguments: Arguments, files: Sequence[InputFile
         )
     except UnreadableInput as error:
         raise BadUsage(f"{error}; nothing was submitted") from error
+    except JobTooLarge as error:
+        again = ignored.strip(read_input_files(files, limits.max_prompt_bytes))
+        raise _of_whole_files(error, again if all(map(_is_rereadable, files)) else ()) from error
+    if ignored.text:
+        click.echo(ignored.text, err=True)
+    return job_id
+
+
+def _is_rereadable(file: InputFile) -> bool:
+    return file.is_complete and file.name != STANDARD
+
+
+def _of_whole_files(refusal: JobTooLarge, lines: Iterable[bytes]) -> JobTooLarge:
+    """The refusal with the size of all `lines`; as it is where there are none, or reading them breaks off."""
+    size, most = 0, COUNTED_LIMITS * refusal.limit
+    try:
+        for line in lines:
+            size += 1 if refusal.resource == "prompts" else len(line)
+            if size >= most:
+                return JobTooLarge(refusal.resource, size, refusal.limit, is_whole=False)
+    except UnreadableInput:
+        return refusal
+    return JobTooLarge(refusal.resource, size, refusal.limit) if size else refusal

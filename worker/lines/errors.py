@@ -3,6 +3,7 @@
 Exception
 |-- RefusalError      why a line is refused, before the line's number and custom_id are known
 |-- LineError         a request line that cannot be run
+|-- NotIgnorable      a parameter that cannot be left out of lines
 `-- UnreadableInput   an input that breaks off
 """
 
@@ -53,6 +54,14 @@ class LineError(Exception):
         self.index = index  # 0-based, blank lines not counted; `line` in records is index + 1
         self.param = param  # path inside the body, `messages[0].content`, or a field of the line
         self.custom_id = custom_id  # None when the line is too broken to have one
+
+
+class NotIgnorable(ValueError):
+    """A parameter that cannot be left out of lines: they would be other requests, or none."""
+
+    def __init__(self, name: str, *, accepted: str) -> None:
+        super().__init__(f"{name or 'an empty name'}: it cannot be left out of a line; accepted: {accepted}")
+        self.name = name
 
 
 class UnreadableInput(OSError):

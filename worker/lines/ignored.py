@@ -1,12 +1,14 @@
-"""Leaves parameters out of bodies whose value asks for nothing, and refuses those that are not carried out."""
+"""Leaves parameters out of bodies: those whose value asks for nothing, and those that `--ignore-param` names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 
-from worker.lines.errors import RefusalError
+from settings import LimitSettings
+from worker.lines.errors import NotIgnorable, RefusalError
 from worker.lines.request_line import Endpoint
-from worker.lines.strict_json import shorten
+from worker.lines.strict_json import read_strict_json, shorten
 
 ENVELOPE_MARKS = frozenset({"method", "url", "body"})  # a line with one of these is an envelope, else a body alone
 
@@ -52,6 +54,9 @@ _KNOWN = _REFUSED | _NEUTRAL.keys()
 _OF_COMPLETIONS = frozenset({"best_of", "suffix"})
 _OF_CHAT = frozenset({"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"})
 
+# What makes a line a request: without one of these it would be another one, or none.
+_NEEDED = ("messages", "prompt", "input", "custom_id", *sorted(ENVELOPE_MARKS))
+
 
 def without_neutral(body: Mapping[str, object], endpoint: Endpoint) -> tuple[Mapping[str, object], list[RefusalError]]:
     """`body` less the parameters that are known and not carried out, and the faults of those that ask for something."""
@@ -84,3 +89,50 @@ def _unsupported(name: str, value: object) -> RefusalError:
     accepted = " or ".join(map(shorten, _NEUTRAL[name])) if name in _NEUTRAL else "a line without it"
     message = f"{name} is {shorten(value)}, which is not supported; accepted: {accepted}"
     return RefusalError(message, code="unsupported_parameter", param=name)
+
+
+class IgnoredParams:
+    """Takes parameters that a user calls harmless out of lines before they are read, and counts those lines."""
+
+    def __init__(self, names: Iterable[str], limits: LimitSettings) -> None:
+        """Raises NotIgnorable for a name without which a line would be another request."""
+        self._limits = limits
+        self._counts = dict.fromkeys(names, 0)
+        for name in self._counts:
+            if not name or name in _NEEDED:
+                raise NotIgnorable(name, accepted=f"a parameter of the body, none of {', '.join(_NEEDED)}")
+        self._marks = [json.dumps(name, ensure_ascii=False).encode("utf-8", "surrogatepass") for name in self._counts]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Each name, with the lines so far that had it."""
+        return dict(self._counts)
+
+    @property
+    def text(self) -> str:
+        """The counts in words; empty where no name was given."""
+        parts = [f"{name} in {count} line{'' if count == 1 else 's'}" for name, count in self._counts.items()]
+        return f"ignored {', '.join(parts)}" if parts else ""
+
+    def strip(self, lines: Iterable[bytes]) -> Iterator[bytes]:
+        """The lines without these parameters; one that has none of them, or that is refused anyway, as it is."""
+        return map(self._strip, lines) if self._counts else iter(lines)
+
+    def _strip(self, raw: bytes) -> bytes:
+        # A name may be written with escapes: "best\u005fof".
+        if len(raw) > self._limits.max_prompt_bytes or not any(mark in raw for mark in (*self._marks, b"\\u")):
+            return raw
+        try:
+            parsed = read_strict_json(raw, self._limits.max_json_depth)
+            parsed.check()
+        except RefusalError:
+            return raw  # its record says what is wrong with it
+        line = parsed.value
+        body = line if not isinstance(line, dict) or ENVELOPE_MARKS.isdisjoint(line) else line.get("body")
+        found = [name for name in self._counts if name in body] if isinstance(body, dict) else []
+        if not isinstance(body, dict) or not found:
+            return raw
+        for name in found:
+            del body[name]
+            self._counts[name] += 1
+        return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode("utf-8")

@@ -51,9 +51,10 @@ def test_the_summary_has_the_figures_of_the_run(checkpoint: Path, tmp_path: Path
     figures = json.loads(summary.read_text())
     assert figures.keys() == {
         "load_s", "elapsed_s", "requests", "failed", "prompt_tokens", "cached_tokens", "output_tokens",
+        "ignored_params",
     }  # fmt: skip
     assert (figures["requests"], figures["failed"], figures["output_tokens"]) == (2, 1, 3)
-    assert done.stderr.decode().splitlines()[-1].startswith("2 done, 1 failed, 3 tokens out")
+    assert done.stderr.decode().splitlines()[-1].startswith("2 done: 1 completed, 1 failed, 3 tokens out")
 
 
 def test_settings_reach_the_engine(checkpoint: Path) -> None:
@@ -289,3 +290,23 @@ def test_a_profile_that_does_not_fit_the_disk_costs_no_record(checkpoint: Path, 
     assert done.returncode == 1
     assert b"/dev/full: the trace is not complete: " in done.stderr
     assert len(records_of(results.read_bytes())) == 1
+
+
+def test_ignored_parameters_are_counted_in_the_summary(checkpoint: Path, tmp_path: Path) -> None:
+    requests, summary = tmp_path / "in.jsonl", tmp_path / "summary.json"
+    requests.write_bytes(b"\n".join([completion_line(max_tokens=1, best_of=2), completion_line(max_tokens=1)]))
+    options = ("--model", checkpoint, "--summary", summary, "--ignore-param", "best_of")
+
+    done = millrace("run", "-i", requests, "-o", "-", *options)
+
+    assert done.returncode == 0, done.stderr
+    assert [record["response"]["status_code"] for record in records_of(done.stdout)] == [200, 200]  # type: ignore[index]
+    assert json.loads(summary.read_text())["ignored_params"] == {"best_of": 1}
+    assert done.stderr.decode().splitlines()[-1] == "ignored best_of in 1 line"
+
+
+def test_a_prompt_cannot_be_ignored(checkpoint: Path) -> None:
+    done = millrace("run", "-i", "-", "-o", "-", "--model", checkpoint, "--ignore-param", "prompt")
+
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"millrace: --ignore-param prompt: it cannot be left out of a line; accepted: ")

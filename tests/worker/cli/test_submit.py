@@ -125,3 +125,36 @@ def test_an_output_that_cannot_be_written_is_exit_2_before_submission(
     assert done.exit_code == 2
     assert "none/out.jsonl: No such file" in done.stderr
     assert registry.redis.keys("*") == []
+
+
+def test_ignored_parameters_never_reach_a_worker(redis_url: str, registry: TestRegistry, tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\n".join([completion_line(best_of=2), completion_line()]))
+
+    done = submit(redis_url, str(path), "--ignore-param", "best_of", "--ignore-param", "foo")
+
+    assert done.exit_code == 0, done.output
+    assert done.stderr.splitlines() == ["ignored best_of in 1 line, foo in 0 lines"]
+    lines = registry.leases().lines(done.stdout.strip(), [0, 1])
+    assert [json.loads(line or b"") for line in lines] == [{"prompt": "hello"}] * 2
+
+
+def test_a_file_that_is_too_large_is_told_with_its_whole_size(redis_url: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", *map(str, range(7)))
+    limit = ("--set", "limits.max_prompts_per_job=3")
+
+    whole = submit(redis_url, str(path), *limit)
+    piped = millrace("submit", "-", "--redis-url", redis_url, *limit, stdin=path.read_bytes())
+
+    mend = "limit 3: raise limits.max_prompts_per_job, for producers and workers alike, or submit the job in parts\n"
+    assert (whole.exit_code, whole.stderr) == (2, f"millrace: the job has 7 prompts, {mend}")
+    assert (piped.returncode, piped.stderr.decode()) == (2, f"millrace: the job has 4 prompts or more, {mend}")
+
+
+def test_a_bad_option_of_a_job_is_one_line_and_exit_2(redis_url: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", "1")
+
+    done = submit(redis_url, str(path), "--tenant", "a b")
+
+    told = 'millrace: tenant is "a b"; accepted: 1 to 64 letters, digits, ., _ and - (ASCII)\n'
+    assert (done.exit_code, done.stderr) == (2, told)

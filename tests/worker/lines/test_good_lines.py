@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 import pytest
 
+from settings import LimitSettings
 from tests.support.request_lines import CHAT, batch_line, body_of, chat_line, completion_line, error_of, parse, raw_line
 from worker.lines.bodies import CompletionBody
 from worker.lines.chat import ChatBody, ChatMessage
-from worker.lines.errors import LineError
+from worker.lines.errors import LineError, NotIgnorable
 from worker.lines.fields import ServiceFields
 from worker.lines.files import CustomIds
+from worker.lines.ignored import IgnoredParams
 from worker.lines.request_line import Endpoint
 
 GIVEN: dict[str, object] = {
@@ -288,3 +290,52 @@ def test_a_service_field_has_openais_form(name: str, value: object, code: str) -
     assert error.code == code
     assert error.param is not None
     assert error.param.startswith(name)
+
+
+def ignoring(*names: str) -> IgnoredParams:
+    return IgnoredParams(names, LimitSettings())
+
+
+def test_ignored_parameters_are_left_out_and_their_lines_counted() -> None:
+    ignored = ignoring("best_of", "foo")
+    lines = [
+        completion_line(best_of=3, foo=None),
+        batch_line(CHAT, {"messages": [{"role": "user", "content": "\u00e9"}], "foo": 1}),
+        completion_line(temperature=0.1),
+        rb'{"prompt": "hello", "best\u005fof": 2}',
+    ]
+
+    kept = [parse(raw, index) for index, raw in enumerate(ignored.strip(lines))]
+
+    plain = batch_line(CHAT, {"messages": [{"role": "user", "content": "\u00e9"}]})
+    wanted = [completion_line(), plain, completion_line(temperature=0.1), completion_line()]
+    assert kept == [parse(raw, index) for index, raw in enumerate(wanted)]
+    assert ignored.counts == {"best_of": 2, "foo": 2}
+    assert ignored.text == "ignored best_of in 2 lines, foo in 2 lines"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"{bad, foo",
+        b'["foo"]',
+        b'{"prompt": "a", "prompt": "b", "foo": 1}',
+        b'{"prompt": "a", "foo": 1, "temperature": NaN}',
+        b'{"body": "foo"}',
+        b'{"prompt": "foo"}',
+        b'{"prompt": "a", "metadata": {"foo": "1"}}',
+        b'{"prompt": "' + b"a" * 262_144 + b'", "foo": 1}',
+    ],
+    ids=lambda raw: raw[:40].decode(),
+)
+def test_a_line_without_them_or_that_cannot_be_read_stays_as_it_is(raw: bytes) -> None:
+    ignored = ignoring("foo")
+
+    assert list(ignored.strip([raw])) == [raw]
+    assert ignored.counts == {"foo": 0}
+
+
+@pytest.mark.parametrize("name", ["prompt", "messages", "input", "custom_id", "method", "url", "body", ""])
+def test_what_makes_a_line_a_request_cannot_be_ignored(name: str) -> None:
+    with pytest.raises(NotIgnorable, match="accepted: a parameter of the body, none of messages, prompt, input"):
+        ignoring("best_of", name)
