@@ -208,7 +208,8 @@ def _parse_body(
     try:
         parsed = model.model_validate(kept, context=limits)
     except ValidationError as error:
-        faults += (_fault(details, model) for details in error.errors(include_url=False)[: RefusalError.most_told + 1])
+        found = [details for details in error.errors(include_url=False) if not _follows(details)]
+        faults += (_fault(details, model) for details in found[: RefusalError.most_told + 1])
         return None
     faults += _beyond_limits(parsed, limits)
     return parsed
@@ -233,6 +234,11 @@ def _beyond_limits(body: RequestBody, limits: LimitSettings) -> Iterator[Refusal
             verb, unit = ("is", "") if param in ("n", "logprobs", "top_logprobs") else ("has", " entries")
             message = f"{param} {verb} {number}{unit}; accepted: at most {maximum} (limits.{setting})"
             yield RefusalError(message, code="invalid_value", param=param)
+
+
+def _follows(details: ErrorDetails) -> bool:
+    """Whether a fault only follows from others: a list whose items are all bad counts as empty."""
+    return details["type"] == "too_short" and bool(details["input"])
 
 
 def _fault(details: ErrorDetails, model: type[BodyModel]) -> RefusalError:
