@@ -48,8 +48,10 @@ def _unknown_setting(entry: Entry) -> SettingsError:
         problem = f"no such setting; did you mean {PROFILE_VARIABLE}?"
         return SettingsError(entry.written, value, problem, accepted="the path of a TOML file")
     spelled = entry.source.spell(nearest.key)
-    problem = f"did you mean {spelled}?" if likeness >= _LIKELY else f"the nearest is {spelled}"
-    return SettingsError(entry.written, value, f"no such setting; {problem}", accepted=nearest.accepted)
+    if likeness < _LIKELY:
+        return SettingsError(entry.written, value, "no such setting; `millrace config` lists all")
+    problem = f"no such setting; did you mean {spelled}?"
+    return SettingsError(entry.written, value, problem, accepted=nearest.accepted)
 
 
 def _likeness(name: str, key: str) -> float:
