@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.checkpoint.config_reader import read_json_object
+from engine.checkpoint.config_reader import MAX_CONFIG_BYTES, read_json_object
 from engine.errors import CheckpointError
 from settings import ModelSettings, SettingsError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20  # the index of Qwen3-235B, 118 files, takes 3.3 MB
+CONFIG_FILE = "config.json"
+ADAPTER_FILE = "adapter_config.json"
+GGUF = ".gguf"
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz")
 
+_ACCEPTED = "the directory of a checkpoint in Hugging Face's layout: config.json, *.safetensors, tokenizer.json"
+_GGUF = (
+    "GGUF, which this engine does not read; take the model it was made from, in Hugging Face's layout with "
+    "*.safetensors (the GGUF's page on the hub names it)"
+)
+_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)")
+_HUB_ADDRESS = re.compile(r"https?:/+(?:huggingface\.co|hf\.co)/([\w.-]+)/([\w.-]+).*")
 _TEMPLATES = "additional_chat_templates"  # the one folder of a checkpoint that is read
 
 
@@ -38,8 +50,8 @@ class WeightFiles:
         single, index = (directory / SINGLE_FILE).exists(), (directory / INDEX_FILE).exists()
         if single and index:
             raise CheckpointError(f"{directory}: has both {SINGLE_FILE} and {INDEX_FILE}; accepted: one of them")
-        if (directory / "adapter_config.json").exists():
-            raise CheckpointError(f"{directory}: has adapter_config.json; adapters are not supported, merge them first")
+        if (directory / ADAPTER_FILE).exists():
+            raise CheckpointError(f"{directory}: has {ADAPTER_FILE}; adapters are not supported, merge them first")
         if single:
             return cls(directory, (SINGLE_FILE,), None)
         if index:
@@ -109,3 +121,64 @@ def _files(directory: Path) -> Iterator[Path]:
     for folder in (directory, directory / _TEMPLATES):
         if folder.is_dir():
             yield from sorted(folder.iterdir())
+
+
+def check_is_checkpoint(directory: Path, written: Path) -> None:
+    """Raises CheckpointError saying what model.path, `written`, leads to instead of a checkpoint, and what to do next.
+
+    directory: what `model_directory` makes of it. Whether its files are whole is for those who read them.
+    """
+    if not directory.exists():
+        raise CheckpointError(_nothing_there(directory, str(written)))
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: {_file_instead(directory)}")
+    if (directory / ADAPTER_FILE).exists():
+        raise CheckpointError(f"{directory}: {_adapter(directory)}")
+    if not (directory / CONFIG_FILE).exists():
+        raise CheckpointError(f"{directory}: has no {CONFIG_FILE}; {_directory_instead(directory)}")
+
+
+def _nothing_there(directory: Path, written: str) -> str:
+    hub = _HUB_ADDRESS.fullmatch(written) or _HUB_NAME.fullmatch(written)
+    if hub is not None and not directory.parent.is_dir():  # where there is the first part, it is a path
+        owner, name = hub.groups()
+        return (
+            f"{owner}/{name}: there is no such directory, but it looks like a model on the Hugging Face hub; nothing "
+            f"is downloaded here: hf download {owner}/{name} --local-dir {name}, and then --model {name}"
+        )
+    beside = [path.name for path in directory.parent.glob("*") if path.is_dir()]
+    near = difflib.get_close_matches(directory.name, beside, n=1, cutoff=0.7)
+    hint = f"did you mean {directory.parent / near[0]}?" if near else f"accepted: {_ACCEPTED}"
+    return f"{directory}: there is no such directory; {hint}"
+
+
+def _file_instead(path: Path) -> str:
+    if path.suffix == GGUF:
+        return _GGUF
+    if path.suffix == ".safetensors":
+        return f"a file of weights, one part of a checkpoint; give its directory: --model {path.parent}"
+    if path.suffix in OTHER_FORMATS:
+        return f"weights as {path.suffix}, which this engine does not open (pickles run code); accepted: {_ACCEPTED}"
+    return f"a file; accepted: {_ACCEPTED}"
+
+
+def _adapter(directory: Path) -> str:
+    data = read_json_object(directory / ADAPTER_FILE, max_bytes=MAX_CONFIG_BYTES)
+    kind, base = data.get("peft_type") or "LoRA", data.get("base_model_name_or_path") or "another model"
+    return (
+        f"an adapter ({kind}, {ADAPTER_FILE}) of {base}, not a model; merge it first (peft: merge_and_unload(), then "
+        "save_pretrained(DIR)), and give that directory"
+    )
+
+
+def _directory_instead(directory: Path) -> str:
+    found = (*directory.glob("snapshots/*/config.json"), *directory.glob("*/config.json"))
+    inner = sorted(path.parent for path in found)  # the first: as the hub's cache has them
+    if inner:
+        several = f" (or another of {len(inner)})" if len(inner) > 1 else ""
+        return f"a checkpoint lies further in: --model {inner[0]}{several}"
+    if any(directory.glob(f"*{GGUF}")):
+        return f"has {min(directory.glob(f'*{GGUF}')).name}: {_GGUF}"
+    if (directory / "params.json").exists():
+        return "params.json is the layout of Meta's and Mistral's own files; take the model in Hugging Face's layout"
+    return f"accepted: {_ACCEPTED}"

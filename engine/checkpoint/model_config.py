@@ -19,10 +19,13 @@ from engine.checkpoint.families import BERT, DECODERS, ENCODERS, DecoderFamily
 from engine.checkpoint.rope import RopeConfig
 from engine.errors import CheckpointError
 
+_UNQUANTISED = "null: weights quantised beforehand are not run; take the model in float32, bfloat16 or float16"
+_INT8 = ", and engine.quantization=int8 quantises it as it is loaded (CPUs with AVX-512 VNNI)"
+
 MUST_BE_FALSE = ("attention_bias", "mlp_bias", "use_sliding_window", "add_cross_attention", "is_encoder_decoder")
 MUST_BE_ABSENT = {
-    "quantization_config": "null: quantised weights are not supported",
-    "compression_config": "null: compressed weights are not supported",
+    "quantization_config": _UNQUANTISED + _INT8,
+    "compression_config": _UNQUANTISED + _INT8,
     "auto_map": "null: code from a checkpoint is never run",
     # What other families' attention or residual stream does, found in files that call themselves by these names.
     **dict.fromkeys(
@@ -45,7 +48,7 @@ Activation = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "relu"]
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 ENCODER_MUST_BE_FALSE = ("is_decoder", "add_cross_attention")
-ENCODER_MUST_BE_ABSENT = {key: MUST_BE_ABSENT[key] for key in ("quantization_config", "auto_map")}
+ENCODER_MUST_BE_ABSENT = {"quantization_config": _UNQUANTISED, "auto_map": MUST_BE_ABSENT["auto_map"]}
 
 
 def read_config(path: Path) -> ModelConfig | EncoderConfig:

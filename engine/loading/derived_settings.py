@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.files import check_files_are_under_root, model_directory
+from engine.checkpoint.files import check_files_are_under_root, check_is_checkpoint, model_directory
 from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_config
 from engine.checkpoint.weights import Checkpoint
 from engine.errors import CapabilityError
@@ -79,12 +79,13 @@ def derive_for(
 
 
 def model_path(effective: EffectiveSettings) -> Path:
-    """The checkpoint's directory. Raises CheckpointError where none is set, or a link leads out of model.root;
-    SettingsError where model.path does.
+    """The checkpoint's directory. Raises CheckpointError where none is set, it is none, or a link leads out of
+    model.root; SettingsError where model.path does.
     """
     model = effective.settings.model
     directory = model_directory(model)
     check_files_are_under_root(directory, model)
+    check_is_checkpoint(directory, model.path or directory)
     return directory
 
 
