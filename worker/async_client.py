@@ -108,6 +108,14 @@ class AsyncBatchClient:
         """Cancel a job, see BatchClient.cancel."""
         return await _run_in(self._cancels, partial(self._blocking.cancel, job_id))
 
+    async def retry(self, job_id: str, **options: Unpack[SubmitArguments]) -> str:
+        """Submit what an ended job left without an answer as a new job, see BatchClient.retry."""
+        return await _run_in(self._submits, partial(self._blocking.retry, job_id, **options))
+
+    async def delete(self, job_id: str) -> None:
+        """Forget an ended job before its time, see BatchClient.delete."""
+        await _run_in(self._cancels, partial(self._blocking.delete, job_id))
+
     async def wait(self, job_id: str, timeout_s: float | None = None) -> JobStatus:
         """Wait until the job has ended. Raises TimeoutError after `timeout_s` seconds."""
         return await perform_async(self._client, self._queries.wait(job_id, timeout_s))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, Self, Unpack, cast
 
 from pydantic import SecretStr
 
@@ -23,6 +23,7 @@ from worker.registry.intake import JobIntake, checked_options
 from worker.registry.jobs import JobControl, JobQueries, ResultReader
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import UnitLeases
+from worker.retry import FailedLines
 from worker.schemas import JobStatus, SubmitArguments, SubmitOptions, WorkerInfo
 from worker.tracing.spans import make_tracing
 from worker.unit_closer import UnitCloser
@@ -136,6 +137,22 @@ class BatchClient:
         for ref in self._control.cancel(job_id):
             self._closer.close_unclaimed(ref)
         return self.status(job_id)
+
+    def retry(self, job_id: str, **options: Unpack[SubmitArguments]) -> str:
+        """Submit the lines of an ended job that have no answer as a new job and return its id; see FailedLines.
+
+        Its options are those of the first job, but for what is given here; its deadline is as long as that one's was.
+        Raises JobNotEnded, NothingToRetry, LinesForgotten (the lines are kept as long as the job's records), and what
+        `submit` raises.
+        """
+        known = perform(self._client, self._queries.options(job_id))
+        checked = SubmitOptions.model_validate({**known, **options})
+        arguments = cast("SubmitArguments", checked.model_dump(exclude_unset=True))
+        return self.submit(FailedLines(self._client, self._queries, job_id), **arguments)
+
+    def delete(self, job_id: str) -> None:
+        """Forget an ended job with its records and lines, before its time. Raises JobNotEnded."""
+        self._control.delete(job_id)
 
     def wait(self, job_id: str, timeout_s: float | None = None) -> JobStatus:
         """Wait until the job has ended. Raises TimeoutError after `timeout_s` seconds."""

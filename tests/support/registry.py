@@ -5,7 +5,7 @@ program written for OpenAI's batches sees them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
@@ -20,8 +20,11 @@ from pydantic import BaseModel, SecretStr
 from settings import LimitSettings, ModelSettings, RedisSettings, Settings, WorkerSettings
 from tests.support.fake_engine import FakeEngine
 from tests.support.processes import running_thread
+from tests.support.request_lines import batch_line
 from worker.broker.messages import Announcer
-from worker.records.record import BatchFile
+from worker.lines.errors import LineError
+from worker.records.failure import Failure, error_record, line_error_record
+from worker.records.record import BatchFile, RecordContext, encode_record
 from worker.registry.connect import connect
 from worker.registry.exchange import perform, text
 from worker.registry.intake import JobIntake
@@ -47,6 +50,10 @@ BODIES: dict[str, type[BaseModel]] = {
     "text_completion": Completion,
     "list": CreateEmbeddingResponse,
 }
+
+# Those of ended_job: with a custom_id and without, no JSON, one whose custom_id is taken.
+NAMED = batch_line("/v1/completions", {"prompt": "b"}, custom_id="b")
+LINES = (b'{"prompt": "a"}', NAMED, b"{bad", b'  {"prompt": "c", "n": 0}', b'{"prompt": "d", "custom_id": "b"}', b"{}")
 
 
 @dataclass(frozen=True)
@@ -152,6 +159,29 @@ def must_claim(leases: UnitLeases, ref: UnitRef, *, alone: bool = False) -> Clai
 def ok(index: int, record: str = "{}") -> PromptRecord:
     """The record of a prompt that succeeded: 5 tokens in, 2 of them cached, 3 out."""
     return PromptRecord(index, Outcome.OK, record, prompt_tokens=5, cached_tokens=2, output_tokens=3)
+
+
+def failure(job_id: str, index: int, custom_id: str | None, code: str = "internal_error") -> PromptRecord:
+    """The record of a line that failed."""
+    context = RecordContext(job_id, "m", 0)
+    if code == "internal_error":
+        record = error_record(Failure.of_server("a fault"), index, custom_id, context)
+    else:
+        record = line_error_record(LineError("a bad line", code=code, index=index, custom_id=custom_id), context)
+    return PromptRecord(index, Outcome.ERROR, encode_record(record))
+
+
+def ended_job(
+    registry: TestRegistry, failed: Mapping[int, tuple[str | None, str]], options: SubmitOptions | None = None
+) -> str:
+    """A job of LINES in which these failed: index -> custom_id and code of the record."""
+    job_id, leases = registry.submit(LINES, options), registry.leases()
+    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), [range(len(LINES))], ageing_s=60.0)
+    answers = [ok(index, '{"response": {"status_code": 200}}') for index in range(len(LINES)) if index not in failed]
+    failures = [failure(job_id, index, *record) for index, record in failed.items()]
+    leases.put(must_claim(leases, UnitRef.shard(job_id, 0)), [*answers, *failures])
+    assert registry.status(job_id).status is JobState.COMPLETED
+    return job_id
 
 
 class RecordingAnnouncer(Announcer):

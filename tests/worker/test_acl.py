@@ -13,8 +13,8 @@ import pytest
 from worker.acl import FLOWER, PRODUCER, WORKER, RedisUser, UnusablePassword, acl_file, generate_password, read_password
 from worker.registry import scripts
 
-# With these a producer stages, submits, reads and cancels, and closes the units of a cancelled job that nobody runs.
-PRODUCER_SCRIPTS = ("cancel", "claim", "discard", "page", "put", "release", "renew", "stage", "submit", "prelude")
+# With these a producer stages, submits, reads, cancels and deletes, and closes units of a cancelled job nobody runs.
+PRODUCER_SCRIPTS = ("cancel", "claim", "delete", "discard", "page", "put", "release", "renew", "stage", "submit")
 SCRIPTS = sorted(
     entry.name.removesuffix(".lua") for entry in resources.files(scripts).iterdir() if ".lua" in entry.name
 )
@@ -42,7 +42,7 @@ def test_a_worker_may_call_what_a_script_calls(script: str) -> None:
     assert not lacking, f"{script}.lua calls {lacking}: grant them in worker/acl.py, or do without"
 
 
-@pytest.mark.parametrize("script", PRODUCER_SCRIPTS)
+@pytest.mark.parametrize("script", [*PRODUCER_SCRIPTS, "prelude"])
 def test_a_producer_may_call_what_its_scripts_call(script: str) -> None:
     lacking = missing(commands_of(script), PRODUCER.commands)
     assert not lacking, f"{script}.lua calls {lacking}: grant them in worker/acl.py, or do without"

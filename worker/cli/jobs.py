@@ -1,4 +1,4 @@
-"""`millrace status`, `watch`, `results`, `errors`, `cancel` and `jobs`: what became of jobs."""
+"""`millrace status`, `watch`, `results`, `errors`, `cancel`, `retry`, `delete` and `jobs`: what became of jobs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import redis
 from settings import EffectiveSettings, SettingsError
 from worker.cli.exit_codes import BadUsage, CommandError
 from worker.cli.files import OUTPUT_HELP, STANDARD, RecordPaths, record_output, write_records
-from worker.cli.options import load_producer_settings, producer_options
+from worker.cli.options import Duration, load_producer_settings, producer_options
 from worker.cli.progress import JOB_COLUMNS, JobProgress, job_details, job_row
 from worker.client import BatchClient
 from worker.registry.errors import InvalidJobId, InvalidSubmission, RegistryError
 from worker.registry.jobs import ResultOrder
-from worker.schemas import JobState, JobStatus, batch_object
+from worker.schemas import JobState, JobStatus, SubmitArguments, batch_object
 
 POLL_S = 0.5
 
@@ -126,6 +126,57 @@ def cancel(job_id: str, as_json: bool, redis_url: str | None, assignments: tuple
     with job_client(effective) as client:
         job = client.cancel(job_id)
     click.echo(json.dumps(batch_object(job)) if as_json else job_details(job))
+
+
+@click.command("retry")
+@click.argument("job_id", metavar="JOB")
+@click.option("--wait", is_flag=True, help="Wait until the new job has ended; exit 1 unless it completed.")
+@click.option("--priority", type=click.IntRange(0, 9), help="0 runs first; default: the first job's.")
+@click.option("--deadline", type=Duration(), help="Give up after this long, such as 30m; default: as the first job.")
+@producer_options
+def retry(
+    job_id: str,
+    wait: bool,
+    priority: int | None,
+    deadline: float | None,
+    redis_url: str | None,
+    assignments: tuple[str, ...],
+) -> None:
+    """Submit the lines of a job that failed, or that it was cancelled or expired before, as a new job; print its id.
+
+    The job must have ended. Tenant, metadata, endpoint and --strict are the first job's. A line without a custom_id
+    keeps the line-N of the first job. Lines refused as duplicate_custom_id are left out. Lines that failed are kept
+    as long as the job's results.
+    """
+    options: SubmitArguments = {}
+    if priority is not None:
+        options["priority"] = priority
+    if deadline is not None:
+        options["deadline_s"] = deadline
+    with job_client(load_producer_settings(assignments, redis_url)) as client:
+        retried_id = client.retry(job_id, **options)
+        num_failed = client.status(job_id).request_counts.failed
+        left_out = num_failed - client.status(retried_id).request_counts.total
+        if left_out > 0:
+            click.echo(f"{left_out} of {num_failed} lines left out: an earlier line has their custom_id", err=True)
+        click.echo(retried_id)
+        if wait:
+            require_completed(follow_job(client, retried_id, plain_lines=True))
+
+
+@click.command("delete")
+@click.argument("job_id", metavar="JOB")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, as OpenAI says that something is deleted.")
+@producer_options
+def delete(job_id: str, as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
+    """Delete an ended job: its records, its lines that failed, its place in the list. There is no way back."""
+    with job_client(load_producer_settings(assignments, redis_url)) as client:
+        num_records = client.status(job_id).request_counts.finished
+        client.delete(job_id)
+    if as_json:
+        click.echo(json.dumps({"id": job_id, "object": "batch", "deleted": True}))
+    else:
+        click.echo(f"deleted {job_id} and its {num_records} records")
 
 
 @click.command("jobs")

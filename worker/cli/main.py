@@ -88,6 +88,8 @@ cli = LazyGroup(
         "results": LazyCommand("worker.cli.jobs", "Print a job's records, as they were written or as the lines stood."),
         "errors": LazyCommand("worker.cli.jobs", "Print the records of requests without an answer."),
         "cancel": LazyCommand("worker.cli.jobs", "Cancel a job; finished records stay."),
+        "retry": LazyCommand("worker.cli.jobs", "Submit the lines of a job that failed as a new job."),
+        "delete": LazyCommand("worker.cli.jobs", "Delete a job that has ended, with its records."),
         "jobs": LazyCommand("worker.cli.jobs", "List jobs, newest first."),
         "config": LazyCommand("worker.cli.admin", "Show every setting: value, source, what is accepted."),
         "doctor": LazyCommand(

@@ -113,10 +113,15 @@ def _read_object(raw: bytes, limits: LimitSettings) -> tuple[StrictJson, dict[st
     return parsed, parsed.value
 
 
+def generated_custom_id(index: int) -> str:
+    """What a body alone that has no custom_id is called: not the bare number, by which a producer may name lines."""
+    return f"line-{index + 1}"
+
+
 def _custom_id(value: Mapping[str, object], index: int, faults: list[RefusalError]) -> str | None:
     """The line's custom_id; None, and a fault more, where it has none that can be used."""
     if not _is_envelope(value) and "custom_id" not in value:
-        return f"line-{index + 1}"  # not the bare number, which is what a producer may number its own lines with
+        return generated_custom_id(index)
     custom_id = value.get("custom_id")
     if custom_id is None:
         fault, code = "is missing", "missing_parameter"

@@ -2,10 +2,13 @@
 
 RegistryError
 |-- InvalidJobId       not a job id of this registry
-|-- JobNotFound        never submitted, or forgotten after its time
+|-- JobNotFound        never submitted, deleted, or forgotten after its time
+|-- JobNotEnded        what is asked for can be done only with a job that has ended
+|-- LinesForgotten     the request lines of a job that has ended are not there any more
 |-- InvalidSubmission  the options or lines of a job that can never be accepted
 |   |-- InvalidOption  an option that does not exist, or whose value is not accepted
 |   |-- EmptyJob       no lines
+|   |-- NothingToRetry no line without an answer
 |   |-- JobTooLarge    more prompts or bytes than one job may have
 |   `-- JobIncomplete  lines are missing from the staged input
 `-- QueueFull          there is no room now: try again after retry_after_s
@@ -35,6 +38,23 @@ class JobNotFound(RegistryError):
         self.job_id = job_id
 
 
+class JobNotEnded(RegistryError):
+    """The job still runs, or waits to."""
+
+    def __init__(self, job_id: str, state: str) -> None:
+        super().__init__(f"job {job_id} is {state}; accepted: a job that has ended (`millrace cancel` ends one)")
+        self.job_id = job_id
+        self.state = state
+
+
+class LinesForgotten(RegistryError):
+    """Lines of a job that has ended are missing: workers of a version that drops them all at its end finished it."""
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"the lines of job {job_id} that failed were not kept; submit them from their file")
+        self.job_id = job_id
+
+
 class InvalidSubmission(RegistryError):
     """A job that can never be accepted as it stands."""
 
@@ -55,6 +75,17 @@ class EmptyJob(InvalidSubmission):
 
     def __init__(self) -> None:
         super().__init__("the job has no lines; accepted: at least 1")
+
+
+class NothingToRetry(InvalidSubmission):
+    """A job whose lines all have an answer, or have the custom_id of an earlier line, or have no record."""
+
+    def __init__(self, job_id: str, num_duplicates: int) -> None:
+        but = f" but {num_duplicates} whose custom_id an earlier line has" if num_duplicates else ""
+        accepted = "a job with records of failed lines (one that was refused as a whole has none: submit its file)"
+        super().__init__(f"no line of job {job_id} has failed{but}; accepted: {accepted}")
+        self.job_id = job_id
+        self.num_duplicates = num_duplicates
 
 
 class JobTooLarge(InvalidSubmission):

@@ -168,6 +168,7 @@ class Scripts:
     RENEW = Script("renew", "job_id unit token lease_ms")
     SUSPECT = Script("suspect")
     # About a job
+    DELETE = Script("delete", "job_id", keys="job records order lines jobs")
     DISCARD = Script("discard", keys="job lines")
     PAGE = Script("page", "order cursor max_records max_bytes", keys="job records order")
     REFUSE = Script("refuse", "job_id reason errors tenant retain_ms staging_ms", keys="job jobs lines")

@@ -1,4 +1,4 @@
-"""Asks Redis about jobs and workers, reads a job's records in either order, and cancels jobs."""
+"""Asks Redis about jobs and workers, reads a job's records in either order, cancels and deletes jobs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Self
 
 import redis
 
-from worker.registry.errors import JobNotFound
-from worker.registry.exchange import Exchange, Scripts, Untyped, ask_one, text, text_fields
+from worker.registry.errors import JobNotEnded, JobNotFound
+from worker.registry.exchange import Exchange, Scripts, Untyped, ask_one, raw_values, text, text_fields
 from worker.registry.keys import Keys, UnitRef
 from worker.schemas import BatchError, JobState, JobStatus, JobUsage, RequestCounts, WorkerInfo
 
@@ -126,6 +126,29 @@ class JobQueries:
         passed, is_last, has_ended, records = page
         return ResultPage(records, cursor + passed, bool(is_last), bool(has_ended))
 
+    def options(self, job_id: str) -> Exchange[dict[str, object]]:
+        """The options that an ended job was submitted with, as SubmitOptions names them, without what is the job's own.
+
+        Its deadline is as long as it was. Raises JobNotFound, JobNotEnded, InvalidJobId.
+        """
+        job = yield from self.status(job_id)
+        if not job.status.is_terminal:
+            raise JobNotEnded(job_id, job.status.value)
+        [(endpoint, strict)] = yield [("HMGET", self._keys.job(job_id), "url", "strict")]
+        return {
+            "priority": job.priority,
+            "deadline_s": None if job.expires_at is None else round(job.expires_at - job.created_at, 3),
+            "tenant": job.tenant,
+            "metadata": dict(job.metadata),
+            "endpoint": text(endpoint or b"") or None,
+            "strict": strict == b"1",
+        }
+
+    def lines(self, job_id: str, indices: Sequence[int]) -> Exchange[list[bytes | None]]:
+        """These request lines, None for those that are not there: a line goes once it has its answer."""
+        [values] = yield [("HMGET", self._keys.lines(job_id), *indices)]
+        return raw_values(values)
+
     def _statuses(self, job_ids: Sequence[str]) -> Exchange[list[JobStatus]]:
         if not job_ids:
             return []
@@ -189,7 +212,7 @@ class ResultReader:
 
 
 class JobControl:
-    """Cancels jobs. Methods raise redis.RedisError when Redis cannot be had."""
+    """Cancels and deletes jobs. Methods raise redis.RedisError when Redis cannot be had."""
 
     def __init__(self, client: redis.Redis, keys: Keys) -> None:
         self._client = client
@@ -205,6 +228,15 @@ class JobControl:
         if text(status) == "terminal":
             return []
         return [plan, *(UnitRef.shard(job_id, number) for number in range(num_shards))]
+
+    def delete(self, job_id: str) -> None:
+        """Forget a job that has ended and all that Redis holds of it. Raises JobNotFound, JobNotEnded."""
+        call = Scripts.DELETE(self._keys.of_unit_scripts(UnitRef.plan(job_id)), job_id=job_id)
+        state = ask_one(self._client, call)
+        if state is None:
+            raise JobNotFound(job_id)
+        if not JobState.in_redis(text(state)).is_terminal:
+            raise JobNotEnded(job_id, JobState.in_redis(text(state)).value)
 
 
 def job_status(job_id: str, fields: Mapping[Untyped, Untyped]) -> JobStatus:

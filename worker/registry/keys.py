@@ -5,7 +5,7 @@ r"""Names the registry's keys, all of one hash slot, `millrace:{s0}:`, and the u
                           tokc, toko (prompt, cached, output tokens), tokr, tokt (of these resumed, thinking), retain,
                           idem, plan_tok (the token under which it was planned), lost_plan, strict, url, urls, model,
                           trace
-    j:<job>:in      HASH  index -> request line as it was given
+    j:<job>:in      HASH  index -> request line as it was given, until it has an answer
     j:<job>:res     HASH  index -> record, JSON; written once (HSETNX)
     j:<job>:ord     LIST  indices in the order their records were written
     j:<job>:ckpt    HASH  index -> resume state, JSON, of prompts without a record

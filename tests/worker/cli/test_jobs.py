@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.redis_servers import free_port
-from tests.support.registry import job_status
+from tests.support.registry import TestRegistry, ended_job, job_status
 from tests.support.request_lines import completion_line
 from worker.cli import jobs as module
 from worker.cli.exit_codes import CommandError
@@ -168,7 +168,56 @@ def test_jobs_lists_every_job_newest_first(shell: Shell, requests: Path) -> None
     assert [row.split()[0] for row in table[1:]] == listed
 
 
-@pytest.mark.parametrize("command", ["status", "watch", "results", "errors", "cancel"])
+def test_a_cancelled_jobs_lines_are_retried_as_a_job_of_their_own(shell: Shell, requests: Path) -> None:
+    job_id = shell.submit(requests, "--tenant", "blue")
+    shell("cancel", job_id)
+
+    retried = shell("retry", job_id, "--priority", "1", "--deadline", "30m")
+
+    assert (retried.exit_code, retried.stderr) == (0, "")
+    with BatchClient(shell.redis_url) as client:
+        job = client.status(retried.stdout.strip())
+    assert (job.request_counts.total, job.priority, job.tenant) == (3, 1, "blue")
+    assert job.expires_at == pytest.approx(job.created_at + 1800, abs=5)
+
+
+def test_a_retry_says_which_lines_it_leaves_out(shell: Shell, registry: TestRegistry) -> None:
+    job_id = ended_job(registry, {0: ("line-1", "internal_error"), 4: ("b", "duplicate_custom_id")})
+
+    retried = shell("retry", job_id)
+
+    assert retried.exit_code == 0
+    assert retried.stderr == "1 of 2 lines left out: an earlier line has their custom_id\n"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_deleted_job_is_gone(shell: Shell, requests: Path, as_json: bool) -> None:
+    job_id = shell.submit(requests)
+    shell("cancel", job_id)
+
+    deleted = shell("delete", job_id, *["--json"] * as_json)
+
+    assert deleted.exit_code == 0
+    if as_json:
+        assert json.loads(deleted.stdout) == {"id": job_id, "object": "batch", "deleted": True}
+    else:
+        assert deleted.stdout == f"deleted {job_id} and its 3 records\n"
+    assert shell("status", job_id).exit_code == 1
+    assert json.loads(shell("jobs", "--json").stdout) == []
+
+
+@pytest.mark.parametrize("command", ["retry", "delete"])
+def test_a_job_that_runs_is_neither_retried_nor_deleted(shell: Shell, requests: Path, command: str) -> None:
+    job_id = shell.submit(requests)
+
+    done = shell(command, job_id)
+
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert f"job {job_id} is validating; accepted: a job that has ended (`millrace cancel` ends one)" in done.stderr
+    assert shell("status", job_id).exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["status", "watch", "results", "errors", "cancel", "retry", "delete"])
 def test_a_job_that_is_not_there_is_exit_1(shell: Shell, command: str) -> None:
     result = shell(command, UNKNOWN)
 
@@ -186,7 +235,7 @@ def test_a_job_that_is_not_there_leaves_the_output_file_alone(shell: Shell, tmp_
     assert output.read_text() == "kept"
 
 
-@pytest.mark.parametrize("command", ["status", "watch", "results", "errors", "cancel"])
+@pytest.mark.parametrize("command", ["status", "watch", "results", "errors", "cancel", "retry", "delete"])
 def test_what_is_no_job_id_is_exit_2(shell: Shell, command: str) -> None:
     assert shell(command, "../etc").exit_code == 2
 

@@ -166,7 +166,7 @@ def test_lines_staged_without_an_end_are_forgotten_unless_a_job_owns_them(regist
     registry.submit([b"x"], SubmitOptions(idempotency_key="other"))
     registry.redis.hset(keys.lines(finished), "0", b"staged once more")
     assert intake.submit(finished, 1, SubmitOptions()) == (finished, False)
-    assert 0 < registry.redis.ttl(keys.lines(finished)) <= 3600
+    assert 0 < registry.redis.ttl(keys.lines(finished)) <= registry.settings.result_ttl_s
     intake.submit(open_id, 1, SubmitOptions(idempotency_key="other"))
     assert registry.redis.ttl(keys.lines(open_id)) == -1
 

@@ -97,13 +97,15 @@ local function give_back(counters, prompts, bytes, jobs)
   redis.call('HINCRBY', counters, 'jobs', 0 - jobs)
 end
 
--- A job's end, with `prompts` of it that have no record. Its shards are gone by then, or there were none.
+-- A job's end, with `prompts` of it that have no record. Its shards are gone by then, or there were none. The lines that
+-- failed stay as long as their records; those of a job that was refused as a whole do not.
 local function close(job_id, state, reason, prompts, now)
-  local job = redis.call('HMGET', JOB, 'bytes', 'tenant', 'retain', 'idem')
+  local job = redis.call('HMGET', JOB, 'bytes', 'tenant', 'retain', 'idem', 'err')
   redis.call('HSET', JOB, 'st', state, 'reason', reason, 'fin', now)
   redis.call('HINCRBY', ADM, 'end_' .. state, 1)
   redis.call('ZREM', OPEN, job_id .. '/plan')
-  redis.call('UNLINK', IN, PLAN, CKPT)
+  redis.call('UNLINK', PLAN, CKPT)
+  if prompts == 0 and job[5] ~= '0' then redis.call('PEXPIRE', IN, job[3]) else redis.call('UNLINK', IN) end
   local tenant = ADM .. ':t:' .. job[2]
   give_back(ADM, prompts, tonumber(job[1]), 1)
   give_back(tenant, prompts, tonumber(job[1]), 1)

@@ -1,4 +1,5 @@
--- Write records of a unit, each once, with their counters; finish unit and job with their last one.
+-- Write records of a unit, each once, with their counters; finish unit and job with their last one. The line of a prompt
+-- that has its answer goes; what failed can be submitted again, see close.
 -- ARGV job id, unit, token, then eight a record: index, outcome (ok|error|cancelled|expired|lost), JSON,
 -- prompt tokens, cached tokens, output tokens, how many of these came from a checkpoint, and how many are thinking.
 local job_id, unit, token = ARGV[1], ARGV[2], ARGV[3]
@@ -16,7 +17,12 @@ for i = 4, #ARGV, 8 do
     added = added + 1
     if has_checkpoints then redis.call('HDEL', CKPT, ARGV[i]) end
     local outcome = ARGV[i + 1]
-    if outcome == 'ok' then sums.ok = sums.ok + 1 else sums.err = sums.err + 1 end
+    if outcome == 'ok' then
+      sums.ok = sums.ok + 1
+      redis.call('HDEL', IN, ARGV[i])
+    else
+      sums.err = sums.err + 1
+    end
     if outcome == 'expired' then sums.exp = sums.exp + 1 end
     if outcome == 'cancelled' then sums.can = sums.can + 1 end
     sums.tokp = sums.tokp + ARGV[i + 3]

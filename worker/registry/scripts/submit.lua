@@ -7,8 +7,14 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
 local state = redis.call('HGET', JOB, 'st')
--- Lines that no unfinished job owns go by themselves, whatever the answer below; an accepted job's are kept for ever.
-if state ~= 'queued' and state ~= 'running' then redis.call('PEXPIRE', IN, a.staging_ms) end
+local has_ended = state and state ~= 'queued' and state ~= 'running' and state ~= 'refused'
+-- Lines that no unfinished job owns go by themselves, whatever the answer below; an accepted job's are kept until its
+-- end, and those that failed as long as its records.
+if has_ended then
+  redis.call('PEXPIRE', IN, a.retain_ms)
+elseif not state or state == 'refused' then
+  redis.call('PEXPIRE', IN, a.staging_ms)
+end
 if IDEM then
   local known = redis.call('GET', IDEM)
   if known and known ~= a.job_id then return {'known', known, ''} end
