@@ -25,7 +25,8 @@ from worker.records.record import has_failed
 from worker.requests.served_model import Prepared, ServedModel, Unrunnable
 from worker.requests.step_engine import StepEngine, request_room
 
-JOB_ID = "run"  # stands in the record ids where a job's id would
+# Stands in the record ids where a job's id would; before a digest of the input where that can be read again.
+JOB_ID = "run"
 # The longest wait for a line between two steps of the engine.
 BUSY_WAIT_S = 0.001
 BUILT_TOGETHER = 32  # lines at most: their texts are tokenised together
@@ -38,6 +39,12 @@ MAX_SORTED_BYTES = 256 * 1024 * 1024
 BYTES_IN_MEMORY = 16 * 1024 * 1024  # a smaller temporary file stays in memory
 
 Line = RequestLine | LineError
+Wanted = Callable[[int], bool]
+
+
+def every_line(_index: int) -> bool:
+    """Whether to run the line of this index (0-based): yes."""
+    return True
 
 
 @dataclass(slots=True)
@@ -64,12 +71,18 @@ class OfflineRun:
         *,
         window: int,
         write: Callable[[Mapping[str, object]], None],
+        job_id: str = JOB_ID,
+        created_s: int | None = None,
     ) -> None:
-        """`model`: which one `engine` runs. Raises SettingsError for a model.path that is not under model.root."""
+        """`model`: which one `engine` runs; `created_s`: Unix time of the records, None for now.
+
+        Raises SettingsError for a model.path that is not under model.root.
+        """
         self._engine = engine
         self._window = window  # sequences in the engine at once: enough to order by prefix, not a whole file
         self._write_record = write
-        self._job = ServedModel(engine, model).job(JOB_ID, created_s=int(time.time()))
+        created_s = int(time.time()) if created_s is None else created_s
+        self._job = ServedModel(engine, model).job(job_id, created_s=created_s)
         self._built: deque[Prepared] = deque()  # next to go into the engine
         self._room_taken = 0
         self._running: dict[str, tuple[RequestLine, int]] = {}  # with the room it takes
@@ -151,15 +164,25 @@ class OfflineRun:
 class LineFeed:
     """Reads raw lines on a thread of its own, so that a slow producer on a pipe never stalls the engine.
 
-    `by_prefix` sorts them, see in_prefix_order: for files that are complete; a pipe is taken as it comes. At most
-    `capacity` lines wait in it, and, sorting, the keys of up to MAX_SORTED_LINES. The thread is a daemon: a read from
-    a terminal or a pipe cannot be interrupted, and closing a file under a read waits for it.
+    `by_prefix` sorts them, see in_prefix_order: for files that are complete; a pipe is taken as it comes. Lines that
+    `is_wanted` denies are left out, and count among those before a line all the same. At most `capacity` lines wait in
+    it, and, sorting, the keys of up to MAX_SORTED_LINES. The thread is a daemon: a read from a terminal or a pipe
+    cannot be interrupted, and closing a file under a read waits for it.
     """
 
-    def __init__(self, raw_lines: Iterable[bytes], limits: LimitSettings, *, capacity: int, by_prefix: bool) -> None:
+    def __init__(
+        self,
+        raw_lines: Iterable[bytes],
+        limits: LimitSettings,
+        *,
+        capacity: int,
+        by_prefix: bool,
+        is_wanted: Wanted = every_line,
+    ) -> None:
         self._raw_lines = raw_lines
         self._order = in_prefix_order if by_prefix else in_file_order
         self._limits = limits
+        self._is_wanted = is_wanted
         self._lines: queue.Queue[Line | None] = queue.Queue(maxsize=capacity)  # None: the end
         self._error: Exception | None = None
         self._ended = False
@@ -192,18 +215,22 @@ class LineFeed:
 
     def _read(self) -> None:
         try:
-            for line in self._order(self._raw_lines, self._limits):
+            for line in self._order(self._raw_lines, self._limits, is_wanted=self._is_wanted):
                 self._lines.put(line)
         except Exception as error:  # a seam: the end of the lines must come in any case
             self._error = error  # raised where the lines are taken
         self._lines.put(None)
 
 
-def in_file_order(raw_lines: Iterable[bytes], limits: LimitSettings) -> Iterator[Line]:
+def in_file_order(
+    raw_lines: Iterable[bytes], limits: LimitSettings, *, is_wanted: Wanted = every_line
+) -> Iterator[Line]:
     """Each line as it comes, or what is wrong with it. Raises what reading the lines raises."""
     custom_ids = CustomIds()
     for index, raw in enumerate(raw_lines):
-        yield _parse(raw, index, limits, custom_ids)
+        line = _parse(raw, index, limits, custom_ids)  # also one that is left out: its custom_id is taken
+        if is_wanted(index):
+            yield line
 
 
 def in_prefix_order(
@@ -211,6 +238,7 @@ def in_prefix_order(
     limits: LimitSettings,
     max_sorted: int = MAX_SORTED_LINES,
     max_sorted_bytes: int = MAX_SORTED_BYTES,
+    is_wanted: Wanted = every_line,
 ) -> Iterator[Line]:
     """The lines, sorted by how their prompts begin, as many together as the two bounds allow; bad ones first.
 
@@ -224,6 +252,8 @@ def in_prefix_order(
             place = 0
             for index, raw in chain((first,), islice(numbered, max_sorted - 1)):
                 line = _parse(raw, index, limits, custom_ids)
+                if not is_wanted(index):
+                    continue
                 if isinstance(line, LineError):
                     yield line
                     continue

@@ -59,7 +59,7 @@ def _input_file(path: str) -> InputFile:
         if sys.stdin is None:  # descriptor 0 is closed
             raise BadUsage("-: standard input is closed; accepted: a file, a pipe or a terminal")
         return InputFile(STANDARD, _open_stdin, stat.S_ISREG(os.fstat(sys.stdin.fileno()).st_mode))
-    with _usable(path):
+    with usable(path):
         is_complete = stat.S_ISREG(os.stat(path).st_mode)
         # Not a pipe: the process that writes to it would lose its reader.
         if is_complete or os.path.isdir(path):
@@ -68,7 +68,7 @@ def _input_file(path: str) -> InputFile:
 
 
 @contextmanager
-def _usable(path: str) -> Iterator[None]:
+def usable(path: str) -> Iterator[None]:
     """Raise BadUsage where the system refuses what is done with this path."""
     try:
         yield
@@ -86,17 +86,19 @@ def _open_stdin() -> io.BufferedReader:
 
 
 @contextmanager
-def open_output(path: str) -> Iterator[BinaryIO]:
+def open_output(path: str, *, appends: bool = False) -> Iterator[BinaryIO]:
     """Open `path` for writing; a file that exists is replaced, one whose name ends in .gz is compressed.
 
-    Raises BadUsage if it cannot be opened.
+    With `appends` what is in the file stays, and compressed data go behind it as gzip of their own, which readers take
+    for one. Raises BadUsage if it cannot be opened.
     """
     if path == STANDARD:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
-    with _usable(path):
-        file = Path(path).open("wb")  # noqa: SIM115 - closed below; only the opening may raise BadUsage
+    with usable(path):
+        # Closed below: only the opening may raise BadUsage.
+        file = Path(path).open("ab" if appends else "wb")  # noqa: SIM115
     with file:
         if not path.endswith(GZIP_SUFFIX):
             yield file
@@ -105,12 +107,16 @@ def open_output(path: str) -> Iterator[BinaryIO]:
             yield cast("BinaryIO", compressed)
 
 
+def is_stream(path: str) -> bool:
+    """Whether it is standard output, a pipe or a device: what was written there cannot be read again."""
+    return path == STANDARD or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
+
+
 def check_output(path: str) -> None:
     """Raise BadUsage where open_output would; leaves a file that exists as it is, else makes an empty one."""
-    # Not a pipe: closing it would end it for its reader.
-    if path == STANDARD or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)):
+    if is_stream(path):  # closing a pipe would end it for its reader
         return
-    with _usable(path):
+    with usable(path):
         Path(path).open("ab").close()
 
 
@@ -165,7 +171,7 @@ class RecordPaths:
         A name that ends in / is a directory. Raises BadUsage if it cannot be made, or if both files are one.
         """
         if output != STANDARD and (output.endswith(os.sep) or os.path.isdir(output)):
-            with _usable(output):
+            with usable(output):
                 Path(output).mkdir(parents=True, exist_ok=True)
             errors = str(Path(output, ERRORS_NAME)) if errors is None else errors
             output = str(Path(output, OUTPUT_NAME))
@@ -182,10 +188,10 @@ class RecordPaths:
 
 
 @contextmanager
-def record_output(paths: RecordPaths) -> Iterator[WriteRecord]:
+def record_output(paths: RecordPaths, *, appends: bool = False) -> Iterator[WriteRecord]:
     """Open the files; yields a function that writes a record to its file at once, as a JSON line. Raises BadUsage."""
-    errors = open_output(paths.errors) if paths.errors is not None else nullcontext(None)
-    with open_output(paths.output) as output_file, errors as errors_file:
+    errors = open_output(paths.errors, appends=appends) if paths.errors is not None else nullcontext(None)
+    with open_output(paths.output, appends=appends) as output_file, errors as errors_file:
 
         def write(record: Mapping[str, object]) -> None:
             file = output_file

@@ -9,32 +9,34 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
 from engine.errors import EngineError
-from settings import EffectiveSettings
+from settings import EffectiveSettings, LimitSettings
 from worker.cli.exit_codes import BadUsage, CommandError, ExitCode, refusals_in_a_line
 from worker.cli.files import (
     OUTPUT_HELP,
     STANDARD,
     RecordPaths,
     WriteRecord,
-    check_output,
     input_files,
+    is_stream,
     open_output,
     record_output,
     refuse_same_file,
     write_line,
 )
+from worker.cli.kept_records import hold_output
 from worker.cli.options import ignore_param_option, load_command_settings, read_ignored_params, set_option
 from worker.cli.progress import ProgressLine
+from worker.cli.run_part import EarlierRuns, RunPart
 from worker.lines.files import InputFile, read_input_files
 from worker.lines.ignored import IgnoredParams
-from worker.offline import LineFeed, OfflineRun, RunSummary
+from worker.offline import JOB_ID, LineFeed, OfflineRun, RunSummary
 from worker.requests.step_engine import request_window
 
 if TYPE_CHECKING:
@@ -48,11 +50,29 @@ class Arguments(TypedDict):
 
     input_paths: tuple[str, ...]
     output_path: str
+    resume: bool
+    overwrite: bool
+    retry_path: str | None
     model: str | None
     summary_path: str | None
     profile_path: str | None
     ignored_params: tuple[str, ...]
     assignments: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Work:
+    """Which lines are run."""
+
+    files: Sequence[InputFile]
+    part: RunPart  # tells the lines by the files' bytes, with the parameters that are ignored
+    ignored: IgnoredParams
+
+    def feed(self, limits: LimitSettings, *, capacity: int) -> LineFeed:
+        """Where the run takes them from; `capacity`: how many are read ahead."""
+        lines = self.ignored.strip(read_input_files(self.files, limits.max_prompt_bytes))
+        by_prefix = all(file.is_complete for file in self.files)
+        return LineFeed(lines, limits, capacity=capacity, by_prefix=by_prefix, is_wanted=self.part.is_wanted)
 
 
 @click.command("run")
@@ -62,7 +82,16 @@ class Arguments(TypedDict):
 )  # fmt: skip
 @click.option(
     "-o", "--output", "output_path", required=True, metavar="FILE",
-    help=f"Result lines, in the order they finish. A file that exists is replaced. {OUTPUT_HELP}",
+    help=f"Result lines, in the order they finish; a file that holds some is refused. {OUTPUT_HELP}",
+)  # fmt: skip
+@click.option(
+    "--resume", is_flag=True,
+    help="Keep the records of the output and run the lines that have none; from the beginning if there are none yet.",
+)  # fmt: skip
+@click.option("--overwrite", is_flag=True, help="Replace the records of the output, once the model is loaded.")
+@click.option(
+    "--retry", "retry_path", metavar="FILE",
+    help="Run only the lines that failed in FILE, which an earlier run of this input wrote (or its directory).",
 )  # fmt: skip
 @click.option("--model", metavar="DIR", help="Checkpoint directory (model.path).")
 @click.option("--summary", "summary_path", metavar="FILE", help="Write the run's figures to FILE as JSON.")
@@ -77,27 +106,39 @@ def run(**arguments: Unpack[Arguments]) -> None:
 
     Each record is written the moment it exists. Ctrl-C stops after the current step: the output keeps every
     finished record, and the exit code is 130. If the engine breaks, its requests end in error records and the exit
-    code is 1.
+    code is 1. However a run ended, the same command with --resume goes on: every line gets one record.
     """
     effective = load_command_settings(arguments["assignments"], {"model.path": arguments["model"]})
     ignored = read_ignored_params(arguments["ignored_params"], effective.settings.limits)
     files, paths = input_files(arguments["input_paths"]), RecordPaths.of(arguments["output_path"])
-    profile_path, summary_path = arguments["profile_path"], arguments["summary_path"]
-    _refuse_overwriting(files, paths, profile_path)
-    for path in paths:
-        check_output(path)  # results that cannot be written are not worth loading a model for
-    with _pass_trace(profile_path, effective) as trace:
+    _refuse_overwriting(files, paths, arguments["profile_path"])
+    earlier = EarlierRuns(arguments["resume"], arguments["overwrite"], arguments["retry_path"])
+    earlier.check(files, paths)
+    with ExitStack() as held:
+        for path in paths:
+            hold_output(path, held)  # results that cannot be written are not worth loading a model for
+        part = earlier.part(files, paths, effective.settings, held)
+        was_stopped = _run_part(_Work(files, part, ignored), paths, effective, arguments)
+    if was_stopped:
+        if part.run_id != JOB_ID and not any(map(is_stream, paths)):
+            click.echo("interrupted; the same command with --resume goes on", err=True)
+        sys.exit(ExitCode.INTERRUPTED)
+
+
+def _run_part(work: _Work, paths: RecordPaths, effective: EffectiveSettings, arguments: Arguments) -> bool:
+    """Run it and write its figures; whether it was stopped by a signal. Raises CommandError if it broke off."""
+    with _pass_trace(arguments["profile_path"], effective) as trace:
         # Earlier results are replaced only once the model is loaded; until then Ctrl-C ends the command at once.
-        engine, load_s = _load_engine(effective, trace)
-        with _stop_signals() as should_stop, record_output(paths) as write:
-            summary, failure = _run(engine, files, ignored, write, load_s, should_stop)
-        if summary_path is not None:
-            with open_output(summary_path) as file:
+        engine, load_s = (None, 0.0) if work.part.is_done else _load_engine(effective, trace)
+        with _stop_signals() as should_stop, record_output(paths, appends=work.part.appends) as write:
+            done = None if engine is None else _run(engine, work, write, load_s, should_stop)
+            summary, failure = done or (RunSummary(), None)
+        if arguments["summary_path"] is not None:
+            with open_output(arguments["summary_path"]) as file:
                 write_line(file, json.dumps(dataclasses.asdict(summary)))
         if failure is not None:
             raise failure
-    if should_stop():
-        sys.exit(ExitCode.INTERRUPTED)
+    return should_stop()
 
 
 def _refuse_overwriting(files: Sequence[InputFile], paths: RecordPaths, profile_path: str | None) -> None:
@@ -142,26 +183,22 @@ def _load_engine(effective: EffectiveSettings, trace: PassTrace | None) -> tuple
 
 def _run(
     engine: Engine | EncoderEngine,
-    files: Sequence[InputFile],
-    ignored: IgnoredParams,
+    work: _Work,
     write: WriteRecord,
     load_s: float,
     should_stop: Callable[[], bool],
 ) -> tuple[RunSummary, CommandError | None]:
     """The figures, also of a run that broke off, and the error that broke it off."""
     window = request_window(engine.settings.engine.max_num_seqs)
-    run = OfflineRun(engine, engine.settings.model, window=window, write=write)
+    job_id, created_s = work.part.run_id, work.part.created_s
+    run = OfflineRun(engine, engine.settings.model, window=window, write=write, job_id=job_id, created_s=created_s)
     progress = ProgressLine(sys.stderr)
 
     def show_progress() -> None:
         if progress.is_due:
             progress.show(_progress_text(run.summary(load_s)))
 
-    limits = engine.settings.limits
-    feed = LineFeed(
-        ignored.strip(read_input_files(files, limits.max_prompt_bytes)), limits, capacity=window,
-        by_prefix=all(file.is_complete for file in files),
-    )  # fmt: skip
+    feed = work.feed(engine.settings.limits, capacity=window)
     feed.start()
     failure = None
     try:
@@ -172,12 +209,12 @@ def _run(
         failure = CommandError(f"input or output failed: {error}")
     finally:
         engine.close()
-    summary = dataclasses.replace(run.summary(load_s), ignored_params=ignored.counts)
+    summary = dataclasses.replace(run.summary(load_s), ignored_params=work.ignored.counts)
     progress.close(_progress_text(summary))
     if not sys.stderr.isatty():
         click.echo(_progress_text(summary), err=True)
-    if ignored.text:
-        click.echo(ignored.text, err=True)
+    if work.ignored.text:
+        click.echo(work.ignored.text, err=True)
     return summary, failure
 
 

@@ -8,7 +8,7 @@ import io
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO, cast
+from typing import BinaryIO, Self, cast
 
 from worker.lines.errors import LineError, UnreadableInput
 from worker.lines.request_line import Endpoint, RequestLine, names_model
@@ -73,6 +73,24 @@ def _skip_to_line_end(file: BinaryIO) -> bool:
     while rest and not rest.endswith(b"\n"):
         rest = file.readline(65536)
     return bool(first)
+
+
+@dataclass(frozen=True, slots=True)
+class LinesDigest:
+    """What tells one input from another, however it is packed, cut into files and spaced with blank lines."""
+
+    num_lines: int  # blank ones not counted
+    digest: str  # 16 hexadecimal digits
+
+    @classmethod
+    def of(cls, raw_lines: Iterable[bytes]) -> Self:
+        """The digest of lines as read_raw_lines gives them. Raises what reading them raises."""
+        num_lines, digest = 0, hashlib.blake2b(digest_size=8)
+        for raw in raw_lines:
+            num_lines += 1
+            digest.update(raw)
+            digest.update(b"\n")
+        return cls(num_lines, digest.hexdigest())
 
 
 class FileChecks:

@@ -44,9 +44,10 @@ def test_the_summary_has_the_figures_of_the_run(checkpoint: Path, tmp_path: Path
     requests.write_bytes(b"\n".join([completion_line(max_tokens=3, ignore_eos=True), b"bad"]))
     results.write_text("an older run's results, which are replaced\n")
 
-    done = millrace("run", "-i", requests, "-o", results, "--model", checkpoint, "--summary", summary)
+    done = millrace("run", "-i", requests, "-o", results, "--overwrite", "--model", checkpoint, "--summary", summary)
 
     assert done.returncode == 0, done.stderr
+    assert b"out.jsonl (43 bytes, last written 2" in done.stderr
     assert len(records_of(results.read_bytes())) == 2
     figures = json.loads(summary.read_text())
     assert figures.keys() == {
@@ -95,7 +96,8 @@ def test_a_model_that_does_not_load_leaves_the_last_results_as_they_are(tmp_path
     for name in ("output.jsonl", "errors.jsonl"):
         (results / name).write_text("an older run's results")
 
-    done = CliRunner().invoke(run, ["-i", str(requests), "-o", str(results), "--model", str(tmp_path / "none")])
+    arguments = ["-i", str(requests), "-o", str(results), "--overwrite", "--model", str(tmp_path / "none")]
+    done = CliRunner().invoke(run, arguments)
 
     assert done.exit_code == 1, done.output
     assert "none" in done.stderr
@@ -116,7 +118,7 @@ def test_an_interrupt_while_the_model_loads_keeps_the_last_results(
     monkeypatch.setattr("engine.loading.load.load_engine", load)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        done = CliRunner().invoke(run, ["-i", str(requests), "-o", str(results)])
+        done = CliRunner().invoke(run, ["-i", str(requests), "-o", str(results), "--overwrite"])
     finally:
         signal.signal(signal.SIGINT, handler)
 
@@ -261,7 +263,7 @@ def test_a_profile_that_cannot_be_written_is_exit_2_before_the_model_loads(tmp_p
     results, nowhere = tmp_path / "out.jsonl", tmp_path / "none" / "trace.json"
     results.write_text("an older run's results")
 
-    done = millrace("run", "-i", "-", "-o", results, "--model", "no model", "--profile", nowhere)
+    done = millrace("run", "-i", "-", "-o", results, "--overwrite", "--model", "no model", "--profile", nowhere)
 
     assert done.returncode == 2, done.stderr
     assert f"{nowhere}: No such file" in done.stderr.decode()
