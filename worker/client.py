@@ -15,6 +15,7 @@ from pydantic import SecretStr
 from settings import LimitSettings, RedisSettings, Settings, TracingSettings
 from worker.app import create_app
 from worker.broker.messages import Announcer
+from worker.lines.formats import BOM
 from worker.records.record import has_failed
 from worker.registry.connect import connect
 from worker.registry.errors import JobTooLarge
@@ -240,6 +241,8 @@ class LineStaging:
         max_bytes = self._limits.max_prompt_bytes
         for number, line in enumerate(lines, 1):
             raw = _encoded(line, number)
+            if number == 1:
+                raw = raw.removeprefix(BOM)  # of an open file
             # A blank line that is too long may have been cut, see read_raw_lines.
             if raw.strip() or len(raw) > max_bytes:
                 # A line one byte too long is refused like one that is a gigabyte too long.

@@ -36,6 +36,11 @@ def test_lines_of_every_kind_are_staged_as_they_are(client: BatchClient, registr
     assert staged == [b'{"prompt": "a"}', b'{"prompt": "\xed\xa0\x80"}', b'{"prompt": "\\ud800"}', b"\xff{"]
 
 
+def test_a_byte_order_mark_of_an_open_file_is_left_out(client: BatchClient, registry: TestRegistry) -> None:
+    job_id = client.submit(["\ufeff{}", "\ufeff{}"])
+    assert registry.leases().lines(job_id, [0, 1]) == [b"{}", b"\xef\xbb\xbf{}"]
+
+
 @pytest.mark.parametrize("one", [b"{}", "{}", bytearray(b"{}"), {"prompt": "a"}])
 def test_one_line_in_place_of_lines_is_a_type_error(client: BatchClient, registry: TestRegistry, one: Any) -> None:
     with pytest.raises(TypeError, match=f"^lines is one {type(one).__name__}; accepted: an iterable of lines"):

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import BinaryIO, Self, cast
 
 from worker.cli.exit_codes import BadUsage
-from worker.lines.files import InputFile
+from worker.lines.errors import UnreadableInput
+from worker.lines.files import InputFile, refuse_other_formats
 from worker.records.record import BatchFile, encode_record
 
 STANDARD = "-"
@@ -37,8 +38,8 @@ WriteRecord = Callable[[Mapping[str, object]], None]
 def input_files(names: Sequence[str]) -> list[InputFile]:
     """The files in the given order, those of a pattern such as 'day-*.jsonl' sorted by name; - is stdin.
 
-    A name is a pattern only if no file is called so. Raises BadUsage if one is missing or unreadable, so that half an
-    input is never submitted or run.
+    A name is a pattern only if no file is called so. Raises BadUsage if one is missing, unreadable or of another format
+    (a table, weights), so that half an input is never submitted or run.
     """
     if names.count(STANDARD) > 1:
         raise BadUsage("- is given twice; accepted: standard input once")
@@ -64,7 +65,13 @@ def _input_file(path: str) -> InputFile:
         # Not a pipe: the process that writes to it would lose its reader.
         if is_complete or os.path.isdir(path):
             _open(path).close()
-    return InputFile(path, partial(_open, path), is_complete)
+    file = InputFile(path, partial(_open, path), is_complete)
+    if is_complete:
+        try:
+            refuse_other_formats(file)
+        except UnreadableInput as error:
+            raise BadUsage(str(error)) from error
+    return file
 
 
 @contextmanager

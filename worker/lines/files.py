@@ -7,10 +7,12 @@ import hashlib
 import io
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import BinaryIO, Self, cast
 
 from worker.lines.errors import LineError, UnreadableInput
+from worker.lines.formats import BOM, HEAD_BYTES, other_format
 from worker.lines.request_line import Endpoint, RequestLine, names_model
 
 GZIP_MAGIC = b"\x1f\x8b"
@@ -30,12 +32,17 @@ def read_input_files(files: Iterable[InputFile], max_line_bytes: int) -> Iterato
     """Yield the lines of one file after the other, as read_raw_lines does, in bounded memory.
 
     Gzip, known by its first two bytes and not by its name, is unpacked, from a pipe too. A file's last line ends with
-    the file. Raises UnreadableInput after the lines before the fault.
+    the file. Raises UnreadableInput after the lines before the fault, and for a file that holds no lines at all, see
+    other_format.
     """
     for file in files:
         try:
             with file.open() as packed:
-                yield from read_raw_lines(_unpacked(packed), max_line_bytes)
+                unpacked = _unpacked(packed)
+                _refuse_other_formats(file.name, unpacked)
+                yield from read_raw_lines(unpacked, max_line_bytes)
+        except UnreadableInput:
+            raise
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             accepted = "accepted: plain lines, or whole gzip files"
             raise UnreadableInput(file.name, f"its gzip data is broken ({error}); {accepted}") from error
@@ -43,7 +50,23 @@ def read_input_files(files: Iterable[InputFile], max_line_bytes: int) -> Iterato
             raise UnreadableInput(file.name, error.strerror or str(error)) from error
 
 
-def _unpacked(file: io.BufferedReader) -> BinaryIO:
+def refuse_other_formats(file: InputFile) -> None:
+    """Raise UnreadableInput for a file on disk that holds no lines, see other_format; OSError if it cannot be read.
+
+    Says nothing of broken gzip, which is found where the file is read.
+    """
+    with file.open() as packed, suppress(EOFError, zlib.error, gzip.BadGzipFile):
+        _refuse_other_formats(file.name, _unpacked(packed))
+
+
+def _refuse_other_formats(name: str, file: io.BufferedReader) -> None:
+    # A pipe may have given less so far: then its lines are refused one by one.
+    what = other_format(file.peek(HEAD_BYTES)[:HEAD_BYTES])
+    if what is not None:
+        raise UnreadableInput(name, what)
+
+
+def _unpacked(file: io.BufferedReader) -> io.BufferedReader:
     # A single byte may be all that a pipe has so far; no JSON begins with this one.
     head = file.peek(len(GZIP_MAGIC))[: len(GZIP_MAGIC)]
     if not head or not GZIP_MAGIC.startswith(head):
@@ -54,13 +77,16 @@ def _unpacked(file: io.BufferedReader) -> BinaryIO:
 def read_raw_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
     """Yield the lines of `file`, without their line ends, in bounded memory.
 
-    Lines of white space only are skipped and not counted. A line longer than `max_line_bytes` is cut one byte above
-    that, so that parse_request_line refuses it, also where it is blank so far: a request may follow.
+    Lines of white space only are skipped and not counted, and so is a byte order mark at the beginning. A line longer
+    than `max_line_bytes` is cut one byte above that, so that parse_request_line refuses it, also where it is blank so
+    far: a request may follow.
     """
+    mark = BOM  # of the first line
     while True:
-        raw = file.readline(max_line_bytes + 2)  # room for a line end of two bytes
+        raw = file.readline(len(mark) + max_line_bytes + 2)  # room for a line end of two bytes
         if not raw:
             return
+        raw, mark = raw.removeprefix(mark), b""
         is_cut = not raw.endswith(b"\n") and len(raw) > max_line_bytes and _skip_to_line_end(file)
         raw = raw if is_cut else raw.rstrip(b"\r\n")
         if raw.strip() or len(raw) > max_line_bytes:

@@ -158,3 +158,25 @@ def test_a_bad_option_of_a_job_is_one_line_and_exit_2(redis_url: str, tmp_path: 
 
     told = 'millrace: tenant is "a b"; accepted: 1 to 64 letters, digits, ., _ and - (ASCII)\n'
     assert (done.exit_code, done.stderr) == (2, told)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [(b"PAR1\x15\x04", "a Parquet file"), (gzip.compress(b"id,prompt\n1,hello\n"), "a table"), (b"[{}]", "JSON array")],
+)
+def test_what_is_no_file_of_lines_is_exit_2(
+    redis_url: str, registry: TestRegistry, tmp_path: Path, content: bytes, kind: str
+) -> None:
+    (tmp_path / "in").write_bytes(content)
+    good = write(tmp_path / "good.jsonl", "1")
+
+    named, piped = (
+        submit(redis_url, str(good), f"{tmp_path}/in"),
+        millrace("submit", "-", "--redis-url", redis_url, stdin=content),
+    )
+
+    assert (named.exit_code, piped.returncode) == (2, 2)
+    assert f"{tmp_path}/in: it" in named.stderr
+    assert kind in named.stderr
+    assert kind in piped.stderr.decode()
+    assert registry.redis.keys("*") == []
