@@ -24,7 +24,7 @@ from worker.registry.connect import connect_async
 from worker.registry.exchange import perform_async
 from worker.registry.jobs import JobQueries, ResultReader
 from worker.registry.keys import Keys
-from worker.schemas import JobStatus, SubmitArguments, WorkerInfo
+from worker.schemas import ALL_JOBS, JobFilter, JobStatus, SubmitArguments, WorkerInfo
 
 T = TypeVar("T")
 
@@ -36,7 +36,9 @@ CHUNK_LINES = 500  # handed over together: going to the loop and back for every 
 
 
 class AsyncBatchClient:
-    """BatchClient for asyncio: the same verbs, arguments and errors. For one event loop, the one it is first used in.
+    """BatchClient for asyncio: its verbs, arguments and errors. For one event loop, the one it is first used in.
+
+    Only `pages` is not there: another task can show progress while one waits.
 
     Looking and waiting take no thread, so that one loop may follow any number of jobs. `submit` and `cancel`, which
     send several scripts and a Celery message, run BatchClient's in threads of this client's own, never in those of
@@ -79,9 +81,13 @@ class AsyncBatchClient:
         """The job as it stands."""
         return await perform_async(self._client, self._queries.status(job_id))
 
-    async def jobs(self, limit: int = 1000) -> list[JobStatus]:
-        """The newest jobs, newest first."""
-        return await perform_async(self._client, self._queries.jobs(limit))
+    async def jobs(self, limit: int = 1000, matching: JobFilter = ALL_JOBS) -> list[JobStatus]:
+        """The newest jobs that match, newest first."""
+        return await perform_async(self._client, self._queries.jobs(limit, matching))
+
+    async def find(self, name: str) -> str:
+        """The id of the job that `name` means, see BatchClient.find."""
+        return await perform_async(self._client, self._queries.find(name))
 
     async def workers(self) -> list[WorkerInfo]:
         """The workers that are there."""

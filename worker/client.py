@@ -25,7 +25,7 @@ from worker.registry.jobs import JobControl, JobQueries, ResultReader
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import UnitLeases
 from worker.retry import FailedLines
-from worker.schemas import JobStatus, SubmitArguments, SubmitOptions, WorkerInfo
+from worker.schemas import ALL_JOBS, JobFilter, JobStatus, SubmitArguments, SubmitOptions, WorkerInfo
 from worker.tracing.spans import make_tracing
 from worker.unit_closer import UnitCloser
 
@@ -100,9 +100,16 @@ class BatchClient:
         """The job as it stands."""
         return perform(self._client, self._queries.status(job_id))
 
-    def jobs(self, limit: int = 1000) -> list[JobStatus]:
-        """The newest jobs, newest first."""
-        return perform(self._client, self._queries.jobs(limit))
+    def jobs(self, limit: int = 1000, matching: JobFilter = ALL_JOBS) -> list[JobStatus]:
+        """The newest jobs that match, newest first."""
+        return perform(self._client, self._queries.jobs(limit, matching))
+
+    def find(self, name: str) -> str:
+        """The id of the job that `name` means: an id, what one id alone begins with, or `latest`.
+
+        Raises AmbiguousJob where several begin so; a whole id is not looked up.
+        """
+        return perform(self._client, self._queries.find(name))
 
     def workers(self) -> list[WorkerInfo]:
         """The workers that are there."""

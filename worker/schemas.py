@@ -193,6 +193,27 @@ class JobStatus(_Frozen):
         return self.request_counts.finished / self.request_counts.total if self.request_counts.total else 1.0
 
 
+class JobFilter(_Frozen):
+    """Which jobs are listed: those for which everything that is said here is so."""
+
+    states: tuple[JobState, ...] = ()  # one of these; empty: any
+    tenant: str | None = None
+    model: str | None = None
+    since: float | None = None  # created at this time or later, Unix seconds
+
+    def matches(self, job: JobStatus) -> bool:
+        """Whether `job` is listed."""
+        return (
+            (not self.states or job.status in self.states)
+            and self.tenant in (None, job.tenant)
+            and self.model in (None, job.model)
+            and (self.since is None or job.created_at >= self.since)
+        )
+
+
+ALL_JOBS = JobFilter()
+
+
 class WorkerInfo(_Frozen):
     """A worker's last heartbeat, at most half a minute old."""
 

@@ -2,6 +2,7 @@
 
 RegistryError
 |-- InvalidJobId       not a job id of this registry
+|   `-- AmbiguousJob   what several ids begin with
 |-- JobNotFound        never submitted, deleted, or forgotten after its time
 |-- JobNotEnded        what is asked for can be done only with a job that has ended
 |-- LinesForgotten     the request lines of a job that has ended are not there any more
@@ -16,6 +17,8 @@ RegistryError
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _NOUN = {"prompts": "prompts", "job_bytes": "bytes"}
 _SETTING = {"prompts": "limits.max_prompts_per_job", "job_bytes": "limits.max_job_bytes"}
 
@@ -28,6 +31,15 @@ class RegistryError(Exception):
 
 class InvalidJobId(RegistryError):
     """Not a job id of this registry."""
+
+
+class AmbiguousJob(InvalidJobId):
+    """Several ids begin so."""
+
+    def __init__(self, beginning: str, job_ids: Sequence[str]) -> None:
+        first, second = job_ids[:2]
+        super().__init__(f"job is {beginning}; accepted: more of its id, since {first} and {second} begin so")
+        self.beginning = beginning
 
 
 class JobNotFound(RegistryError):

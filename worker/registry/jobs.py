@@ -11,15 +11,27 @@ from typing import Self
 
 import redis
 
-from worker.registry.errors import JobNotEnded, JobNotFound
+from worker.registry.errors import AmbiguousJob, JobNotEnded, JobNotFound
 from worker.registry.exchange import Exchange, Scripts, Untyped, ask_one, raw_values, text, text_fields
 from worker.registry.keys import Keys, UnitRef
-from worker.schemas import BatchError, JobState, JobStatus, JobUsage, RequestCounts, WorkerInfo
+from worker.schemas import (
+    ALL_JOBS,
+    BatchError,
+    JobFilter,
+    JobState,
+    JobStatus,
+    JobUsage,
+    RequestCounts,
+    WorkerInfo,
+)
 
 PAGE_RECORDS = 500
 # A page is no larger, but for a single record, which may be of 23 MB (embeddings).
 PAGE_BYTES = 4 * 1024 * 1024
+PAGE_JOBS = 100  # looked at together where few may match
 SCAN_COUNT = 1000
+
+LATEST = "latest"  # in place of a job's id: the newest
 
 FIRST_POLL_S = 0.02
 LONGEST_POLL_S = 0.5
@@ -72,18 +84,41 @@ class JobQueries:
             yield pauses.next_s()
         return job
 
-    def jobs(self, limit: int) -> Exchange[list[JobStatus]]:
-        """The newest `limit` jobs that are not forgotten, newest first."""
+    def jobs(self, limit: int, matching: JobFilter = ALL_JOBS) -> Exchange[list[JobStatus]]:
+        """The newest `limit` jobs that match and are not forgotten, newest first."""
         # All names at once, at most 10 000 (400 kB): in pages by rank, a job that is dropped on the way, here or by
         # another reader, would move the next ones into a page that was read already.
         [members] = yield [("ZREVRANGE", self._keys.jobs, 0, -1)]
         names = [text(member) for member in members]
         found: list[JobStatus] = []
-        for start in range(0, len(names), max(limit, 1)):
-            found += yield from self._statuses(names[start : start + limit])
+        step = limit if matching == ALL_JOBS else max(limit, PAGE_JOBS)
+        for start in range(0, len(names), max(step, 1)):
+            jobs = yield from self._statuses(names[start : start + step])
+            found += filter(matching.matches, jobs)
             if len(found) >= limit:
                 break
         return found[:limit]
+
+    def find(self, name: str) -> Exchange[str]:
+        """The id of the job that `name` means, see BatchClient.find.
+
+        Raises InvalidJobId for what no id begins with, JobNotFound, AmbiguousJob.
+        """
+        if name != LATEST and self._keys.is_job_id(name):
+            return self._keys.check_job_id(name)
+        beginning = "" if name == LATEST else self._keys.job_beginning(name)
+        [members] = yield [("ZREVRANGE", self._keys.jobs, 0, -1)]
+        names = [job_id for member in members if (job_id := text(member)).startswith(beginning)]
+        found: list[JobStatus] = []
+        for start in range(0, len(names), PAGE_JOBS):
+            found += yield from self._statuses(names[start : start + PAGE_JOBS])  # some may be forgotten
+            if len(found) > 1 or (found and name == LATEST):
+                break
+        if not found:
+            raise JobNotFound(name)
+        if len(found) > 1 and name != LATEST:
+            raise AmbiguousJob(name, [job.id for job in found])
+        return found[0].id
 
     def workers(self) -> Exchange[list[WorkerInfo]]:
         """Workers whose heartbeat is fresh."""

@@ -43,6 +43,7 @@ PLAN = "plan"
 
 _UNIT = re.compile(r"plan|[0-9]{1,9}")
 _JOB_ID = re.compile(r"[a-z0-9]+-[0-9a-f-]{36}")
+_BEGINNING = re.compile(r"[0-9a-f-]{1,36}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,20 @@ class Keys:
         if not job_id.startswith(f"{self.shard}-"):
             raise InvalidJobId(f"job {job_id} is of another registry; accepted: {self.shard}-...")
         return job_id
+
+    def is_job_id(self, name: str) -> bool:
+        """Whether `name` is a whole id, of this registry or another."""
+        return _JOB_ID.fullmatch(name) is not None
+
+    def job_beginning(self, name: str) -> str:
+        """What ids of this registry begin with if `name` is a part of one; the shard may be left out of it.
+
+        Raises InvalidJobId for what no id begins with.
+        """
+        beginning = name.removeprefix(f"{self.shard}-")
+        if _BEGINNING.fullmatch(beginning) is None:
+            raise InvalidJobId(f"job is {name[:80]!r}; accepted: a job's id, the beginning of one, or latest")
+        return f"{self.shard}-{beginning}"
 
     def _of_job(self, job_id: str, part: str) -> str:
         return f"{self.prefix}j:{self.check_job_id(job_id)}:{part}"

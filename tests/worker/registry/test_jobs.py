@@ -15,10 +15,11 @@ from worker.registry import jobs as job_queries
 from worker.registry.connect import connect_async
 from worker.registry.errors import InvalidJobId, JobNotFound
 from worker.registry.exchange import Command, Script, Scripts, perform, perform_async, script_source
-from worker.registry.jobs import JobQueries, ResultOrder, ResultPage
+from worker.registry.jobs import PAGE_JOBS, JobQueries, ResultOrder, ResultPage
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import Claim
 from worker.registry.queues import lanes_by_priority
+from worker.schemas import JobFilter, SubmitOptions
 
 NUM_LINES = 6
 
@@ -139,6 +140,26 @@ def test_the_newest_jobs_come_first_and_no_more_than_asked_for(registry: TestReg
     assert [job.id for job in registry.jobs(2)] == [job_ids[2], job_ids[1]]
     assert [job.id for job in registry.jobs(10)] == job_ids[::-1]
     assert registry.jobs(0) == []
+
+
+def test_jobs_that_match_are_found_behind_many_that_do_not(registry: TestRegistry) -> None:
+    wanted = registry.submit([b"x"], SubmitOptions(tenant="a"))
+    for _ in range(PAGE_JOBS + 1):
+        registry.submit([b"x"])
+    queries = JobQueries(registry.keys)
+
+    found = perform(registry.redis, queries.jobs(1, JobFilter(tenant="a")))
+
+    assert [job.id for job in found] == [wanted]
+
+
+def test_a_forgotten_job_makes_no_beginning_ambiguous(registry: TestRegistry) -> None:
+    job_ids = _jobs(registry, 3)
+    registry.redis.delete(registry.keys.job(job_ids[0]), registry.keys.job(job_ids[2]))
+    queries = JobQueries(registry.keys)
+
+    assert perform(registry.redis, queries.find("latest")) == job_ids[1]
+    assert perform(registry.redis, queries.find("s0-0")) == job_ids[1]
 
 
 @pytest.fixture
