@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, Literal, Self, Unpack, cast
 
 from pydantic import SecretStr
@@ -131,6 +132,21 @@ class BatchClient:
 
         Raises ValueError for an unknown order or a negative cursor; reading raises what every method does.
         """
+        return chain.from_iterable(self.pages(job_id, cursor, follow, order=order))
+
+    def pages(
+        self,
+        job_id: str,
+        cursor: int = 0,
+        follow: bool = False,
+        *,
+        order: Literal["completion", "input"] = "completion",
+    ) -> Iterator[Iterator[dict[str, Any]]]:
+        """`results`, as many records together as one answer of Redis holds: none where nothing was new.
+
+        With `follow` such an empty one comes after each pause, of half a second at most: a caller that has more to do
+        than to wait, such as showing progress, does it then.
+        """
         return self._read(ResultReader(self._queries, job_id, cursor, order, follow))
 
     def errors(self, job_id: str) -> Iterator[dict[str, Any]]:
@@ -178,9 +194,9 @@ class BatchClient:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def _read(self, reader: ResultReader) -> Iterator[dict[str, Any]]:
+    def _read(self, reader: ResultReader) -> Iterator[Iterator[dict[str, Any]]]:
         while (records := perform(self._client, reader.next_page())) is not None:
-            yield from map(json.loads, records)
+            yield map(json.loads, records)
 
     def _submit(self, job_id: str, lines: Iterable[bytes | str | RequestObject], options: SubmitOptions) -> str:
         num_lines = LineStaging(self._intake, self._limits).stage(job_id, lines)

@@ -1,10 +1,13 @@
-"""Defines the exit codes, and the errors that end a command with one line and such a code."""
+"""Defines the exit codes, the errors that end a command with one line and such a code, and what Ctrl-C does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from types import FrameType
 from typing import IO, Any
 
 import click
@@ -34,6 +37,32 @@ class BadUsage(CommandError):
     """One line on stderr and exit code 2."""
 
     exit_code = int(ExitCode.USAGE)
+
+
+class Interrupted(CommandError):
+    """One line on stderr and exit code 130: Ctrl-C, what goes on without the command, and how to come back to it."""
+
+    exit_code = int(ExitCode.INTERRUPTED)
+
+
+@contextmanager
+def stop_signals(*numbers: signal.Signals) -> Iterator[Callable[[], bool]]:
+    """Let the first of these signals ask to stop between two steps; the second acts as without this."""
+    stop = threading.Event()
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        stop.set()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in before:
+        signal.signal(number, on_signal)
+    try:
+        yield stop.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -3,51 +3,75 @@
 from __future__ import annotations
 
 import json
-import sys
+import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, TypedDict, Unpack
+from urllib.parse import urlsplit
 
 import click
 import redis
 
 from settings import EffectiveSettings, SettingsError
 from worker.cli.exit_codes import BadUsage, CommandError
+from worker.cli.failures import FailureCounts, MaxFailed, max_failed_option
 from worker.cli.files import OUTPUT_HELP, STANDARD, RecordPaths, record_output, write_records
-from worker.cli.options import Duration, load_producer_settings, producer_options
-from worker.cli.progress import JOB_COLUMNS, JobProgress, job_details, job_row
+from worker.cli.follow import (
+    Followed,
+    Reading,
+    failures_of,
+    follow_job,
+    follow_records,
+    may_list_workers,
+    require_completed,
+    show_failures,
+)
+from worker.cli.options import Duration, complete_file, load_producer_settings, producer_options
+from worker.cli.progress import JOB_COLUMNS, job_details, job_row
 from worker.client import BatchClient
 from worker.registry.errors import InvalidJobId, InvalidSubmission, RegistryError
 from worker.registry.jobs import ResultOrder
-from worker.schemas import JobState, JobStatus, SubmitArguments, batch_object
+from worker.schemas import JobFilter, JobState, JobStatus, SubmitArguments, batch_object
 
-POLL_S = 0.5
+LISTED_JOBS = 1000
 
 
 @click.command("status")
 @click.argument("job_id", metavar="JOB")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: OpenAI's batch object, as far as it applies.")
+@max_failed_option
 @producer_options
-def status(job_id: str, as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
-    """Show a job's state, counts and tokens. Exit 1 if it failed, expired or was cancelled."""
+def status(
+    job_id: str, as_json: bool, max_failed: MaxFailed | None, redis_url: str | None, assignments: tuple[str, ...]
+) -> None:
+    """Show a job's state, counts and tokens. Exit 1 if it failed, expired or was cancelled, or if all of it failed.
+
+    JOB is a job's id, the beginning of one, or latest.
+    """
     effective = load_producer_settings(assignments, redis_url)
     with job_client(effective) as client:
-        job = client.status(job_id)
+        job = client.status(client.find(job_id))
     click.echo(json.dumps(batch_object(job)) if as_json else job_details(job))
-    require_completed(job)
+    require_completed(job, max_failed)
 
 
 @click.command("watch")
 @click.argument("job_id", metavar="JOB")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON line for each change: OpenAI's batch object.")
+@max_failed_option
 @producer_options
-def watch(job_id: str, as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
-    """Follow a job until it ends. Exit 1 if it failed, expired or was cancelled.
+def watch(
+    job_id: str, as_json: bool, max_failed: MaxFailed | None, redis_url: str | None, assignments: tuple[str, ...]
+) -> None:
+    """Follow a job until it ends. Exit 1 if it failed, expired or was cancelled, or if all of it failed.
 
-    Progress goes to stderr: a bar on a terminal, elsewhere a line every ten seconds. Rates are those of the last 15
-    seconds, of prompts whose record is written: long answers count when they end, and what is under way shows in the
-    workers' metrics. Prefix hits are the share of all prompt tokens that were not computed again.
+    JOB is a job's id, the beginning of one, or latest.
+
+    Progress goes to stderr: a bar on a terminal, elsewhere a line every ten seconds, and at the end the failed
+    requests, summed up by error. Rates are those of the last 15 seconds, of prompts whose record is written: long
+    answers count when they end, and what is under way shows in the workers' metrics. Prefix hits are the share of all
+    prompt tokens that were not computed again. Ctrl-C leaves the job running, and watch may be started again.
     """
     effective = load_producer_settings(assignments, redis_url)
 
@@ -55,12 +79,14 @@ def watch(job_id: str, as_json: bool, redis_url: str | None, assignments: tuple[
         click.echo(json.dumps(batch_object(job)))
 
     with job_client(effective) as client:
+        job = followed(client, effective, client.find(job_id), redis_url, plain_lines=not as_json)
         if as_json:
-            job = follow_job(client, job_id, print_json)
+            end = follow_job(job, print_json)
         else:
-            job = follow_job(client, job_id, plain_lines=True)
-            click.echo(job_details(job))
-    require_completed(job)
+            end = follow_job(job)
+            click.echo(job_details(end))
+            show_failures(job, end, failures_of(client, end))
+    require_completed(end, max_failed)
 
 
 class Arguments(TypedDict):
@@ -72,46 +98,73 @@ class Arguments(TypedDict):
     order: Literal["completion", "input"]
     cursor: int
     follow: bool
+    max_failed: MaxFailed | None
     redis_url: str | None
     assignments: tuple[str, ...]
 
 
 @click.command("results")
 @click.argument("job_id", metavar="JOB")
-@click.option("-o", "--output", "output_path", default=STANDARD, metavar="FILE", help=f"Default stdout. {OUTPUT_HELP}")
-@click.option("--errors-file", "errors_path", metavar="FILE", help="Put records without an answer there.")
+@click.option(
+    "-o", "--output", "output_path", default=STANDARD, metavar="FILE", shell_complete=complete_file,
+    help=f"Default stdout. {OUTPUT_HELP}",
+)  # fmt: skip
+@click.option(
+    "--errors-file", "errors_path", metavar="FILE", shell_complete=complete_file,
+    help="Put records without an answer there.",
+)  # fmt: skip
 @click.option(
     "--order", type=click.Choice([order.value for order in ResultOrder]), default="completion", show_default=True,
     help="As the records were written, or as the lines stood; then without --follow it ends before a missing one.",
 )  # fmt: skip
 @click.option("--cursor", type=click.IntRange(min=0), default=0, metavar="N", help="Leave out the first N records.")
 @click.option("--follow", is_flag=True, help="Go on until the job has ended; exit 1 unless it completed.")
+@max_failed_option
 @click.option("--json", "as_json", is_flag=True, expose_value=False, help="Records are JSON lines with or without it.")
 @producer_options
 def results(**arguments: Unpack[Arguments]) -> None:
-    """Print the records written so far, failed ones included."""
+    """Print the records written so far, failed ones included. JOB is a job's id, the beginning of one, or latest.
+
+    With --follow and -o progress goes to stderr, and at the end the failed requests, summed up by error. Ctrl-C then
+    leaves the job running and says how to get the other records.
+    """
     effective = load_producer_settings(arguments["assignments"], arguments["redis_url"])
-    job_id, follow = arguments["job_id"], arguments["follow"]
+    follow, cursor, order = arguments["follow"], arguments["cursor"], arguments["order"]
+    if arguments["max_failed"] is not None and not follow:
+        raise BadUsage("--max-failed: nothing waits for the job's end; accepted: with --follow")
     with job_client(effective) as client:
+        job_id = client.find(arguments["job_id"])
         client.status(job_id)  # a job that is not there must not empty the output file
-        with record_output(RecordPaths.of(arguments["output_path"], arguments["errors_path"])) as write:
-            write_records(client.results(job_id, arguments["cursor"], follow, order=arguments["order"]), write)
-        if follow:
-            require_completed(client.status(job_id))
+        paths = RecordPaths.of(arguments["output_path"], arguments["errors_path"])
+        with record_output(paths) as write:
+            if not follow:
+                write_records(client.results(job_id, cursor, order=order), write)
+                return
+            failures = FailureCounts()
+            job = followed(client, effective, job_id, arguments["redis_url"])
+            end = follow_records(job, Reading(paths, failures.counting(write), cursor, order))
+        show_failures(job, end, failures)
+        require_completed(end, arguments["max_failed"])
 
 
 @click.command("errors")
 @click.argument("job_id", metavar="JOB")
-@click.option("-o", "--output", "output_path", default=STANDARD, metavar="FILE", help="Where to; default stdout.")
+@click.option(
+    "-o", "--output", "output_path", default=STANDARD, metavar="FILE", shell_complete=complete_file,
+    help="Where to; default stdout.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, expose_value=False, help="Records are JSON lines with or without it.")
 @producer_options
 def errors(job_id: str, output_path: str, redis_url: str | None, assignments: tuple[str, ...]) -> None:
-    """Print the records of requests without an answer written so far: bad lines, engine faults, cancelled, expired."""
+    """Print the records of requests without an answer written so far: bad lines, engine faults, cancelled, expired.
+
+    JOB is a job's id, the beginning of one, or latest.
+    """
     effective = load_producer_settings(assignments, redis_url)
     with job_client(effective) as client:
-        job = client.status(job_id)  # a job that is not there must not empty the output file
+        job = client.status(client.find(job_id))  # a job that is not there must not empty the output file
         with record_output(RecordPaths(output_path, None)) as write:
-            write_records(client.errors(job_id), write)
+            write_records(client.errors(job.id), write)
         if job.error:
             click.echo(f"the job itself {job.status.value}: {job.error}", err=True)
 
@@ -121,10 +174,13 @@ def errors(job_id: str, output_path: str, redis_url: str | None, assignments: tu
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: OpenAI's batch object, as far as it applies.")
 @producer_options
 def cancel(job_id: str, as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
-    """Cancel a job. Finished records stay; a job that has already ended is left as it is."""
+    """Cancel a job. Finished records stay; a job that has already ended is left as it is.
+
+    JOB is a job's id, the beginning of one, or latest.
+    """
     effective = load_producer_settings(assignments, redis_url)
     with job_client(effective) as client:
-        job = client.cancel(job_id)
+        job = client.cancel(client.find(job_id))
     click.echo(json.dumps(batch_object(job)) if as_json else job_details(job))
 
 
@@ -146,22 +202,27 @@ def retry(
 
     The job must have ended. Tenant, metadata, endpoint and --strict are the first job's. A line without a custom_id
     keeps the line-N of the first job. Lines refused as duplicate_custom_id are left out. Lines that failed are kept
-    as long as the job's results.
+    as long as the job's results. JOB is a job's id, the beginning of one, or latest.
     """
     options: SubmitArguments = {}
     if priority is not None:
         options["priority"] = priority
     if deadline is not None:
         options["deadline_s"] = deadline
-    with job_client(load_producer_settings(assignments, redis_url)) as client:
-        retried_id = client.retry(job_id, **options)
-        num_failed = client.status(job_id).request_counts.failed
+    effective = load_producer_settings(assignments, redis_url)
+    with job_client(effective) as client:
+        first_id = client.find(job_id)
+        retried_id = client.retry(first_id, **options)
+        num_failed = client.status(first_id).request_counts.failed
         left_out = num_failed - client.status(retried_id).request_counts.total
         if left_out > 0:
             click.echo(f"{left_out} of {num_failed} lines left out: an earlier line has their custom_id", err=True)
         click.echo(retried_id)
         if wait:
-            require_completed(follow_job(client, retried_id, plain_lines=True))
+            job = followed(client, effective, retried_id, redis_url)
+            end = follow_job(job)
+            show_failures(job, end, failures_of(client, end))
+            require_completed(end)
 
 
 @click.command("delete")
@@ -169,29 +230,63 @@ def retry(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, as OpenAI says that something is deleted.")
 @producer_options
 def delete(job_id: str, as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
-    """Delete an ended job: its records, its lines that failed, its place in the list. There is no way back."""
+    """Delete an ended job: its records, its lines that failed, its place in the list. There is no way back.
+
+    JOB is a job's id, the beginning of one, or latest.
+    """
     with job_client(load_producer_settings(assignments, redis_url)) as client:
-        num_records = client.status(job_id).request_counts.finished
-        client.delete(job_id)
+        deleted_id = client.find(job_id)
+        num_records = client.status(deleted_id).request_counts.finished
+        client.delete(deleted_id)
     if as_json:
-        click.echo(json.dumps({"id": job_id, "object": "batch", "deleted": True}))
+        click.echo(json.dumps({"id": deleted_id, "object": "batch", "deleted": True}))
     else:
-        click.echo(f"deleted {job_id} and its {num_records} records")
+        click.echo(f"deleted {deleted_id} and its {num_records} records")
+
+
+class ListArguments(TypedDict):
+    """What click passes to `jobs`."""
+
+    states: tuple[str, ...]
+    tenant: str | None
+    model: str | None
+    age_s: float | None
+    limit: int
+    as_json: bool
+    redis_url: str | None
+    assignments: tuple[str, ...]
 
 
 @click.command("jobs")
+@click.option(
+    "--state", "states", type=click.Choice([state.value for state in JobState]), multiple=True,
+    help="Only jobs in this state. Repeatable.",
+)  # fmt: skip
+@click.option("--tenant", metavar="NAME", help="Only this tenant's.")
+@click.option("--model", metavar="NAME", help="Only those of this model, as `status --json` names it.")
+@click.option("--since", "age_s", type=Duration(), help="Only those submitted within this time, such as 2h or 1d.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=LISTED_JOBS, show_default=True, metavar="N", help="The newest N."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of OpenAI's batch objects.")
 @producer_options
-def jobs(as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
+def jobs(**arguments: Unpack[ListArguments]) -> None:
     """List jobs, newest first."""
-    effective = load_producer_settings(assignments, redis_url)
+    effective = load_producer_settings(arguments["assignments"], arguments["redis_url"])
+    age_s = arguments["age_s"]
+    wanted = JobFilter(
+        states=tuple(map(JobState, arguments["states"])),
+        tenant=arguments["tenant"],
+        model=arguments["model"],
+        since=None if age_s is None else time.time() - age_s,
+    )
     with job_client(effective) as client:
-        jobs = client.jobs()
-    if as_json:
-        click.echo(json.dumps([batch_object(job) for job in jobs]))
+        found = client.jobs(arguments["limit"], wanted)
+    if arguments["as_json"]:
+        click.echo(json.dumps([batch_object(job) for job in found]))
         return
     click.echo(JOB_COLUMNS)
-    for job in jobs:
+    for job in found:
         click.echo(job_row(job))
 
 
@@ -215,30 +310,14 @@ def shown_redis_url(effective: EffectiveSettings) -> str:
     return next(row.value_text for row in effective.rows() if row.key == "redis.url")
 
 
-def follow_job(
-    client: BatchClient,
-    job_id: str,
-    on_change: Callable[[JobStatus], None] = lambda job: None,
-    *,
-    plain_lines: bool = False,
-) -> JobStatus:
-    """Poll until the job has ended, and show JobProgress on stderr; `on_change` gets each new status."""
-    progress = JobProgress(sys.stderr, plain_lines=plain_lines)
-    shown = None
-    while True:
-        job = client.status(job_id)
-        progress.show(job)
-        if job != shown:
-            on_change(job)
-            shown = job
-        if job.status.is_terminal:
-            return job
-        time.sleep(POLL_S)
+def followed(
+    client: BatchClient, effective: EffectiveSettings, job_id: str, redis_url: str | None, *, plain_lines: bool = True
+) -> Followed:
+    """The job to wait for; `redis_url`: the command's option, which commands about the job need too.
 
-
-def require_completed(job: JobStatus) -> None:
-    """Raise CommandError (exit 1) for a job that failed, expired or was cancelled."""
-    if job.status.is_terminal and job.status is not JobState.COMPLETED:
-        ended = "was cancelled" if job.status is JobState.CANCELLED else job.status.value
-        reason = f": {job.error}" if job.error else ""
-        raise CommandError(f"job {job.id} {ended}{reason}")
+    One with a password is not repeated: whoever is told the command knows it.
+    """
+    has_option = redis_url is not None and urlsplit(redis_url).password is None
+    options = f" --redis-url {shlex.quote(redis_url)}" if redis_url is not None and has_option else ""
+    sees_workers = may_list_workers(effective.settings.redis)
+    return Followed(client, job_id, sees_workers, plain_lines, options)

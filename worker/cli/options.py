@@ -1,12 +1,14 @@
-"""Reads the options of commands: settings, which override the environment's, durations and metadata."""
+"""Reads the options of commands: inputs, settings, which override the environment's, durations and metadata."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from settings import EffectiveSettings, LimitSettings, Settings, SettingsError, load_settings, parse_assignments
 from worker.cli.exit_codes import BadUsage
@@ -21,6 +23,35 @@ PRODUCER_SECTIONS = ("redis", "limits", "log", "tracing")
 
 _UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _FORM = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)")
+
+
+_INPUTS = "Request lines: - is stdin, a pattern in quotes all files of such a name, gzip is unpacked"
+
+
+def complete_file(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of files, which the shell completes by itself."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def complete_directory(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of directories, likewise."""
+    return [CompletionItem(incomplete, type="dir")]
+
+
+def input_options(command: Callable[..., None]) -> Callable[..., None]:
+    """FILE..., and `-i FILE` beside it; the function gets `input_paths`, of which there is at least one."""
+
+    @functools.wraps(command)
+    def with_inputs(named: tuple[str, ...], more: tuple[str, ...], **arguments: object) -> None:
+        if not named and not more:
+            raise BadUsage("no input is named; accepted: FILE..., - for standard input")
+        command(input_paths=(*named, *more), **arguments)
+
+    option = click.option(
+        "-i", "--input", "more", multiple=True, metavar="FILE", shell_complete=complete_file,
+        help=f"{_INPUTS}. The same as FILE, after those. Repeatable.",
+    )  # fmt: skip
+    return click.argument("named", nargs=-1, metavar="FILE...", shell_complete=complete_file)(option(with_inputs))
 
 
 def set_option(command: Command) -> Command:

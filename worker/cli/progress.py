@@ -1,12 +1,15 @@
-"""Shows progress: a bar on a terminal, plain lines elsewhere, and a job in words with its rates."""
+"""Shows progress: a bar on a terminal, plain lines elsewhere; and jobs in words, coloured on a terminal."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections import deque
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TextIO
+from typing import Self, TextIO
+
+import click
 
 from worker.schemas import JobState, JobStatus, RequestCounts
 
@@ -17,6 +20,14 @@ LONGEST_BAR, SHORTEST_BAR = 30, 10
 PLAIN_EVERY_S = 10.0
 
 WINDOW_S = 15.0  # of rates: long enough to even out bursts of records, short enough to show that a worker came or went
+
+_COLOURS = {
+    JobState.COMPLETED: "green",
+    JobState.FAILED: "red",
+    JobState.EXPIRED: "red",
+    JobState.CANCELLED: "yellow",
+    JobState.CANCELLING: "yellow",
+}
 
 JOB_COLUMNS = f"{'JOB':40} {'STATUS':12} {'ENDED':>15} {'FAILED':>8} {'PRI':>3} {'TENANT':12} CREATED"
 
@@ -44,8 +55,14 @@ class ProgressLine:
         """Show `text` and end the line."""
         if self._enabled:
             self._write(text, done)
+            self.leave()
+
+    def leave(self) -> None:
+        """End the line as it is, if there is one."""
+        if self._width:
             self._stream.write("\n")
             self._stream.flush()
+            self._width = 0
 
     def _write(self, text: str, done: float | None) -> None:
         # A text that reaches the last column wraps, and \r does not come back from the next line.
@@ -72,53 +89,102 @@ def _bar(done: float, room: int) -> str:
     return f"[{'#' * filled}{'-' * (width - filled)}] "
 
 
-class JobProgress:
-    """A bar on a terminal; elsewhere, with `plain_lines`, a line every ten seconds and for each state of the job."""
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a job or a run is."""
 
-    def __init__(self, stream: TextIO, *, plain_lines: bool) -> None:
+    state: str
+    done: int  # requests with a record
+    total: int | None  # None: not known, or not yet
+    ends: str  # how these ended, in words
+    output_tokens: int
+    prefix_hits: float  # share of the prompt tokens, 0 to 1
+    has_ended: bool = False
+    waits_for: str = ""  # why nothing moves
+
+    @classmethod
+    def of_job(cls, job: JobStatus, waits_for: str = "") -> Self:
+        """A job's, from its status."""
+        counts, usage = job.request_counts, job.usage
+        hits = usage.cached_tokens / usage.input_tokens if usage.input_tokens else 0.0
+        return cls(
+            job.status.value, counts.finished, counts.total, counts_words(counts), usage.output_tokens, hits,
+            job.status.is_terminal, waits_for,
+        )  # fmt: skip
+
+    @property
+    def share(self) -> float | None:
+        """Of the requests that are done, 0 to 1; None where their number is not known."""
+        if self.total is None:
+            return None
+        return min(self.done / self.total, 1.0) if self.total else 1.0
+
+
+class ProgressBar:
+    """A bar on a terminal; elsewhere, with `plain_lines`, a line every ten seconds and for each change of state."""
+
+    def __init__(self, stream: TextIO, *, plain_lines: bool, state: str = "") -> None:
+        """`state`: the one to begin with, which gets no line at once."""
         self._stream = stream
         self._line = ProgressLine(stream)
         self._is_plain = plain_lines and not stream.isatty()
-        self._rates = JobRates()
-        self._printed_at_s = float("-inf")
-        self._printed_state: JobState | None = None
+        self._rates = Rates()
+        self._printed_at_s = time.monotonic() if state else float("-inf")
+        self._printed = (state, "")
 
-    def show(self, job: JobStatus) -> None:
-        """Show the job's present status; to be called often."""
+    @property
+    def is_shown(self) -> bool:
+        """Whether anything ever is."""
+        return self._is_plain or self._stream.isatty()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether something would be shown now, if the state is as it was."""
+        return self._line.is_due or (self._is_plain and self._is_plain_due(time.monotonic()))
+
+    def show(self, progress: Progress) -> None:
+        """Show how far it is; to be called often."""
         now_s = time.monotonic()
-        self._rates.add(job, now_s)
-        text = progress_text(job, self._rates)
-        if job.status.is_terminal:
-            self._line.close(text, job.progress)
+        self._rates.add(progress.done, progress.output_tokens, now_s)
+        text = progress_text(progress, self._rates)
+        if progress.has_ended:
+            self._line.close(text, progress.share)
         else:
-            self._line.show(text, job.progress)
-        is_due = job.status is not self._printed_state or now_s - self._printed_at_s >= PLAIN_EVERY_S
-        if self._is_plain and is_due:
+            self._line.show(text, progress.share)
+        state = (progress.state, progress.waits_for)
+        if self._is_plain and (state != self._printed or self._is_plain_due(now_s)):
             self._stream.write(f"{text}\n")
             self._stream.flush()
-            self._printed_at_s, self._printed_state = now_s, job.status
+            self._printed_at_s, self._printed = now_s, state
+
+    def leave(self) -> None:
+        """End the line as it is, so that what is written next has one of its own."""
+        self._line.leave()
+
+    def _is_plain_due(self, now_s: float) -> bool:
+        return now_s - self._printed_at_s >= PLAIN_EVERY_S
 
 
-class JobRates:
-    """Prompts and tokens a second over the last WINDOW_S, from the job's statuses in that time."""
+class Rates:
+    """Prompts and tokens a second over the last WINDOW_S."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int, int]] = deque()  # when, prompts, output tokens
 
-    def add(self, job: JobStatus, now_s: float) -> None:
-        """Take in the job's status at `now_s`, seconds of a monotonic clock."""
-        self._seen.append((now_s, job.request_counts.finished, job.usage.output_tokens))
+    def add(self, num_prompts: int, num_tokens: int, now_s: float) -> None:
+        """Take in how many are done at `now_s`, seconds of a monotonic clock."""
+        self._seen.append((now_s, num_prompts, num_tokens))
         while len(self._seen) > 2 and self._seen[1][0] <= now_s - WINDOW_S:
             self._seen.popleft()
 
     @property
     def prompts_per_s(self) -> float:
-        """Records a second, those of failed prompts too; 0 before the second status."""
+        """Records a second, those of failed prompts too; 0 before the second look."""
         return self._per_s(1)
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Generated tokens a second, counted when their prompt's record is written."""
+        """Generated tokens a second; a job's count when their prompt's record is written."""
         return self._per_s(2)
 
     def _per_s(self, field: int) -> float:
@@ -128,13 +194,50 @@ class JobRates:
         return (last[field] - first[field]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
 
 
+def progress_text(progress: Progress, rates: Rates) -> str:
+    """One line: how much of how much and how it ended, why it waits if it does, rates, time left, prefix hits."""
+    share = progress.share
+    of_total = "" if share is None else f"/{progress.total} ({share:.0%})"
+    parts = [f"{progress.state} {progress.done}{of_total}{f': {progress.ends}' if progress.done else ''}"]
+    if progress.waits_for:
+        parts.append(progress.waits_for)
+    parts += [f"{rates.prompts_per_s:.1f} prompts/s", f"{rates.output_tokens_per_s:.0f} tokens/s out"]
+    if not progress.has_ended:
+        num_left = None if progress.total is None else progress.total - progress.done
+        parts.append(f"ETA {_left(num_left, rates.prompts_per_s)}")
+    return ", ".join([*parts, f"prefix hits {progress.prefix_hits:.0%}"])
+
+
+def _left(num_prompts: int | None, prompts_per_s: float) -> str:
+    if num_prompts is None or prompts_per_s <= 0:
+        return "unknown"
+    seconds = round(num_prompts / prompts_per_s)
+    if seconds < 60:
+        return f"{seconds} s"
+    minutes, hours = seconds // 60 % 60, seconds // 3600
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds % 60:02} s"
+
+
+def coloured(text: str, colour: str) -> str:
+    """`text` in this colour; `click.echo` leaves the colour out where it does not write to a terminal.
+
+    A terminal without colours is told by TERM=dumb, and whoever wants none by NO_COLOR (no-color.org).
+    """
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return click.style(text, fg=colour)
+
+
+def _of_state(text: str, state: JobState) -> str:
+    return coloured(text, _COLOURS[state]) if state in _COLOURS else text
+
+
 def job_row(job: JobStatus) -> str:
     """One line of a table under JOB_COLUMNS."""
     counts = job.request_counts
-    done = f"{counts.finished}/{counts.total}"
+    done, state = f"{counts.finished}/{counts.total}", _of_state(f"{job.status.value:12}", job.status)
     return (
-        f"{job.id:40} {job.status.value:12} {done:>15} {counts.faulty:>8} {job.priority:>3} {job.tenant:12} "
-        f"{_time(job.created_at)}"
+        f"{job.id:40} {state} {done:>15} {counts.faulty:>8} {job.priority:>3} {job.tenant:12} {_time(job.created_at)}"
     )
 
 
@@ -143,7 +246,7 @@ def job_details(job: JobStatus) -> str:
     counts, usage = job.request_counts, job.usage
     lines = [
         f"job        {job.id}",
-        f"status     {job.status.value}{f': {job.error}' if job.error else ''}",
+        f"status     {_of_state(job.status.value, job.status)}{f': {job.error}' if job.error else ''}",
         f"requests   {counts.total}: {counts_words(counts)}",
         f"shards     {job.shards_done}/{job.shards_total}",
         f"tokens     {usage.input_tokens} in ({usage.cached_tokens} cached), {usage.output_tokens} out"
@@ -161,20 +264,6 @@ def job_details(job: JobStatus) -> str:
     return "\n".join(lines)
 
 
-def progress_text(job: JobStatus, rates: JobRates) -> str:
-    """One line about a running job."""
-    counts, usage = job.request_counts, job.usage
-    hits = usage.cached_tokens / usage.input_tokens if usage.input_tokens else 0.0
-    parts = [
-        f"{job.status.value} {counts.finished}/{counts.total} ({job.progress:.0%}): {counts_words(counts)}",
-        f"{rates.prompts_per_s:.1f} prompts/s",
-        f"{rates.output_tokens_per_s:.0f} tokens/s out",
-    ]
-    if not job.status.is_terminal:
-        parts.append(f"ETA {_left(counts.total - counts.finished, rates.prompts_per_s)}")
-    return ", ".join([*parts, f"prefix hits {hits:.0%}"])
-
-
 def counts_text(job: JobStatus) -> str:
     """What became of a job's requests."""
     counts = job.request_counts
@@ -186,16 +275,6 @@ def counts_words(counts: RequestCounts) -> str:
     parts = [f"{counts.completed} completed", f"{counts.faulty} failed"]
     undone = {"cancelled": counts.cancelled, "expired": counts.expired}
     return ", ".join([*parts, *(f"{number} {word}" for word, number in undone.items() if number)])
-
-
-def _left(num_prompts: int, prompts_per_s: float) -> str:
-    if prompts_per_s <= 0:
-        return "unknown"
-    seconds = round(num_prompts / prompts_per_s)
-    if seconds < 60:
-        return f"{seconds} s"
-    minutes, hours = seconds // 60 % 60, seconds // 3600
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds % 60:02} s"
 
 
 def _time(unix_s: float) -> str:

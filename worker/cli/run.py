@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
 from engine.errors import EngineError
 from settings import EffectiveSettings, LimitSettings
-from worker.cli.exit_codes import BadUsage, CommandError, ExitCode, refusals_in_a_line
+from worker.cli.exit_codes import BadUsage, CommandError, ExitCode, refusals_in_a_line, stop_signals
+from worker.cli.failures import DEFAULT_MAX_FAILED, FailureCounts, MaxFailed, max_failed_option
 from worker.cli.files import (
+    GZIP_SUFFIX,
     OUTPUT_HELP,
     STANDARD,
     RecordPaths,
@@ -31,8 +32,16 @@ from worker.cli.files import (
     write_line,
 )
 from worker.cli.kept_records import hold_output
-from worker.cli.options import ignore_param_option, load_command_settings, read_ignored_params, set_option
-from worker.cli.progress import ProgressLine
+from worker.cli.options import (
+    complete_directory,
+    complete_file,
+    ignore_param_option,
+    input_options,
+    load_command_settings,
+    read_ignored_params,
+    set_option,
+)
+from worker.cli.progress import Progress, ProgressBar, coloured
 from worker.cli.run_part import EarlierRuns, RunPart
 from worker.lines.files import InputFile, read_input_files
 from worker.lines.ignored import IgnoredParams
@@ -44,6 +53,8 @@ if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.execution.profile import PassTrace
 
+RUNNING = "running"
+
 
 class Arguments(TypedDict):
     """What click passes to `run`."""
@@ -54,6 +65,8 @@ class Arguments(TypedDict):
     overwrite: bool
     retry_path: str | None
     model: str | None
+    max_failed: MaxFailed | None
+    as_json: bool
     summary_path: str | None
     profile_path: str | None
     ignored_params: tuple[str, ...]
@@ -76,12 +89,9 @@ class _Work:
 
 
 @click.command("run")
+@input_options
 @click.option(
-    "-i", "--input", "input_paths", required=True, multiple=True, metavar="FILE",
-    help="Request lines; - is stdin, a pattern in quotes all files of such a name; gzip is unpacked. Repeatable.",
-)  # fmt: skip
-@click.option(
-    "-o", "--output", "output_path", required=True, metavar="FILE",
+    "-o", "--output", "output_path", required=True, metavar="FILE", shell_complete=complete_file,
     help=f"Result lines, in the order they finish; a file that holds some is refused. {OUTPUT_HELP}",
 )  # fmt: skip
 @click.option(
@@ -90,10 +100,14 @@ class _Work:
 )  # fmt: skip
 @click.option("--overwrite", is_flag=True, help="Replace the records of the output, once the model is loaded.")
 @click.option(
-    "--retry", "retry_path", metavar="FILE",
+    "--retry", "retry_path", metavar="FILE", shell_complete=complete_file,
     help="Run only the lines that failed in FILE, which an earlier run of this input wrote (or its directory).",
 )  # fmt: skip
-@click.option("--model", metavar="DIR", help="Checkpoint directory (model.path).")
+@click.option("--model", metavar="DIR", shell_complete=complete_directory, help="Checkpoint directory (model.path).")
+@max_failed_option
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the run's figures as JSON at the end. With -o - to stderr."
+)
 @click.option("--summary", "summary_path", metavar="FILE", help="Write the run's figures to FILE as JSON.")
 @click.option(
     "--profile", "profile_path", metavar="FILE",
@@ -102,11 +116,12 @@ class _Work:
 @ignore_param_option
 @set_option
 def run(**arguments: Unpack[Arguments]) -> None:
-    """Run request lines offline: no Redis, the same engine.
+    """Run the request lines of each FILE offline: no Redis, the same engine.
 
-    Each record is written the moment it exists. Ctrl-C stops after the current step: the output keeps every
-    finished record, and the exit code is 130. If the engine breaks, its requests end in error records and the exit
-    code is 1. However a run ended, the same command with --resume goes on: every line gets one record.
+    Each record is written the moment it exists. Progress goes to stderr, and at the end the failed requests, summed up
+    by error. Ctrl-C stops after the current step: the output keeps every finished record, and the exit code is 130. If
+    the engine breaks, its requests end in error records and the exit code is 1, as it is if every request failed.
+    However a run ended, the same command with --resume goes on: every line gets one record.
     """
     effective = load_command_settings(arguments["assignments"], {"model.path": arguments["model"]})
     ignored = read_ignored_params(arguments["ignored_params"], effective.settings.limits)
@@ -118,27 +133,51 @@ def run(**arguments: Unpack[Arguments]) -> None:
         for path in paths:
             hold_output(path, held)  # results that cannot be written are not worth loading a model for
         part = earlier.part(files, paths, effective.settings, held)
-        was_stopped = _run_part(_Work(files, part, ignored), paths, effective, arguments)
+        summary, was_stopped = _run_part(_Work(files, part, ignored), paths, effective, arguments)
     if was_stopped:
         if part.run_id != JOB_ID and not any(map(is_stream, paths)):
             click.echo("interrupted; the same command with --resume goes on", err=True)
         sys.exit(ExitCode.INTERRUPTED)
+    num_failed, num_records = part.num_kept_failed + summary.failed, part.num_kept + summary.requests
+    (arguments["max_failed"] or DEFAULT_MAX_FAILED).check(num_failed, num_records, "run")
 
 
-def _run_part(work: _Work, paths: RecordPaths, effective: EffectiveSettings, arguments: Arguments) -> bool:
-    """Run it and write its figures; whether it was stopped by a signal. Raises CommandError if it broke off."""
+def _run_part(
+    work: _Work, paths: RecordPaths, effective: EffectiveSettings, arguments: Arguments
+) -> tuple[RunSummary, bool]:
+    """Run it and write its figures; these, and whether a signal stopped it. Raises CommandError if it broke off."""
+    failures, summary_path = FailureCounts(), arguments["summary_path"]
     with _pass_trace(arguments["profile_path"], effective) as trace:
         # Earlier results are replaced only once the model is loaded; until then Ctrl-C ends the command at once.
         engine, load_s = (None, 0.0) if work.part.is_done else _load_engine(effective, trace)
-        with _stop_signals() as should_stop, record_output(paths, appends=work.part.appends) as write:
-            done = None if engine is None else _run(engine, work, write, load_s, should_stop)
+        with (
+            stop_signals(signal.SIGINT, signal.SIGTERM) as should_stop,
+            record_output(paths, appends=work.part.appends) as write,
+        ):
+            done = None if engine is None else _run(engine, work, failures.counting(write), load_s, should_stop)
             summary, failure = done or (RunSummary(), None)
-        if arguments["summary_path"] is not None:
-            with open_output(arguments["summary_path"]) as file:
-                write_line(file, json.dumps(dataclasses.asdict(summary)))
+        figures = json.dumps({**dataclasses.asdict(summary), "errors": failures.by_code})
+        if summary_path is not None:
+            with open_output(summary_path) as file:
+                write_line(file, figures)
+        if arguments["as_json"]:
+            click.echo(figures, err=paths.output == STANDARD)
+        if failures.total:
+            click.echo(coloured(failures.text(summary.requests, _shown_by(paths)), "red"), err=True)
         if failure is not None:
             raise failure
-    return should_stop()
+    return summary, should_stop()
+
+
+def _shown_by(paths: RecordPaths) -> str:
+    """What shows the failed requests of this output."""
+    if paths.errors is not None:
+        return f"{shlex.quote(paths.errors)} has them:"
+    if paths.output == STANDARD:
+        return "their records are among the others:"
+    grep = "zgrep" if paths.output.endswith(GZIP_SUFFIX) else "grep"
+    # The text stands in no record with an answer but once: within strings quotes are escaped.
+    return f"{grep} -v '\"status_code\":200,' {shlex.quote(paths.output)} shows them:"
 
 
 def _refuse_overwriting(files: Sequence[InputFile], paths: RecordPaths, profile_path: str | None) -> None:
@@ -192,11 +231,11 @@ def _run(
     window = request_window(engine.settings.engine.max_num_seqs)
     job_id, created_s = work.part.run_id, work.part.created_s
     run = OfflineRun(engine, engine.settings.model, window=window, write=write, job_id=job_id, created_s=created_s)
-    progress = ProgressLine(sys.stderr)
+    progress = ProgressBar(sys.stderr, plain_lines=True, state=RUNNING)
 
     def show_progress() -> None:
         if progress.is_due:
-            progress.show(_progress_text(run.summary(load_s)))
+            progress.show(_progress(run.summary(load_s), work.part.num_left))
 
     feed = work.feed(engine.settings.limits, capacity=window)
     feed.start()
@@ -210,39 +249,26 @@ def _run(
     finally:
         engine.close()
     summary = dataclasses.replace(run.summary(load_s), ignored_params=work.ignored.counts)
-    progress.close(_progress_text(summary))
-    if not sys.stderr.isatty():
-        click.echo(_progress_text(summary), err=True)
+    progress.leave()
+    click.echo(_summary_text(summary), err=True)
     if work.ignored.text:
         click.echo(work.ignored.text, err=True)
     return summary, failure
 
 
-def _progress_text(summary: RunSummary) -> str:
+def _progress(summary: RunSummary, num_lines: int | None) -> Progress:
+    hits = summary.cached_tokens / summary.prompt_tokens if summary.prompt_tokens else 0.0
+    return Progress(RUNNING, summary.requests, num_lines, _ends(summary), summary.output_tokens, hits)
+
+
+def _ends(summary: RunSummary) -> str:
+    return f"{summary.requests - summary.failed} completed, {summary.failed} failed"
+
+
+def _summary_text(summary: RunSummary) -> str:
     rate = summary.output_tokens / summary.elapsed_s if summary.elapsed_s > 0 else 0.0
     hits = summary.cached_tokens / summary.prompt_tokens if summary.prompt_tokens else 0.0
     return (
-        f"{summary.requests} done: {summary.requests - summary.failed} completed, {summary.failed} failed, "
-        f"{summary.output_tokens} tokens out "
+        f"{summary.requests} done: {_ends(summary)}, {summary.output_tokens} tokens out "
         f"({rate:.1f}/s), prefix hits {hits:.0%}"
     )
-
-
-@contextmanager
-def _stop_signals() -> Iterator[Callable[[], bool]]:
-    """Let the first SIGINT or SIGTERM ask to stop between steps; the second acts as without this."""
-    stop = threading.Event()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        stop.set()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    for number in before:
-        signal.signal(number, on_signal)
-    try:
-        yield stop.is_set
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -28,6 +28,8 @@ class RunPart:
     is_wanted: Wanted = every_line
     num_left: int | None = None  # lines to be run; None: not known before the input's end
     is_done: bool = False  # earlier runs left nothing to do
+    num_kept: int = 0  # records of earlier runs in the output
+    num_kept_failed: int = 0  # of these
     created_s: int | None = None  # Unix time of the records, None for now
     appends: bool = False  # records go behind those that are there
 
@@ -83,7 +85,10 @@ class EarlierRuns:
             return index not in done and (chosen is None or index in chosen)
 
         is_done = num_left == 0 and (self.resume or chosen is not None)
-        return RunPart(run_id, is_wanted, num_left, is_done, earlier.created_s, appends=self.resume)
+        num_failed = len(earlier.failed - earlier.answered)
+        return RunPart(
+            run_id, is_wanted, num_left, is_done, len(done), num_failed, earlier.created_s, appends=self.resume
+        )
 
     def _refuse_existing(self, paths: RecordPaths) -> None:
         for path in paths:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import TypedDict, Unpack
 
 import click
 
-from settings import LimitSettings
+from settings import EffectiveSettings, LimitSettings
 from worker.cli.exit_codes import BadUsage
+from worker.cli.failures import FailureCounts, MaxFailed, max_failed_option
 from worker.cli.files import (
     OUTPUT_HELP,
     STANDARD,
@@ -17,12 +19,14 @@ from worker.cli.files import (
     input_files,
     record_output,
     refuse_same_file,
-    write_records,
 )
-from worker.cli.jobs import follow_job, job_client, require_completed
+from worker.cli.follow import Reading, failures_of, follow_job, follow_records, require_completed, show_failures
+from worker.cli.jobs import followed, job_client
 from worker.cli.options import (
     Duration,
+    complete_file,
     ignore_param_option,
+    input_options,
     load_producer_settings,
     parse_metadata,
     producer_options,
@@ -35,7 +39,7 @@ from worker.lines.files import InputFile, read_input_files
 from worker.lines.ignored import IgnoredParams
 from worker.lines.request_line import Endpoint
 from worker.registry.errors import JobTooLarge
-from worker.schemas import DEFAULT_PRIORITY
+from worker.schemas import DEFAULT_PRIORITY, JobStatus, batch_object
 
 COUNTED_LIMITS = 100  # a job that is too large is counted up to so many times its limit, to say how large it is
 
@@ -46,6 +50,8 @@ class Arguments(TypedDict):
     input_paths: tuple[str, ...]
     wait: bool
     output_path: str | None
+    max_failed: MaxFailed | None
+    as_json: bool
     priority: int
     deadline: float | None  # seconds
     tenant: str
@@ -59,11 +65,16 @@ class Arguments(TypedDict):
 
 
 @click.command("submit")
-@click.argument("input_paths", nargs=-1, required=True, metavar="FILE...")
+@input_options
 @click.option("--wait", is_flag=True, help="Wait until the job has ended; exit 1 unless it completed.")
 @click.option(
-    "-o", "--output", "output_path", metavar="FILE",
+    "-o", "--output", "output_path", metavar="FILE", shell_complete=complete_file,
     help=f"Write results as they arrive; implies --wait. {OUTPUT_HELP}",
+)  # fmt: skip
+@max_failed_option
+@click.option(
+    "--json", "as_json", is_flag=True,
+    help="Print OpenAI's batch object in place of the id; with --wait, at the end. With -o - to stderr.",
 )  # fmt: skip
 @click.option(
     "--priority", type=click.IntRange(0, 9), default=DEFAULT_PRIORITY, show_default=True, help="0 runs first."
@@ -84,35 +95,51 @@ def submit(**arguments: Unpack[Arguments]) -> None:
     """Submit the request lines of each FILE, in this order, as one job and print its id.
 
     - is stdin, a pattern in quotes ('day-*.jsonl') all files of such a name, sorted. Gzip is unpacked, whatever its
-    name. The id goes to stdout; with -o -, where stdout is the results', to stderr. Ctrl-C while waiting leaves the
-    job running.
+    name. The id goes to stdout; with -o -, where stdout is the results', and with --json --wait to stderr. While it
+    waits, progress goes to stderr, and at the end the failed requests, summed up by error. Ctrl-C then leaves the job
+    running and says how to come back to it.
     """
     effective = load_producer_settings(arguments["assignments"], arguments["redis_url"])
     output_path = arguments["output_path"]
+    waits = arguments["wait"] or output_path is not None
+    if arguments["max_failed"] is not None and not waits:
+        raise BadUsage("--max-failed: nothing waits for the job's end; accepted: with --wait or -o")
     limits = effective.settings.limits
     ignored = read_ignored_params(arguments["ignored_params"], limits)
     files = input_files(arguments["input_paths"])
-    if output_path is None:
-        with job_client(effective) as client:
-            job_id = _submit(client, arguments, files, ignored, limits)
-            click.echo(job_id)
-            if arguments["wait"]:
-                require_completed(follow_job(client, job_id, plain_lines=True))
-        return
-    paths = RecordPaths.of(output_path)
-    for path in paths:
+    paths = None if output_path is None else RecordPaths.of(output_path)
+    for path in paths or ():
         for file in files:
             refuse_same_file(path, other=file.name, role="input")
         check_output(path)  # a job whose results cannot be written is not worth submitting
     with job_client(effective) as client:
         job_id = _submit(client, arguments, files, ignored, limits)
-        click.echo(job_id, err=output_path == STANDARD)
-        # Only now, so that earlier results are not replaced unless the job is submitted.
-        with record_output(paths) as write:
-            write_records(client.results(job_id, follow=True), write)
-        job = client.status(job_id)
-        click.echo(counts_text(job), err=True)
-        require_completed(job)
+        as_json, to_stderr = arguments["as_json"], output_path == STANDARD
+        if waits or not as_json:
+            click.echo(job_id, err=to_stderr or as_json)
+        job = _wait(client, effective, arguments, job_id, paths) if waits else None
+        if as_json:
+            click.echo(json.dumps(batch_object(job or client.status(job_id))), err=to_stderr)
+        if job is not None:
+            require_completed(job, arguments["max_failed"])
+
+
+def _wait(
+    client: BatchClient, effective: EffectiveSettings, arguments: Arguments, job_id: str, paths: RecordPaths | None
+) -> JobStatus:
+    """The job once it has ended, its records written if there are paths, its failures summed up."""
+    job = followed(client, effective, job_id, arguments["redis_url"])
+    if paths is None:
+        status = follow_job(job)
+        show_failures(job, status, failures_of(client, status))
+        return status
+    failures = FailureCounts()
+    # Only now, so that earlier results are not replaced unless the job is submitted.
+    with record_output(paths) as write:
+        status = follow_records(job, Reading(paths, failures.counting(write)))
+    click.echo(counts_text(status), err=True)
+    show_failures(job, status, failures)
+    return status
 
 
 def _submit(

@@ -1,23 +1,18 @@
-"""The commands about jobs, against a real Redis in which no worker runs, and how a job is watched."""
+"""The commands about jobs, against a real Redis in which no worker runs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from tests.support.redis_servers import free_port
-from tests.support.registry import TestRegistry, ended_job, job_status
+from tests.support.registry import TestRegistry, ended_job
 from tests.support.request_lines import completion_line
-from worker.cli import jobs as module
-from worker.cli.exit_codes import CommandError
-from worker.cli.jobs import follow_job, require_completed
 from worker.cli.main import cli
 from worker.client import BatchClient
-from worker.schemas import JobState, JobStatus
 
 UNKNOWN = "s0-00000000-0000-7000-8000-000000000000"
 
@@ -217,6 +212,47 @@ def test_a_job_that_runs_is_neither_retried_nor_deleted(shell: Shell, requests: 
     assert shell("status", job_id).exit_code == 0
 
 
+def listed(shell: Shell, *options: str) -> list[str]:
+    return [job["id"] for job in json.loads(shell("jobs", "--json", *options).stdout)]
+
+
+def test_jobs_are_listed_by_what_is_asked_for(shell: Shell, requests: Path) -> None:
+    mine, theirs = shell.submit(requests, "--tenant", "me"), shell.submit(requests, "--tenant", "them")
+    shell("cancel", theirs)
+
+    assert listed(shell, "--tenant", "me") == listed(shell, "--state", "validating") == [mine]
+    assert listed(shell, "--state", "cancelled", "--state", "expired") == [theirs]
+    assert listed(shell, "--since", "1h", "--tenant", "them") == [theirs]
+    assert len(listed(shell, "--limit", "1")) == 1
+    assert listed(shell, "--model", "nobody's") == []
+    assert shell("jobs", "--state", "lost").exit_code == 2
+
+
+def test_a_job_is_named_by_the_beginning_of_its_id_or_as_the_latest(shell: Shell, requests: Path) -> None:
+    job_id = shell.submit(requests)
+
+    for name in (job_id, job_id[:12], job_id.removeprefix("s0-")[:12], "latest"):
+        assert json.loads(shell("status", name, "--json").stdout)["id"] == job_id
+
+
+def test_a_beginning_of_two_ids_is_exit_2_and_names_them(shell: Shell, requests: Path) -> None:
+    ids = [shell.submit(requests), shell.submit(requests)]
+
+    done = shell("cancel", "s0-0")
+
+    assert done.exit_code == 2
+    assert all(job_id in done.stderr for job_id in ids)
+    assert set(listed(shell, "--state", "validating")) == set(ids)
+
+
+@pytest.mark.parametrize("name", ["latest", "s0-0", "ffff"])
+def test_where_no_job_is_called_so_it_is_exit_1(shell: Shell, name: str) -> None:
+    done = shell("status", name)
+
+    assert done.exit_code == 1
+    assert f"no job {name}" in done.stderr
+
+
 @pytest.mark.parametrize("command", ["status", "watch", "results", "errors", "cancel", "retry", "delete"])
 def test_a_job_that_is_not_there_is_exit_1(shell: Shell, command: str) -> None:
     result = shell(command, UNKNOWN)
@@ -262,63 +298,3 @@ def test_another_machines_redis_without_a_password_is_exit_2(requests: Path, com
         "millrace: redis.url=redis://redis.example/0: on another machine and without a pass"
     )
     assert requests.exists()
-
-
-class ToldClient(BatchClient):
-    """A client whose `status` gives one snapshot after the other."""
-
-    def __init__(self, story: list[JobStatus]) -> None:
-        self.story: Iterator[JobStatus] = iter(story)
-
-    def status(self, job_id: str) -> JobStatus:
-        return next(self.story)
-
-
-def test_each_change_is_told_once_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "POLL_S", 0.0)
-    start, half = job_status(JobState.VALIDATING), job_status(JobState.IN_PROGRESS, 5)
-    end = job_status(JobState.COMPLETED, 9, 1)
-    told: list[JobStatus] = []
-
-    job = follow_job(ToldClient([start, start, half, half, end]), "s0-1", told.append)
-
-    assert told == [start, half, end]
-    assert job == end
-
-
-@pytest.mark.parametrize("state", [JobState.FAILED, JobState.EXPIRED, JobState.CANCELLED])
-def test_an_end_that_is_no_completion_is_an_error(state: JobState) -> None:
-    with pytest.raises(CommandError, match=rf"job s0-1 .*{state.value}.*: the reason") as raised:
-        require_completed(job_status(state, error="the reason"))
-
-    assert raised.value.exit_code == 1
-
-
-@pytest.mark.parametrize("state", [JobState.COMPLETED, JobState.IN_PROGRESS, JobState.CANCELLING])
-def test_completion_with_failed_lines_and_a_running_job_are_no_errors(state: JobState) -> None:
-    require_completed(job_status(state, 8, 2))
-
-
-def test_plain_lines_tell_each_state_and_not_every_look(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(module, "POLL_S", 0.0)
-    story = [job_status(JobState.VALIDATING)] * 3 + [job_status(JobState.IN_PROGRESS, number) for number in range(5)]
-
-    follow_job(ToldClient([*story, job_status(JobState.COMPLETED, 9, 1)]), "s0-1", plain_lines=True)
-
-    output = capsys.readouterr()
-    assert output.out == ""
-    lines = output.err.splitlines()
-    assert [line.split()[0] for line in lines] == ["validating", "in_progress", "completed"]
-    assert ": 9 completed, 1 failed, " in lines[-1]
-
-
-def test_without_a_terminal_and_unasked_nothing_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(module, "POLL_S", 0.0)
-
-    follow_job(ToldClient([job_status(JobState.VALIDATING), job_status(JobState.COMPLETED, 10)]), "s0-1")
-
-    assert capsys.readouterr().err == ""

@@ -10,8 +10,18 @@ import pytest
 
 from tests.support.registry import job_status
 from worker.cli import progress as module
-from worker.cli.progress import WINDOW_S, JobProgress, JobRates, ProgressLine, counts_text, progress_text
-from worker.schemas import JobState, JobStatus, RequestCounts, batch_object
+from worker.cli.progress import (
+    WINDOW_S,
+    Progress,
+    ProgressBar,
+    ProgressLine,
+    Rates,
+    counts_text,
+    job_details,
+    job_row,
+    progress_text,
+)
+from worker.schemas import JobState, RequestCounts, batch_object
 
 
 class Terminal(io.StringIO):
@@ -29,15 +39,19 @@ class Size(NamedTuple):
     columns: int
 
 
-def rates_of(*seen: tuple[float, JobStatus]) -> JobRates:
-    rates = JobRates()
-    for now_s, job in seen:
-        rates.add(job, now_s)
+def rates_of(*seen: tuple[float, Progress]) -> Rates:
+    rates = Rates()
+    for now_s, progress in seen:
+        rates.add(progress.done, progress.output_tokens, now_s)
     return rates
 
 
-def running(completed: int, failed: int = 0, output_tokens: int = 0) -> JobStatus:
-    return job_status(JobState.IN_PROGRESS, completed, failed, output_tokens=output_tokens)
+def running(completed: int, failed: int = 0, output_tokens: int = 0) -> Progress:
+    return Progress.of_job(job_status(JobState.IN_PROGRESS, completed, failed, output_tokens=output_tokens))
+
+
+def ended() -> Progress:
+    return Progress.of_job(job_status(JobState.COMPLETED, 10))
 
 
 def test_rates_are_those_of_prompts_and_tokens_since_the_first_look() -> None:
@@ -73,8 +87,8 @@ def test_time_left_is_told_in_what_people_count_it_in(elapsed_s: float, left: st
 
 
 def test_an_unknown_time_is_said_to_be_and_an_ended_job_has_none_left() -> None:
-    assert "ETA unknown" in progress_text(running(0), JobRates())
-    assert "ETA" not in progress_text(job_status(JobState.COMPLETED, 10), JobRates())
+    assert "ETA unknown" in progress_text(running(0), Rates())
+    assert "ETA" not in progress_text(ended(), Rates())
 
 
 @pytest.mark.parametrize(
@@ -92,9 +106,9 @@ def test_the_bar_grows_to_its_end_and_the_last_line_stays(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "REFRESH_S", 0.0)
     monkeypatch.setattr(os, "get_terminal_size", lambda _: Size(200))
     terminal = Terminal()
-    progress = JobProgress(terminal, plain_lines=True)
-    for job in (running(0), running(5), job_status(JobState.COMPLETED, 10)):
-        progress.show(job)
+    bar = ProgressBar(terminal, plain_lines=True)
+    for progress in (running(0), running(5), ended()):
+        bar.show(progress)
     assert [row.count("#") for row in terminal.rows()] == [0, 15, 30]
     assert terminal.getvalue().count("\n") == 1
     assert terminal.getvalue().endswith("\n")
@@ -106,3 +120,67 @@ def test_what_was_cancelled_or_expired_is_told_apart_from_what_failed() -> None:
 
     assert counts_text(job) == "cancelled: 2 completed, 1 failed, 4 cancelled, 2 expired, of 9 requests"
     assert batch_object(job)["request_counts"] == {"total": 9, "completed": 2, "failed": 7}
+
+
+def test_why_nothing_moves_is_said_behind_how_much_is_done() -> None:
+    waiting = Progress.of_job(job_status(JobState.VALIDATING), "no worker is up")
+    assert progress_text(waiting, Rates()).startswith("validating 0/10 (0%), no worker is up, 0.0 prompts/s")
+
+
+def test_of_a_number_that_is_not_known_there_is_no_share_and_no_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: Size(200))
+    piped, terminal = Progress("running", 5, None, "4 completed, 1 failed", 0, 0.0), Terminal()
+
+    ProgressBar(terminal, plain_lines=True, state="running").show(piped)
+
+    [row] = terminal.rows()
+    assert row.startswith("running 5: 4 completed, 1 failed, 0.0 prompts/s")
+    assert "ETA unknown" in row
+
+
+def test_plain_lines_come_with_a_change_of_state_or_of_what_it_waits_for() -> None:
+    stream = io.StringIO()
+    bar = ProgressBar(stream, plain_lines=True)
+    for waits_for in ("", "", "no worker is up", "no worker is up", ""):
+        bar.show(Progress.of_job(job_status(JobState.VALIDATING), waits_for))
+    bar.show(ended())
+
+    assert [line.count("no worker") for line in stream.getvalue().splitlines()] == [0, 1, 0, 0]
+
+
+def test_a_run_gets_no_line_at_once_and_one_after_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    bar = ProgressBar(stream, plain_lines=True, state="running")
+
+    bar.show(Progress("running", 1, 10, "1 completed, 0 failed", 0, 0.0))
+    assert stream.getvalue() == ""
+    monkeypatch.setattr(module, "PLAIN_EVERY_S", 0.0)
+    bar.show(Progress("running", 9, 10, "9 completed, 0 failed", 0, 0.0))
+
+    assert stream.getvalue().startswith("running 9/10 (90%)")
+
+
+def test_a_bar_that_is_left_stays_and_what_follows_has_its_own_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: Size(200))
+    terminal = Terminal()
+    bar = ProgressBar(terminal, plain_lines=True)
+    bar.show(running(5))
+
+    bar.leave()
+    bar.leave()
+
+    assert terminal.getvalue().count("\n") == 1
+    assert "in_progress 5/10" in terminal.getvalue()
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_who_wants_no_colours_gets_none(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    done = job_status(JobState.COMPLETED, 10)
+    assert "\x1b[32mcompleted" in job_row(done)
+    assert "\x1b[32mcompleted" in job_details(done)
+
+    monkeypatch.setenv(name, value)
+
+    assert "\x1b" not in job_row(done) + job_details(done)

@@ -7,9 +7,11 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,10 +54,69 @@ def test_the_summary_has_the_figures_of_the_run(checkpoint: Path, tmp_path: Path
     figures = json.loads(summary.read_text())
     assert figures.keys() == {
         "load_s", "elapsed_s", "requests", "failed", "prompt_tokens", "cached_tokens", "output_tokens",
-        "ignored_params",
+        "ignored_params", "errors",
     }  # fmt: skip
     assert (figures["requests"], figures["failed"], figures["output_tokens"]) == (2, 1, 3)
-    assert done.stderr.decode().splitlines()[-1].startswith("2 done: 1 completed, 1 failed, 3 tokens out")
+    assert figures["errors"] == {"invalid_json_line": 1}
+    assert done.stderr.decode().splitlines()[-3].startswith("2 done: 1 completed, 1 failed, 3 tokens out")
+
+
+def test_the_failed_requests_are_summed_up_with_what_shows_them(checkpoint: Path, tmp_path: Path) -> None:
+    requests, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    requests.write_bytes(b"\n".join([completion_line(max_tokens=1), b"bad", b"worse", completion_line(n=0)]))
+
+    done = millrace("run", requests, "-o", results, "--model", checkpoint)
+
+    assert done.returncode == 0, done.stderr
+    head, *by_code = done.stderr.decode().splitlines()[-3:]
+    assert head.startswith("3 of 4 requests failed; ")
+    assert [line.split()[:2] for line in by_code] == [["2", "invalid_json_line"], ["1", "invalid_value"]]
+    command = head.removeprefix("3 of 4 requests failed; ").removesuffix(" shows them:")
+    shown = subprocess.run(command, shell=True, capture_output=True, check=True).stdout
+    assert sorted(error["line"] for error in map(error_of_record, records_of(shown))) == [2, 3, 4]
+
+
+def error_of_record(record: dict[str, Any]) -> dict[str, Any]:
+    return dict(record["response"]["body"]["error"])
+
+
+def test_a_run_of_which_every_line_failed_is_exit_1(checkpoint: Path) -> None:
+    done = millrace("run", "-", "-o", "-", "--model", checkpoint, stdin=b"bad\nworse")
+
+    assert done.returncode == 1
+    assert len(records_of(done.stdout)) == 2
+    assert done.stderr.splitlines()[-1] == b"millrace: run: all 2 requests failed"
+
+
+@pytest.mark.parametrize(("most", "code"), [("1", 0), ("50%", 0), ("0", 1), ("49.9%", 1)])
+def test_how_many_may_fail_is_the_callers_to_say(checkpoint: Path, most: str, code: int) -> None:
+    lines = b"\n".join([completion_line(max_tokens=1), b"bad"])
+
+    done = millrace("run", "-", "-o", "-", "--model", checkpoint, "--max-failed", most, stdin=lines)
+
+    assert done.returncode == code
+    assert (b"1 of 2 requests failed; accepted: at most" in done.stderr) is (code == 1)
+
+
+def test_the_figures_are_printed_as_json_beside_the_records(checkpoint: Path, tmp_path: Path) -> None:
+    requests = tmp_path / "in.jsonl"
+    requests.write_bytes(b"\xef\xbb\xbf" + completion_line(max_tokens=1))
+
+    to_file = millrace("run", requests, "-o", tmp_path / "out.jsonl", "--model", checkpoint, "--json")
+    to_stdout = millrace("run", requests, "-o", "-", "--model", checkpoint, "--json")
+
+    assert json.loads(to_file.stdout)["requests"] == 1
+    assert json.loads(to_stdout.stderr.splitlines()[-1])["failed"] == 0
+    assert len(records_of(to_stdout.stdout)) == 1
+
+
+def test_what_is_no_file_of_lines_is_exit_2_before_the_model_loads(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes((64).to_bytes(8, "little") + b'{"a": {"dtype": "F32"}}')
+
+    done = CliRunner().invoke(run, [f"{tmp_path}/model.safetensors", "-o", "-", "--model", "none"])
+
+    assert done.exit_code == 2
+    assert "model.safetensors: it is a safetensors file" in done.stderr
 
 
 def test_settings_reach_the_engine(checkpoint: Path) -> None:
@@ -75,7 +136,7 @@ def test_settings_reach_the_engine(checkpoint: Path) -> None:
 
     done = millrace(*arguments, stdin=raw_line({"prompt": [1] * 16, "model": "m"}))
 
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr  # all of one line
     [record] = records_of(done.stdout)
     assert record["response"]["body"]["error"]["code"] == "context_length_exceeded"  # type: ignore[index]  # JSON
 
@@ -159,7 +220,7 @@ def test_several_files_gzip_or_not_are_one_run_into_a_directory(checkpoint: Path
     (tmp_path / "day-1.jsonl").write_bytes(completion_line(max_tokens=1) + b"\nbad")
     (tmp_path / "day-2.jsonl").write_bytes(gzip.compress(completion_line(max_tokens=1)))
     (tmp_path / "last").write_bytes(completion_line(max_tokens=1))
-    inputs = ["-i", str(tmp_path / "day-*"), "-i", str(tmp_path / "last")]
+    inputs = [str(tmp_path / "day-*"), "-i", str(tmp_path / "last")]
 
     done = CliRunner().invoke(run, [*inputs, "-o", f"{tmp_path}/out/", "--model", str(checkpoint)])
 

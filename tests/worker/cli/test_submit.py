@@ -160,6 +160,27 @@ def test_a_bad_option_of_a_job_is_one_line_and_exit_2(redis_url: str, tmp_path: 
     assert (done.exit_code, done.stderr) == (2, told)
 
 
+def test_minus_i_is_the_same_as_a_file(redis_url: str, registry: TestRegistry, tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a.jsonl", "1"), write(tmp_path / "b.jsonl", "2")
+
+    assert staged_ids(registry, submit(redis_url, "-i", str(second), str(first)).stdout) == ["1", "2"]
+
+
+def test_as_json_it_is_the_batch_object_and_no_id_beside_it(redis_url: str, tmp_path: Path) -> None:
+    done = submit(redis_url, str(write(tmp_path / "in.jsonl", "1", "2")), "--json")
+
+    batch = json.loads(done.stdout)
+    assert (batch["object"], batch["status"], batch["request_counts"]["total"]) == ("batch", "validating", 2)
+
+
+def test_how_many_may_fail_is_only_asked_by_who_waits(redis_url: str, registry: TestRegistry, tmp_path: Path) -> None:
+    done = submit(redis_url, str(write(tmp_path / "in.jsonl", "1")), "--max-failed", "5%")
+
+    assert done.exit_code == 2
+    assert "accepted: with --wait or -o" in done.stderr
+    assert registry.redis.keys("*") == []
+
+
 @pytest.mark.parametrize(
     ("content", "kind"),
     [(b"PAR1\x15\x04", "a Parquet file"), (gzip.compress(b"id,prompt\n1,hello\n"), "a table"), (b"[{}]", "JSON array")],
