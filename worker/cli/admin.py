@@ -17,8 +17,11 @@ from worker.acl import ADMIN, FLOWER, PRODUCER, WORKER, UnusablePassword, acl_fi
 from worker.cli.exit_codes import BadUsage, CommandError, ExitCode, refusals_in_a_line
 from worker.cli.files import open_output
 from worker.cli.options import load_command_settings, redis_options, set_option
+from worker.cli.progress import coloured
 from worker.doctor.redis import OLDEST_REDIS, redis_findings
 from worker.doctor.report import INSTALL_ENGINE, Finding, Level, summary
+
+_COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILED: "red"}
 
 _USERS = {"producer": PRODUCER, "worker": WORKER, "flower": FLOWER, "admin": ADMIN}
 
@@ -77,13 +80,19 @@ def doctor(
     for finding in _findings(effective, with_quantization_error=quantization_error):
         findings.append(finding)
         if not as_json:
-            click.echo(finding.text)
+            click.echo(_coloured(finding))
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
         click.echo(summary(findings))
     if any(finding.level is Level.FAILED for finding in findings):
         sys.exit(ExitCode.FAILED)
+
+
+def _coloured(finding: Finding) -> str:
+    """The finding's text, with its level in a colour."""
+    level = finding.level.value
+    return coloured(level, _COLOURS[finding.level]) + finding.text.removeprefix(level)
 
 
 def _findings(effective: EffectiveSettings, *, with_quantization_error: bool) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import click
+from click.shell_completion import CompletionItem
 
 from worker.cli.exit_codes import CommandError, ExitCode
 from worker.doctor.report import INSTALL_ENGINE
@@ -46,6 +47,15 @@ class LazyGroup(click.Group):
         """List the commands without importing them: some need packages that a producer does not have."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, command.summary) for name, command in self._lazy_commands.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Names for the shell to complete, without importing the commands: that takes longer than a key may."""
+        names = [
+            CompletionItem(name, help=command.summary)
+            for name, command in self._lazy_commands.items()
+            if name.startswith(incomplete)
+        ]
+        return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def invoke(self, ctx: click.Context) -> object:
         """Run the command. Raises CommandError if it imports something, such as torch, that is not installed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -36,6 +35,11 @@ class Finding:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """How many there are of each level."""
-    counts = Counter(finding.level for finding in findings)
-    return ", ".join(f"{counts[level]} {level.value}" for level in Level)
+    """One line: how many there are of each level, and what the warnings and failures are about."""
+    checks = {level: [finding.check for finding in findings if finding.level is level] for level in Level}
+    parts = [f"{len(named)} {level.value}{_names(level, named)}" for level, named in checks.items()]
+    return ", ".join(parts)
+
+
+def _names(level: Level, checks: Sequence[str]) -> str:
+    return f" ({', '.join(dict.fromkeys(checks))})" if checks and level is not Level.OK else ""

@@ -114,11 +114,13 @@ def test_an_unreachable_redis_is_exit_1_and_shows_no_password() -> None:
     assert "hunter2" not in result.output
 
 
-def test_the_last_line_counts_the_findings(redis_url: str) -> None:
+def test_the_last_line_counts_the_findings_and_names_what_is_not_well(redis_url: str) -> None:
     lines = CliRunner().invoke(admin.doctor, ["--redis-url", redis_url]).stdout.splitlines()
 
     counts = [sum(line.startswith(level) for line in lines[:-1]) for level in ("ok", "warning", "failed")]
-    assert lines[-1] == f"{counts[0]} ok, {counts[1]} warning, {counts[2]} failed"
+    named = ", ".join(line[8:].partition(":")[0].strip() for line in lines[:-1] if line.startswith("warning"))
+    assert lines[-1] == f"{counts[0]} ok, {counts[1]} warning ({named}), {counts[2]} failed"
+    assert "redis persistence" in named
 
 
 def test_a_model_that_cannot_run_is_exit_1(redis_url: str, tmp_path: Path) -> None:
@@ -218,6 +220,9 @@ def test_a_worker_runs_a_submitted_job_and_stops_on_sigterm(redis_url: str, chec
     job_id = submitted.stdout.decode().strip()
     status = json.loads(millrace("status", job_id, "--json", "--redis-url", redis_url).stdout)
     assert status["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+    said = submitted.stderr.decode()
+    assert "completed 3/3 (100%)" in said
+    assert "completed: 2 completed, 1 failed, of 3 requests\n1 of 3 requests failed; millrace errors" in said
 
 
 def test_no_redis_is_one_line_and_exit_1(checkpoint: Path) -> None:

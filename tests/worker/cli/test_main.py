@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -31,8 +32,16 @@ main()
 """
 
 
+BARE_CLI = "from worker.cli.main import main; main()"
+
+
+def run_code(code: str, variables: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, check=False, cwd=ROOT)
+
+
 def test_a_producers_command_loads_no_torch() -> None:
-    modules = ("main", "submit", "jobs", "admin")
+    modules = ("main", "submit", "jobs", "follow", "admin")
     code = (
         "import importlib, sys\n"
         f"for module in {modules!r}:\n"
@@ -48,6 +57,9 @@ def test_what_is_refused_is_refused_before_torch_is_imported() -> None:
     refused = (
         ["run", "-i", __file__, "-o", "-", "--set", "engine.max_num_seqs=lots"],
         ["run", "-i", "nowhere.jsonl", "-o", "-"],
+        ["run", "nowhere.jsonl", "-o", "-"],
+        ["run", "-o", "-"],
+        ["run", __file__, "-o", "-", "--max-failed", "most"],
         ["run", "-i", __file__, "-o", "/nowhere/out.jsonl"],
         ["run", "-i", __file__, "-o", "-", "--profile", "/nowhere/trace.json"],
         ["worker", "--concurrency", "many"],
@@ -76,9 +88,36 @@ def test_every_command_has_help_and_takes_settings(name: str) -> None:
     assert "--set" in result.output
 
 
-@pytest.mark.parametrize("name", ["status", "watch", "results", "errors", "cancel", "jobs", "config", "doctor"])
+@pytest.mark.parametrize(
+    "name", ["run", "submit", "status", "watch", "results", "errors", "cancel", "jobs", "config", "doctor"]
+)
 def test_commands_that_tell_something_tell_it_as_json_too(name: str) -> None:
     assert "--json" in CliRunner().invoke(cli, [name, "--help"]).output
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "completed"),
+    [
+        ("millrace re", 1, ["plain,results"]),
+        ("millrace submit x", 2, ["file,x"]),
+        ("millrace run --mod", 2, ["plain,--model"]),
+        ("millrace run --model m", 3, ["dir,m"]),
+    ],
+)
+def test_a_shell_completes_commands_options_and_files(words: str, number: int, completed: list[str]) -> None:
+    typed = {"COMP_WORDS": words, "COMP_CWORD": str(number), "_MILLRACE_COMPLETE": "bash_complete"}
+
+    done = run_code(BARE_CLI, typed)
+
+    assert done.stdout.decode().splitlines() == completed, done.stderr.decode()
+
+
+def test_the_names_of_commands_are_completed_without_importing_them() -> None:
+    typed = {"COMP_WORDS": "millrace ", "COMP_CWORD": "1", "_MILLRACE_COMPLETE": "bash_complete"}
+
+    done = run_code(BARE, typed)
+
+    assert done.stdout.decode().split() == [f"plain,{name}" for name in cli.list_commands(click.Context(cli))]
 
 
 def test_an_unknown_command_is_bad_usage() -> None:
@@ -200,6 +239,9 @@ def test_a_producers_command_takes_the_settings_it_reads() -> None:
 
 class FailedJob:
     """A client of one job, which failed before any of its requests had a record."""
+
+    def find(self, name: str) -> str:
+        return name
 
     def status(self, _job_id: str) -> JobStatus:
         return job_status(JobState.FAILED, error="line 2: not JSON")
