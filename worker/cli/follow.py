@@ -6,7 +6,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
@@ -116,10 +117,20 @@ class JobBar:
         self._bar.leave()
 
 
+@contextmanager
+def shown(job: Followed) -> Iterator[JobBar]:
+    """The job's bar, whose line ends with the block, so that an error has one of its own."""
+    bar = JobBar(job)
+    try:
+        yield bar
+    finally:
+        bar.leave()
+
+
 def follow_job(job: Followed, on_change: Callable[[JobStatus], None] = lambda status: None) -> JobStatus:
     """Poll until the job has ended; `on_change` gets each new status. Raises Interrupted on Ctrl-C."""
-    bar, told = JobBar(job), None
-    with stop_signals(signal.SIGINT) as should_stop:
+    told = None
+    with stop_signals(signal.SIGINT) as should_stop, shown(job) as bar:
         while not should_stop():
             status = bar.show()
             if status != told:
@@ -128,7 +139,6 @@ def follow_job(job: Followed, on_change: Callable[[JobStatus], None] = lambda st
             if status.status.is_terminal:
                 return status
             time.sleep(POLL_S)
-    bar.leave()
     raise Interrupted(job.goes_on)
 
 
@@ -162,9 +172,8 @@ def follow_records(job: Followed, reading: Reading) -> JobStatus:
 
     Progress is shown unless the records go to standard output, which may be the same terminal.
     """
-    bar = None if reading.paths.output == STANDARD else JobBar(job)
-    num_written = 0
-    with stop_signals(signal.SIGINT) as should_stop:
+    num_written, is_shown = 0, reading.paths.output != STANDARD
+    with stop_signals(signal.SIGINT) as should_stop, shown(job) as bar:
         for page in job.client.pages(job.job_id, reading.cursor, follow=True, order=reading.order):
             for record in page:
                 if should_stop():
@@ -172,13 +181,11 @@ def follow_records(job: Followed, reading: Reading) -> JobStatus:
                 reading.write(record)
                 num_written += 1
             if should_stop():
-                if bar is not None:
-                    bar.leave()
                 rest = f"{job.command('results')}{reading.rest_options(num_written)}"
                 raise Interrupted(f"{job.goes_on}\n{num_written} records are written; to go on: {rest}")
-            if bar is not None:
+            if is_shown:
                 bar.show_if_due()
-    return job.client.status(job.job_id) if bar is None else bar.show()
+        return bar.show() if is_shown else job.client.status(job.job_id)
 
 
 def require_completed(job: JobStatus, max_failed: MaxFailed | None = None) -> None:

@@ -157,8 +157,11 @@ class ProgressBar:
             self._stream.flush()
             self._printed_at_s, self._printed = now_s, state
 
-    def leave(self) -> None:
-        """End the line as it is, so that what is written next has one of its own."""
+    def leave(self, progress: Progress | None = None) -> None:
+        """End the bar's line, after a last look if there is one: what is written next has a line of its own."""
+        if progress is not None:
+            self._rates.add(progress.done, progress.output_tokens, time.monotonic())
+            self._line.close(progress_text(progress, self._rates), progress.share)
         self._line.leave()
 
     def _is_plain_due(self, now_s: float) -> bool:

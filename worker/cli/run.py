@@ -249,7 +249,7 @@ def _run(
     finally:
         engine.close()
     summary = dataclasses.replace(run.summary(load_s), ignored_params=work.ignored.counts)
-    progress.leave()
+    progress.leave(_progress(summary, work.part.num_left))
     click.echo(_summary_text(summary), err=True)
     if work.ignored.text:
         click.echo(work.ignored.text, err=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 from collections.abc import Iterator
@@ -42,6 +43,14 @@ from worker.schemas import JobState, JobStatus, WorkerInfo
 WORKER = WorkerInfo(id="w", version="1", model="m", steps=0, open_requests=0, held=0)
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 2
+
+
 class ToldClient(BatchClient):
     """A client whose `status` gives one snapshot after the other."""
 
@@ -62,6 +71,18 @@ def test_each_change_is_told_once_until_the_end(monkeypatch: pytest.MonkeyPatch)
 
     assert told == [start, half, end]
     assert job == end
+
+
+def test_an_error_has_a_line_of_its_own_behind_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.0)
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+
+    with pytest.raises(StopIteration):  # in place of an error of Redis
+        follow_job(Followed(ToldClient([job_status(JobState.VALIDATING)]), "s0-1"))
+
+    assert "validating 0/10" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\n")
 
 
 @pytest.mark.parametrize("state", [JobState.FAILED, JobState.EXPIRED, JobState.CANCELLED])

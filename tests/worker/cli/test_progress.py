@@ -173,6 +173,17 @@ def test_a_bar_that_is_left_stays_and_what_follows_has_its_own_line(monkeypatch:
     assert "in_progress 5/10" in terminal.getvalue()
 
 
+def test_a_bar_may_be_left_with_a_last_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: Size(200))
+    terminal = Terminal()
+
+    ProgressBar(terminal, plain_lines=True, state="running").leave(running(10))
+
+    [row] = terminal.rows()
+    assert "in_progress 10/10 (100%)" in row
+    assert terminal.getvalue().count("\n") == 1
+
+
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
 def test_who_wants_no_colours_gets_none(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
