@@ -198,12 +198,14 @@ class Rates:
 
 
 def progress_text(progress: Progress, rates: Rates) -> str:
-    """One line: how much of how much and how it ended, why it waits if it does, rates, time left, prefix hits."""
+    """One line: how much of how much, how it ended or why it waits, rates, time left, prefix hits."""
     share = progress.share
     of_total = "" if share is None else f"/{progress.total} ({share:.0%})"
-    parts = [f"{progress.state} {progress.done}{of_total}{f': {progress.ends}' if progress.done else ''}"]
+    parts = [f"{progress.state} {progress.done}{of_total}"]
     if progress.waits_for:
-        parts.append(progress.waits_for)
+        parts.append(progress.waits_for)  # in place of how the requests ended: a terminal has no room for both
+    elif progress.done:
+        parts[0] += f": {progress.ends}"
     parts += [f"{rates.prompts_per_s:.1f} prompts/s", f"{rates.output_tokens_per_s:.0f} tokens/s out"]
     if not progress.has_ended:
         num_left = None if progress.total is None else progress.total - progress.done

@@ -230,6 +230,30 @@ def test_the_same_lines_however_packed_are_the_same_input(place: Place) -> None:
     assert without_time(place.output.read_bytes()) == without_time(place.undisturbed)
 
 
+def test_lines_are_told_by_their_bytes_with_what_is_ignored_of_them(place: Place) -> None:
+    lines = [completion_line(prompt=f"question {number}", max_tokens=1, best_of=2) for number in range(2)]
+    assert place.run(lines=lines).exit_code == 1  # all of them failed
+    failed, again = place.output, place.path / "again.jsonl"
+
+    done = place.run("--retry", str(failed), "--ignore-param", "best_of", lines=lines, output=again)
+    resumed = place.run("--resume", "--ignore-param", "best_of", lines=lines, output=again)
+
+    assert done.exit_code == 0, done.output
+    assert "ignored best_of in 2 lines" in done.stderr
+    assert again.read_bytes().count(b'"status_code":200') == 2
+    assert "2 records are kept, 0 of 2 lines are to be run" in resumed.stderr
+
+
+def test_of_a_resumed_run_all_records_count_for_whether_all_failed(place: Place) -> None:
+    answers = [line for line in place.undisturbed.splitlines(keepends=True) if b'"status_code":200' in line]
+    place.output.write_bytes(b"".join(answers))
+
+    done = place.run("--resume", "--max-failed", "3")
+
+    assert done.exit_code == 1
+    assert "run: 4 of 9 requests failed; accepted: at most 3 (--max-failed)" in done.stderr
+
+
 @pytest.mark.usefixtures("no_model")
 @pytest.mark.parametrize("lines", [LINES[:-1], LINES[1:], (*LINES, ONCE), (LINES[1], LINES[0], *LINES[2:])])
 @pytest.mark.parametrize("option", ["--resume", "--retry"])
@@ -330,7 +354,7 @@ def test_a_retry_runs_the_lines_that_failed_and_no_others(place: Place, is_direc
 
     done = place.run("--retry", str(earlier), output=again)
 
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 1, done.output  # all of them failed again
     assert "earlier: 4 lines failed and are to be run again" in done.stderr
     failed = [line for line in place.undisturbed.splitlines() if index_of(json.loads(line)) in FAILED]
     assert without_time(again.read_bytes()) == without_time(b"\n".join(failed))
