@@ -83,7 +83,7 @@ def test_the_page_of_the_client_is_a_program(redis_url: str, tiny_model: Path, t
     *printed, last = done.stdout.decode().splitlines()
     answers, counts, rest, stopped = json.loads(last)
     assert answers.keys() == {"france", "sum"}
-    assert counts == {"total": 3, "completed": 2, "failed": 1}
+    assert counts == {"total": 3, "completed": 2, "failed": 1, "cancelled": 0, "expired": 0}
     assert len(rest) == 2
     assert stopped in ("cancelling", "cancelled", "completed")
     assert "wrong invalid_value" in printed[0]

@@ -98,7 +98,7 @@ def test_commands_that_tell_something_tell_it_as_json_too(name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "number", "completed"),
     [
-        ("millrace re", 1, ["plain,results"]),
+        ("millrace re", 1, ["plain,results", "plain,retry"]),
         ("millrace submit x", 2, ["file,x"]),
         ("millrace run --mod", 2, ["plain,--model"]),
         ("millrace run --model m", 3, ["dir,m"]),
