@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +56,29 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         )
 
 
-@pytest.fixture(autouse=True)
-def _restored_logging() -> Iterator[None]:
+@contextmanager
+def restored_logging() -> Iterator[None]:
     """A command that a test runs in its own process sets up logging; the next test must not see that."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
-    root.handlers, root.level = handlers, level
+    root.handlers = handlers
+    root.setLevel(level)  # not root.level: loggers remember what they are enabled for until this is called
     logging.captureWarnings(False)
     structlog.reset_defaults()
+
+
+@pytest.fixture(autouse=True)
+def _logging_after_a_test() -> Iterator[None]:
+    with restored_logging():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _logging_after_a_module() -> Iterator[None]:
+    """For what its fixtures ran."""
+    with restored_logging():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")
