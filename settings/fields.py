@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 TRUE_WORDS = ("true", "on", "yes", "1")
 FALSE_WORDS = ("false", "off", "no", "0")
@@ -75,6 +75,25 @@ def read_number(text: str) -> float:
     if _NUMBER.fullmatch(text) is None or not math.isfinite(float(text)):
         raise ValueError("not a number")
     return float(text)
+
+
+NAMES_FORMS = "names of 1 to 256 characters, separated by commas"
+
+
+def read_names(text: str | None) -> tuple[str, ...]:
+    """Names separated by commas, without the spaces around them; none of `None`. Raises ValueError."""
+    names = tuple(name.strip() for name in text.split(",")) if text is not None else ()
+    if not all(0 < len(name) <= 256 and name.isprintable() for name in names) or len(set(names)) < len(names):
+        raise ValueError("not names")
+    return names
+
+
+def _check_names(text: str) -> str:
+    read_names(text)
+    return text
+
+
+Names = Annotated[str, AfterValidator(_check_names)]
 
 
 def write(value: object) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from settings.errors import FieldOrderError
-from settings.fields import Bytes, Jobs, Prompts, SettingsGroup, Unit
+from settings.fields import NAMES_FORMS, Accepted, Bytes, Jobs, Names, Prompts, SettingsGroup, Unit, read_names
 
 
 class LimitSettings(SettingsGroup):
@@ -63,6 +63,16 @@ class LimitSettings(SettingsGroup):
     max_tenant_jobs: Jobs | None = Field(
         default=None, ge=1, le=10_000_000, description="The same for one tenant's jobs; none: no limit."
     )
+
+    models: Annotated[Names, Accepted(NAMES_FORMS)] | None = Field(
+        default=None,
+        description="Models that jobs may wait for, beside those that workers serve or served within a week.",
+    )
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names in `models`."""
+        return read_names(self.models)
 
     @model_validator(mode="after")
     def _the_largest_part_fits_the_whole(self) -> LimitSettings:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from settings.fields import Accepted, SettingsGroup
+from settings.fields import NAMES_FORMS, Accepted, Names, SettingsGroup, read_names
 
 ToolCallFormat = Literal["auto", "qwen3", "llama3", "none"]
 ReasoningFormat = Literal["auto", "qwen3", "none"]
@@ -29,6 +29,10 @@ class ModelSettings(SettingsGroup):
         max_length=256,
         description="Model name accepted in requests and written in results; none: the directory's name.",
     )
+    aliases: Annotated[Names, Accepted(f"{NAMES_FORMS}; * for any that no worker has")] | None = Field(
+        default=None,
+        description="Further names that mean this model, such as gpt-4o-mini; *: every name that means no other.",
+    )
     tool_call_format: ToolCallFormat = Field(
         default="auto",
         description="How the model writes tool calls: between <tool_call> marks (also Hermes), or as bare JSON; none: "
@@ -39,3 +43,8 @@ class ModelSettings(SettingsGroup):
         description="How the model writes reasoning: before </think>; none: it stays text; auto: what the chat "
         "template shows.",
     )
+
+    @property
+    def alias_names(self) -> tuple[str, ...]:
+        """The names in `aliases`, `*` among them."""
+        return read_names(self.aliases)

@@ -40,8 +40,11 @@ _JOBS = (
 _QUEUE_KEYS = (
     "millrace",
     "millrace??[0-9]",
+    "millrace.*",  # a model's
     "_kombu.binding.millrace",
+    "_kombu.binding.millrace.*",
     "_kombu.binding_permanent.millrace",
+    "_kombu.binding_permanent.millrace.*",
 )  # the lanes end in \x06\x16 and a step
 # A job's keys; units to look at, queued shards, counters, the list of jobs, dead units, producers' own keys for jobs.
 _JOB_KEYS = tuple(
@@ -53,7 +56,10 @@ _EVENT_CHANNELS = tuple(f"/{database}.celeryev/*" for database in range(16))
 
 # Beside a producer's: taking messages, giving them back, choosing a shard, the reaper's look at what is due,
 # the list of bad frames, how long the queue is (metrics).
-_CONSUMING = ("brpop", "watch", "unwatch", "discard", "zrangebyscore", "zrevrangebyscore", "zscore", "zcard", "ltrim")
+_CONSUMING = (
+    *("brpop", "watch", "unwatch", "discard", "zrangebyscore", "zrevrangebyscore", "zscore", "zcard", "ltrim"),
+    "zremrangebyscore",
+)
 
 # Off: nobody can log in as this user, so a client without a name may do nothing. It has every right: Redis 7.2 and 8.0
 # drop, when they load their append-only file, what scripts wrote and this user may not write

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from celery import Celery
-from kombu import Exchange, Queue
 
 from settings import RedisSettings, Settings
+from worker.broker.messages import message_queue
 from worker.registry.connect import RedisAddress
-from worker.registry.queues import PRIORITY_STEPS, QUEUE
+from worker.registry.queues import PRIORITY_STEPS, QUEUE, queue_of
 from worker.schemas import DEFAULT_PRIORITY
 
 _TRANSPORT = "worker.broker.messages:GuardedTransport"
@@ -21,10 +22,11 @@ SPARE_THREADS = 2
 VISIBILITY_TIMEOUT_S = 3600  # the same for every client of one Redis: the shortest one wins
 
 
-def create_app(settings: Settings) -> Celery:
+def create_app(settings: Settings, models: Sequence[str] = ()) -> Celery:
     """A Celery app for this Redis. No task is registered and nothing connects yet.
 
-    A message only says "look at this job": the registry is the truth, so there is no result backend, no retry, no
+    `models`: the names of the one that a worker serves, whose shards it gets messages about; none of a producer. A
+    message only says "look at this job": the registry is the truth, so there is no result backend, no retry, no
     countdown, and a lost or doubled message does no harm. Raises SettingsError for what RedisAddress refuses.
     """
     app = Celery("millrace", set_as_current=False)
@@ -37,8 +39,8 @@ def create_app(settings: Settings) -> Celery:
         task_ignore_result=True,
         task_store_errors_even_if_ignored=False,
         task_track_started=False,
-        # One queue, in lanes by priority; a queue mistyped by a producer is an error there.
-        task_queues=[Queue(QUEUE, Exchange(QUEUE, type="direct"), routing_key=QUEUE)],
+        # In lanes by priority; a queue mistyped by a producer is an error there.
+        task_queues=list({queue_of(model): message_queue(model) for model in ("", *models)}.values()),
         task_default_queue=QUEUE,
         task_create_missing_queues=False,
         task_default_priority=DEFAULT_PRIORITY,

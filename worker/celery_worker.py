@@ -20,7 +20,7 @@ from worker.app import create_app
 from worker.broker.celery_guards import QuietWorker, send_first_event
 from worker.registry.exchange import Untyped
 from worker.requests.step_engine import StepEngine
-from worker.runtime.build import WorkerParts
+from worker.runtime.build import WorkerParts, announced_names
 from worker.runtime.runtime import WorkerRuntime
 from worker.runtime.supervision import TICK_INTERVAL_S
 from worker.runtime.unit_runner import UnitFailed
@@ -42,7 +42,7 @@ def run_worker(
     Raises redis.RedisError if Redis cannot be had, and what `load_engine` raises: both before any work is taken.
     """
     settings = effective.settings
-    app = create_app(settings)
+    app = create_app(settings, announced_names(settings).names)
     app.events.dispatcher_cls = "worker.broker.celery_guards:LossyDispatcher"
     parts = WorkerParts(app, settings, lambda: load_engine(effective), on_failure=_ask_celery_to_stop)
     runtime = WorkerRuntime(parts)

@@ -53,6 +53,12 @@ class SubmitOptions(_Frozen):
     endpoint: Annotated[Endpoint | None, Accepted(" or ".join(Endpoint))] = Field(
         default=None, description="The one all lines must name. None: each line its own, or, if strict, the first's."
     )
+    model: Annotated[str | None, Accepted("a model's name, 1 to 256 characters")] = Field(
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="The one of lines that name none; lines that name another fail. None: the only one that is served.",
+    )
     strict: Annotated[bool, Accepted("true or false")] = Field(
         default=False, description="One bad line fails the job before any line runs; else that line fails alone."
     )
@@ -78,6 +84,7 @@ class SubmitArguments(TypedDict, total=False):
     metadata: Mapping[str, str]
     idempotency_key: str | None
     endpoint: str | None
+    model: str | None
     strict: bool
     traceparent: str | None
 
@@ -170,7 +177,8 @@ class JobStatus(_Frozen):
     id: str
     status: JobState
     endpoint: str = ""  # the one it was submitted for, else those its lines name, comma separated; "": not yet known
-    model: str | None = None  # the one its lines name, else the worker's; None: not yet known, or they name several
+    model: str | None = None  # the one that runs its lines; None: not yet known, or there are several
+    waiting_for: tuple[str, ...] = ()  # models of its lines that no worker serves
     created_at: float
     in_progress_at: float | None = None  # its shards were cut
     expires_at: float | None = None  # its deadline
@@ -231,7 +239,7 @@ def batch_object(job: JobStatus) -> dict[str, object]:
     Where ours says more or other things: `endpoint` may hold several, comma separated, and is "" until the job is
     planned; `completion_window` is the deadline as a duration such as 24h, or "none". The file ids are there once the
     job has ended, and only of a file that has lines. Beyond OpenAI: results_expire_at, shards_total, shards_done,
-    priority, tenant.
+    priority, tenant, waiting_for.
     """
     counts, has_ended = job.request_counts, job.status.is_terminal
     ends = [state for state in JobState if state.is_terminal]
@@ -260,6 +268,7 @@ def batch_object(job: JobStatus) -> dict[str, object]:
         "shards_done": job.shards_done,
         "priority": job.priority,
         "tenant": job.tenant,
+        "waiting_for": list(job.waiting_for),
     }
 
 

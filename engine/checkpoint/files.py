@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20  # the index of Qwen3-235B, 118 files, takes 3.3 MB
 CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_config.json"
+WHOLE_BYTES = 16 << 20  # a file this small is read whole for the fingerprint
+SAMPLED_BLOCKS, BLOCK_BYTES = 1024, 4096  # of a larger one
+_READ_SUFFIXES = (".json", ".jinja", ".safetensors", ".txt", ".model")  # of files that answers depend on
 GGUF = ".gguf"
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz")
 
@@ -121,6 +125,39 @@ def _files(directory: Path) -> Iterator[Path]:
     for folder in (directory, directory / _TEMPLATES):
         if folder.is_dir():
             yield from sorted(folder.iterdir())
+
+
+def fingerprint(model: ModelSettings) -> str:
+    """What tells one checkpoint from another: 32 hexadecimal digits of its files' names, sizes and contents.
+
+    Of a large file SAMPLED_BLOCKS blocks are read, spread evenly: fine-tuned weights differ nearly everywhere, and a
+    merged adapter in whole matrices. Of nothing where no path is set: "". Raises CheckpointError and SettingsError.
+    """
+    if model.path is None:
+        return ""
+    directory = model_directory(model)
+    check_is_checkpoint(directory, model.path)
+    digest = hashlib.blake2b(digest_size=16)
+    files = [file for file in _files(directory) if file.suffix in _READ_SUFFIXES]
+    for file in (*files, *sorted(directory.glob(f"*/{CONFIG_FILE}"))):
+        try:
+            size = file.stat().st_size
+            digest.update(f"{file.relative_to(directory)} {size}\n".encode())
+            for block in _sample(file, size):
+                digest.update(block)
+        except OSError as error:
+            raise CheckpointError(f"{file}: {error.strerror}; accepted: a file that can be read") from error
+    return digest.hexdigest()
+
+
+def _sample(file: Path, size: int) -> Iterator[bytes]:
+    with file.open("rb") as stream:
+        if size <= WHOLE_BYTES:
+            yield stream.read()
+            return
+        for block in range(SAMPLED_BLOCKS):
+            stream.seek((size - BLOCK_BYTES) * block // (SAMPLED_BLOCKS - 1))
+            yield stream.read(BLOCK_BYTES)
 
 
 def check_is_checkpoint(directory: Path, written: Path) -> None:

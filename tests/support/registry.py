@@ -30,8 +30,9 @@ from worker.registry.exchange import perform, text
 from worker.registry.intake import JobIntake
 from worker.registry.jobs import JobControl, JobQueries, ResultOrder
 from worker.registry.keys import Keys, UnitRef
-from worker.registry.leases import Claim, PromptRecord, UnitLeases
+from worker.registry.leases import Claim, NewShard, PromptRecord, UnitLeases
 from worker.registry.lifecycle import ClaimRefusal, Outcome
+from worker.registry.models import Announcement, ModelDirectory
 from worker.registry.queues import ReapQueue, ShardQueue
 from worker.requests.served_model import ServedModel
 from worker.runtime.engine_thread import EngineThread
@@ -79,15 +80,26 @@ class TestRegistry:
         settings = Settings(redis=self.settings, limits=limits or LimitSettings())
         return JobIntake(self.redis, self.keys, settings)
 
-    def leases(self, *, lease_s: float = 30.0, max_attempts: int = 3, owner: str = "tester") -> UnitLeases:
+    def leases(
+        self, *, lease_s: float = 30.0, max_attempts: int = 3, owner: str = "tester", models: Sequence[str] = ("fake",)
+    ) -> UnitLeases:
         settings = WorkerSettings().model_copy(update={"lease_s": lease_s, "max_attempts": max_attempts})
-        return UnitLeases(self.redis, self.keys, owner=owner, settings=settings)
+        return UnitLeases(self.redis, self.keys, owner=owner, settings=settings, models=models)
+
+    def directory(self, worker_id: str = "tester", *, known: Sequence[str] = ()) -> ModelDirectory:
+        return ModelDirectory(self.redis, self.keys, worker_id=worker_id, known=known)
+
+    def serve(self, name: str, worker_id: str = "", *, aliases: Sequence[str] = (), fingerprint: str = "") -> None:
+        """Announce a model of a worker for half a minute."""
+        endpoints = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+        announcement = Announcement(name=name, aliases=tuple(aliases), endpoints=endpoints, fingerprint=fingerprint)
+        self.directory(worker_id or f"worker-of-{name}").announce(announcement)
 
     def reap_queue(self, *, grace_s: float = 30.0, ageing_s: float = 60.0) -> ReapQueue:
-        return ReapQueue(self.redis, self.keys, grace_s=grace_s, ageing_s=ageing_s)
+        return ReapQueue(self.directory(), self.keys, grace_s=grace_s, ageing_s=ageing_s)
 
-    def shard_queue(self, *, ageing_s: float = 60.0) -> ShardQueue:
-        return ShardQueue(self.redis, self.keys, ageing_s=ageing_s)
+    def shard_queue(self, *, ageing_s: float = 60.0, models: Sequence[str] = ("fake",)) -> ShardQueue:
+        return ShardQueue(self.redis, self.keys, ageing_s=ageing_s, models=models)
 
     def submit(self, lines: Sequence[bytes], options: SubmitOptions | None = None) -> str:
         """A queued job with these lines."""
@@ -97,11 +109,13 @@ class TestRegistry:
         intake.submit(job_id, len(lines), options or SubmitOptions())
         return job_id
 
-    def running_job(self, *shards: Sequence[int], options: SubmitOptions | None = None) -> str:
-        """A planned job with one line for each index of `shards`."""
+    def running_job(self, *shards: Sequence[int], options: SubmitOptions | None = None, model: str = "fake") -> str:
+        """A planned job with one line for each index of `shards`, of this model, which is served."""
+        self.serve(model)
         job_id = self.submit([b'{"prompt": "a"}'] * sum(map(len, shards)), options)
         leases = self.leases()
-        assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), shards, ageing_s=60.0)
+        cut = [NewShard(shard, model=model) for shard in shards]
+        assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), cut, ageing_s=60.0)
         return job_id
 
     def status(self, job_id: str) -> JobStatus:
@@ -176,7 +190,7 @@ def ended_job(
 ) -> str:
     """A job of LINES in which these failed: index -> custom_id and code of the record."""
     job_id, leases = registry.submit(LINES, options), registry.leases()
-    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), [range(len(LINES))], ageing_s=60.0)
+    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), [NewShard(range(len(LINES)))], ageing_s=60.0)
     answers = [ok(index, '{"response": {"status_code": 200}}') for index in range(len(LINES)) if index not in failed]
     failures = [failure(job_id, index, *record) for index, record in failed.items()]
     leases.put(must_claim(leases, UnitRef.shard(job_id, 0)), [*answers, *failures])
@@ -190,9 +204,11 @@ class RecordingAnnouncer(Announcer):
     def __init__(self) -> None:
         super().__init__(Celery(set_as_current=False))
         self.announced: list[tuple[UnitRef, int]] = []
+        self.models: list[str] = []
 
-    def announce(self, ref: UnitRef, priority: int) -> None:
+    def announce(self, ref: UnitRef, priority: int, model: str = "") -> None:
         self.announced.append((ref, priority))
+        self.models.append(model)
 
 
 @dataclass
@@ -226,16 +242,12 @@ class Units:
             is_well=lambda: is_well,
         )
 
-    def planner(self, *, shard_size: int = 2) -> Planner:
+    def planner(self, *, shard_size: int = 2, known: Sequence[str] = ()) -> Planner:
+        """The planner of a worker that serves `model_name`; jobs may wait for `known` models."""
         settings = WorkerSettings(shard_size=shard_size, result_batch_size=2)
-        return Planner(
-            self.leases,
-            self.announcer,
-            self.closer,
-            settings=settings,
-            limits=LimitSettings(),
-            model_name=self.model_name,
-        )
+        self.registry.serve(self.model_name, "tester")
+        directory = self.registry.directory(known=known)
+        return Planner(self.leases, self.announcer, self.closer, directory, settings=settings, limits=LimitSettings())
 
     def run_job(self, job_id: str) -> None:
         """Plan a job of which nothing has run, and run its shards one after the other."""
@@ -251,19 +263,24 @@ class Units:
 
 @contextmanager
 def running_units(
-    registry: TestRegistry, engine: FakeEngine | None = None, *, max_open: int = 1000, lease_s: float = 30.0
+    registry: TestRegistry,
+    engine: FakeEngine | None = None,
+    *,
+    max_open: int = 1000,
+    lease_s: float = 30.0,
+    model: str = "fake",
 ) -> Iterator[Units]:
-    """Units whose engine thread and writer run for the length of the block."""
+    """Units of a worker that serves `model`; its engine thread and writer run for the length of the block."""
     engine = engine or FakeEngine()
     failures: list[BaseException] = []
     window = AdmissionWindow(max_open, ageing_s=60.0)
     engine_thread = EngineThread(lambda: engine, window=window, on_failure=failures.append)
-    leases = registry.leases(lease_s=lease_s)
+    leases = registry.leases(lease_s=lease_s, models=[model])
     writer = ResultWriter(leases, batch_size=10, replace_refused=refused_record)
     engine_thread.start()
     try:
         with running_thread(writer.run):
-            yield Units(registry, engine, engine_thread, leases, writer, failures)
+            yield Units(registry, engine, engine_thread, leases, writer, failures, model_name=model)
     finally:
         engine_thread.stop(5)
 

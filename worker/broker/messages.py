@@ -10,13 +10,14 @@ from enum import Enum
 
 import redis
 from celery import Celery
+from kombu import Exchange, Queue
 from kombu.exceptions import OperationalError
 from kombu.transport.redis import Channel, Transport
 from redis.exceptions import DataError
 
 from worker.registry.exchange import Untyped
 from worker.registry.keys import Keys, UnitRef
-from worker.registry.queues import PLAN_PRIORITY, QUEUE
+from worker.registry.queues import PLAN_PRIORITY, queue_of
 
 PLAN_TASK = "millrace.plan"
 RUN_SHARD_TASK = "millrace.run_shard"
@@ -31,18 +32,24 @@ MAX_FRAME_BYTES = 4096  # of a frame, the rest is cut
 MAX_FRAMES = 1000  # the newest
 
 
+def message_queue(model: str) -> Queue:
+    """Where the messages of a model's shards go; "": those of plans."""
+    name = queue_of(model)
+    return Queue(name, Exchange(name, type="direct"), routing_key=name)
+
+
 class Announcer:
     """Publishes the message of a unit. A message is a hint: one that cannot be sent is sent later by a reaper."""
 
     def __init__(self, app: Celery) -> None:
         self._app = app
 
-    def announce(self, ref: UnitRef, priority: int) -> None:
-        """Tell some worker to look at a unit of a job of this priority."""
+    def announce(self, ref: UnitRef, priority: int, model: str = "") -> None:
+        """Tell some worker to look at a unit of a job of this priority; `model`: a shard's."""
         task, arguments = (PLAN_TASK, [ref.job_id]) if ref.is_plan else (RUN_SHARD_TASK, [ref.job_id, int(ref.unit)])
         priority = PLAN_PRIORITY if ref.is_plan else priority
         try:
-            self._app.send_task(task, args=arguments, queue=QUEUE, priority=priority)
+            self._app.send_task(task, args=arguments, queue=message_queue(model), priority=priority)
         except (OperationalError, redis.RedisError, OSError) as error:
             logger.warning("a unit could not be announced, a reaper will: %s", error, extra=ref.log_fields)
 

@@ -21,7 +21,7 @@ from worker.acl import FLOWER, WORKER
 from worker.cli.exit_codes import CommandError, Interrupted, stop_signals
 from worker.cli.failures import DEFAULT_MAX_FAILED, FailureCounts, MaxFailed
 from worker.cli.files import GZIP_SUFFIX, STANDARD, RecordPaths, WriteRecord
-from worker.cli.progress import Progress, ProgressBar, coloured
+from worker.cli.progress import Progress, ProgressBar, coloured, no_worker_serves
 from worker.client import BatchClient
 from worker.schemas import JobState, JobStatus
 
@@ -40,7 +40,7 @@ def may_list_workers(settings: RedisSettings) -> bool:
 
 
 class WorkerLookout:
-    """Says that no worker is up, while nothing of a job moves."""
+    """Says that no worker is up, or none of the job's model, while nothing of the job moves."""
 
     def __init__(self, client: BatchClient, *, may_look: bool) -> None:
         """`may_look`: see may_list_workers."""
@@ -56,6 +56,8 @@ class WorkerLookout:
             self._num_done, self._moved_at_s, self._is_missing = job.request_counts.finished, now_s, False
         elif now_s - self._moved_at_s >= LOOK_AFTER_S and now_s - self._looked_at_s >= LOOK_EVERY_S:
             self._looked_at_s, self._is_missing = now_s, self._none_is_up()
+        if job.waiting_for and now_s - self._moved_at_s >= LOOK_AFTER_S:
+            return no_worker_serves(job.waiting_for[0])
         return NO_WORKER if self._is_missing else ""
 
     def _none_is_up(self) -> bool:

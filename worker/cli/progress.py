@@ -246,12 +246,19 @@ def job_row(job: JobStatus) -> str:
     )
 
 
+def no_worker_serves(model: str) -> str:
+    """Why a job of this model does not go on."""
+    return f"no worker serves {model} (millrace worker --model DIR starts one)"
+
+
 def job_details(job: JobStatus) -> str:
     """Everything about one job, a line each."""
     counts, usage = job.request_counts, job.usage
     lines = [
         f"job        {job.id}",
         f"status     {_of_state(job.status.value, job.status)}{f': {job.error}' if job.error else ''}",
+        *([f"model      {job.model}"] if job.model else []),
+        *(f"waits      {no_worker_serves(model)}" for model in job.waiting_for),
         f"requests   {counts.total}: {counts_words(counts)}",
         f"shards     {job.shards_done}/{job.shards_total}",
         f"tokens     {usage.input_tokens} in ({usage.cached_tokens} cached), {usage.output_tokens} out"

@@ -58,6 +58,7 @@ class Arguments(TypedDict):
     metadata: tuple[str, ...]
     idempotency_key: str | None
     endpoint: str | None
+    model: str | None
     strict: bool
     ignored_params: tuple[str, ...]
     redis_url: str | None
@@ -87,6 +88,9 @@ class Arguments(TypedDict):
     "--endpoint",
     type=click.Choice([endpoint.value for endpoint in Endpoint]),
     help="The one that every line must name.",
+)
+@click.option(
+    "--model", metavar="NAME", help="The model of lines that name none; default: the only one that is served."
 )
 @click.option("--strict", is_flag=True, help="One bad line fails the job before any runs; else it fails alone.")
 @ignore_param_option
@@ -156,6 +160,7 @@ def _submit(
             metadata=metadata,
             idempotency_key=arguments["idempotency_key"],
             endpoint=arguments["endpoint"],
+            model=arguments["model"],
             strict=arguments["strict"],
         )
     except UnreadableInput as error:

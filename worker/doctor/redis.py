@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import redis
@@ -15,7 +16,7 @@ from worker.registry.exchange import perform, text_fields
 from worker.registry.jobs import JobQueries
 from worker.registry.keys import Keys
 from worker.registry.queues import QUEUE
-from worker.schemas import WorkerInfo
+from worker.schemas import JobFilter, JobState, WorkerInfo
 
 OLDEST_REDIS = (6, 2)  # celery 5.7
 
@@ -39,6 +40,8 @@ _DISK = "free space on Redis's disk and see its log"
 SLOW_ROUND_TRIP_S = 0.02
 # With clocks within a second, records of several machines can still be compared.
 CLOCK_TOLERANCE_S = 1.0
+
+MAX_JOBS = 1000  # open ones, of which is told what they wait for
 
 _START = "start one: millrace worker --model DIR"
 
@@ -311,7 +314,7 @@ def _encryption(facts: RedisFacts) -> Finding:
 
 
 def worker_findings(client: redis.Redis, keys: Keys) -> Iterator[Finding]:
-    """Workers with a heartbeat, their versions, and jobs that wait for one. Raises redis.RedisError."""
+    """Workers with a heartbeat, their versions, and jobs that wait for one or for a model. Raises redis.RedisError."""
     waiting = int(text_fields(client.hgetall(keys.counters)).get("jobs", "0"))
     try:
         workers = perform(client, JobQueries(keys).workers())
@@ -319,12 +322,21 @@ def worker_findings(client: redis.Redis, keys: Keys) -> Iterator[Finding]:
         fix = "run one version everywhere: upgrade this machine or the workers"
         yield Finding("workers", Level.WARNING, "one of another version than this machine's is up", fix)
         return
+    yield from _waited_for(client, keys)
     if workers:
         yield _alive(workers)
     elif waiting:
         yield Finding("workers", Level.WARNING, f"none is up, and {waiting} jobs wait for one", _START)
     else:
         yield Finding("workers", Level.OK, "none is up, and no job waits")
+
+
+def _waited_for(client: redis.Redis, keys: Keys) -> Iterator[Finding]:
+    is_open = JobFilter(states=tuple(state for state in JobState if not state.is_terminal))
+    jobs = perform(client, JobQueries(keys).jobs(MAX_JOBS, is_open))
+    for model, count in sorted(Counter(model for job in jobs for model in job.waiting_for).items()):
+        detail = f"no worker serves {model}, for which {count} {'job waits' if count == 1 else 'jobs wait'}"
+        yield Finding("models", Level.WARNING, detail, f"{_START}, or cancel what waits: millrace cancel JOB")
 
 
 def _alive(workers: list[WorkerInfo]) -> Finding:

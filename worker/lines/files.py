@@ -13,7 +13,7 @@ from typing import BinaryIO, Self, cast
 
 from worker.lines.errors import LineError, UnreadableInput
 from worker.lines.formats import BOM, HEAD_BYTES, other_format
-from worker.lines.request_line import Endpoint, RequestLine, names_model
+from worker.lines.request_line import Endpoint, RequestLine
 
 GZIP_MAGIC = b"\x1f\x8b"
 UNPACKED_BYTES = 128 * 1024  # unpacked at a time
@@ -123,28 +123,21 @@ class FileChecks:
     """Compares each line of one file with the lines before it and with what the file was submitted for.
 
     Each custom_id stands once, and each line names the endpoint that the file was submitted for, if it was for one. In
-    a strict file, which keeps OpenAI's rules, all lines name the first one's endpoint and no two models, and the model
-    is the served one. Of each custom_id 16 bytes are kept.
+    a strict file, which keeps OpenAI's rules, all lines name the first one's endpoint and no two models. Of each
+    custom_id 16 bytes are kept.
     """
 
-    def __init__(self, *, endpoint: str | None, is_strict: bool, served_model: str) -> None:
+    def __init__(self, *, endpoint: str | None, is_strict: bool) -> None:
         self._custom_ids = CustomIds()
         self._endpoint = endpoint
         self._is_strict = is_strict
-        self._served_model = served_model
         self._endpoints: dict[Endpoint, None] = {}  # in the order of the file
         self._model: str | None = None  # the first that a line names
-        self._has_other_models = False
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
         """The endpoints of the good lines so far, in the order of their first lines."""
         return tuple(self._endpoints)
-
-    @property
-    def model(self) -> str | None:
-        """The model that the good lines name, the served one if they name none; None if they name several."""
-        return None if self._has_other_models else self._model or self._served_model
 
     def add(self, line: RequestLine) -> None:
         """Take the file's next line. Raises LineError for a bad one, with which later lines are not compared."""
@@ -153,30 +146,24 @@ class FileChecks:
             self._check_model(line)
         self._custom_ids.add(line)
         self._endpoints[line.endpoint] = None
-        model = line.body.model
-        self._has_other_models |= None not in (model, self._model) and model != self._model
-        self._model = self._model or model
+        self._model = self._model or line.body.model
 
     def _check_endpoint(self, line: RequestLine) -> None:
         wanted, whose = self._endpoint, "the endpoint that the job was submitted for"
         if wanted is None and self._is_strict:
             wanted, whose = next(iter(self._endpoints), None), "as the first line has it"
         if wanted not in (None, line.endpoint):
-            raise _refusal(line, f"url is {line.endpoint}; accepted: {wanted}, {whose}", "url_mismatch", "url")
+            raise refusal(line, f"url is {line.endpoint}; accepted: {wanted}, {whose}", "url_mismatch", "url")
 
     def _check_model(self, line: RequestLine) -> None:
         model = line.body.model
-        if model is None:
-            return
-        if self._model not in (None, model):
+        if None not in (model, self._model) and model != self._model:
             accepted = f"accepted: {self._model!r}, as a line before it has it"
-            raise _refusal(line, f"model is {model!r}; {accepted}", "model_mismatch", "model")
-        if not names_model(model, self._served_model):
-            accepted = f"accepted: {self._served_model!r}, or leave it out"
-            raise _refusal(line, f"model is {model!r}; {accepted}", "model_not_found", "model")
+            raise refusal(line, f"model is {model!r}; {accepted}", "model_mismatch", "model")
 
 
-def _refusal(line: RequestLine, message: str, code: str, param: str) -> LineError:
+def refusal(line: RequestLine, message: str, code: str, param: str) -> LineError:
+    """What is wrong with a line that is good by itself."""
     return LineError(message, code=code, index=line.index, param=param, custom_id=line.custom_id)
 
 
@@ -191,5 +178,5 @@ class CustomIds:
         digest = hashlib.blake2b(line.custom_id.encode("utf-8"), digest_size=16).digest()
         if digest in self._seen:
             message = f"custom_id {line.custom_id!r} was used by an earlier line; accepted: each custom_id once"
-            raise _refusal(line, message, "duplicate_custom_id", "custom_id")
+            raise refusal(line, message, "duplicate_custom_id", "custom_id")
         self._seen.add(digest)

@@ -62,6 +62,9 @@ def _text_key(prompt: str | tuple[int, ...]) -> str:
     return "i" + "".join(f"{token_id:08x}" for token_id in prompt)
 
 
+ANY_MODEL = "*"  # an alias: every name that means no other model
+
+
 def names_model(name: str, served: str) -> bool:
     """A hub name such as Qwen/Qwen3-0.6B also means the directory Qwen3-0.6B."""
     return served in (name, name.rpartition("/")[2])

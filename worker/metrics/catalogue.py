@@ -3,7 +3,7 @@
 Labels are few and bounded, as Prometheus keeps a series for each value of a label for weeks. `tenant` is one of the
 TOP_TENANTS with the most waiting shards, or OTHER_TENANTS for all others of the 200 that have waited longest. That
 bounds a scrape; tenants that wait briefly one after another still become a series each. `priority` is 0 .. 9, or
-UNREAD_PRIORITY.
+UNREAD_PRIORITY. `model` is one that is served, or that jobs wait for; empty for shards that an older version planned.
 
 Metrics of the queue are read from Redis and the same from every worker: take the max over workers, never the sum.
 """
@@ -110,13 +110,13 @@ QUEUE_METRICS = (
         "millrace_queue_waiting_shards",
         "gauge",
         "Planned shards that nobody holds; those that crashed a worker are not among them.",
-        ("tenant", "priority"),
+        ("model", "tenant", "priority"),
     ),
     Metric(
         "millrace_queue_oldest_wait_seconds",
         "gauge",
         "How long ago the oldest of these was first queued; without the values (other) and (unread).",
-        ("tenant", "priority"),
+        ("model", "tenant", "priority"),
     ),
     Metric("millrace_queue_waiting_tenants", "gauge", "Tenants that have shards waiting."),
     Metric("millrace_queue_open_units", "gauge", "Plans and shards that are not finished, held or not."),
@@ -125,7 +125,12 @@ QUEUE_METRICS = (
         "gauge",
         "How long a plan or shard has been due for a look that nobody gave it; some seconds while a worker lives.",
     ),
-    Metric("millrace_queue_messages", "gauge", "Celery messages in each lane; lane 0 is taken first.", ("lane",)),
+    Metric(
+        "millrace_queue_messages",
+        "gauge",
+        "Celery messages about shards of a model, or about plans where it is empty, in each lane; 0 is taken first.",
+        ("model", "lane"),
+    ),
     Metric("millrace_queue_submitted_jobs_total", "counter", "Jobs accepted."),
     Metric("millrace_queue_submitted_prompts_total", "counter", "Their prompts."),
     Metric("millrace_queue_ended_jobs_total", "counter", "Accepted jobs that ended, by how.", ("status",)),

@@ -155,9 +155,9 @@ class Scripts:
     # About a unit
     BEGIN_ALONE = Script("begin_alone", "job_id unit token")
     CANCEL = Script("cancel", "job_id")
-    CLAIM = Script("claim", "job_id unit worker nonce lease_ms max_attempts alone")
+    CLAIM = Script("claim", "job_id unit worker nonce lease_ms max_attempts alone models")
     FAIL = Script("fail", "job_id token reason errors")
-    PLANNED = Script("planned", "job_id token grace_ms ageing_ms endpoints model traceparent", row="indices head")
+    PLANNED = Script("planned", "job_id token grace_ms ageing_ms endpoints model traceparent", row="indices head model")
     PUT = Script(
         "put",
         "job_id unit token",
@@ -176,14 +176,15 @@ class Scripts:
     SUBMIT = Script("submit", "job", keys="job lines plan open counters tenant_counters jobs")
     SUBMIT_ONCE = Script("submit", "job", keys="job lines plan open counters tenant_counters jobs idempotency")
     # About all of them
+    ANNOUNCE = Script("announce", "worker announcement ttl_ms known_ms only_check", keys="served known_models")
     CHOOSE = Script(
-        "choose", "prefix only_new_tenants ageing_ms hint", row="tenant num_prompts head", keys="unit queued job"
+        "choose", "prefix only_new_tenants ageing_ms hint models", row="tenant num_prompts head", keys="unit queued job"
     )
     QUEUE_FIGURES = Script("queue", "prefix max_tenants max_shards", keys="open queued counters dead")
     REAP = Script(
         "reap",
-        "prefix max_units grace_ms longest_grace_ms stale_ms plan_priority ageing_ms",
-        row="0 1 2 3 4 5 6 7 8 9",  # by priority: the step of its lane; and a second row, the messages in that lane
+        "prefix max_units grace_ms longest_grace_ms stale_ms unserved_ms plan_priority ageing_ms steps",
+        row="model messages",  # of each model that is served, and of none: how many messages wait by lane's step, JSON
         keys="open",
     )
 

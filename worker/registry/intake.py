@@ -128,6 +128,7 @@ class JobIntake:
             "spec": json.dumps({"metadata": options.metadata}),
             "strict": int(options.strict),
             "endpoint": options.endpoint or "",
+            "model": options.model or "",
             "trace": options.traceparent or "",
             "tenant": options.tenant,
             "priority": options.priority,

@@ -14,6 +14,7 @@ import redis
 from worker.registry.errors import AmbiguousJob, JobNotEnded, JobNotFound
 from worker.registry.exchange import Exchange, Scripts, Untyped, ask_one, raw_values, text, text_fields
 from worker.registry.keys import Keys, UnitRef
+from worker.registry.models import ServedModels
 from worker.schemas import (
     ALL_JOBS,
     BatchError,
@@ -32,6 +33,8 @@ PAGE_JOBS = 100  # looked at together where few may match
 SCAN_COUNT = 1000
 
 LATEST = "latest"  # in place of a job's id: the newest
+
+_OPEN_SHARDS = "m:"  # what the field of a model's open shards begins with
 
 FIRST_POLL_S = 0.02
 LONGEST_POLL_S = 0.5
@@ -71,10 +74,10 @@ class JobQueries:
 
     def status(self, job_id: str) -> Exchange[JobStatus]:
         """The job as it stands. Raises JobNotFound, InvalidJobId."""
-        [fields] = yield [("HGETALL", self._keys.job(job_id))]
+        fields, *served = yield [("HGETALL", self._keys.job(job_id)), *ServedModels.questions(self._keys)]
         if not fields:
             raise JobNotFound(job_id)
-        return job_status(job_id, fields)
+        return job_status(job_id, fields, ServedModels.of_answers(served))
 
     def wait(self, job_id: str, timeout_s: float | None) -> Exchange[JobStatus]:
         """The job once it has ended. Raises TimeoutError after `timeout_s` seconds, and what `status` raises."""
@@ -169,13 +172,14 @@ class JobQueries:
         job = yield from self.status(job_id)
         if not job.status.is_terminal:
             raise JobNotEnded(job_id, job.status.value)
-        [(endpoint, strict)] = yield [("HMGET", self._keys.job(job_id), "url", "strict")]
+        [(endpoint, strict, model)] = yield [("HMGET", self._keys.job(job_id), "url", "strict", "pin")]
         return {
             "priority": job.priority,
             "deadline_s": None if job.expires_at is None else round(job.expires_at - job.created_at, 3),
             "tenant": job.tenant,
             "metadata": dict(job.metadata),
             "endpoint": text(endpoint or b"") or None,
+            "model": text(model or b"") or None,
             "strict": strict == b"1",
         }
 
@@ -187,12 +191,14 @@ class JobQueries:
     def _statuses(self, job_ids: Sequence[str]) -> Exchange[list[JobStatus]]:
         if not job_ids:
             return []
-        replies = yield [("HGETALL", self._keys.job(job_id)) for job_id in job_ids]
-        found = dict(zip(job_ids, replies, strict=True))
+        questions = ServedModels.questions(self._keys)
+        replies = yield [*questions, *(("HGETALL", self._keys.job(job_id)) for job_id in job_ids)]
+        served = ServedModels.of_answers(replies[: len(questions)])
+        found = dict(zip(job_ids, replies[len(questions) :], strict=True))
         forgotten = [job_id for job_id, fields in found.items() if not fields]
         if forgotten:
             yield [("ZREM", self._keys.jobs, *forgotten)]
-        return [job_status(job_id, fields) for job_id, fields in found.items() if fields]
+        return [job_status(job_id, fields, served) for job_id, fields in found.items() if fields]
 
 
 class PollPauses:
@@ -274,8 +280,8 @@ class JobControl:
             raise JobNotEnded(job_id, JobState.in_redis(text(state)).value)
 
 
-def job_status(job_id: str, fields: Mapping[Untyped, Untyped]) -> JobStatus:
-    """The job as it stands, read from its hash."""
+def job_status(job_id: str, fields: Mapping[Untyped, Untyped], served: ServedModels) -> JobStatus:
+    """The job as it stands, read from its hash while these models are served."""
     job = text_fields(fields)
     finished_at = _seconds(job["fin"])
     prompt_tokens, output_tokens = int(job["tokp"]), int(job["toko"])
@@ -283,7 +289,8 @@ def job_status(job_id: str, fields: Mapping[Untyped, Untyped]) -> JobStatus:
         id=job_id,
         status=_state(job),
         endpoint=job.get("url") or job.get("urls", ""),
-        model=job.get("model") or None,
+        model=job.get("model") or job.get("pin") or None,
+        waiting_for=_waiting_for(job, served),
         created_at=int(job["created"]) / 1000,
         in_progress_at=_seconds(job["started"]),
         expires_at=_seconds(job["deadline"]),
@@ -307,6 +314,16 @@ def job_status(job_id: str, fields: Mapping[Untyped, Untyped]) -> JobStatus:
         error=job["reason"] or None,
         errors=_errors(job),
     )
+
+
+def _waiting_for(job: Mapping[str, str], served: ServedModels) -> tuple[str, ...]:
+    if JobState.in_redis(job["st"]).is_terminal:
+        return ()
+    models = [field.removeprefix(_OPEN_SHARDS) for field in job if field.startswith(_OPEN_SHARDS)]
+    pin = job.get("pin")
+    if pin and job["started"] == "0" and served.resolve(pin) is None:
+        models = [pin]
+    return tuple(sorted(model for model in models if not served.is_served(model)))
 
 
 def _counts(job: Mapping[str, str]) -> RequestCounts:

@@ -4,6 +4,7 @@ r"""Names the registry's keys, all of one hash slot, `millrace:{s0}:`, and the u
                           created, started, deadline, cancel, fin, reason, errors, ns, sd (shards, shards done), tokp,
                           tokc, toko (prompt, cached, output tokens), tokr, tokt (of these resumed, thinking), retain,
                           idem, plan_tok (the token under which it was planned), lost_plan, strict, url, urls, model,
+                          pin (the model it was submitted for), m:<model> (shards of that model that are not done),
                           trace
     j:<job>:in      HASH  index -> request line as it was given, until it has an answer
     j:<job>:res     HASH  index -> record, JSON; written once (HSETNX)
@@ -11,9 +12,12 @@ r"""Names the registry's keys, all of one hash slot, `millrace:{s0}:`, and the u
     j:<job>:ckpt    HASH  index -> resume state, JSON, of prompts without a record
     j:<job>:s:plan  HASH  the job's plan, until it is planned     \ a unit: st, idx, n, done, own, tok, lease, fence
     j:<job>:s:<k>   HASH  shard k, until its prompts have records /  (claims so far), att, rp (re-published), since,
-                          alone, guilty; a shard: first, lane, head, turn
+                          alone, guilty; a shard: first, lane, head, turn, model (none: planned by version 2 or before)
     open            ZSET  <job>/<unit> -> next look, ms: lease end, or announced + grace
-    queued          ZSET  tenant -> when the first of its shards was queued, ms; queued:<tenant>: its shards by turn
+    queued@         ZSET  <tenant>@<model> -> when the first of its shards was queued, ms
+    queued:<tenant>@<model>   ZSET  those shards by turn. Of shards without a model: queued, and queued:<tenant>
+    adm:served      HASH  worker -> until when, ms, and what it serves, JSON
+    adm:known       ZSET  name of a model that was served -> when last, ms; for a week
     adm, adm:t:<tenant>   HASH  prompts, bytes, jobs outstanding; adm also has total (records), rate, rate_at,
                           rate_total; since ever: sub_jobs, sub_prompts (accepted), end_<state> (jobs), frames (no
                           messages)
@@ -98,7 +102,9 @@ class Keys:
         self.prefix = f"millrace:{{{shard}}}:"
         self.open = f"{self.prefix}open"  # units that are not finished, by when to look at them next
         self.counters = f"{self.prefix}adm"  # outstanding work and counts of all time
-        self.queued = f"{self.prefix}queued"  # tenants with shards that nobody holds; these are at queued:<tenant>
+        self.queued = f"{self.prefix}queued"  # what the keys of shards that nobody holds begin with
+        self.served = f"{self.counters}:served"  # what each worker serves
+        self.known_models = f"{self.counters}:known"
         self.jobs = f"{self.prefix}jobs"  # by time of creation
         self.dead = f"{self.prefix}dead"  # units that crashed too many workers
         self.dead_frames = f"{self.prefix}deadraw"  # from the queue, that were no message
@@ -154,6 +160,8 @@ class Keys:
             "dead": self.dead,
             "queued": self.queued,
             "jobs": self.jobs,
+            "served": self.served,
+            "known_models": self.known_models,
         }
 
     def new_job_id(self) -> str:

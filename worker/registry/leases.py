@@ -1,4 +1,4 @@
-"""Claims, renews and releases leases on units, writes records and resume states under them, and tells who is alive."""
+"""Claims, renews and releases leases on units, and writes records and resume states under them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import uuid
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import redis
 
@@ -14,9 +13,7 @@ from settings import WorkerSettings
 from worker.registry.exchange import Argument, Command, RedisReply, Script, Scripts, ask, ask_one, raw_values, text
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.lifecycle import ClaimRefusal, Outcome, PutStatus, RunMode
-from worker.schemas import BatchError, WorkerInfo
-
-TTL_S = 30
+from worker.schemas import BatchError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +33,18 @@ class Claim:
     head: str = ""  # what a shard's first prompt begins with, as it sorts among shards
     is_strict: bool = False  # one bad line fails the job
     endpoint: str | None = None  # the one all lines must name; None: each its own
+    model: str = ""  # the one that may run the shard, resolved from what its lines name; "": any
+    job_model: str | None = None  # the one that the job was submitted for, as its producer wrote it
     traceparent: str = ""  # W3C trace context of the job or, once it is held, of what is done under it; "": none
+
+
+@dataclass(frozen=True, slots=True)
+class NewShard:
+    """A shard that a planner cut."""
+
+    indices: Sequence[int]  # of its lines, in the order to run them
+    head: str = ""  # see Claim.head; without it the order of shards says nothing about prefixes
+    model: str = ""  # the one that runs it; "": any
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +88,10 @@ class PromptResumeState:
 class UnitLeases:
     """Claims, renews, writes and gives back units. Methods raise redis.RedisError when Redis cannot be had."""
 
-    def __init__(self, client: redis.Redis, keys: Keys, *, owner: str, settings: WorkerSettings) -> None:
+    def __init__(
+        self, client: redis.Redis, keys: Keys, *, owner: str, settings: WorkerSettings, models: Sequence[str] = ()
+    ) -> None:
+        """`models`: the names of the one that is served here; of others, units can be claimed only to be closed."""
         self._client = client
         self._keys = keys
         self._owner = owner
@@ -88,6 +99,7 @@ class UnitLeases:
         self._lease_ms = round(settings.lease_s * 1000)
         self._max_attempts = settings.max_attempts
         self._grace_ms = round(settings.reap_grace_s * 1000)
+        self._models = json.dumps(models)
 
     def claim(self, ref: UnitRef, *, alone: bool = False) -> Claim | ClaimRefusal:
         """Take a unit for one lease, if it is not finished and nobody has it.
@@ -104,6 +116,7 @@ class UnitLeases:
             lease_ms=self._lease_ms,
             max_attempts=self._max_attempts,
             alone=int(alone),
+            models=self._models,
         )
         reply = ask_one(self._client, call)
         status = text(reply[0])
@@ -146,22 +159,20 @@ class UnitLeases:
     def planned(
         self,
         claim: Claim,
-        shards: Sequence[Sequence[int]],
-        heads: Sequence[str] = (),
+        shards: Sequence[NewShard],
         *,
         ageing_s: float,
         endpoints: Sequence[str] = (),
         model: str | None = None,
     ) -> bool:
-        """Replace a job's plan by its shards, given as indices. False if the plan was not ours any more.
+        """Replace a job's plan by its shards. False if the plan was not ours any more.
 
-        `heads`: what each begins with, see Claim.head; without them their order says nothing about prefixes.
-        `endpoints` and `model`: those of the lines, for the job's status.
+        `endpoints` and `model`: those of the lines, for the job's status; None: they are of several models.
         """
         is_ours = self._run(
             Scripts.PLANNED,
             claim,
-            [(",".join(map(str, shard)), head) for shard, head in zip_longest(shards, heads, fillvalue="")],
+            [(",".join(map(str, shard.indices)), shard.head, shard.model) for shard in shards],
             grace_ms=self._grace_ms,
             ageing_ms=round(ageing_s * 1000),
             endpoints=",".join(endpoints),
@@ -216,7 +227,7 @@ def _mode(word: bytes | str) -> RunMode:
 
 def _claim(ref: UnitRef, reply: RedisReply) -> Claim:
     _, token, mode, time_left_ms, attempts, num_lines, priority, tenant, created_ms, indices, done, *more = reply
-    head, is_strict, endpoint, traceparent = more
+    head, is_strict, endpoint, traceparent, model, job_model = more
     wanted = range(num_lines) if ref.is_plan else [int(index) for index in text(indices).split(",")]
     recorded = {int(index) for index in done}
     return Claim(
@@ -233,30 +244,11 @@ def _claim(ref: UnitRef, reply: RedisReply) -> Claim:
         head=text(head),
         is_strict=bool(is_strict),
         endpoint=text(endpoint) or None,
+        model=text(model),
+        job_model=text(job_model) or None,
         traceparent=text(traceparent),
     )
 
 
 def _time_left_s(milliseconds: int) -> float | None:
     return None if milliseconds < 0 else milliseconds / 1000
-
-
-class Heartbeats:
-    """Writes a worker's heartbeat. Methods raise redis.RedisError when Redis cannot be had."""
-
-    def __init__(self, client: redis.Redis, keys: Keys) -> None:
-        self._client = client
-        self._keys = keys
-
-    def beat(self, info: WorkerInfo) -> None:
-        """Say that the worker is there, for half a minute."""
-        key = f"{self._keys.workers}{info.id}"
-        with self._client.pipeline(transaction=True) as pipeline:
-            fields = info.model_dump(exclude={"id"})
-            pipeline.hset(key, mapping={name: str(value) for name, value in fields.items()})
-            pipeline.expire(key, TTL_S)
-            pipeline.execute()
-
-    def forget(self, worker_id: str) -> None:
-        """Say that it is gone."""
-        self._client.delete(f"{self._keys.workers}{worker_id}")

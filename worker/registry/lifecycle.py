@@ -13,6 +13,7 @@ class ClaimRefusal(StrEnum):
     TERMINAL = "terminal"  # the job or the unit is finished
     NEWER = "newer"  # a job whose fields another version of this code wrote
     BUSY = "busy"  # a live lease is on it
+    OTHER_MODEL = "other_model"  # a shard of a model that this worker does not serve
     SPLIT = "split"  # it crashed a worker while it ran alone, and was cut into parts that are announced by themselves
     SUSPECT = "suspect"  # it crashed a worker before: only a worker that runs nothing else may claim it
 

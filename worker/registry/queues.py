@@ -1,8 +1,11 @@
-"""Reads what waits: the message queue and its lanes, shards that nobody holds, units that nobody runs, backlogs."""
+"""Reads what waits: message queues and their lanes, shards that nobody holds, units that nobody runs, backlogs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import redis
@@ -10,22 +13,36 @@ import redis
 from worker.registry.exchange import RedisReply, Scripts, ask, ask_one, text
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import Claim
+from worker.registry.models import ModelDirectory
 
-QUEUE = "millrace"
+QUEUE = "millrace"  # of plans, which any worker makes, and of shards that no model is noted of
 
 # A message of priority p waits in the lane of the greatest step that is not above p; 0 is taken first.
 PRIORITY_STEPS = (0, 3, 6, 9)
 # Plans go first, whatever their job's priority: a plan is short, and would wait behind shards that wait for a slot.
 PLAN_PRIORITY = 0
 _SEPARATOR = "\x06\x16"  # kombu's, between the queue's name and the step
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 HINT, NONE = "hint", "none"
 
 LONGEST_GRACE_S = 600.0  # the doubling of the grace ends here
 STALE_S = 600.0  # a unit that waited this long is announced again even while its lane is not empty
+UNSERVED_S = (
+    30.0  # between looks at a shard whose model nobody serves; its message waits where that model's workers look
+)
 MAX_UNITS = 100  # in one look: bounds the script's time
 
 MAX_SHARDS = 500  # read in one look: bounds the time for which Redis does nothing else
+
+
+def queue_of(model: str) -> str:
+    """The message queue of a model's shards; "": of no model. A name that is no plain word is hashed."""
+    if not model:
+        return QUEUE
+    if _PLAIN_NAME.fullmatch(model) is None:
+        model = f"sha256-{hashlib.sha256(model.encode()).hexdigest()[:32]}"
+    return f"{QUEUE}.{model}"
 
 
 def steps_by_priority() -> list[int]:
@@ -33,25 +50,28 @@ def steps_by_priority() -> list[int]:
     return [max(step for step in PRIORITY_STEPS if step <= priority) for priority in range(10)]
 
 
-def lanes_by_priority() -> list[str]:
-    """For priorities 0 .. 9, the Redis list in which their messages wait."""
-    return [f"{QUEUE}{_SEPARATOR}{step}" if step else QUEUE for step in steps_by_priority()]
+def lanes_by_priority(queue: str = QUEUE) -> list[str]:
+    """For priorities 0 .. 9, the Redis list in which the queue's messages wait."""
+    return [f"{queue}{_SEPARATOR}{step}" if step else queue for step in steps_by_priority()]
 
 
 class ShardQueue:
     """Chooses which queued shard a worker should claim next. Raises redis.RedisError when Redis cannot be had."""
 
-    def __init__(self, client: redis.Redis, keys: Keys, *, ageing_s: float) -> None:
+    def __init__(self, client: redis.Redis, keys: Keys, *, ageing_s: float, models: Sequence[str] = ()) -> None:
+        """`models`: the names of the one that is served here."""
         self._client = client
         self._keys = keys
         self._ageing_ms = round(ageing_s * 1000)
+        self._models = json.dumps(models)
 
     def choose(self, hint: UnitRef, held: Iterable[Claim], *, only_new_tenants: bool) -> UnitRef | None:
         """The shard that a worker with these leases claims on a message about `hint`; None if it may claim none.
 
-        First the tenant with the fewest prompts here; then its shard whose turn is earliest, by time and priority, or
-        rather the next in prefix order of those within a step of priority. `only_new_tenants`: no tenant that has
-        shards here. It is `hint` if none is queued, and may turn out not to be claimable.
+        Of the shards of its model, and of those without one: first the tenant with the fewest prompts here; then its
+        shard whose turn is earliest, by time and priority, or rather the next in prefix order of those within a step of
+        priority. `only_new_tenants`: no tenant that has shards here. It is `hint` if none is queued, and may turn out
+        not to be claimable.
         """
         here: dict[str, tuple[int, str]] = {}
         for claim in held:
@@ -63,6 +83,7 @@ class ShardQueue:
             only_new_tenants=int(only_new_tenants),
             ageing_ms=self._ageing_ms,
             hint=str(hint),
+            models=self._models,
         )
         answer = text(ask_one(self._client, call))
         if answer == NONE:
@@ -77,49 +98,55 @@ class DueUnit:
     ref: UnitRef
     priority: int  # its job's, 0 first .. 9 last
     should_close: bool  # write its error records; otherwise announce it again
+    model: str = ""  # a shard's; "": a plan, or planned by an older version
 
 
 class ReapQueue:
     """Finds units to announce again or to close. Raises redis.RedisError when Redis cannot be had."""
 
-    def __init__(self, client: redis.Redis, keys: Keys, *, grace_s: float, ageing_s: float) -> None:
-        self._client = client
+    def __init__(self, directory: ModelDirectory, keys: Keys, *, grace_s: float, ageing_s: float) -> None:
+        self._directory = directory
+        self._client = directory.client
         self._keys = keys
         self._grace_ms = round(grace_s * 1000)
         self._ageing_ms = round(ageing_s * 1000)  # of waiting, worth one step of priority
 
     def due(self) -> list[DueUnit]:
-        """Units that are due now. Each is put off by its grace, so that only one caller gets it."""
-        steps, num_messages = steps_by_priority(), _messages(self._client)
+        """Units that are due now, of models that are served. Each is put off by its grace: only one caller gets it."""
+        steps = steps_by_priority()
+        found = _messages(self._client, ("", *self._directory.read().names))
         call = Scripts.REAP(
             self._keys.of_queue_scripts(),
-            [steps, [num_messages[step] for step in steps]],
+            [(model, json.dumps([lanes[step] for step in steps])) for model, lanes in found.items()],
             prefix=self._keys.prefix,
             max_units=MAX_UNITS,
             grace_ms=self._grace_ms,
             longest_grace_ms=round(LONGEST_GRACE_S * 1000),
             stale_ms=round(STALE_S * 1000),
+            unserved_ms=round(UNSERVED_S * 1000),
             plan_priority=PLAN_PRIORITY,
             ageing_ms=self._ageing_ms,
+            steps=json.dumps(steps),
         )
-        reply = ask_one(self._client, call)
-        words = [text(word) for word in reply]
+        words = [text(word) for word in ask_one(self._client, call)]
         return [
-            DueUnit(UnitRef.of_member(member), should_close=action == "close", priority=int(priority))
-            for member, action, priority in zip(words[::3], words[1::3], words[2::3], strict=True)
+            DueUnit(UnitRef.of_member(member), should_close=action == "close", priority=int(priority), model=model)
+            for member, action, priority, model in zip(words[::4], words[1::4], words[2::4], words[3::4], strict=True)
         ]
 
     def has_messages(self) -> bool:
-        """Whether messages wait in the broker's lanes."""
-        return any(_messages(self._client).values())
+        """Whether messages wait that this worker takes."""
+        found = _messages(self._client, ("", *self._directory.own_names))
+        return any(any(lanes.values()) for lanes in found.values())
 
 
 @dataclass(frozen=True, slots=True)
 class TenantBacklog:
-    """A tenant's shards that nobody holds, as far as they were read."""
+    """A tenant's shards of one model that nobody holds, as far as they were read."""
 
     tenant: str
-    open_prompts: int  # of all its jobs, without a record
+    model: str  # "": planned by an older version
+    open_prompts: int  # of all the tenant's jobs, without a record
     waiting: Mapping[int, tuple[int, float]]  # by priority: shards, and for how many seconds the oldest has waited
     num_unread: int  # more shards, of which only the number is known
 
@@ -133,10 +160,10 @@ class QueueReading:
     open_bytes: int  # of those jobs' lines
     open_units: int  # plans and shards that are not finished
     overdue_s: float  # how long the first of them has been due for a look that nobody gave it
-    backlogs: tuple[TenantBacklog, ...]  # of the tenants with the most waiting shards
-    other_waiting_shards: int  # of all other tenants together
+    backlogs: tuple[TenantBacklog, ...]  # of the tenants and models with the most waiting shards
+    other_waiting_shards: Mapping[str, int]  # by model: of all its other tenants together
     num_waiting_tenants: int
-    messages: Mapping[int, int]  # in the broker's lanes, by the lane's step
+    messages: Mapping[str, Mapping[int, int]]  # by model, "" for plans: in the broker's lanes, by the lane's step
     submitted_jobs: int
     submitted_prompts: int
     ended_jobs: Mapping[str, int]  # by state, see JobState
@@ -146,12 +173,13 @@ class QueueReading:
 
 
 class QueueFigures:
-    """Reads the queue's figures in two round trips, changing nothing. Raises redis.RedisError."""
+    """Reads the queue's figures in three round trips, changing nothing. Raises redis.RedisError."""
 
-    def __init__(self, client: redis.Redis, keys: Keys, *, max_tenants: int) -> None:
-        self._client = client
+    def __init__(self, directory: ModelDirectory, keys: Keys, *, max_tenants: int) -> None:
+        self._directory = directory
+        self._client = directory.client
         self._keys = keys
-        self._max_tenants = max_tenants  # told apart
+        self._max_tenants = max_tenants  # told apart, pairs of tenant and model
 
     def read(self) -> QueueReading:
         """The queue at this moment."""
@@ -162,20 +190,22 @@ class QueueFigures:
             max_shards=MAX_SHARDS,
         )
         reply = ask_one(self._client, call)
-        num_units, overdue_ms, num_dead, num_tenants, counters, rows, num_others = reply
+        num_units, overdue_ms, num_dead, num_tenants, counters, rows, others = reply
         jobs, prompts, num_bytes, sub_jobs, sub_prompts, total, frames, done, failed, cancelled, expired = [
             int(value or 0) for value in counters
         ]
+        backlogs = tuple(map(_backlog, rows))
+        models = dict.fromkeys(["", *self._directory.read().names, *(backlog.model for backlog in backlogs)])
         return QueueReading(
             open_jobs=jobs,
             open_prompts=prompts,
             open_bytes=num_bytes,
             open_units=num_units,
             overdue_s=overdue_ms / 1000,
-            backlogs=tuple(_backlog(row) for row in rows),
-            other_waiting_shards=num_others,
+            backlogs=backlogs,
+            other_waiting_shards={text(model): num_shards for model, num_shards in others},
             num_waiting_tenants=num_tenants,
-            messages=_messages(self._client),
+            messages=_messages(self._client, models),
             submitted_jobs=sub_jobs,
             submitted_prompts=sub_prompts,
             ended_jobs={"completed": done, "failed": failed, "cancelled": cancelled, "expired": expired},
@@ -185,14 +215,23 @@ class QueueFigures:
         )
 
 
-def _messages(client: redis.Redis) -> dict[int, int]:
+def _messages(client: redis.Redis, models: Iterable[str]) -> dict[str, dict[int, int]]:
+    """By model, "" for none, and by the lane's step: how many messages wait."""
     # Not in the scripts: the broker's lists are in another hash slot.
-    lanes = dict(zip(steps_by_priority(), lanes_by_priority(), strict=True))
-    return dict(zip(lanes, ask(client, [("LLEN", lane) for lane in lanes.values()]), strict=True))
+    lanes = {
+        (model, step): lane
+        for model in models
+        for step, lane in zip(steps_by_priority(), lanes_by_priority(queue_of(model)), strict=True)
+    }
+    lengths = ask(client, [("LLEN", lane) for lane in lanes.values()])
+    found: dict[str, dict[int, int]] = {}
+    for (model, step), length in zip(lanes, lengths, strict=True):
+        found.setdefault(model, {})[step] = length
+    return found
 
 
 def _backlog(row: RedisReply) -> TenantBacklog:
-    tenant, prompts, by_priority, num_unread = row
+    tenant, model, prompts, by_priority, num_unread = row
     # A shard whose job is gone has no priority any more; `choose` takes it out.
     waiting = {int(priority): (count, oldest_ms / 1000) for priority, count, oldest_ms in by_priority if priority}
-    return TenantBacklog(text(tenant), int(prompts), waiting, num_unread)
+    return TenantBacklog(text(tenant), text(model), int(prompts), waiting, num_unread)

@@ -12,7 +12,7 @@ from engine.structured.grammar import Grammar
 from engine.text.tokenizer import Tokenizer
 from worker.lines.bodies import DEFAULT_MAX_TOKENS, CompletionBody, EmbeddingBody
 from worker.lines.chat import ChatBody
-from worker.lines.request_line import Endpoint, GeneratingBody, RequestBody, RequestLine, names_model
+from worker.lines.request_line import ANY_MODEL, Endpoint, GeneratingBody, RequestBody, RequestLine, names_model
 from worker.requests.call_grammar import CallGrammar
 from worker.requests.chat_prompts import ChatPrompts
 from worker.requests.step_engine import StepEngine
@@ -24,34 +24,44 @@ T = TypeVar("T")
 class RequestBuilder:
     """Builds requests for one model: chat template, tokenisation, sampling parameters."""
 
-    def __init__(self, engine: StepEngine, prompts: ChatPrompts, grammars: CallGrammar, *, model_name: str) -> None:
-        """`model_name`: the one that lines may give."""
+    def __init__(
+        self, engine: StepEngine, prompts: ChatPrompts, grammars: CallGrammar, *, names: Sequence[str]
+    ) -> None:
+        """`names`: those that lines may give, the model's own first; `*`: any."""
         self._tokenizer = engine.tokenizer
         self._generates = engine.generates
         self._chat_prompts = prompts
         self._call_grammar = grammars
         self._max_model_len = engine.max_model_len  # tokens one request may have, prompt and output together
-        self._model_name = model_name
+        self._names = names
 
     def build_all(
-        self, lines: Sequence[tuple[RequestLine, str]], *, created_s: int, tenant: str = ""
+        self,
+        lines: Sequence[tuple[RequestLine, str]],
+        *,
+        created_s: int,
+        tenant: str = "",
+        is_resolved: bool = False,
     ) -> list[AnyRequest | Exception]:
         """The engine's request for each (line, request id), or what is wrong with the line.
 
         An InvalidRequest is what only the model can judge: another model's name, an endpoint it cannot serve, no chat
         template, a conversation its template refuses, a prompt longer than the context. Another exception is our own
         fault. Token ids are the engine's to check. Texts are tokenised together. `created_s`: see ChatPrompts.text.
+        `is_resolved`: the lines mean this model, whatever they name.
         """
         bodies = [line.body for line, _ in lines]
-        inputs = self._encode_all(bodies, [attempt(self._inputs, body, created_s) for body in bodies])
+        found = [attempt(self._inputs, body, created_s, is_resolved) for body in bodies]
+        inputs = self._encode_all(bodies, found)
         return [
-            found if isinstance(found, Exception) else attempt(self._request, line.body, found, request_id, tenant)
-            for (line, request_id), found in zip(lines, inputs, strict=True)
+            given if isinstance(given, Exception) else attempt(self._request, line.body, given, request_id, tenant)
+            for (line, request_id), given in zip(lines, inputs, strict=True)
         ]
 
-    def _inputs(self, body: RequestBody, created_s: int) -> Sequence[str | Sequence[int]]:
+    def _inputs(self, body: RequestBody, created_s: int, is_resolved: bool) -> Sequence[str | Sequence[int]]:
         """The prompt, or the inputs of an embedding line: text to tokenise, or the token ids that the line gives."""
-        self._check_model(body.model)
+        if not is_resolved:
+            self._check_model(body.model)
         if isinstance(body, EmbeddingBody):
             return body.input
         if not self._generates:
@@ -112,9 +122,10 @@ class RequestBuilder:
         return None if given is None else Grammar(given.kind, given.text, given.param)
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and not names_model(name, self._model_name):
+        if name is not None and ANY_MODEL not in self._names and not any(names_model(name, own) for own in self._names):
+            accepted = ", ".join(map(repr, self._names))
             raise InvalidRequest(
-                f"model is {name!r}; accepted: {self._model_name!r}, or leave it out (model.name sets the name)",
+                f"model is {name!r}; accepted: {accepted}, or leave it out (model.name and model.aliases set names)",
                 param="model",
                 code="model_not_found",
             )

@@ -45,12 +45,15 @@ class ServedModel:
         self.tokenizer = engine.tokenizer
         self.answers = AnswerReader(prompts, token_text)
         self.requests = RequestBuilder(
-            engine, prompts, CallGrammar(prompts, token_text.special_marks), model_name=self._name
+            engine, prompts, CallGrammar(prompts, token_text.special_marks), names=served_names(settings)
         )
 
-    def job(self, job_id: str, *, created_s: int, tenant: str = "") -> ServedJob:
-        """The requests and records of one job; `created_s`: its Unix time."""
-        return ServedJob(self, RecordContext(job_id, self._name, created_s), tenant)
+    def job(self, job_id: str, *, created_s: int, tenant: str = "", is_resolved: bool = False) -> ServedJob:
+        """The requests and records of one job; `created_s`: its Unix time.
+
+        `is_resolved`: its lines were found to mean this model, whatever they name.
+        """
+        return ServedJob(self, RecordContext(job_id, self._name, created_s), tenant, is_resolved)
 
 
 def served_model_name(model: ModelSettings) -> str:
@@ -65,6 +68,11 @@ def served_model_name(model: ModelSettings) -> str:
     return model_directory(model).resolve().name or UNNAMED
 
 
+def served_names(model: ModelSettings) -> tuple[str, ...]:
+    """The names that requests may give: the model's own, then its aliases, `*` among them. Raises SettingsError."""
+    return (served_model_name(model), *model.alias_names)
+
+
 @dataclass(frozen=True, slots=True)
 class Unrunnable:
     """The record of a line that cannot be run."""
@@ -76,10 +84,11 @@ class Unrunnable:
 class ServedJob:
     """Translates for one job: its lines to requests, and the engine's outputs and errors to records."""
 
-    def __init__(self, model: ServedModel, context: RecordContext, tenant: str) -> None:
+    def __init__(self, model: ServedModel, context: RecordContext, tenant: str, is_resolved: bool) -> None:
         self._model = model
         self._context = context
         self._tenant = tenant
+        self._is_resolved = is_resolved
 
     def prepare(
         self, lines: Sequence[RequestLine | LineError], request_id: Callable[[RequestLine], str]
@@ -87,7 +96,8 @@ class ServedJob:
         """For each line what to run, or the record that says why not. Many together are cheaper than one by one."""
         good = [(line, request_id(line)) for line in lines if isinstance(line, RequestLine)]
         build_all = self._model.requests.build_all
-        built = iter(build_all(good, created_s=self._context.created_s, tenant=self._tenant))
+        created_s, is_resolved = self._context.created_s, self._is_resolved
+        built = iter(build_all(good, created_s=created_s, tenant=self._tenant, is_resolved=is_resolved))
         return [
             Unrunnable(line.index, line_error_record(line, self._context))
             if isinstance(line, LineError)

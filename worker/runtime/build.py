@@ -14,14 +14,15 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from settings import Settings
 from worker.app import SPARE_THREADS
 from worker.broker.messages import Announcer
+from worker.lines.request_line import names_model
 from worker.metrics.catalogue import TOP_TENANTS
 from worker.metrics.server import MetricsServer
 from worker.registry.connect import connect
 from worker.registry.intake import JobIntake
 from worker.registry.keys import Keys
-from worker.registry.leases import Heartbeats
+from worker.registry.models import Announcement, Heartbeats, ModelDirectory
 from worker.registry.queues import QueueFigures, ReapQueue, ShardQueue
-from worker.requests.served_model import served_model_name
+from worker.requests.served_model import served_names
 from worker.requests.step_engine import StepEngine, request_window
 from worker.runtime.counts import CountedLeases, EngineMeter, QueueReader, UnitCounts
 from worker.runtime.engine_thread import EngineThread
@@ -53,7 +54,8 @@ class WorkerParts:
     ) -> None:
         worker, limits = settings.worker, settings.limits
         self.settings = settings
-        self.model_name = served_model_name(settings.model)
+        self.announcement = announced_names(settings)
+        self.model_name = self.announcement.name
         self.worker_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"  # owns its leases
         self.client = connect(settings.redis)  # one pool of connections for all parts
         self.activity = Activity(worker.concurrency + SPARE_THREADS)
@@ -61,24 +63,21 @@ class WorkerParts:
             settings.tracing, service="millrace-worker", instance=self.worker_id, model_name=self.model_name
         )
         self._keys, self._announcer = Keys(), Announcer(app)
+        self.directory = ModelDirectory(self.client, self._keys, worker_id=self.worker_id, known=limits.model_names)
         self._counts, self._meter = UnitCounts(), EngineMeter()
         self.held_units = HeldUnits(self.tracing, on_held=self._counts.add_attempt, on_removed=self._counts.add_end)
         self.state = WorkerState(self.held_units, drain=self._drain, on_failure=on_failure)
         window = AdmissionWindow(request_window(settings.engine.max_num_seqs), ageing_s=worker.ageing_s)
         self.engine = EngineThread(load_engine, window=window, on_failure=self.state.engine_failed, meter=self._meter)
+        names = self.announcement.names
         self._leases = CountedLeases(
-            self.client, self._keys, owner=self.worker_id, settings=worker, counts=self._counts
+            self.client, self._keys, owner=self.worker_id, settings=worker, models=names, counts=self._counts
         )
         self._closer = UnitCloser(self._leases, limits)
         self._writer = ResultWriter(self._leases, batch_size=worker.result_batch_size, replace_refused=refused_record)
         self.runner = self._make_runner()
         self.planner = Planner(
-            self._leases,
-            self._announcer,
-            self._closer,
-            settings=worker,
-            limits=limits,
-            model_name=self.model_name,
+            self._leases, self._announcer, self._closer, self.directory, settings=worker, limits=limits
         )
         self.shards = ShardRunner(ShardParts(self._leases, self.engine, self._writer, self._closer), limits=limits)
         self.staged_jobs = StagedJobs(JobIntake(self.client, self._keys, settings), self._keys, self._announcer)
@@ -86,7 +85,7 @@ class WorkerParts:
 
     def _make_runner(self) -> UnitRunner:
         worker = self.settings.worker
-        queue = ShardQueue(self.client, self._keys, ageing_s=worker.ageing_s)
+        queue = ShardQueue(self.client, self._keys, ageing_s=worker.ageing_s, models=self.announcement.names)
         return UnitRunner(
             self._leases,
             self._closer,
@@ -98,16 +97,16 @@ class WorkerParts:
 
     def _make_threads(self) -> None:
         worker, failed = self.settings.worker, self.state.thread_failed
-        heartbeats = Heartbeats(self.client, self._keys)
+        heartbeats = Heartbeats(self.directory, self._keys)
         keeper = LeaseKeeper(
             self._leases, heartbeats, self.held_units, self.engine, settings=worker, describe=self._describe
         )
-        due = ReapQueue(self.client, self._keys, grace_s=worker.reap_grace_s, ageing_s=worker.ageing_s)
+        due = ReapQueue(self.directory, self._keys, grace_s=worker.reap_grace_s, ageing_s=worker.ageing_s)
         reaper = Reaper(due, self._announcer, self._closer, interval_s=worker.reap_interval_s, is_well=self._is_well)
         watchdog = Watchdog(
             self.engine, self.activity, due, hang_timeout_s=worker.hang_timeout_s, on_trouble=self.state.fail
         )
-        figures = QueueFigures(self.client, self._keys, max_tenants=TOP_TENANTS)
+        figures = QueueFigures(self.directory, self._keys, max_tenants=TOP_TENANTS)
         reader = QueueReader(figures, interval_s=self.settings.metrics.queue_interval_s)
         self.watchdog = SupervisedThread("watchdog", watchdog.run, on_failure=failed)
         self.threads = [  # around the engine, in the order of their start; the last stops first
@@ -159,6 +158,18 @@ class WorkerParts:
             open_requests=self.engine.num_open_requests,
             held=len(self.held_units),
         )
+
+
+def announced_names(settings: Settings) -> Announcement:
+    """What a worker of these settings will say that it serves, as far as it is known before its model is loaded.
+
+    A name of limits.models that means the model, such as its name on a hub, is one of its aliases: jobs wait under it.
+    Raises SettingsError for a model.path that is not under model.root.
+    """
+    name, *aliases = served_names(settings.model)
+    waited_for = [known for known in settings.limits.model_names if names_model(known, name)]
+    further = dict.fromkeys(alias for alias in (*aliases, *waited_for) if alias != name)
+    return Announcement(name=name, aliases=tuple(further))
 
 
 def package_version() -> str:

@@ -70,9 +70,16 @@ class CountedLeases(UnitLeases):
     """A worker's leases, which count records once Redis has said that it took them."""
 
     def __init__(
-        self, client: redis.Redis, keys: Keys, *, owner: str, settings: WorkerSettings, counts: UnitCounts
+        self,
+        client: redis.Redis,
+        keys: Keys,
+        *,
+        owner: str,
+        settings: WorkerSettings,
+        models: Sequence[str],
+        counts: UnitCounts,
     ) -> None:
-        super().__init__(client, keys, owner=owner, settings=settings)
+        super().__init__(client, keys, owner=owner, settings=settings, models=models)
         self._counts = counts
 
     def put(self, claim: Claim, records: Sequence[PromptRecord]) -> tuple[PutStatus, RunMode]:

@@ -13,8 +13,9 @@ import redis
 
 from settings import WorkerSettings
 from worker.broker.messages import Announcer
-from worker.registry.leases import Heartbeats, UnitLeases
+from worker.registry.leases import UnitLeases
 from worker.registry.lifecycle import StopReason
+from worker.registry.models import Heartbeats
 from worker.registry.queues import ReapQueue
 from worker.runtime.engine_thread import EngineThread
 from worker.runtime.held_units import HeldUnits
@@ -58,7 +59,10 @@ class LeaseKeeper:
         return max(time.monotonic() - self._renew_at, 0.0)
 
     def run(self, stopping: threading.Event) -> None:
-        """Keep leases until told to stop, then take the heartbeat back."""
+        """Keep leases until told to stop, then take the heartbeat back.
+
+        Raises SettingsError where another worker has taken a name of our model while Redis had forgotten ours.
+        """
         self._renew_at = time.monotonic()
         while not stopping.wait(min(WATCH_INTERVAL_S, self._renew_interval_s / 2)):
             try:
@@ -144,4 +148,4 @@ class Reaper:
                 self._closer.close_unclaimed(due.ref)
             else:
                 logger.info("announcing the unit again", extra=due.ref.log_fields)
-                self._announcer.announce(due.ref, due.priority)
+                self._announcer.announce(due.ref, due.priority, due.model)

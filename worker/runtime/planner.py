@@ -1,28 +1,32 @@
-"""Cuts a job's lines into shards whose prompts share prefixes, or refuses a strict job's file."""
+"""Cuts a job's lines into shards of one model each whose prompts share prefixes, or refuses the job."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 
 from settings import LimitSettings, WorkerSettings
 from worker.broker.messages import Announcer
 from worker.lines.errors import LineError
-from worker.lines.files import FileChecks
+from worker.lines.files import FileChecks, refusal
 from worker.lines.parse import parse_request_line
-from worker.lines.request_line import PrefixKey, prefix_sort_key, shard_head
+from worker.lines.request_line import PrefixKey, RequestLine, prefix_sort_key, shard_head
 from worker.records.failure import line_error_record
 from worker.records.record import RecordContext, encode_record
 from worker.registry.keys import UnitRef
-from worker.registry.leases import PromptRecord, UnitLeases
+from worker.registry.leases import NewShard, PromptRecord, UnitLeases
 from worker.registry.lifecycle import Outcome, PutStatus, StopReason
+from worker.registry.models import ModelDirectory, ServedModels
 from worker.runtime.held_units import HeldUnit
 from worker.schemas import BatchError
 from worker.unit_closer import UnitCloser
 
-Finding = tuple[PrefixKey, int] | LineError
+GoodLine = tuple[str, PrefixKey, int]  # its model, what its prompt begins with, its index
+Finding = GoodLine | LineError
 
-MAX_MODEL_CHARS = 200  # of the model that the lines name: it is sent with every status of the job
+WAITS = "or a name in limits.models, to wait for it"  # of a model that is not served yet
 CHUNK = 64  # lines of one read: at most 16 MiB with the default limits
 
 logger = logging.getLogger(__name__)
@@ -38,9 +42,10 @@ _CODES = {code: code for code in (
 
 
 class Planner:
-    """Reads every line of a job, records the bad ones, and cuts the good ones into shards in prefix order.
+    """Reads every line of a job, records the bad ones, and cuts the good ones into shards by model, in prefix order.
 
-    One bad line ends a strict job, of which then no line runs. A plan that is interrupted starts again from the first
+    One bad line ends a strict job, of which then no line runs; so does a job that names no model where several are
+    served end, strict or not. A plan that is interrupted starts again from the first
     line; records that were written stay.
     """
 
@@ -49,11 +54,12 @@ class Planner:
         leases: UnitLeases,
         announcer: Announcer,
         closer: UnitCloser,
+        directory: ModelDirectory,
         *,
         settings: WorkerSettings,
         limits: LimitSettings,
-        model_name: str,
     ) -> None:
+        self._directory = directory
         self._leases = leases
         self._announcer = announcer
         self._closer = closer
@@ -61,16 +67,18 @@ class Planner:
         self._batch_size = settings.result_batch_size
         self._ageing_s = settings.ageing_s
         self._limits = limits
-        self._model_name = model_name  # what this worker serves
 
     def plan(self, held: HeldUnit) -> None:
         """Plan the claimed job, or stop early with `held.stop_reason`. Raises redis.RedisError."""
         claim = held.claim
-        checks = FileChecks(endpoint=claim.endpoint, is_strict=claim.is_strict, served_model=self._model_name)
-        good: list[tuple[PrefixKey, int]] = []
-        findings = self._findings(held, checks)
-        is_open = self._refuse_file(held, findings, good) if claim.is_strict else self._record_bad(held, findings, good)
-        if not is_open:
+        checks = FileChecks(endpoint=claim.endpoint, is_strict=claim.is_strict)
+        lines = JobLines(self._directory.read(), checks, claim.job_model)
+        if lines.error is not None:
+            self._refuse_job(held, lines.error)
+            return
+        good: list[GoodLine] = []
+        take = self._refuse_file if claim.is_strict else self._record_bad
+        if not take(held, lines, good):
             return
         mode = held.stop_reason.closing_mode if held.stop_reason else None
         if mode is not None:
@@ -79,46 +87,63 @@ class Planner:
         elif held.stop_reason is None:
             self._cut(held, good, checks)
 
-    def _record_bad(self, held: HeldUnit, findings: Iterator[Finding], good: list[tuple[PrefixKey, int]]) -> bool:
+    def _record_bad(self, held: HeldUnit, lines: JobLines, good: list[GoodLine]) -> bool:
         """Write the bad lines' records, put the others into `good`; False if there is nothing more to plan."""
-        context = RecordContext(held.claim.ref.job_id, "", held.claim.created_s)
         bad: list[PromptRecord] = []
-        for finding in findings:
-            if isinstance(finding, LineError):
-                record = encode_record(line_error_record(finding, context))
-                bad.append(PromptRecord(finding.index, Outcome.ERROR, record))
+        unnamed: list[UnnamedModel] = []
+        for finding in self._findings(held, lines):
+            if isinstance(finding, UnnamedModel):
+                unnamed.append(finding)
+            elif isinstance(finding, LineError):
+                bad.append(_record(held, finding))
                 if len(bad) >= self._batch_size and not self._put(held, bad):
                     return False
             else:
                 good.append(finding)
+        if unnamed and held.stop_reason is None:
+            if not lines.has_names:
+                return self._refuse_job(held, unnamed[0])
+            for error in unnamed:
+                bad.append(_record(held, error))
+                if len(bad) >= self._batch_size and not self._put(held, bad):
+                    return False
         return not bad or self._put(held, bad)
 
-    def _refuse_file(self, held: HeldUnit, findings: Iterator[Finding], good: list[tuple[PrefixKey, int]]) -> bool:
-        """Fill `good`, or fail the job if a line is bad and there is no reason to stop; False if the job is over."""
-        refusal = FileRefusal(held.claim.num_lines)
-        for finding in findings:
-            if isinstance(finding, LineError):
-                refusal.add(finding)
-                good.clear()  # memory: none of them will run
-            elif not refusal:
-                good.append(finding)
-        if not refusal or held.stop_reason is not None:  # told to stop, we have not seen the whole file
-            return True
-        status, mode = self._leases.fail(held.claim, refusal.reason, refusal.errors)
+    def _refuse_job(self, held: HeldUnit, error: LineError) -> bool:
+        """Fail the job for what is wrong with all of it; False if it is over."""
+        entry = BatchError(code=error.code, message=error.message, param=error.param)
+        status, mode = self._leases.fail(held.claim, error.message, [entry])
         if status is PutStatus.JOB_DONE:
-            logger.info("the job was refused: %s", refusal.for_log)
+            logger.info("the job was refused: %s", error.code)
         held.hear(status, mode)
         return status is PutStatus.OPEN
 
-    def _findings(self, held: HeldUnit, checks: FileChecks) -> Iterator[Finding]:
-        """Each line without a record: its sort key and index, or its error. Ends early if told to stop."""
+    def _refuse_file(self, held: HeldUnit, lines: JobLines, good: list[GoodLine]) -> bool:
+        """Fill `good`, or fail the job if a line is bad and there is no reason to stop; False if the job is over."""
+        refused = FileRefusal(held.claim.num_lines)
+        for finding in self._findings(held, lines):
+            if isinstance(finding, LineError):
+                refused.add(finding)
+                good.clear()  # memory: none of them will run
+            elif not refused:
+                good.append(finding)
+        if not refused or held.stop_reason is not None:  # told to stop, we have not seen the whole file
+            return True
+        status, mode = self._leases.fail(held.claim, refused.reason, refused.errors)
+        if status is PutStatus.JOB_DONE:
+            logger.info("the job was refused: %s", refused.for_log)
+        held.hear(status, mode)
+        return status is PutStatus.OPEN
+
+    def _findings(self, held: HeldUnit, lines: JobLines) -> Iterator[Finding]:
+        """Each line without a record: its model, sort key and index, or its error. Ends early if told to stop."""
         job_id, wanted = held.claim.ref.job_id, set(held.claim.missing)
         num_lines = held.claim.num_lines
         for start in range(0, num_lines, CHUNK):
             indices = range(start, min(start + CHUNK, num_lines))
             for index, raw in zip(indices, self._leases.lines(job_id, indices), strict=True):
                 try:
-                    finding: Finding = self._key(index, raw, checks), index
+                    finding: Finding = self._good_line(index, raw, lines)
                 except LineError as error:
                     finding = error
                 if held.stop_reason is not None:
@@ -126,10 +151,9 @@ class Planner:
                 if index in wanted:  # the others have a record of an earlier try
                     yield finding
 
-    def _key(self, index: int, raw: bytes | None, checks: FileChecks) -> PrefixKey:
+    def _good_line(self, index: int, raw: bytes | None, lines: JobLines) -> GoodLine:
         line = parse_request_line(raw, index, self._limits)
-        checks.add(line)
-        return prefix_sort_key(line.prompt_key())
+        return lines.add(line), prefix_sort_key(line.prompt_key()), index
 
     def _put(self, held: HeldUnit, records: list[PromptRecord]) -> bool:
         """Write records and forget them; False if there is nothing more to plan."""
@@ -140,23 +164,95 @@ class Planner:
         held.hear(status, mode)
         return status is PutStatus.OPEN
 
-    def _cut(self, held: HeldUnit, good: list[tuple[PrefixKey, int]], checks: FileChecks) -> None:
+    def _cut(self, held: HeldUnit, good: list[GoodLine], checks: FileChecks) -> None:
         good.sort()
-        order = [index for _, index in good]
-        shards = [order[start : start + self._shard_size] for start in range(0, len(order), self._shard_size)]
-        heads = [shard_head(key) for key, _ in good[:: self._shard_size]]
-        model = checks.model and checks.model[:MAX_MODEL_CHARS]
+        shards = list(_shards(good, self._shard_size))
+        models = {shard.model for shard in shards}
         is_ours = self._leases.planned(
-            held.claim, shards, heads, ageing_s=self._ageing_s, endpoints=checks.endpoints, model=model
+            held.claim,
+            shards,
+            ageing_s=self._ageing_s,
+            endpoints=checks.endpoints,
+            model=models.pop() if len(models) == 1 else None,
         )
         if not is_ours:
             held.stop(StopReason.FENCED)
             return
         held.set_written()
         job_id = held.claim.ref.job_id
-        logger.info("job planned", extra={"prompts": len(order), "shards": len(shards)})
-        for number in range(len(shards)):
-            self._announcer.announce(UnitRef.shard(job_id, number), held.claim.priority)
+        logger.info("job planned", extra={"prompts": len(good), "shards": len(shards)})
+        for number, shard in enumerate(shards):
+            self._announcer.announce(UnitRef.shard(job_id, number), held.claim.priority, shard.model)
+
+
+def _record(held: HeldUnit, error: LineError) -> PromptRecord:
+    context = RecordContext(held.claim.ref.job_id, "", held.claim.created_s)
+    return PromptRecord(error.index, Outcome.ERROR, encode_record(line_error_record(error, context)))
+
+
+def _shards(good: list[GoodLine], size: int) -> Iterator[NewShard]:
+    for model, of_model in groupby(good, key=itemgetter(0)):
+        lines = list(of_model)
+        for start in range(0, len(lines), size):
+            shard = lines[start : start + size]
+            yield NewShard([index for _, _, index in shard], shard_head(shard[0][1]), model)
+
+
+class UnnamedModel(LineError):
+    """A line that names no model, where several could be meant."""
+
+
+class JobLines:
+    """Tells which model each line of a job is for, and compares the lines with one another.
+
+    That is the one that the line names, else the one that the job was submitted for, else the only one that is served.
+    """
+
+    def __init__(self, served: ServedModels, checks: FileChecks, job_model: str | None) -> None:
+        self._served = served
+        self._checks = checks
+        self._job_model = None if job_model is None else served.resolve(job_model)
+        self.has_names = False  # whether a line has named a model
+        self.error: LineError | None = None  # why no line can run
+        if job_model is not None and self._job_model is None:
+            message = f"the job's model is {job_model!r}; accepted: {self._accepted}"
+            self.error = LineError(message, code="model_not_found", index=0, param="model")
+
+    def add(self, line: RequestLine) -> str:
+        """The model of the next line. Raises LineError for a bad one, with which later lines are not compared."""
+        model = self._model_of(line)
+        self._checks.add(line)
+        return model
+
+    @property
+    def _accepted(self) -> str:
+        return f"{', '.join(map(repr, self._served.names))}, {WAITS}"
+
+    def _model_of(self, line: RequestLine) -> str:
+        name = line.body.model
+        if name is None:
+            return self._job_model or self._only_one(line)
+        self.has_names = True
+        model = self._served.resolve(name)
+        if model is None:
+            raise refusal(line, f"model is {name!r}; accepted: {self._accepted}", "model_not_found", "model")
+        if self._job_model not in (None, model):
+            accepted = f"accepted: {self._job_model!r}, which the job was submitted for"
+            raise refusal(line, f"model is {name!r}; {accepted}", "model_mismatch", "model")
+        return model
+
+    def _only_one(self, line: RequestLine) -> str:
+        models = self._served.of_endpoint(line.endpoint)
+        if len(models) == 1:
+            return models[0]
+        named = ", ".join(map(repr, models))
+        raise UnnamedModel(
+            f"no model is named, and {len(models)} are served; accepted: {named}, in the lines or as --model",
+            code="model_not_found",
+            index=line.index,
+            param="model",
+            custom_id=line.custom_id,
+        )
 
 
 class FileRefusal:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from engine.checkpoint.files import fingerprint
 from worker.broker.messages import MessageEnd
+from worker.lines.request_line import Endpoint
 from worker.registry.keys import UnitRef
 from worker.registry.lifecycle import StopReason
 from worker.requests.served_model import ServedModel
@@ -39,7 +41,9 @@ class WorkerRuntime:
         return self._parts.state.has_failed
 
     def load(self) -> None:
-        """Check that Redis answers and metrics.port is free, then load the engine, which may take minutes.
+        """Check that Redis answers and that the model's names and metrics.port are free, then load the engine.
+
+        That may take minutes. Other workers are told what is served once it is.
 
         Raises redis.RedisError, SettingsError, EngineError.
         """
@@ -47,8 +51,14 @@ class WorkerRuntime:
         parts.client.ping()
         if parts.metrics is not None:
             parts.metrics.start()
+        announcement = parts.announcement.model_copy(update={"fingerprint": fingerprint(parts.settings.model)})
+        parts.directory.check(announcement)
         logger.info("loading the model", extra={"model": parts.model_name})
-        parts.shards.serve(ServedModel(parts.engine.start(), parts.settings.model))
+        engine = parts.engine.start()
+        parts.shards.serve(ServedModel(engine, parts.settings.model))
+        endpoints = tuple(Endpoint) if engine.generates else (Endpoint.EMBEDDINGS,)
+        loaded = {"endpoints": endpoints, "context_tokens": engine.max_model_len}
+        parts.directory.announce(announcement.model_copy(update=loaded))
 
     def start(self) -> None:
         """Start the threads around the engine."""

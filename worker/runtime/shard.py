@@ -240,7 +240,9 @@ class ShardPrompts:
     def __init__(self, claim: Claim, model: ServedModel, *, limits: LimitSettings) -> None:
         self._claim = claim
         self._limits = limits
-        self._job = model.job(claim.ref.job_id, created_s=claim.created_s, tenant=claim.tenant)
+        self._job = model.job(
+            claim.ref.job_id, created_s=claim.created_s, tenant=claim.tenant, is_resolved=claim.model != ""
+        )
 
     def prepare(self, raw_lines: Iterable[tuple[int, bytes | None]]) -> list[Prepared | PromptRecord]:
         """For each (index, raw line): what to run, or the record that says why that cannot be run."""

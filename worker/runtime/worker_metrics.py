@@ -27,7 +27,7 @@ from worker.schemas import WorkerInfo
 LATE_S = 15.0
 
 # A number, or one for each value of the metric's label or labels, or a histogram.
-Figure = float | Mapping[str, float] | Mapping[tuple[str, str], float] | Mapping[tuple[str, ...], float] | StepHistogram
+Figure = float | Mapping[str, float] | Mapping[tuple[str, ...], float] | Mapping[tuple[str, str], float] | StepHistogram
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,16 +175,17 @@ def _engine_figures(worker: WatchedWorker, stats: EngineStats) -> dict[str, Figu
 
 def queue_figures(reading: QueueReading) -> dict[str, Figure]:
     """Figures of the queue, the same from every worker."""
-    waiting: dict[tuple[str, str], float] = {}
-    oldest: dict[tuple[str, str], float] = {}
+    waiting: dict[tuple[str, ...], float] = {}
+    oldest: dict[tuple[str, ...], float] = {}
     for backlog in reading.backlogs:
+        whose = (backlog.model, backlog.tenant)
         for priority, (count, oldest_s) in backlog.waiting.items():
-            waiting[backlog.tenant, str(priority)] = count
-            oldest[backlog.tenant, str(priority)] = oldest_s
+            waiting[*whose, str(priority)] = count
+            oldest[*whose, str(priority)] = oldest_s
         if backlog.num_unread:
-            waiting[backlog.tenant, UNREAD_PRIORITY] = backlog.num_unread
-    if reading.other_waiting_shards:
-        waiting[OTHER_TENANTS, UNREAD_PRIORITY] = reading.other_waiting_shards
+            waiting[*whose, UNREAD_PRIORITY] = backlog.num_unread
+    for model, num_shards in reading.other_waiting_shards.items():
+        waiting[model, OTHER_TENANTS, UNREAD_PRIORITY] = num_shards
     return {
         "millrace_queue_open_jobs": reading.open_jobs,
         "millrace_queue_open_prompts": reading.open_prompts,
@@ -195,7 +196,9 @@ def queue_figures(reading: QueueReading) -> dict[str, Figure]:
         "millrace_queue_waiting_tenants": reading.num_waiting_tenants,
         "millrace_queue_open_units": reading.open_units,
         "millrace_queue_overdue_seconds": reading.overdue_s,
-        "millrace_queue_messages": {str(step): count for step, count in reading.messages.items()},
+        "millrace_queue_messages": {
+            (model, str(step)): count for model, lanes in reading.messages.items() for step, count in lanes.items()
+        },
         "millrace_queue_submitted_jobs_total": reading.submitted_jobs,
         "millrace_queue_submitted_prompts_total": reading.submitted_prompts,
         "millrace_queue_ended_jobs_total": reading.ended_jobs,

@@ -30,7 +30,7 @@ from worker.doctor.redis import access_findings, redis_findings
 from worker.doctor.redis_facts import RedisFacts
 from worker.doctor.report import Level
 from worker.registry.connect import RedisAddress
-from worker.registry.leases import Heartbeats
+from worker.registry.models import Heartbeats
 from worker.schemas import WorkerInfo
 
 
@@ -271,7 +271,7 @@ def test_a_clock_that_is_off_is_a_warning_and_leases_are_not_in_danger(
 
 def beat(registry: TestRegistry, name: str, version: str = "0.1.0") -> None:
     info = WorkerInfo(id=name, version=version, model="tiny", steps=1, open_requests=0, held=0)
-    Heartbeats(registry.redis, registry.keys).beat(info)
+    Heartbeats(registry.directory(), registry.keys).beat(info)
 
 
 def test_workers_are_told_with_their_version_and_model(redis_url: str, registry: TestRegistry) -> None:

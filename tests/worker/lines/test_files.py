@@ -169,7 +169,7 @@ def test_a_carriage_return_at_the_end_of_a_file_counts_for_no_length() -> None:
 
 
 def _checks(*, strict: bool = False, endpoint: Endpoint | None = None) -> FileChecks:
-    return FileChecks(endpoint=endpoint, is_strict=strict, served_model="Qwen3-0.6B")
+    return FileChecks(endpoint=endpoint, is_strict=strict)
 
 
 def _codes(checks: FileChecks, *lines: bytes) -> list[str | None]:
@@ -189,7 +189,6 @@ def test_by_default_lines_may_name_any_endpoint_and_model() -> None:
     checks = _checks()
     assert _codes(checks, chat_line(model="a"), completion_line(model="b"), chat_line()) == [None, None, None]
     assert checks.endpoints == (CHAT, COMPLETIONS)
-    assert checks.model is None
 
 
 def test_by_default_a_custom_id_may_stand_once() -> None:
@@ -210,17 +209,4 @@ def test_the_lines_of_a_strict_file_name_the_first_ones_endpoint() -> None:
 
 def test_the_lines_of_a_strict_file_name_one_model_if_they_name_one() -> None:
     lines = [completion_line(), *(completion_line(model=name) for name in ("Qwen3-0.6B", "Qwen/Qwen3-0.6B"))]
-    checks = _checks(strict=True)
-    assert _codes(checks, *lines, completion_line()) == [None, None, "model_mismatch", None]
-    assert checks.model == "Qwen3-0.6B"
-
-
-def test_the_model_of_a_strict_file_is_served() -> None:
-    assert _codes(_checks(strict=True), completion_line(model="gpt-4o")) == ["model_not_found"]
-    assert _codes(_checks(strict=True), completion_line(model="Qwen/Qwen3-0.6B")) == [None]
-
-
-def test_lines_that_name_no_model_are_the_served_ones() -> None:
-    checks = _checks()
-    _codes(checks, completion_line(), chat_line())
-    assert checks.model == "Qwen3-0.6B"
+    assert _codes(_checks(strict=True), *lines, completion_line()) == [None, None, "model_mismatch", None]

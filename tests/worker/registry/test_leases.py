@@ -10,7 +10,7 @@ from tests.support.redis_servers import lose_next_script_reply
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.registry.errors import JobNotFound
 from worker.registry.keys import UnitRef
-from worker.registry.leases import Claim, PromptRecord, PromptResumeState, UnitLeases
+from worker.registry.leases import Claim, NewShard, PromptRecord, PromptResumeState, UnitLeases
 from worker.registry.lifecycle import ClaimRefusal, Outcome, PutStatus, RunMode
 from worker.schemas import JobState, SubmitOptions
 
@@ -217,12 +217,12 @@ def test_a_plan_whose_reply_is_lost_is_planned(registry: TestRegistry, monkeypat
     registry.running_job([0])  # Redis knows the script now
     plan = must_claim(leases, UnitRef.plan(registry.submit([b"x"])))
     lost = lose_next_script_reply(registry.redis, monkeypatch)
-    assert leases.planned(plan, [[0]], ageing_s=60.0)
+    assert leases.planned(plan, [NewShard([0])], ageing_s=60.0)
     assert lost
     assert must_claim(leases, UnitRef.shard(plan.ref.job_id, 0)).missing == (0,)
     other = must_claim(leases, UnitRef.plan(registry.submit([b"x"])))
     leases.release(other, count_attempt=False)
-    assert not leases.planned(other, [[0]], ageing_s=60.0)
+    assert not leases.planned(other, [NewShard([0])], ageing_s=60.0)
 
 
 def _claim(registry: TestRegistry, leases: UnitLeases, count: int = 3) -> Claim:

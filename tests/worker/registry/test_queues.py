@@ -10,7 +10,7 @@ from tests.support.registry import TestRegistry, must_claim, ok
 from worker.registry import queues as queue_figures
 from worker.registry.exchange import text
 from worker.registry.keys import UnitRef
-from worker.registry.leases import Claim
+from worker.registry.leases import Claim, NewShard
 from worker.registry.lifecycle import ClaimRefusal
 from worker.registry.queues import QueueFigures, QueueReading, lanes_by_priority
 from worker.schemas import SubmitOptions
@@ -26,7 +26,8 @@ def _job(
     lines = [b'{"prompt": "a"}'] * (prompts * len(heads))
     job_id = registry.submit(lines, SubmitOptions(tenant=tenant, priority=priority))
     leases = registry.leases()
-    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), indices, heads, ageing_s=AGEING_S)
+    shards = [NewShard(part, head, "fake") for part, head in zip(indices, heads, strict=True)]
+    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), shards, ageing_s=AGEING_S)
     planned_at_s = registry.time_s()
     while registry.time_s() - planned_at_s < 0.001:
         pass  # Redis tells turns apart by the millisecond
@@ -86,7 +87,7 @@ def test_a_better_priority_comes_first_unless_the_other_waited_longer(registry: 
 
 
 def _age(registry: TestRegistry, ref: UnitRef, seconds: float) -> None:
-    key = f"{registry.keys.queued}:t"
+    key = f"{registry.keys.queued}:t@fake"
     registry.redis.zincrby(key, -seconds * 1000, str(ref))
 
 
@@ -129,7 +130,7 @@ def test_a_suspect_and_its_parts_are_claimed_on_their_own_messages_alone(registr
 
 def test_a_shard_that_is_not_queued_is_claimed_on_its_own_message(registry: TestRegistry) -> None:
     older, queued = _job(registry, ["b", "a"], tenant="x")
-    assert registry.redis.zrem(f"{registry.keys.queued}:x", str(older)) == 1  # as an older worker's plan left it
+    assert registry.redis.zrem(f"{registry.keys.queued}:x@fake", str(older)) == 1  # as an older worker's plan left it
     assert Worker(registry, older).choose() == older
     assert Worker(registry, queued).choose() == queued
 
@@ -153,7 +154,7 @@ def test_names_of_shards_that_are_no_more_are_dropped(registry: TestRegistry) ->
 
 
 def _read(registry: TestRegistry, max_tenants: int = 20) -> QueueReading:
-    return QueueFigures(registry.redis, registry.keys, max_tenants=max_tenants).read()
+    return QueueFigures(registry.directory(), registry.keys, max_tenants=max_tenants).read()
 
 
 def _job_of_shards(registry: TestRegistry, tenant: str, num_shards: int, *, priority: int = 5) -> str:
@@ -169,14 +170,14 @@ def _age_shards(registry: TestRegistry, job_id: str, numbers: Sequence[int], sec
         ref = UnitRef.shard(job_id, number)
         tenant = registry.status(job_id).tenant
         registry.redis.hincrby(registry.keys.unit(ref), "first", -1000 * seconds)
-        registry.redis.zincrby(f"{registry.keys.queued}:{tenant}", -1000 * seconds, str(ref))
+        registry.redis.zincrby(f"{registry.keys.queued}:{tenant}@fake", -1000 * seconds, str(ref))
 
 
 def test_an_empty_redis_has_an_empty_queue(registry: TestRegistry) -> None:
     reading = _read(registry)
     assert (reading.open_jobs, reading.open_units, reading.overdue_s, reading.num_records) == (0, 0, 0, 0)
     assert (reading.backlogs, reading.num_waiting_tenants) == ((), 0)
-    assert reading.messages == {0: 0, 3: 0, 6: 0, 9: 0}
+    assert reading.messages == {"": {0: 0, 3: 0, 6: 0, 9: 0}}
     assert reading.ended_jobs == {"completed": 0, "failed": 0, "cancelled": 0, "expired": 0}
 
 
@@ -232,7 +233,7 @@ def test_only_the_tenants_with_the_longest_queues_are_told_apart(registry: TestR
         _job_of_shards(registry, tenant, num_shards)
     reading = _read(registry, max_tenants=2)
     assert {backlog.tenant for backlog in reading.backlogs} == {"b", "c"}
-    assert (reading.num_waiting_tenants, reading.other_waiting_shards) == (4, 1 + 2)
+    assert (reading.num_waiting_tenants, reading.other_waiting_shards) == (4, {"fake": 1 + 2})
 
 
 def test_a_look_keeps_to_its_budget_and_serves_small_queues_first(
@@ -259,7 +260,7 @@ def test_messages_dead_units_and_dead_frames_are_counted(registry: TestRegistry)
     registry.redis.zadd(registry.keys.dead, {"j/0": 1})
     registry.redis.hincrby(registry.keys.counters, "frames", 3)
     reading = _read(registry)
-    assert reading.messages == {0: 1, 3: 0, 6: 0, 9: 2}
+    assert reading.messages == {"": {0: 1, 3: 0, 6: 0, 9: 2}}
     assert (reading.num_dead_units, reading.num_dead_frames) == (1, 3)
 
 

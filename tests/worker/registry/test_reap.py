@@ -48,11 +48,11 @@ def test_the_grace_doubles_with_every_announcement(registry: TestRegistry) -> No
 
 def test_a_queued_unit_is_not_announced_while_its_lane_holds_messages(registry: TestRegistry) -> None:
     registry.running_job([0], options=SubmitOptions(priority=7))
-    registry.redis.lpush("millrace\x06\x166", "a message")
+    registry.redis.lpush("millrace.fake\x06\x166", "a message")
     registry.make_due()
     assert registry.reap_queue().due() == []
-    registry.redis.delete("millrace\x06\x166")
-    registry.redis.lpush("millrace", "another lane's message")
+    registry.redis.delete("millrace.fake\x06\x166")
+    registry.redis.lpush("millrace.fake", "another lane's message")
     registry.make_due()
     assert len(registry.reap_queue().due()) == 1
 
@@ -117,7 +117,7 @@ def _waits(registry: TestRegistry, ref: UnitRef, seconds: float) -> None:
 
 def test_a_shard_that_waits_is_announced_in_better_and_better_lanes(registry: TestRegistry) -> None:
     shard = UnitRef.shard(registry.running_job([0], options=SubmitOptions(priority=9)), 0)
-    for lane in ("millrace", "millrace\x06\x163", "millrace\x06\x166", "millrace\x06\x169"):
+    for lane in ("millrace.fake", "millrace.fake\x06\x163", "millrace.fake\x06\x166", "millrace.fake\x06\x169"):
         registry.redis.lpush(lane, "a message")  # a flood
     queue = registry.reap_queue(ageing_s=10)
     announced = []
@@ -130,7 +130,7 @@ def test_a_shard_that_waits_is_announced_in_better_and_better_lanes(registry: Te
 
 def test_a_shard_is_looked_at_when_it_has_waited_for_the_next_lane(registry: TestRegistry) -> None:
     shard = UnitRef.shard(registry.running_job([0], options=SubmitOptions(priority=7)), 0)
-    registry.redis.lpush("millrace\x06\x166", "a message")
+    registry.redis.lpush("millrace.fake\x06\x166", "a message")
     queue = registry.reap_queue(grace_s=600, ageing_s=10)
     registry.make_due()
     assert queue.due() == []
@@ -140,7 +140,7 @@ def test_a_shard_is_looked_at_when_it_has_waited_for_the_next_lane(registry: Tes
 def test_a_release_does_not_make_a_shard_young_again(registry: TestRegistry) -> None:
     leases = registry.leases()
     shard = UnitRef.shard(registry.running_job([0], options=SubmitOptions(priority=9)), 0)
-    for lane in ("millrace\x06\x166", "millrace\x06\x169"):
+    for lane in ("millrace.fake\x06\x166", "millrace.fake\x06\x169"):
         registry.redis.lpush(lane, "a message")
     queue = registry.reap_queue(ageing_s=10)
     _waits(registry, shard, 10)

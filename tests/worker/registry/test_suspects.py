@@ -110,7 +110,7 @@ def test_parts_are_announced_at_once_although_their_lane_is_full(registry: TestR
     _crash(registry, leases, UnitRef.shard(job_id, 0), alone=False)
     _crash(registry, leases, UnitRef.shard(job_id, 0), alone=True)
     leases.claim(UnitRef.shard(job_id, 0))
-    registry.redis.lpush("millrace\x06\x166", "a message")
+    registry.redis.lpush("millrace.fake\x06\x166", "a message")
     due = registry.reap_queue().due()
     assert [(unit.ref.unit, unit.priority) for unit in due] == [("1", 7), ("2", 7)]
 

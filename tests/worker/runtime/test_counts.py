@@ -48,7 +48,9 @@ def counts() -> UnitCounts:
 @pytest.fixture
 def leases(registry: TestRegistry, counts: UnitCounts) -> CountedLeases:
     settings = WorkerSettings(lease_s=0.1, renew_interval_s=0.05)
-    return CountedLeases(registry.redis, registry.keys, owner="tester", settings=settings, counts=counts)
+    return CountedLeases(
+        registry.redis, registry.keys, owner="tester", settings=settings, models=["fake"], counts=counts
+    )
 
 
 def _above_0(counters: Mapping[Name, int]) -> Mapping[Name, int]:
@@ -161,7 +163,7 @@ class Figures(QueueFigures):
     """The figures of a real queue, or an error that is raised instead."""
 
     def __init__(self, registry: TestRegistry) -> None:
-        super().__init__(registry.redis, registry.keys, max_tenants=20)
+        super().__init__(registry.directory(), registry.keys, max_tenants=20)
         self.error: Exception | None = None
         self.num_reads = 0
 

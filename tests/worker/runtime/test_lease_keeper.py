@@ -19,8 +19,9 @@ from tests.support.processes import running_thread, wait_until
 from tests.support.registry import TestRegistry, Units, must_claim, running_units
 from worker.broker.messages import MessageEnd
 from worker.registry.keys import UnitRef
-from worker.registry.leases import Claim, Heartbeats, UnitLeases
+from worker.registry.leases import Claim, UnitLeases
 from worker.registry.lifecycle import ClaimRefusal, PutStatus, RunMode, StopReason
+from worker.registry.models import Heartbeats
 from worker.registry.queues import DueUnit, ReapQueue
 from worker.runtime.held_units import HeldUnit, HeldUnits
 from worker.runtime.lease_keeper import WATCH_INTERVAL_S, LeaseKeeper, Reaper
@@ -34,7 +35,7 @@ LEASE_S = 30.0
 def _keeping(units: Units, *, hang_timeout_s: float = 60, renew_interval_s: float = 0.1) -> Iterator[LeaseKeeper]:
     keeper = LeaseKeeper(
         units.leases,
-        Heartbeats(units.registry.redis, units.registry.keys),
+        Heartbeats(units.registry.directory(), units.registry.keys),
         units.held_units,
         units.engine_thread,
         settings=WorkerSettings(lease_s=3000, renew_interval_s=renew_interval_s, hang_timeout_s=hang_timeout_s),

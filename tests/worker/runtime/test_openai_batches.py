@@ -50,8 +50,7 @@ BATCH_TIMES = {
 
 def _run(registry: TestRegistry, model: str, *lines: bytes, **options: object) -> OpenAIBatch:
     job_id = registry.submit(lines, SubmitOptions.model_validate({"strict": True, **options}))
-    with running_units(registry, FakeEngine(chat_template=CHAT_TEMPLATE)) as units:
-        units.model_name = model
+    with running_units(registry, FakeEngine(chat_template=CHAT_TEMPLATE), model=model) as units:
         units.run_job(job_id)
     return OpenAIBatch.read(registry, job_id)
 

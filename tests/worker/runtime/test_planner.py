@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from tests.support.request_lines import CHAT, COMPLETIONS, chat_line, completion
 from worker.lines.errors import LineError
 from worker.registry.keys import UnitRef
 from worker.registry.lifecycle import ClaimRefusal, StopReason
+from worker.registry.models import Announcement
 from worker.runtime.planner import CHUNK, MAX_ERRORS, FileRefusal
-from worker.schemas import JobState, SubmitOptions
+from worker.schemas import JobState, JobStatus, SubmitOptions
 
 STRICT = SubmitOptions(strict=True)
 
@@ -123,11 +125,93 @@ def test_a_plan_holds_some_of_the_lines_at_a_time(registry: TestRegistry) -> Non
     assert peak < size / 2, f"{peak} of {size} bytes"
 
 
-def test_of_a_models_long_name_a_job_keeps_the_beginning(registry: TestRegistry) -> None:
-    job_id = registry.submit([json.dumps({"prompt": "a", "model": "m" * 100_000}).encode()])
+def _plan(registry: TestRegistry, *lines: bytes, known: Sequence[str] = (), **options: object) -> JobStatus:
+    """A job of these lines, planned by a worker that serves `fake`, in shards of two lines."""
+    job_id = registry.submit(lines, SubmitOptions.model_validate(options))
     with running_units(registry) as units:
-        units.planner().plan(units.hold(UnitRef.plan(job_id)))
-    assert registry.status(job_id).model == "m" * 200
+        units.planner(known=known).plan(units.hold(UnitRef.plan(job_id)))
+        assert [unit for unit, _ in units.announcer.announced] == [
+            UnitRef.shard(job_id, number) for number in range(registry.status(job_id).shards_total)
+        ]
+    return registry.status(job_id)
+
+
+def _models(registry: TestRegistry, job: JobStatus) -> list[tuple[str, tuple[int, ...]]]:
+    """The model of each of the job's shards and the lines in it."""
+    leases = registry.leases(models=["fake", "other", "later"])
+    claims = [must_claim(leases, UnitRef.shard(job.id, number)) for number in range(job.shards_total)]
+    return [(claim.model, claim.missing) for claim in claims]
+
+
+def test_lines_that_name_several_models_are_split_to_them(registry: TestRegistry) -> None:
+    registry.serve("other")
+    names = ["other", "fake", "hub/other", "fake", "fake"]
+    job = _plan(registry, *(completion_line(model=name, custom_id=str(n)) for n, name in enumerate(names)))
+    assert (job.model, job.waiting_for) == (None, ())
+    assert _models(registry, job) == [("fake", (1, 3)), ("fake", (4,)), ("other", (0, 2))]
+
+
+def test_a_job_that_names_no_model_is_pinned_to_the_only_one(registry: TestRegistry) -> None:
+    job = _plan(registry, completion_line())
+    assert (job.model, _models(registry, job)) == ("fake", [("fake", (0,))])
+
+
+def test_a_line_that_names_no_model_is_for_the_one_that_serves_it(registry: TestRegistry) -> None:
+    embedder = Announcement(name="embedder", endpoints=("/v1/embeddings",))
+    registry.directory("embedding-worker").announce(embedder)
+    job = _plan(registry, completion_line())
+    assert _models(registry, job) == [("fake", (0,))]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_job_that_names_none_of_several_models_is_refused(registry: TestRegistry, strict: bool) -> None:
+    registry.serve("other")
+    job = _plan(registry, completion_line(), chat_line(custom_id="b"), strict=strict)
+    assert (job.status, job.request_counts.total) == (JobState.FAILED, 0)
+    message = "no model is named, and 2 are served; accepted: 'fake', 'other', in the lines or as --model"
+    assert {(error.code, error.message, error.param) for error in job.errors} == {("model_not_found", message, "model")}
+    assert job.error is not None
+    assert message in job.error
+
+
+def test_among_lines_with_models_one_that_names_none_fails_alone(registry: TestRegistry) -> None:
+    registry.serve("other")
+    job = _plan(registry, completion_line(), completion_line(model="other", custom_id="b"))
+    assert (job.status, job.request_counts.failed) == (JobState.IN_PROGRESS, 1)
+    assert _codes(registry, job.id) == {1: "model_not_found"}
+    assert _models(registry, job) == [("other", (1,))]
+
+
+def test_a_name_that_means_no_model_fails_its_line(registry: TestRegistry) -> None:
+    registry.serve("other", aliases=["gpt-4o-mini"])
+    job = _plan(registry, completion_line(model="gpt-4"), completion_line(model="gpt-4o-mini", custom_id="b"))
+    assert _codes(registry, job.id) == {1: "model_not_found"}
+    accepted = "model is 'gpt-4'; accepted: 'fake', 'other', 'gpt-4o-mini', or a name in limits.models, to wait for it"
+    assert accepted in registry.records(job.id)[0].decode()
+    assert _models(registry, job) == [("other", (1,))]
+
+
+def test_a_model_that_nobody_serves_yet_is_waited_for(registry: TestRegistry) -> None:
+    job = _plan(registry, completion_line(model="later"), completion_line(custom_id="b"), known=["later"])
+    assert (job.status, job.waiting_for) == (JobState.IN_PROGRESS, ("later",))
+    registry.serve("later")
+    assert registry.status(job.id).waiting_for == ()
+    assert _models(registry, job) == [("fake", (1,)), ("later", (0,))]
+
+
+def test_the_model_of_a_job_is_that_of_lines_that_name_none(registry: TestRegistry) -> None:
+    registry.serve("other")
+    lines = [completion_line(), completion_line(model="hub/other", custom_id="b")]
+    job = _plan(registry, *lines, completion_line(model="fake", custom_id="c"), model="other")
+    assert (job.model, _codes(registry, job.id)) == ("other", {3: "model_mismatch"})
+    assert _models(registry, job) == [("other", (0, 1))]
+
+
+def test_a_job_for_a_model_that_is_none_is_refused(registry: TestRegistry) -> None:
+    job = _plan(registry, completion_line(), model="gpt-4")
+    assert (job.status, job.model) == (JobState.FAILED, "gpt-4")
+    message = "the job's model is 'gpt-4'; accepted: 'fake', or a name in limits.models, to wait for it"
+    assert [(error.code, error.message) for error in job.errors] == [("model_not_found", message)]
 
 
 def test_a_good_file_runs(registry: TestRegistry) -> None:
@@ -177,8 +261,8 @@ def test_without_strict_the_same_lines_fail_alone(registry: TestRegistry) -> Non
     with running_units(registry) as units:
         units.planner(shard_size=3).plan(units.hold(UnitRef.plan(job_id)))
     job = registry.status(job_id)
-    assert (job.status, job.request_counts.failed, job.errors) == (JobState.IN_PROGRESS, 1, ())
-    assert (job.endpoint, job.model) == (f"{COMPLETIONS},{CHAT}", "other")
+    assert (job.status, job.request_counts.failed, job.errors) == (JobState.IN_PROGRESS, 2, ())
+    assert (job.endpoint, job.model) == (COMPLETIONS, "fake")
 
 
 def test_with_an_endpoint_only_the_lines_of_another_one_fail(registry: TestRegistry) -> None:

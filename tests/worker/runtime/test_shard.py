@@ -13,6 +13,7 @@ from tests.support.fake_engine import FAIL, REFUSE, FakeEngine, GatedEngine, ans
 from tests.support.processes import wait_until
 from tests.support.registry import TestRegistry, Units, must_claim, ok, running_units
 from worker.registry.keys import UnitRef
+from worker.registry.leases import NewShard
 from worker.registry.lifecycle import StopReason
 from worker.runtime.held_units import HeldUnit, HeldUnits
 from worker.runtime.shard import READ_AHEAD
@@ -27,7 +28,7 @@ def _hold_job(units: Units, prompts: list[str], options: SubmitOptions | None = 
     lines = [json.dumps({"prompt": prompt}).encode() for prompt in prompts]
     job_id = units.registry.submit(lines, options)
     plan = must_claim(units.leases, UnitRef.plan(job_id))
-    assert units.leases.planned(plan, [range(len(prompts))], ageing_s=60.0)
+    assert units.leases.planned(plan, [NewShard(range(len(prompts)))], ageing_s=60.0)
     return units.hold(UnitRef.shard(job_id, 0))
 
 

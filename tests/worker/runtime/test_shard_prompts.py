@@ -16,7 +16,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.registry import TestRegistry, must_claim
 from tests.support.request_lines import chat_line
 from worker.registry.keys import UnitRef
-from worker.registry.leases import Claim, PromptRecord
+from worker.registry.leases import Claim, NewShard, PromptRecord
 from worker.registry.lifecycle import StopReason
 from worker.requests.served_model import Prepared, ServedModel
 from worker.runtime.held_units import HeldUnit, reported
@@ -50,7 +50,7 @@ def _claim(registry: TestRegistry, job_id: str) -> Claim:
     registry.intake().stage(job_id, 0, [b'{"prompt": "a"}'])
     registry.intake().submit(job_id, 1, SubmitOptions())
     leases = registry.leases()
-    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), [[0]], ageing_s=60.0)
+    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), [NewShard([0], model="fake")], ageing_s=60.0)
     return must_claim(leases, UnitRef.shard(job_id, 0))
 
 
@@ -74,9 +74,15 @@ def test_a_template_that_writes_the_time_writes_that_of_the_job(registry: TestRe
     assert bytes(request.prompt_token_ids) == b"14 Nov 2023 22:13"
 
 
+def test_lines_found_to_mean_the_model_run_whatever_they_name(registry: TestRegistry) -> None:
+    prompts = _prompts(_claim(registry, registry.keys.new_job_id()))
+    assert len(_prepared(prompts.prepare([(0, b'{"prompt": "b", "model": "an alias of before"}')]))) == 1
+
+
 def test_lines_that_cannot_be_run_become_records_and_order_is_kept(registry: TestRegistry) -> None:
     raw_lines = [b'{"prompt": "a"}', b"{", None, b'{"prompt": "b", "model": "other"}', b'{"prompt": "c"}']
-    items = _prompts(_claim(registry, registry.keys.new_job_id())).prepare(enumerate(raw_lines, 5))
+    claim = replace(_claim(registry, registry.keys.new_job_id()), model="")  # as an older version planned it
+    items = _prompts(claim).prepare(enumerate(raw_lines, 5))
 
     requests = [request for _, request in _prepared(items) if isinstance(request, Request)]
     assert [request.prompt_token_ids for request in requests] == [[97], [99]]

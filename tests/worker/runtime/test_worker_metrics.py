@@ -89,14 +89,14 @@ def test_what_is_declared_is_served_and_nothing_else(
     port = _start(workers, engine=engine, worker__concurrency="1", worker__lease_s="30")
     workers.wait_up(client)
     client.submit([{"prompt": f"prompt {number}"} for number in range(200)], tenant="a-tenant", priority=7)
-    waiting = 'millrace_queue_waiting_shards{priority="7",tenant="a-tenant"}'
+    waiting = 'millrace_queue_waiting_shards{model="millrace",priority="7",tenant="a-tenant"}'
     wait_until(lambda: scrape(port).get(waiting) == 19, timeout_s=WAIT_S)
     text = get(port, "/metrics")[1]
     kinds = dict(line.split()[2:] for line in text.splitlines() if line.startswith("# TYPE"))
     assert kinds == {metric.name: metric.kind for metric in METRICS}
     found = scrape(port)
     assert found[waiting] == 19
-    assert 0 <= found['millrace_queue_oldest_wait_seconds{priority="7",tenant="a-tenant"}'] < WAIT_S
+    assert 0 <= found['millrace_queue_oldest_wait_seconds{model="millrace",priority="7",tenant="a-tenant"}'] < WAIT_S
     assert 100 < found['millrace_queue_tenant_open_prompts{tenant="a-tenant"}'] <= 200
     assert found['millrace_held_units{unit="shard"}'] == 1
     assert found["millrace_open_requests"] > 0

@@ -176,7 +176,7 @@ def test_copies_of_a_live_shards_message_do_not_run_it_again(
     announcer = Announcer(create_app(Settings(redis=registry.settings)))
     for _ in range(6):
         announcer.announce(UnitRef.shard(job_id, 0), 5)
-    wait_until(lambda: registry.redis.llen("millrace\x06\x163") == 0)
+    wait_until(lambda: registry.redis.llen("millrace.millrace\x06\x163") == 0)
     assert registry.redis.hget(shard, "fence") == b"1"
     gate.touch()
     assert client.wait(job_id, WAIT_S).request_counts.completed == 20
@@ -195,7 +195,7 @@ def test_sigterm_gives_back_what_the_drain_does_not_finish(
     assert worker.wait(FAKE_WORKER_STOP_TIMEOUT_S) == 0
     assert registry.redis.hmget(shard, "st", "att") == [b"queued", b"0"]
     assert not registry.redis.exists("unacked")
-    assert registry.redis.llen("millrace\x06\x163") == 1  # the message is back
+    assert registry.redis.llen("millrace.millrace\x06\x163") == 1  # the message is back
     workers.start()
     assert client.wait(job_id, WAIT_S).request_counts.completed == 10
 
@@ -213,7 +213,7 @@ def test_sigquit_gives_everything_back_at_once(
     for shard in shards:
         assert registry.redis.hmget(shard, "st", "att") == [b"queued", b"0"]
     assert not registry.redis.exists("unacked")
-    assert registry.redis.llen("millrace\x06\x163") == 3
+    assert registry.redis.llen("millrace.millrace\x06\x163") == 3
 
 
 def test_a_broken_engine_costs_an_attempt_and_ends_the_worker_with_70(

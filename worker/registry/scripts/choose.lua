@@ -1,6 +1,7 @@
 -- Which shard to claim on a message about some shard: a message is a hint. KEYS the unit of the message, queued, its job.
 -- ARGV key prefix, 1 if only a tenant may come that has nothing here, ms of waiting that are worth one step of priority,
--- the member of the message, then each tenant that has shards here, its prompts in them, the head of the last to come.
+-- the member of the message, the names of the model that is served here (JSON), then each tenant that has shards here,
+-- its prompts in them, the head of the last to come.
 -- Returns a member of the queued shards; 'hint': that of the message; 'none': all that are queued may not come.
 local UNIT, QUEUED, JOB, prefix = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
 local MOST_TENANTS, MOST_SHARDS = 1000, 64 -- looked at: bounds the script's time
@@ -8,31 +9,44 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
 -- A suspect, or one that becomes a suspect when it is claimed: whoever is to run alone should not wait for a turn too.
-local hint = redis.call('HMGET', UNIT, 'st', 'lease', 'att')
+local hint = redis.call('HMGET', UNIT, 'st', 'lease', 'att', 'model')
 if hint[1] == 'queued' and tonumber(hint[3]) > 0 then return 'hint' end
 if hint[1] == 'running' and tonumber(hint[2]) <= now then return 'hint' end
 -- Nobody would ever choose it: planned by an older worker, or taken out by one that does not know its job's version.
 local tenant = redis.call('HGET', JOB, 'tenant')
-if hint[1] == 'queued' and tenant and not redis.call('ZSCORE', QUEUED .. ':' .. tenant, ARGV[4]) then return 'hint' end
+if hint[1] == 'queued' and tenant then
+  local key = QUEUED .. ':' .. tenant
+  if hint[4] then key = key .. '@' .. hint[4] end
+  if not redis.call('ZSCORE', key, ARGV[4]) then return 'hint' end
+end
 
+local is_ours = {}
+for _, name in ipairs(cjson.decode(ARGV[5])) do is_ours[name] = true end
 local prompts_here, near = {}, {}
-for i = 5, #ARGV, 3 do prompts_here[ARGV[i]], near[ARGV[i]] = tonumber(ARGV[i + 1]), ARGV[i + 2] end
+for i = 6, #ARGV, 3 do prompts_here[ARGV[i]], near[ARGV[i]] = tonumber(ARGV[i + 1]), ARGV[i + 2] end
 
 -- The tenant with the fewest prompts here, of several that whose shard has the earliest turn.
 local chosen, is_any_queued = nil, false
-for _, other in ipairs(redis.call('ZRANGE', QUEUED, 0, MOST_TENANTS - 1)) do
-  local first = redis.call('ZRANGE', QUEUED .. ':' .. other, 0, 0, 'WITHSCORES')
+local function look(set, member, other)
+  local first = redis.call('ZRANGE', QUEUED .. ':' .. member, 0, 0, 'WITHSCORES')
   local prompts, turn = prompts_here[other] or 0, tonumber(first[2])
   if not turn then
-    redis.call('ZREM', QUEUED, other)
+    redis.call('ZREM', set, member)
   else
     is_any_queued = true
     local is_first = not chosen or prompts < chosen.prompts or (prompts == chosen.prompts and turn < chosen.turn)
     if is_first and (prompts == 0 or ARGV[2] ~= '1') then
-      chosen = {key = QUEUED .. ':' .. other, prompts = prompts, turn = turn, near = near[other] or ''}
+      chosen = {key = QUEUED .. ':' .. member, prompts = prompts, turn = turn, near = near[other] or ''}
     end
   end
 end
+
+for _, member in ipairs(redis.call('ZRANGE', QUEUED .. '@', 0, MOST_TENANTS - 1)) do
+  local other, model = string.match(member, '^([^@]*)@(.*)$')
+  if is_ours[model] then look(QUEUED .. '@', member, other) end
+end
+-- Shards without a model are anybody's.
+for _, member in ipairs(redis.call('ZRANGE', QUEUED, 0, MOST_TENANTS - 1)) do look(QUEUED, member, member) end
 if not chosen then return is_any_queued and 'none' or 'hint' end
 
 -- Of its shards whose turns lie within a step of priority the next in prefix order; behind the last comes the first.

@@ -1,4 +1,5 @@
--- Take a unit for a lease. ARGV job id, unit, worker, nonce, lease ms, max attempts, 1 if it would run alone.
+-- Take a unit for a lease. ARGV job id, unit, worker, nonce, lease ms, max attempts, 1 if it would run alone, the names
+-- of the model that the worker serves (JSON); whoever serves none may claim what is to be closed.
 -- A client that lost the reply sends the same call again: its nonce shows that the lease is already its own.
 -- A unit that crashed a worker is a suspect and runs alone from then on; one that crashed a worker alone is guilty. What
 -- is guilty is split, down to the one prompt that kills, and only that one is ever lost.
@@ -7,20 +8,22 @@ local lease, max_attempts = tonumber(ARGV[5]), tonumber(ARGV[6])
 local member = job_id .. '/' .. unit
 local now = now_ms()
 local job = redis.call('HMGET', JOB, 'st', 'cancel', 'deadline', 'n', 'pri', 'tenant', 'created', 'v', 'strict', 'url',
-  'trace')
+  'trace', 'pin')
 if not job[1] then
   redis.call('ZREM', OPEN, member)
   return {'gone'}
 end
 -- Of a newer version: left as it is. It is announced again and again, until a worker takes it that knows it.
-if job[8] ~= '1' and job[8] ~= '2' then
-  dequeue(job[6], member)
+local held = redis.call('HMGET', UNIT, 'st', 'lease', 'att', 'idx', 'tok', 'alone', 'guilty', 'first', 'head', 'turn',
+  'model')
+local model = held[11] or nil -- HMGET says false
+if job[8] ~= '1' and job[8] ~= '2' and job[8] ~= '3' then
+  dequeue(job[6], model, member)
   return {'newer'}
 end
-local held = redis.call('HMGET', UNIT, 'st', 'lease', 'att', 'idx', 'tok', 'alone', 'guilty', 'first', 'head', 'turn')
 if not is_open(job[1]) or not held[1] then
   redis.call('ZREM', OPEN, member)
-  dequeue(job[6], member)
+  dequeue(job[6], model, member)
   return {'terminal'}
 end
 local is_ours = held[1] == 'running' and string.sub(held[5], -#nonce - 1) == ':' .. nonce
@@ -43,9 +46,14 @@ if held[1] == 'running' and not is_ours and (attempts == 0 or held[6] == '1') th
   is_guilty = is_guilty or held[6] == '1'
 end
 local mode = verdict(job[2], job[3], now)
+if mode == 'run' and model then
+  local is_served = false
+  for _, name in ipairs(cjson.decode(ARGV[8])) do is_served = is_served or name == model end
+  if not is_served then return {'other_model'} end
+end
 if mode == 'run' and unit ~= 'plan' and is_guilty and #missing > 1 then
   split(job_id, unit, missing,
-    {first = held[8] or now, head = held[9] or '', turn = held[10] or now, tenant = job[6]}, now)
+    {first = held[8] or now, head = held[9] or '', turn = held[10] or now, tenant = job[6], model = model}, now)
   return {'split'}
 end
 if mode == 'run' and attempts >= max_attempts and (is_guilty or unit == 'plan') then
@@ -63,6 +71,7 @@ if not is_ours then token = redis.call('HINCRBY', UNIT, 'fence', 1) .. ':' .. no
 redis.call('HSET', UNIT, 'st', 'running', 'own', worker, 'tok', token, 'lease', now + lease, 'att', attempts,
   'alone', 0, 'guilty', is_guilty and 1 or 0)
 redis.call('ZADD', OPEN, now + lease, member)
-dequeue(job[6], member)
+dequeue(job[6], model, member)
 return {'ok', token, mode, time_left(job[3], now), attempts, tonumber(job[4]), tonumber(job[5]), job[6],
-  tonumber(job[7]), held[4], done, held[9] or '', job[9] == '1' and 1 or 0, job[10] or '', job[11] or ''}
+  tonumber(job[7]), held[4], done, held[9] or '', job[9] == '1' and 1 or 0, job[10] or '', job[11] or '',
+  model or '', job[12] or ''}

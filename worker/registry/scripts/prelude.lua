@@ -45,26 +45,41 @@ local function shard_key(number)
   return string.sub(PLAN, 1, -5) .. number
 end
 
--- Shards that nobody holds, of each tenant, by `turn`; see choose. QUEUED: those tenants, the earliest first.
--- Suspects are not among them: each has its own message, and who chose one would send its other shards away for it.
-local function enqueue(tenant, member, turn, now)
-  redis.call('ZADD', QUEUED .. ':' .. tenant, turn, member)
-  redis.call('ZADD', QUEUED, 'NX', now, tenant)
+-- Shards that nobody holds, of each tenant and model, by `turn`; see choose. QUEUED..'@': which these are, the earliest
+-- first. Suspects are not among them: each has its own message, and who chose one would send its other shards away for
+-- it. `model` is nil of a shard that an older version planned: those are in QUEUED, where that version looks for them.
+local function of_queue(tenant, model)
+  if model then return QUEUED .. '@', tenant .. '@' .. model end
+  return QUEUED, tenant
 end
 
-local function dequeue(tenant, member)
-  if redis.call('ZREM', QUEUED .. ':' .. tenant, member) == 1
-    and redis.call('EXISTS', QUEUED .. ':' .. tenant) == 0 then redis.call('ZREM', QUEUED, tenant) end
+local function enqueue(tenant, model, member, turn, now)
+  local set, name = of_queue(tenant, model)
+  redis.call('ZADD', QUEUED .. ':' .. name, turn, member)
+  redis.call('ZADD', set, 'NX', now, name)
+end
+
+local function dequeue(tenant, model, member)
+  local set, name = of_queue(tenant, model)
+  if redis.call('ZREM', QUEUED .. ':' .. name, member) == 1
+    and redis.call('EXISTS', QUEUED .. ':' .. name) == 0 then redis.call('ZREM', set, name) end
+end
+
+-- The job's shards of a model that are not done, by which its status tells what it waits for.
+local function count_open(model, num_shards)
+  if not model or num_shards == 0 then return end
+  if redis.call('HINCRBY', JOB, 'm:' .. model, num_shards) <= 0 then redis.call('HDEL', JOB, 'm:' .. model) end
 end
 
 -- A new shard. `first`: when it, or the shard it was cut from, was first queued; `lane`: the priority it was last
--- announced with, see reap; `head`: what its first prompt begins with; `turn`: see choose.
+-- announced with, see reap; `head`: what its first prompt begins with; `turn`: see choose; `model`: who may run it.
 local function queue_shard(job_id, number, shard, now, look)
   redis.call('HSET', shard_key(number), 'st', 'queued', 'idx', shard.idx, 'n', shard.n, 'done', 0, 'own', '',
     'tok', '', 'lease', 0, 'fence', 0, 'att', shard.att, 'rp', 0, 'since', now, 'alone', 0, 'guilty', 0,
     'first', shard.first, 'lane', shard.lane, 'head', shard.head, 'turn', shard.turn)
+  if shard.model then redis.call('HSET', shard_key(number), 'model', shard.model) end
   redis.call('ZADD', OPEN, look, job_id .. '/' .. number)
-  if shard.att == 0 then enqueue(shard.tenant, job_id .. '/' .. number, shard.turn, now) end
+  if shard.att == 0 then enqueue(shard.tenant, shard.model, job_id .. '/' .. number, shard.turn, now) end
 end
 
 -- Of a guilty shard: 256 prompts come down to one in two crashes (256, 16), where halving would take eight. More parts
@@ -80,14 +95,16 @@ local function split(job_id, unit, missing, whole, now)
   for from = 1, #missing, size do
     local to = math.min(from + size - 1, #missing)
     local shard = {idx = table.concat(missing, ',', from, to), n = to - from + 1, att = 1, lane = NO_LANE}
-    shard.first, shard.head, shard.turn, shard.tenant = whole.first, whole.head, whole.turn, whole.tenant
+    shard.first, shard.head, shard.turn = whole.first, whole.head, whole.turn
+    shard.tenant, shard.model = whole.tenant, whole.model
     queue_shard(job_id, number, shard, now, now)
     number = number + 1
   end
   redis.call('UNLINK', UNIT)
   redis.call('ZREM', OPEN, job_id .. '/' .. unit)
-  dequeue(whole.tenant, job_id .. '/' .. unit)
+  dequeue(whole.tenant, whole.model, job_id .. '/' .. unit)
   redis.call('HINCRBY', JOB, 'sd', 1)
+  count_open(whole.model, num_parts - 1)
 end
 
 -- Not `-prompts`: minus nought is written "-0", which Redis does not take for a number.

@@ -3,7 +3,7 @@
 -- ARGV job id, unit, token, then eight a record: index, outcome (ok|error|cancelled|expired|lost), JSON,
 -- prompt tokens, cached tokens, output tokens, how many of these came from a checkpoint, and how many are thinking.
 local job_id, unit, token = ARGV[1], ARGV[2], ARGV[3]
-local held = held_under(token, UNIT, 'n')
+local held = held_under(token, UNIT, 'n', 'model')
 if not held then return {'fenced', ''} end
 local job = redis.call('HMGET', JOB, 'st', 'cancel', 'deadline', 'n', 'tenant')
 if not is_open(job[1]) then return {'fenced', ''} end
@@ -55,6 +55,7 @@ if is_done then
   redis.call('UNLINK', UNIT)
   redis.call('ZREM', OPEN, job_id .. '/' .. unit)
   if unit ~= 'plan' then redis.call('HINCRBY', JOB, 'sd', 1) end
+  count_open(held[4] or nil, -1)
 end
 if redis.call('HLEN', RES) >= tonumber(job[4]) then
   finish(job_id, now)

@@ -1,28 +1,29 @@
 -- Units that are due for a look. Each is put off in the same breath, so that one worker alone acts on it.
 -- KEYS open. ARGV key prefix, limit, grace ms, longest grace ms, ms after which a waiting unit is announced anyway,
--- the priority of a plan's message, ms of waiting that are worth one step of priority, then for each priority 0..9 the
--- step of its lane, then for each the number of messages that wait there.
--- Returns triples: member, what to do (announce|close), priority. Keys of jobs and units are derived from the members.
+-- ms after which a shard of a model that nobody serves is looked at again, the priority of a plan's message, ms of waiting
+-- that are worth one step of priority, for each priority 0..9 the step of its lane (JSON); then for each name of a model
+-- that is served, and for '', the numbers of messages that wait for it, by priority (JSON).
+-- Returns fours: member, what to do (announce|close), priority, model. Keys of jobs and units are derived from members.
 local OPEN, prefix = KEYS[1], ARGV[1]
 local limit, grace, longest, stale = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
-local plan_priority, ageing = tonumber(ARGV[6]), tonumber(ARGV[7])
+local unserved, plan_priority, ageing = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+local steps, messages = cjson.decode(ARGV[9]), {}
+for i = 10, #ARGV, 2 do messages[ARGV[i]] = cjson.decode(ARGV[i + 1]) end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local out = {}
 
 -- Lanes are strict: the lower step is taken first. A shard that was announced in none is behind them all.
 local function step_of(priority)
-  return tonumber(ARGV[8 + priority]) or math.huge
+  return steps[priority + 1] or math.huge
 end
 
-local function num_waiting(priority)
-  return tonumber(ARGV[18 + priority]) or 0
+local function num_waiting(unit)
+  return messages[unit.model][unit.lane + 1] or 0
 end
 
-local function act(member, what, priority)
-  out[#out + 1] = member
-  out[#out + 1] = what
-  out[#out + 1] = priority
+local function act(member, what, priority, model)
+  for _, word in ipairs({member, what, priority, model}) do out[#out + 1] = word end
 end
 
 -- Look again after `wait`, but no later than when a queued shard has waited for the next lane.
@@ -35,12 +36,13 @@ end
 local function announce(member, unit)
   redis.call('HSET', unit.key, 'rp', unit.repeats + 1, 'since', now, 'lane', unit.priority)
   look_again(member, math.min(grace * 2 ^ math.min(unit.repeats, 30), longest), unit)
-  act(member, 'announce', unit.priority)
+  act(member, 'announce', unit.priority, unit.model)
 end
 
 -- What a unit's message would be sent with: its job's priority, raised one step for every `ageing` it has waited.
 local function of_unit(key, name, held, base)
   local unit = {key = key, repeats = tonumber(held[3]), since = tonumber(held[4]), base = base, priority = base}
+  unit.model = held[7] or ''
   if name == 'plan' then
     unit.step, unit.lane = 0, plan_priority
   else
@@ -56,19 +58,23 @@ for _, member in ipairs(redis.call('ZRANGEBYSCORE', OPEN, '-inf', now, 'LIMIT', 
   local base = prefix .. 'j:' .. job_id
   local key = base .. ':s:' .. name
   local job = redis.call('HMGET', base .. ':job', 'st', 'cancel', 'deadline', 'pri')
-  local held = redis.call('HMGET', key, 'st', 'lease', 'rp', 'since', 'first', 'lane')
+  local held = redis.call('HMGET', key, 'st', 'lease', 'rp', 'since', 'first', 'lane', 'model')
   if not held[1] or (job[1] ~= 'queued' and job[1] ~= 'running') then
     redis.call('ZREM', OPEN, member)
   elseif held[1] == 'running' and tonumber(held[2]) > now then
     redis.call('ZADD', OPEN, held[2], member)
   elseif job[2] ~= '0' or (job[3] ~= '0' and tonumber(job[3]) <= now) then
     redis.call('ZADD', OPEN, now + grace, member)
-    act(member, 'close', job[4])
+    act(member, 'close', job[4], '')
+  elseif not messages[held[7] or ''] then
+    local look = now + unserved
+    if job[3] ~= '0' then look = math.min(look, tonumber(job[3])) end
+    redis.call('ZADD', OPEN, look, member)
   else
     local unit = of_unit(key, name, held, tonumber(job[4]))
     -- Queued: announced if it has come up to a better lane, if nothing waits in its own, or if it waits there
     -- suspiciously long: then its message may be lost.
-    if held[1] == 'running' or unit.step < step_of(unit.lane) or num_waiting(unit.lane) == 0
+    if held[1] == 'running' or unit.step < step_of(unit.lane) or num_waiting(unit) == 0
       or now - unit.since > stale then
       announce(member, unit)
     else

@@ -1,5 +1,5 @@
 -- Give a unit back unfinished. ARGV job id, unit, token, grace ms, 1 if it counts as an attempt.
-local held = held_under(ARGV[3], UNIT, 'alone', 'turn', 'att')
+local held = held_under(ARGV[3], UNIT, 'alone', 'turn', 'att', 'model')
 if not held then return 0 end
 local now = now_ms()
 local job = redis.call('HMGET', JOB, 'cancel', 'deadline', 'pri', 'tenant')
@@ -14,5 +14,5 @@ local look = next_look(now, tonumber(ARGV[4]), job[2])
 if job[1] ~= '0' then look = now end
 redis.call('ZADD', OPEN, look, ARGV[1] .. '/' .. ARGV[2])
 local is_suspect = tonumber(held[5]) > 0 or ARGV[5] == '1'
-if held[4] and not is_suspect then enqueue(job[4], ARGV[1] .. '/' .. ARGV[2], held[4], now) end
+if held[4] and not is_suspect then enqueue(job[4], held[6] or nil, ARGV[1] .. '/' .. ARGV[2], held[4], now) end
 return 1

@@ -47,12 +47,14 @@ end
 local deadline = 0
 if a.deadline_ms > 0 then deadline = now + a.deadline_ms end
 redis.call('DEL', JOB)
--- A worker that does not know version 2 must leave the job alone: it would run the good lines of a bad file.
-redis.call('HSET', JOB, 'v', (a.strict == 1 or a.endpoint ~= '') and 2 or 1, 'st', 'queued', 'n', a.n, 'ok', 0, 'err', 0, 'exp', 0, 'bytes', bytes,
+-- A worker that does not know version 2 must leave the job alone, as it would run the good lines of a bad file; and one
+-- that does not know version 3, as it would run them on its own model.
+redis.call('HSET', JOB, 'v', a.model ~= '' and 3 or (a.strict == 1 or a.endpoint ~= '') and 2 or 1,
+  'st', 'queued', 'n', a.n, 'ok', 0, 'err', 0, 'exp', 0, 'bytes', bytes,
   'tenant', a.tenant, 'pri', a.priority, 'spec', a.spec, 'created', now, 'started', 0, 'deadline', deadline,
   'cancel', 0, 'fin', 0, 'reason', '', 'ns', 0, 'sd', 0, 'tokp', 0, 'tokc', 0, 'toko', 0,
   'retain', a.retain_ms, 'idem', IDEM or '', 'lost_plan', 0, 'strict', a.strict, 'url', a.endpoint,
-  'trace', a.trace)
+  'trace', a.trace, 'pin', a.model)
 redis.call('HSET', PLAN, 'st', 'queued', 'n', a.n, 'done', 0, 'idx', '', 'own', '', 'tok', '', 'lease', 0,
   'fence', 0, 'att', 0, 'rp', 0, 'since', now)
 redis.call('PERSIST', IN)
