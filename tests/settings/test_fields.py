@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from settings import ProfileSettings, SettingsError, load_settings
 from settings.catalogue import Catalogue
-from settings.fields import FALSE_WORDS, TRUE_WORDS, read_boolean, read_number, read_whole_number, write
+from settings.fields import FALSE_WORDS, TRUE_WORDS, read_boolean, read_names, read_number, read_whole_number, write
 
 SPECS = Catalogue.read().specs
 SWITCHES = [key for key, spec in SPECS.items() if spec.kind is bool]
@@ -23,6 +23,21 @@ FILTERED = ProfileSettings(every_steps=1, max_tokens=128, min_seqs=4)
 def value_of(key: str, raw: object) -> object:
     """What `raw` means for `key`."""
     return load_settings({key: raw}, environ={}).as_json()[key]["value"]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [(None, ()), ("a", ("a",)), (" Qwen/Qwen3-8B , *,b c", ("Qwen/Qwen3-8B", "*", "b c")), ("x" * 256, ("x" * 256,))],
+)
+def test_names_are_separated_by_commas(text: str | None, names: tuple[str, ...]) -> None:
+    assert read_names(text) == names
+
+
+@pytest.mark.parametrize("text", ["a,", ",", "a,a", "x" * 257, "a\tb", "a\x06b"])
+@pytest.mark.parametrize("key", ["model.aliases", "limits.models"])
+def test_what_are_no_names_is_refused(key: str, text: str) -> None:
+    with pytest.raises(SettingsError, match="accepted: names of 1 to 256 characters, separated by commas"):
+        value_of(key, text)
 
 
 def test_there_are_switches_to_test() -> None:

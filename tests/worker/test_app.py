@@ -70,6 +70,11 @@ def test_lanes_and_queue_are_those_the_reaper_looks_at() -> None:
     assert [queue.name for queue in app.conf.task_queues] == [QUEUE]
 
 
+def test_a_worker_takes_messages_of_plans_and_of_its_models_names() -> None:
+    app = create_app(_settings("redis://127.0.0.1:1/0"), ["bge-small", "gpt-4o-mini"])
+    assert [queue.name for queue in app.conf.task_queues] == [QUEUE, "millrace.bge-small", "millrace.gpt-4o-mini"]
+
+
 def test_a_broker_connection_never_waits_for_ever() -> None:
     options = create_app(_settings("redis://127.0.0.1:1/0")).conf.broker_transport_options
     assert (options["socket_timeout"], options["socket_connect_timeout"]) == (10.0, 5.0)

@@ -14,7 +14,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.checkpoint.files import check_files_are_under_root, model_directory
+from engine.checkpoint.files import (
+    SAMPLED_BLOCKS,
+    WHOLE_BYTES,
+    check_files_are_under_root,
+    fingerprint,
+    model_directory,
+)
 from engine.checkpoint.model_config import read_eos_token_ids
 from engine.checkpoint.weights import Checkpoint
 from engine.errors import CheckpointError
@@ -311,3 +317,54 @@ def test_what_is_no_id_is_refused(tmp_path: Path, value: object) -> None:
     write(tmp_path, generation={"eos_token_id": value})
     with pytest.raises(CheckpointError, match=r"generation_config.json: eos_token_id is"):
         read_eos_token_ids(tmp_path, 10)
+
+
+def checkpoint_at(path: Path) -> ModelSettings:
+    path.mkdir()
+    write(path, generation={}, model={"model_type": "llama"})
+    save_file(A, path / "model.safetensors")
+    return ModelSettings(path=path)
+
+
+def test_a_copy_of_a_checkpoint_has_its_fingerprint(tmp_path: Path) -> None:
+    first, second = checkpoint_at(tmp_path / "a"), checkpoint_at(tmp_path / "b")
+    (tmp_path / "b" / "README.md").write_text("where it came from")
+    assert fingerprint(first) == fingerprint(second)
+    assert re.fullmatch("[0-9a-f]{32}", fingerprint(first))
+    assert fingerprint(ModelSettings()) == ""
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "1_Pooling/config.json"])
+def test_a_file_that_answers_depend_on_changes_the_fingerprint(tmp_path: Path, name: str) -> None:
+    model = checkpoint_at(tmp_path / "a")
+    before = fingerprint(model)
+    (tmp_path / "a" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "a" / name).write_text("{}")
+    assert fingerprint(model) != before
+
+
+def test_other_weights_of_the_same_shape_change_the_fingerprint(tmp_path: Path) -> None:
+    model = checkpoint_at(tmp_path / "a")
+    before = fingerprint(model)
+    save_file({"a": torch.zeros(2)}, tmp_path / "a" / "model.safetensors")
+    assert fingerprint(model) != before
+
+
+def test_of_a_large_file_a_changed_matrix_is_seen_wherever_it_lies(tmp_path: Path) -> None:
+    model, size = checkpoint_at(tmp_path / "a"), WHOLE_BYTES + 1
+    weights = tmp_path / "a" / "model.safetensors"
+    found = set()
+    for start in (0, size // 3, size - 2 * size // SAMPLED_BLOCKS):  # each a little longer than two samples are apart
+        with weights.open("wb") as stream:
+            stream.truncate(size)
+            stream.seek(start)
+            stream.write(b"x" * (2 * size // SAMPLED_BLOCKS))
+        found.add(fingerprint(model))
+    assert len(found) == 3
+
+
+def test_a_file_that_cannot_be_read_has_no_fingerprint(tmp_path: Path) -> None:
+    model = checkpoint_at(tmp_path / "a")
+    (tmp_path / "a" / "tokenizer.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: Is a directory; accepted: a file that can be read"):
+        fingerprint(model)

@@ -168,6 +168,16 @@ def test_that_no_worker_is_up_is_said_once_nothing_moves() -> None:
     assert lookout.waits_for(waiting, LOOK_AFTER_S + LOOK_EVERY_S) == ""
 
 
+def test_a_model_that_nobody_serves_is_said_once_nothing_moves() -> None:
+    lookout = WorkerLookout(LookedAt(WORKER), may_look=True)
+    waiting = job_status(JobState.IN_PROGRESS, 3).model_copy(update={"waiting_for": ("bge-small", "other")})
+
+    assert lookout.waits_for(waiting, 0.0) == ""
+    said = "no worker serves bge-small (millrace worker --model DIR starts one)"
+    assert lookout.waits_for(waiting, LOOK_AFTER_S) == said
+    assert lookout.waits_for(job_status(JobState.IN_PROGRESS, 3), LOOK_AFTER_S + 1) == ""
+
+
 def test_while_records_come_nobody_looks_for_workers() -> None:
     client = LookedAt()
     lookout = WorkerLookout(client, may_look=True)

@@ -195,3 +195,12 @@ def test_who_wants_no_colours_gets_none(monkeypatch: pytest.MonkeyPatch, name: s
     monkeypatch.setenv(name, value)
 
     assert "\x1b" not in job_row(done) + job_details(done)
+
+
+def test_a_job_tells_its_model_and_those_that_nobody_serves() -> None:
+    job = job_status(JobState.IN_PROGRESS, 3).model_copy(update={"model": "bge-small", "waiting_for": ("bge-small",)})
+
+    lines = job_details(job).splitlines()
+
+    assert "model      bge-small" in lines
+    assert "waits      no worker serves bge-small (millrace worker --model DIR starts one)" in lines

@@ -94,13 +94,13 @@ def test_no_input_is_overwritten(redis_url: str, tmp_path: Path, output: str) ->
     assert all(Path(path).read_bytes() for path in paths)
 
 
-def test_strict_and_the_endpoint_are_passed_on(redis_url: str, registry: TestRegistry, tmp_path: Path) -> None:
+def test_strict_endpoint_and_model_are_passed_on(redis_url: str, registry: TestRegistry, tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", "1")
 
-    done = submit(redis_url, str(path), "--strict", "--endpoint", "/v1/completions")
+    done = submit(redis_url, str(path), "--strict", "--endpoint", "/v1/completions", "--model", "tiny")
 
     fields = registry.redis.hgetall(registry.keys.job(done.stdout.strip()))
-    assert (fields[b"strict"], fields[b"url"]) == (b"1", b"/v1/completions")
+    assert (fields[b"strict"], fields[b"url"], fields[b"pin"]) == (b"1", b"/v1/completions", b"tiny")
     assert submit(redis_url, str(path), "--endpoint", "/v1/nonsense").exit_code == 2
 
 

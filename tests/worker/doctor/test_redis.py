@@ -31,7 +31,7 @@ from worker.doctor.redis_facts import RedisFacts
 from worker.doctor.report import Level
 from worker.registry.connect import RedisAddress
 from worker.registry.models import Heartbeats
-from worker.schemas import WorkerInfo
+from worker.schemas import SubmitOptions, WorkerInfo
 
 
 @pytest.fixture
@@ -300,6 +300,20 @@ def test_jobs_without_a_worker_are_a_warning_that_says_how_to_start_one(redis_ur
 
     assert (finding.level, finding.detail) == (Level.WARNING, "none is up, and 1 jobs wait for one")
     assert "millrace worker --model DIR" in str(finding.fix)
+
+
+def test_jobs_that_wait_for_a_model_are_a_warning_that_names_it(redis_url: str, registry: TestRegistry) -> None:
+    for _ in range(2):
+        registry.submit([b'{"prompt": "a"}'], SubmitOptions(model="bge-small"))
+    registry.serve("tiny")
+    beat(registry, "a")
+
+    finding = found_at(redis_url)["models"]
+
+    assert (finding.level, finding.detail) == (Level.WARNING, "no worker serves bge-small, for which 2 jobs wait")
+    assert "millrace cancel JOB" in str(finding.fix)
+    registry.serve("bge-small")
+    assert "models" not in found_at(redis_url)
 
 
 def test_jobs_with_a_worker_are_well(redis_url: str, registry: TestRegistry) -> None:

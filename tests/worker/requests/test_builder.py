@@ -258,6 +258,22 @@ def test_a_model_is_named_by_the_settings_else_by_its_directory(tmp_path: Path) 
     assert served_model_name(ModelSettings()) == "millrace"
 
 
+@pytest.mark.parametrize(
+    ("aliases", "name", "is_accepted"),
+    [
+        ("gpt-4o-mini, gpt-5", "gpt-5", True),
+        ("gpt-4o-mini", "openai/gpt-4o-mini", True),
+        ("gpt-4o-mini", "gpt-5", False),
+        ("*", "gpt-5", True),
+        (None, "tiny", True),
+    ],
+)
+def test_lines_may_give_an_alias(tokenizer: Tokenizer, aliases: str | None, name: str, is_accepted: bool) -> None:
+    builder = served_model(tokenizer, max_model_len=64, name="tiny", aliases=aliases).requests
+    [built] = builder.build_all([(parse(completion_line(model=name)), "r")], created_s=0)
+    assert isinstance(built, Request) is is_accepted
+
+
 def test_a_directory_outside_of_the_root_has_no_name(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"model\.path"):
         served_model_name(ModelSettings(root=tmp_path, path=Path("/etc")))
