@@ -114,10 +114,8 @@ class Progress:
 
     @property
     def share(self) -> float | None:
-        """Of the requests that are done, 0 to 1; None where their number is not known."""
-        if self.total is None:
-            return None
-        return min(self.done / self.total, 1.0) if self.total else 1.0
+        """Of the requests that are done, 0 to 1; None where their number is not known, or there are none."""
+        return min(self.done / self.total, 1.0) if self.total else None
 
 
 class ProgressBar:
@@ -199,12 +197,14 @@ class Rates:
 
 def progress_text(progress: Progress, rates: Rates) -> str:
     """One line: how much of how much, how it ended or why it waits, rates, time left, prefix hits."""
+    if progress.total == 0:  # a job that was refused as a whole
+        return progress.state
     share = progress.share
     of_total = "" if share is None else f"/{progress.total} ({share:.0%})"
     parts = [f"{progress.state} {progress.done}{of_total}"]
-    if progress.waits_for:
-        parts.append(progress.waits_for)  # in place of how the requests ended: a terminal has no room for both
-    elif progress.done:
+    if progress.waits_for:  # in place of all else, for which a terminal has no room
+        return f"{parts[0]}, {progress.waits_for}"
+    if progress.done:
         parts[0] += f": {progress.ends}"
     parts += [f"{rates.prompts_per_s:.1f} prompts/s", f"{rates.output_tokens_per_s:.0f} tokens/s out"]
     if not progress.has_ended:

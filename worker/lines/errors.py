@@ -42,7 +42,7 @@ class LineError(Exception):
     The message tells all faults that were found, `code` and `param` are the first one's. `code` is stable and meant for
     programs: invalid_json_line, line_too_long, invalid_type, invalid_value, missing_line, missing_parameter,
     empty_prompt, unknown_parameter, unsupported_parameter, unknown_url, url_mismatch, string_too_long,
-    duplicate_custom_id, and of a strict file model_mismatch, model_not_found.
+    duplicate_custom_id, model_mismatch, model_not_found.
     """
 
     def __init__(

@@ -124,7 +124,15 @@ def test_what_was_cancelled_or_expired_is_told_apart_from_what_failed() -> None:
 
 def test_why_nothing_moves_is_said_behind_how_much_is_done() -> None:
     waiting = Progress.of_job(job_status(JobState.VALIDATING), "no worker is up")
-    assert progress_text(waiting, Rates()).startswith("validating 0/10 (0%), no worker is up, 0.0 prompts/s")
+    assert progress_text(waiting, Rates()) == "validating 0/10 (0%), no worker is up"
+
+
+def test_a_job_that_was_refused_as_a_whole_has_no_figures() -> None:
+    refused = job_status(JobState.FAILED).model_copy(
+        update={"request_counts": RequestCounts(total=0, completed=0, failed=0)}
+    )
+    progress = Progress.of_job(refused)
+    assert (progress_text(progress, Rates()), progress.share) == ("failed", None)
 
 
 def test_of_a_number_that_is_not_known_there_is_no_share_and_no_time_left(monkeypatch: pytest.MonkeyPatch) -> None:

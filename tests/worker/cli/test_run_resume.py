@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.support.processes import wait_until, warm_interpreter
 from tests.support.request_lines import batch_line, completion_line
-from tests.support.workers import millrace
+from tests.support.workers import CLI, ONE_THREAD, millrace
+from worker.cli.exit_codes import ExitCode
 from worker.cli.kept_records import hold_output
 from worker.cli.run import run
 
@@ -383,3 +386,23 @@ def test_a_retry_of_a_run_in_which_nothing_failed_is_done(place: Place) -> None:
     assert done.exit_code == 0, done.output
     assert "earlier.jsonl: 0 lines failed" in done.stderr
     assert place.output.read_bytes() == b""
+
+
+@pytest.mark.parametrize(("output", "says_how"), [("out.jsonl", True), ("-", False)])
+def test_ctrl_c_says_how_to_go_on_where_records_are_kept(
+    tiny_model: Path, tmp_path: Path, output: str, says_how: bool
+) -> None:
+    requests, log, records = tmp_path / "in.jsonl", tmp_path / "log", tmp_path / "out.jsonl"
+    long = {"max_tokens": 100, "ignore_eos": True}
+    requests.write_bytes(b"\n".join(completion_line(prompt=f"{n}", custom_id=f"{n}", **long) for n in range(400)))
+    target = output if output == "-" else str(records)
+    options = ["-o", target, "--model", str(tiny_model), "--set", "engine.max_num_seqs=1", *ONE_THREAD]
+    with log.open("wb") as errors, (records if output == "-" else tmp_path / "none").open("wb") as stdout:
+        process = warm_interpreter().start(CLI, ["run", str(requests), *options], stdout, stderr=errors)
+        wait_until(
+            lambda: (records.exists() and records.stat().st_size > 0) or process.poll() is not None, timeout_s=120
+        )
+        process.send_signal(signal.SIGINT)
+        assert process.wait(120) == ExitCode.INTERRUPTED
+    assert ("interrupted; the same command with --resume goes on" in log.read_text()) is says_how
+    assert 0 < len(records.read_bytes().splitlines()) < 400
