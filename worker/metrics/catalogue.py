@@ -1,9 +1,10 @@
 """Every metric there is. No label ever holds a prompt, an answer, a job's id or a producer's metadata.
 
-Labels are few and bounded, as Prometheus keeps a series for each value of a label for weeks. `tenant` is one of the
-TOP_TENANTS with the most waiting shards, or OTHER_TENANTS for all others of the 200 that have waited longest. That
-bounds a scrape; tenants that wait briefly one after another still become a series each. `priority` is 0 .. 9, or
-UNREAD_PRIORITY. `model` is one that is served, or that jobs wait for; empty for shards that an older version planned.
+Labels are few and bounded, as Prometheus keeps a series for each value of a label for weeks. `tenant` is of one of the
+TOP_TENANTS pairs of tenant and model with the most waiting shards, or OTHER_TENANTS for a model's others of the 200
+pairs that have waited longest. That bounds a scrape; tenants that wait briefly one after another still become a series
+each. `priority` is 0 .. 9, or UNREAD_PRIORITY. `model` is one that is served, or that jobs wait for; empty for shards
+that an older version planned.
 
 Metrics of the queue are read from Redis and the same from every worker: take the max over workers, never the sum.
 """
