@@ -15,7 +15,7 @@ from worker.doctor.report import Finding, Level
 from worker.registry.exchange import perform, text_fields
 from worker.registry.jobs import JobQueries
 from worker.registry.keys import Keys
-from worker.registry.queues import QUEUE
+from worker.registry.queues import QUEUE, queue_of
 from worker.schemas import JobFilter, JobState, WorkerInfo
 
 OLDEST_REDIS = (6, 2)  # celery 5.7
@@ -72,6 +72,8 @@ def _of_the_queue(client: redis.Redis, facts: RedisFacts, *, for_worker: bool) -
     try:
         work = permissions(client, for_worker=for_worker)
         yield work
+        if work.level is Level.OK:
+            yield from model_findings(client, Keys())
         if work.level is Level.OK and facts.may_look_around:
             yield from worker_findings(client, Keys())
     except redis.RedisError as error:  # it answers, but not about our keys
@@ -262,8 +264,11 @@ def permissions(client: redis.Redis, *, for_worker: bool) -> Finding:
         ("ZRANGE", keys.jobs, 0, 0),
         ("LLEN", QUEUE),
         ("SCRIPT", "EXISTS", "0" * 40),
-        ("EXISTS", "unacked") if for_worker else ("SCAN", 0),
     ]
+    if for_worker:
+        calls += [("EXISTS", "unacked"), ("LLEN", queue_of("-"))]  # of no model; an older ACL file has no such keys
+    else:
+        calls += [("SCAN", 0)]
     denied = [" ".join(map(str, call[:2])) for call in calls if not _may(client, *call)]
     who = "a worker" if for_worker else "a producer"
     if denied:
@@ -314,7 +319,7 @@ def _encryption(facts: RedisFacts) -> Finding:
 
 
 def worker_findings(client: redis.Redis, keys: Keys) -> Iterator[Finding]:
-    """Workers with a heartbeat, their versions, and jobs that wait for one or for a model. Raises redis.RedisError."""
+    """Workers with a heartbeat, their versions, and jobs that wait for one. Raises redis.RedisError."""
     waiting = int(text_fields(client.hgetall(keys.counters)).get("jobs", "0"))
     try:
         workers = perform(client, JobQueries(keys).workers())
@@ -322,7 +327,6 @@ def worker_findings(client: redis.Redis, keys: Keys) -> Iterator[Finding]:
         fix = "run one version everywhere: upgrade this machine or the workers"
         yield Finding("workers", Level.WARNING, "one of another version than this machine's is up", fix)
         return
-    yield from _waited_for(client, keys)
     if workers:
         yield _alive(workers)
     elif waiting:
@@ -331,7 +335,8 @@ def worker_findings(client: redis.Redis, keys: Keys) -> Iterator[Finding]:
         yield Finding("workers", Level.OK, "none is up, and no job waits")
 
 
-def _waited_for(client: redis.Redis, keys: Keys) -> Iterator[Finding]:
+def model_findings(client: redis.Redis, keys: Keys) -> Iterator[Finding]:
+    """Models that open jobs wait for. Raises redis.RedisError."""
     is_open = JobFilter(states=tuple(state for state in JobState if not state.is_terminal))
     jobs = perform(client, JobQueries(keys).jobs(MAX_JOBS, is_open))
     for model, count in sorted(Counter(model for job in jobs for model in job.waiting_for).items()):

@@ -123,8 +123,8 @@ class FileChecks:
     """Compares each line of one file with the lines before it and with what the file was submitted for.
 
     Each custom_id stands once, and each line names the endpoint that the file was submitted for, if it was for one. In
-    a strict file, which keeps OpenAI's rules, all lines name the first one's endpoint and no two models. Of each
-    custom_id 16 bytes are kept.
+    a strict file, which keeps OpenAI's rules, all lines name the first one's endpoint. Of each custom_id 16 bytes are
+    kept.
     """
 
     def __init__(self, *, endpoint: str | None, is_strict: bool) -> None:
@@ -132,7 +132,6 @@ class FileChecks:
         self._endpoint = endpoint
         self._is_strict = is_strict
         self._endpoints: dict[Endpoint, None] = {}  # in the order of the file
-        self._model: str | None = None  # the first that a line names
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
@@ -142,11 +141,8 @@ class FileChecks:
     def add(self, line: RequestLine) -> None:
         """Take the file's next line. Raises LineError for a bad one, with which later lines are not compared."""
         self._check_endpoint(line)
-        if self._is_strict:
-            self._check_model(line)
         self._custom_ids.add(line)
         self._endpoints[line.endpoint] = None
-        self._model = self._model or line.body.model
 
     def _check_endpoint(self, line: RequestLine) -> None:
         wanted, whose = self._endpoint, "the endpoint that the job was submitted for"
@@ -154,12 +150,6 @@ class FileChecks:
             wanted, whose = next(iter(self._endpoints), None), "as the first line has it"
         if wanted not in (None, line.endpoint):
             raise refusal(line, f"url is {line.endpoint}; accepted: {wanted}, {whose}", "url_mismatch", "url")
-
-    def _check_model(self, line: RequestLine) -> None:
-        model = line.body.model
-        if None not in (model, self._model) and model != self._model:
-            accepted = f"accepted: {self._model!r}, as a line before it has it"
-            raise refusal(line, f"model is {model!r}; {accepted}", "model_mismatch", "model")
 
 
 def refusal(line: RequestLine, message: str, code: str, param: str) -> LineError:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import redis
 
-from settings import WorkerSettings
+from settings import SettingsError, WorkerSettings
 from worker.broker.messages import Announcer
 from worker.registry.leases import UnitLeases
 from worker.registry.lifecycle import StopReason
@@ -74,6 +74,9 @@ class LeaseKeeper:
                     self._renew_at = time.monotonic() + self._renew_interval_s
             except redis.RedisError as error:
                 logger.warning("leases could not be renewed: %s", error)
+            except SettingsError as error:
+                logger.error("this worker ends, its lines would be answered by two models: %s", error)
+                raise
         try:
             self._heartbeats.forget(self._describe().id)
         except redis.RedisError as error:

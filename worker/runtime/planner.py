@@ -44,8 +44,8 @@ _CODES = {code: code for code in (
 class Planner:
     """Reads every line of a job, records the bad ones, and cuts the good ones into shards by model, in prefix order.
 
-    One bad line ends a strict job, of which then no line runs; so does a job that names no model where several are
-    served end, strict or not. A plan that is interrupted starts again from the first
+    A strict job ends at one bad line, and none of its lines runs; so does any job of which no line names a model where
+    several are served. A plan that is interrupted starts again from the first
     line; records that were written stay.
     """
 
@@ -72,7 +72,7 @@ class Planner:
         """Plan the claimed job, or stop early with `held.stop_reason`. Raises redis.RedisError."""
         claim = held.claim
         checks = FileChecks(endpoint=claim.endpoint, is_strict=claim.is_strict)
-        lines = JobLines(self._directory.read(), checks, claim.job_model)
+        lines = JobLines(self._directory.read(), checks, claim.job_model, is_strict=claim.is_strict)
         if lines.error is not None:
             self._refuse_job(held, lines.error)
             return
@@ -101,7 +101,7 @@ class Planner:
             else:
                 good.append(finding)
         if unnamed and held.stop_reason is None:
-            if not lines.has_names:
+            if not (good or lines.has_names):
                 return self._refuse_job(held, unnamed[0])
             for error in unnamed:
                 bad.append(_record(held, error))
@@ -206,11 +206,17 @@ class JobLines:
     """Tells which model each line of a job is for, and compares the lines with one another.
 
     That is the one that the line names, else the one that the job was submitted for, else the only one that is served.
+    The lines of a strict file, which keeps OpenAI's rules, are all for one model, by one name if they give one.
     """
 
-    def __init__(self, served: ServedModels, checks: FileChecks, job_model: str | None) -> None:
+    def __init__(
+        self, served: ServedModels, checks: FileChecks, job_model: str | None, *, is_strict: bool = False
+    ) -> None:
         self._served = served
         self._checks = checks
+        self._is_strict = is_strict
+        self._first_name: str | None = None  # that a good line gives
+        self._first_model: str | None = None  # of a good line
         self._job_model = None if job_model is None else served.resolve(job_model)
         self.has_names = False  # whether a line has named a model
         self.error: LineError | None = None  # why no line can run
@@ -221,8 +227,20 @@ class JobLines:
     def add(self, line: RequestLine) -> str:
         """The model of the next line. Raises LineError for a bad one, with which later lines are not compared."""
         model = self._model_of(line)
+        if self._is_strict:
+            self._check_is_one_model(line, model)
         self._checks.add(line)
+        self._first_name, self._first_model = self._first_name or line.body.model, self._first_model or model
         return model
+
+    def _check_is_one_model(self, line: RequestLine, model: str) -> None:
+        name, first = line.body.model, self._first_name
+        if None not in (name, first) and name != first:
+            accepted = f"accepted: {first!r}, as a line before it has it"
+            raise refusal(line, f"model is {name!r}; {accepted}", "model_mismatch", "model")
+        if self._first_model not in (None, model):
+            accepted = f"accepted: {self._first_model!r}, which lines before it are for"
+            raise refusal(line, f"model is {name or model!r}; {accepted}", "model_mismatch", "model")
 
     @property
     def _accepted(self) -> str:

@@ -205,8 +205,3 @@ def test_every_line_names_the_endpoint_that_the_job_was_submitted_for(strict: bo
 def test_the_lines_of_a_strict_file_name_the_first_ones_endpoint() -> None:
     checks = _checks(strict=True)
     assert _codes(checks, chat_line(), completion_line(), chat_line()) == [None, "url_mismatch", None]
-
-
-def test_the_lines_of_a_strict_file_name_one_model_if_they_name_one() -> None:
-    lines = [completion_line(), *(completion_line(model=name) for name in ("Qwen3-0.6B", "Qwen/Qwen3-0.6B"))]
-    assert _codes(_checks(strict=True), *lines, completion_line()) == [None, None, "model_mismatch", None]

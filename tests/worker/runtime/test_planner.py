@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.registry import TestRegistry, must_claim, ok, running_units
-from tests.support.request_lines import CHAT, COMPLETIONS, chat_line, completion_line
+from tests.support.request_lines import CHAT, COMPLETIONS, batch_line, chat_line, completion_line
 from worker.lines.errors import LineError
 from worker.registry.keys import UnitRef
 from worker.registry.lifecycle import ClaimRefusal, StopReason
@@ -172,6 +172,27 @@ def test_a_job_that_names_none_of_several_models_is_refused(registry: TestRegist
     assert {(error.code, error.message, error.param) for error in job.errors} == {("model_not_found", message, "model")}
     assert job.error is not None
     assert message in job.error
+
+
+def test_the_lines_of_a_strict_file_are_for_one_model(registry: TestRegistry) -> None:
+    job = _plan(
+        registry, completion_line(), completion_line(model="later", custom_id="b"), known=["later"], strict=True
+    )
+    assert [(error.line, error.code, error.message) for error in job.errors] == [
+        (2, "model_mismatch", "model is 'later'; accepted: 'fake', which lines before it are for")
+    ]
+    names = ["fake", "hub/fake"]
+    job = _plan(registry, *(completion_line(model=name, custom_id=name) for name in names), strict=True)
+    assert [(error.line, error.code, error.message) for error in job.errors] == [
+        (2, "model_mismatch", "model is 'hub/fake'; accepted: 'fake', as a line before it has it")
+    ]
+
+
+def test_lines_that_only_one_model_serves_run_beside_ambiguous_ones(registry: TestRegistry) -> None:
+    registry.directory("embedding-worker").announce(Announcement(name="embedder", endpoints=("/v1/embeddings",)))
+    job = _plan(registry, batch_line("/v1/embeddings", {"input": "a"}, custom_id="a"), completion_line())
+    assert (job.status, _codes(registry, job.id)) == (JobState.IN_PROGRESS, {1: "model_not_found"})
+    assert _models(registry, job) == [("fake", (1,))]
 
 
 def test_among_lines_with_models_one_that_names_none_fails_alone(registry: TestRegistry) -> None:

@@ -27,11 +27,11 @@ for i = 1, #served, 2 do
     end
   end
 end
+redis.call('ZREMRANGEBYSCORE', KNOWN, '-inf', now - ARGV[4])
 if ARGV[5] == '1' then return {'ok'} end
 
 redis.call('HSET', SERVED, worker, string.format('%.0f', now + ARGV[3]) .. ' ' .. ARGV[2])
 for name in pairs(names) do
   if name ~= '*' then redis.call('ZADD', KNOWN, now, name) end
 end
-redis.call('ZREMRANGEBYSCORE', KNOWN, '-inf', now - ARGV[4])
 return {'ok'}
