@@ -181,7 +181,7 @@ def _nothing_there(directory: Path, written: str) -> str:
         owner, name = hub.groups()
         return (
             f"{owner}/{name}: there is no such directory, but it looks like a model on the Hugging Face hub; nothing "
-            f"is downloaded here: hf download {owner}/{name} --local-dir {name}, and then --model {name}"
+            f"is downloaded here: run `hf download {owner}/{name} --local-dir {name}`, then give --model {name}"
         )
     beside = [path.name for path in directory.parent.glob("*") if path.is_dir()]
     near = difflib.get_close_matches(directory.name, beside, n=1, cutoff=0.7)

@@ -19,7 +19,7 @@ from engine.checkpoint.families import BERT, DECODERS, ENCODERS, DecoderFamily
 from engine.checkpoint.rope import RopeConfig
 from engine.errors import CheckpointError
 
-_UNQUANTISED = "null: weights quantised beforehand are not run; take the model in float32, bfloat16 or float16"
+_UNQUANTISED = "weights not quantised beforehand: take the model in float32, bfloat16 or float16"
 _INT8 = ", and engine.quantization=int8 quantises it as it is loaded (CPUs with AVX-512 VNNI)"
 
 MUST_BE_FALSE = ("attention_bias", "mlp_bias", "use_sliding_window", "add_cross_attention", "is_encoder_decoder")

@@ -31,7 +31,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 EmbeddingInput = str | tuple[int, ...]  # a text, or token ids
 
-_ONE_PROMPT = "a string or a list of token ids: one prompt a line"
+_ONE_PROMPT = "one prompt a line, as a string or a list of token ids"
 _SHAPES = "a string, a list of strings, a list of token ids or a list of lists of token ids"
 
 
@@ -88,13 +88,15 @@ class SamplingBody(GrammarFields):
 
 
 def _prompt(value: object) -> str | tuple[int, ...]:
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]  # OpenAI's list of prompts, with one
+    if isinstance(value, list) and value and isinstance(value[0], str | list):  # OpenAI's list of prompts
+        if len(value) > 1:
+            raise PydanticCustomError("invalid_type", _ONE_PROMPT)
+        value = value[0]
     if not isinstance(value, str | list):
         raise PydanticCustomError("invalid_type", "a string or a list of token ids")
     if not value:
         raise PydanticCustomError("empty_prompt", "a prompt that is not empty")
-    return value if isinstance(value, str) else token_ids(value, accepted=_ONE_PROMPT)
+    return value if isinstance(value, str) else token_ids(value)
 
 
 class CompletionBody(SamplingBody):

@@ -104,7 +104,7 @@ def _within(holds: Callable[[float], bool], accepted: str) -> AfterValidator:
 
 TEMPERATURE = _within(
     lambda number: number == 0.0 or MIN_TEMPERATURE <= number <= MAX_TEMPERATURE,
-    f"0, or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
+    f"0, or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
 )
 TOP_P = _within(lambda number: 0.0 < number <= 1.0, "above 0, at most 1")
 # -1 is vLLM's spelling of off.
@@ -112,7 +112,7 @@ TOP_K = _within(lambda number: -1 <= number <= MAX_TOP_K, f"a whole number, 0 (o
 MIN_P = _within(lambda number: 0.0 <= number <= 1.0, "0 to 1")
 REPETITION_PENALTY = _within(
     lambda number: MIN_REPETITION_PENALTY <= number <= MAX_REPETITION_PENALTY,
-    f"{MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}",
+    f"{MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}",
 )
 COUNT_PENALTY = _within(lambda number: -2.0 <= number <= 2.0, "-2 to 2")
 SEED = _within(lambda number: -MAX_SEED - 1 <= number <= MAX_SEED, "a 64-bit whole number")
@@ -122,19 +122,16 @@ AT_LEAST_NONE = _within(lambda number: 0 <= number <= MAX_TOKENS, f"a whole numb
 TOKEN_ID = _within(lambda number: 0 <= number <= MAX_TOKEN_ID, TOKEN_IDS)
 
 
-def token_ids(values: Sequence[object], *, at: int | None = None, accepted: str = TOKEN_IDS) -> tuple[int, ...]:
+def token_ids(values: Sequence[object], *, at: int | None = None) -> tuple[int, ...]:
     """`values`, if all of them are token ids. Raises PydanticCustomError, which shows the value at fault.
 
-    The error names the value's position, or `at`, the position of the list, and for a value that is no whole number
-    says `accepted`.
+    The error names the value's position, or `at`, the position of the list.
     """
     checked: list[int] = []
     for position, value in enumerate(values):
         if type(value) is int and 0 <= value <= MAX_TOKEN_ID:  # true is none
             checked.append(value)
             continue
-        is_number = type(value) is int
-        context = {"at": position if at is None else at, "value": shorten(value)}
-        context["accepted"] = TOKEN_IDS if is_number else accepted
-        raise PydanticCustomError("invalid_value" if is_number else "invalid_type", "{accepted}", context)
+        context = {"at": position if at is None else at, "value": shorten(value), "accepted": TOKEN_IDS}
+        raise PydanticCustomError("invalid_value" if type(value) is int else "invalid_type", "{accepted}", context)
     return tuple(checked)

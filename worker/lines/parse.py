@@ -22,7 +22,9 @@ from worker.lines.request_line import Endpoint, RequestBody, RequestLine
 from worker.lines.strict_json import StrictJson, has_surrogate, read_strict_json, shorten
 
 MAX_CUSTOM_ID_CHARS = 512
-_ENVELOPE_KEYS = ("custom_id", "method", "url", "body")
+# What an envelope has besides custom_id, and what each accepts.
+_NEEDED = {"method": '"POST"', "url": " or ".join(Endpoint), "body": "an object"}
+_ENVELOPE_KEYS = ("custom_id", *_NEEDED)
 # Azure writes a path without /v1.
 _ENDPOINTS = {path: endpoint for endpoint in Endpoint for path in (endpoint.value, endpoint.value.removeprefix("/v1"))}
 _PROMPT_KEYS = {
@@ -173,19 +175,20 @@ def _open_envelope(
 ) -> tuple[Endpoint, Mapping[str, object]] | None:
     for key in value:
         if key not in _ENVELOPE_KEYS:
-            message = f"unknown field {shorten(key)} beside custom_id, method, url and body"
+            message = f"unknown field {shorten(key)}; accepted: custom_id, method, url and body; parameters go in body"
             faults.append(RefusalError(message, code="unknown_parameter", param=key))
     faults += [
-        RefusalError(f"{key} is missing", code="missing_parameter", param=key)
-        for key in _ENVELOPE_KEYS
-        if value.get(key) is None and key != "custom_id"  # which has its own fault
+        RefusalError(f"{key} is missing; accepted: {accepted}", code="missing_parameter", param=key)
+        for key, accepted in _NEEDED.items()
+        if value.get(key) is None
     ]
     if value.get("method") not in ("POST", None):
-        message = f'method is {shorten(value["method"])}; accepted: "POST"'
+        message = f"method is {shorten(value['method'])}; accepted: {_NEEDED['method']}"
         faults.append(RefusalError(message, code="invalid_value", param="method"))
     endpoint, body = _endpoint(value.get("url"), faults), value.get("body")
     if body is not None and not isinstance(body, dict):
-        faults.append(RefusalError(f"body is {shorten(body)}; accepted: an object", code="invalid_type", param="body"))
+        accepted = _NEEDED["body"] + (", not JSON in a string" if isinstance(body, str) else "")
+        faults.append(RefusalError(f"body is {shorten(body)}; accepted: {accepted}", code="invalid_type", param="body"))
     if endpoint is None or not isinstance(body, dict):
         return None
     for key, owner in _PROMPT_KEYS.items():
@@ -199,7 +202,7 @@ def _open_envelope(
 def _endpoint(url: object, faults: list[RefusalError]) -> Endpoint | None:
     endpoint = _ENDPOINTS.get(url) if isinstance(url, str) else None
     if endpoint is None and url is not None:
-        message = f"url is {shorten(url)}; accepted: {' or '.join(Endpoint)}"
+        message = f"url is {shorten(url)}; accepted: {_NEEDED['url']}"
         faults.append(RefusalError(message, code="unknown_url", param="url"))
     return endpoint
 

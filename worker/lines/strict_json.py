@@ -62,7 +62,7 @@ class StrictJson:
 
     def faults(self) -> list[RefusalError]:
         """A key twice in one object, NaN, Infinity, what overflows to it, lone surrogates: as many as are told."""
-        faults = [_invalid(f"key {shorten(key)} stands twice in one object", key) for key in self._repeated_keys]
+        faults = [_invalid(f"key {shorten(key)} appears twice in one object", key) for key in self._repeated_keys]
         if self._suspicious:
             faults += islice(_faults_of_values(self.value), RefusalError.most_told + 1)
         return faults

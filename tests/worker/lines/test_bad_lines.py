@@ -77,7 +77,7 @@ BAD_PARAMETERS: list[tuple[bytes, str, str]] = [
     (raw_line({"prompt": ""}), "empty_prompt", "prompt"),
     (raw_line({"prompt": []}), "empty_prompt", "prompt"),
     (raw_line({"prompt": 3}), "invalid_type", "prompt"),
-    (raw_line({"prompt": ["a", "b"]}), "invalid_type", "prompt[0]"),
+    (raw_line({"prompt": ["a", "b"]}), "invalid_type", "prompt"),
     (raw_line({"prompt": [1, True]}), "invalid_type", "prompt[1]"),
     (raw_line({"prompt": [1, -1]}), "invalid_value", "prompt[1]"),
     (raw_line({"prompt": None}), "missing_parameter", "prompt"),
@@ -232,10 +232,10 @@ def test_all_faults_of_a_line_are_told_and_the_first_is_the_errors_own() -> None
     assert (error.code, error.param, error.custom_id) == ("invalid_value", "custom_id", None)
     assert error.message.split("; also: ") == [
         "custom_id is empty",
-        'unknown field "more" beside custom_id, method, url and body',
+        'unknown field "more"; accepted: custom_id, method, url and body; parameters go in body',
         'method is "GET"; accepted: "POST"',
         "stream is true, which is not supported; accepted: false",
-        "temperature is -1; accepted: 0, or 1e-05 to 10000.0",
+        "temperature is -1; accepted: 0, or 1e-05 to 10000",
         'n is "2"; accepted: a whole number',
         'unknown parameter "temprature"; did you mean temperature?',
     ]
