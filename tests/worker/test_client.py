@@ -234,7 +234,7 @@ def test_no_pause_is_longer_than_the_time_that_is_left(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"priorty": 1}, "priorty is no option of a job; accepted: priority"),
+        ({"priorty": 1}, "priorty is not an option of a job; accepted: priority"),
         ({"deadline_s": -1}, "deadline_s is -1; accepted: seconds, above 0, at most 31536000 (a year)"),
         ({"tenant": "a b"}, 'tenant is "a b"; accepted: 1 to 64 letters, digits, ., _ and - (ASCII)'),
         ({"strict": "perhaps"}, 'strict is "perhaps"; accepted: true or false'),

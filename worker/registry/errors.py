@@ -106,7 +106,7 @@ class JobTooLarge(InvalidSubmission):
     def __init__(self, resource: str, value: int, limit: int, *, is_whole: bool = True) -> None:
         """`is_whole`: `value` is the whole job's; False: what had been read of it when it was refused."""
         size = f"{value:,} {_NOUN[resource]}{'' if is_whole else ' or more'}"
-        mend = f"raise {_SETTING[resource]}, for producers and workers alike, or submit the job in parts"
+        mend = f"raise {_SETTING[resource]}, here and at the workers, or submit the job in parts"
         super().__init__(f"the job has {size}, limit {limit:,}: {mend}")
         self.code = "too_many_tasks" if resource == "prompts" else "file_too_large"
         self.resource = resource  # prompts or job_bytes

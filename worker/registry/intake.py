@@ -38,7 +38,7 @@ def _invalid_option(fault: ErrorDetails) -> InvalidOption:
     if fault["type"] == "extra_forbidden":
         near = difflib.get_close_matches(option, SubmitOptions.model_fields, n=1, cutoff=0.7)
         accepted = ", ".join(near or SubmitOptions.model_fields)
-        return InvalidOption(option, "is no option of a job", accepted=accepted)
+        return InvalidOption(option, "is not an option of a job", accepted=accepted)
     name = ".".join(str(part) for part in fault["loc"] if part != "[key]")
     if option not in _OWN_WORDS:
         problem = f"is {shorten(value)}"

@@ -146,7 +146,7 @@ def test_a_file_that_is_too_large_is_told_with_its_whole_size(redis_url: str, tm
     whole = submit(redis_url, str(path), *limit)
     piped = millrace("submit", "-", "--redis-url", redis_url, *limit, stdin=path.read_bytes())
 
-    mend = "limit 3: raise limits.max_prompts_per_job, for producers and workers alike, or submit the job in parts\n"
+    mend = "limit 3: raise limits.max_prompts_per_job, here and at the workers, or submit the job in parts\n"
     assert (whole.exit_code, whole.stderr) == (2, f"millrace: the job has 7 prompts, {mend}")
     assert (piped.returncode, piped.stderr.decode()) == (2, f"millrace: the job has 4 prompts or more, {mend}")
 
