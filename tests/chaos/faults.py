@@ -26,9 +26,10 @@ from kombu.transport.redis import QoS
 
 from tests.support.fake_engine import FakeEngine
 from worker.client import BatchClient
+from worker.registry.keys import Keys
 from worker.registry.leases import Claim, UnitLeases
 from worker.registry.lifecycle import PutStatus
-from worker.registry.queues import lanes_by_priority
+from worker.registry.queues import lanes_by_priority, queue_of
 from worker.runtime.held_units import HeldUnits
 
 _JUNK = (b"not JSON", b"", b"null", b"[]", b"{}", b"\xff\xfe", b'{"body": "*", "headers": {}, "properties": {}}')
@@ -105,9 +106,11 @@ BREAKAGES: dict[str, Callable[[], None]] = {
 }
 
 
-def lanes() -> list[str]:
-    """The broker's lists, once each."""
-    return list(dict.fromkeys(lanes_by_priority()))
+def lanes(client: redis.Redis) -> list[str]:
+    """The broker's lists, once each: of plans, and of every model that was served since Redis began."""
+    models = cast("list[bytes]", client.zrange(Keys().known_models, 0, -1))
+    queues = map(queue_of, ("", *(model.decode() for model in models)))
+    return list(dict.fromkeys(lane for queue in queues for lane in lanes_by_priority(queue)))
 
 
 def drop_connections(client: redis.Redis) -> int:
@@ -122,7 +125,7 @@ def flush_scripts(client: redis.Redis) -> None:
 
 def duplicate_message(client: redis.Redis, copies: int = 1) -> bool:
     """Put copies of a message that waits or is being worked on into its lane; False if there is none."""
-    for lane in lanes():
+    for lane in lanes(client):
         frames = cast("list[bytes]", client.lrange(lane, 0, 0))
         if frames:
             client.lpush(lane, *frames * copies)
@@ -137,12 +140,12 @@ def duplicate_message(client: redis.Redis, copies: int = 1) -> bool:
 
 def steal_message(client: redis.Redis) -> bool:
     """Take a message out of its lane, as a worker does that dies with it; False if none waits."""
-    return any(client.rpop(lane) is not None for lane in lanes())
+    return any(client.rpop(lane) is not None for lane in lanes(client))
 
 
 def junk_frame(client: redis.Redis) -> None:
     """Push a frame that is no message."""
-    client.lpush(random.choice(lanes()), random.choice(_JUNK))
+    client.lpush(random.choice(lanes(client)), random.choice(_JUNK))
 
 
 @contextmanager
@@ -157,7 +160,8 @@ def redis_setting(client: redis.Redis, name: str, value: str) -> Iterator[None]:
 
 
 def _lane_of(message: dict[str, Any]) -> str:
-    return lanes_by_priority()[int(message["properties"]["priority"])]
+    properties = message["properties"]
+    return lanes_by_priority(properties["delivery_info"]["routing_key"])[int(properties["priority"])]
 
 
 def valid_frame(client: BatchClient, bare: redis.Redis) -> Frame:

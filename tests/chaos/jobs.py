@@ -45,7 +45,9 @@ for _, key in ipairs(redis.call('KEYS', ARGV[1] .. 'j:*:job')) do
     add(work, ':t:' .. job[4], open, tonumber(job[3]), 1)
   end
 end
-for _, key in ipairs(redis.call('KEYS', ARGV[1] .. 'adm*')) do
+local totals = redis.call('KEYS', ARGV[1] .. 'adm:t:*')
+totals[#totals + 1] = ARGV[1] .. 'adm'
+for _, key in ipairs(totals) do
   local sums = redis.call('HMGET', key, 'prompts', 'bytes', 'jobs')
   add(counters, string.sub(key, #ARGV[1] + 4), tonumber(sums[1] or 0), tonumber(sums[2] or 0), tonumber(sums[3] or 0))
 end
@@ -179,7 +181,7 @@ def check_records(client: BatchClient, bare: redis.Redis, job_id: str, *, num_pr
 def check_nothing_is_left(bare: redis.Redis) -> None:
     """Check that no open work, message or counter is left, nor a job's key that Redis would keep for ever."""
     keys = Keys()
-    wait_until(lambda: not any(bare.llen(lane) for lane in lanes()), timeout_s=DRAIN_TIMEOUT_S)
+    wait_until(lambda: not any(bare.llen(lane) for lane in lanes(bare)), timeout_s=DRAIN_TIMEOUT_S)
     wait_until(lambda: not bare.exists("unacked", "unacked_index"), timeout_s=DRAIN_TIMEOUT_S)
     assert bare.zcard(keys.open) == 0
     assert not list(bare.scan_iter(f"{keys.queued}*"))

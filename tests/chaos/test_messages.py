@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_a_submit_whose_message_cannot_be_published_is_accepted_and_done(
     with monkeypatch.context() as patch:
         patch.setattr(Celery, "send_task", fail)
         jobs = submit_jobs(client, num_jobs=1, num_prompts=20)
-    assert not any(bare.llen(lane) for lane in lanes())
+    assert not any(bare.llen(lane) for lane in lanes(bare))
     fleet.start()
     wait_all(client, jobs)
     check_invariants(client, bare, jobs)
@@ -89,11 +90,11 @@ def _undisturbed_worker(client: BatchClient, bare: redis.Redis, redis_url: str, 
         worker = fleet.start()
         fleet.wait_up(client)
         yield
-        wait_until(lambda: not any(bare.llen(lane) for lane in lanes()), timeout_s=30)
+        wait_until(lambda: not any(bare.llen(lane) for lane in lanes(bare)), timeout_s=30)
         job = client.wait(client.submit(prompts(20)), timeout_s=60)
         assert (job.status, job.request_counts.completed) == (JobState.COMPLETED, 20)
         wait_until(lambda: not bare.exists("unacked", "unacked_index"))
-        assert not any(bare.llen(lane) for lane in lanes())
+        assert not any(bare.llen(lane) for lane in lanes(bare))
         assert (worker.num_lives, worker.exit_codes) == (1, [])
         assert "Connection to broker lost" not in worker.log
         assert fleet.stop() == [0]
@@ -108,10 +109,10 @@ def test_each_of_the_23_frames_that_stop_a_stock_worker_is_buried(
         for number, spoil in enumerate([*TWENTY_THREE.values(), FAR_FUTURE])
     ]
     with _undisturbed_worker(client, bare, redis_url, tmp_path):
-        for lane in lanes():
+        for lane in lanes(bare):
             bare.lpush(lane, *frames)
     # Celery takes an object for a body as a task without arguments, which fails by itself.
-    assert bare.llen(Keys().dead_frames) == (len(frames) - 1) * len(lanes())
+    assert bare.llen(Keys().dead_frames) == (len(frames) - 1) * len(lanes(bare))
 
 
 @pytest.mark.parametrize("num_fuzzed", [200, pytest.param(1000, marks=pytest.mark.chaos)])
@@ -121,6 +122,6 @@ def test_fuzzed_frames_do_not_stop_a_worker(
     frames = fuzzed_frames(valid_frame(client, bare), num_fuzzed)
     assert len(frames) == num_fuzzed
     with _undisturbed_worker(client, bare, redis_url, tmp_path):
-        for number, frame in enumerate(frames):
-            bare.lpush(lanes()[number % len(lanes())], frame)
+        for frame, lane in zip(frames, cycle(lanes(bare)), strict=False):
+            bare.lpush(lane, frame)
     assert num_fuzzed / 2 < bare.llen(Keys().dead_frames) <= MAX_FRAMES

@@ -46,8 +46,8 @@ def _run_worker(options: WorkerOptions, assignments: list[str]) -> int:
     from worker import celery_worker
     from worker.app import create_app
 
-    def create_app_of_short_visibility(settings: Any) -> Any:
-        app = create_app(settings)
+    def create_app_of_short_visibility(settings: Any, models: Any) -> Any:
+        app = create_app(settings, models)
         app.conf.broker_transport_options = {
             **app.conf.broker_transport_options,
             "unacked_restore_interval": RESTORE_INTERVAL_S,
