@@ -42,16 +42,19 @@ class Fleet:
         die_at: str = "",
         clock_shift_s: float = 0.0,
         has_other_scripts: bool = False,
+        engine: Mapping[str, object] | None = None,
         **settings: str,
     ) -> FleetWorker:
         """Start a worker; settings as `worker__lease_s="2"`. It is not yet up when this returns.
 
-        Only its first life dies at a point.
+        Only its first life dies at a point. engine: options of its FakeEngine over those of the fleet.
         """
         values = {**self._settings, **{name.replace("__", "."): value for name, value in settings.items()}}
         options = replace(
             self._options, die_at=die_at, clock_shift_s=clock_shift_s, has_other_scripts=has_other_scripts
         )
+        if engine is not None:
+            options = replace(options, engine={**(self._options.engine or {}), **engine})
         log = self._directory / f"worker-{len(self.workers)}.log"
         worker = FleetWorker(options, values, log, is_supervised=is_supervised)
         self.workers.append(worker)

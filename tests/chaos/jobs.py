@@ -17,7 +17,9 @@ from tests.chaos.faults import lanes
 from tests.support.fake_engine import FakeEngine
 from tests.support.processes import wait_until
 from worker.client import BatchClient
+from worker.lines.request_line import ANY_MODEL
 from worker.offline import LineFeed, OfflineRun
+from worker.records.record import encode_record
 from worker.registry.keys import Keys
 from worker.schemas import JobState
 
@@ -117,7 +119,7 @@ def content(record: Mapping[str, Any]) -> Record:
         for name in ("id", "created"):
             body.pop(name, None)
         if "usage" in body:
-            body["usage"].pop("prompt_tokens_details")
+            body["usage"].pop("prompt_tokens_details", None)  # none of embeddings
     return kept
 
 
@@ -130,10 +132,19 @@ def contents(records: Iterable[Mapping[str, Any]]) -> dict[str, Record]:
     return found
 
 
-def undisturbed(lines: Iterable[Mapping[str, Any]]) -> dict[str, Record]:
-    """The contents of an offline run of these lines with the fake engine, in this process."""
+def undisturbed(lines: Iterable[Mapping[str, Any]], model: str | None = None) -> dict[str, Record]:
+    """The contents of an offline run of these lines with the fake engine, in this process.
+
+    model: the name of one, which is the engine's salt too; it runs every line, whatever that names.
+    """
     records: list[Mapping[str, Any]] = []
-    run = OfflineRun(FakeEngine(), ModelSettings(), window=WINDOW, write=records.append)
+    settings = ModelSettings() if model is None else ModelSettings(name=model, aliases=ANY_MODEL)
+    run = OfflineRun(
+        FakeEngine(salt=model or ""),
+        settings,
+        window=WINDOW,
+        write=lambda record: records.append(json.loads(encode_record(record))),
+    )
     raw_lines = [json.dumps(line).encode() for line in lines]
     feed = LineFeed(raw_lines, LimitSettings(), capacity=WINDOW, by_prefix=True)
     feed.start()

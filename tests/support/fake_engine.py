@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import signal
 import threading
@@ -55,7 +56,7 @@ KILL = "*kill*"  # the process dies by kill -9
 
 GATE_TIMEOUT_S = 60.0
 
-EMBEDDING = (0.6, 0.8)  # of every input
+EMBEDDING = (0.6, 0.8)  # of every input, unless the engine has a salt
 
 _IDLE = EngineStats(device="cpu", dtype="float32", num_blocks=1)
 
@@ -66,15 +67,16 @@ HERMES_TOKENS = dict.fromkeys(QWEN3_TOKENS, True)
 LLAMA3_TOKENS = {"<|python_tag|>": True, "<|eot_id|>": True, "<|start_header_id|>": True, "<|end_header_id|>": True}
 
 
-def answer(prompt: str) -> str:
+def answer(prompt: str, salt: str = "") -> str:
     """What the engine answers to a prompt, whatever else runs."""
-    return hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(f"{salt}{prompt}".encode(), digest_size=8).hexdigest()
 
 
 class FakeEngine:
     """Advances up to `slots` requests one of `steps_per_request` steps in each step, oldest first.
 
-    gate: a file. After `answers_before_gate` answers no request ends until it exists, however fast the machine is.
+    gate: a file. After `answers_before_gate` answers no request ends until it exists, however fast the machine is; a
+    number in it is how many more may end, none: all. salt: engines of different ones are different models.
     """
 
     def __init__(
@@ -87,10 +89,12 @@ class FakeEngine:
         chat_template: str | None = None,
         gate: str = "",
         answers_before_gate: int = 0,
+        salt: str = "",
+        generates: bool = True,
     ) -> None:
         self.tokenizer = cast(Tokenizer, ByteTokenizer(chat_template))
         self.max_model_len = max_model_len
-        self.generates = True
+        self.generates = generates
         self.num_aborted = 0
         self.most_open = 0
         self.is_closed = False
@@ -99,6 +103,8 @@ class FakeEngine:
         self._slots = slots
         self._gate = Path(gate) if gate else None
         self._answers_before_gate = answers_before_gate
+        self._num_passed = 0
+        self._salt = salt
         self._open: dict[str, tuple[Request, int]] = {}  # request id -> request, steps left
         self._ready: list[RequestOutput] = []
         self._num_steps = 0
@@ -111,7 +117,7 @@ class FakeEngine:
 
     def add_request(self, request: AnyRequest) -> None:
         if isinstance(request, EmbeddingRequest):
-            embeddings = tuple(array("f", EMBEDDING) for _ in request.inputs)
+            embeddings = tuple(array("f", self._embedding(token_ids)) for token_ids in request.inputs)
             self._ready.append(
                 RequestOutput(request.request_id, request.num_prompt_tokens, 0, (), embeddings=embeddings)
             )
@@ -159,8 +165,12 @@ class FakeEngine:
         """Whether one more request may end."""
         if self._gate is None:
             return True
-        self._answers_before_gate -= 1
-        return self._answers_before_gate >= 0 or self._gate.exists()
+        num_allowed: float = self._answers_before_gate
+        if self._num_passed >= num_allowed and self._gate.exists():
+            num_allowed += float(self._gate.read_text() or "inf")
+        may_end = self._num_passed < num_allowed
+        self._num_passed += may_end
+        return may_end
 
     def has_unfinished(self) -> bool:
         return bool(self._open or self._ready)
@@ -183,7 +193,7 @@ class FakeEngine:
         return self._output(request, FinishReason.STOP)
 
     def _output(self, request: Request, reason: FinishReason) -> RequestOutput:
-        text = answer(self._prompt(request))
+        text = answer(self._prompt(request), self._salt)
         completion = Completion(0, text, tuple(text.encode()), reason, None, None)
         timings = self._timings(request.request_id)
         return RequestOutput(request.request_id, len(request.prompt_token_ids), 1, (completion,), timings=timings)
@@ -192,6 +202,12 @@ class FakeEngine:
         arrived_s, scheduled_s = self._began_s.pop(request_id)
         now_s = time.monotonic()
         return RequestTimings(arrived_s, scheduled_s, None if scheduled_s is None else now_s, now_s)
+
+    def _embedding(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        if not self._salt:
+            return EMBEDDING
+        angle = int(answer(bytes(token_ids).decode(), self._salt), 16) / 2**64
+        return math.cos(angle), math.sin(angle)
 
     @staticmethod
     def _prompt(request: Request) -> str:
