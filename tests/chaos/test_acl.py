@@ -137,7 +137,7 @@ def test_the_readmes_python_producers_work_with_a_password(
     workers.start()
     workers.wait_up(client)
 
-    for code in (plain_celery, python_block(after="From Python:")):
+    for code in (plain_celery, python_block(after="From Python")):
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, check=False, timeout=60, env=environment
         )
