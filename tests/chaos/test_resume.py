@@ -66,7 +66,7 @@ class Load:
         source, output = (self.model.with_name(name) for name in ("lines.jsonl", "records.jsonl"))
         source.write_text("".join(json.dumps(line) + "\n" for line in self.lines()))
         options = [word for key, value in self.settings.items() for word in ("--set", f"{key}={value}")]
-        done = millrace("run", "-i", source, "-o", output, *options, timeout_s=FINISH_TIMEOUT_S)
+        done = millrace("run", "-i", source, "-o", output, "--overwrite", *options, timeout_s=FINISH_TIMEOUT_S)
         assert done.returncode == 0, done.stderr.decode()
         self.expected = contents(read_records(output))
 
