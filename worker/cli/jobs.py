@@ -107,7 +107,7 @@ class Arguments(TypedDict):
 @click.argument("job_id", metavar="JOB")
 @click.option(
     "-o", "--output", "output_path", default=STANDARD, metavar="FILE", shell_complete=complete_file,
-    help=f"Default stdout. {OUTPUT_HELP}",
+    help=f"Default stdout; a file is replaced. {OUTPUT_HELP}",
 )  # fmt: skip
 @click.option(
     "--errors-file", "errors_path", metavar="FILE", shell_complete=complete_file,
@@ -151,7 +151,7 @@ def results(**arguments: Unpack[Arguments]) -> None:
 @click.argument("job_id", metavar="JOB")
 @click.option(
     "-o", "--output", "output_path", default=STANDARD, metavar="FILE", shell_complete=complete_file,
-    help="Where to; default stdout.",
+    help="Where to; default stdout; a file is replaced.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, expose_value=False, help="Records are JSON lines with or without it.")
 @producer_options

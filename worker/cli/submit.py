@@ -70,7 +70,7 @@ class Arguments(TypedDict):
 @click.option("--wait", is_flag=True, help="Wait until the job has ended; exit 1 unless it completed.")
 @click.option(
     "-o", "--output", "output_path", metavar="FILE", shell_complete=complete_file,
-    help=f"Write results as they arrive; implies --wait. {OUTPUT_HELP}",
+    help=f"Write results as they arrive, in place of what the file holds; implies --wait. {OUTPUT_HELP}",
 )  # fmt: skip
 @max_failed_option
 @click.option(

@@ -330,7 +330,8 @@ def worker_findings(client: redis.Redis, keys: Keys) -> Iterator[Finding]:
     if workers:
         yield _alive(workers)
     elif waiting:
-        yield Finding("workers", Level.WARNING, f"none is up, and {waiting} jobs wait for one", _START)
+        wait = "job waits" if waiting == 1 else "jobs wait"
+        yield Finding("workers", Level.WARNING, f"none is up, and {waiting} {wait} for one", _START)
     else:
         yield Finding("workers", Level.OK, "none is up, and no job waits")
 

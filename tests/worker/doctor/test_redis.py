@@ -298,7 +298,7 @@ def test_jobs_without_a_worker_are_a_warning_that_says_how_to_start_one(redis_ur
 
     finding = found_at(redis_url)["workers"]
 
-    assert (finding.level, finding.detail) == (Level.WARNING, "none is up, and 1 jobs wait for one")
+    assert (finding.level, finding.detail) == (Level.WARNING, "none is up, and 1 job waits for one")
     assert "millrace worker --model DIR" in str(finding.fix)
 
 
