@@ -93,6 +93,13 @@ def _check_names(text: str) -> str:
     return text
 
 
+def _check_printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("not printable")  # it is shown on terminals
+    return text
+
+
+Name = Annotated[str, AfterValidator(_check_printable)]
 Names = Annotated[str, AfterValidator(_check_names)]
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from settings.fields import NAMES_FORMS, Accepted, Names, SettingsGroup, read_names
+from settings.fields import NAMES_FORMS, Accepted, Name, Names, SettingsGroup, read_names
 
 ToolCallFormat = Literal["auto", "qwen3", "llama3", "none"]
 ReasoningFormat = Literal["auto", "qwen3", "none"]
@@ -23,7 +23,7 @@ class ModelSettings(SettingsGroup):
         default=None,
         description="Where checkpoints may be: model.path is taken under it, and no link may lead out of it.",
     )
-    name: Annotated[str, Accepted("a name, 1 to 256 characters")] | None = Field(
+    name: Annotated[Name, Accepted("a name, 1 to 256 characters")] | None = Field(
         default=None,
         min_length=1,
         max_length=256,

@@ -55,8 +55,8 @@ class SubmitOptions(_Frozen):
     )
     model: Annotated[str | None, Accepted("a model's name, 1 to 256 characters")] = Field(
         default=None,
-        min_length=1,
         max_length=256,
+        pattern=r"^[^\p{C}\p{Zl}\p{Zp}]+$",
         description="The one of lines that name none; lines that name another fail. None: the only one that is served.",
     )
     strict: Annotated[bool, Accepted("true or false")] = Field(

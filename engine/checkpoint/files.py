@@ -20,7 +20,10 @@ CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_config.json"
 WHOLE_BYTES = 16 << 20  # a file this small is read whole for the fingerprint
 SAMPLED_BLOCKS, BLOCK_BYTES = 1024, 4096  # of a larger one
-_READ_SUFFIXES = (".json", ".jinja", ".safetensors", ".txt", ".model")  # of files that answers depend on
+_LOADED_NAMES = (
+    *(CONFIG_FILE, INDEX_FILE, "generation_config.json", "sentence_bert_config.json", "modules.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+)
 GGUF = ".gguf"
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz")
 
@@ -130,16 +133,17 @@ def _files(directory: Path) -> Iterator[Path]:
 def fingerprint(model: ModelSettings) -> str:
     """What tells one checkpoint from another: 32 hexadecimal digits of its files' names, sizes and contents.
 
-    Of a large file SAMPLED_BLOCKS blocks are read, spread evenly: fine-tuned weights differ nearly everywhere, and a
-    merged adapter in whole matrices. Of nothing where no path is set: "". Raises CheckpointError and SettingsError.
+    Of the files that are loaded, no others. Of a large one SAMPLED_BLOCKS blocks are read, spread evenly: fine-tuned
+    weights differ nearly everywhere, and a merged adapter in whole matrices. Of nothing where no path is set: "".
+    Raises CheckpointError and SettingsError.
     """
     if model.path is None:
         return ""
     directory = model_directory(model)
     check_is_checkpoint(directory, model.path)
+    check_files_are_under_root(directory, model)
     digest = hashlib.blake2b(digest_size=16)
-    files = [file for file in _files(directory) if file.suffix in _READ_SUFFIXES]
-    for file in (*files, *sorted(directory.glob(f"*/{CONFIG_FILE}"))):
+    for file in _loaded(directory):
         try:
             size = file.stat().st_size
             digest.update(f"{file.relative_to(directory)} {size}\n".encode())
@@ -150,10 +154,19 @@ def fingerprint(model: ModelSettings) -> str:
     return digest.hexdigest()
 
 
+def _loaded(directory: Path) -> Iterator[Path]:
+    """Weights, configurations, tokenizer and templates, in one order everywhere."""
+    weights = (directory / name for name in WeightFiles.find(directory).file_names)
+    inner = (*directory.glob(f"*/{CONFIG_FILE}"), *directory.glob(f"{_TEMPLATES}/*.jinja"))
+    for file in (*weights, *(directory / name for name in _LOADED_NAMES), *sorted(inner)):
+        if file.is_file():  # no pipe, which would have no end
+            yield file
+
+
 def _sample(file: Path, size: int) -> Iterator[bytes]:
     with file.open("rb") as stream:
         if size <= WHOLE_BYTES:
-            yield stream.read()
+            yield stream.read(size)
             return
         for block in range(SAMPLED_BLOCKS):
             stream.seek((size - BLOCK_BYTES) * block // (SAMPLED_BLOCKS - 1))

@@ -108,7 +108,7 @@ BREAKAGES: dict[str, Callable[[], None]] = {
 
 def lanes(client: redis.Redis) -> list[str]:
     """The broker's lists, once each: of plans, and of every model that was served since Redis began."""
-    models = cast("list[bytes]", client.zrange(Keys().known_models, 0, -1))
+    models = cast("list[bytes]", client.hkeys(Keys().known_models))
     queues = map(queue_of, ("", *(model.decode() for model in models)))
     return list(dict.fromkeys(lane for queue in queues for lane in lanes_by_priority(queue)))
 

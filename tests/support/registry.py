@@ -223,6 +223,7 @@ class Units:
     failures: list[BaseException]
     announcer: RecordingAnnouncer = field(default_factory=RecordingAnnouncer)
     held_units: HeldUnits = field(default_factory=HeldUnits)
+    directory: ModelDirectory = field(init=False)  # of the last planner
     model_name: str = "fake"
 
     @property
@@ -246,8 +247,10 @@ class Units:
         """The planner of a worker that serves `model_name`; jobs may wait for `known` models."""
         settings = WorkerSettings(shard_size=shard_size, result_batch_size=2)
         self.registry.serve(self.model_name, "tester")
-        directory = self.registry.directory(known=known)
-        return Planner(self.leases, self.announcer, self.closer, directory, settings=settings, limits=LimitSettings())
+        self.directory = self.registry.directory(known=known)
+        return Planner(
+            self.leases, self.announcer, self.closer, self.directory, settings=settings, limits=LimitSettings()
+        )
 
     def run_job(self, job_id: str) -> None:
         """Plan a job of which nothing has run, and run its shards one after the other."""

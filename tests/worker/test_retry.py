@@ -59,9 +59,12 @@ def test_a_retry_has_the_options_of_the_first_job_or_its_own(client: BatchClient
     )
     job_id = ended_job(registry, {0: ("line-1", "internal_error")}, options)
 
-    same = client.status(client.retry(job_id))
-    other = client.status(client.retry(job_id, priority=7, deadline_s=60))
+    registry.redis.hset(registry.keys.job(job_id), "model", "the one that answered")
 
+    same = client.status(client.retry(job_id))
+    other = client.status(client.retry(job_id, priority=7, deadline_s=60, model="another"))
+
+    assert (same.model, other.model) == ("the one that answered", "another")
     assert (same.priority, same.tenant, same.metadata) == (2, "blue", {"run": "7"})
     assert (same.expires_at or 0) - same.created_at == pytest.approx(1800.5)
     assert registry.redis.hmget(registry.keys.job(same.id), "url", "strict") == [b"/v1/completions", b"1"]

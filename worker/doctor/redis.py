@@ -12,9 +12,10 @@ from pydantic import ValidationError
 from settings import RedisSettings, SettingsError
 from worker.doctor.redis_facts import NUM_ROUND_TRIPS, RedisFacts, connect_once
 from worker.doctor.report import Finding, Level
-from worker.registry.exchange import perform, text_fields
+from worker.registry.exchange import ask, perform, text_fields
 from worker.registry.jobs import JobQueries
 from worker.registry.keys import Keys
+from worker.registry.models import ServedModels
 from worker.registry.queues import QUEUE, queue_of
 from worker.schemas import JobFilter, JobState, WorkerInfo
 
@@ -337,7 +338,13 @@ def worker_findings(client: redis.Redis, keys: Keys) -> Iterator[Finding]:
 
 
 def model_findings(client: redis.Redis, keys: Keys) -> Iterator[Finding]:
-    """Models that open jobs wait for. Raises redis.RedisError."""
+    """Models whose workers differ, and those that open jobs wait for. Raises redis.RedisError."""
+    served = ServedModels.of_answers(ask(client, ServedModels.questions(keys)))
+    for model, contexts in served.contexts.items():
+        if len(contexts) > 1:
+            detail = f"workers of {model} take {' or '.join(f'{tokens:,}' for tokens in contexts)} tokens a request"
+            fix = "give them one engine.max_model_len: a long line fails on one of them and not on another"
+            yield Finding("models", Level.WARNING, detail, fix)
     is_open = JobFilter(states=tuple(state for state in JobState if not state.is_terminal))
     jobs = perform(client, JobQueries(keys).jobs(MAX_JOBS, is_open))
     for model, count in sorted(Counter(model for job in jobs for model in job.waiting_for).items()):

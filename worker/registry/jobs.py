@@ -172,14 +172,14 @@ class JobQueries:
         job = yield from self.status(job_id)
         if not job.status.is_terminal:
             raise JobNotEnded(job_id, job.status.value)
-        [(endpoint, strict, model)] = yield [("HMGET", self._keys.job(job_id), "url", "strict", "pin")]
+        [(endpoint, strict)] = yield [("HMGET", self._keys.job(job_id), "url", "strict")]
         return {
             "priority": job.priority,
             "deadline_s": None if job.expires_at is None else round(job.expires_at - job.created_at, 3),
             "tenant": job.tenant,
             "metadata": dict(job.metadata),
             "endpoint": text(endpoint or b"") or None,
-            "model": text(model or b"") or None,
+            "model": job.model,  # also if no line named it: those that failed are for the one that answered the others
             "strict": strict == b"1",
         }
 
@@ -321,8 +321,8 @@ def _waiting_for(job: Mapping[str, str], served: ServedModels) -> tuple[str, ...
         return ()
     models = [field.removeprefix(_OPEN_SHARDS) for field in job if field.startswith(_OPEN_SHARDS)]
     pin = job.get("pin")
-    if pin and job["started"] == "0" and served.resolve(pin) is None:
-        models = [pin]
+    if pin and job["started"] == "0":
+        models = [served.resolve(pin) or pin]
     return tuple(sorted(model for model in models if not served.is_served(model)))
 
 

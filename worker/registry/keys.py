@@ -14,10 +14,10 @@ r"""Names the registry's keys, all of one hash slot, `millrace:{s0}:`, and the u
     j:<job>:s:<k>   HASH  shard k, until its prompts have records /  (claims so far), att, rp (re-published), since,
                           alone, guilty; a shard: first, lane, head, turn, model (none: planned by version 2 or before)
     open            ZSET  <job>/<unit> -> next look, ms: lease end, or announced + grace
-    queued@         ZSET  <tenant>@<model> -> when the first of its shards was queued, ms
+    queued@<model>  ZSET  tenant -> when the first of its shards was queued, ms; queued@: likewise the models
     queued:<tenant>@<model>   ZSET  those shards by turn. Of shards without a model: queued, and queued:<tenant>
     adm:served      HASH  worker -> until when, ms, and what it serves, JSON
-    adm:known       ZSET  name of a model that was served -> when last, ms; for a week
+    adm:known       HASH  model -> likewise of one that was served within a week
     adm, adm:t:<tenant>   HASH  prompts, bytes, jobs outstanding; adm also has total (records), rate, rate_at,
                           rate_total; since ever: sub_jobs, sub_prompts (accepted), end_<state> (jobs), frames (no
                           messages)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Self
 
 import redis
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from settings import SettingsError
 from worker.lines.request_line import ANY_MODEL, names_model
-from worker.registry.exchange import Command, RedisReply, Scripts, ask, ask_one, text, text_fields
+from worker.registry.exchange import Command, RedisReply, Scripts, Untyped, ask, ask_one, text, text_fields
 from worker.registry.keys import Keys
 from worker.schemas import WorkerInfo
 
 TTL_S = 30  # of a heartbeat, and of an announcement, which goes with it
+BEAT_S = 10.0  # the longest time between two
+SETTLE_S = BEAT_S + 2.0
 KNOWN_S = 7 * 24 * 3600  # a job may wait for a model whose workers are away for a weekend
 
 
@@ -36,59 +40,86 @@ class Announcement(BaseModel):
 
 
 class ServedModels:
-    """The models that workers serve at a moment, and the names of those that may be waited for."""
+    """The models that workers serve at a moment, and those that may be waited for."""
 
-    def __init__(self, announcements: Iterable[Announcement], known: Iterable[str] = ()) -> None:
-        """`known`: names that mean a model, though nobody may serve it at the moment."""
+    def __init__(
+        self, served: Iterable[Announcement], away: Iterable[Announcement] = (), known: Iterable[str] = ()
+    ) -> None:
+        """`away`: what was served lately; `known`: names of limits.models. Jobs may wait for either."""
         # Workers of one model may have different aliases, while they are changed.
-        self._served = sorted(announcements, key=lambda served: served.name)
-        self._names = {name: served.name for served in self._served for name in served.names}
-        self._known = frozenset(known) - self._names.keys()
-        self._any = next((served.name for served in self._served if ANY_MODEL in served.aliases), None)
+        self._served = sorted(served, key=lambda model: model.name)
+        own = {model.name for model in self._served}
+        self._away = sorted((model for model in away if model.name not in own), key=lambda model: model.name)
+        self._names = {name: model.name for model in self._served for name in model.names}
+        self._waited_for = {name: name for name in known}
+        self._waited_for |= {name: model.name for model in self._away for name in model.names}
 
     @classmethod
     def questions(cls, keys: Keys) -> Sequence[Command]:
         """What to ask Redis for `of_answers`."""
-        return [("HGETALL", keys.served), ("TIME",)]
+        return [("HGETALL", keys.served), ("HGETALL", keys.known_models), ("TIME",)]
 
     @classmethod
     def of_answers(
         cls, answers: Sequence[RedisReply], known: Iterable[str] = (), ours: Announcement | None = None
     ) -> Self:
         """The models of Redis's answers to `questions`, and what is served here, whatever Redis has forgotten."""
-        served, (now_s, _) = answers
-        live = [] if ours is None else [ours]
-        for entry in text_fields(served).values():
-            ends_ms, _, announcement = entry.partition(" ")
-            if int(ends_ms) > int(now_s) * 1000:
-                live.append(Announcement.model_validate_json(announcement))
-        return cls(live, known)
+        served, away, (now_s, _) = answers
+        live = [*_live(served, int(now_s) * 1000), *([] if ours is None else [ours])]
+        return cls(live, _live(away, int(now_s) * 1000), known)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names that mean a served model, each model's own before its aliases."""
         return tuple(self._names)
 
+    @property
+    def contexts(self) -> Mapping[str, Sequence[int]]:
+        """By served model: the contexts of its workers in tokens, each once, the smallest first."""
+        found: dict[str, set[int]] = {}
+        for model in self._served:
+            found.setdefault(model.name, set()).add(model.context_tokens)
+        return {name: sorted(contexts) for name, contexts in found.items()}
+
     def is_served(self, model: str) -> bool:
         """Whether a worker runs shards of `model`, a name that `resolve` gave."""
         return model in self._names
 
     def resolve(self, name: str) -> str | None:
-        """The model that a line or job means by `name`: a served one's own name, or one to wait for. None: no model.
+        """The model that a line or job means by `name`: its own name, served or to wait for. None: no model.
 
-        A name that somebody has goes before the part of a hub name behind the slash, and both before the alias `*`.
+        A served model's name goes before one to wait for, a whole name before the part of a hub name behind the slash,
+        and all of these before the alias `*`.
         """
-        if name in self._names or name in self._known:
-            return self._names.get(name, name)
-        for other in (*self._names, *sorted(self._known)):
-            if names_model(name, other):
-                return self._names.get(other, other)
-        return self._any
+        for names in (self._names, self._waited_for):
+            if name in names:
+                return names[name]
+            for other, model in names.items():
+                if names_model(name, other):
+                    return model
+        return next((model.name for model in (*self._served, *self._away) if ANY_MODEL in model.aliases), None)
 
     def of_endpoint(self, endpoint: str) -> tuple[str, ...]:
-        """Which a request that names no model may mean: those that serve `endpoint`; where none does, all of them."""
-        able = dict.fromkeys(served.name for served in self._served if endpoint in served.endpoints)
-        return tuple(able or dict.fromkeys(served.name for served in self._served))
+        """Which a request that names no model may mean.
+
+        Those that serve `endpoint`; where none does, those that did lately; where there are none either, all.
+        """
+        for models in (self._served, self._away):
+            able = tuple(dict.fromkeys(model.name for model in models if endpoint in model.endpoints))
+            if able:
+                return able
+        return tuple(dict.fromkeys(model.name for model in self._served))
+
+
+def _live(entries: Mapping[Untyped, Untyped], now_ms: int) -> list[Announcement]:
+    """What has not run out, less what another version wrote that this one cannot read."""
+    found = []
+    for entry in text_fields(entries).values():
+        ends_ms, _, announcement = entry.partition(" ")
+        if int(ends_ms) > now_ms:
+            with suppress(ValidationError):
+                found.append(Announcement.model_validate_json(announcement))
+    return found
 
 
 class ModelDirectory:
@@ -101,6 +132,7 @@ class ModelDirectory:
         self._worker_id = worker_id
         self._known = known
         self._ours: Announcement | None = None  # as announced
+        self._settled_at = float("-inf")
 
     @property
     def own_names(self) -> tuple[str, ...]:
@@ -108,7 +140,7 @@ class ModelDirectory:
         return () if self._ours is None else self._ours.names
 
     def check(self, announcement: Announcement) -> None:
-        """Raise SettingsError if another model has one of these names, see `announce`; says nothing."""
+        """Raise SettingsError if another model has one of these names, see `announce`; else jobs may wait for them."""
         self._announce(announcement, only_check=True)
 
     def announce(self, announcement: Announcement) -> None:
@@ -122,8 +154,9 @@ class ModelDirectory:
 
     def renew(self) -> None:
         """Say again what was announced, if anything was. Raises what `announce` raises."""
-        if self._ours is not None:
-            self._announce(self._ours, only_check=False)
+        if self._ours is not None and not self._announce(self._ours, only_check=False):
+            # Redis has forgotten it, and then what others said too: they say it again with their next heartbeats.
+            self._settled_at = time.monotonic() + SETTLE_S
 
     def forget(self) -> None:
         """Say that this worker serves nothing any more."""
@@ -132,12 +165,18 @@ class ModelDirectory:
 
     def read(self) -> ServedModels:
         """What is served now."""
-        *answers, known = ask(
-            self.client, [*ServedModels.questions(self._keys), ("ZRANGE", self._keys.known_models, 0, -1)]
+        return ServedModels.of_answers(
+            ask(self.client, ServedModels.questions(self._keys)), sorted(self._known), self._ours
         )
-        return ServedModels.of_answers(answers, {*self._known, *map(text, known)}, self._ours)
 
-    def _announce(self, announcement: Announcement, *, only_check: bool) -> None:
+    def unsettled_s(self) -> float:
+        """For how long not to trust what is read, as Redis has forgotten it and not all workers have said it again."""
+        if self._ours is not None and not self.client.hexists(self._keys.served, self._worker_id):
+            self.renew()
+        return max(self._settled_at - time.monotonic(), 0.0)
+
+    def _announce(self, announcement: Announcement, *, only_check: bool) -> bool:
+        """Whether it was said before."""
         call = Scripts.ANNOUNCE(
             self._keys.of_queue_scripts(),
             worker=self._worker_id,
@@ -146,9 +185,10 @@ class ModelDirectory:
             known_ms=KNOWN_S * 1000,
             only_check=int(only_check),
         )
-        status, *conflict = map(text, ask_one(self.client, call))
+        status, *rest = map(text, ask_one(self.client, call))
         if status != "ok":
-            raise _refusal(announcement, status, *conflict)
+            raise _refusal(announcement, status, *rest)
+        return rest == ["1"]
 
 
 class Heartbeats:
@@ -177,7 +217,7 @@ class Heartbeats:
 def _refusal(ours: Announcement, status: str, worker_id: str, model: str, name: str) -> SettingsError:
     key = "model.name" if name == ours.name else "model.aliases"
     if status == "checkpoint":
-        problem = f"worker {worker_id} serves another checkpoint under this name"
+        problem = f"worker {worker_id}, up or dead for less than {TTL_S} s, serves another checkpoint under this name"
         accepted = "the same files, or another model.name"
     else:
         problem = f"it means model {model!r} of worker {worker_id}"

@@ -15,7 +15,7 @@ from settings import SettingsError, WorkerSettings
 from worker.broker.messages import Announcer
 from worker.registry.leases import UnitLeases
 from worker.registry.lifecycle import StopReason
-from worker.registry.models import Heartbeats
+from worker.registry.models import BEAT_S, Heartbeats
 from worker.registry.queues import ReapQueue
 from worker.runtime.engine_thread import EngineThread
 from worker.runtime.held_units import HeldUnits
@@ -51,27 +51,30 @@ class LeaseKeeper:
         # Not lease_s: a step may last longer (with 8B weights two cores take 80 s for a prefill of 2048 tokens).
         self._hang_timeout_s = settings.hang_timeout_s
         self._describe = describe
-        self._renew_at = math.inf  # not running
+        self._beat_interval_s = min(settings.renew_interval_s, BEAT_S)  # leases may be renewed more rarely
+        self._renew_at = self._beat_at = math.inf  # not running
 
     @property
     def overdue_s(self) -> float:
         """How long the next heartbeat is late; a heartbeat is a write, which a full Redis refuses."""
-        return max(time.monotonic() - self._renew_at, 0.0)
+        return max(time.monotonic() - self._beat_at, 0.0)
 
     def run(self, stopping: threading.Event) -> None:
         """Keep leases until told to stop, then take the heartbeat back.
 
         Raises SettingsError where another worker has taken a name of our model while Redis had forgotten ours.
         """
-        self._renew_at = time.monotonic()
+        self._renew_at = self._beat_at = time.monotonic()
         while not stopping.wait(min(WATCH_INTERVAL_S, self._renew_interval_s / 2)):
             try:
                 self._watch()
+                # Each set after it worked, so that the next look tries again after a failure.
                 if time.monotonic() >= self._renew_at:
                     self._renew()
-                    self._heartbeats.beat(self._describe())
-                    # Set after it worked, so that the next look tries again after a failure.
                     self._renew_at = time.monotonic() + self._renew_interval_s
+                if time.monotonic() >= self._beat_at:
+                    self._heartbeats.beat(self._describe())
+                    self._beat_at = time.monotonic() + self._beat_interval_s
             except redis.RedisError as error:
                 logger.warning("leases could not be renewed: %s", error)
             except SettingsError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from itertools import groupby
 from operator import itemgetter
@@ -27,6 +28,7 @@ GoodLine = tuple[str, PrefixKey, int]  # its model, what its prompt begins with,
 Finding = GoodLine | LineError
 
 WAITS = "or a name in limits.models, to wait for it"  # of a model that is not served yet
+SETTLE_POLL_S = 0.2  # how soon a plan that waits sees that it is to stop
 CHUNK = 64  # lines of one read: at most 16 MiB with the default limits
 
 logger = logging.getLogger(__name__)
@@ -70,15 +72,16 @@ class Planner:
 
     def plan(self, held: HeldUnit) -> None:
         """Plan the claimed job, or stop early with `held.stop_reason`. Raises redis.RedisError."""
+        self._wait_settled(held)
         claim = held.claim
         checks = FileChecks(endpoint=claim.endpoint, is_strict=claim.is_strict)
         lines = JobLines(self._directory.read(), checks, claim.job_model, is_strict=claim.is_strict)
-        if lines.error is not None:
-            self._refuse_job(held, lines.error)
-            return
         good: list[GoodLine] = []
-        take = self._refuse_file if claim.is_strict else self._record_bad
-        if not take(held, lines, good):
+        if lines.error is not None:
+            is_open = self._refuse_job(held, lines.error)
+        else:
+            is_open = (self._refuse_file if claim.is_strict else self._record_bad)(held, lines, good)
+        if not is_open:
             return
         mode = held.stop_reason.closing_mode if held.stop_reason else None
         if mode is not None:
@@ -87,27 +90,33 @@ class Planner:
         elif held.stop_reason is None:
             self._cut(held, good, checks)
 
+    def _wait_settled(self, held: HeldUnit) -> None:
+        """Wait, where Redis has forgotten what is served, until every worker has said it again."""
+        while held.stop_reason is None and (unsettled_s := self._directory.unsettled_s()) > 0:
+            time.sleep(min(unsettled_s, SETTLE_POLL_S))
+
     def _record_bad(self, held: HeldUnit, lines: JobLines, good: list[GoodLine]) -> bool:
         """Write the bad lines' records, put the others into `good`; False if there is nothing more to plan."""
         bad: list[PromptRecord] = []
         unnamed: list[UnnamedModel] = []
         for finding in self._findings(held, lines):
             if isinstance(finding, UnnamedModel):
-                unnamed.append(finding)
+                unnamed.append(finding.with_traceback(None))  # which holds the line
             elif isinstance(finding, LineError):
                 bad.append(_record(held, finding))
-                if len(bad) >= self._batch_size and not self._put(held, bad):
+                # Not before it is certain that the job is not refused for the models of all its lines.
+                is_certain = good or lines.has_names
+                if is_certain and len(bad) >= self._batch_size and not self._put(held, bad):
                     return False
             else:
                 good.append(finding)
         if unnamed and held.stop_reason is None:
             if not (good or lines.has_names):
                 return self._refuse_job(held, unnamed[0])
-            for error in unnamed:
-                bad.append(_record(held, error))
-                if len(bad) >= self._batch_size and not self._put(held, bad):
-                    return False
-        return not bad or self._put(held, bad)
+            bad += [_record(held, error) for error in unnamed]
+        return all(
+            self._put(held, bad[start : start + self._batch_size]) for start in range(0, len(bad), self._batch_size)
+        )
 
     def _refuse_job(self, held: HeldUnit, error: LineError) -> bool:
         """Fail the job for what is wrong with all of it; False if it is over."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -328,13 +330,22 @@ def checkpoint_at(path: Path) -> ModelSettings:
 
 def test_a_copy_of_a_checkpoint_has_its_fingerprint(tmp_path: Path) -> None:
     first, second = checkpoint_at(tmp_path / "a"), checkpoint_at(tmp_path / "b")
-    (tmp_path / "b" / "README.md").write_text("where it came from")
+    for name in ("README.md", "eval_results.json", "notes.txt"):
+        (tmp_path / "b" / name).write_text("of nothing that is loaded")
+    os.mkfifo(tmp_path / "b" / "chat_template.jinja")
+    (tmp_path / "b" / "old.safetensors").symlink_to("nowhere")
     assert fingerprint(first) == fingerprint(second)
     assert re.fullmatch("[0-9a-f]{32}", fingerprint(first))
     assert fingerprint(ModelSettings()) == ""
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "1_Pooling/config.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.json", "tokenizer.json", "chat_template.jinja", "1_Pooling/config.json"),
+        "additional_chat_templates/rag.jinja",
+    ],
+)
 def test_a_file_that_answers_depend_on_changes_the_fingerprint(tmp_path: Path, name: str) -> None:
     model = checkpoint_at(tmp_path / "a")
     before = fingerprint(model)
@@ -363,8 +374,19 @@ def test_of_a_large_file_a_changed_matrix_is_seen_wherever_it_lies(tmp_path: Pat
     assert len(found) == 3
 
 
-def test_a_file_that_cannot_be_read_has_no_fingerprint(tmp_path: Path) -> None:
+def test_a_file_outside_of_the_root_is_not_read_for_the_fingerprint(tmp_path: Path) -> None:
+    checkpoint_at(tmp_path / "a")
+    (tmp_path / "a" / "tokenizer.json").symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: leads to /dev/zero"):
+        fingerprint(ModelSettings(root=tmp_path, path=Path("a")))
+
+
+def test_a_file_that_cannot_be_read_has_no_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = checkpoint_at(tmp_path / "a")
-    (tmp_path / "a" / "tokenizer.json").mkdir()
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json: Is a directory; accepted: a file that can be read"):
+
+    def refuse(*_: object) -> IO[bytes]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CheckpointError, match=r"Permission denied; accepted: a file that can be read"):
         fingerprint(model)

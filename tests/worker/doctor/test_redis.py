@@ -30,7 +30,7 @@ from worker.doctor.redis import access_findings, redis_findings
 from worker.doctor.redis_facts import RedisFacts
 from worker.doctor.report import Level
 from worker.registry.connect import RedisAddress
-from worker.registry.models import Heartbeats
+from worker.registry.models import Announcement, Heartbeats
 from worker.schemas import SubmitOptions, WorkerInfo
 
 
@@ -314,6 +314,15 @@ def test_jobs_that_wait_for_a_model_are_a_warning_that_names_it(redis_url: str, 
     assert "millrace cancel JOB" in str(finding.fix)
     registry.serve("bge-small")
     assert "models" not in found_at(redis_url)
+
+
+def test_workers_of_one_model_that_take_different_lengths_are_a_warning(redis_url: str, registry: TestRegistry) -> None:
+    for worker_id, tokens in (("a", 4096), ("b", 32_768), ("c", 4096)):
+        registry.directory(worker_id).announce(Announcement(name="tiny", context_tokens=tokens))
+
+    finding = found_at(redis_url)["models"]
+
+    assert (finding.level, finding.detail) == (Level.WARNING, "workers of tiny take 4,096 or 32,768 tokens a request")
 
 
 def test_jobs_with_a_worker_are_well(redis_url: str, registry: TestRegistry) -> None:

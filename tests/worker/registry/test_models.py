@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from settings import SettingsError
 from tests.support.registry import TestRegistry, must_claim, ok
+from worker.registry.exchange import text
 from worker.registry.keys import UnitRef
 from worker.registry.leases import NewShard
 from worker.registry.lifecycle import ClaimRefusal, RunMode
-from worker.registry.models import Announcement, Heartbeats, ServedModels
+from worker.registry.models import BEAT_S, SETTLE_S, Announcement, Heartbeats, ServedModels
 from worker.registry.queues import queue_of
 from worker.schemas import SubmitOptions, WorkerInfo
 
@@ -29,6 +32,9 @@ INFO = WorkerInfo(id="tester", version="1", model="m", steps=0, open_requests=0,
         ("later", "later"),
         ("hub/later", "later"),
         ("Qwen/whole", "Qwen/whole"),
+        ("gpt-5", "llama"),
+        ("hub/llama", "llama"),
+        ("hub/Qwen3-0.6B", "Qwen3-0.6B"),
         ("whole", None),
         ("qwen3-0.6b", None),
         ("*", None),
@@ -36,11 +42,15 @@ INFO = WorkerInfo(id="tester", version="1", model="m", steps=0, open_requests=0,
     ],
 )
 def test_a_name_means_a_served_model_or_one_to_wait_for(name: str, model: str | None) -> None:
-    assert ServedModels([QWEN], known=["later", "Qwen/whole", "Qwen3-0.6B"]).resolve(name) == model
+    away = Announcement(name="llama", aliases=("gpt-5",))
+    served = ServedModels([QWEN], [away, QWEN], known=["later", "Qwen/whole", "hub/Qwen3-0.6B"])
+    assert served.resolve(name) == model
 
 
-def test_any_other_name_means_the_model_that_takes_any() -> None:
-    served = ServedModels([QWEN, BERT], known=["later"])
+@pytest.mark.parametrize(
+    "served", [ServedModels([QWEN, BERT], known=["later"]), ServedModels([QWEN], [BERT], ["later"])]
+)
+def test_any_other_name_means_the_model_that_takes_any(served: ServedModels) -> None:
     assert {name: served.resolve(name) for name in ("gpt-5", "later", "gpt-4o-mini", "hub/later")} == {
         "gpt-5": "bert",
         "later": "later",
@@ -53,6 +63,7 @@ def test_no_name_means_the_only_model_that_serves_the_endpoint() -> None:
     served = ServedModels([QWEN, BERT])
     assert served.of_endpoint(CHAT) == ("Qwen3-0.6B",)
     assert served.of_endpoint(EMBEDDINGS) == ("Qwen3-0.6B", "bert")
+    assert ServedModels([BERT], [QWEN]).of_endpoint(CHAT) == ("Qwen3-0.6B",)  # which may come back
     assert ServedModels([BERT]).of_endpoint(CHAT) == ("bert",)  # whose answer says what it serves
 
 
@@ -64,7 +75,7 @@ def test_an_announcement_is_read_by_all_until_it_is_taken_back(registry: TestReg
     assert mine.read().resolve("later") == "later"
     mine.forget()
     gone = registry.directory("b").read()
-    assert (gone.is_served("Qwen3-0.6B"), gone.resolve("Qwen3-0.6B")) == (False, "Qwen3-0.6B")
+    assert (gone.is_served("Qwen3-0.6B"), gone.resolve("gpt-4o-mini")) == (False, "Qwen3-0.6B")
 
 
 def test_what_a_dead_worker_announced_is_no_longer_served(registry: TestRegistry) -> None:
@@ -77,11 +88,45 @@ def test_what_a_dead_worker_announced_is_no_longer_served(registry: TestRegistry
     assert registry.redis.hkeys(key) == [b"b"]
 
 
-def test_a_name_stays_known_for_a_week(registry: TestRegistry) -> None:
+def test_a_model_stays_known_for_a_week(registry: TestRegistry) -> None:
     registry.directory("a").announce(QWEN)
-    registry.redis.zincrby(registry.keys.known_models, -7 * 24 * 3600 * 1000, "gpt-4o-mini")
+    entry = registry.redis.hget(registry.keys.known_models, "Qwen3-0.6B")
+    assert entry is not None
+    ends_s = float(text(entry).split()[0]) / 1000
+    assert 7 * 24 * 3600 - 60 < ends_s - registry.time_s() <= 7 * 24 * 3600
+    registry.redis.hset(registry.keys.known_models, "Qwen3-0.6B", f"1 {QWEN.model_dump_json()}")
     registry.directory("a").announce(BERT)
-    assert set(registry.redis.zrange(registry.keys.known_models, 0, -1)) == {b"Qwen3-0.6B", b"bert"}
+    assert registry.redis.hkeys(registry.keys.known_models) == [b"bert"]
+
+
+def test_a_model_may_be_waited_for_while_it_is_loaded(registry: TestRegistry) -> None:
+    registry.directory("a").check(QWEN)
+    loading = registry.directory("b").read()
+    assert (loading.is_served("Qwen3-0.6B"), loading.resolve("gpt-4o-mini")) == (False, "Qwen3-0.6B")
+
+
+@pytest.mark.parametrize("entry", ["", "soon", "{}", '{"name": "x", "aliases": null}', '{"name": 7, "aliases": {}}'])
+def test_what_another_version_announced_is_left_alone(registry: TestRegistry, entry: str) -> None:
+    registry.redis.hset(registry.keys.served, "newer", f"9999999999999 {entry}")
+    registry.redis.hset(registry.keys.known_models, "newer", f"9999999999999 {entry}")
+    registry.directory("a").announce(QWEN)
+    assert registry.directory("b").read().names == QWEN.names
+    assert registry.redis.hexists(registry.keys.served, "newer")
+
+
+def test_what_is_read_is_not_trusted_until_all_have_announced_again(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = registry.directory("a")
+    assert directory.unsettled_s() == 0  # it has announced nothing
+    directory.announce(QWEN)
+    assert directory.unsettled_s() == 0
+    registry.redis.flushall()
+    assert BEAT_S < directory.unsettled_s() <= SETTLE_S
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + SETTLE_S)
+    assert directory.unsettled_s() == 0
+    assert registry.directory("b").read().names == QWEN.names
 
 
 @pytest.mark.parametrize("method", ["check", "announce"])
@@ -90,8 +135,8 @@ def test_a_name_stays_known_for_a_week(registry: TestRegistry) -> None:
     [
         (
             Announcement(name="Qwen3-0.6B", fingerprint="other"),
-            "model.name=Qwen3-0.6B: worker a serves another checkpoint under this name; "
-            "accepted: the same files, or another model.name",
+            "model.name=Qwen3-0.6B: worker a, up or dead for less than 30 s, serves another checkpoint under this "
+            "name; accepted: the same files, or another model.name",
         ),
         (
             Announcement(name="gpt-4o-mini"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import running_thread, wait_until
 from tests.support.registry import TestRegistry, must_claim, ok, running_units
 from tests.support.request_lines import CHAT, COMPLETIONS, batch_line, chat_line, completion_line
 from worker.lines.errors import LineError
@@ -226,6 +227,34 @@ def test_the_model_of_a_job_is_that_of_lines_that_name_none(registry: TestRegist
     job = _plan(registry, *lines, completion_line(model="fake", custom_id="c"), model="other")
     assert (job.model, _codes(registry, job.id)) == ("other", {3: "model_mismatch"})
     assert _models(registry, job) == [("other", (0, 1))]
+
+
+def test_a_refused_job_has_no_record_of_its_bad_lines(registry: TestRegistry) -> None:
+    registry.serve("other")
+    job = _plan(registry, *[b"{bad"] * 5, completion_line())
+    assert (job.status, job.request_counts.total) == (JobState.FAILED, 0)
+
+
+def test_a_job_cancelled_as_its_model_is_refused_is_closed(registry: TestRegistry) -> None:
+    job_id = registry.submit([completion_line()], SubmitOptions(model="gpt-4"))
+    with running_units(registry) as units:
+        held = units.hold(UnitRef.plan(job_id))
+        registry.control.cancel(job_id)
+        units.planner().plan(held)
+    assert registry.status(job_id).status is JobState.CANCELLED
+
+
+def test_a_plan_waits_until_a_redis_that_forgot_is_told_again(registry: TestRegistry) -> None:
+    job_id = registry.submit([completion_line(model="other")])
+    with running_units(registry) as units:
+        planner, held = units.planner(), units.hold(UnitRef.plan(job_id))
+        units.directory.announce(Announcement(name="fake"))
+        registry.redis.delete(registry.keys.served, registry.keys.known_models)
+        with running_thread(lambda _: planner.plan(held)):
+            wait_until(lambda: registry.redis.hexists(registry.keys.served, "tester"))
+            registry.serve("other")
+            wait_until(lambda: units.announcer.announced)
+        assert units.announcer.models == ["other"]
 
 
 def test_a_job_for_a_model_that_is_none_is_refused(registry: TestRegistry) -> None:

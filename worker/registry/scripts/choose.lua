@@ -4,7 +4,7 @@
 -- its prompts in them, the head of the last to come.
 -- Returns a member of the queued shards; 'hint': that of the message; 'none': all that are queued may not come.
 local UNIT, QUEUED, JOB, prefix = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
-local MOST_TENANTS, MOST_SHARDS = 1000, 64 -- looked at: bounds the script's time
+local MOST_TENANTS, MOST_SHARDS = 1000, 64 -- looked at, of a model and of a tenant: bounds the script's time
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
@@ -20,33 +20,33 @@ if hint[1] == 'queued' and tenant then
   if not redis.call('ZSCORE', key, ARGV[4]) then return 'hint' end
 end
 
-local is_ours = {}
-for _, name in ipairs(cjson.decode(ARGV[5])) do is_ours[name] = true end
 local prompts_here, near = {}, {}
 for i = 6, #ARGV, 3 do prompts_here[ARGV[i]], near[ARGV[i]] = tonumber(ARGV[i + 1]), ARGV[i + 2] end
 
 -- The tenant with the fewest prompts here, of several that whose shard has the earliest turn.
 local chosen, is_any_queued = nil, false
-local function look(set, member, other)
-  local first = redis.call('ZRANGE', QUEUED .. ':' .. member, 0, 0, 'WITHSCORES')
-  local prompts, turn = prompts_here[other] or 0, tonumber(first[2])
-  if not turn then
-    redis.call('ZREM', set, member)
-  else
-    is_any_queued = true
-    local is_first = not chosen or prompts < chosen.prompts or (prompts == chosen.prompts and turn < chosen.turn)
-    if is_first and (prompts == 0 or ARGV[2] ~= '1') then
-      chosen = {key = QUEUED .. ':' .. member, prompts = prompts, turn = turn, near = near[other] or ''}
+local function look(tenants, of_model)
+  for _, other in ipairs(redis.call('ZRANGE', tenants, 0, MOST_TENANTS - 1)) do
+    local key = QUEUED .. ':' .. other .. of_model
+    local first = redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')
+    local prompts, turn = prompts_here[other] or 0, tonumber(first[2])
+    if not turn then
+      redis.call('ZREM', tenants, other)
+    else
+      is_any_queued = true
+      local is_first = not chosen or prompts < chosen.prompts or (prompts == chosen.prompts and turn < chosen.turn)
+      if is_first and (prompts == 0 or ARGV[2] ~= '1') then
+        chosen = {key = key, prompts = prompts, turn = turn, near = near[other] or ''}
+      end
     end
   end
 end
 
-for _, member in ipairs(redis.call('ZRANGE', QUEUED .. '@', 0, MOST_TENANTS - 1)) do
-  local other, model = string.match(member, '^([^@]*)@(.*)$')
-  if is_ours[model] then look(QUEUED .. '@', member, other) end
+for _, model in ipairs(cjson.decode(ARGV[5])) do
+  look(QUEUED .. '@' .. model, '@' .. model)
+  if redis.call('EXISTS', QUEUED .. '@' .. model) == 0 then redis.call('ZREM', QUEUED .. '@', model) end
 end
--- Shards without a model are anybody's.
-for _, member in ipairs(redis.call('ZRANGE', QUEUED, 0, MOST_TENANTS - 1)) do look(QUEUED, member, member) end
+look(QUEUED, '') -- shards without a model are anybody's
 if not chosen then return is_any_queued and 'none' or 'hint' end
 
 -- Of its shards whose turns lie within a step of priority the next in prefix order; behind the last comes the first.

@@ -45,24 +45,26 @@ local function shard_key(number)
   return string.sub(PLAN, 1, -5) .. number
 end
 
--- Shards that nobody holds, of each tenant and model, by `turn`; see choose. QUEUED..'@': which these are, the earliest
--- first. Suspects are not among them: each has its own message, and who chose one would send its other shards away for
--- it. `model` is nil of a shard that an older version planned: those are in QUEUED, where that version looks for them.
+-- Shards that nobody holds, of each tenant and model, by `turn`; see choose. QUEUED@<model>: those tenants, the earliest
+-- first; QUEUED@: those models. Suspects are not among them: each has its own message, and who chose one would send its
+-- other shards away for it. `model` is nil of a shard that an older version planned: those are where that one looks.
 local function of_queue(tenant, model)
-  if model then return QUEUED .. '@', tenant .. '@' .. model end
-  return QUEUED, tenant
+  if model then return QUEUED .. ':' .. tenant .. '@' .. model, QUEUED .. '@' .. model end
+  return QUEUED .. ':' .. tenant, QUEUED
 end
 
 local function enqueue(tenant, model, member, turn, now)
-  local set, name = of_queue(tenant, model)
-  redis.call('ZADD', QUEUED .. ':' .. name, turn, member)
-  redis.call('ZADD', set, 'NX', now, name)
+  local shards, tenants = of_queue(tenant, model)
+  redis.call('ZADD', shards, turn, member)
+  redis.call('ZADD', tenants, 'NX', now, tenant)
+  if model then redis.call('ZADD', QUEUED .. '@', 'NX', now, model) end
 end
 
 local function dequeue(tenant, model, member)
-  local set, name = of_queue(tenant, model)
-  if redis.call('ZREM', QUEUED .. ':' .. name, member) == 1
-    and redis.call('EXISTS', QUEUED .. ':' .. name) == 0 then redis.call('ZREM', set, name) end
+  local shards, tenants = of_queue(tenant, model)
+  if redis.call('ZREM', shards, member) == 0 or redis.call('EXISTS', shards) == 1 then return end
+  redis.call('ZREM', tenants, tenant)
+  if model and redis.call('EXISTS', tenants) == 0 then redis.call('ZREM', QUEUED .. '@', model) end
 end
 
 -- The job's shards of a model that are not done, by which its status tells what it waits for.

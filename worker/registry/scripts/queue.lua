@@ -6,21 +6,21 @@
 -- read; then for each model how many shards all its other tenants have.
 local OPEN, QUEUED, ADM, DEAD, prefix = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
 local most_rows, unread_budget = tonumber(ARGV[2]), tonumber(ARGV[3])
-local MOST_TENANTS = 200 -- looked at, those that have waited longest: bounds the script's time
+local MOST_TENANTS = 200 -- of a model, looked at, those that have waited longest: bounds the script's time
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
 local sizes, tenants, num_tenants = {}, {}, 0
-local function look(set)
-  for i, member in ipairs(redis.call('ZRANGE', set, 0, -1)) do
-    local tenant, model = string.match(member, '^([^@]*)@?(.*)$')
+local function look(set, model, of_model)
+  for i, tenant in ipairs(redis.call('ZRANGE', set, 0, -1)) do
     if not tenants[tenant] then tenants[tenant], num_tenants = true, num_tenants + 1 end
+    local member = tenant .. of_model
     local size = i <= MOST_TENANTS and redis.call('ZCARD', QUEUED .. ':' .. member) or 0
     if size > 0 then sizes[#sizes + 1] = {member = member, tenant = tenant, model = model, size = size} end
   end
 end
-look(QUEUED .. '@')
-look(QUEUED)
+for _, model in ipairs(redis.call('ZRANGE', QUEUED .. '@', 0, -1)) do look(QUEUED .. '@' .. model, model, '@' .. model) end
+look(QUEUED, '', '')
 table.sort(sizes, function(a, b) return a.size > b.size or (a.size == b.size and a.member < b.member) end)
 
 -- The oldest of a priority comes first among those of that priority: `turn` is its time, moved by the priority.

@@ -53,7 +53,11 @@ local function of_unit(key, name, held, base)
   return unit
 end
 
-for _, member in ipairs(redis.call('ZRANGEBYSCORE', OPEN, '-inf', now, 'LIMIT', 0, limit)) do
+-- Shards of models that nobody serves may be many and wait for days: they take no places of the others.
+local num_looked = 0
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', OPEN, '-inf', now, 'LIMIT', 0, 10 * limit)) do
+  if num_looked == limit then break end
+  num_looked = num_looked + 1
   local job_id, name = string.match(member, '^(.*)/(.*)$')
   local base = prefix .. 'j:' .. job_id
   local key = base .. ':s:' .. name
@@ -70,6 +74,7 @@ for _, member in ipairs(redis.call('ZRANGEBYSCORE', OPEN, '-inf', now, 'LIMIT', 
     local look = now + unserved
     if job[3] ~= '0' then look = math.min(look, tonumber(job[3])) end
     redis.call('ZADD', OPEN, look, member)
+    num_looked = num_looked - 1
   else
     local unit = of_unit(key, name, held, tonumber(job[4]))
     -- Queued: announced if it has come up to a better lane, if nothing waits in its own, or if it waits there
