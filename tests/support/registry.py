@@ -238,7 +238,7 @@ class Units:
             self.leases,
             self.closer,
             self.held_units,
-            ShardSlots(self.registry.shard_queue(), self.held_units, max_shards),
+            ShardSlots(self.registry.shard_queue(), self.held_units, self.announcer, max_shards),
             Quarantine(self.held_units.send_shards_away, lambda: True),
             is_well=lambda: is_well,
         )

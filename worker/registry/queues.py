@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,7 +64,7 @@ class ShardQueue:
         self._client = client
         self._keys = keys
         self._ageing_ms = round(ageing_s * 1000)
-        self._models = json.dumps(models)
+        self._models = tuple(models)
 
     def choose(self, hint: UnitRef, held: Iterable[Claim], *, only_new_tenants: bool) -> UnitRef | None:
         """The shard that a worker with these leases claims on a message about `hint`; None if it may claim none.
@@ -83,12 +84,26 @@ class ShardQueue:
             only_new_tenants=int(only_new_tenants),
             ageing_ms=self._ageing_ms,
             hint=str(hint),
-            models=self._models,
+            models=json.dumps(self._models),
         )
         answer = text(ask_one(self._client, call))
         if answer == NONE:
             return None
         return hint if answer == HINT else UnitRef.of_member(answer)
+
+    def unannounced(self, held: Iterable[Claim], *, only_new_tenants: bool) -> UnitRef | None:
+        """The shard that `choose` gives whoever comes without a message, where none waits; None: none, or one waits."""
+        found = _messages(self._client, ("", *self._models))
+        if any(any(lanes.values()) for lanes in found.values()):
+            return None
+        nothing = UnitRef.shard(f"{self._keys.shard}-{uuid.UUID(int=0)}", 0)
+        ref = self.choose(nothing, held, only_new_tenants=only_new_tenants)
+        return None if ref == nothing else ref
+
+    @property
+    def model(self) -> str:
+        """The name of the model that is served here; "": of none."""
+        return self._models[0] if self._models else ""
 
 
 @dataclass(frozen=True, slots=True)

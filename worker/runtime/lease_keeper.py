@@ -128,21 +128,24 @@ class Reaper:
         *,
         interval_s: float,
         is_well: Callable[[], bool],
+        offer: Callable[[], None],
     ) -> None:
         self._due_units = due_units
         self._announcer = announcer
         self._closer = closer
         self._is_well = is_well  # a worker that hangs must leave due units to others
         self._interval_s = interval_s
+        self._offer = offer  # see ShardSlots.offer
 
     def run(self, stopping: threading.Event) -> None:
         """Look again and again, until told to stop."""
         # Jitter: workers that started together do not go on looking together.
-        while not stopping.wait(self._interval_s * random.uniform(0.75, 1.25)):
+        while not stopping.wait(self._interval_s * random.uniform(0.5, 1.0)):
             if not self._is_well():
                 continue
             try:
                 self._look(stopping)
+                self._offer()
             except redis.RedisError as error:
                 logger.warning("could not look for work nobody does: %s", error)
 

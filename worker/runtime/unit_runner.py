@@ -10,14 +10,15 @@ from contextlib import contextmanager
 
 import redis
 
-from worker.broker.messages import MessageEnd
+from worker.broker.messages import Announcer, MessageEnd
 from worker.registry.errors import InvalidJobId
 from worker.registry.keys import UnitRef
-from worker.registry.leases import UnitLeases
+from worker.registry.leases import Claim, UnitLeases
 from worker.registry.lifecycle import ClaimRefusal, RunMode, StopReason
 from worker.registry.queues import ShardQueue
 from worker.runtime.held_units import HeldUnit, HeldUnits, reported
 from worker.runtime.quarantine import Quarantine
+from worker.schemas import DEFAULT_PRIORITY
 from worker.unit_closer import UnitCloser
 
 FLUSH_TIMEOUT_S = 3.0  # for records on their way to Redis when a unit is given back
@@ -116,6 +117,7 @@ class UnitRunner:
             return self._run_shard(hint, message_id, work)
         finally:
             self._slots.give()
+            self._slots.offer()
 
     def _run_shard(self, hint: UnitRef, message_id: str, work: Work) -> MessageEnd | None:
         if not self._quarantine.enter(SLOT_WAIT_S):
@@ -130,7 +132,12 @@ class UnitRunner:
         return self._run_alone(found, message_id, work) if isinstance(found, UnitRef) else found
 
     def _claim_chosen(self, hint: UnitRef, message_id: str) -> HeldUnit | UnitRef | MessageEnd | None:
-        """A shard to run, a suspect to run alone, or what becomes of the message; None: there is no slot for it."""
+        """A shard to run, a suspect to run alone, or what becomes of the message; None: there is no slot for it.
+
+        The message ends only where nothing else is queued: the shard it names may have gone to a worker that came with
+        the message of another one, which then has none.
+        """
+        refused: UnitRef | None = None
         with self._slots.choosing(SLOT_WAIT_S) as may_choose:
             if not may_choose:
                 return MessageEnd.REQUEUE
@@ -138,13 +145,15 @@ class UnitRunner:
                 ref = self._slots.choose(hint)
                 if ref is None:
                     return None
+                if ref == refused:
+                    return MessageEnd.DONE
                 claimed = self._claim(ref, message_id, alone=False)
                 if claimed is ClaimRefusal.SUSPECT:
                     return ref if ref == hint else MessageEnd.REQUEUE  # the other has a message of its own
                 if not isinstance(claimed, ClaimRefusal):
                     return claimed
                 if ref == hint:
-                    return MessageEnd.DONE
+                    refused = hint
         return MessageEnd.REQUEUE
 
     def _run_alone(self, ref: UnitRef, message_id: str, work: Work) -> MessageEnd:
@@ -234,9 +243,11 @@ def _is_to_go_back(held: HeldUnit) -> bool:
 class ShardSlots:
     """Limits how many shards run in this worker at the same time, and chooses the next. Thread-safe."""
 
-    def __init__(self, queue: ShardQueue, held_units: HeldUnits, max_shards: int) -> None:
+    def __init__(self, queue: ShardQueue, held_units: HeldUnits, announcer: Announcer, max_shards: int) -> None:
         self._queue = queue
         self._held_units = held_units
+        self._announcer = announcer
+        self._max_shards = max_shards
         self._num_shared = max_shards - max_shards // SLOTS_PER_RESERVED
         self._slots = threading.BoundedSemaphore(max_shards)
         self._choosing = threading.Lock()
@@ -261,5 +272,26 @@ class ShardSlots:
 
     def choose(self, hint: UnitRef) -> UnitRef | None:
         """The shard to claim on a message about `hint`, see ShardQueue.choose. Raises redis.RedisError."""
-        held = [unit.claim for unit in self._held_units.all() if not unit.claim.ref.is_plan]
+        held = self._held()
         return self._queue.choose(hint, held, only_new_tenants=len(held) >= self._num_shared)
+
+    def offer(self) -> None:
+        """Announce a shard that waits without any message although a slot is free for it here.
+
+        Whatever became of a shard's own message, an idle worker then looks again: after each shard, and with each look
+        of the reaper. Waits for no Redis that is away.
+        """
+        held = self._held()
+        if len(held) >= self._max_shards:
+            return
+        try:
+            ref = self._queue.unannounced(held, only_new_tenants=len(held) >= self._num_shared)
+        except redis.RedisError as error:
+            logger.warning("could not look for shards that wait: %s", error)
+            return
+        if ref is not None:
+            logger.info("announcing a shard that waits while a slot is free", extra=ref.log_fields)
+            self._announcer.announce(ref, DEFAULT_PRIORITY, self._queue.model)
+
+    def _held(self) -> list[Claim]:
+        return [unit.claim for unit in self._held_units.all() if not unit.claim.ref.is_plan]

@@ -274,7 +274,7 @@ def test_who_asked_is_told_when_a_unit_is_held_and_when_no_more() -> None:
 
 def _reaper(units: Units, due_units: ReapQueue | None = None, is_well: Callable[[], bool] = lambda: True) -> Reaper:
     queue = due_units or units.registry.reap_queue(grace_s=0.1)
-    return Reaper(queue, units.announcer, units.closer, interval_s=0.05, is_well=is_well)
+    return Reaper(queue, units.announcer, units.closer, interval_s=0.05, is_well=is_well, offer=lambda: None)
 
 
 def test_a_worker_that_hangs_puts_no_unit_off(registry: TestRegistry) -> None:
@@ -289,6 +289,17 @@ def test_a_worker_that_hangs_puts_no_unit_off(registry: TestRegistry) -> None:
     with running_units(registry) as units, running_thread(_reaper(units, is_well=hangs).run):
         wait_until(lambda: len(looks) > 3)
     assert [due.ref for due in registry.reap_queue().due()] == [UnitRef.shard(job_id, 0)]
+
+
+def test_with_each_look_shards_without_a_message_are_offered(registry: TestRegistry) -> None:
+    offers: list[None] = []
+    with running_units(registry) as units:
+        due = registry.reap_queue()
+        reaper = Reaper(
+            due, units.announcer, units.closer, interval_s=0.05, is_well=lambda: True, offer=lambda: offers.append(None)
+        )
+        with running_thread(reaper.run):
+            wait_until(lambda: len(offers) > 2)
 
 
 def test_lost_messages_are_sent_again(registry: TestRegistry) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.fake_engine import FAIL, REFUSE, FakeEngine, GatedEngine, answer
 from tests.support.processes import wait_until
-from tests.support.registry import TestRegistry, Units, must_claim, ok, running_units
+from tests.support.registry import RecordingAnnouncer, TestRegistry, Units, must_claim, ok, running_units
 from worker.registry.keys import UnitRef
 from worker.registry.leases import NewShard
 from worker.registry.lifecycle import StopReason
@@ -250,7 +250,7 @@ def test_prompts_of_two_shards_go_into_the_engine_side_by_side(
 
 
 def _slots(registry: TestRegistry, held_units: HeldUnits, max_shards: int) -> ShardSlots:
-    return ShardSlots(registry.shard_queue(), held_units, max_shards)
+    return ShardSlots(registry.shard_queue(), held_units, RecordingAnnouncer(), max_shards)
 
 
 def test_one_tenant_never_has_the_last_slot(registry: TestRegistry) -> None:

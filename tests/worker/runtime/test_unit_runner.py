@@ -13,9 +13,10 @@ from tests.support.registry import TestRegistry, must_claim, ok, running_units
 from tests.support.threads import is_waiting
 from worker.broker.messages import MessageEnd
 from worker.registry.keys import UnitRef
-from worker.registry.lifecycle import StopReason
+from worker.registry.leases import Claim
+from worker.registry.lifecycle import ClaimRefusal, StopReason
 from worker.runtime.held_units import HeldUnit
-from worker.runtime.unit_runner import UnitFailed
+from worker.runtime.unit_runner import ShardSlots, UnitFailed
 from worker.schemas import JobState, SubmitOptions
 
 
@@ -45,6 +46,68 @@ def test_messages_of_units_that_are_held_or_finished_are_acknowledged(registry: 
         must_claim(registry.leases(owner="other"), UnitRef.shard(job_id, 1))
         for unit in (UnitRef.shard(job_id, 0), UnitRef.shard(job_id, 1), UnitRef.plan(job_id)):
             assert runner.run(unit, "m", _no_work) is MessageEnd.DONE
+
+
+def test_a_message_whose_shard_was_taken_runs_the_one_that_was_left(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = registry.running_job([0], [1])
+    taken, left = UnitRef.shard(job_id, 0), UnitRef.shard(job_id, 1)
+    ran: list[UnitRef] = []
+    with running_units(registry) as units:
+        claim = units.leases.claim
+
+        def overtaken(ref: UnitRef, *, alone: bool = False) -> Claim | ClaimRefusal:
+            # The other worker came with the message about `left`, and chose as we did.
+            if ref == taken:
+                registry.leases(owner="other").claim(taken)
+            return claim(ref, alone=alone)
+
+        monkeypatch.setattr(units.leases, "claim", overtaken)
+
+        def work(held: HeldUnit) -> None:
+            ran.append(held.claim.ref)
+            units.leases.put(held.claim, [ok(held.claim.missing[0])])
+            held.set_written()
+
+        assert units.runner().run(taken, "m", work) is MessageEnd.DONE
+    assert ran == [left]
+
+
+def test_a_shard_that_waits_without_a_message_is_announced_to_a_free_slot(registry: TestRegistry) -> None:
+    first, second = (UnitRef.shard(registry.running_job([0]), 0) for _ in range(2))
+    with running_units(registry) as units:
+        slots = ShardSlots(registry.shard_queue(), units.held_units, units.announcer, 1)
+        slots.offer()
+        assert (units.announcer.announced, units.announcer.models) == ([(first, 5)], ["fake"])
+        units.hold(first)
+        slots.offer()  # no slot is free
+        assert len(units.announcer.announced) == 1
+        ShardSlots(registry.shard_queue(models=["other"]), units.held_units, units.announcer, 9).offer()
+        assert len(units.announcer.announced) == 1  # not its model
+        free = ShardSlots(registry.shard_queue(), units.held_units, units.announcer, 9)
+        for queue in ("millrace", "millrace.fake\x06\x166"):
+            registry.redis.lpush(queue, "a message")
+            free.offer()
+            registry.redis.delete(queue)
+        assert len(units.announcer.announced) == 1  # somebody will look anyway
+        free.offer()
+        assert units.announcer.announced[1:] == [(second, 5)]
+        units.hold(second)
+        free.offer()
+        assert len(units.announcer.announced) == 2
+
+
+def test_after_a_shard_its_worker_looks_for_another_that_has_no_message(registry: TestRegistry) -> None:
+    job_id = registry.running_job([0], [1])
+    with running_units(registry) as units:
+
+        def work(held: HeldUnit) -> None:
+            units.leases.put(held.claim, [ok(held.claim.missing[0])])
+            held.set_written()
+
+        assert units.runner().run(UnitRef.shard(job_id, 0), "m", work) is MessageEnd.DONE
+        assert units.announcer.announced == [(UnitRef.shard(job_id, 1), 5)]
 
 
 def test_a_draining_worker_claims_nothing(registry: TestRegistry) -> None:
