@@ -54,7 +54,7 @@ class UnitCloser:
             if status is PutStatus.JOB_DONE:
                 logger.info("job finished", extra={"job_id": claim.ref.job_id})
             if status is not PutStatus.OPEN:
-                return status is not PutStatus.FENCED
+                return status not in (PutStatus.FENCED, PutStatus.REWOUND)
             self._leases.renew([claim])
         return False
 

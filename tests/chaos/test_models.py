@@ -35,6 +35,7 @@ from tests.support.workers import millrace
 from worker.client import BatchClient
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import NewShard
+from worker.registry.lifecycle import PutStatus
 from worker.registry.queues import lanes_by_priority, queue_of
 from worker.schemas import DEFAULT_PRIORITY, JobState
 
@@ -253,7 +254,7 @@ def test_shards_of_no_model_are_run_by_workers_of_any(
     lines, registry = prompts(120), TestRegistry.at(redis_url)
     job_id, leases = client.submit(lines), registry.leases()
     shards = [NewShard(range(start, start + 10)) for start in range(0, 120, 10)]
-    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), shards, ageing_s=60.0)
+    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), shards, ageing_s=60.0) is PutStatus.UNIT_DONE
     bare.hset(Keys().job(job_id), "v", 1)
     registry.make_due()  # nobody has announced them
     assert bare.zcard(f"{Keys().queued}:default") == len(shards)

@@ -31,7 +31,7 @@ from worker.registry.intake import JobIntake
 from worker.registry.jobs import JobControl, JobQueries, ResultOrder
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import Claim, NewShard, PromptRecord, UnitLeases
-from worker.registry.lifecycle import ClaimRefusal, Outcome
+from worker.registry.lifecycle import ClaimRefusal, Outcome, PutStatus
 from worker.registry.models import Announcement, ModelDirectory
 from worker.registry.queues import ReapQueue, ShardQueue
 from worker.requests.served_model import ServedModel
@@ -115,7 +115,7 @@ class TestRegistry:
         job_id = self.submit([b'{"prompt": "a"}'] * sum(map(len, shards)), options)
         leases = self.leases()
         cut = [NewShard(shard, model=model) for shard in shards]
-        assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), cut, ageing_s=60.0)
+        assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), cut, ageing_s=60.0) is PutStatus.UNIT_DONE
         return job_id
 
     def status(self, job_id: str) -> JobStatus:
@@ -190,7 +190,10 @@ def ended_job(
 ) -> str:
     """A job of LINES in which these failed: index -> custom_id and code of the record."""
     job_id, leases = registry.submit(LINES, options), registry.leases()
-    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), [NewShard(range(len(LINES)))], ageing_s=60.0)
+    assert (
+        leases.planned(must_claim(leases, UnitRef.plan(job_id)), [NewShard(range(len(LINES)))], ageing_s=60.0)
+        is PutStatus.UNIT_DONE
+    )
     answers = [ok(index, '{"response": {"status_code": 200}}') for index in range(len(LINES)) if index not in failed]
     failures = [failure(job_id, index, *record) for index, record in failed.items()]
     leases.put(must_claim(leases, UnitRef.shard(job_id, 0)), [*answers, *failures])

@@ -20,6 +20,7 @@ from worker.lines.files import read_raw_lines
 from worker.registry.errors import EmptyJob, InvalidJobId, InvalidOption, JobNotFound, JobTooLarge, QueueFull
 from worker.registry.jobs import FIRST_POLL_S, LONGEST_POLL_S, PollPauses
 from worker.registry.keys import UnitRef
+from worker.registry.lifecycle import PutStatus
 from worker.schemas import JobState, SubmitOptions
 
 
@@ -134,7 +135,7 @@ def test_cancelling_leaves_the_units_of_others_to_them(client: BatchClient, regi
     held = must_claim(registry.leases(), UnitRef.shard(job_id, 0))
     job = client.cancel(job_id)
     assert (job.status, job.request_counts.failed) == (JobState.CANCELLING, 1)
-    assert registry.leases().renew([held])[0][0]
+    assert registry.leases().renew([held])[0][0] is PutStatus.OPEN
 
 
 def test_results_can_be_read_on_from_a_cursor(client: BatchClient, registry: TestRegistry) -> None:

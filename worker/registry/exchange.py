@@ -157,15 +157,16 @@ class Scripts:
     CANCEL = Script("cancel", "job_id")
     CLAIM = Script("claim", "job_id unit worker nonce lease_ms max_attempts alone models")
     FAIL = Script("fail", "job_id token reason errors")
+    MEND = Script("mend", "job_id")
     PLANNED = Script("planned", "job_id token grace_ms ageing_ms endpoints model traceparent", row="indices head model")
     PUT = Script(
         "put",
-        "job_id unit token",
+        "job_id unit token num_known",
         row="index outcome record prompt_tokens cached_tokens output_tokens resumed_tokens reasoning_tokens",
     )
     PUT_RESUME_STATES = Script("checkpoint", "job_id unit token", row="index state")
     RELEASE = Script("release", "job_id unit token grace_ms count_attempt")
-    RENEW = Script("renew", "job_id unit token lease_ms")
+    RENEW = Script("renew", "job_id unit token lease_ms num_known")
     SUSPECT = Script("suspect")
     # About a job
     DELETE = Script("delete", "job_id", keys="job records order lines jobs")

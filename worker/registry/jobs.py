@@ -12,7 +12,7 @@ from typing import Self
 import redis
 
 from worker.registry.errors import AmbiguousJob, JobNotEnded, JobNotFound
-from worker.registry.exchange import Exchange, Scripts, Untyped, ask_one, raw_values, text, text_fields
+from worker.registry.exchange import Exchange, Scripts, Untyped, ask, ask_one, raw_values, text, text_fields
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.models import ServedModels
 from worker.schemas import (
@@ -262,8 +262,10 @@ class JobControl:
     def cancel(self, job_id: str) -> list[UnitRef]:
         """Mark the job cancelled; returns the units it may still have, none if it is over. Raises JobNotFound."""
         plan = UnitRef.plan(job_id)
-        call = Scripts.CANCEL(self._keys.of_unit_scripts(plan), job_id=job_id)
-        status, num_shards = ask_one(self._client, call)
+        keys = self._keys.of_unit_scripts(plan)
+        # A job that Redis has lost the plan of has nothing else to close.
+        calls = [Scripts.MEND(keys, job_id=job_id), Scripts.CANCEL(keys, job_id=job_id)]
+        _, (status, num_shards) = ask(self._client, calls)
         if text(status) == "gone":
             raise JobNotFound(job_id)
         if text(status) == "terminal":

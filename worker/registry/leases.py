@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import redis
 
@@ -35,7 +35,14 @@ class Claim:
     endpoint: str | None = None  # the one all lines must name; None: each its own
     model: str = ""  # the one that may run the shard, resolved from what its lines name; "": any
     job_model: str | None = None  # the one that the job was submitted for, as its producer wrote it
+    num_done: int = 0  # of its prompts, those that had a record
+    acknowledged: set[int] = field(default_factory=set, compare=False)  # indices whose records Redis has taken since
     traceparent: str = ""  # W3C trace context of the job or, once it is held, of what is done under it; "": none
+
+    @property
+    def num_known(self) -> int:
+        """How many records of the unit Redis must have; fewer means that it has lost some."""
+        return self.num_done + len(self.acknowledged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +139,23 @@ class UnitLeases:
 
     def put(self, claim: Claim, records: Sequence[PromptRecord]) -> tuple[PutStatus, RunMode]:
         """Write records, each index once; returns where the unit stands and what to do with the rest of it."""
-        status, mode = self._run(Scripts.PUT, claim, [item.row for item in records])
+        rows = [item.row for item in records]
+        status, mode = self._run(Scripts.PUT, claim, rows, num_known=claim.num_known)
+        if text(status) == PutStatus.OPEN:
+            claim.acknowledged.update(item.index for item in records)
         return PutStatus(text(status)), _mode(mode)
 
     def put_resume_states(self, claim: Claim, states: Sequence[PromptResumeState]) -> bool:
         """Keep how far prompts without a record have come. False if the unit is not ours."""
         return bool(self._run(Scripts.PUT_RESUME_STATES, claim, [(item.index, item.state) for item in states]))
 
-    def renew(self, claims: Sequence[Claim]) -> list[tuple[bool, RunMode, float | None]]:
-        """Keep units for another lease: for each, whether it is still ours, its mode, seconds to its deadline."""
-        calls = [self._call(Scripts.RENEW, claim, lease_ms=self._lease_ms) for claim in claims]
+    def renew(self, claims: Sequence[Claim]) -> list[tuple[PutStatus, RunMode, float | None]]:
+        """Keep units for another lease: for each, where it stands, its mode, seconds to its deadline."""
+        calls = [
+            self._call(Scripts.RENEW, claim, lease_ms=self._lease_ms, num_known=claim.num_known) for claim in claims
+        ]
         return [
-            (text(status) == "open", _mode(mode), _time_left_s(time_left_ms))
+            (PutStatus(text(status)), _mode(mode), _time_left_s(time_left_ms))
             for status, mode, time_left_ms in ask(self._client, calls)
         ]
 
@@ -164,12 +176,12 @@ class UnitLeases:
         ageing_s: float,
         endpoints: Sequence[str] = (),
         model: str | None = None,
-    ) -> bool:
-        """Replace a job's plan by its shards. False if the plan was not ours any more.
+    ) -> PutStatus:
+        """Replace a job's plan by its shards: then it is done. Else it was not ours any more, or has gone back.
 
         `endpoints` and `model`: those of the lines, for the job's status; None: they are of several models.
         """
-        is_ours = self._run(
+        answer = self._run(
             Scripts.PLANNED,
             claim,
             [(",".join(map(str, shard.indices)), shard.head, shard.model) for shard in shards],
@@ -179,7 +191,7 @@ class UnitLeases:
             model=model or "",
             traceparent=claim.traceparent,
         )
-        return bool(is_ours)
+        return {1: PutStatus.UNIT_DONE, 0: PutStatus.FENCED}.get(answer, PutStatus.REWOUND)
 
     def fail(self, claim: Claim, reason: str, errors: Sequence[BatchError]) -> tuple[PutStatus, RunMode]:
         """End the job of this plan without running any line; answers as `put` does.
@@ -240,6 +252,7 @@ def _claim(ref: UnitRef, reply: RedisReply) -> Claim:
         tenant=text(tenant),
         created_s=created_ms // 1000,
         num_lines=num_lines,
+        num_done=len(recorded & set(wanted)),
         missing=tuple(index for index in wanted if index not in recorded),
         head=text(head),
         is_strict=bool(is_strict),

@@ -53,6 +53,7 @@ class PutStatus(StrEnum):
     OPEN = "open"  # prompts are missing
     UNIT_DONE = "unit_done"
     JOB_DONE = "job_done"  # and with it the unit
+    REWOUND = "rewound"  # nothing was written, and the unit went back: Redis has lost records that it had taken
     FENCED = "fenced"  # nothing was written
 
 
@@ -71,8 +72,10 @@ class StopReason(IntEnum):
     FAILED = 5, "failed", "failed"
     # The engine or the writer broke over it: likewise, and this worker stops.
     ENGINE_FAILED = 6, "engine_failed", "given back, the engine failed"
+    # Redis has lost records of it that it had taken: it has gone back, for whoever runs what is missing.
+    REWOUND = 7, "rewound", "given back, Redis lost records of it"
     # Another worker has the unit, or the job is over, or Redis takes no record of it: nothing more is written.
-    FENCED = 7, "lease_lost", "no longer ours"
+    FENCED = 8, "lease_lost", "no longer ours"
 
     def __new__(cls, value: int, metric_label: str, log_text: str) -> Self:
         """A reason, with what metrics and logs say of the unit then."""
@@ -84,6 +87,11 @@ class StopReason(IntEnum):
     def is_error(self) -> bool:
         """Whether something went wrong."""
         return self >= StopReason.FAILED
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the unit is not ours any more: nothing more is written."""
+        return self >= StopReason.REWOUND
 
     @property
     def closing_mode(self) -> RunMode | None:

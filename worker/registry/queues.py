@@ -35,6 +35,7 @@ UNSERVED_S = (
 MAX_UNITS = 100  # in one look: bounds the script's time
 
 MAX_SHARDS = 500  # read in one look: bounds the time for which Redis does nothing else
+MAX_JOBS = 500  # asked about in one round trip
 
 
 def queue_of(model: str) -> str:
@@ -149,6 +150,20 @@ class ReapQueue:
             for member, action, priority, model in zip(words[::4], words[1::4], words[2::4], words[3::4], strict=True)
         ]
 
+    def lost_plans(self) -> list[UnitRef]:
+        """Plans to announce, of open jobs that had neither plan nor shards though lines of them have no record."""
+        fields = ("st", "n", "ok", "err", "ns", "sd")
+        found: list[UnitRef] = []
+        [members] = ask(self._client, [("ZREVRANGE", self._keys.jobs, 0, -1)])
+        job_ids = [text(member) for member in members]
+        for start in range(0, len(job_ids), MAX_JOBS):
+            chunk = job_ids[start : start + MAX_JOBS]
+            rows = ask(self._client, [("HMGET", self._keys.job(job_id), *fields) for job_id in chunk])
+            suspects = [UnitRef.plan(job_id) for job_id, row in zip(chunk, rows, strict=True) if _may_be_lost(row)]
+            calls = [Scripts.MEND(self._keys.of_unit_scripts(ref), job_id=ref.job_id) for ref in suspects]
+            found += [ref for ref, is_lost in zip(suspects, ask(self._client, calls), strict=True) if is_lost]
+        return found
+
     def has_messages(self) -> bool:
         """Whether messages wait that this worker takes."""
         found = _messages(self._client, ("", *self._directory.own_names))
@@ -228,6 +243,13 @@ class QueueFigures:
             num_dead_units=num_dead,
             num_dead_frames=frames,
         )
+
+
+def _may_be_lost(row: Sequence[RedisReply]) -> bool:
+    if row[0] is None or text(row[0]) not in ("queued", "running"):
+        return False
+    num_lines, num_ok, num_failed, num_shards, num_done = (int(value) for value in row[1:])
+    return num_ok + num_failed < num_lines and num_done >= num_shards
 
 
 def _messages(client: redis.Redis, models: Iterable[str]) -> dict[str, dict[int, int]]:

@@ -86,12 +86,12 @@ class WorkerParts:
     def _make_runner(self) -> UnitRunner:
         worker = self.settings.worker
         queue = ShardQueue(self.client, self._keys, ageing_s=worker.ageing_s, models=self.announcement.names)
-        self._slots = ShardSlots(queue, self.held_units, self._announcer, worker.concurrency)
+        slots = ShardSlots(queue, self.held_units, self._announcer, worker.concurrency)
         return UnitRunner(
             self._leases,
             self._closer,
             self.held_units,
-            self._slots,
+            slots,
             Quarantine(self.held_units.send_shards_away, lambda: self.engine.num_open_requests == 0),
             is_well=self._is_well,
         )
@@ -109,7 +109,7 @@ class WorkerParts:
             self._closer,
             interval_s=worker.reap_interval_s,
             is_well=self._is_well,
-            offer=self._slots.offer,
+            offer=self.runner.offer,
         )
         watchdog = Watchdog(
             self.engine, self.activity, due, hang_timeout_s=worker.hang_timeout_s, on_trouble=self.state.fail

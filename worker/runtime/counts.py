@@ -85,7 +85,7 @@ class CountedLeases(UnitLeases):
     def put(self, claim: Claim, records: Sequence[PromptRecord]) -> tuple[PutStatus, RunMode]:
         """Write records, see UnitLeases.put, and count them."""
         status, mode = super().put(claim, records)
-        if status is not PutStatus.FENCED:
+        if status not in (PutStatus.FENCED, PutStatus.REWOUND):
             self._counts.add_records(records)
         return status, mode
 

@@ -57,6 +57,11 @@ class HeldUnit:
         return self._stop_reason
 
     @property
+    def is_lost(self) -> bool:
+        """Whether it is not ours any more: nothing more is written."""
+        return self._stop_reason is not None and self._stop_reason.is_loss
+
+    @property
     def is_written(self) -> bool:
         """Whether all records of the unit are in Redis."""
         return self._is_written
@@ -105,7 +110,12 @@ class HeldUnit:
 
     def hear(self, status: PutStatus, mode: RunMode) -> None:
         """Act on the answer to a write: the unit is lost, finished, or to be run in `mode`."""
-        if status is PutStatus.FENCED:
+        if status is PutStatus.REWOUND:
+            logger.error(
+                "Redis has lost records that it had taken: the unit goes back", extra=self.claim.ref.log_fields
+            )
+            self.stop(StopReason.REWOUND)
+        elif status is PutStatus.FENCED:
             self.stop(StopReason.FENCED)
         elif status is not PutStatus.OPEN:
             self.set_written()

@@ -14,14 +14,15 @@ import redis
 from settings import SettingsError, WorkerSettings
 from worker.broker.messages import Announcer
 from worker.registry.leases import UnitLeases
-from worker.registry.lifecycle import StopReason
+from worker.registry.lifecycle import PutStatus, StopReason
 from worker.registry.models import BEAT_S, Heartbeats
-from worker.registry.queues import ReapQueue
+from worker.registry.queues import PLAN_PRIORITY, ReapQueue
 from worker.runtime.engine_thread import EngineThread
 from worker.runtime.held_units import HeldUnits
 from worker.schemas import WorkerInfo
 from worker.unit_closer import UnitCloser
 
+MEND_INTERVAL_S = 60.0  # between looks at all jobs, at most 10,000: for what only a Redis that forgets can do
 WATCH_INTERVAL_S = 0.4  # how soon a cancelled or expired job is seen
 
 logger = logging.getLogger(__name__)
@@ -105,13 +106,13 @@ class LeaseKeeper:
         if not held:
             return
         answers = self._leases.renew([unit.claim for unit in held])
-        for unit, (is_ours, mode, time_left_s) in zip(held, answers, strict=True):
-            if is_ours:
+        for unit, (status, mode, time_left_s) in zip(held, answers, strict=True):
+            if status is PutStatus.OPEN:
                 unit.set_time_left(time_left_s)
-                unit.hear_mode(mode)
-            elif not unit.is_written:
-                # Perhaps its last record was written and the writer does not know yet: the owner waits for the writer.
-                unit.stop(StopReason.FENCED)
+            if status is PutStatus.OPEN or not unit.is_written:
+                # If it is lost, perhaps since its last record was written and the writer does not know yet: the owner
+                # waits for the writer.
+                unit.hear(status, mode)
 
 
 class Reaper:
@@ -136,6 +137,7 @@ class Reaper:
         self._is_well = is_well  # a worker that hangs must leave due units to others
         self._interval_s = interval_s
         self._offer = offer  # see ShardSlots.offer
+        self._mend_at = time.monotonic()
 
     def run(self, stopping: threading.Event) -> None:
         """Look again and again, until told to stop."""
@@ -146,8 +148,17 @@ class Reaper:
             try:
                 self._look(stopping)
                 self._offer()
+                self._mend_if_due()
             except redis.RedisError as error:
                 logger.warning("could not look for work nobody does: %s", error)
+
+    def _mend_if_due(self) -> None:
+        if time.monotonic() < self._mend_at:
+            return
+        for plan in self._due_units.lost_plans():
+            logger.error("Redis has lost the plan of a job, which is made again", extra=plan.log_fields)
+            self._announcer.announce(plan, PLAN_PRIORITY)
+        self._mend_at = time.monotonic() + MEND_INTERVAL_S
 
     def _look(self, stopping: threading.Event) -> None:
         for due in self._due_units.due():

@@ -18,7 +18,7 @@ from worker.records.failure import line_error_record
 from worker.records.record import RecordContext, encode_record
 from worker.registry.keys import UnitRef
 from worker.registry.leases import NewShard, PromptRecord, UnitLeases
-from worker.registry.lifecycle import Outcome, PutStatus, StopReason
+from worker.registry.lifecycle import Outcome, PutStatus, RunMode
 from worker.registry.models import ModelDirectory, ServedModels
 from worker.runtime.held_units import HeldUnit
 from worker.schemas import BatchError
@@ -177,17 +177,16 @@ class Planner:
         good.sort()
         shards = list(_shards(good, self._shard_size))
         models = {shard.model for shard in shards}
-        is_ours = self._leases.planned(
+        status = self._leases.planned(
             held.claim,
             shards,
             ageing_s=self._ageing_s,
             endpoints=checks.endpoints,
             model=models.pop() if len(models) == 1 else None,
         )
-        if not is_ours:
-            held.stop(StopReason.FENCED)
+        held.hear(status, RunMode.RUN)
+        if status is not PutStatus.UNIT_DONE:
             return
-        held.set_written()
         job_id = held.claim.ref.job_id
         logger.info("job planned", extra={"prompts": len(good), "shards": len(shards)})
         for number, shard in enumerate(shards):

@@ -210,7 +210,7 @@ class ShardRun:
 
     def _take_what_finished(self) -> None:
         """Record outputs that came after the reason to stop, so that they do not run again."""
-        while self._held.stop_reason is not StopReason.FENCED:
+        while not self._held.is_lost:
             try:
                 event = self._events.get_nowait()
             except queue.Empty:

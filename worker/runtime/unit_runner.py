@@ -81,6 +81,11 @@ class UnitRunner:
         self._draining.set()
         self._quarantine.close()
 
+    def offer(self) -> None:
+        """Announce a shard that waits without a message, see ShardSlots.offer; not while this worker ends."""
+        if not self._draining.is_set():
+            self._slots.offer()
+
     def run(self, ref: UnitRef, message_id: str, work: Work) -> MessageEnd:
         """Run a unit on this thread. Raises UnitFailed if `work` or Redis did not let it, after it was given back."""
         if self._draining.is_set():
@@ -117,7 +122,7 @@ class UnitRunner:
             return self._run_shard(hint, message_id, work)
         finally:
             self._slots.give()
-            self._slots.offer()
+            self.offer()
 
     def _run_shard(self, hint: UnitRef, message_id: str, work: Work) -> MessageEnd | None:
         if not self._quarantine.enter(SLOT_WAIT_S):
@@ -236,7 +241,7 @@ class UnitRunner:
 
 
 def _is_to_go_back(held: HeldUnit) -> bool:
-    reasons = (StopReason.SENT_AWAY, StopReason.RELEASED, StopReason.ENGINE_FAILED)
+    reasons = (StopReason.SENT_AWAY, StopReason.RELEASED, StopReason.ENGINE_FAILED, StopReason.REWOUND)
     return not held.is_written and held.stop_reason in reasons
 
 

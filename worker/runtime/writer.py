@@ -91,7 +91,7 @@ class ResultWriter:
 
     def _put(self, held: HeldUnit, items: Sequence[Written]) -> bool:
         held.add_unwritten(len(items))
-        while held.stop_reason is not StopReason.FENCED:
+        while not held.is_lost:
             try:
                 self._items.put((held, items), timeout=PUT_WAIT_S)
             except queue.Full:
@@ -134,7 +134,7 @@ class ResultWriter:
 
     def _write(self, held: HeldUnit, records: Sequence[PromptRecord], stopping: threading.Event) -> None:
         num_tries = 0
-        while held.stop_reason is not StopReason.FENCED:
+        while not held.is_lost:
             num_tries += 1
             began_s = time.monotonic()
             try:
@@ -155,7 +155,7 @@ class ResultWriter:
             return
 
     def _write_resume_states(self, held: HeldUnit, resume_states: Sequence[PromptResumeState]) -> None:
-        if held.stop_reason is StopReason.FENCED:
+        if held.is_lost:
             return
         try:
             is_ours = self._leases.put_resume_states(held.claim, resume_states)

@@ -17,6 +17,7 @@ from worker.registry.errors import EmptyJob, JobIncomplete, JobTooLarge, QueueFu
 from worker.registry.intake import JobIntake
 from worker.registry.keys import UnitRef
 from worker.registry.leases import NewShard
+from worker.registry.lifecycle import PutStatus
 from worker.runtime.staged_jobs import StagedJobs
 from worker.schemas import BatchError, JobState, SubmitOptions
 
@@ -156,7 +157,9 @@ def test_a_submission_whose_reply_is_lost_is_still_to_be_announced(
     assert lost
     assert registry.redis.hget(registry.keys.counters, "jobs") == b"2"
     leases = registry.leases()
-    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), [NewShard([0])], ageing_s=60.0)
+    assert (
+        leases.planned(must_claim(leases, UnitRef.plan(job_id)), [NewShard([0])], ageing_s=60.0) is PutStatus.UNIT_DONE
+    )
     assert intake.submit(job_id, 1, SubmitOptions()) == (job_id, False)
 
 

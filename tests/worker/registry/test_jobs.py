@@ -18,6 +18,7 @@ from worker.registry.exchange import Command, Script, Scripts, perform, perform_
 from worker.registry.jobs import PAGE_JOBS, JobQueries, ResultOrder, ResultPage
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import Claim
+from worker.registry.lifecycle import PutStatus
 from worker.registry.queues import lanes_by_priority
 from worker.schemas import JobFilter, SubmitOptions
 
@@ -191,7 +192,7 @@ def test_several_calls_of_a_script_are_made_again_once_it_is_there(registry: Tes
     leases, job_id = registry.leases(), registry.running_job([0], [1])
     claims = [must_claim(leases, UnitRef.shard(job_id, number)) for number in range(2)]
     registry.redis.script_flush()
-    assert [is_ours for is_ours, _, _ in leases.renew(claims)] == [True, True]
+    assert [status for status, _, _ in leases.renew(claims)] == [PutStatus.OPEN] * 2
 
 
 def test_a_script_reads_as_many_keys_and_arguments_as_are_declared() -> None:

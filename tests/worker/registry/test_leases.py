@@ -48,7 +48,7 @@ def test_a_fenced_owner_writes_nothing(registry: TestRegistry) -> None:
     second = must_claim(leases, first.ref, alone=True)
     assert int(second.token.split(":")[0]) == int(first.token.split(":")[0]) + 1
     assert leases.put(first, [ok(0)])[0] is PutStatus.FENCED
-    assert not leases.renew([first])[0][0]
+    assert leases.renew([first])[0][0] is PutStatus.FENCED
     assert not leases.release(first, count_attempt=False)
     assert registry.status(job_id).request_counts.finished == 0
     assert leases.put(second, [ok(0)])[0] is PutStatus.OPEN
@@ -66,7 +66,7 @@ def test_renewal_keeps_a_lease(registry: TestRegistry) -> None:
     claim = must_claim(leases, UnitRef.shard(registry.running_job([0]), 0))
     for _ in range(3):
         registry.let_pass(claim.ref, 15.0)
-        assert leases.renew([claim]) == [(True, RunMode.RUN, None)]
+        assert leases.renew([claim]) == [(PutStatus.OPEN, RunMode.RUN, None)]
     assert leases.claim(claim.ref) is ClaimRefusal.BUSY
 
 
@@ -193,7 +193,7 @@ def test_scripts_survive_a_script_flush(registry: TestRegistry) -> None:
     leases = registry.leases()
     claim = must_claim(leases, UnitRef.shard(registry.running_job([0, 1]), 0))
     registry.redis.script_flush()
-    assert leases.renew([claim])[0][0]
+    assert leases.renew([claim])[0][0] is PutStatus.OPEN
     registry.redis.script_flush()
     assert leases.put(claim, [ok(0)])[0] is PutStatus.OPEN
 
@@ -209,7 +209,7 @@ def test_a_claim_whose_reply_is_lost_is_the_same_claim(
     claim = must_claim(leases, shard)
     assert lost
     assert (claim.token.split(":")[0], claim.attempts, claim.missing) == ("1", 0, (1, 0))
-    assert leases.renew([claim])[0][0]
+    assert leases.renew([claim])[0][0] is PutStatus.OPEN
 
 
 def test_a_plan_whose_reply_is_lost_is_planned(registry: TestRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,12 +217,12 @@ def test_a_plan_whose_reply_is_lost_is_planned(registry: TestRegistry, monkeypat
     registry.running_job([0])  # Redis knows the script now
     plan = must_claim(leases, UnitRef.plan(registry.submit([b"x"])))
     lost = lose_next_script_reply(registry.redis, monkeypatch)
-    assert leases.planned(plan, [NewShard([0])], ageing_s=60.0)
+    assert leases.planned(plan, [NewShard([0])], ageing_s=60.0) is PutStatus.UNIT_DONE
     assert lost
     assert must_claim(leases, UnitRef.shard(plan.ref.job_id, 0)).missing == (0,)
     other = must_claim(leases, UnitRef.plan(registry.submit([b"x"])))
     leases.release(other, count_attempt=False)
-    assert not leases.planned(other, [NewShard([0])], ageing_s=60.0)
+    assert leases.planned(other, [NewShard([0])], ageing_s=60.0) is PutStatus.FENCED
 
 
 def _claim(registry: TestRegistry, leases: UnitLeases, count: int = 3) -> Claim:

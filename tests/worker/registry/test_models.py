@@ -11,7 +11,7 @@ from tests.support.registry import TestRegistry, must_claim, ok
 from worker.registry.exchange import text
 from worker.registry.keys import UnitRef
 from worker.registry.leases import NewShard
-from worker.registry.lifecycle import ClaimRefusal, RunMode
+from worker.registry.lifecycle import ClaimRefusal, PutStatus, RunMode
 from worker.registry.models import BEAT_S, SETTLE_S, Announcement, Heartbeats, ServedModels
 from worker.registry.queues import queue_of
 from worker.schemas import SubmitOptions, WorkerInfo
@@ -206,7 +206,9 @@ def test_a_worker_chooses_among_the_shards_of_its_model(registry: TestRegistry) 
 
 def test_a_shard_that_an_older_version_planned_is_anybodys(registry: TestRegistry) -> None:
     job_id, leases = registry.submit([b"x"]), registry.leases()
-    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), [NewShard([0])], ageing_s=60.0)
+    assert (
+        leases.planned(must_claim(leases, UnitRef.plan(job_id)), [NewShard([0])], ageing_s=60.0) is PutStatus.UNIT_DONE
+    )
     shard = UnitRef.shard(job_id, 0)
     assert registry.redis.zrange(f"{registry.keys.queued}:default", 0, -1) == [str(shard).encode()]
     other = UnitRef.shard(job_id, 7)
@@ -243,7 +245,7 @@ def test_a_shard_that_nobody_serves_expires_in_time(registry: TestRegistry) -> N
 def test_a_job_waits_for_models_of_its_shards_that_nobody_serves(registry: TestRegistry) -> None:
     job_id, leases = registry.submit([b"x"] * 3), registry.leases(models=["a"])
     shards = [NewShard([0], model="a"), NewShard([1], model="b"), NewShard([2], model="c")]
-    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), shards, ageing_s=60.0)
+    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), shards, ageing_s=60.0) is PutStatus.UNIT_DONE
     assert registry.status(job_id).waiting_for == ("a", "b", "c")
     registry.serve("b")
     assert registry.status(job_id).waiting_for == ("a", "c")

@@ -11,7 +11,7 @@ from worker.registry import queues as queue_figures
 from worker.registry.exchange import text
 from worker.registry.keys import UnitRef
 from worker.registry.leases import Claim, NewShard
-from worker.registry.lifecycle import ClaimRefusal
+from worker.registry.lifecycle import ClaimRefusal, PutStatus
 from worker.registry.queues import QueueFigures, QueueReading, lanes_by_priority
 from worker.schemas import SubmitOptions
 
@@ -27,7 +27,7 @@ def _job(
     job_id = registry.submit(lines, SubmitOptions(tenant=tenant, priority=priority))
     leases = registry.leases()
     shards = [NewShard(part, head, "fake") for part, head in zip(indices, heads, strict=True)]
-    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), shards, ageing_s=AGEING_S)
+    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), shards, ageing_s=AGEING_S) is PutStatus.UNIT_DONE
     planned_at_s = registry.time_s()
     while registry.time_s() - planned_at_s < 0.001:
         pass  # Redis tells turns apart by the millisecond

@@ -124,7 +124,7 @@ def test_only_prompts_without_a_record_are_split_and_the_job_ends(registry: Test
     registry.lapse(claim.ref)
     assert leases.claim(claim.ref) is ClaimRefusal.SPLIT
     assert leases.put(claim, [ok(3)])[0] is PutStatus.FENCED
-    assert not leases.renew([claim])[0][0]
+    assert leases.renew([claim])[0][0] is PutStatus.FENCED
     assert _shards(registry, job_id) == {1: [3], 2: [0], 3: [2]}
     status = registry.status(job_id)
     assert (status.shards_total, status.shards_done) == (4, 1)

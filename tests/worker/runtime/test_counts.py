@@ -28,6 +28,7 @@ Name = TypeVar("Name")
 ENDS = [
     (None, False, RunMode.RUN, "finished"),
     (StopReason.FENCED, True, RunMode.RUN, "finished"),  # of a put whose first answer was lost
+    (StopReason.REWOUND, False, RunMode.RUN, "rewound"),
     (StopReason.FENCED, False, RunMode.RUN, "lease_lost"),
     (StopReason.RELEASED, False, RunMode.RUN, "released"),
     (StopReason.SENT_AWAY, False, RunMode.RUN, "sent_away"),
@@ -59,7 +60,7 @@ def _above_0(counters: Mapping[Name, int]) -> Mapping[Name, int]:
 
 def test_every_label_is_there_from_the_start(counts: UnitCounts) -> None:
     assert set(counts.prompts) == set(Outcome)
-    assert (len(counts.attempts), len(counts.ends)) == (2 * 3, 2 * 8)
+    assert (len(counts.attempts), len(counts.ends)) == (2 * 3, 2 * 9)
     for counters in (counts.prompts.values(), counts.tokens.values(), counts.attempts.values(), counts.ends.values()):
         assert set(counters) == {0}
 

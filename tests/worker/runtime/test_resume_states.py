@@ -19,7 +19,7 @@ from tests.support.processes import running_thread, wait_until
 from tests.support.registry import TestRegistry, Units, must_claim, ok, running_units
 from worker.registry.keys import UnitRef
 from worker.registry.leases import Claim, NewShard, PromptResumeState, UnitLeases
-from worker.registry.lifecycle import StopReason
+from worker.registry.lifecycle import PutStatus, StopReason
 from worker.runtime.held_units import HeldUnit
 from worker.runtime.resume_state import decode_resume_state, encode_resume_state
 from worker.runtime.writer import ResultWriter, refused_record
@@ -143,7 +143,7 @@ def test_a_resume_state_behind_the_last_records_does_not_look_like_a_loss(regist
 def _hold_job(units: Units) -> HeldUnit:
     job_id = units.registry.submit([json.dumps({"prompt": prompt}).encode() for prompt in PROMPTS])
     plan = must_claim(units.leases, UnitRef.plan(job_id))
-    assert units.leases.planned(plan, [NewShard(range(len(PROMPTS)))], ageing_s=60.0)
+    assert units.leases.planned(plan, [NewShard(range(len(PROMPTS)))], ageing_s=60.0) is PutStatus.UNIT_DONE
     return units.hold(UnitRef.shard(job_id, 0))
 
 

@@ -14,7 +14,7 @@ from tests.support.processes import wait_until
 from tests.support.registry import RecordingAnnouncer, TestRegistry, Units, must_claim, ok, running_units
 from worker.registry.keys import UnitRef
 from worker.registry.leases import NewShard
-from worker.registry.lifecycle import StopReason
+from worker.registry.lifecycle import PutStatus, StopReason
 from worker.runtime.held_units import HeldUnit, HeldUnits
 from worker.runtime.shard import READ_AHEAD
 from worker.runtime.unit_runner import SLOTS_PER_RESERVED, ShardSlots
@@ -28,7 +28,7 @@ def _hold_job(units: Units, prompts: list[str], options: SubmitOptions | None = 
     lines = [json.dumps({"prompt": prompt}).encode() for prompt in prompts]
     job_id = units.registry.submit(lines, options)
     plan = must_claim(units.leases, UnitRef.plan(job_id))
-    assert units.leases.planned(plan, [NewShard(range(len(prompts)))], ageing_s=60.0)
+    assert units.leases.planned(plan, [NewShard(range(len(prompts)))], ageing_s=60.0) is PutStatus.UNIT_DONE
     return units.hold(UnitRef.shard(job_id, 0))
 
 
@@ -158,7 +158,7 @@ def test_a_worker_that_lost_its_lease_stops_as_soon_as_it_writes(registry: TestR
         taken = must_claim(registry.leases(owner="other"), held.claim.ref, alone=True)
         units.shard_run(held).run()
         assert held.stop_reason is StopReason.FENCED
-        assert registry.leases().renew([taken])[0][0]
+        assert registry.leases().renew([taken])[0][0] is PutStatus.OPEN
     assert _records(units, held) == {}
 
 

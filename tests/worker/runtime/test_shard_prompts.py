@@ -17,7 +17,7 @@ from tests.support.registry import TestRegistry, must_claim
 from tests.support.request_lines import chat_line
 from worker.registry.keys import UnitRef
 from worker.registry.leases import Claim, NewShard, PromptRecord
-from worker.registry.lifecycle import StopReason
+from worker.registry.lifecycle import PutStatus, StopReason
 from worker.requests.served_model import Prepared, ServedModel
 from worker.runtime.held_units import HeldUnit, reported
 from worker.runtime.shard import ShardPrompts
@@ -50,7 +50,10 @@ def _claim(registry: TestRegistry, job_id: str) -> Claim:
     registry.intake().stage(job_id, 0, [b'{"prompt": "a"}'])
     registry.intake().submit(job_id, 1, SubmitOptions())
     leases = registry.leases()
-    assert leases.planned(must_claim(leases, UnitRef.plan(job_id)), [NewShard([0], model="fake")], ageing_s=60.0)
+    assert (
+        leases.planned(must_claim(leases, UnitRef.plan(job_id)), [NewShard([0], model="fake")], ageing_s=60.0)
+        is PutStatus.UNIT_DONE
+    )
     return must_claim(leases, UnitRef.shard(job_id, 0))
 
 

@@ -18,6 +18,7 @@ from worker.lines.parse import parse_request_line
 from worker.lines.request_line import RequestLine
 from worker.registry.keys import UnitRef
 from worker.registry.leases import NewShard
+from worker.registry.lifecycle import PutStatus
 from worker.runtime.held_units import trace_request
 from worker.schemas import SubmitOptions
 from worker.tracing.spans import TracedRequest, Tracing, UnitSpan, make_tracing
@@ -99,7 +100,7 @@ def test_a_shard_has_that_of_the_plan_which_may_have_made_none(
     job_id, leases = registry.submit([b"x"], SubmitOptions(traceparent=SUBMIT)), registry.leases()
     plan = must_claim(leases, UnitRef.plan(job_id))
 
-    assert leases.planned(replace(plan, traceparent=of_plan), [NewShard([0])], ageing_s=60.0)
+    assert leases.planned(replace(plan, traceparent=of_plan), [NewShard([0])], ageing_s=60.0) is PutStatus.UNIT_DONE
 
     assert must_claim(leases, UnitRef.shard(job_id, 0)).traceparent == of_shard
 

@@ -38,6 +38,17 @@ else
   end
 end
 
+-- Every prompt has its record, though the unit was not told so: it ends here.
+if unit ~= 'plan' and #missing == 0 then
+  redis.call('UNLINK', UNIT)
+  redis.call('ZREM', OPEN, member)
+  dequeue(job[6], model, member)
+  redis.call('HINCRBY', JOB, 'sd', 1)
+  count_open(model, -1)
+  if redis.call('HLEN', RES) >= tonumber(job[4]) then finish(job_id, now) end
+  return {'terminal'}
+end
+
 local attempts, is_guilty = tonumber(held[3]), held[7] == '1'
 -- A lease that ran out is a worker that died or hung over this unit. Of a suspect only if it had begun to run alone: a
 -- claim whose reply never came held a lease too.

@@ -73,6 +73,24 @@ local function count_open(model, num_shards)
   if redis.call('HINCRBY', JOB, 'm:' .. model, num_shards) <= 0 then redis.call('HDEL', JOB, 'm:' .. model) end
 end
 
+-- Let a unit wait for whoever claims it next, with `look` as its next look. Its message goes back to the lane it came
+-- from, which may be an earlier one than it was announced in last.
+local function requeue(member, now, look)
+  local unit = redis.call('HMGET', UNIT, 'turn', 'att', 'model')
+  local job = redis.call('HMGET', JOB, 'pri', 'tenant')
+  redis.call('HSET', UNIT, 'st', 'queued', 'own', '', 'tok', '', 'lease', 0, 'since', now, 'alone', 0, 'lane', job[1])
+  redis.call('ZADD', OPEN, look, member)
+  if unit[1] and tonumber(unit[2]) == 0 then enqueue(job[2], unit[3] or nil, member, unit[1], now) end
+end
+
+-- Whether Redis has lost records that it had acknowledged to the unit's holder, who knows of `expected`: after a power cut
+-- that took the last second of its file, or a failover to a replica that lagged. Whoever claims it next runs those.
+local function is_rewound(member, expected, now)
+  if tonumber(redis.call('HGET', UNIT, 'done')) >= tonumber(expected) then return false end
+  requeue(member, now, now)
+  return true
+end
+
 -- A new shard. `first`: when it, or the shard it was cut from, was first queued; `lane`: the priority it was last
 -- announced with, see reap; `head`: what its first prompt begins with; `turn`: see choose; `model`: who may run it.
 local function queue_shard(job_id, number, shard, now, look)
