@@ -28,6 +28,11 @@ logger = logging.getLogger(__name__)
 # refuses to send what the frame calls its delivery tag.
 _FRAME_ERRORS = (ValueError, TypeError, AttributeError, LookupError, RecursionError, DataError)
 
+# Ours have 1 kB, a producer's submit with all of its metadata 16. What is compressed unpacks to any size: a frame of
+# 1.2 MB took a worker from 305 to 2,111 MiB.
+MAX_MESSAGE_BYTES = 64 * 1024
+_COMPRESSION = b'"compression"'  # a header; inside a text of the frame its quotes would be escaped
+
 MAX_FRAME_BYTES = 4096  # of a frame, the rest is cut
 MAX_FRAMES = 1000  # the newest
 
@@ -81,6 +86,8 @@ class GuardedChannel(Channel):  # type: ignore[misc]  # kombu has no types
             if command_name == "BRPOP":
                 self.num_answers += 1
             self._last_frame = reply[1] if command_name == "BRPOP" and reply else None
+            if self._last_frame is not None:
+                _check_frame(self._last_frame)
             return reply
 
         client.parse_response = parse_and_remember
@@ -110,6 +117,14 @@ class GuardedSocketTransport(GuardedTransport):
     """Takes `socket:///path?virtual_host=db`, which kombu's channel reads and its connection must not take apart."""
 
     can_parse_url = True
+
+
+def _check_frame(frame: bytes) -> None:
+    """Raise ValueError for a frame that nothing of ours sends and that is not to be unpacked."""
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a frame of {len(frame)} bytes; accepted: at most {MAX_MESSAGE_BYTES}")
+    if _COMPRESSION in frame:
+        raise ValueError("a compressed frame; accepted: plain ones")
 
 
 def bury(channel: Untyped, frame: object) -> None:

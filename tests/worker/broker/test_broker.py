@@ -24,7 +24,7 @@ from tests.support.registry import TestRegistry, running_units
 from tests.support.workers import FAKE_WORKER_STOP_TIMEOUT_S, worker_processes
 from worker.app import create_app
 from worker.broker.celery_guards import InterruptibleRequest, send_first_event
-from worker.broker.messages import MAX_FRAME_BYTES, MAX_FRAMES, RUN_SHARD_TASK, MessageEnd, bury
+from worker.broker.messages import MAX_FRAME_BYTES, MAX_FRAMES, MAX_MESSAGE_BYTES, RUN_SHARD_TASK, MessageEnd, bury
 from worker.client import BatchClient
 from worker.registry.keys import UnitRef
 from worker.runtime.held_units import HeldUnit
@@ -48,12 +48,15 @@ UNSENDABLE = [put("properties", "delivery_tag", to=tag) for tag in UNSENDABLE_TA
 # What breaks Celery's code around a task: each would keep one of a worker's six slots for ever.
 SLOT_KEEPING = [put("body", to=body([["s0-*"], {}, 7]))] * 8
 
+# What would be unpacked, or is larger than any message of ours.
+UNPACKABLE = [put("headers", "compression", to="application/x-gzip"), put("body", to="A" * MAX_MESSAGE_BYTES)]
+
 CHANNELS = "/0.celeryev/*"
 
 
 def test_no_frame_stops_a_worker(client: BatchClient, registry: TestRegistry, redis_url: str, tmp_path: Path) -> None:
     template = valid_frame(client, registry.redis)
-    buriable = [*RAW_FRAMES, *TWENTY_THREE.values(), FAR_FUTURE, *UNSENDABLE]
+    buriable = [*RAW_FRAMES, *TWENTY_THREE.values(), FAR_FUTURE, *UNSENDABLE, *UNPACKABLE]
     frames = [
         spoil if isinstance(spoil, bytes) else spoiled(template, spoil, f"frame-{number}")
         for number, spoil in enumerate([*buriable, *MISADDRESSED, *SLOT_KEEPING])
@@ -75,6 +78,20 @@ def test_no_frame_stops_a_worker(client: BatchClient, registry: TestRegistry, re
     assert max(map(len, buried)) == MAX_FRAME_BYTES
     assert "Restoring" not in log
     assert "Connection to broker lost" not in log
+
+
+def test_a_text_that_speaks_of_compression_is_a_message_all_the_same(
+    client: BatchClient, registry: TestRegistry, redis_url: str, tmp_path: Path
+) -> None:
+    metadata = {'"compression"': '{"compression": "gzip"}'}
+    app = create_app(Settings(redis=registry.settings))
+    with worker_processes(redis_url, tmp_path) as workers:
+        workers.start()
+        job_id = registry.keys.new_job_id()
+        registry.intake().stage(job_id, 0, [b'{"prompt": "a"}'])
+        app.send_task("millrace.submit", args=[job_id, 1], kwargs={"metadata": metadata})
+        wait_until(lambda: registry.redis.hget(registry.keys.job(job_id), "st") == b"done")
+    assert client.status(job_id).metadata == metadata
 
 
 def test_the_dead_list_is_bounded(registry: TestRegistry) -> None:
