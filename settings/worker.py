@@ -26,7 +26,7 @@ class WorkerSettings(SettingsGroup):
         default=5.0, ge=0.05, le=86_400, description="How often leases are renewed; at most half of lease_s."
     )
     reap_interval_s: Seconds = Field(
-        default=1.0, ge=0.05, le=3_600, description="Longest time between two looks for shards nobody holds."
+        default=0.5, ge=0.05, le=3_600, description="Longest time between two looks for shards nobody holds."
     )
     reap_grace_s: Seconds = Field(
         default=30.0, ge=0, le=86_400, description="Wait before a shard nobody took is announced again; it doubles."

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 # One slot in so many is kept for tenants that have no shard here: a shard may run for an hour, and one tenant's shards
 # in all slots would keep another tenant waiting for that long.
 SLOTS_PER_RESERVED = 8
+CONFIRM_S = 0.2  # between two looks that find the same shard waiting without a message
 
 
 class UnitFailed(Exception):
@@ -253,6 +254,7 @@ class ShardSlots:
         self._held_units = held_units
         self._announcer = announcer
         self._max_shards = max_shards
+        self._seen: tuple[UnitRef, float] | None = None  # a shard that waited without a message at the last look, when
         self._num_shared = max_shards - max_shards // SLOTS_PER_RESERVED
         self._slots = threading.BoundedSemaphore(max_shards)
         self._choosing = threading.Lock()
@@ -284,7 +286,8 @@ class ShardSlots:
         """Announce a shard that waits without any message although a slot is free for it here.
 
         Whatever became of a shard's own message, an idle worker then looks again: after each shard, and with each look
-        of the reaper. Waits for no Redis that is away.
+        of the reaper. It is announced if it was found so twice: a message may just be on its way, or at another worker
+        that is about to claim. Waits for no Redis that is away.
         """
         held = self._held()
         if len(held) >= self._max_shards:
@@ -294,7 +297,12 @@ class ShardSlots:
         except redis.RedisError as error:
             logger.warning("could not look for shards that wait: %s", error)
             return
-        if ref is not None:
+        now, seen, self._seen = time.monotonic(), self._seen, None
+        if ref is not None and (seen is None or seen[0] != ref):
+            self._seen = ref, now
+        elif ref is not None and seen is not None and now - seen[1] < CONFIRM_S:
+            self._seen = seen
+        elif ref is not None:
             logger.info("announcing a shard that waits while a slot is free", extra=ref.log_fields)
             self._announcer.announce(ref, DEFAULT_PRIORITY, self._queue.model)
 

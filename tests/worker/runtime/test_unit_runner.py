@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 
 import pytest
@@ -16,7 +17,7 @@ from worker.registry.keys import UnitRef
 from worker.registry.leases import Claim
 from worker.registry.lifecycle import ClaimRefusal, StopReason
 from worker.runtime.held_units import HeldUnit
-from worker.runtime.unit_runner import ShardSlots, UnitFailed
+from worker.runtime.unit_runner import CONFIRM_S, ShardSlots, UnitFailed
 from worker.schemas import JobState, SubmitOptions
 
 
@@ -78,36 +79,67 @@ def test_a_shard_that_waits_without_a_message_is_announced_to_a_free_slot(regist
     first, second = (UnitRef.shard(registry.running_job([0]), 0) for _ in range(2))
     with running_units(registry) as units:
         slots = ShardSlots(registry.shard_queue(), units.held_units, units.announcer, 1)
-        slots.offer()
+        _look_twice(slots)
         assert (units.announcer.announced, units.announcer.models) == ([(first, 5)], ["fake"])
         units.hold(first)
-        slots.offer()  # no slot is free
+        _look_twice(slots)  # no slot is free
         assert len(units.announcer.announced) == 1
-        ShardSlots(registry.shard_queue(models=["other"]), units.held_units, units.announcer, 9).offer()
+        _look_twice(ShardSlots(registry.shard_queue(models=["other"]), units.held_units, units.announcer, 9))
         assert len(units.announcer.announced) == 1  # not its model
         free = ShardSlots(registry.shard_queue(), units.held_units, units.announcer, 9)
         for queue in ("millrace", "millrace.fake\x06\x166"):
             registry.redis.lpush(queue, "a message")
-            free.offer()
+            _look_twice(free)
             registry.redis.delete(queue)
         assert len(units.announcer.announced) == 1  # somebody will look anyway
-        free.offer()
+        _look_twice(free)
         assert units.announcer.announced[1:] == [(second, 5)]
         units.hold(second)
-        free.offer()
+        _look_twice(free)
         assert len(units.announcer.announced) == 2
 
 
-def test_after_a_shard_its_worker_looks_for_another_that_has_no_message(registry: TestRegistry) -> None:
-    job_id = registry.running_job([0], [1])
+def _look_twice(slots: ShardSlots) -> None:
+    """Two looks with time for a message between them."""
+    with pytest.MonkeyPatch.context() as now:
+        slots.offer()
+        later = time.monotonic() + CONFIRM_S
+        now.setattr(time, "monotonic", lambda: later)
+        slots.offer()
+
+
+def test_a_shard_whose_message_may_be_on_its_way_is_not_announced(registry: TestRegistry) -> None:
+    shard = UnitRef.shard(registry.running_job([0]), 0)
+    with running_units(registry) as units:
+        slots = ShardSlots(registry.shard_queue(), units.held_units, units.announcer, 9)
+        with pytest.MonkeyPatch.context() as now:
+            at = time.monotonic()
+            now.setattr(time, "monotonic", lambda: at)
+            for _ in range(3):
+                slots.offer()
+        assert units.announcer.announced == []
+        _look_twice(slots)
+        assert units.announcer.announced == [(shard, 5)]
+
+
+def test_after_a_shard_its_worker_looks_for_another_that_has_no_message(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[None] = []
+    monkeypatch.setattr(ShardSlots, "offer", lambda _: looks.append(None))
+    shard = UnitRef.shard(registry.running_job([0]), 0)
     with running_units(registry) as units:
 
         def work(held: HeldUnit) -> None:
             units.leases.put(held.claim, [ok(held.claim.missing[0])])
             held.set_written()
 
-        assert units.runner().run(UnitRef.shard(job_id, 0), "m", work) is MessageEnd.DONE
-        assert units.announcer.announced == [(UnitRef.shard(job_id, 1), 5)]
+        runner = units.runner()
+        assert runner.run(shard, "m", work) is MessageEnd.DONE
+        assert len(looks) == 1
+        runner.drain()
+        runner.offer()
+        assert len(looks) == 1  # it ends
 
 
 def test_a_draining_worker_claims_nothing(registry: TestRegistry) -> None:
