@@ -23,7 +23,7 @@ class ModelSettings(SettingsGroup):
         default=None,
         description="Where checkpoints may be: model.path is taken under it, and no link may lead out of it.",
     )
-    name: Annotated[Name, Accepted("a name, 1 to 256 characters")] | None = Field(
+    name: Annotated[Name, Accepted("a name of 1 to 256 characters that can be printed")] | None = Field(
         default=None,
         min_length=1,
         max_length=256,

@@ -40,6 +40,12 @@ def test_what_are_no_names_is_refused(key: str, text: str) -> None:
         value_of(key, text)
 
 
+@pytest.mark.parametrize("name", ["a\x1b[31m", "a\nb", "\u2028", "a\u00a0b"])
+def test_a_name_that_cannot_be_printed_is_refused(name: str) -> None:
+    with pytest.raises(SettingsError, match="accepted: a name of 1 to 256 characters that can be printed"):
+        value_of("model.name", name)
+
+
 def test_there_are_switches_to_test() -> None:
     assert "engine.prefix_cache.enabled" in SWITCHES
     assert len(SWITCHES) >= 9

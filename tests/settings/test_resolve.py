@@ -228,7 +228,7 @@ def test_what_is_printed_can_be_set_again() -> None:
     lease_s=st.floats(10, 86_400),
     enabled=st.booleans(),
     device=st.sampled_from(["auto", "cpu", "cuda"]),
-    name=st.none() | st.text(st.characters(exclude_categories=["C"]), min_size=1, max_size=20),
+    name=st.none() | st.text(st.characters(exclude_categories=["C"]), min_size=1, max_size=20).filter(str.isprintable),
 )
 def test_any_settings_survive_being_printed_and_set_again(
     seqs: int, seed: int | None, lease_s: float, enabled: bool, device: str, name: str | None
