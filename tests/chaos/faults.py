@@ -13,11 +13,14 @@ import json
 import os
 import random
 import signal
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import redis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -25,12 +28,16 @@ from hypothesis import strategies as st
 from kombu.transport.redis import QoS
 
 from tests.support.fake_engine import FakeEngine
+from tests.support.processes import running_thread
 from worker.client import BatchClient
 from worker.registry.keys import Keys
 from worker.registry.leases import Claim, UnitLeases
 from worker.registry.lifecycle import PutStatus
 from worker.registry.queues import lanes_by_priority, queue_of
 from worker.runtime.held_units import HeldUnits
+
+if TYPE_CHECKING:  # a worker that dies at a point imports this module, and needs no servers
+    from tests.support.redis_servers import RestartableRedis
 
 _JUNK = (b"not JSON", b"", b"null", b"[]", b"{}", b"\xff\xfe", b'{"body": "*", "headers": {}, "properties": {}}')
 
@@ -84,6 +91,9 @@ _CHANGES = st.tuples(st.sampled_from(PATHS), st.just("drop") | st.tuples(_VALUES
 )
 
 STEPS_BEFORE_DEATH = 3
+
+HISTORY_STEP_S = 0.01
+HISTORY_LENGTH = 1000  # 10 s
 
 DEATHS: dict[str, Callable[[], None]] = {
     # The message is out of its list and not yet in `unacked`: nobody has it.
@@ -146,6 +156,59 @@ def steal_message(client: redis.Redis) -> bool:
 def junk_frame(client: redis.Redis) -> None:
     """Push a frame that is no message."""
     client.lpush(random.choice(lanes(client)), random.choice(_JUNK))
+
+
+class FileHistory:
+    """Notes every few milliseconds how long the append-only file of a server is, so that it can be cut to its past."""
+
+    def __init__(self, server: RestartableRedis) -> None:
+        self._server = server
+        self._sizes: deque[tuple[float, int]] = deque([(time.monotonic(), self.num_bytes)], maxlen=HISTORY_LENGTH)
+
+    @property
+    def num_bytes(self) -> int:
+        """How long the file is now: Redis writes before it answers."""
+        return self._file.stat().st_size
+
+    def run(self, stopping: threading.Event) -> None:
+        """Note it until told to stop."""
+        while not stopping.wait(HISTORY_STEP_S):
+            self._sizes.append((time.monotonic(), self.num_bytes))
+
+    def cut(self, seconds: float, *, down_s: float = 0.0) -> int:
+        """Kill Redis and start it `down_s` later with its file of so many seconds ago; how many bytes it has lost."""
+        past_s = time.monotonic() - seconds
+        past = next((size for at_s, size in reversed(list(self._sizes)) if at_s <= past_s), self._sizes[0][1])
+        return self.cut_to(past, down_s=down_s)
+
+    def cut_to(self, num_bytes: int, *, down_s: float = 0.0) -> int:
+        """Likewise with a file of at most this length.
+
+        Redis takes back all that a command or script wrote if the cut goes through it.
+        """
+        self._server.kill()
+        kept = min(self.num_bytes, num_bytes)
+        lost = self.num_bytes - kept
+        os.truncate(self._file, kept)
+        time.sleep(down_s)
+        self._server.start()
+        self._sizes.clear()  # what is written now has another past
+        self._sizes.append((time.monotonic(), self.num_bytes))
+        return lost
+
+    @property
+    def _file(self) -> Path:
+        """From Redis 7 on the increment of several files."""
+        files = self._server.directory.rglob("*.aof")
+        return max(files, key=lambda path: (path.name.endswith(".incr.aof"), path.name))
+
+
+@contextmanager
+def file_history(server: RestartableRedis) -> Iterator[FileHistory]:
+    """The history of a durable server's file, noted for the length of the block."""
+    history = FileHistory(server)
+    with running_thread(history.run):
+        yield history
 
 
 @contextmanager

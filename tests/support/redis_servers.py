@@ -119,19 +119,20 @@ class RestartableRedis:
     def __init__(self, directory: Path, *, is_durable: bool) -> None:
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
-        self._directory = directory
+        self.directory = directory
         self._is_durable = is_durable
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start the server and wait until it has read its file and answers."""
-        options = {"port": self.port, "bind": "127.0.0.1", "dir": self._directory, "save": ""}
+        options = {"port": self.port, "bind": "127.0.0.1", "dir": self.directory, "save": ""}
         options |= {"appendonly": "yes" if self._is_durable else "no", "appendfsync": "everysec"}
+        options["auto-aof-rewrite-percentage"] = 0  # else a place in the file, see faults.FileHistory, would move
         command = _command(options)
         # The server inherits that this is ignored, so a file that may not grow is an error of write() and not the end.
         # Python ignores it from its start on; LLVM catches it once Triton has compiled, which is not inherited.
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        with (self._directory / "redis.log").open("ab") as log:
+        with (self.directory / "redis.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, restore_signals=False)
         wait_until_it_answers(self.port, self._process)
 
@@ -152,7 +153,7 @@ class RestartableRedis:
         """Let the server's files grow no further: its writes fail as on a full disk."""
         if self._process is None:
             raise RuntimeError("the server does not run")
-        present = max(path.stat().st_size for path in self._directory.glob("*.aof"))
+        present = max(path.stat().st_size for path in self.directory.glob("*.aof"))
         before = resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (present, before[1]))
         try:
