@@ -16,7 +16,7 @@ from pydantic import SecretStr
 from settings import LimitSettings, RedisSettings, Settings, TracingSettings
 from worker.app import create_app
 from worker.broker.messages import Announcer
-from worker.lines.formats import BOM
+from worker.lines.files import BOM
 from worker.records.record import has_failed
 from worker.registry.connect import connect
 from worker.registry.errors import JobTooLarge

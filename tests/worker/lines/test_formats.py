@@ -17,8 +17,7 @@ from safetensors.torch import save
 
 from tests.support.request_lines import chat_line, completion_line
 from worker.lines.errors import UnreadableInput
-from worker.lines.files import InputFile, read_input_files, read_raw_lines
-from worker.lines.formats import other_format
+from worker.lines.files import InputFile, other_format, read_input_files, read_raw_lines
 
 GOOD = completion_line()
 
