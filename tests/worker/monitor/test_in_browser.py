@@ -79,6 +79,7 @@ def test_the_dashboard_shows_what_happened(drawn: PanelReader) -> None:
     assert shown["Tokens/s"]["out"] > 0
     assert 0.5 < shown["Prefix hit rate"]["of records"] < 1
     assert {"tiny, shop, priority 5", "tiny, press, priority 2"} <= set(shown["Waiting shards"])
+    assert {"plans, lane 0", "tiny, lane 0"} <= set(shown["Messages"])
     assert shown["Open prompts"]["all"] > shown["Open prompts"]["shop"] > 0
     assert shown["Prompts without an answer in 10 minutes"]["error"] > 0
     assert max(shown["KV blocks in use"].values()) > 0
