@@ -1,6 +1,7 @@
-"""Measures what the queue costs without a model.
+"""Measures what the queue costs without a model, and whether a shard ever waits beside an idle worker.
 
 `python -m tests.benchmarks.queue [--prompts N] [--workers 1 2 4] [--repeats N] [--json FILE]`
+`python -m tests.benchmarks.queue --waits [--rule plain|tenants|priorities|suspects] --workers 4 --repeats 200`
 
 A private Redis, real worker processes whose engine answers at once, jobs through the client.
 """
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -24,12 +25,17 @@ from typing import Any
 
 from redis import Redis
 
+from settings import WorkerSettings
 from tests.benchmarks.machine import QueueMachine, cpu_time_s
 from tests.support.processes import wait_until
 from tests.support.redis_servers import free_port, private_redis
+from tests.support.registry import WaitWatch
 from tests.support.tiny_tokenizer import make_tokenizer
 from worker.client import BatchClient
 from worker.records.record import has_failed
+from worker.registry.keys import Keys, UnitRef
+from worker.registry.leases import Claim, UnitLeases
+from worker.schemas import SubmitArguments
 
 HEADER = (
     "workers",
@@ -48,6 +54,23 @@ prompts/s: from the jobs' acceptance to the last record, planning included; medi
 us: CPU microseconds a prompt, user and system: of the worker processes (planning included), of Redis while they ran,
 of the producer and of Redis while lines were staged, of reading every record back
 The engine answers at once: its checks, scheduling, model, sampling and detokenising are skipped; tokenising is not."""
+
+WAITS_EXPLANATION = """\
+time: from the jobs' acceptance to their last record
+wait: how long a shard lay in Redis unclaimed while a worker that may run it had a free slot, by Redis' clock. Redis is
+looked at {rate:.0f} times a second, and a wait is taken to reach from the look before the first that saw it to the look
+that saw it no more: never less than it was. Longest time between two looks: {gap_s:.2f} s."""
+MOST_TIMES_MEDIAN, MOST_WAIT_S = 1.5, 1.0  # what the longest run and the longest wait may come to
+NUM_SUSPECTS = 3  # shards of each run whose first worker dies
+DEAD_LEASE_S = 0.2  # of that worker
+
+# The jobs of a run, by what decides whose turn it is.
+RULES: Mapping[str, Sequence[SubmitArguments]] = {
+    "plain": [{}],
+    "tenants": [{"tenant": "a"}, {"tenant": "b"}, {"tenant": "c"}],
+    "priorities": [{"priority": 0}, {"priority": 5}, {"priority": 9}],
+    "suspects": [{}],
+}
 
 WARM_UP_PROMPTS = 1000  # a worker: imports, connections, caches
 START_TIMEOUT_S = 60.0
@@ -168,7 +191,9 @@ def _measure(client: BatchClient, worker_pids: Sequence[int], redis_pid: int, nu
     )
 
 
-def _submit_together(client: BatchClient, sizes: Sequence[int], on_staged: Callable[[], None]) -> list[str]:
+def _submit_together(
+    client: BatchClient, sizes: Sequence[int], on_staged: Callable[[], None], rule: Sequence[SubmitArguments] = ({},)
+) -> list[str]:
     """Submit a job of each size; none is accepted before the lines of all are on their way, when `on_staged` runs."""
     barrier = threading.Barrier(len(sizes), action=on_staged)
 
@@ -176,8 +201,9 @@ def _submit_together(client: BatchClient, sizes: Sequence[int], on_staged: Calla
         yield from queue_lines(num_lines)
         barrier.wait(RUN_TIMEOUT_S)
 
+    options = [rule[position % len(rule)] for position in range(len(sizes))]
     with ThreadPoolExecutor(len(sizes)) as pool:
-        return list(pool.map(lambda size: client.submit(lines(size)), sizes))
+        return list(pool.map(lambda size, given: client.submit(lines(size), **given), sizes, options))
 
 
 def _check_records(client: BatchClient, job_ids: Sequence[str], num_prompts: int) -> None:
@@ -186,6 +212,93 @@ def _check_records(client: BatchClient, job_ids: Sequence[str], num_prompts: int
     num_good = sum(not has_failed(record) for record in records)
     if num_good != num_prompts or len(records) != num_prompts:
         raise AssertionError(f"{len(records)} records, {num_good} of them good, of {num_prompts} prompts")
+
+
+@dataclass(frozen=True)
+class WaitMeasurement:
+    """One run of some jobs on workers that stay."""
+
+    total_s: float  # from acceptance to the last record
+    longest_wait_s: float  # of a shard that nobody held though a worker that may run it had a free slot
+    longest_gap_s: float  # between two looks, so the least that could be told
+    num_looks: int
+    num_suspects: int  # shards whose first worker died
+
+
+def run_waits(rule: str, num_workers: int, num_prompts: int, repeats: int) -> Iterator[WaitMeasurement]:
+    """Run the jobs again and again, one for each worker, `num_prompts` prompts in all, on the same workers."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        make_tokenizer(directory / "model")
+        with (
+            private_redis(directory, port=free_port()) as url,
+            BatchClient(url) as client,
+            Redis.from_url(url) as redis,
+            queue_workers(url, directory, num_workers),
+        ):
+            wait_until(lambda: len(client.workers()) == num_workers, timeout_s=START_TIMEOUT_S)
+            for number in range(-1, repeats):
+                measured = _run_watched(client, redis, rule, _parts(num_prompts, num_workers))
+                if number >= 0:  # the first warms up
+                    yield measured
+
+
+def _run_watched(client: BatchClient, redis: Redis, rule: str, sizes: Sequence[int]) -> WaitMeasurement:
+    workers = {worker.id: worker.model for worker in client.workers()}
+    watch = WaitWatch(redis, workers.keys(), WorkerSettings().concurrency)
+    job_ids = _submit_together(client, sizes, lambda: None, RULES[rule])
+    stopping = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(watch.run, job_ids, stopping)
+        try:
+            suspects = _make_suspects(redis, job_ids, next(iter(workers.values()))) if rule == "suspects" else []
+            jobs = [client.wait(job_id, RUN_TIMEOUT_S) for job_id in job_ids]
+        finally:
+            stopping.set()
+        watching.result()
+    for job in jobs:
+        if job.request_counts.completed != job.request_counts.total:
+            raise AssertionError(f"{job.request_counts}: prompts failed")
+        client.delete(job.id)
+    return WaitMeasurement(
+        total_s=max(job.finished_at or 0.0 for job in jobs) - min(job.created_at for job in jobs),
+        longest_wait_s=watch.longest_wait_s,
+        longest_gap_s=watch.longest_gap_s,
+        num_looks=watch.num_looks,
+        num_suspects=len(suspects),
+    )
+
+
+def _make_suspects(redis: Redis, job_ids: Sequence[str], model: str) -> list[Claim]:
+    """Claim shards as a worker that dies at once."""
+    settings = WorkerSettings(lease_s=DEAD_LEASE_S, renew_interval_s=DEAD_LEASE_S / 2)
+    leases = UnitLeases(redis, Keys(), owner="dead", settings=settings, models=[model])
+    claims: list[Claim] = []
+    left = set(job_ids)
+    while left and len(claims) < NUM_SUSPECTS:
+        for job_id in tuple(left):
+            state, num_shards = redis.hmget(Keys().job(job_id), "st", "ns")
+            if state != b"queued":
+                left.remove(job_id)
+                numbers = reversed(range(int(num_shards or 0)))
+                found = (leases.claim(UnitRef.shard(job_id, number)) for number in numbers)
+                claims += [claim for claim in found if isinstance(claim, Claim)][: NUM_SUSPECTS - len(claims)]
+    return claims
+
+
+def _report_waits(rule: str, runs: Sequence[WaitMeasurement]) -> bool:
+    """Print what the runs came to; whether it is within the bounds."""
+    times, wait_s = [run.total_s for run in runs], max(run.longest_wait_s for run in runs)
+    middle = median(times)
+    suspects = f", {sum(run.num_suspects for run in runs)} suspects" if rule == "suspects" else ""
+    print(
+        f"\n{rule}: {len(runs)} runs{suspects}; median {middle:.2f} s, longest {max(times):.2f} s, "
+        f"{max(times) / middle:.2f} times the median (at most {MOST_TIMES_MEDIAN}); longest wait {wait_s:.2f} s "
+        f"(at most {MOST_WAIT_S:g})"
+    )
+    rate = sum(run.num_looks for run in runs) / sum(times)
+    print(WAITS_EXPLANATION.format(rate=rate, gap_s=max(run.longest_gap_s for run in runs)))
+    return max(times) <= MOST_TIMES_MEDIAN * middle and wait_s <= MOST_WAIT_S
 
 
 def _parts(total: int, count: int) -> list[int]:
@@ -234,10 +347,15 @@ def queue_lines(num_lines: int) -> Iterator[bytes]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table and write the JSON. Returns 0. Takes one to three minutes with the defaults."""
+    """Print the table and write the JSON. Takes one to three minutes with the defaults.
+
+    Returns 0; with --waits 1 where a run or a wait took longer than it may.
+    """
     options = parse(arguments)
     machine = QueueMachine.read()
     print(machine, flush=True)
+    if options.waits:
+        return _main_waits(options, machine)
     measurements: list[QueueMeasurement] = []
     for num_workers in options.workers:
         for _ in range(options.repeats):
@@ -249,16 +367,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _main_waits(options: argparse.Namespace, machine: QueueMachine) -> int:
+    [num_workers] = options.workers
+    runs: list[WaitMeasurement] = []
+    for run in run_waits(options.rule, num_workers, options.prompts, options.repeats):
+        runs.append(run)
+        print(f"{run.total_s:.2f} s, longest wait {run.longest_wait_s:.2f} s", flush=True)
+    is_within = _report_waits(options.rule, runs)
+    if options.json is not None:
+        figures = {"machine": asdict(machine), "rule": options.rule, "runs": [asdict(run) for run in runs]}
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0 if is_within else 1
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line; exit with 2 and one line if an argument cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.queue", description=__doc__)
     parser.add_argument("--prompts", type=int, default=20_000, metavar="N", help="in each run, over all workers")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="worker processes")
     parser.add_argument("--repeats", type=int, default=2, metavar="N", help="runs of each number of workers")
+    parser.add_argument("--waits", action="store_true", help="run after run on workers that stay: how long shards wait")
+    parser.add_argument("--rule", choices=RULES, default="plain", help="with --waits: what decides whose turn it is")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
     options = parser.parse_args(arguments)
     if min(options.workers) < 1 or options.repeats < 1:
         parser.error("--workers and --repeats: at least 1")
+    if options.waits and len(options.workers) != 1:
+        parser.error("--workers: one number with --waits")
     if not max(options.workers) <= options.prompts <= 50_000 * min(options.workers):
         parser.error("--prompts: at least one a worker, at most 50000 a worker")
     if options.json and not options.json.absolute().parent.is_dir():

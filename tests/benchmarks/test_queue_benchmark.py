@@ -12,6 +12,7 @@ from tests.benchmarks.large_job import parse as parse_large_job
 from tests.benchmarks.large_job_part import peak_rss_mib, rss_mib
 from tests.benchmarks.machine import write_figures
 from tests.benchmarks.queue import QueueMeasurement, as_table, main, parse, queue_lines
+from tests.support.registry import OpenShard, idle_waits
 from tests.support.request_lines import parse as parse_line
 
 
@@ -30,7 +31,14 @@ def _measurement(num_workers: int, total_s: float) -> QueueMeasurement:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--workers", "0"], ["--repeats", "0"], ["--prompts", "3"], ["--json", "/nowhere/at/all.json"]]
+    "arguments",
+    [
+        ["--workers", "0"],
+        ["--repeats", "0"],
+        ["--prompts", "3"],
+        ["--json", "/nowhere/at/all.json"],
+        ["--workers", "1", "2", "--waits"],
+    ],
 )
 def test_bad_arguments_end_the_queue_benchmark_with_one_line(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -54,6 +62,34 @@ def test_its_lines_are_good_ones() -> None:
     lines = [parse_line(raw, index) for index, raw in enumerate(queue_lines(20))]
     assert len({line.custom_id for line in lines}) == 20
     assert len({line.endpoint for line in lines}) == 2
+
+
+def test_a_shard_waits_beside_a_slot_that_it_may_have() -> None:
+    full = [OpenShard(f"held-{number}", "a", "w", 0) for number in range(7)]
+    waits, other = OpenShard("waits", "a", "", 0), OpenShard("other", "b", "", 0)
+    assert idle_waits([waits], ["w"], 8) == {"waits"}
+    assert idle_waits([*full[:6], waits], ["w"], 8) == {"waits"}
+    assert idle_waits([*full, waits, other], ["w"], 8) == {"other"}  # the last slot is for a tenant that has none
+    assert idle_waits([*full, waits], ["w", "idle"], 8) == {"waits"}
+
+
+def test_a_shard_that_runs_alone_waits_for_a_worker_that_runs_nothing() -> None:
+    suspect, innocent = OpenShard("suspect", "a", "", 1), OpenShard("innocent", "a", "", 0)
+    busy, alone = OpenShard("busy", "a", "w", 0), OpenShard("alone", "a", "w", 1)
+    assert idle_waits([suspect, busy], ["w"], 8) == set()
+    assert idle_waits([suspect, innocent, busy], ["w", "idle"], 8) == {"suspect"}
+    assert idle_waits([innocent, alone], ["w"], 8) == set()
+
+
+@pytest.mark.slow
+def test_waits_are_measured_on_real_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "waits.json"
+    arguments = ["--waits", "--rule", "tenants", "--prompts", "600", "--workers", "2", "--repeats", "2"]
+    assert main([*arguments, "--json", str(report)]) in (0, 1)  # how long is for a quiet machine to say
+    runs = json.loads(report.read_text())["runs"]
+    assert len(runs) == 2
+    assert all(run["num_looks"] > 0 and run["total_s"] > 0 for run in runs)
+    assert "tenants: 2 runs" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -5,10 +5,11 @@ program written for OpenAI's batches sees them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import redis
 from celery import Celery
@@ -351,3 +352,85 @@ def job_status(
         metadata={},
         error=error,
     )
+
+
+LOOK_INTERVAL_S = 0.03
+
+# All shards of some jobs at one moment. ARGV what keys begin with, then job ids. Returns the time in us, then for each
+# shard that is not done: its name, its tenant, who holds it (nobody: empty) and how many workers died over it.
+_SHARDS = """
+local time, rows = redis.call('TIME'), {}
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+for i = 2, #ARGV do
+  local job = redis.call('HMGET', ARGV[1] .. 'j:' .. ARGV[i] .. ':job', 'ns', 'tenant')
+  for number = 0, tonumber(job[1] or 0) - 1 do
+    local unit = redis.call('HMGET', ARGV[1] .. 'j:' .. ARGV[i] .. ':s:' .. number, 'st', 'own', 'lease', 'att')
+    local is_held = unit[1] == 'running' and tonumber(unit[3]) > now
+    local has_crashed = unit[1] == 'running' and not is_held
+    if unit[1] then
+      local deaths = tonumber(unit[4]) + (has_crashed and 1 or 0)
+      rows[#rows + 1] = {ARGV[i] .. '/' .. number, job[2], is_held and unit[2] or '', deaths}
+    end
+  end
+end
+return {time[1], time[2], rows}
+"""
+
+
+class OpenShard(NamedTuple):
+    """A shard that is not done, at one moment."""
+
+    name: str
+    tenant: str
+    worker: str  # that holds it; "": none
+    deaths: int  # of workers that held it
+
+
+def idle_waits(shards: Sequence[OpenShard], workers: Collection[str], slots: int) -> set[str]:
+    """Those shards that nobody holds though a worker that may run them has a free slot.
+
+    One slot in eight is for tenants that have none there. A shard whose worker died runs alone: on a worker that holds
+    no other. While such a one waits, others may have to.
+    """
+    held = {worker: [shard for shard in shards if shard.worker == worker] for worker in workers}
+    is_idle = any(not of_worker for of_worker in held.values())
+    waiting = [shard for shard in shards if not shard.worker]
+    suspects = {shard.name for shard in waiting if shard.deaths}
+    if suspects:
+        return suspects if is_idle else set()
+
+    def has_room(of_worker: Sequence[OpenShard], tenant: str) -> bool:
+        if any(shard.deaths for shard in of_worker):
+            return False  # it runs alone
+        is_new = all(shard.tenant != tenant for shard in of_worker)
+        return len(of_worker) < (slots if is_new else slots - slots // 8)
+
+    return {shard.name for shard in waiting if any(has_room(found, shard.tenant) for found in held.values())}
+
+
+class WaitWatch:
+    """Looks at the shards of some jobs again and again, for the longest that one of them waited beside a free slot."""
+
+    def __init__(self, client: redis.Redis, workers: Collection[str], slots: int) -> None:
+        self.longest_wait_s = 0.0
+        self.longest_gap_s = 0.0  # between two looks
+        self.num_looks = 0
+        self._look = client.register_script(_SHARDS)
+        self._workers = workers
+        self._slots = slots
+
+    def run(self, job_ids: Sequence[str], stopping: threading.Event) -> None:
+        """Look until told to stop."""
+        since: dict[str, float] = {}  # by shard that waits: the last look that did not see it wait
+        before: float | None = None
+        while not stopping.wait(LOOK_INTERVAL_S):
+            seconds, micros, rows = self._look(args=[Keys().prefix, *job_ids])
+            now = int(seconds) + int(micros) / 1e6
+            before = now if before is None else before
+            shards = [OpenShard(name.decode(), tenant.decode(), worker.decode(), n) for name, tenant, worker, n in rows]
+            waiting = idle_waits(shards, self._workers, self._slots)
+            ended = [since.pop(name) for name in since.keys() - waiting]
+            since = {name: since.get(name, before) for name in waiting}
+            self.longest_wait_s = max((self.longest_wait_s, *(now - begun for begun in (*ended, *since.values()))))
+            self.longest_gap_s, before = max(self.longest_gap_s, now - before), now
+            self.num_looks += 1
