@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Self, TextIO
@@ -46,15 +47,18 @@ class ProgressLine:
         """Whether a new text would be shown now."""
         return self._enabled and time.monotonic() - self._shown_at_s >= REFRESH_S
 
-    def show(self, text: str, done: float | None = None) -> None:
-        """Replace the line's text once it has been there long enough to read. `done`, 0 to 1, is drawn as a bar."""
-        if self.is_due:
-            self._write(text, done)
+    def show(self, *texts: str, done: float | None = None) -> None:
+        """Replace the line's text once it has been there long enough to read.
 
-    def close(self, text: str, done: float | None = None) -> None:
-        """Show `text` and end the line."""
+        `texts` say the same, the fullest first: the first that fits is shown. `done`, 0 to 1, is drawn as a bar.
+        """
+        if self.is_due:
+            self._write(texts, done)
+
+    def close(self, *texts: str, done: float | None = None) -> None:
+        """Show the text and end the line."""
         if self._enabled:
-            self._write(text, done)
+            self._write(texts, done)
             self.leave()
 
     def leave(self) -> None:
@@ -64,10 +68,13 @@ class ProgressLine:
             self._stream.flush()
             self._width = 0
 
-    def _write(self, text: str, done: float | None) -> None:
-        # A text that reaches the last column wraps, and \r does not come back from the next line.
-        columns = self._columns() - 1
-        line = (text if done is None else f"{_bar(done, columns - len(text) - 3)}{text}")[:columns]
+    def _write(self, texts: Sequence[str], done: float | None) -> None:
+        # A text that reaches the last column wraps, and \r does not come back from the next line. Nor should the
+        # terminal's ^C behind it wrap, which would stay there above what is said of the interruption.
+        columns = max(self._columns() - 1 - len("^C"), 1)
+        room = columns if done is None else columns - SHORTEST_BAR - len("[] ")
+        text = next((text for text in texts if len(text) <= room), texts[-1])
+        line = (text if done is None else f"{_bar(done, columns - len(text) - len('[] '))}{text}")[:columns]
         self._stream.write("\r" + line.ljust(self._width))
         self._stream.flush()
         self._width = len(line)
@@ -96,7 +103,7 @@ class Progress:
     state: str
     done: int  # requests with a record
     total: int | None  # None: not known, or not yet
-    ends: str  # how these ended, in words
+    ends: str  # how these ended, such as "4 completed, 1 failed"
     output_tokens: int
     prefix_hits: float  # share of the prompt tokens, 0 to 1
     has_ended: bool = False
@@ -111,6 +118,12 @@ class Progress:
             job.status.value, counts.finished, counts.total, counts_words(counts), usage.output_tokens, hits,
             job.status.is_terminal, waits_for,
         )  # fmt: skip
+
+    @property
+    def lacks(self) -> str:
+        """What of `ends` has no answer; empty where everything has."""
+        _, *others = self.ends.split(", ")
+        return ", ".join(part for part in others if not part.startswith("0 "))
 
     @property
     def share(self) -> float | None:
@@ -129,6 +142,7 @@ class ProgressBar:
         self._rates = Rates()
         self._printed_at_s = time.monotonic() if state else float("-inf")
         self._printed = (state, "")
+        self._has_ended = False
 
     @property
     def is_shown(self) -> bool:
@@ -141,17 +155,20 @@ class ProgressBar:
         return self._line.is_due or (self._is_plain and self._is_plain_due(time.monotonic()))
 
     def show(self, progress: Progress) -> None:
-        """Show how far it is; to be called often."""
+        """Show how far it is; to be called often. What has ended is shown once."""
+        if self._has_ended:
+            return
+        self._has_ended = progress.has_ended
         now_s = time.monotonic()
         self._rates.add(progress.done, progress.output_tokens, now_s)
-        text = progress_text(progress, self._rates)
+        texts = progress_texts(progress, self._rates)
         if progress.has_ended:
-            self._line.close(text, progress.share)
+            self._line.close(*texts, done=progress.share)
         else:
-            self._line.show(text, progress.share)
+            self._line.show(*texts, done=progress.share)
         state = (progress.state, progress.waits_for)
         if self._is_plain and (state != self._printed or self._is_plain_due(now_s)):
-            self._stream.write(f"{text}\n")
+            self._stream.write(f"{texts[0]}\n")
             self._stream.flush()
             self._printed_at_s, self._printed = now_s, state
 
@@ -159,7 +176,7 @@ class ProgressBar:
         """End the bar's line, after a last look if there is one: what is written next has a line of its own."""
         if progress is not None:
             self._rates.add(progress.done, progress.output_tokens, time.monotonic())
-            self._line.close(progress_text(progress, self._rates), progress.share)
+            self._line.close(*progress_texts(progress, self._rates), done=progress.share)
         self._line.leave()
 
     def _is_plain_due(self, now_s: float) -> bool:
@@ -195,22 +212,27 @@ class Rates:
         return (last[field] - first[field]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
 
 
-def progress_text(progress: Progress, rates: Rates) -> str:
-    """One line: how much of how much, how it ended or why it waits, rates, time left, prefix hits."""
+def progress_texts(progress: Progress, rates: Rates) -> Sequence[str]:
+    """How much of how much, how it ended or why it waits, rates, time left, prefix hits: the fullest line first.
+
+    Each further one leaves out what a narrow terminal can do without; all have what failed and the time left.
+    """
     if progress.total == 0:  # a job that was refused as a whole
-        return progress.state
+        return [progress.state]
     share = progress.share
     of_total = "" if share is None else f"/{progress.total} ({share:.0%})"
-    parts = [f"{progress.state} {progress.done}{of_total}"]
-    if progress.waits_for:  # in place of all else, for which a terminal has no room
-        return f"{parts[0]}, {progress.waits_for}"
-    if progress.done:
-        parts[0] += f": {progress.ends}"
-    parts += [f"{rates.prompts_per_s:.1f} prompts/s", f"{rates.output_tokens_per_s:.0f} tokens/s out"]
-    if not progress.has_ended:
-        num_left = None if progress.total is None else progress.total - progress.done
-        parts.append(f"ETA {_left(num_left, rates.prompts_per_s)}")
-    return ", ".join([*parts, f"prefix hits {progress.prefix_hits:.0%}"])
+    head = f"{progress.state} {progress.done}{of_total}"
+    if progress.waits_for:  # in place of all else
+        why, _, _ = progress.waits_for.partition(" (")  # what to do about it
+        return [f"{head}, {progress.waits_for}", f"{head}, {why}"]
+    full = f"{head}: {progress.ends}" if progress.done else head
+    brief = f"{head}: {progress.lacks}" if progress.lacks else head
+    prompts, tokens = f"{rates.prompts_per_s:.1f} prompts/s", f"{rates.output_tokens_per_s:.0f} tokens/s out"
+    num_left = None if progress.total is None else progress.total - progress.done
+    left = [] if progress.has_ended else [f"ETA {_left(num_left, rates.prompts_per_s)}"]
+    hits = f"prefix hits {progress.prefix_hits:.0%}"
+    forms = [[full, prompts, tokens, *left, hits], [full, prompts, tokens, *left], [full, prompts, *left]]
+    return [", ".join(form) for form in (*forms, [brief, prompts, *left], [brief, *left])]
 
 
 def _left(num_prompts: int | None, prompts_per_s: float) -> str:

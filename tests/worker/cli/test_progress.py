@@ -19,9 +19,11 @@ from worker.cli.progress import (
     counts_text,
     job_details,
     job_row,
-    progress_text,
+    progress_texts,
 )
 from worker.schemas import JobState, RequestCounts, batch_object
+
+HINT = " (millrace worker --model DIR starts one)"
 
 
 class Terminal(io.StringIO):
@@ -74,7 +76,7 @@ def test_what_is_longer_ago_than_the_window_does_not_count() -> None:
 
 def test_the_line_has_rates_time_left_hit_rate_and_errors() -> None:
     rates = rates_of((0.0, running(0)), (2.0, running(4, 1, 301)))
-    assert progress_text(running(4, 1), rates) == (
+    assert progress_texts(running(4, 1), rates)[0] == (
         "in_progress 5/10 (50%): 4 completed, 1 failed, 2.5 prompts/s, 150 tokens/s out, ETA 2 s, prefix hits 25%"
     )
 
@@ -83,23 +85,66 @@ def test_the_line_has_rates_time_left_hit_rate_and_errors() -> None:
     ("elapsed_s", "left"), [(0.9, "ETA 8 s"), (60.0, "ETA 9 min 00 s"), (1000.0, "ETA 2 h 30 min")]
 )
 def test_time_left_is_told_in_what_people_count_it_in(elapsed_s: float, left: str) -> None:
-    assert left in progress_text(running(1), rates_of((0.0, running(0)), (elapsed_s, running(1))))
+    assert all(
+        left in text for text in progress_texts(running(1), rates_of((0.0, running(0)), (elapsed_s, running(1))))
+    )
 
 
 def test_an_unknown_time_is_said_to_be_and_an_ended_job_has_none_left() -> None:
-    assert "ETA unknown" in progress_text(running(0), Rates())
-    assert "ETA" not in progress_text(ended(), Rates())
+    assert "ETA unknown" in progress_texts(running(0), Rates())[0]
+    assert not [text for text in progress_texts(ended(), Rates()) if "ETA" in text]
 
 
 @pytest.mark.parametrize(
     ("columns", "row"),
-    [(40, "[" + "#" * 15 + "-" * 15 + "] abcd"), (20, "[######------] abcd"), (16, "abcd"), (4, "abc")],
+    [(40, "[" + "#" * 15 + "-" * 15 + "] abcd"), (20, "[#####-----] abcd"), (16, "abcd"), (6, "abc"), (2, "a")],
 )
-def test_the_bar_takes_the_room_there_is(monkeypatch: pytest.MonkeyPatch, columns: int, row: str) -> None:
+def test_the_bar_takes_the_room_there_is_but_for_what_ctrl_c_echoes(
+    monkeypatch: pytest.MonkeyPatch, columns: int, row: str
+) -> None:
     monkeypatch.setattr(os, "get_terminal_size", lambda _: Size(columns))
     terminal = Terminal()
-    ProgressLine(terminal).show("abcd", 0.5)
+    ProgressLine(terminal).show("abcd", done=0.5)
     assert terminal.rows() == [row]
+
+
+@pytest.mark.parametrize(
+    ("columns", "failed", "text"),
+    [
+        (140, 0, ": 5 completed, 0 failed, 2.5 prompts/s, 150 tokens/s out, ETA 2 s, prefix hits 25%"),
+        (110, 0, ": 5 completed, 0 failed, 2.5 prompts/s, 150 tokens/s out, ETA 2 s"),
+        (100, 1, ": 4 completed, 1 failed, 2.5 prompts/s, ETA 2 s"),
+        (80, 1, ": 1 failed, 2.5 prompts/s, ETA 2 s"),
+        (80, 0, ", 2.5 prompts/s, ETA 2 s"),
+        (60, 1, ": 1 failed, ETA 2 s"),
+        (60, 0, ", ETA 2 s"),
+    ],
+)
+def test_a_narrow_terminal_leaves_out_what_matters_least(
+    monkeypatch: pytest.MonkeyPatch, columns: int, failed: int, text: str
+) -> None:
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: Size(columns))
+    terminal, progress = Terminal(), running(5 - failed, failed)
+    texts = progress_texts(progress, rates_of((0.0, running(0)), (2.0, running(5, 0, 300))))
+
+    ProgressLine(terminal).show(*texts, done=progress.share)
+
+    [row] = terminal.rows()
+    assert row.startswith("[#####")
+    assert row.endswith(f"-] in_progress 5/10 (50%){text}")
+    assert len(row) <= columns - len("^C")
+
+
+def test_the_reason_why_nothing_moves_fits_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: Size(80))
+    terminal = Terminal()
+    waiting = Progress.of_job(
+        job_status(JobState.VALIDATING), "no worker is up (millrace worker --model DIR starts one)"
+    )
+
+    ProgressLine(terminal).show(*progress_texts(waiting, Rates()), done=0.0)
+
+    assert terminal.rows() == [f"[{'-' * 30}] validating 0/10 (0%), no worker is up"]
 
 
 def test_the_bar_grows_to_its_end_and_the_last_line_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +152,7 @@ def test_the_bar_grows_to_its_end_and_the_last_line_stays(monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "get_terminal_size", lambda _: Size(200))
     terminal = Terminal()
     bar = ProgressBar(terminal, plain_lines=True)
-    for progress in (running(0), running(5), ended()):
+    for progress in (running(0), running(5), ended(), ended()):
         bar.show(progress)
     assert [row.count("#") for row in terminal.rows()] == [0, 15, 30]
     assert terminal.getvalue().count("\n") == 1
@@ -124,7 +169,7 @@ def test_what_was_cancelled_or_expired_is_told_apart_from_what_failed() -> None:
 
 def test_why_nothing_moves_is_said_behind_how_much_is_done() -> None:
     waiting = Progress.of_job(job_status(JobState.VALIDATING), "no worker is up")
-    assert progress_text(waiting, Rates()) == "validating 0/10 (0%), no worker is up"
+    assert progress_texts(waiting, Rates())[0] == "validating 0/10 (0%), no worker is up"
 
 
 def test_a_job_that_was_refused_as_a_whole_has_no_figures() -> None:
@@ -132,7 +177,7 @@ def test_a_job_that_was_refused_as_a_whole_has_no_figures() -> None:
         update={"request_counts": RequestCounts(total=0, completed=0, failed=0)}
     )
     progress = Progress.of_job(refused)
-    assert (progress_text(progress, Rates()), progress.share) == ("failed", None)
+    assert (progress_texts(progress, Rates()), progress.share) == (["failed"], None)
 
 
 def test_of_a_number_that_is_not_known_there_is_no_share_and_no_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
