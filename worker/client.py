@@ -170,7 +170,7 @@ class BatchClient:
         `submit` raises.
         """
         known = perform(self._client, self._queries.options(job_id))
-        checked = SubmitOptions.model_validate({**known, **options})
+        checked = checked_options({**known, **options})
         arguments = cast("SubmitArguments", checked.model_dump(exclude_unset=True))
         return self.submit(FailedLines(self._client, self._queries, job_id), **arguments)
 

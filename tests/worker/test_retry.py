@@ -12,7 +12,7 @@ from tests.support.registry import LINES, NAMED, TestRegistry, ended_job
 from worker.async_client import AsyncBatchClient
 from worker.client import BatchClient
 from worker.lines.request_line import Endpoint
-from worker.registry.errors import JobNotEnded, JobNotFound, LinesForgotten, NothingToRetry
+from worker.registry.errors import InvalidOption, JobNotEnded, JobNotFound, LinesForgotten, NothingToRetry
 from worker.schemas import JobState, SubmitOptions
 
 
@@ -70,6 +70,14 @@ def test_a_retry_has_the_options_of_the_first_job_or_its_own(client: BatchClient
     assert registry.redis.hmget(registry.keys.job(same.id), "url", "strict") == [b"/v1/completions", b"1"]
     assert (other.priority, other.tenant) == (7, "blue")
     assert (other.expires_at or 0) - other.created_at == pytest.approx(60)
+
+
+def test_an_option_of_a_retry_is_refused_as_one_of_a_submit_is(client: BatchClient, registry: TestRegistry) -> None:
+    job_id = ended_job(registry, {0: ("line-1", "internal_error")})
+
+    with pytest.raises(InvalidOption, match=r"^priority is 10; accepted: a whole number, 0 to 9$"):
+        client.retry(job_id, priority=10)
+    assert len(client.jobs()) == 1
 
 
 def test_what_a_cancelled_job_left_undone_is_retried(client: BatchClient, registry: TestRegistry) -> None:
