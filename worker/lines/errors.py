@@ -9,7 +9,7 @@ Exception
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import ClassVar, Self
 
 
@@ -30,10 +30,17 @@ class RefusalError(Exception):
         distinct: dict[str, RefusalError] = {}
         for fault in faults:
             distinct.setdefault(fault.param or fault.message, fault)
-        messages = [fault.message for fault in distinct.values()]
+        messages = [fault.message for fault in distinct.values() if not fault.follows_from(distinct)]
         if len(messages) > cls.most_told:
             messages[cls.most_told :] = ["and more"]
-        return cls("; also: ".join(messages), code=faults[0].code, param=faults[0].param)
+        ends = [*("" if message.endswith("?") else ";" for message in messages[:-1]), ""]
+        text = " also: ".join(map(str.__add__, messages, ends))
+        return cls(text, code=faults[0].code, param=faults[0].param)
+
+    def follows_from(self, params: Container[str]) -> bool:
+        """Whether faults in `params` explain this one: what a part of a kind that is refused has, is unknown too."""
+        parent, _, _ = (self.param or "").rpartition(".")
+        return self.code == "unknown_parameter" and f"{parent}.type" in params
 
 
 class LineError(Exception):
