@@ -90,7 +90,8 @@ class MaxFailed:
     def check(self, num_failed: int, num_requests: int, whose: str) -> None:
         """Raise CommandError if more failed than may; `whose` requests they were, such as "job s0-..."."""
         if num_failed == num_requests and num_failed > 0:
-            raise CommandError(f"{whose}: all {num_requests} requests failed")
+            which = f"all {num_requests} requests" if num_requests > 1 else "its only request"
+            raise CommandError(f"{whose}: {which} failed")
         most = num_requests * self.percent / 100 if self.count is None else self.count
         if num_failed > most:
             accepted = f"accepted: at most {self.text} (--max-failed)"

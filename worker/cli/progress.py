@@ -174,7 +174,7 @@ class ProgressBar:
 
     def leave(self, progress: Progress | None = None) -> None:
         """End the bar's line, after a last look if there is one: what is written next has a line of its own."""
-        if progress is not None:
+        if progress is not None and not self._has_ended:
             self._rates.add(progress.done, progress.output_tokens, time.monotonic())
             self._line.close(*progress_texts(progress, self._rates), done=progress.share)
         self._line.leave()
@@ -227,10 +227,12 @@ def progress_texts(progress: Progress, rates: Rates) -> Sequence[str]:
         return [f"{head}, {progress.waits_for}", f"{head}, {why}"]
     full = f"{head}: {progress.ends}" if progress.done else head
     brief = f"{head}: {progress.lacks}" if progress.lacks else head
-    prompts, tokens = f"{rates.prompts_per_s:.1f} prompts/s", f"{rates.output_tokens_per_s:.0f} tokens/s out"
     num_left = None if progress.total is None else progress.total - progress.done
     left = [] if progress.has_ended else [f"ETA {_left(num_left, rates.prompts_per_s)}"]
     hits = f"prefix hits {progress.prefix_hits:.0%}"
+    if progress.has_ended and not rates.prompts_per_s:  # long ago
+        return [f"{full}, {hits}", full, brief]
+    prompts, tokens = f"{rates.prompts_per_s:.1f} prompts/s", f"{rates.output_tokens_per_s:.0f} tokens/s out"
     forms = [[full, prompts, tokens, *left, hits], [full, prompts, tokens, *left], [full, prompts, *left]]
     return [", ".join(form) for form in (*forms, [brief, prompts, *left], [brief, *left])]
 

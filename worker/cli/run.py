@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.execution.profile import PassTrace
 
-RUNNING = "running"
+RUNNING, COMPLETED = "running", "completed"
 
 
 class Arguments(TypedDict):
@@ -258,7 +258,9 @@ def _run(
 
 def _progress(summary: RunSummary, num_lines: int | None) -> Progress:
     hits = summary.cached_tokens / summary.prompt_tokens if summary.prompt_tokens else 0.0
-    return Progress(RUNNING, summary.requests, num_lines, _ends(summary), summary.output_tokens, hits)
+    is_done = summary.requests == num_lines
+    state = COMPLETED if is_done else RUNNING
+    return Progress(state, summary.requests, num_lines, _ends(summary), summary.output_tokens, hits, is_done)
 
 
 def _ends(summary: RunSummary) -> str:

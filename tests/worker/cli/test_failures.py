@@ -78,6 +78,11 @@ def test_more_than_may_fail_and_all_of_them_are_errors(most: MaxFailed, num_fail
         most.check(num_failed, 100, "job x")
 
 
+def test_a_request_that_is_the_only_one_is_not_called_all() -> None:
+    with pytest.raises(CommandError, match=r"^run: its only request failed$"):
+        MaxFailed().check(1, 1, "run")
+
+
 def test_of_no_requests_none_failed() -> None:
     MaxFailed().check(0, 0, "run")
 

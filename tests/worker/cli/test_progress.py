@@ -147,6 +147,13 @@ def test_the_reason_why_nothing_moves_fits_eighty_columns(monkeypatch: pytest.Mo
     assert terminal.rows() == [f"[{'-' * 30}] validating 0/10 (0%), no worker is up"]
 
 
+def test_a_job_that_ended_before_the_first_look_has_no_rates() -> None:
+    looked, seen = rates_of((0.0, ended())), rates_of((0.0, running(5)), (2.0, ended()))
+
+    assert progress_texts(ended(), looked)[0] == "completed 10/10 (100%): 10 completed, 0 failed, prefix hits 25%"
+    assert "2.5 prompts/s" in progress_texts(ended(), seen)[0]
+
+
 def test_the_bar_grows_to_its_end_and_the_last_line_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REFRESH_S", 0.0)
     monkeypatch.setattr(os, "get_terminal_size", lambda _: Size(200))
@@ -234,6 +241,18 @@ def test_a_bar_may_be_left_with_a_last_look(monkeypatch: pytest.MonkeyPatch) -> 
 
     [row] = terminal.rows()
     assert "in_progress 10/10 (100%)" in row
+    assert terminal.getvalue().count("\n") == 1
+
+
+def test_a_bar_that_has_ended_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: Size(200))
+    terminal = Terminal()
+    bar = ProgressBar(terminal, plain_lines=True, state="running")
+    bar.show(ended())
+
+    bar.leave(ended())
+
+    assert len(terminal.rows()) == 1
     assert terminal.getvalue().count("\n") == 1
 
 
