@@ -53,7 +53,7 @@ BENDS = {
     "the layers' products.",
     "output tokens": "Rises: a decode step takes 32 tokens, a prefill step up to 2,048, so that a token of an answer "
     "costs more than one of a prompt; the longer the answers, the more of all tokens are theirs.",
-    "requests waiting": "Does not bend: what waits lies in the file or in Redis.",
+    "requests waiting": "Nearly flat: what waits lies in the file or in Redis.",
     OWN_TOKENS: "Nearly straight, along its arithmetic: what all share is computed and kept once. Where nearly all is "
     "shared, most of what is left is decoding, whose tokens cost more than a prompt's.",
 }
