@@ -29,7 +29,10 @@ Finding = GoodLine | LineError
 
 WAITS = "or a name in limits.models, to wait for it"  # of a model that is not served yet
 SETTLE_POLL_S = 0.2  # how soon a plan that waits sees that it is to stop
-CHUNK = 64  # lines of one read: at most 16 MiB with the default limits
+# Lines of one read: 64, at most 16 MiB with the default limits; then up to so many more as come to CHUNK_BYTES if they
+# are like those of the read before.
+CHUNK, MAX_CHUNK = 64, 512
+CHUNK_BYTES = 256 * 1024
 
 logger = logging.getLogger(__name__)
 
@@ -148,9 +151,13 @@ class Planner:
         """Each line without a record: its model, sort key and index, or its error. Ends early if told to stop."""
         job_id, wanted = held.claim.ref.job_id, set(held.claim.missing)
         num_lines = held.claim.num_lines
-        for start in range(0, num_lines, CHUNK):
-            indices = range(start, min(start + CHUNK, num_lines))
-            for index, raw in zip(indices, self._leases.lines(job_id, indices), strict=True):
+        start, size = 0, CHUNK
+        while start < num_lines:
+            indices = range(start, min(start + size, num_lines))
+            raws = self._leases.lines(job_id, indices)
+            num_bytes = sum(len(raw) for raw in raws if raw is not None)
+            start, size = indices.stop, min(max(CHUNK_BYTES * len(indices) // max(num_bytes, 1), CHUNK), MAX_CHUNK)
+            for index, raw in zip(indices, raws, strict=True):
                 try:
                     finding: Finding = self._good_line(index, raw, lines)
                 except LineError as error:

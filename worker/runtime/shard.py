@@ -27,7 +27,11 @@ from worker.runtime.window import PromptFeed
 from worker.runtime.writer import ResultWriter
 from worker.unit_closer import UnitCloser
 
-READ_AHEAD = 32  # lines of one read: at most 8 MiB with the default limits, and 32 MiB of resume states
+# Lines of one read: 32, at most 8 MiB with the default limits, and 32 MiB of resume states; then up to so many more as
+# come to READ_BYTES if they are like those of the read before. Fewer and larger reads and steps spare an eighth of a
+# worker's time where prompts are short.
+READ_AHEAD, MAX_READ_AHEAD = 32, 128
+READ_BYTES = 128 * 1024
 READ_RETRY_S = 0.05  # between tries to read lines, each of which has waited for Redis in its own way
 SUSPEND_TIMEOUT_S = 1.5  # for the step that runs, when the shard is given back; writing the records comes after it
 # A larger resume state is not written: the prompt keeps its last smaller one. A token takes 4 to 7 bytes, so that only
@@ -79,6 +83,7 @@ class ShardRun:
         self._writer = parts.writer
         self._closer = parts.closer
         self._unread = deque(held.claim.missing)
+        self._read_size = READ_AHEAD  # lines of the next read
         self._running: dict[str, RequestLine] = {}  # by request id: offered, and then in the engine
         self._unrecorded = dict.fromkeys(held.claim.missing)  # in order; a dict for its cheap removal
         # None: look at `held` and at the resume states
@@ -129,7 +134,7 @@ class ShardRun:
 
     def _read(self) -> bool:
         """Offer the next lines; False if Redis could not be had."""
-        indices = [self._unread.popleft() for _ in range(min(READ_AHEAD, len(self._unread)))]
+        indices = [self._unread.popleft() for _ in range(min(self._read_size, len(self._unread)))]
         try:
             found = self._leases.lines_and_resume_states(self._claim.ref.job_id, indices)
         except redis.RedisError as error:
@@ -137,6 +142,8 @@ class ShardRun:
             logger.warning("could not read lines, trying again: %s", error)
             self._unread.extendleft(reversed(indices))
             return False
+        num_bytes = sum(len(value) for values in found for value in values if value is not None)
+        self._read_size = min(max(READ_BYTES * len(indices) // max(num_bytes, 1), READ_AHEAD), MAX_READ_AHEAD)
         self._engine.offer(self._feed, self._prepare(dict(zip(indices, found, strict=True))), is_last=not self._unread)
         return True
 
