@@ -41,6 +41,26 @@ def encode_record(record: Mapping[str, object]) -> str:
     Vectors (`array` of float32 numbers) become lists, written here in 0.4 us a number: rounding each and writing it
     with json took 1.9 us, during 1.1 us of which no other thread could run.
     """
+    try:
+        return _ENCODER.encode(record)
+    except _HasVector:
+        return _encode_with_vectors(record)
+
+
+class _HasVector(Exception):
+    """A record holds a vector."""
+
+
+def _refuse_vector(value: object) -> list[object]:
+    if isinstance(value, array):
+        raise _HasVector
+    raise TypeError(f"a record holds {type(value).__name__}")
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"), default=_refuse_vector)
+
+
+def _encode_with_vectors(record: Mapping[str, object]) -> str:
     vectors: list[array[float]] = []
 
     def place(value: object) -> list[object]:
@@ -50,10 +70,7 @@ def encode_record(record: Mapping[str, object]) -> str:
         return []
 
     encoder = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"), default=place)
-    text = encoder.encode(record)
-    if not vectors:
-        return text
-    pieces = text.split(_PLACE)
+    pieces = encoder.encode(record).split(_PLACE)
     written = [f'"embedding":[{_numbers(vector)}]{piece}' for vector, piece in zip(vectors, pieces[1:], strict=True)]
     return "".join((pieces[0], *written))
 
