@@ -203,7 +203,10 @@ def test_sigterm_gives_back_what_the_drain_does_not_finish(
 def test_sigquit_gives_everything_back_at_once(
     client: BatchClient, workers: WorkerProcesses, registry: TestRegistry
 ) -> None:
-    worker = workers.start(engine=ENDLESS, worker__drain_timeout_s="60", worker__lease_s="30")
+    # No look of the reaper within the test: on a slow machine it may announce a shard that is about to be claimed.
+    worker = workers.start(
+        engine=ENDLESS, worker__drain_timeout_s="60", worker__lease_s="30", worker__reap_interval_s="600"
+    )
     workers.wait_up(client)
     job_id = client.submit(_prompts(30))
     shards = [registry.keys.unit(UnitRef.shard(job_id, number)) for number in range(3)]
@@ -213,7 +216,7 @@ def test_sigquit_gives_everything_back_at_once(
     for shard in shards:
         assert registry.redis.hmget(shard, "st", "att") == [b"queued", b"0"]
     assert not registry.redis.exists("unacked")
-    assert registry.redis.llen("millrace.millrace\x06\x163") >= 3  # a free slot may have announced one once more
+    assert registry.redis.llen("millrace.millrace\x06\x163") == 3
 
 
 def test_a_broken_engine_costs_an_attempt_and_ends_the_worker_with_70(
