@@ -67,24 +67,25 @@ class ShardQueue:
         self._ageing_ms = round(ageing_s * 1000)
         self._models = tuple(models)
 
-    def choose(self, hint: UnitRef, held: Iterable[Claim], *, only_new_tenants: bool) -> UnitRef | None:
+    def choose(self, hint: UnitRef | None, held: Iterable[Claim], *, only_new_tenants: bool) -> UnitRef | None:
         """The shard that a worker with these leases claims on a message about `hint`; None if it may claim none.
 
         Of the shards of its model, and of those without one: first the tenant with the fewest prompts here; then its
         shard whose turn is earliest, by time and priority, or rather the next in prefix order of those within a step of
         priority. `only_new_tenants`: no tenant that has shards here. It is `hint` if none is queued, and may turn out
-        not to be claimable.
+        not to be claimable. `hint` is None for a worker that comes without a message.
         """
+        unit = UnitRef.shard(f"{self._keys.shard}-{uuid.UUID(int=0)}", 0) if hint is None else hint  # of no job
         here: dict[str, tuple[int, str]] = {}
         for claim in held:
             here[claim.tenant] = (here.get(claim.tenant, (0, ""))[0] + len(claim.missing), claim.head)
         call = Scripts.CHOOSE(
-            self._keys.of_unit_scripts(hint),
+            self._keys.of_unit_scripts(unit),
             [(tenant, num_prompts, head) for tenant, (num_prompts, head) in here.items()],
             prefix=self._keys.prefix,
             only_new_tenants=int(only_new_tenants),
             ageing_ms=self._ageing_ms,
-            hint=str(hint),
+            hint=str(unit),
             models=json.dumps(self._models),
         )
         answer = text(ask_one(self._client, call))
@@ -97,9 +98,7 @@ class ShardQueue:
         found = _messages(self._client, ("", *self._models))
         if any(any(lanes.values()) for lanes in found.values()):
             return None
-        nothing = UnitRef.shard(f"{self._keys.shard}-{uuid.UUID(int=0)}", 0)
-        ref = self.choose(nothing, held, only_new_tenants=only_new_tenants)
-        return None if ref == nothing else ref
+        return self.choose(None, held, only_new_tenants=only_new_tenants)
 
     @property
     def model(self) -> str:

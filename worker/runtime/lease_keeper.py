@@ -19,6 +19,7 @@ from worker.registry.models import BEAT_S, Heartbeats
 from worker.registry.queues import PLAN_PRIORITY, ReapQueue
 from worker.runtime.engine_thread import EngineThread
 from worker.runtime.held_units import HeldUnits
+from worker.runtime.unit_runner import CONFIRM_S
 from worker.schemas import WorkerInfo
 from worker.unit_closer import UnitCloser
 
@@ -129,7 +130,7 @@ class Reaper:
         *,
         interval_s: float,
         is_well: Callable[[], bool],
-        offer: Callable[[], None],
+        offer: Callable[[], bool],
     ) -> None:
         self._due_units = due_units
         self._announcer = announcer
@@ -147,7 +148,8 @@ class Reaper:
                 continue
             try:
                 self._look(stopping)
-                self._offer()
+                if self._offer() and not stopping.wait(CONFIRM_S):
+                    self._offer()
                 self._mend_if_due()
             except redis.RedisError as error:
                 logger.warning("could not look for work nobody does: %s", error)

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import redis
 
@@ -49,6 +49,9 @@ class ShardParts:
     engine: EngineThread
     writer: ResultWriter
     closer: UnitCloser
+    # Of the shards' threads one makes requests at a time: sixteen that want the interpreter's lock let the
+    # threads wait that claim the next shard, or step the engine.
+    turn: threading.Lock = field(default_factory=threading.Lock)
 
 
 class ShardRunner:
@@ -82,6 +85,7 @@ class ShardRun:
         self._engine = parts.engine
         self._writer = parts.writer
         self._closer = parts.closer
+        self._turn = parts.turn
         self._unread = deque(held.claim.missing)
         self._read_size = READ_AHEAD  # lines of the next read
         self._running: dict[str, RequestLine] = {}  # by request id: offered, and then in the engine
@@ -150,7 +154,9 @@ class ShardRun:
     def _prepare(self, found: Mapping[int, tuple[bytes | None, bytes | None]]) -> list[tuple[PrefixKey, AnyRequest]]:
         """Requests to offer, from each index' line and resume state; what cannot be run gets its record."""
         prompts: list[tuple[PrefixKey, AnyRequest]] = []
-        for item in self._prompts.prepare((index, raw) for index, (raw, _) in found.items()):
+        with self._turn:
+            prepared = self._prompts.prepare((index, raw) for index, (raw, _) in found.items())
+        for item in prepared:
             if isinstance(item, PromptRecord):
                 del self._unrecorded[item.index]
                 self._writer.put(self._held, [item])

@@ -82,10 +82,9 @@ class UnitRunner:
         self._draining.set()
         self._quarantine.close()
 
-    def offer(self) -> None:
+    def offer(self) -> bool:
         """Announce a shard that waits without a message, see ShardSlots.offer; not while this worker ends."""
-        if not self._draining.is_set():
-            self._slots.offer()
+        return not self._draining.is_set() and self._slots.offer()
 
     def run(self, ref: UnitRef, message_id: str, work: Work) -> MessageEnd:
         """Run a unit on this thread. Raises UnitFailed if `work` or Redis did not let it, after it was given back."""
@@ -120,15 +119,23 @@ class UnitRunner:
         if not self._slots.take(SLOT_WAIT_S):
             return MessageEnd.REQUEUE  # for the worker that has a slot first
         try:
-            return self._run_shard(hint, message_id, work)
+            end = self._run_shard(hint, message_id, work)
+            # Whatever became of its message, the next shard need not wait for another way through the broker.
+            while end is MessageEnd.DONE and not self._slots.is_wanted and not self._draining.is_set():
+                next_end = self._run_shard(None, message_id, work)
+                if next_end is None:
+                    break  # nothing is queued that may run here
+                end = next_end
+            return end
         finally:
             self._slots.give()
-            self.offer()
 
-    def _run_shard(self, hint: UnitRef, message_id: str, work: Work) -> MessageEnd | None:
+    def _run_shard(self, hint: UnitRef | None, message_id: str, work: Work) -> MessageEnd | None:
+        """Run the shard whose turn it is, or else the one that `hint` names; None: none of them may run here."""
         if not self._quarantine.enter(SLOT_WAIT_S):
-            is_next = not self._draining.is_set() and self._leases.is_suspect(hint)
-            return self._run_alone(hint, message_id, work) if is_next else MessageEnd.REQUEUE
+            if hint is None or self._draining.is_set() or not self._leases.is_suspect(hint):
+                return MessageEnd.REQUEUE
+            return self._run_alone(hint, message_id, work)
         try:
             found = self._claim_chosen(hint, message_id)
             if isinstance(found, HeldUnit):
@@ -137,7 +144,7 @@ class UnitRunner:
             self._quarantine.leave()
         return self._run_alone(found, message_id, work) if isinstance(found, UnitRef) else found
 
-    def _claim_chosen(self, hint: UnitRef, message_id: str) -> HeldUnit | UnitRef | MessageEnd | None:
+    def _claim_chosen(self, hint: UnitRef | None, message_id: str) -> HeldUnit | UnitRef | MessageEnd | None:
         """A shard to run, a suspect to run alone, or what becomes of the message; None: there is no slot for it.
 
         The message ends only where nothing else is queued: the shard it names may have gone to a worker that came with
@@ -257,11 +264,24 @@ class ShardSlots:
         self._seen: tuple[UnitRef, float] | None = None  # a shard that waited without a message at the last look, when
         self._num_shared = max_shards - max_shards // SLOTS_PER_RESERVED
         self._slots = threading.BoundedSemaphore(max_shards)
+        self._waiting: set[int] = set()  # threads that wait for a slot
         self._choosing = threading.Lock()
 
     def take(self, timeout_s: float) -> bool:
         """Take a slot until `give`; False if none becomes free within `timeout_s`."""
-        return self._slots.acquire(timeout=timeout_s)
+        if self._slots.acquire(blocking=False):
+            return True
+        thread = threading.get_ident()
+        self._waiting.add(thread)
+        try:
+            return self._slots.acquire(timeout=timeout_s)
+        finally:
+            self._waiting.remove(thread)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a message waits for a slot, perhaps that of a shard which must run alone."""
+        return bool(self._waiting)
 
     def give(self) -> None:
         """Give back the slot that `take` got."""
@@ -277,34 +297,37 @@ class ShardSlots:
             if has_lock:
                 self._choosing.release()
 
-    def choose(self, hint: UnitRef) -> UnitRef | None:
-        """The shard to claim on a message about `hint`, see ShardQueue.choose. Raises redis.RedisError."""
+    def choose(self, hint: UnitRef | None) -> UnitRef | None:
+        """The shard to claim on a message about `hint`, or on none, see ShardQueue.choose. Raises redis.RedisError."""
         held = self._held()
         return self._queue.choose(hint, held, only_new_tenants=len(held) >= self._num_shared)
 
-    def offer(self) -> None:
+    def offer(self) -> bool:
         """Announce a shard that waits without any message although a slot is free for it here.
 
-        Whatever became of a shard's own message, an idle worker then looks again: after each shard, and with each look
-        of the reaper. It is announced if it was found so twice: a message may just be on its way, or at another worker
-        that is about to claim. Waits for no Redis that is away.
+        Whatever became of a shard's own message, an idle worker then looks again, with each look of the reaper. It is
+        announced if it was found so twice: a message may just be on its way, or at another worker that is about to
+        claim. True where a second look, CONFIRM_S later, is to show that. Waits for no Redis that is away.
         """
         held = self._held()
         if len(held) >= self._max_shards:
-            return
+            return False
         try:
             ref = self._queue.unannounced(held, only_new_tenants=len(held) >= self._num_shared)
         except redis.RedisError as error:
             logger.warning("could not look for shards that wait: %s", error)
-            return
+            return False
         now, seen, self._seen = time.monotonic(), self._seen, None
-        if ref is not None and (seen is None or seen[0] != ref):
+        if ref is None:
+            return False
+        if seen is None or seen[0] != ref:
             self._seen = ref, now
-        elif ref is not None and seen is not None and now - seen[1] < CONFIRM_S:
+        elif now - seen[1] < CONFIRM_S:
             self._seen = seen
-        elif ref is not None:
+        else:
             logger.info("announcing a shard that waits while a slot is free", extra=ref.log_fields)
             self._announcer.announce(ref, DEFAULT_PRIORITY, self._queue.model)
+        return self._seen is not None
 
     def _held(self) -> list[Claim]:
         return [unit.claim for unit in self._held_units.all() if not unit.claim.ref.is_plan]

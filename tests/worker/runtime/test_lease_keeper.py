@@ -274,7 +274,7 @@ def test_who_asked_is_told_when_a_unit_is_held_and_when_no_more() -> None:
 
 def _reaper(units: Units, due_units: ReapQueue | None = None, is_well: Callable[[], bool] = lambda: True) -> Reaper:
     queue = due_units or units.registry.reap_queue(grace_s=0.1)
-    return Reaper(queue, units.announcer, units.closer, interval_s=0.05, is_well=is_well, offer=lambda: None)
+    return Reaper(queue, units.announcer, units.closer, interval_s=0.05, is_well=is_well, offer=lambda: False)
 
 
 def test_a_worker_that_hangs_puts_no_unit_off(registry: TestRegistry) -> None:
@@ -293,11 +293,14 @@ def test_a_worker_that_hangs_puts_no_unit_off(registry: TestRegistry) -> None:
 
 def test_with_each_look_shards_without_a_message_are_offered(registry: TestRegistry) -> None:
     offers: list[None] = []
+
+    def look() -> bool:
+        offers.append(None)
+        return True
+
     with running_units(registry) as units:
         due = registry.reap_queue()
-        reaper = Reaper(
-            due, units.announcer, units.closer, interval_s=0.05, is_well=lambda: True, offer=lambda: offers.append(None)
-        )
+        reaper = Reaper(due, units.announcer, units.closer, interval_s=0.05, is_well=lambda: True, offer=look)
         with running_thread(reaper.run):
             wait_until(lambda: len(offers) > 2)
 

@@ -122,24 +122,59 @@ def test_a_shard_whose_message_may_be_on_its_way_is_not_announced(registry: Test
         assert units.announcer.announced == [(shard, 5)]
 
 
-def test_after_a_shard_its_worker_looks_for_another_that_has_no_message(
-    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[None] = []
-    monkeypatch.setattr(ShardSlots, "offer", lambda _: looks.append(None))
-    shard = UnitRef.shard(registry.running_job([0]), 0)
+def test_after_a_shard_its_thread_goes_on_with_one_that_has_no_message(registry: TestRegistry) -> None:
+    job_id = registry.running_job([0], [1], [2])
+    ran: list[UnitRef] = []
     with running_units(registry) as units:
 
         def work(held: HeldUnit) -> None:
+            ran.append(held.claim.ref)
+            units.leases.put(held.claim, [ok(held.claim.missing[0])])
+            held.set_written()
+
+        assert units.runner().run(UnitRef.shard(job_id, 1), "m", work) is MessageEnd.DONE
+        assert sorted(map(str, ran)) == [str(UnitRef.shard(job_id, number)) for number in range(3)]
+        assert (units.announcer.announced, len(units.held_units)) == ([], 0)
+
+
+def test_a_thread_leaves_its_slot_to_a_message_that_waits_for_one(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.runtime.unit_runner.SLOT_WAIT_S", 30.0)
+    job_id = registry.running_job([0], [1], [2])
+    first, second = UnitRef.shard(job_id, 0), UnitRef.shard(job_id, 1)
+    ran: list[tuple[UnitRef, str]] = []
+    with running_units(registry) as units:
+        runner = units.runner(max_shards=1)
+        other = threading.Thread(target=lambda: runner.run(second, "other", work))
+
+        def work(held: HeldUnit) -> None:
+            ran.append((held.claim.ref, held.message_id))
+            if len(ran) == 1:
+                other.start()
+                wait_until(lambda: is_waiting(other))
+            units.leases.put(held.claim, [ok(held.claim.missing[0])])
+            held.set_written()
+
+        assert runner.run(first, "m", work) is MessageEnd.DONE
+        other.join()
+        assert [message for _, message in ran] == ["m", "other", "other"]
+
+
+def test_what_a_thread_goes_on_with_and_gives_back_has_a_message_again(registry: TestRegistry) -> None:
+    job_id = registry.running_job([0], [1])
+    with running_units(registry) as units:
+
+        def work(held: HeldUnit) -> None:
+            if held.claim.ref == UnitRef.shard(job_id, 1):
+                held.stop(StopReason.RELEASED)
+                runner.drain()
+                return
             units.leases.put(held.claim, [ok(held.claim.missing[0])])
             held.set_written()
 
         runner = units.runner()
-        assert runner.run(shard, "m", work) is MessageEnd.DONE
-        assert len(looks) == 1
-        runner.drain()
-        runner.offer()
-        assert len(looks) == 1  # it ends
+        assert runner.run(UnitRef.shard(job_id, 0), "m", work) is MessageEnd.REQUEUE
 
 
 def test_a_draining_worker_claims_nothing(registry: TestRegistry) -> None:
