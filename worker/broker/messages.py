@@ -35,6 +35,7 @@ _COMPRESSION = b'"compression"'  # a header; inside a text of the frame its quot
 
 MAX_FRAME_BYTES = 4096  # of a frame, the rest is cut
 MAX_FRAMES = 1000  # the newest
+FRAMES_TTL_S = 604_800  # a week after the last
 
 
 def message_queue(model: str) -> Queue:
@@ -136,5 +137,6 @@ def bury(channel: Untyped, frame: object) -> None:
             client.hincrby(keys.counters, "frames", 1)
             client.lpush(keys.dead_frames, data[:MAX_FRAME_BYTES])
             client.ltrim(keys.dead_frames, 0, MAX_FRAMES - 1)
+            client.expire(keys.dead_frames, FRAMES_TTL_S)
     except (redis.RedisError, OSError) as error:
         logger.warning("a bad frame of %d bytes was dropped: %s", len(data), error)

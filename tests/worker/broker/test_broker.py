@@ -24,7 +24,15 @@ from tests.support.registry import TestRegistry, running_units
 from tests.support.workers import FAKE_WORKER_STOP_TIMEOUT_S, worker_processes
 from worker.app import create_app
 from worker.broker.celery_guards import InterruptibleRequest, send_first_event
-from worker.broker.messages import MAX_FRAME_BYTES, MAX_FRAMES, MAX_MESSAGE_BYTES, RUN_SHARD_TASK, MessageEnd, bury
+from worker.broker.messages import (
+    FRAMES_TTL_S,
+    MAX_FRAME_BYTES,
+    MAX_FRAMES,
+    MAX_MESSAGE_BYTES,
+    RUN_SHARD_TASK,
+    MessageEnd,
+    bury,
+)
 from worker.client import BatchClient
 from worker.registry.keys import UnitRef
 from worker.runtime.held_units import HeldUnit
@@ -103,6 +111,7 @@ def test_the_dead_list_is_bounded(registry: TestRegistry) -> None:
         bury(Channel(), f"frame {number}")
     assert registry.redis.llen(registry.keys.dead_frames) == MAX_FRAMES
     assert registry.redis.lindex(registry.keys.dead_frames, 0) == b"frame 1004"
+    assert 0 < registry.redis.ttl(registry.keys.dead_frames) <= FRAMES_TTL_S
 
 
 @pytest.fixture
