@@ -63,6 +63,19 @@ class LimitSettings(SettingsGroup):
     max_tenant_jobs: Jobs | None = Field(
         default=None, ge=1, le=10_000_000, description="The same for one tenant's jobs; none: no limit."
     )
+    max_tenant_result_bytes: Bytes | None = Field(
+        default=None,
+        ge=1,
+        le=1_099_511_627_776,
+        description="Most bytes of records that Redis keeps for one tenant; then its jobs are refused until some are "
+        "deleted or forgotten. None: no limit.",
+    )
+    max_record_bytes: Bytes = Field(
+        default=33_554_432,
+        ge=4096,
+        le=268_435_456,
+        description="Largest record of a job; one that would be larger is an error that says what to ask less of.",
+    )
 
     models: Annotated[Names, Accepted(NAMES_FORMS)] | None = Field(
         default=None,

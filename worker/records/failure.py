@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
+from worker.lines.bodies import EmbeddingBody
 from worker.lines.errors import LineError
+from worker.lines.request_line import RequestLine
 from worker.records.record import RecordContext
 
 
@@ -29,6 +31,27 @@ class Failure:
     def of_server(cls, message: str, *, code: str = "internal_error", may_pass: bool = False) -> Self:
         """The engine's fault."""
         return cls(503 if may_pass else 500, "server_error", message, code)
+
+
+# Parameters that make a record large, the worst first.
+_ENLARGING = ("logprobs", "top_logprobs", "echo", "return_token_ids", "n", "max_completion_tokens", "max_tokens")
+
+
+def too_large_record(line: RequestLine, num_bytes: int, limit: int, context: RecordContext) -> dict[str, object]:
+    """The result line in place of one of `num_bytes`, above limits.max_record_bytes: it says what to ask less of."""
+    if isinstance(line.body, EmbeddingBody):
+        param, less = "input", "fewer inputs in a line"
+        if line.body.encoding_format == "float":
+            less += ", or encoding_format base64, which takes half"
+    else:
+        asked = [name for name in _ENLARGING if getattr(line.body, name, None) not in (None, False, 0, 1)]
+        param, less = (asked or ["max_tokens"])[0], "less by " + ", ".join(asked or ["max_tokens"])
+    failure = Failure.of_request(
+        f"the record would have {num_bytes:,} bytes, limit {limit:,} (limits.max_record_bytes): ask for {less}",
+        code="record_too_large",
+        param=param,
+    )
+    return error_record(failure, line.index, line.custom_id, context)
 
 
 class Unfinished(StrEnum):

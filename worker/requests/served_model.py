@@ -16,7 +16,14 @@ from worker.lines.chat import ChatBody
 from worker.lines.errors import LineError
 from worker.lines.request_line import RequestLine
 from worker.records.answers import AnswerFormats
-from worker.records.failure import Failure, Unfinished, error_record, line_error_record, unfinished_record
+from worker.records.failure import (
+    Failure,
+    Unfinished,
+    error_record,
+    line_error_record,
+    too_large_record,
+    unfinished_record,
+)
 from worker.records.record import RecordContext
 from worker.records.success import EchoedPrompt, success_record
 from worker.requests.answers import AnswerReader, TokenText
@@ -127,6 +134,10 @@ class ServedJob:
         echo = echoed_prompt(body, output, tokenizer) if isinstance(body, CompletionBody) and body.echo else None
         record = success_record(line, output, tokenizer, self._context, answers, echo)
         return record, sum(answer.num_reasoning_tokens or 0 for answer in answers)
+
+    def of_too_large(self, line: RequestLine, num_bytes: int, limit: int) -> Record:
+        """The record of `line` in place of one of `num_bytes`, more than the limit."""
+        return too_large_record(line, num_bytes, limit, self._context)
 
     def of_error(self, line: RequestLine, error: EngineError) -> Record:
         """The record of `line` when the engine raised `error`."""

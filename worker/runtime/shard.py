@@ -268,12 +268,16 @@ class ShardPrompts:
         ]
 
     def of_output(self, line: RequestLine, output: RequestOutput) -> PromptRecord:
-        """The record of a request that ended."""
+        """The record of a request that ended; its tokens are counted also where it is too large to be kept."""
         record, num_reasoning_tokens = self._job.of_output(line, output)
+        encoded, max_bytes = encode_record(record), self._limits.max_record_bytes
+        if len(encoded) > max_bytes and not has_failed(record):
+            record = self._job.of_too_large(line, len(encoded), max_bytes)
+            encoded = encode_record(record)
         return PromptRecord(
             line.index,
             Outcome.ERROR if has_failed(record) else Outcome.OK,
-            encode_record(record),
+            encoded,
             prompt_tokens=output.num_prompt_tokens,
             cached_tokens=output.num_cached_tokens,
             output_tokens=sum(len(completion.token_ids) for completion in output.completions),

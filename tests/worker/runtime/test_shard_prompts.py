@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from array import array
 from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import structlog
 
-from engine.request import Request
+from engine.request import Request, RequestOutput
 from settings import LimitSettings, ModelSettings
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine, completion, request_output
 from tests.support.registry import TestRegistry, must_claim
-from tests.support.request_lines import chat_line
+from tests.support.request_lines import batch_line, chat_line
 from worker.registry.keys import UnitRef
 from worker.registry.leases import Claim, NewShard, PromptRecord
 from worker.registry.lifecycle import PutStatus, StopReason
@@ -27,9 +29,11 @@ from worker.tracing.spans import UnitSpan
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def _prompts(claim: Claim, chat_template: str | None = None) -> ShardPrompts:
+def _prompts(
+    claim: Claim, chat_template: str | None = None, *, max_record_bytes: int = LimitSettings().max_record_bytes
+) -> ShardPrompts:
     model = ServedModel(FakeEngine(chat_template=chat_template), ModelSettings(name="fake"))
-    return ShardPrompts(claim, model, limits=LimitSettings())
+    return ShardPrompts(claim, model, limits=LimitSettings(max_record_bytes=max_record_bytes))
 
 
 def _request(claim: Claim) -> Request:
@@ -94,6 +98,40 @@ def test_lines_that_cannot_be_run_become_records_and_order_is_kept(registry: Tes
     codes = [json.loads(record.record)["response"]["body"]["error"]["code"] for record in records]
     assert codes == ["invalid_json_line", "missing_line", "model_not_found"]
     assert [record.index for record in records] == [6, 7, 8]
+
+
+def test_a_record_that_is_too_large_says_what_to_ask_less_of(registry: TestRegistry) -> None:
+    prompts = _prompts(_claim(registry, registry.keys.new_job_id()), max_record_bytes=5000)
+    raw = b'{"prompt": "a", "logprobs": 20, "n": 2, "max_tokens": 9, "custom_id": "mine"}'
+    [(line, request)] = _prepared(prompts.prepare([(0, raw)]))
+
+    record = prompts.of_output(line, request_output(request.request_id, completion("x" * 6000)))
+
+    whole = json.loads(record.record)
+    assert (whole["custom_id"], whole["response"]["status_code"]) == ("mine", 400)
+    error = whole["response"]["body"]["error"]
+    assert (error["code"], error["param"]) == ("record_too_large", "logprobs")
+    assert re.fullmatch(
+        r"the record would have 6,\d{3} bytes, limit 5,000 \(limits\.max_record_bytes\): "
+        "ask for less by logprobs, n, max_tokens",
+        error["message"],
+    )
+    # What it cost is counted all the same.
+    assert (record.outcome, record.prompt_tokens, record.cached_tokens, record.output_tokens) == ("error", 5, 4, 2)
+
+
+def test_embeddings_that_are_too_large_are_to_be_fewer_or_base64(registry: TestRegistry) -> None:
+    prompts = _prompts(_claim(registry, registry.keys.new_job_id()), max_record_bytes=4096)
+    raw = batch_line("/v1/embeddings", {"input": ["a", "b"]})
+    [(line, request)] = _prepared(prompts.prepare([(0, raw)]))
+    output = RequestOutput(
+        request.request_id, 2, 0, (), embeddings=(array("f", [0.125] * 500), array("f", [0.125] * 500))
+    )
+
+    error = json.loads(prompts.of_output(line, output).record)["response"]["body"]["error"]
+
+    assert (error["code"], error["param"]) == ("record_too_large", "input")
+    assert error["message"].endswith("ask for fewer inputs in a line, or encoding_format base64, which takes half")
 
 
 def test_an_unexpected_error_over_a_prompt_is_its_record_and_logged(
