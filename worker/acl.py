@@ -32,7 +32,7 @@ _SENDING = ("sadd", "smembers", "llen", "lpush", "multi", "exec")
 # What stage, submit, discard and cancel call, and claim, put, renew and release, by which cancelling ends the units
 # that nobody runs.
 _JOBS = (
-    *("del", "exists", "expire", "get", "persist", "pexpire", "set", "time", "unlink"),
+    *("del", "exists", "expire", "get", "persist", "pexpire", "rename", "set", "time", "unlink"),
     *("hdel", "hexists", "hget", "hgetall", "hincrby", "hkeys", "hlen", "hmget", "hset", "hsetnx", "hstrlen"),
     *("lrange", "rpush", "zadd", "zrange", "zrevrange", "zrem", "zremrangebyrank"),
 )

@@ -6,6 +6,7 @@ Lines go to Redis in chunks as they are read, so a job of any size needs little 
 from __future__ import annotations
 
 import json
+import secrets
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -19,9 +20,9 @@ from worker.broker.messages import Announcer
 from worker.lines.files import BOM
 from worker.records.record import has_failed
 from worker.registry.connect import connect
-from worker.registry.errors import JobTooLarge
+from worker.registry.errors import JobIncomplete, JobNotFound, JobTooLarge
 from worker.registry.exchange import perform
-from worker.registry.intake import JobIntake, checked_options
+from worker.registry.intake import JobIntake, LineDigest, Staged, checked_options
 from worker.registry.jobs import JobControl, JobQueries, ResultReader
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import UnitLeases
@@ -80,12 +81,14 @@ class BatchClient:
         """Submit request lines as one job and return its id.
 
         Each line is raw JSONL, or an object to be written as JSON; blank ones are skipped. They are sent while they
-        are read, so a job larger than memory is fine. Options are the fields of SubmitOptions. A second submit with
-        the same `job_id` or `idempotency_key` returns the first job and leaves it as it is.
+        are read, so a job larger than memory is fine. Options are the fields of SubmitOptions. A second submit of the
+        same lines with the same `job_id` or `idempotency_key` returns the first job and leaves it as it is; the lines
+        are read to the end for that.
 
-        Raises EmptyJob, JobTooLarge, QueueFull (with retry_after_s), InvalidOption for an option that is unknown or out
-        of range, and TypeError for one line in place of several and for a line of another type. A bad line is no error
-        here: its record says what is wrong with it.
+        Raises EmptyJob, JobTooLarge, JobReused for other lines, endpoint, model or strict than the first job's,
+        QueueFull (with retry_after_s), RedisFull, InvalidOption for an option that is unknown or out of range, and
+        TypeError for one line in place of several and for a line of another type. A bad line is no error here: its
+        record says what is wrong with it.
         """
         refuse_single_line(lines)
         checked = checked_options(options)
@@ -93,9 +96,11 @@ class BatchClient:
         if checked.idempotency_key is not None:
             known = self._intake.find(checked.tenant, checked.idempotency_key)
             if known is not None:
-                return known
+                staging = LineStaging(self._intake, self._limits, job_id, accepted_as=known)
+                return self._submit_staged(staging, lines, checked)
         with self._tracing.submit(job_id, checked) as traceparent:
-            return self._submit(job_id, lines, checked.model_copy(update={"traceparent": traceparent or None}))
+            checked = checked.model_copy(update={"traceparent": traceparent or None})
+            return self._submit_staged(LineStaging(self._intake, self._limits, job_id), lines, checked)
 
     def status(self, job_id: str) -> JobStatus:
         """The job as it stands."""
@@ -198,50 +203,60 @@ class BatchClient:
         while (records := perform(self._client, reader.next_page())) is not None:
             yield map(json.loads, records)
 
-    def _submit(self, job_id: str, lines: Iterable[bytes | str | RequestObject], options: SubmitOptions) -> str:
-        num_lines = LineStaging(self._intake, self._limits).stage(job_id, lines)
-        if num_lines is None:
-            return job_id
-        accepted_id, should_announce = self._submit_staged(job_id, num_lines, options)
+    def _submit_staged(
+        self, staging: LineStaging, lines: Iterable[bytes | str | RequestObject], options: SubmitOptions
+    ) -> str:
+        with staging:
+            staged = staging.stage(lines)
+            accepted_id, should_announce = self._intake.submit(staging.job_id, staging.num_lines, options, staged)
         if should_announce:
-            self._announcer.announce(UnitRef.plan(job_id), options.priority)
+            self._announcer.announce(UnitRef.plan(accepted_id), options.priority)
         return accepted_id
-
-    def _submit_staged(self, job_id: str, num_lines: int, options: SubmitOptions) -> tuple[str, bool]:
-        accepted_id = None
-        try:
-            accepted_id, should_announce = self._intake.submit(job_id, num_lines, options)
-        finally:
-            # Refused, or submitted before under another id with this idempotency key: no job needs these lines.
-            if accepted_id != job_id:
-                self._intake.discard(job_id)
-        return accepted_id, should_announce
 
 
 class LineStaging:
-    """Sends a job's lines in chunks while they are read: what is held in memory does not grow with the job."""
+    """Sends a job's lines in chunks while they are read: what is held in memory does not grow with the job.
 
-    def __init__(self, intake: JobIntake, limits: LimitSettings) -> None:
+    Leaving the `with` by any error, also of the iterable or on Ctrl-C, forgets what was staged: half a job is of no
+    use. Redis would forget it after redis.staging_ttl_s anyway.
+    """
+
+    def __init__(
+        self, intake: JobIntake, limits: LimitSettings, job_id: str, *, accepted_as: str | None = None
+    ) -> None:
+        """`accepted_as`: the job that the lines have been accepted as, whose lines are only compared with these."""
         self._intake = intake
         self._limits = limits
+        self.job_id = job_id
+        self._accepted_as = accepted_as
+        self._nonce = secrets.token_hex(8)
+        self._digest = LineDigest()
 
-    def stage(self, job_id: str, lines: Iterable[bytes | str | RequestObject]) -> int | None:
-        """Stage the lines of a new job; returns their number, or None if the job is accepted already.
+    @property
+    def num_lines(self) -> int:
+        """How many have been read."""
+        return self._digest.num_lines
 
-        After any error, also of the iterable, what was staged is forgotten. Raises JobTooLarge, and TypeError for what
-        is no line.
+    def stage(self, lines: Iterable[bytes | str | RequestObject]) -> Staged:
+        """Stage the lines of a new job, or read those of one that is accepted already; returns which they are.
+
+        Raises JobTooLarge, RedisFull, and TypeError for what is no line.
         """
-        num_lines = 0
-        try:
-            for chunk in self._chunks(lines):
-                if not self._intake.stage(job_id, num_lines, chunk):
-                    return None
-                num_lines += len(chunk)
-        except BaseException:
-            # Also on Ctrl-C: half a job is of no use. Redis would forget it after redis.staging_ttl_s anyway.
-            self._intake.discard(job_id)
-            raise
-        return num_lines
+        for chunk in self._chunks(lines):
+            if self._accepted_as is None and not self._intake.stage(self.job_id, self.num_lines, chunk, self._nonce):
+                self._accepted_as = self.job_id
+            self._digest.add(chunk)
+        return self._digest.staged(self._nonce)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        if error is None:
+            return
+        self._intake.discard(self.job_id, self._nonce)
+        if isinstance(error, JobIncomplete) and self._accepted_as is not None:  # and so they were not staged
+            raise JobNotFound(self._accepted_as) from error  # it was deleted meanwhile
 
     def _chunks(self, lines: Iterable[bytes | str | RequestObject]) -> Iterator[list[bytes]]:
         chunk: list[bytes] = []

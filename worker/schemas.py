@@ -48,7 +48,10 @@ class SubmitOptions(_Frozen):
         Accepted("at most 16 pairs of text, keys of 1 to 64 characters, values of at most 512"),
     ] = Field(default_factory=dict, max_length=16, description="The producer's own notes.")
     idempotency_key: Annotated[str | None, Accepted("1 to 256 characters")] = Field(
-        default=None, min_length=1, max_length=256, description="A second submit with the same key is the first job."
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="A second submit of these lines with the key is the first job.",
     )
     endpoint: Annotated[Endpoint | None, Accepted(" or ".join(Endpoint))] = Field(
         default=None, description="The one all lines must name. None: each line its own, or, if strict, the first's."
@@ -187,6 +190,7 @@ class JobStatus(_Frozen):
     results_expire_at: float | None = None  # when a finished job and its results are forgotten
     request_counts: RequestCounts
     usage: JobUsage
+    result_bytes: int = 0  # of its records, as Redis keeps them
     shards_total: int  # 0 until it is planned
     shards_done: int
     priority: int
@@ -238,8 +242,8 @@ def batch_object(job: JobStatus) -> dict[str, object]:
 
     Where ours says more or other things: `endpoint` may hold several, comma separated, and is "" until the job is
     planned; `completion_window` is the deadline as a duration such as 24h, or "none". The file ids are there once the
-    job has ended, and only of a file that has lines. Beyond OpenAI: results_expire_at, shards_total, shards_done,
-    priority, tenant, waiting_for.
+    job has ended, and only of a file that has lines. Beyond OpenAI: results_expire_at, result_bytes, shards_total,
+    shards_done, priority, tenant, waiting_for.
     """
     counts, has_ended = job.request_counts, job.status.is_terminal
     ends = [state for state in JobState if state.is_terminal]
@@ -264,6 +268,7 @@ def batch_object(job: JobStatus) -> dict[str, object]:
         "usage": _usage(job),
         "metadata": dict(job.metadata),
         "results_expire_at": _whole(job.results_expire_at),
+        "result_bytes": job.result_bytes,
         "shards_total": job.shards_total,
         "shards_done": job.shards_done,
         "priority": job.priority,

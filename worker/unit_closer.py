@@ -50,7 +50,7 @@ class UnitCloser:
             chunk = indices[start : start + CHUNK]
             lines = self._leases.lines(claim.ref.job_id, chunk)
             records = [self._record(claim, index, line, mode) for index, line in zip(chunk, lines, strict=True)]
-            status, _ = self._leases.put(claim, records)
+            status, _ = self._leases.put(claim, records, at_end=True)
             if status is PutStatus.JOB_DONE:
                 logger.info("job finished", extra={"job_id": claim.ref.job_id})
             if status is not PutStatus.OPEN:

@@ -6,6 +6,7 @@ import io
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,10 +15,21 @@ import pytest
 import redis
 
 from settings import LimitSettings
+from tests.support.redis_servers import configured
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.client import BatchClient
 from worker.lines.files import read_raw_lines
-from worker.registry.errors import EmptyJob, InvalidJobId, InvalidOption, JobNotFound, JobTooLarge, QueueFull
+from worker.registry.errors import (
+    EmptyJob,
+    InvalidJobId,
+    InvalidOption,
+    JobNotFound,
+    JobReused,
+    JobTooLarge,
+    QueueFull,
+    RedisFull,
+)
+from worker.registry.intake import Staged
 from worker.registry.jobs import FIRST_POLL_S, LONGEST_POLL_S, PollPauses
 from worker.registry.keys import UnitRef
 from worker.registry.lifecycle import PutStatus
@@ -108,13 +120,110 @@ def test_refused_jobs_leave_nothing_behind(redis_url: str, registry: TestRegistr
 
 def test_submitting_again_returns_the_first_job(client: BatchClient, registry: TestRegistry) -> None:
     first = client.submit([b"a"], idempotency_key="nightly")
-    assert client.submit([b"b"], idempotency_key="nightly") == first
+    assert client.submit(["a\n", ""], idempotency_key="nightly") == first
     mine = registry.keys.new_job_id()
     assert client.submit([b"a"], job_id=mine) == mine
-    assert client.submit([b"b"], job_id=mine) == mine
-    assert registry.leases().lines(mine, [0]) == [b"a"]
+    assert client.submit([b"a"], job_id=mine) == mine
     assert len(client.jobs()) == 2
-    assert len(registry.redis.keys("*:in")) == 2
+    assert len(registry.redis.keys("*:in*")) == 2
+
+
+@pytest.mark.parametrize("lines", [[b"b"], [b"a", b"c"], [b"a"], [b"a", b"b", b"c"], [b"ab"], [b"b", b"a"]], ids=str)
+def test_other_lines_under_a_key_or_id_are_refused_by_name(
+    client: BatchClient, registry: TestRegistry, lines: list[bytes]
+) -> None:
+    mine = registry.keys.new_job_id()
+    client.submit([b"a", b"b"], job_id=mine, idempotency_key="nightly")
+    with pytest.raises(JobReused, match=rf"^idempotency_key 'nightly' is of job {mine}, which has other lines;"):
+        client.submit(lines, idempotency_key="nightly")
+    with pytest.raises(JobReused, match=rf"^job {mine} has other lines; accepted: the same again, or a new job_id$"):
+        client.submit(lines, job_id=mine)
+    assert registry.leases().lines(mine, [0, 1]) == [b"a", b"b"]
+    assert len(registry.redis.keys("*:in*")) == 1
+
+
+def test_a_key_is_refused_with_options_that_change_the_records(client: BatchClient) -> None:
+    first = client.submit([b"a"], idempotency_key="nightly", priority=3)
+    assert client.submit([b"a"], idempotency_key="nightly", priority=7, deadline_s=60, metadata={"a": "b"}) == first
+    with pytest.raises(JobReused) as caught:
+        client.submit([b"a"], idempotency_key="nightly", strict=True, model="m", endpoint="/v1/completions")
+    assert (caught.value.job_id, caught.value.other) == (first, "endpoint, model, strict")
+
+
+def test_a_job_of_an_older_version_is_the_first_job_whatever_its_lines(
+    client: BatchClient, registry: TestRegistry
+) -> None:
+    first = client.submit([b"a"], idempotency_key="nightly")
+    registry.redis.hdel(registry.keys.job(first), "digest")
+    assert client.submit([b"b"], idempotency_key="nightly") == first
+    assert client.submit([b"b"], job_id=first) == first
+
+
+def test_two_submits_under_one_id_do_not_mix_their_lines(client: BatchClient, registry: TestRegistry) -> None:
+    mine = registry.keys.new_job_id()
+
+    def lines_of_the_slower() -> Iterator[bytes]:
+        yield from [b"slow"] * 600  # the first 500 are in Redis by now
+        client.submit([b"fast"] * 700, job_id=mine)
+        yield from [b"slow"] * 600
+
+    with pytest.raises(JobReused):
+        client.submit(lines_of_the_slower(), job_id=mine)
+    assert registry.leases().lines(mine, range(700)) == [b"fast"] * 700
+    assert client.status(mine).request_counts.total == 700
+    assert len(registry.redis.keys("*:in*")) == 1
+
+
+def test_a_first_job_deleted_while_lines_are_compared_is_not_found(client: BatchClient, registry: TestRegistry) -> None:
+    first = client.submit([b"a"], idempotency_key="nightly")
+    client.cancel(first)
+
+    def lines() -> Iterator[bytes]:
+        client.delete(first)
+        yield b"a"
+
+    with pytest.raises(JobNotFound, match=first):
+        client.submit(lines(), idempotency_key="nightly")
+    assert client.submit([b"a"], idempotency_key="nightly") != first
+
+
+def test_a_full_redis_takes_no_job_and_says_what_to_do(
+    client: BatchClient, registry: TestRegistry, redis_url: str
+) -> None:
+    def fill_up() -> Iterator[bytes]:
+        yield from [b"x"] * 10
+        registry.redis.config_set("maxmemory", 1)
+
+    with configured(redis_url, maxmemory="0"):
+        with pytest.raises(RedisFull, match=r"Redis is full \(OOM.*millrace delete JOB"):
+            client.submit(fill_up())  # before its one chunk is sent
+        job_id = registry.keys.new_job_id()
+        registry.redis.config_set("maxmemory", 0)
+        registry.intake().stage(job_id, 0, [b"x"], "n")
+        registry.redis.config_set("maxmemory", 1)
+        with pytest.raises(redis.exceptions.OutOfMemoryError):  # RedisFull is one, for who knows Redis' errors alone
+            registry.intake().submit(job_id, 1, SubmitOptions(), Staged("n"))
+        registry.intake().discard(job_id, "n")
+    assert registry.redis.keys("*") == []
+
+
+def test_a_full_redis_lets_jobs_be_cancelled_and_deleted(
+    client: BatchClient, registry: TestRegistry, redis_url: str
+) -> None:
+    queued, running = client.submit([b'{"prompt": "a"}'] * 3), registry.running_job([0, 1], [2])
+    leases = registry.leases()
+    held = must_claim(leases, UnitRef.shard(running, 0))
+    with configured(redis_url, maxmemory="1"):
+        assert leases.renew([held])[0][0] is PutStatus.OPEN
+        with pytest.raises(redis.ResponseError, match="OOM"):
+            leases.put(held, [ok(0)])
+        assert client.cancel(queued).status is JobState.CANCELLED
+        assert client.cancel(running).status is JobState.CANCELLING
+        leases.put(held, [ok(0), ok(1)], at_end=True)
+        assert client.status(running).status is JobState.CANCELLED
+        for job_id in (queued, running):
+            client.delete(job_id)
+    assert not registry.redis.keys(f"{registry.keys.prefix}j:*")
 
 
 def test_cancelling_a_job_nobody_runs_gives_every_prompt_a_record(client: BatchClient) -> None:

@@ -83,7 +83,7 @@ class Arguments(TypedDict):
 @click.option("--deadline", type=Duration(), help="Give up what is unfinished after this long, such as 30m.")
 @click.option("--tenant", default="default", show_default=True, help="Whose job it is.")
 @click.option("--metadata", "metadata", multiple=True, metavar="KEY=VALUE", help="A note on the job. Repeatable.")
-@click.option("--idempotency-key", metavar="KEY", help="Submitting again with the same key is the first job.")
+@click.option("--idempotency-key", metavar="KEY", help="The same lines submitted again with the key are the first job.")
 @click.option(
     "--endpoint",
     type=click.Choice([endpoint.value for endpoint in Endpoint]),

@@ -11,13 +11,18 @@ RegistryError
 |   |-- EmptyJob       no lines
 |   |-- NothingToRetry no line without an answer
 |   |-- JobTooLarge    more prompts or bytes than one job may have
-|   `-- JobIncomplete  lines are missing from the staged input
-`-- QueueFull          there is no room now: try again after retry_after_s
+|   |-- JobIncomplete  lines are missing from the staged input
+|   |-- LinesChanged   other bytes are there than were staged
+|   `-- JobReused      the job of this id or idempotency key has other lines
+|-- QueueFull          there is no room now: try again after retry_after_s
+`-- RedisFull          Redis has no memory left; a redis.RedisError too
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from redis.exceptions import OutOfMemoryError
 
 _NOUN = {"prompts": "prompts", "job_bytes": "bytes"}
 _SETTING = {"prompts": "limits.max_prompts_per_job", "job_bytes": "limits.max_job_bytes"}
@@ -126,18 +131,55 @@ class JobIncomplete(InvalidSubmission):
         self.first_missing = first_missing
 
 
+class LinesChanged(InvalidSubmission):
+    """What Redis holds of a job's lines is not what was staged."""
+
+    def __init__(self, num_bytes: int, staged_bytes: int) -> None:
+        super().__init__(
+            f"the job's lines have {num_bytes} bytes, {staged_bytes} were staged: Redis went back in time, or somebody "
+            "wrote there; submit it again",
+        )
+
+
+class JobReused(InvalidSubmission):
+    """A job was submitted before under this id or idempotency key, with other lines or options."""
+
+    def __init__(self, job_id: str, other: str, idempotency_key: str | None) -> None:
+        """`other`: what that job has otherwise, comma separated: lines, endpoint, model, strict."""
+        name, mend = f"job {job_id} has", "a new job_id"
+        if idempotency_key is not None:
+            name, mend = f"idempotency_key {idempotency_key!r} is of job {job_id}, which has", "another key"
+        super().__init__(f"{name} other {other}; accepted: the same again, or {mend}")
+        self.job_id = job_id
+        self.other = other
+        self.idempotency_key = idempotency_key  # None: it was submitted under its id
+
+
+class RedisFull(RegistryError, OutOfMemoryError):
+    """Redis has no memory left for a job: its maxmemory is reached."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Redis is full (OOM: it uses more than its maxmemory), nothing was submitted; delete jobs whose results "
+            "are read (`millrace delete JOB`), wait until results expire (redis.result_ttl_s), or raise maxmemory"
+        )
+
+
 class QueueFull(RegistryError):
     """There is no room for the job now."""
 
     code = "queue_full"
 
     def __init__(self, *, scope: str, resource: str, used: int, asked: int, limit: int, retry_after_s: float) -> None:
-        super().__init__(
-            f"no room for {asked} more {resource} ({scope}): {used} of {limit} are open; "
-            f"try again in {retry_after_s:.0f} s"
-        )
+        again = f"try again in {retry_after_s:.0f} s"
+        if resource == "result_bytes":
+            told = f"results of the tenant have {used} bytes, limit {limit} (limits.max_tenant_result_bytes): delete "
+            told += f"jobs whose results are read (`millrace delete JOB`), or {again}"
+        else:
+            told = f"no room for {asked} more {resource} ({scope}): {used} of {limit} are open; {again}"
+        super().__init__(told)
         self.scope = scope  # "all" or "tenant"
-        self.resource = resource  # prompts, bytes or jobs
+        self.resource = resource  # prompts, bytes, jobs, or a tenant's result_bytes
         self.used = used
         self.asked = asked
         self.limit = limit

@@ -110,14 +110,22 @@ async def _send_async(client: AsyncRedis, commands: Sequence[Command]) -> list[R
 _UNIT_KEYS = "job records order lines unit plan open counters dead resume_states queued"  # the order of prelude.lua
 
 
+# Redis 6.2 to 8.2 looks at its memory before a script's first write alone, and refuses none that takes away.
+_ALLOW_OOM = "redis.call('UNLINK', KEYS[1] .. ':none')\n"
+
+
 class Script:
     """One of scripts/*.lua, with names for its KEYS and ARGV in the order in which it reads them.
 
     Redis is told its digest, so workers of two versions can share one, each with its own scripts.
     """
 
-    def __init__(self, name: str, arguments: str = "", *, row: str = "", keys: str = _UNIT_KEYS) -> None:
+    def __init__(
+        self, name: str, arguments: str = "", *, row: str = "", keys: str = _UNIT_KEYS, allow_oom: bool = False
+    ) -> None:
+        """`allow_oom`: also where Redis has no memory left; for what makes room, or needs next to none."""
         self.name = name
+        self.allow_oom = allow_oom
         self._files = ("prelude", name) if keys == _UNIT_KEYS else (name,)
         self.keys = keys.split()
         self.arguments = arguments.split()
@@ -141,7 +149,7 @@ class Script:
     @cached_property
     def source(self) -> str:
         """Its text."""
-        return script_source(*self._files)
+        return _ALLOW_OOM * self.allow_oom + script_source(*self._files)
 
     @cached_property
     def digest(self) -> str:
@@ -149,33 +157,33 @@ class Script:
         return hashlib.sha1(self.source.encode("ascii"), usedforsecurity=False).hexdigest()
 
 
+_RECORD = "index outcome record prompt_tokens cached_tokens output_tokens resumed_tokens reasoning_tokens"
+
+
 class Scripts:
     """Every script, with what it takes; its first comment says what the words mean."""
 
     # About a unit
     BEGIN_ALONE = Script("begin_alone", "job_id unit token")
-    CANCEL = Script("cancel", "job_id")
-    CLAIM = Script("claim", "job_id unit worker nonce lease_ms max_attempts alone models")
-    FAIL = Script("fail", "job_id token reason errors")
-    MEND = Script("mend", "job_id")
+    CANCEL = Script("cancel", "job_id", allow_oom=True)
+    CLAIM = Script("claim", "job_id unit worker nonce lease_ms max_attempts alone models", allow_oom=True)
+    FAIL = Script("fail", "job_id token reason errors", allow_oom=True)
+    MEND = Script("mend", "job_id", allow_oom=True)
     PLANNED = Script("planned", "job_id token grace_ms ageing_ms endpoints model traceparent", row="indices head model")
-    PUT = Script(
-        "put",
-        "job_id unit token num_known",
-        row="index outcome record prompt_tokens cached_tokens output_tokens resumed_tokens reasoning_tokens",
-    )
+    PUT = Script("put", "job_id unit token num_known", row=_RECORD)
+    PUT_AT_END = Script("put", "job_id unit token num_known", row=_RECORD, allow_oom=True)
     PUT_RESUME_STATES = Script("checkpoint", "job_id unit token", row="index state")
-    RELEASE = Script("release", "job_id unit token grace_ms count_attempt")
-    RENEW = Script("renew", "job_id unit token lease_ms num_known")
+    RELEASE = Script("release", "job_id unit token grace_ms count_attempt", allow_oom=True)
+    RENEW = Script("renew", "job_id unit token lease_ms num_known", allow_oom=True)
     SUSPECT = Script("suspect")
     # About a job
-    DELETE = Script("delete", "job_id", keys="job records order lines jobs")
+    DELETE = Script("delete", "job_id", keys="job records order lines jobs counters", allow_oom=True)
     DISCARD = Script("discard", keys="job lines")
     PAGE = Script("page", "order cursor max_records max_bytes", keys="job records order")
-    REFUSE = Script("refuse", "job_id reason errors tenant retain_ms staging_ms", keys="job jobs lines")
-    STAGE = Script("stage", "staging_ms", row="index line", keys="job lines")
-    SUBMIT = Script("submit", "job", keys="job lines plan open counters tenant_counters jobs")
-    SUBMIT_ONCE = Script("submit", "job", keys="job lines plan open counters tenant_counters jobs idempotency")
+    REFUSE = Script("refuse", "job_id reason errors tenant retain_ms staging_ms", keys="job jobs staged")
+    STAGE = Script("stage", "staging_ms", row="index line", keys="job staged")
+    SUBMIT = Script("submit", "job", keys="job lines plan open counters tenant_counters jobs staged")
+    SUBMIT_ONCE = Script("submit", "job", keys="job lines plan open counters tenant_counters jobs staged idempotency")
     # About all of them
     ANNOUNCE = Script("announce", "worker announcement ttl_ms known_ms only_check", keys="served known_models")
     CHOOSE = Script(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import redis
 from pydantic import ValidationError
@@ -12,13 +16,24 @@ from pydantic_core import ErrorDetails
 
 from settings import LimitSettings, Settings
 from worker.lines.strict_json import shorten
-from worker.registry.errors import EmptyJob, InvalidOption, JobIncomplete, JobTooLarge, QueueFull, RegistryError
-from worker.registry.exchange import RedisReply, Scripts, ask_one, text
+from worker.registry.errors import (
+    EmptyJob,
+    InvalidOption,
+    JobIncomplete,
+    JobReused,
+    JobTooLarge,
+    LinesChanged,
+    QueueFull,
+    RedisFull,
+    RegistryError,
+)
+from worker.registry.exchange import RedisReply, Scripts, ask_one, raw_values, text
 from worker.registry.keys import Keys, UnitRef
 from worker.schemas import BatchError, SubmitOptions
 
 UNKNOWN_RATE_RETRY_S = 30.0  # before the first ten seconds of work are measured
 MAX_RETRY_S = 3600.0
+READ_LINES = 100  # of a plain Celery producer's job, read at once to know which they are
 
 # Options whose values are the producer's own words: a refusal is logged, and logs hold no such words.
 _OWN_WORDS = frozenset({"metadata", "idempotency_key"})
@@ -49,6 +64,49 @@ def _invalid_option(fault: ErrorDetails) -> InvalidOption:
     return InvalidOption(name, problem, accepted=SubmitOptions.accepted(option))
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What a producer knows of the lines that it staged, so that its job gets these and no others."""
+
+    nonce: str = (
+        ""  # they wait under this name of their submit; "": where the job's lines are, as plain producers have it
+    )
+    num_bytes: int = -1  # of all lines; -1: not known
+    digest: str = ""  # see LineDigest; "": not known
+
+
+UNKNOWN_LINES = Staged()
+
+
+class LineDigest:
+    """Which lines a job has, in their order: SHA-256 over the length and the bytes of each, taken as they pass."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self.num_lines = self.num_bytes = 0
+
+    def add(self, lines: Sequence[bytes]) -> None:
+        """Take the next lines."""
+        self._hash.update(b"".join(b"%d:%b" % (len(line), line) for line in lines))
+        self.num_lines += len(lines)
+        self.num_bytes += sum(map(len, lines))
+
+    def staged(self, nonce: str) -> Staged:
+        """These lines, staged under `nonce`."""
+        return Staged(nonce, self.num_bytes, self._hash.hexdigest())
+
+
+@contextmanager
+def _full_redis_named() -> Iterator[None]:
+    """Raise RedisFull where Redis says that it has no memory left, in the words of any of its versions."""
+    try:
+        yield
+    except redis.ResponseError as error:
+        if isinstance(error, redis.exceptions.OutOfMemoryError) or re.search(r"\bOOM\b", str(error)):
+            raise RedisFull from error
+        raise
+
+
 class JobIntake:
     """Stages lines and submits jobs. Methods raise redis.RedisError when Redis cannot be had."""
 
@@ -64,43 +122,71 @@ class JobIntake:
         known = self._client.get(self._keys.idempotency(tenant, idempotency_key))
         return None if known is None else text(known)
 
-    def stage(self, job_id: str, first_index: int, lines: Sequence[bytes]) -> bool:
-        """Add lines of a new job from `first_index` on. False, and nothing is stored, if it was accepted already."""
+    def stage(self, job_id: str, first_index: int, lines: Sequence[bytes], nonce: str = "") -> bool:
+        """Add lines of a new job from `first_index` on. False, and nothing is stored, if it was accepted already.
+
+        `nonce`: of this submit, so that another of the same job does not mix its lines with these. Raises RedisFull.
+        """
         rows = enumerate(lines, first_index)
-        return bool(ask_one(self._client, Scripts.STAGE(self._of_job(job_id), rows, staging_ms=self._staging_ms)))
+        with _full_redis_named():
+            call = Scripts.STAGE(self._of_job(job_id, nonce), rows, staging_ms=self._staging_ms)
+            return bool(ask_one(self._client, call))
 
-    def discard(self, job_id: str) -> None:
+    def discard(self, job_id: str, nonce: str = "") -> None:
         """Forget staged lines that are not to be submitted; those of an accepted job are left alone."""
-        ask_one(self._client, Scripts.DISCARD(self._of_job(job_id)))
+        if nonce:
+            self._client.unlink(self._keys.staged(job_id, nonce))
+        else:
+            ask_one(self._client, Scripts.DISCARD(self._of_job(job_id)))
 
-    def submit(self, job_id: str, num_lines: int, options: SubmitOptions) -> tuple[str, bool]:
+    def read_staged(self, job_id: str, num_lines: int, nonce: str) -> Staged:
+        """Which lines somebody else has staged, read in small parts; without a digest where some are missing."""
+        digest, key = LineDigest(), self._keys.staged(job_id, nonce)
+        if num_lines > self._limits.max_prompts_per_job:
+            return Staged(nonce)
+        for start in range(0, num_lines, READ_LINES):
+            indices = range(start, min(start + READ_LINES, num_lines))
+            lines = [line for line in raw_values(self._client.hmget(key, *map(str, indices))) if line is not None]
+            if len(lines) < len(indices):
+                return Staged(nonce)
+            digest.add(lines)
+        return digest.staged(nonce)
+
+    def submit(
+        self, job_id: str, num_lines: int, options: SubmitOptions, staged: Staged = UNKNOWN_LINES
+    ) -> tuple[str, bool]:
         """Accept the job whose lines 0 .. num_lines - 1 are staged: (its id, whether its plan is to be announced).
 
-        A job that was accepted before, under this id or the options' idempotency key, is returned as it is. One of
-        this id that nobody has planned is to be announced again: the first answer may have been lost on its way, and
-        the second message does no harm. Staged lines that are refused are forgotten after redis.staging_ttl_s.
-        Raises EmptyJob, JobTooLarge, JobIncomplete, QueueFull.
+        A job that was accepted before with these lines, under this id or the options' idempotency key, is returned as
+        it is. One of this id that nobody has planned is to be announced again: the first answer may have been lost on
+        its way, and the second message does no harm. Staged lines that are refused are forgotten after
+        redis.staging_ttl_s. Raises EmptyJob, JobTooLarge, JobIncomplete, JobReused, QueueFull, RedisFull.
         """
         if num_lines < 1:
             raise EmptyJob
-        keys = {**self._of_job(job_id), "tenant_counters": self._keys.tenant_counters(options.tenant)}
+        keys = self._of_job(job_id, staged.nonce)
+        keys["tenant_counters"] = self._keys.tenant_counters(options.tenant)
         script = Scripts.SUBMIT
         if options.idempotency_key is not None:
             script = Scripts.SUBMIT_ONCE
             keys["idempotency"] = self._keys.idempotency(options.tenant, options.idempotency_key)
-        job = json.dumps(self._arguments(job_id, num_lines, options))
-        reply = ask_one(self._client, script(keys, job=job))
+        job = json.dumps(self._arguments(job_id, num_lines, options, staged))
+        with _full_redis_named():
+            reply = ask_one(self._client, script(keys, job=job))
         status = text(reply[0])
         if status == "accepted":
             return job_id, True
         if status == "known":
             return text(reply[1]), text(reply[2]) == "queued"
+        if status == "reused":
+            first_id = text(reply[1])
+            raise JobReused(first_id, text(reply[2]), None if first_id == job_id else options.idempotency_key)
         raise _refusal(status, reply, num_lines)
 
-    def refuse(self, job_id: str, error: BatchError, tenant: str) -> None:
+    def refuse(self, job_id: str, error: BatchError, tenant: str, nonce: str = "") -> None:
         """Remember as failed a job whose producer does not wait for the answer; its lines are forgotten in time."""
         call = Scripts.REFUSE(
-            self._of_job(job_id),
+            self._of_job(job_id, nonce),
             job_id=job_id,
             reason=error.message,
             errors=json.dumps([error.model_dump()]),
@@ -110,8 +196,8 @@ class JobIntake:
         )
         ask_one(self._client, call)
 
-    def _of_job(self, job_id: str) -> dict[str, str]:
-        return self._keys.of_unit_scripts(UnitRef.plan(job_id))
+    def _of_job(self, job_id: str, nonce: str = "") -> dict[str, str]:
+        return self._keys.of_unit_scripts(UnitRef.plan(job_id)) | {"staged": self._keys.staged(job_id, nonce)}
 
     @property
     def _retain_ms(self) -> int:
@@ -121,10 +207,12 @@ class JobIntake:
     def _staging_ms(self) -> int:
         return round(self._redis_settings.staging_ttl_s * 1000)
 
-    def _arguments(self, job_id: str, num_lines: int, options: SubmitOptions) -> dict[str, object]:
+    def _arguments(self, job_id: str, num_lines: int, options: SubmitOptions, staged: Staged) -> dict[str, object]:
         return {
             "job_id": job_id,
             "n": num_lines,
+            "bytes": staged.num_bytes,
+            "digest": staged.digest,
             "spec": json.dumps({"metadata": options.metadata}),
             "strict": int(options.strict),
             "endpoint": options.endpoint or "",
@@ -147,15 +235,20 @@ def _refusal(status: str, reply: RedisReply, num_lines: int) -> RegistryError:
         return JobTooLarge(text(reply[1]), int(reply[2]), int(reply[3]))
     if status == "incomplete":
         return JobIncomplete(num_lines, int(reply[1]), int(reply[2]))
+    if status == "changed":
+        return LinesChanged(int(reply[1]), int(reply[2]))
     used, asked, limit = int(reply[3]), int(reply[4]), int(reply[5])
-    rate_per_s, open_prompts = float(reply[6]), int(reply[7])
+    rate_per_s, open_prompts, until_room_ms = float(reply[6]), int(reply[7]), int(reply[8])
+    retry_after_s = _retry_after_s(used + asked - limit, used, open_prompts, rate_per_s)
+    if text(reply[2]) == "result_bytes":  # there is room when the first results are forgotten
+        retry_after_s = max(until_room_ms / 1000, 1.0) if until_room_ms >= 0 else UNKNOWN_RATE_RETRY_S
     return QueueFull(
         scope=text(reply[1]),
         resource=text(reply[2]),
         used=used,
         asked=asked,
         limit=limit,
-        retry_after_s=_retry_after_s(used + asked - limit, used, open_prompts, rate_per_s),
+        retry_after_s=retry_after_s,
     )
 
 
@@ -175,6 +268,7 @@ def _quotas(limits: LimitSettings) -> Iterator[dict[str, str | int]]:
         ("tenant", "prompts", limits.max_tenant_prompts),
         ("tenant", "bytes", limits.max_tenant_bytes),
         ("tenant", "jobs", limits.max_tenant_jobs),
+        ("tenant", "result_bytes", limits.max_tenant_result_bytes),
     ):
         if most is not None:
             yield {"scope": scope, "resource": resource, "most": most}

@@ -308,6 +308,7 @@ def job_status(job_id: str, fields: Mapping[Untyped, Untyped], served: ServedMod
             reasoning_tokens=int(job.get("tokt", 0)),
             total_tokens=prompt_tokens + output_tokens,
         ),
+        result_bytes=int(job.get("resb", 0)),
         shards_total=int(job["ns"]),
         shards_done=int(job["sd"]),
         priority=int(job["pri"]),

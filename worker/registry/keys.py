@@ -5,8 +5,9 @@ r"""Names the registry's keys, all of one hash slot, `millrace:{s0}:`, and the u
                           tokc, toko (prompt, cached, output tokens), tokr, tokt (of these resumed, thinking), retain,
                           idem, plan_tok (the token under which it was planned), lost_plan, strict, url, urls, model,
                           pin (the model it was submitted for), m:<model> (shards of that model that are not done),
-                          trace
+                          trace, digest (of its lines, "": not known), resb (bytes of its records)
     j:<job>:in      HASH  index -> request line as it was given, until it has an answer
+    j:<job>:in:<nonce>    HASH  likewise, of one submit, until it is accepted and this is renamed
     j:<job>:res     HASH  index -> record, JSON; written once (HSETNX)
     j:<job>:ord     LIST  indices in the order their records were written
     j:<job>:ckpt    HASH  index -> resume state, JSON, of prompts without a record
@@ -18,9 +19,11 @@ r"""Names the registry's keys, all of one hash slot, `millrace:{s0}:`, and the u
     queued:<tenant>@<model>   ZSET  those shards by turn. Of shards without a model: queued, and queued:<tenant>
     adm:served      HASH  worker -> until when, ms, and what it serves, JSON
     adm:known       HASH  model -> likewise of one that was served within a week
-    adm, adm:t:<tenant>   HASH  prompts, bytes, jobs outstanding; adm also has total (records), rate, rate_at,
-                          rate_total; since ever: sub_jobs, sub_prompts (accepted), end_<state> (jobs), frames (no
-                          messages)
+    adm:r:<tenant>  HASH  bytes, of the records of ended jobs that are kept
+    adm:e:<tenant>  ZSET  <job>/<bytes> -> until when they are
+    adm, adm:t:<tenant>   HASH  prompts, bytes, jobs outstanding; a tenant's also result_bytes, of open jobs' records;
+                          adm also has total (records), rate, rate_at, rate_total; since ever: sub_jobs, sub_prompts
+                          (accepted), end_<state> (jobs), frames (no messages)
     idem:<digest>   STRING job id
     jobs            ZSET  job -> created, ms, the newest 10 000
     dead            ZSET  <job>/<unit> that crashed too many workers ; deadraw LIST of frames that were no message
@@ -127,6 +130,10 @@ class Keys:
         """The job's request lines."""
         return self._of_job(job_id, "in")
 
+    def staged(self, job_id: str, nonce: str) -> str:
+        """The lines of one submit of the job; without a nonce where an accepted job has them."""
+        return self._of_job(job_id, f"in:{nonce}") if nonce else self.lines(job_id)
+
     def records(self, job_id: str) -> str:
         """The job's records."""
         return self._of_job(job_id, "res")
@@ -150,6 +157,7 @@ class Keys:
         job_id = ref.job_id
         of_job = {"job": self.job(job_id), "records": self.records(job_id), "order": self.order(job_id)}
         of_job |= {"lines": self.lines(job_id), "resume_states": self.resume_states(job_id)}
+        of_job["staged"] = of_job["lines"]  # as plain Celery producers do it
         return of_job | {"unit": self.unit(ref), "plan": self.unit(UnitRef.plan(job_id))} | self.of_queue_scripts()
 
     def of_queue_scripts(self) -> dict[str, str]:

@@ -137,10 +137,15 @@ class UnitLeases:
         """Note that only this unit runs in this process: if it crashes, the unit is to blame. False if not ours."""
         return bool(self._run(Scripts.BEGIN_ALONE, claim))
 
-    def put(self, claim: Claim, records: Sequence[PromptRecord]) -> tuple[PutStatus, RunMode]:
-        """Write records, each index once; returns where the unit stands and what to do with the rest of it."""
+    def put(self, claim: Claim, records: Sequence[PromptRecord], *, at_end: bool = False) -> tuple[PutStatus, RunMode]:
+        """Write records, each index once; returns where the unit stands and what to do with the rest of it.
+
+        `at_end`: of a job that is to end, also where Redis has no memory left: no more come after them, and an ended
+        job can be deleted.
+        """
         rows = [item.row for item in records]
-        status, mode = self._run(Scripts.PUT, claim, rows, num_known=claim.num_known)
+        script = Scripts.PUT_AT_END if at_end else Scripts.PUT
+        status, mode = self._run(script, claim, rows, num_known=claim.num_known)
         if text(status) == PutStatus.OPEN:
             claim.acknowledged.update(item.index for item in records)
         return PutStatus(text(status)), _mode(mode)

@@ -82,9 +82,9 @@ class CountedLeases(UnitLeases):
         super().__init__(client, keys, owner=owner, settings=settings, models=models)
         self._counts = counts
 
-    def put(self, claim: Claim, records: Sequence[PromptRecord]) -> tuple[PutStatus, RunMode]:
+    def put(self, claim: Claim, records: Sequence[PromptRecord], *, at_end: bool = False) -> tuple[PutStatus, RunMode]:
         """Write records, see UnitLeases.put, and count them."""
-        status, mode = super().put(claim, records)
+        status, mode = super().put(claim, records, at_end=at_end)
         if status not in (PutStatus.FENCED, PutStatus.REWOUND):
             self._counts.add_records(records)
         return status, mode

@@ -138,7 +138,8 @@ class ResultWriter:
             num_tries += 1
             began_s = time.monotonic()
             try:
-                status, mode = self._leases.put(held.claim, records)
+                at_end = held.stop_reason is not None and held.stop_reason.closing_mode is not None
+                status, mode = self._leases.put(held.claim, records, at_end=at_end)
             except redis.RedisError as error:
                 logger.warning("could not write %d records: %s", len(records), error)
                 if self._is_refused(records, error, num_tries):

@@ -10,11 +10,11 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from settings import LimitSettings
-from tests.support.redis_servers import lose_next_script_reply
+from tests.support.redis_servers import configured, lose_next_script_reply
 from tests.support.registry import RecordingAnnouncer, TestRegistry, must_claim, ok
 from worker.broker.messages import MessageEnd
-from worker.registry.errors import EmptyJob, JobIncomplete, JobTooLarge, QueueFull
-from worker.registry.intake import JobIntake
+from worker.registry.errors import EmptyJob, JobIncomplete, JobTooLarge, LinesChanged, QueueFull
+from worker.registry.intake import JobIntake, LineDigest
 from worker.registry.keys import UnitRef
 from worker.registry.leases import NewShard
 from worker.registry.lifecycle import PutStatus
@@ -82,6 +82,17 @@ def test_a_missing_line_is_found_and_named(registry: TestRegistry) -> None:
     with pytest.raises(JobIncomplete) as caught:
         intake.submit(job_id, 4, SubmitOptions())
     assert (caught.value.expected, caught.value.staged, caught.value.first_missing) == (4, 3, 2)
+
+
+@pytest.mark.parametrize("spoil", [("1", b"other"), ("0", b"")])
+def test_other_bytes_than_were_staged_are_no_job(registry: TestRegistry, spoil: tuple[str, bytes]) -> None:
+    job_id, intake, digest = registry.keys.new_job_id(), registry.intake(), LineDigest()
+    intake.stage(job_id, 0, [b"one", b"two"], "nonce")
+    digest.add([b"one", b"two"])
+    registry.redis.hset(registry.keys.staged(job_id, "nonce"), *spoil)
+    with pytest.raises((LinesChanged, JobIncomplete), match=r"have 8 bytes, 6 were staged|index 0 is missing"):
+        intake.submit(job_id, 2, SubmitOptions(), digest.staged("nonce"))
+    assert not registry.redis.exists(registry.keys.job(job_id))
 
 
 def test_a_job_that_is_too_large_is_refused_with_the_setting_to_raise(registry: TestRegistry) -> None:
@@ -189,6 +200,42 @@ def test_the_rate_of_work_does_not_count_idle_minutes(registry: TestRegistry) ->
     assert rate_after(20, 2) == pytest.approx(0.05, rel=0.1)
 
 
+def test_results_of_a_tenant_are_bounded_until_they_are_gone(registry: TestRegistry) -> None:
+    intake, leases = registry.intake(limits=LimitSettings(max_tenant_result_bytes=100)), registry.leases()
+    first, second = registry.running_job([0, 1]), registry.running_job([0])
+
+    def put(job_id: str, index: int, size: int) -> None:
+        leases.put(claims[job_id], [ok(index, "x" * size)])
+
+    claims = {job_id: must_claim(leases, UnitRef.shard(job_id, 0)) for job_id in (first, second)}
+    put(first, 0, 30)
+    put(second, 0, 40)
+    _submit(intake, registry, 1)
+    put(first, 1, 30)  # not more is accepted; what runs goes on
+    assert (registry.status(first).result_bytes, registry.status(second).result_bytes) == (60, 40)
+    with pytest.raises(QueueFull, match=r"results of the tenant have 100 bytes, limit 100.*millrace delete") as caught:
+        _submit(intake, registry, 1)
+    assert (caught.value.scope, caught.value.resource, caught.value.used) == ("tenant", "result_bytes", 100)
+    assert 86_000 < caught.value.retry_after_s <= 86_400
+    _submit(intake, registry, 1, SubmitOptions(tenant="another"))
+    registry.control.delete(second)
+    _submit(intake, registry, 1)
+
+
+def test_results_that_are_forgotten_do_not_count_any_more(registry: TestRegistry) -> None:
+    leases = registry.leases()
+    jobs = [registry.running_job([0], options=SubmitOptions(tenant=tenant)) for tenant in ("a", "a", "b")]
+    for job_id in jobs:
+        leases.put(must_claim(leases, UnitRef.shard(job_id, 0)), [ok(0, "x" * 60)])
+    ends, counts = f"{registry.keys.counters}:e:a", f"{registry.keys.counters}:r:a"
+    assert registry.redis.hget(counts, "bytes") == b"120"
+    assert 0 < registry.redis.pttl(ends) == pytest.approx(registry.redis.pttl(counts), abs=1)
+    registry.redis.zincrby(ends, -1e9, f"{jobs[0]}/60")  # its time has passed
+    _submit(registry.intake(limits=LimitSettings(max_tenant_result_bytes=61)), registry, 1, SubmitOptions(tenant="a"))
+    assert registry.redis.hget(counts, "bytes") == b"60"
+    assert registry.redis.zcard(ends) == 1
+
+
 def _staged_jobs(
     registry: TestRegistry, announcer: RecordingAnnouncer, client: redis.Redis | None = None
 ) -> StagedJobs:
@@ -215,6 +262,42 @@ def test_a_job_that_redis_cannot_take_now_keeps_its_message(
     assert announcer.announced == [(UnitRef.plan(job_id), 5)]
 
 
+def test_a_job_for_which_a_full_redis_has_no_room_keeps_its_message(
+    registry: TestRegistry, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.runtime.staged_jobs.RETRY_WAIT_S", 0.01)
+    job_id, staged_jobs = _stage(registry), _staged_jobs(registry, RecordingAnnouncer())
+    with configured(redis_url, maxmemory="1"):
+        assert staged_jobs.submit(job_id, 1, {}) is MessageEnd.REQUEUE
+        assert not registry.redis.exists(registry.keys.job(job_id))
+    assert staged_jobs.submit(job_id, 1, {}) is MessageEnd.DONE
+    assert registry.status(job_id).status is JobState.VALIDATING
+
+
+def test_plain_producers_of_one_id_do_not_mix_their_lines(registry: TestRegistry) -> None:
+    job_id, staged_jobs = registry.keys.new_job_id(), _staged_jobs(registry, RecordingAnnouncer())
+    for nonce, line in (("a", b"first"), ("b", b"other")):
+        registry.redis.hset(registry.keys.staged(job_id, nonce), "0", line)
+    for nonce in ("a", "a", "b"):  # one message comes twice
+        assert staged_jobs.submit(job_id, 1, {"nonce": nonce}) is MessageEnd.DONE
+    assert registry.leases().lines(job_id, [0]) == [b"first"]
+    assert registry.status(job_id).status is JobState.VALIDATING
+    assert not registry.redis.exists(registry.keys.staged(job_id, "a"))
+    assert 0 < registry.redis.ttl(registry.keys.staged(job_id, "b")) <= 3600
+
+
+def test_a_plain_producer_is_told_that_its_key_has_other_lines(
+    registry: TestRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    staged_jobs, (first, second) = _staged_jobs(registry, RecordingAnnouncer()), (_stage(registry), _stage(registry))
+    registry.redis.hset(registry.keys.lines(second), "0", b"other")
+    for job_id in (first, second):
+        staged_jobs.submit(job_id, 1, {"idempotency_key": "a secret"})
+    assert registry.status(second).error == f"its idempotency_key belongs to job {first}, which has other lines"
+    assert [error.param for error in registry.status(second).errors] == ["idempotency_key"]
+    assert "a secret" not in caplog.text
+
+
 def test_a_second_copy_of_the_message_announces_a_job_that_is_still_queued(registry: TestRegistry) -> None:
     job_id, announcer = _stage(registry), RecordingAnnouncer()
     staged_jobs = _staged_jobs(registry, announcer)
@@ -229,6 +312,7 @@ def test_a_second_copy_of_the_message_announces_a_job_that_is_still_queued(regis
         (2, {}, "invalid_request", None), (0, {}, "empty_file", None), ("many", {}, "invalid_request", "n"),
         (60_000, {}, "too_many_tasks", None), (1, {"priority": 99}, "invalid_request", "priority"),
         (1, {"endpoint": "/v1/moderations"}, "invalid_request", "endpoint"),
+        (1, {"nonce": "a:b"}, "invalid_request", "nonce"), (1, {"nonce": 7}, "invalid_request", "nonce"),
     ],
 )  # fmt: skip
 def test_a_refused_job_says_why_and_its_lines_are_forgotten(

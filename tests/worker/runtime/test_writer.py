@@ -10,6 +10,7 @@ import pytest
 import redis
 
 from tests.support.processes import running_thread, wait_until
+from tests.support.redis_servers import configured
 from tests.support.registry import TestRegistry, must_claim, ok
 from tests.support.threads import is_waiting
 from worker.registry.keys import UnitRef
@@ -45,9 +46,9 @@ def test_records_that_came_together_are_still_written_in_bounded_batches(
     held = _hold(registry, leases, 25)
     put, sizes = leases.put, list[int]()
 
-    def counting_put(claim: Claim, records: Sequence[PromptRecord]) -> tuple[PutStatus, RunMode]:
+    def counting_put(claim: Claim, records: Sequence[PromptRecord], *, at_end: bool) -> tuple[PutStatus, RunMode]:
         sizes.append(len(records))
-        return put(claim, records)
+        return put(claim, records, at_end=at_end)
 
     monkeypatch.setattr(leases, "put", counting_put)
     writer = _writer(leases, 10)
@@ -126,10 +127,10 @@ def test_a_redis_that_comes_back_gets_every_record(registry: TestRegistry, monke
     held = _hold(registry, leases, 5)
     put, failures = leases.put, [redis.ConnectionError("away"), redis.exceptions.OutOfMemoryError("full")]
 
-    def failing_put(claim: Claim, records: Sequence[PromptRecord]) -> tuple[PutStatus, RunMode]:
+    def failing_put(claim: Claim, records: Sequence[PromptRecord], *, at_end: bool) -> tuple[PutStatus, RunMode]:
         if failures:
             raise failures.pop()
-        return put(claim, records)
+        return put(claim, records, at_end=at_end)
 
     monkeypatch.setattr(leases, "put", failing_put)
     monkeypatch.setattr("worker.runtime.writer.RETRY_S", 0.01)
@@ -166,13 +167,33 @@ def test_a_cancelled_or_lost_unit_is_heard_of_from_the_write(registry: TestRegis
         wait_until(lambda: cancelled.stop_reason is StopReason.CANCELLED and lost.stop_reason is StopReason.FENCED)
 
 
+def test_a_full_redis_gets_every_record_when_it_has_room(
+    registry: TestRegistry, redis_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("worker.runtime.writer.RETRY_S", 0.01)
+    leases = registry.leases()
+    kept, cancelled = _hold(registry, leases, 3), _hold(registry, leases, 2)
+    writer = _writer(leases, 10)
+    with running_thread(writer.run):
+        with configured(redis_url, maxmemory="1"):
+            writer.put(kept, [ok(index) for index in range(3)])
+            wait_until(lambda: caplog.text.count("could not write 3 records") >= 2)
+            assert [status for status, *_ in leases.renew([kept.claim])] == [PutStatus.OPEN]
+        wait_until(lambda: kept.is_written)
+        with configured(redis_url, maxmemory="1"):
+            cancelled.stop(StopReason.CANCELLED)
+            writer.put(cancelled, [ok(0), ok(1)])  # of a job that is to end: afterwards it can be deleted
+            wait_until(lambda: cancelled.is_written)
+    assert registry.status(kept.claim.ref.job_id).request_counts.completed == 3
+
+
 def test_a_write_is_bounded_by_bytes(registry: TestRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     leases = registry.leases()
     held, put, sizes = _hold(registry, leases, 7), leases.put, []
 
-    def watched_put(claim: Claim, records: Sequence[PromptRecord]) -> tuple[PutStatus, RunMode]:
+    def watched_put(claim: Claim, records: Sequence[PromptRecord], *, at_end: bool) -> tuple[PutStatus, RunMode]:
         sizes.append(sum(len(record.record) for record in records))
-        return put(claim, records)
+        return put(claim, records, at_end=at_end)
 
     monkeypatch.setattr(leases, "put", watched_put)
     writer = _writer(leases, 10)
@@ -198,10 +219,10 @@ def test_a_record_that_redis_refuses_becomes_an_error_and_others_go_on(
     leases = registry.leases()
     held, put = _hold(registry, leases, 3), leases.put
 
-    def refusing_put(claim: Claim, records: Sequence[PromptRecord]) -> tuple[PutStatus, RunMode]:
+    def refusing_put(claim: Claim, records: Sequence[PromptRecord], *, at_end: bool) -> tuple[PutStatus, RunMode]:
         if any("poison" in record.record for record in records):
             raise redis.ResponseError("ERR what is this")
-        return put(claim, records)
+        return put(claim, records, at_end=at_end)
 
     monkeypatch.setattr(leases, "put", refusing_put)
     writer = _writer(leases, 10)

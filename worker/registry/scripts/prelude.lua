@@ -134,10 +134,23 @@ local function give_back(counters, prompts, bytes, jobs)
   redis.call('HINCRBY', counters, 'jobs', 0 - jobs)
 end
 
+-- Remember how many bytes of records the job leaves behind, and until when: its tenant may be allowed so many. In its
+-- counters while it is open, else summed in ADM:r:, from which submit takes the jobs of ADM:e: whose time has passed, and
+-- delete its own. The two go with the last of these jobs.
+local function retain_results(job_id, tenant, bytes, retain, now)
+  if bytes == 0 then return end
+  local sum, ends = ADM .. ':r:' .. tenant, ADM .. ':e:' .. tenant
+  redis.call('HINCRBY', ADM .. ':t:' .. tenant, 'result_bytes', 0 - bytes)
+  redis.call('HINCRBY', sum, 'bytes', bytes)
+  redis.call('ZADD', ends, now + retain, job_id .. '/' .. bytes)
+  local last = redis.call('ZREVRANGE', ends, 0, 0, 'WITHSCORES')[2]
+  for _, key in ipairs({sum, ends}) do redis.call('PEXPIRE', key, last - now) end
+end
+
 -- A job's end, with `prompts` of it that have no record. Its shards are gone by then, or there were none. The lines that
 -- failed stay as long as their records; those of a job that was refused as a whole do not.
 local function close(job_id, state, reason, prompts, now)
-  local job = redis.call('HMGET', JOB, 'bytes', 'tenant', 'retain', 'idem', 'err')
+  local job = redis.call('HMGET', JOB, 'bytes', 'tenant', 'retain', 'idem', 'err', 'resb')
   redis.call('HSET', JOB, 'st', state, 'reason', reason, 'fin', now)
   redis.call('HINCRBY', ADM, 'end_' .. state, 1)
   redis.call('ZREM', OPEN, job_id .. '/plan')
@@ -146,6 +159,7 @@ local function close(job_id, state, reason, prompts, now)
   local tenant = ADM .. ':t:' .. job[2]
   give_back(ADM, prompts, tonumber(job[1]), 1)
   give_back(tenant, prompts, tonumber(job[1]), 1)
+  retain_results(job_id, job[2], tonumber(job[6] or '0'), job[3], now)
   if tonumber(redis.call('HGET', tenant, 'jobs')) <= 0 then redis.call('DEL', tenant) end
   for _, key in ipairs({JOB, RES, ORD}) do redis.call('PEXPIRE', key, job[3]) end
   if job[4] ~= '' then redis.call('PEXPIRE', job[4], job[3]) end

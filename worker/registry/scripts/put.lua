@@ -10,7 +10,7 @@ if not is_open(job[1]) then return {'fenced', ''} end
 
 local now = now_ms()
 if is_rewound(job_id .. '/' .. unit, ARGV[4], now) then return {'rewound', ''} end
-local added, sums = 0, {ok = 0, err = 0, exp = 0, can = 0, tokp = 0, tokc = 0, toko = 0, tokr = 0, tokt = 0}
+local added, sums = 0, {ok = 0, err = 0, exp = 0, can = 0, tokp = 0, tokc = 0, toko = 0, tokr = 0, tokt = 0, resb = 0}
 local has_checkpoints = redis.call('EXISTS', CKPT) == 1
 for i = 5, #ARGV, 8 do
   if redis.call('HSETNX', RES, ARGV[i], ARGV[i + 2]) == 1 then
@@ -26,6 +26,7 @@ for i = 5, #ARGV, 8 do
     end
     if outcome == 'expired' then sums.exp = sums.exp + 1 end
     if outcome == 'cancelled' then sums.can = sums.can + 1 end
+    sums.resb = sums.resb + #ARGV[i + 2]
     sums.tokp = sums.tokp + ARGV[i + 3]
     sums.tokc = sums.tokc + ARGV[i + 4]
     sums.toko = sums.toko + ARGV[i + 5]
@@ -39,6 +40,7 @@ if added > 0 then
   end
   give_back(ADM, added, 0, 0)
   give_back(ADM .. ':t:' .. job[5], added, 0, 0)
+  redis.call('HINCRBY', ADM .. ':t:' .. job[5], 'result_bytes', sums.resb)
   -- Prompts a second over ten seconds to a minute: what a refused producer's waiting time is guessed from. A window
   -- that was open for longer has idle time in it and begins again.
   local total = redis.call('HINCRBY', ADM, 'total', added)

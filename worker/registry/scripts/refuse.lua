@@ -1,4 +1,4 @@
--- Remember that a job was refused, where its producer is not there to be told. KEYS job, jobs, in.
+-- Remember that a job was refused, where its producer is not there to be told. KEYS job, jobs, where its lines wait.
 -- ARGV job id, reason, errors (JSON), tenant, ms to remember it, ms to keep its lines.
 local state = redis.call('HGET', KEYS[1], 'st')
 if state and state ~= 'refused' then return 0 end

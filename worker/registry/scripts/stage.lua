@@ -1,4 +1,5 @@
--- Add lines to a job that is not accepted yet. KEYS job, in. ARGV ttl ms, then index and line, alternating.
+-- Add lines to a job that is not accepted yet. KEYS job, where they wait (in, or a
+-- submit's own). ARGV ttl ms, then index and line, alternating.
 -- A job that was accepted keeps its lines: a second submit under its id must not touch them.
 local state = redis.call('HGET', KEYS[1], 'st')
 if state and state ~= 'refused' then return 0 end
