@@ -33,6 +33,8 @@ SLOW = WorkerOptions(engine={"steps_per_request": 8, "step_s": 0.005})
 
 BY_DEFAULT = "mid-decode"
 
+START_S = 90.0  # of a worker, on a busy machine
+
 # 40 prompts a second: both jobs last for three seconds.
 TWO_SLOTS = WorkerOptions(engine={"steps_per_request": 5, "step_s": 0.01, "slots": 2})
 
@@ -52,7 +54,7 @@ def test_what_a_worker_held_when_it_was_killed_is_done_by_its_successor(
         if point == "during drain":
             wait_until(lambda: bare.hlen("unacked") > 0)
             worker.terminate()
-        wait_until(lambda: worker.num_lives == 2)
+        wait_until(lambda: worker.num_lives == 2, timeout_s=START_S)
         check_counters(bare)
         wait_all(client, jobs)
         check_invariants(client, bare, jobs)
@@ -116,7 +118,7 @@ def test_only_the_prompts_that_kill_have_errors(
         fleet.wait_up(client)
         poisoned_id = client.submit(poisoned)
         innocent_jobs = {client.submit(lines): undisturbed(lines) for lines in bystanders}
-        wait_all(client, {poisoned_id: innocent, **innocent_jobs})
+        wait_all(client, {poisoned_id: innocent, **innocent_jobs}, timeout_s=120.0)  # six starts of workers
         for job_id, expected in innocent_jobs.items():
             assert contents(client.results(job_id)) == expected
         job = client.status(poisoned_id)
