@@ -128,6 +128,14 @@ def drop_connections(client: redis.Redis) -> int:
     return int(client.client_kill_filter(_type="normal", skipme=True))
 
 
+def freeze_redis(client: redis.Redis, seconds: float) -> None:
+    """Stop the server's process for a while: its clients wait, and its clock goes on."""
+    process_id = int(client.info("server")["process_id"])
+    os.kill(process_id, signal.SIGSTOP)
+    time.sleep(seconds)
+    os.kill(process_id, signal.SIGCONT)
+
+
 def flush_scripts(client: redis.Redis) -> None:
     """Let Redis forget every Lua script."""
     client.script_flush()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.chaos.faults import drop_connections, flush_scripts
+from tests.chaos.faults import FileHistory, drop_connections, file_history, flush_scripts, freeze_redis
 from tests.chaos.fleet import running_fleet
 from tests.chaos.jobs import (
     check_counters,
@@ -125,5 +125,38 @@ def test_lost_connections_and_forgotten_scripts_change_no_record(
         assert num_dropped > 16
         wait_all(client, jobs)
         check_invariants(client, bare, jobs)
+        assert fleet.stop() == [0, 0]
+        assert fleet.num_restarts == 0
+
+
+PATIENT = {"worker.lease_s": "2", "worker.renew_interval_s": "0.5"}  # its holder counts as gone a second later
+
+
+def _fail(how: str, bare: redis.Redis, history: FileHistory) -> None:
+    if how == "outage":
+        freeze_redis(bare, 3 * float(PATIENT["worker.lease_s"]))
+    else:
+        history.cut(1.5, down_s=float(how) * float(PATIENT["worker.lease_s"]))
+
+
+@pytest.mark.parametrize("how", ["0.1", "1.5", pytest.param("outage", marks=pytest.mark.chaos)])
+def test_a_fault_of_redis_alone_makes_no_suspect(how: str, durable_redis: RestartableRedis, tmp_path: Path) -> None:
+    with (
+        running_fleet(durable_redis.url, tmp_path, SLOW, PATIENT) as fleet,
+        impatient_client(durable_redis.url) as client,
+        redis.Redis.from_url(durable_redis.url) as bare,
+        file_history(durable_redis) as history,
+    ):
+        for _ in range(2):
+            fleet.start()
+        fleet.wait_up(client)
+        jobs = submit_jobs(client, num_jobs=3, num_prompts=400)
+        for job_id in jobs:
+            wait_until(lambda job_id=job_id: client.status(job_id).request_counts.finished > 0)
+        time.sleep(1.6)  # further than the fault goes back, so that each job survives it
+        _fail(how, bare, history)
+        wait_all(client, jobs)
+        check_invariants(client, bare, jobs)
+        assert not any("crashed a worker" in worker.log for worker in fleet.workers)
         assert fleet.stop() == [0, 0]
         assert fleet.num_restarts == 0

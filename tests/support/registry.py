@@ -96,8 +96,8 @@ class TestRegistry:
         announcement = Announcement(name=name, aliases=tuple(aliases), endpoints=endpoints, fingerprint=fingerprint)
         self.directory(worker_id or f"worker-of-{name}").announce(announcement)
 
-    def reap_queue(self, *, grace_s: float = 30.0, ageing_s: float = 60.0) -> ReapQueue:
-        return ReapQueue(self.directory(), self.keys, grace_s=grace_s, ageing_s=ageing_s)
+    def reap_queue(self, *, grace_s: float = 30.0, ageing_s: float = 60.0, patience_s: float = 10.0) -> ReapQueue:
+        return ReapQueue(self.directory(), self.keys, grace_s=grace_s, ageing_s=ageing_s, patience_s=patience_s)
 
     def shard_queue(self, *, ageing_s: float = 60.0, models: Sequence[str] = ("fake",)) -> ShardQueue:
         return ShardQueue(self.redis, self.keys, ageing_s=ageing_s, models=models)
@@ -137,8 +137,8 @@ class TestRegistry:
         self.redis.hincrby(self.keys.unit(ref), "lease", -round(1000 * seconds))
 
     def lapse(self, ref: UnitRef) -> None:
-        """Let the unit's lease run out now."""
-        self.redis.hset(self.keys.unit(ref), "lease", 1)
+        """Let the unit's lease run out now, by the death of its holder."""
+        self.redis.hset(self.keys.unit(ref), mapping={"lease": 1, "judged": "1 gone"})
 
     def lease_left_s(self, ref: UnitRef) -> float:
         """How long the unit's lease still lasts, by Redis's clock."""

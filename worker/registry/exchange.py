@@ -192,9 +192,10 @@ class Scripts:
     QUEUE_FIGURES = Script("queue", "prefix max_tenants max_shards", keys="open queued counters dead")
     REAP = Script(
         "reap",
-        "prefix max_units grace_ms longest_grace_ms stale_ms unserved_ms plan_priority ageing_ms steps",
+        "prefix max_units grace_ms longest_grace_ms stale_ms unserved_ms plan_priority ageing_ms steps patience_ms "
+        "served_ttl_ms",
         row="model messages",  # of each model that is served, and of none: how many messages wait by lane's step, JSON
-        keys="open",
+        keys="open served",
     )
 
 

@@ -13,7 +13,8 @@ r"""Names the registry's keys, all of one hash slot, `millrace:{s0}:`, and the u
     j:<job>:ckpt    HASH  index -> resume state, JSON, of prompts without a record
     j:<job>:s:plan  HASH  the job's plan, until it is planned     \ a unit: st, idx, n, done, own, tok, lease, fence
     j:<job>:s:<k>   HASH  shard k, until its prompts have records /  (claims so far), att, rp (re-published), since,
-                          alone, guilty; a shard: first, lane, head, turn, model (none: planned by version 2 or before)
+                          alone, guilty, term (ms of its lease), doubt, judged (of its holder, see reap.lua); a shard:
+                          first, lane, head, turn, model (none: planned by version 2 or before)
     open            ZSET  <job>/<unit> -> next look, ms: lease end, or announced + grace
     queued@<model>  ZSET  tenant -> when the first of its shards was queued, ms; queued@: likewise the models
     queued:<tenant>@<model>   ZSET  those shards by turn. Of shards without a model: queued, and queued:<tenant>

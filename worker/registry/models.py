@@ -198,15 +198,19 @@ class Heartbeats:
         self._directory = directory
         self._keys = keys
 
-    def beat(self, info: WorkerInfo) -> None:
-        """Say it for TTL_S. Raises SettingsError if another model has taken a name meanwhile, see `announce`."""
+    def beat(self, info: WorkerInfo, *, is_well: bool = True) -> None:
+        """Say it for TTL_S. Raises SettingsError if another model has taken a name meanwhile, see `announce`.
+
+        A worker that is not well serves nothing: its leases run out, and then its units are to blame.
+        """
         key = f"{self._keys.workers}{info.id}"
         with self._directory.client.pipeline(transaction=True) as pipeline:
             fields = info.model_dump(exclude={"id"})
             pipeline.hset(key, mapping={name: str(value) for name, value in fields.items()})
             pipeline.expire(key, TTL_S)
             pipeline.execute()
-        self._directory.renew()
+        if is_well:
+            self._directory.renew()
 
     def forget(self, worker_id: str) -> None:
         """Say that it is gone."""

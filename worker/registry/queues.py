@@ -14,7 +14,7 @@ import redis
 from worker.registry.exchange import RedisReply, Scripts, ask, ask_one, text
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import Claim
-from worker.registry.models import ModelDirectory
+from worker.registry.models import TTL_S, ModelDirectory
 
 QUEUE = "millrace"  # of plans, which any worker makes, and of shards that no model is noted of
 
@@ -119,12 +119,16 @@ class DueUnit:
 class ReapQueue:
     """Finds units to announce again or to close. Raises redis.RedisError when Redis cannot be had."""
 
-    def __init__(self, directory: ModelDirectory, keys: Keys, *, grace_s: float, ageing_s: float) -> None:
+    def __init__(
+        self, directory: ModelDirectory, keys: Keys, *, grace_s: float, ageing_s: float, patience_s: float
+    ) -> None:
+        """`patience_s`: for how long the holder of a lease that ran out must be silent to count as dead."""
         self._directory = directory
         self._client = directory.client
         self._keys = keys
         self._grace_ms = round(grace_s * 1000)
         self._ageing_ms = round(ageing_s * 1000)  # of waiting, worth one step of priority
+        self._patience_ms = round(patience_s * 1000)
 
     def due(self) -> list[DueUnit]:
         """Units that are due now, of models that are served. Each is put off by its grace: only one caller gets it."""
@@ -142,6 +146,8 @@ class ReapQueue:
             plan_priority=PLAN_PRIORITY,
             ageing_ms=self._ageing_ms,
             steps=json.dumps(steps),
+            patience_ms=self._patience_ms,
+            served_ttl_ms=TTL_S * 1000,
         )
         words = [text(word) for word in ask_one(self._client, call)]
         return [

@@ -27,7 +27,7 @@ from worker.requests.step_engine import StepEngine, request_window
 from worker.runtime.counts import CountedLeases, EngineMeter, QueueReader, UnitCounts
 from worker.runtime.engine_thread import EngineThread
 from worker.runtime.held_units import HeldUnits
-from worker.runtime.lease_keeper import LeaseKeeper, Reaper
+from worker.runtime.lease_keeper import MISSED_BEATS, LeaseKeeper, Reaper, beat_interval_s
 from worker.runtime.planner import Planner
 from worker.runtime.quarantine import Quarantine
 from worker.runtime.shard import ShardParts, ShardRunner
@@ -102,7 +102,13 @@ class WorkerParts:
         keeper = LeaseKeeper(
             self._leases, heartbeats, self.held_units, self.engine, settings=worker, describe=self._describe
         )
-        due = ReapQueue(self.directory, self._keys, grace_s=worker.reap_grace_s, ageing_s=worker.ageing_s)
+        due = ReapQueue(
+            self.directory,
+            self._keys,
+            grace_s=worker.reap_grace_s,
+            ageing_s=worker.ageing_s,
+            patience_s=MISSED_BEATS * beat_interval_s(worker),
+        )
         reaper = Reaper(
             due,
             self._announcer,

@@ -25,6 +25,7 @@ from worker.unit_closer import UnitCloser
 
 MEND_INTERVAL_S = 60.0  # between looks at all jobs, at most 10,000: for what only a Redis that forgets can do
 WATCH_INTERVAL_S = 0.4  # how soon a cancelled or expired job is seen
+MISSED_BEATS = 2  # after a lease ran out, until its holder counts as dead: it may have to connect again first
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +54,17 @@ class LeaseKeeper:
         # Not lease_s: a step may last longer (with 8B weights two cores take 80 s for a prefill of 2048 tokens).
         self._hang_timeout_s = settings.hang_timeout_s
         self._describe = describe
-        self._beat_interval_s = min(settings.renew_interval_s, BEAT_S)  # leases may be renewed more rarely
+        self._beat_interval_s = beat_interval_s(settings)
         self._renew_at = self._beat_at = math.inf  # not running
 
     @property
     def overdue_s(self) -> float:
         """How long the next heartbeat is late; a heartbeat is a write, which a full Redis refuses."""
         return max(time.monotonic() - self._beat_at, 0.0)
+
+    @property
+    def _hangs(self) -> bool:
+        return self._engine.stalled_for_s >= self._hang_timeout_s
 
     def run(self, stopping: threading.Event) -> None:
         """Keep leases until told to stop, then take the heartbeat back.
@@ -75,7 +80,7 @@ class LeaseKeeper:
                     self._renew()
                     self._renew_at = time.monotonic() + self._renew_interval_s
                 if time.monotonic() >= self._beat_at:
-                    self._heartbeats.beat(self._describe())
+                    self._heartbeats.beat(self._describe(), is_well=not self._hangs)
                     self._beat_at = time.monotonic() + self._beat_interval_s
             except redis.RedisError as error:
                 logger.warning("leases could not be renewed: %s", error)
@@ -100,7 +105,7 @@ class LeaseKeeper:
                 unit.stop(StopReason.CANCELLED)
 
     def _renew(self) -> None:
-        if self._engine.stalled_for_s >= self._hang_timeout_s:
+        if self._hangs:
             logger.warning("the engine hangs in a step: leases are not renewed")
             return
         held = self._held_units.all()
@@ -114,6 +119,11 @@ class LeaseKeeper:
                 # If it is lost, perhaps since its last record was written and the writer does not know yet: the owner
                 # waits for the writer.
                 unit.hear(status, mode)
+
+
+def beat_interval_s(settings: WorkerSettings) -> float:
+    """How often a worker says that it is there; its leases may be renewed more rarely."""
+    return min(settings.renew_interval_s, BEAT_S)
 
 
 class Reaper:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import redis
@@ -180,8 +181,10 @@ class ResultWriter:
             return
         replacement = self._replace_refused(held.claim, records[0])
         if replacement == records[0]:
-            # Not because of the record, then: the job's keys are broken. The lease runs out, which is an attempt.
+            # Not because of the record, then: the job's keys are broken. An attempt, or it would come round for ever.
             logger.error("Redis takes no record of it: the unit is given up")
+            with suppress(redis.RedisError):
+                self._leases.release(held.claim, count_attempt=True)
             held.stop(StopReason.FENCED)
             return
         logger.error("a record was refused and is replaced by an error", extra={"index": records[0].index})

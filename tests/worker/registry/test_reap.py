@@ -209,3 +209,42 @@ def test_a_job_of_the_version_before_is_neither_strict_nor_of_one_endpoint(regis
     claim = must_claim(registry.leases(), UnitRef.plan(job_id))
     assert (claim.is_strict, claim.endpoint) == (False, None)
     assert registry.status(job_id).endpoint == ""
+
+
+A_DAY_MS = 24 * 3600 * 1000
+
+
+def _after_the_clock_went_back(registry: TestRegistry, ref: UnitRef, **fields: int) -> None:
+    """Write times of a unit, and of when to look at it, as of a day ahead."""
+    later_ms = round(registry.time_s() * 1000) + A_DAY_MS
+    unit = registry.keys.unit(ref)
+    registry.redis.hset(unit, mapping={name: later_ms + add for name, add in fields.items()})
+    registry.redis.zadd(registry.keys.open, {str(ref): later_ms})
+
+
+def test_a_lost_message_is_found_although_the_clock_went_back(registry: TestRegistry) -> None:
+    shard = UnitRef.shard(registry.running_job([0], options=SubmitOptions(priority=5)), 0)
+    _after_the_clock_went_back(registry, shard, since=0, first=0)
+    assert [(due.ref, due.priority) for due in registry.reap_queue().due()] == [(shard, 5)]
+    assert 25 < _score_in_s(registry, shard) <= 30
+
+
+def test_a_dead_workers_lease_ends_although_the_clock_went_back(registry: TestRegistry) -> None:
+    shard, leases = UnitRef.shard(registry.running_job([0]), 0), registry.leases()
+    must_claim(registry.leases(owner="dead"), shard)
+    _after_the_clock_went_back(registry, shard, lease=30_000)
+    queue = registry.reap_queue(patience_s=0.2)
+    wait_until(lambda: [due.ref for due in queue.due()] == [shard])
+    assert leases.claim(shard) is ClaimRefusal.SUSPECT
+    must_claim(leases, shard, alone=True)
+    assert 25 < registry.lease_left_s(shard) <= 30
+
+
+def test_a_live_workers_lease_is_its_own_although_the_clock_went_back(registry: TestRegistry) -> None:
+    shard, leases = UnitRef.shard(registry.running_job([0]), 0), registry.leases()
+    claim = must_claim(leases, shard)
+    _after_the_clock_went_back(registry, shard, lease=30_000)
+    assert leases.renew([claim])[0][0] is PutStatus.OPEN
+    assert 25 < registry.lease_left_s(shard) <= 30
+    assert 25 < _score_in_s(registry, shard) <= 30
+    assert registry.reap_queue(patience_s=0.0).due() == []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import cast
 
 import pytest
 
+from tests.support.processes import wait_until
 from tests.support.redis_servers import lose_next_script_reply
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.registry.keys import UnitRef
@@ -219,3 +221,72 @@ def test_without_memory_a_shard_is_split_as_a_whole(registry: TestRegistry) -> N
     finally:
         registry.redis.config_set("maxmemory", 0)
     assert _shards(registry, job_id) == {1: [0], 2: [1]}
+
+
+def _lapsed(registry: TestRegistry, *, of: str = "holder") -> UnitRef:
+    """A shard whose lease has run out, and nobody has looked."""
+    registry.serve("fake", of)
+    shard = UnitRef.shard(registry.running_job([0, 1]), 0)
+    must_claim(registry.leases(owner=of), shard)
+    time.sleep(0.002)  # the holder has announced itself before
+    registry.redis.hset(registry.keys.unit(shard), "lease", round(registry.time_s() * 1000))
+    registry.make_due()
+    return shard
+
+
+def _announced(registry: TestRegistry, patience_s: float) -> list[UnitRef]:
+    return [due.ref for due in registry.reap_queue(patience_s=patience_s).due()]
+
+
+def test_the_unit_of_a_holder_that_is_silent_is_a_suspect_after_a_while(registry: TestRegistry) -> None:
+    shard, began_s = _lapsed(registry), time.monotonic()
+    assert registry.leases().claim(shard) is ClaimRefusal.BUSY
+    assert not registry.leases().is_suspect(shard)
+    wait_until(lambda: _announced(registry, 0.2) == [shard])
+    assert time.monotonic() - began_s >= 0.2
+    assert registry.leases().is_suspect(shard)
+    assert registry.leases().claim(shard) is ClaimRefusal.SUSPECT
+
+
+def test_the_unit_of_a_holder_that_still_announces_itself_is_no_suspect(registry: TestRegistry) -> None:
+    shard = _lapsed(registry)
+    assert _announced(registry, 1000) == []
+    registry.serve("fake", "holder")
+    registry.make_due()
+    assert _announced(registry, 1000) == [shard]
+    assert not registry.leases().is_suspect(shard)
+    assert must_claim(registry.leases(), shard).attempts == 0
+
+
+def test_the_time_in_which_nobody_looked_is_no_silence(registry: TestRegistry) -> None:
+    shard = _lapsed(registry)
+    for _ in range(3):
+        assert _announced(registry, 1000) == []
+        lease, began, last, silence = cast(bytes, registry.redis.hget(registry.keys.unit(shard), "doubt")).split()
+        an_hour_ago = int(last) - 3_600_000  # Redis was away since
+        registry.redis.hset(registry.keys.unit(shard), "doubt", b"%s %s %d %s" % (lease, began, an_hour_ago, silence))
+        registry.make_due()
+    assert int(silence) == 2 * 250_000
+
+
+def test_a_holder_that_comes_back_in_time_goes_on(registry: TestRegistry) -> None:
+    registry.serve("fake", "holder")
+    shard = UnitRef.shard(registry.running_job([0, 1]), 0)
+    leases = registry.leases(owner="holder")
+    claim = must_claim(leases, shard)
+    registry.redis.hset(registry.keys.unit(shard), "lease", 1)
+    registry.make_due()
+    registry.redis.delete(registry.keys.served)
+    assert _announced(registry, 1000) == []
+    assert leases.renew([claim])[0][0] is PutStatus.OPEN
+    registry.redis.hset(registry.keys.unit(shard), "lease", 2)  # of this lease nothing is known yet
+    registry.redis.delete(registry.keys.served)
+    registry.make_due()
+    assert _announced(registry, 0.01) == []
+    assert leases.claim(shard) is ClaimRefusal.BUSY
+
+
+def test_what_is_to_be_closed_waits_for_no_judgement(registry: TestRegistry) -> None:
+    shard = _lapsed(registry)
+    registry.control.cancel(shard.job_id)
+    assert must_claim(registry.leases(models=()), shard).mode is RunMode.CANCELLED

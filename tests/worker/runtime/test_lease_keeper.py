@@ -88,10 +88,12 @@ def test_a_slow_step_keeps_its_leases(registry: TestRegistry) -> None:
 def test_an_engine_that_hangs_loses_its_leases(registry: TestRegistry) -> None:
     shard = UnitRef.shard(registry.running_job([0]), 0)
     engine = GatedEngine()  # one step outlasts every lease
+    queue = registry.reap_queue(patience_s=0.4)
     with running_units(registry, engine, lease_s=0.4) as units, _keeping(units, hang_timeout_s=0.5):
         units.hold(shard)
         with _running_request(units):
-            wait_until(lambda: units.leases.claim(shard) is not ClaimRefusal.BUSY)
+            wait_until(lambda: shard in [due.ref for due in queue.due()])
+            assert units.leases.claim(shard) is ClaimRefusal.SUSPECT
             engine.goes_on.set()
 
 
@@ -204,7 +206,7 @@ def test_the_heartbeat_is_there_while_the_keeper_runs(registry: TestRegistry) ->
 def test_the_heartbeat_is_overdue_while_redis_takes_no_writes(
     registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise redis.ResponseError("OOM command not allowed when used memory > 'maxmemory'.")
 
     with running_units(registry) as units, _keeping(units) as keeper:

@@ -9,9 +9,9 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
 -- A suspect, or one that becomes a suspect when it is claimed: whoever is to run alone should not wait for a turn too.
-local hint = redis.call('HMGET', UNIT, 'st', 'lease', 'att', 'model')
+local hint = redis.call('HMGET', UNIT, 'st', 'lease', 'att', 'model', 'judged')
 if hint[1] == 'queued' and tonumber(hint[3]) > 0 then return 'hint' end
-if hint[1] == 'running' and tonumber(hint[2]) <= now then return 'hint' end
+if hint[1] == 'running' and hint[5] and tonumber(hint[2]) <= now then return 'hint' end
 -- Nobody would ever choose it: planned by an older worker, or taken out by one that does not know its job's version.
 local tenant = redis.call('HGET', JOB, 'tenant')
 if hint[1] == 'queued' and tenant then

@@ -15,7 +15,7 @@ if not job[1] then
 end
 -- Of a newer version: left as it is. It is announced again and again, until a worker takes it that knows it.
 local held = redis.call('HMGET', UNIT, 'st', 'lease', 'att', 'idx', 'tok', 'alone', 'guilty', 'first', 'head', 'turn',
-  'model')
+  'model', 'term', 'judged')
 local model = held[11] or nil -- HMGET says false
 if job[8] ~= '1' and job[8] ~= '2' and job[8] ~= '3' then
   dequeue(job[6], model, member)
@@ -27,7 +27,15 @@ if not is_open(job[1]) or not held[1] then
   return {'terminal'}
 end
 local is_ours = held[1] == 'running' and string.sub(held[5], -#nonce - 1) == ':' .. nonce
-if held[1] == 'running' and not is_ours and tonumber(held[2]) > now then return {'busy'} end
+local mode = verdict(job[2], job[3], now)
+local has_lapsed = held[1] == 'running' and not is_ours
+if has_lapsed then
+  if not is_over(held[2], held[12], now) then return {'busy'} end
+  if mode == 'run' and not is_judged(held[2], held[13]) then
+    redis.call('ZADD', OPEN, now, member) -- for the reapers, see reap
+    return {'busy'}
+  end
+end
 
 local done, missing = {}, {}
 if unit == 'plan' then
@@ -50,13 +58,12 @@ if unit ~= 'plan' and #missing == 0 then
 end
 
 local attempts, is_guilty = tonumber(held[3]), held[7] == '1'
--- A lease that ran out is a worker that died or hung over this unit. Of a suspect only if it had begun to run alone: a
--- claim whose reply never came held a lease too.
-if held[1] == 'running' and not is_ours and (attempts == 0 or held[6] == '1') then
+-- A holder that is gone died or hung over this unit, see reap. Of a suspect only if it had begun to run alone: a claim
+-- whose reply never came held a lease too.
+if has_lapsed and is_gone(held[2], held[13]) and (attempts == 0 or held[6] == '1') then
   attempts = attempts + 1
   is_guilty = is_guilty or held[6] == '1'
 end
-local mode = verdict(job[2], job[3], now)
 if mode == 'run' and model then
   local is_served = false
   for _, name in ipairs(cjson.decode(ARGV[8])) do is_served = is_served or name == model end
@@ -79,8 +86,9 @@ if mode == 'run' and attempts > 0 and alone ~= '1' then return {'suspect'} end
 -- The uuid tells apart two tokens of one number, should a failover take Redis back in time.
 local token = held[5]
 if not is_ours then token = redis.call('HINCRBY', UNIT, 'fence', 1) .. ':' .. nonce end
-redis.call('HSET', UNIT, 'st', 'running', 'own', worker, 'tok', token, 'lease', now + lease, 'att', attempts,
-  'alone', 0, 'guilty', is_guilty and 1 or 0)
+redis.call('HSET', UNIT, 'st', 'running', 'own', worker, 'tok', token, 'lease', now + lease, 'term', lease,
+  'att', attempts, 'alone', 0, 'guilty', is_guilty and 1 or 0)
+redis.call('HDEL', UNIT, 'doubt', 'judged')
 redis.call('ZADD', OPEN, now + lease, member)
 dequeue(job[6], model, member)
 return {'ok', token, mode, time_left(job[3], now), attempts, tonumber(job[4]), tonumber(job[5]), job[6],

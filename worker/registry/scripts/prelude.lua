@@ -22,6 +22,20 @@ local function held_under(token, unit, ...)
   if held[1] == token and held[2] == 'running' then return held end
 end
 
+-- Whether a lease has run out, or ends later than one of its length can: then Redis' clock has gone back.
+local function is_over(lease, term, now)
+  return tonumber(lease) <= now or (term and tonumber(lease) > now + term)
+end
+
+-- Whether the reapers know what became of the holder of a lease that is over, and whether it is gone; see reap.
+local function is_gone(lease, judged)
+  return judged == lease .. ' gone'
+end
+
+local function is_judged(lease, judged)
+  return is_gone(lease, judged) or judged == lease .. ' alive'
+end
+
 -- What to do with the prompts that have no record: run, cancelled or expired.
 local function verdict(cancel, deadline, now)
   if cancel ~= '0' then return 'cancelled' end

@@ -1,14 +1,16 @@
 -- Units that are due for a look. Each is put off in the same breath, so that one worker alone acts on it.
--- KEYS open. ARGV key prefix, limit, grace ms, longest grace ms, ms after which a waiting unit is announced anyway,
+-- KEYS open, served. ARGV key prefix, limit, grace ms, longest grace ms, ms after which a waiting unit is announced anyway,
 -- ms after which a shard of a model that nobody serves is looked at again, the priority of a plan's message, ms of waiting
--- that are worth one step of priority, for each priority 0..9 the step of its lane (JSON); then for each name of a model
+-- that are worth one step of priority, for each priority 0..9 the step of its lane (JSON), ms of silence after which the
+-- holder of a lease that is over is gone, ms for which a worker says what it serves; then for each name of a model
 -- that is served, and for '', the numbers of messages that wait for it, by priority (JSON).
 -- Returns fours: member, what to do (announce|close), priority, model. Keys of jobs and units are derived from members.
-local OPEN, prefix = KEYS[1], ARGV[1]
+local OPEN, SERVED, prefix = KEYS[1], KEYS[2], ARGV[1]
 local limit, grace, longest, stale = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local unserved, plan_priority, ageing = tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
 local steps, messages = cjson.decode(ARGV[9]), {}
-for i = 10, #ARGV, 2 do messages[ARGV[i]] = cjson.decode(ARGV[i + 1]) end
+local patience, ttl = tonumber(ARGV[10]), tonumber(ARGV[11])
+for i = 12, #ARGV, 2 do messages[ARGV[i]] = cjson.decode(ARGV[i + 1]) end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local out = {}
@@ -47,29 +49,63 @@ local function of_unit(key, name, held, base)
     unit.step, unit.lane = 0, plan_priority
   else
     unit.first, unit.lane = tonumber(held[5] or held[4]), tonumber(held[6] or base)
-    unit.priority = math.max(0, base - math.floor((now - unit.first) / ageing))
+    -- Redis' clock may have gone back since.
+    unit.priority = math.max(0, base - math.floor(math.max(0, now - unit.first) / ageing))
     unit.step = step_of(unit.priority)
   end
   return unit
 end
 
+-- Whether it is known what became of the holder of a lease that is over. It is alive if it has announced itself since: a
+-- worker that hangs does not. It is gone if it was silent for `patience` of time in which others looked: a look counts for
+-- a quarter at most, so that the time in which nobody could reach Redis does not. Else it is looked at again soon, and may
+-- still renew its lease. `doubt` is that lease, and when the looks began, when the last was, how much silence they saw.
+local function is_judged(member, key, held)
+  local lease, judged, step = held[2], held[11], patience / 4
+  if judged == lease .. ' gone' or judged == lease .. ' alive' then return true end
+  local of, began, last, silence = string.match(held[10] or '', '^(%S+) (%d+) (%d+) (%d+)$')
+  if of ~= lease or tonumber(last) > now then began, last, silence = now, now, 0 end
+  silence = silence + math.min(now - last, step)
+  local ends = string.match(redis.call('HGET', SERVED, held[8]) or '', '^(%d+) ')
+  local spoke = ends and ends - ttl
+  if spoke and spoke >= math.min(tonumber(lease), tonumber(began)) and spoke <= now then
+    judged = lease .. ' alive'
+  elseif silence >= patience then
+    judged = lease .. ' gone'
+  else
+    redis.call('HSET', key, 'doubt', string.format('%s %.0f %.0f %.0f', lease, began, now, silence))
+    redis.call('ZADD', OPEN, now + step, member)
+    return false
+  end
+  redis.call('HSET', key, 'judged', judged)
+  return true
+end
+
+-- What is due: also what is to be looked at later than anything can be, as it was put off before Redis' clock went back.
+local due = redis.call('ZRANGEBYSCORE', OPEN, '-inf', now, 'LIMIT', 0, 10 * limit)
+local latest = now + math.max(grace, longest, unserved)
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', OPEN, latest, '+inf', 'LIMIT', 0, limit)) do due[#due + 1] = member end
+
 -- Shards of models that nobody serves may be many and wait for days: they take no places of the others.
 local num_looked = 0
-for _, member in ipairs(redis.call('ZRANGEBYSCORE', OPEN, '-inf', now, 'LIMIT', 0, 10 * limit)) do
+for _, member in ipairs(due) do
   if num_looked == limit then break end
   num_looked = num_looked + 1
   local job_id, name = string.match(member, '^(.*)/(.*)$')
   local base = prefix .. 'j:' .. job_id
   local key = base .. ':s:' .. name
   local job = redis.call('HMGET', base .. ':job', 'st', 'cancel', 'deadline', 'pri')
-  local held = redis.call('HMGET', key, 'st', 'lease', 'rp', 'since', 'first', 'lane', 'model')
+  local held = redis.call('HMGET', key, 'st', 'lease', 'rp', 'since', 'first', 'lane', 'model', 'own', 'term', 'doubt', 'judged')
+  local is_over = tonumber(held[2] or 0) <= now or (held[9] and tonumber(held[2]) > now + held[9])
   if not held[1] or (job[1] ~= 'queued' and job[1] ~= 'running') then
     redis.call('ZREM', OPEN, member)
-  elseif held[1] == 'running' and tonumber(held[2]) > now then
+  elseif held[1] == 'running' and not is_over then
     redis.call('ZADD', OPEN, held[2], member)
   elseif job[2] ~= '0' or (job[3] ~= '0' and tonumber(job[3]) <= now) then
     redis.call('ZADD', OPEN, now + grace, member)
     act(member, 'close', job[4], '')
+  elseif held[1] == 'running' and not is_judged(member, key, held) then
+    num_looked = num_looked - 1
   elseif not messages[held[7] or ''] then
     local look = now + unserved
     if job[3] ~= '0' then look = math.min(look, tonumber(job[3])) end
