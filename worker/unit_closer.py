@@ -48,7 +48,7 @@ class UnitCloser:
         """
         for start in range(0, len(indices), CHUNK):
             chunk = indices[start : start + CHUNK]
-            lines = self._leases.lines(claim.ref.job_id, chunk)
+            lines = self._leases.lines(claim.ref.job_id, chunk, under=claim)
             records = [self._record(claim, index, line, mode) for index, line in zip(chunk, lines, strict=True)]
             status, _ = self._leases.put(claim, records, at_end=True)
             if status is PutStatus.JOB_DONE:

@@ -214,16 +214,33 @@ class UnitLeases:
         except redis.RedisError:
             return False
 
-    def lines(self, job_id: str, indices: Sequence[int]) -> list[bytes | None]:
-        """Request lines by index; None for one that is not there."""
-        return raw_values(self._client.hmget(self._keys.lines(job_id), [str(index) for index in indices]))
+    def lines(self, job_id: str, indices: Sequence[int], *, under: Claim | None = None) -> list[bytes | None]:
+        """Request lines by index; None for one that is not there, see `lines_and_resume_states`."""
+        [lines] = self._read([self._keys.lines(job_id)], indices, under)
+        return lines
 
-    def lines_and_resume_states(self, job_id: str, indices: Sequence[int]) -> list[tuple[bytes | None, bytes | None]]:
-        """Request lines by index, each with its prompt's resume state; None for one that is not there."""
+    def lines_and_resume_states(
+        self, job_id: str, indices: Sequence[int], *, under: Claim | None = None
+    ) -> list[tuple[bytes | None, bytes | None]]:
+        """Request lines by index, each with its prompt's resume state; None for one that is not there.
+
+        `under`: the lease that they are read for. Raises redis.ConnectionError where a line is not there and neither is
+        this lease: the answer may be that of an old primary, whose lines are gone with records that only it has.
+        """
+        lines, states = self._read([self._keys.lines(job_id), self._keys.resume_states(job_id)], indices, under)
+        return list(zip(lines, states, strict=True))
+
+    def _read(self, keys: Sequence[str], indices: Sequence[int], under: Claim | None) -> list[list[bytes | None]]:
         fields = [str(index) for index in indices]
-        keys = (self._keys.lines(job_id), self._keys.resume_states(job_id))
-        lines, states = ask(self._client, [("HMGET", key, *fields) for key in keys])
-        return list(zip(raw_values(lines), raw_values(states), strict=True))
+        commands: list[Command] = [("HMGET", key, *fields) for key in keys]
+        if under is not None:
+            commands.append(("HGET", self._keys.unit(under.ref), "tok"))
+        found = ask(self._client, commands)
+        if under is not None:
+            token = found.pop()
+            if None in found[0] and (token is None or text(token) != under.token):
+                raise redis.ConnectionError("lines are missing, and so is the lease: is this an old primary?")
+        return [raw_values(values) for values in found]
 
     def _run(
         self, script: Script, claim: Claim, rows: Iterable[Sequence[Argument]] = (), **arguments: Argument

@@ -149,12 +149,12 @@ class Planner:
 
     def _findings(self, held: HeldUnit, lines: JobLines) -> Iterator[Finding]:
         """Each line without a record: its model, sort key and index, or its error. Ends early if told to stop."""
-        job_id, wanted = held.claim.ref.job_id, set(held.claim.missing)
+        wanted = set(held.claim.missing)
         num_lines = held.claim.num_lines
         start, size = 0, CHUNK
         while start < num_lines:
             indices = range(start, min(start + size, num_lines))
-            raws = self._leases.lines(job_id, indices)
+            raws = self._leases.lines(held.claim.ref.job_id, indices, under=held.claim)
             num_bytes = sum(len(raw) for raw in raws if raw is not None)
             start, size = indices.stop, min(max(CHUNK_BYTES * len(indices) // max(num_bytes, 1), CHUNK), MAX_CHUNK)
             for index, raw in zip(indices, raws, strict=True):

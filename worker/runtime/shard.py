@@ -140,7 +140,7 @@ class ShardRun:
         """Offer the next lines; False if Redis could not be had."""
         indices = [self._unread.popleft() for _ in range(min(self._read_size, len(self._unread)))]
         try:
-            found = self._leases.lines_and_resume_states(self._claim.ref.job_id, indices)
+            found = self._leases.lines_and_resume_states(self._claim.ref.job_id, indices, under=self._claim)
         except redis.RedisError as error:
             # The engine goes on with what it has.
             logger.warning("could not read lines, trying again: %s", error)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
+import redis
 
 from tests.support.registry import TestRegistry, failure, must_claim, ok, running_units
 from tests.support.request_lines import completion_line
@@ -110,6 +112,22 @@ def test_a_shard_with_nothing_missing_ends_when_it_is_claimed(registry: TestRegi
     job = registry.status(shard.job_id)
     assert (job.status, job.shards_done, job.waiting_for) == (JobState.COMPLETED, 1, ())
     assert not registry.redis.zcard(registry.keys.open)
+
+
+def test_lines_that_only_an_old_primary_lacks_are_not_missing(registry: TestRegistry) -> None:
+    leases = registry.leases()
+    shard = UnitRef.shard(registry.running_job([0, 1]), 0)
+    claim = must_claim(leases, shard)
+    read = partial(leases.lines, shard.job_id, [0, 1], under=claim)
+    registry.redis.hdel(registry.keys.lines(shard.job_id), "1")
+    assert read() == [b'{"prompt": "a"}', None]  # under the lease
+    registry.redis.hset(registry.keys.unit(shard), "tok", "1:of the primary that was")
+    with pytest.raises(redis.ConnectionError, match="and so is the lease"):
+        read()
+    registry.redis.delete(registry.keys.unit(shard))
+    with pytest.raises(redis.ConnectionError):
+        leases.lines_and_resume_states(shard.job_id, [1], under=claim)
+    assert leases.lines(shard.job_id, [0], under=claim) == [b'{"prompt": "a"}']
 
 
 def _without_plan(registry: TestRegistry) -> str:

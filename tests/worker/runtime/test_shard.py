@@ -13,7 +13,7 @@ from tests.support.fake_engine import FAIL, REFUSE, FakeEngine, GatedEngine, ans
 from tests.support.processes import wait_until
 from tests.support.registry import RecordingAnnouncer, TestRegistry, Units, must_claim, ok, running_units
 from worker.registry.keys import UnitRef
-from worker.registry.leases import NewShard
+from worker.registry.leases import Claim, NewShard
 from worker.registry.lifecycle import PutStatus, StopReason
 from worker.runtime.held_units import HeldUnit, HeldUnits
 from worker.runtime.shard import MAX_READ_AHEAD, READ_AHEAD
@@ -204,9 +204,9 @@ def test_no_more_lines_are_read_than_the_engine_will_soon_take(
         read: list[int] = []
         lines_and_resume_states = units.leases.lines_and_resume_states
 
-        def counted(job_id: str, indices: Sequence[int]) -> list[tuple[bytes | None, bytes | None]]:
+        def counted(job_id: str, indices: Sequence[int], *, under: Claim) -> list[tuple[bytes | None, bytes | None]]:
             read.append(len(indices))
-            return lines_and_resume_states(job_id, indices)
+            return lines_and_resume_states(job_id, indices, under=under)
 
         monkeypatch.setattr(units.leases, "lines_and_resume_states", counted)
         thread = _start(units, held)
