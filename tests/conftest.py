@@ -15,8 +15,8 @@ import pytest
 import redis
 import structlog
 
+from tests.support.processes import PROCESS_WIDE, STARTED_LATE, leaving_no_threads
 from tests.support.redis_servers import free_port, private_redis
-from tests.support.threads import PROCESS_WIDE, STARTED_LATE, leaving_no_threads
 
 TIES = pytest.StashKey[dict[str, int]]()
 _OF_WORKER = "parity"  # where a process of pytest-xdist leaves its account

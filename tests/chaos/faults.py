@@ -1,35 +1,31 @@
 """Does what goes wrong: around the workers, in the broker's frames, and inside a worker.
 
-A fault is one function; its `client` is the bare Redis. Frames of the broker's lists are spoiled in 23 known ways, or
-as hypothesis finds them. A worker is killed exactly at the point that a test names.
+A fault is one function; its `client` is the bare Redis, which may also go back in time. A worker is killed exactly at
+the point that a test names.
 """
 
 from __future__ import annotations
 
 import atexit
-import base64
-import copy
 import json
 import os
 import random
 import signal
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import redis
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from kombu.transport.redis import QoS
 
+from tests.chaos.fleet import Fleet, FleetWorker
 from tests.support.fake_engine import FakeEngine
-from tests.support.processes import running_thread
-from worker.client import BatchClient
+from tests.support.processes import running_thread, wait_until
 from worker.registry.keys import Keys
 from worker.registry.leases import Claim, UnitLeases
 from worker.registry.lifecycle import PutStatus
@@ -37,60 +33,12 @@ from worker.registry.queues import lanes_by_priority, queue_of
 from worker.runtime.held_units import HeldUnits
 
 if TYPE_CHECKING:  # a worker that dies at a point imports this module, and needs no servers
-    from tests.support.redis_servers import RestartableRedis
+    from tests.support.redis_servers import RestartableRedis, TcpProxy
 
 _JUNK = (b"not JSON", b"", b"null", b"[]", b"{}", b"\xff\xfe", b'{"body": "*", "headers": {}, "properties": {}}')
 
-PLAN_LANE = "millrace"
-Frame = dict[str, Any]
-Spoil = Callable[[Frame], None]
-
-SURPLUS = 1.5  # hypothesis repeats itself: null, empty bytes and the like
-_HEADERS = (
-    "lang task id shadow eta expires group group_index retries timelimit root_id parent_id argsrepr kwargsrepr origin "
-    "ignore_result replaced_task_nesting stamped_headers stamps x-death"
-)
-_PROPERTIES = "correlation_id reply_to delivery_mode delivery_info priority body_encoding delivery_tag"
-PATHS = (
-    *[(name,) for name in ("body", "content-type", "content-encoding", "headers", "properties", "unheard-of")],
-    *[("headers", name) for name in _HEADERS.split()],
-    *[("properties", name) for name in _PROPERTIES.split()],
-    *[("properties", "delivery_info", name) for name in ("exchange", "routing_key")],
-)
-
-_TEXTS = st.text(max_size=20) | st.sampled_from(
-    ["millrace", "millrace.plan", "millrace.submit", "millrace.run_shard", "utf-8", "base64", "2020-01-01T00:00:00",
-     "9999-01-01T00:00:00Z", "s0-00000000-0000-7000-8000-000000000000", "\ud800", "\0"]
-)  # fmt: skip
-_NUMBERS = st.integers(-(2**70), 2**70) | st.floats() | st.sampled_from([10**400, -1, 1e308, float("nan")])
-_SCALARS = st.none() | st.booleans() | _NUMBERS | _TEXTS
-_VALUES: st.SearchStrategy[Any] = st.recursive(
-    _SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_TEXTS, inner, max_size=4), max_leaves=8
-)
-_DEPTHS = st.integers(1, 20_000)  # Python gives up at some 1,000
-
-
-def body(value: object) -> str:
-    """A value as the body of a frame."""
-    return encoded(json.dumps(value).encode())
-
-
-def encoded(data: bytes) -> str:
-    """Bytes as the body of a frame."""
-    return base64.b64encode(data).decode()
-
-
-_BODIES = (
-    st.builds(body, _VALUES)
-    | st.builds(body, st.tuples(st.lists(_VALUES, max_size=3), st.dictionaries(_TEXTS, _VALUES, max_size=3), _VALUES))
-    | st.builds(encoded, st.binary(max_size=40))
-    | st.builds(lambda depth: encoded(b"[" * depth + b"]" * depth), _DEPTHS)
-)
-_CHANGES = st.tuples(st.sampled_from(PATHS), st.just("drop") | st.tuples(_VALUES)) | st.tuples(
-    st.just(("body",)), st.tuples(_BODIES)
-)
-
 STEPS_BEFORE_DEATH = 3
+REDIS_DOWN_S = 0.5
 
 HISTORY_STEP_S = 0.01
 HISTORY_LENGTH = 1000  # 10 s
@@ -170,7 +118,7 @@ class FileHistory:
     """Notes every few milliseconds how long the append-only file of a server is, so that it can be cut to its past."""
 
     def __init__(self, server: RestartableRedis) -> None:
-        self._server = server
+        self.server = server
         self._sizes: deque[tuple[float, int]] = deque([(time.monotonic(), self.num_bytes)], maxlen=HISTORY_LENGTH)
 
     @property
@@ -183,31 +131,38 @@ class FileHistory:
         while not stopping.wait(HISTORY_STEP_S):
             self._sizes.append((time.monotonic(), self.num_bytes))
 
+    def bytes_ago(self, seconds: float) -> int:
+        """How long the file was so many seconds ago, or when it began to be noted."""
+        past_s, sizes = time.monotonic() - seconds, list(self._sizes)
+        return next((size for at_s, size in reversed(sizes) if at_s <= past_s), sizes[0][1])
+
     def cut(self, seconds: float, *, down_s: float = 0.0) -> int:
         """Kill Redis and start it `down_s` later with its file of so many seconds ago; how many bytes it has lost."""
-        past_s = time.monotonic() - seconds
-        past = next((size for at_s, size in reversed(list(self._sizes)) if at_s <= past_s), self._sizes[0][1])
-        return self.cut_to(past, down_s=down_s)
+        return self.cut_to(self.bytes_ago(seconds), down_s=down_s)
 
     def cut_to(self, num_bytes: int, *, down_s: float = 0.0) -> int:
         """Likewise with a file of at most this length.
 
         Redis takes back all that a command or script wrote if the cut goes through it.
         """
-        self._server.kill()
+        self.server.kill()
         kept = min(self.num_bytes, num_bytes)
         lost = self.num_bytes - kept
         os.truncate(self._file, kept)
         time.sleep(down_s)
-        self._server.start()
-        self._sizes.clear()  # what is written now has another past
-        self._sizes.append((time.monotonic(), self.num_bytes))
+        self.server.start()
+        self.begin_again()
         return lost
+
+    def begin_again(self) -> None:
+        """Forget the past: what is written from now on has another."""
+        self._sizes.clear()
+        self._sizes.append((time.monotonic(), self.num_bytes))
 
     @property
     def _file(self) -> Path:
         """From Redis 7 on the increment of several files."""
-        files = self._server.directory.rglob("*.aof")
+        files = self.server.directory.rglob("appendonly*.aof")
         return max(files, key=lambda path: (path.name.endswith(".incr.aof"), path.name))
 
 
@@ -217,6 +172,129 @@ def file_history(server: RestartableRedis) -> Iterator[FileHistory]:
     history = FileHistory(server)
     with running_thread(history.run):
         yield history
+
+
+class RewindingRedis:
+    """A primary and a replica behind one address: the primary's file is cut, or the replica promoted too early.
+
+    address: where clients connect. link: through which the replica hears of writes. Both lead to the primary.
+    """
+
+    def __init__(
+        self, histories: Sequence[FileHistory], *, address: TcpProxy, link: TcpProxy, chance: random.Random
+    ) -> None:
+        self._primary, self._replica = histories
+        self._address = address
+        self._link = link
+        self._chance = chance
+        self._follow()
+
+    @property
+    def url(self) -> str:
+        """Of the present primary, past the address."""
+        return self._primary.server.url
+
+    @property
+    def num_bytes(self) -> int:
+        """How much the primary has written."""
+        return self._primary.num_bytes
+
+    def cut(self, keep: int) -> None:
+        """Cut its file by 0.1 to 3 s, but to no less than `keep` bytes."""
+        past = self._primary.bytes_ago(self._chance.uniform(0.1, 3.0))
+        self._primary.cut_to(max(past, keep), down_s=self._chance.uniform(0.0, 0.5))
+
+    def split(self) -> None:
+        """Promote the replica, which lacks the last 0.1 to 1 s, while some clients still write to the old primary."""
+        old, new = self._primary.server, self._replica.server
+        with redis.Redis.from_url(old.url) as before, redis.Redis.from_url(new.url) as after:
+            before.wait(1, 1000)  # until the replica has what was written so far
+            with self._link.partition():
+                time.sleep(self._chance.uniform(0.1, 1.0))
+                after.replicaof("NO", "ONE")
+            self._address.target_port = new.port
+            for client in before.client_list(_type="normal"):
+                if self._chance.random() < 0.5:
+                    before.client_kill_filter(_id=client["id"])
+            time.sleep(self._chance.uniform(0.1, 0.5))
+        old.kill()
+        self._primary, self._replica = self._replica, self._primary
+        old.start()
+        self._follow()
+
+    def _follow(self) -> None:
+        """Let the other follow the primary, and wait until it has caught up and writes a file of its own."""
+        self._link.target_port = self._primary.server.port
+        with redis.Redis.from_url(self._replica.server.url) as replica:
+            replica.replicaof("127.0.0.1", str(self._link.port))
+            wait_until(lambda: _has_caught_up(replica.info()))
+        self._primary.begin_again()
+
+
+def _has_caught_up(info: Mapping[str, Any]) -> bool:
+    return info["master_link_status"] == "up" and info["aof_enabled"] and not info["aof_rewrite_in_progress"]
+
+
+class SoakFaults:
+    """Hurts the workers of a fleet and its Redis, and counts."""
+
+    def __init__(self, fleet: Fleet, server: RestartableRedis, *, freeze_s: float, seed: int) -> None:
+        self.counts: Counter[str] = Counter()
+        self._fleet = fleet
+        self._server = server
+        self._bare = redis.Redis.from_url(server.url)
+        self._freeze_s = freeze_s  # longer than a lease
+        self._random = random.Random(seed)
+        self._thaws: list[threading.Timer] = []
+        # Kind -> (its weight, what is done; that returns False if there was nothing to do it to).
+        self._faults: dict[str, tuple[int, Callable[[], object]]] = {
+            "SIGKILL of a worker": (2, lambda: self._hurt_one(FleetWorker.kill)),
+            "SIGTERM of a worker": (2, lambda: self._hurt_one(FleetWorker.terminate)),
+            "SIGSTOP past the lease": (2, lambda: self._hurt_one(self._freeze)),
+            "CLIENT KILL of all connections": (2, lambda: drop_connections(self._bare)),
+            "Redis SIGKILL": (1, self._kill_redis),
+            "duplicated message": (4, lambda: duplicate_message(self._bare)),
+            "stolen message": (4, lambda: steal_message(self._bare)),
+            "junk frame": (4, lambda: junk_frame(self._bare)),
+        }
+
+    def inject(self) -> None:
+        """One fault, chosen by its weight."""
+        kinds = list(self._faults)
+        (kind,) = self._random.choices(kinds, [self._faults[name][0] for name in kinds])
+        try:
+            happened = self._faults[kind][1]()
+        except redis.RedisError:
+            return  # our own connection was hit by an earlier fault
+        if happened is not False:
+            self.counts[kind] += 1
+
+    def stop(self) -> None:
+        """Thaw what is frozen."""
+        for thaw in self._thaws:
+            thaw.cancel()
+        for worker in self._fleet.workers:
+            worker.thaw()
+        self._bare.close()
+
+    def _hurt_one(self, hurt: Callable[[FleetWorker], None]) -> bool:
+        """Hurt a worker that is up: one that loads has no work yet."""
+        workers = [worker for worker in self._fleet.workers if worker.is_up]
+        if workers:
+            hurt(self._random.choice(workers))
+        return bool(workers)
+
+    def _freeze(self, worker: FleetWorker) -> None:
+        worker.freeze()
+        thaw = threading.Timer(self._freeze_s, worker.thaw)
+        thaw.daemon = True
+        self._thaws.append(thaw)
+        thaw.start()
+
+    def _kill_redis(self) -> None:
+        self._server.kill()
+        time.sleep(REDIS_DOWN_S)
+        self._server.start()
 
 
 @contextmanager
@@ -233,130 +311,6 @@ def redis_setting(client: redis.Redis, name: str, value: str) -> Iterator[None]:
 def _lane_of(message: dict[str, Any]) -> str:
     properties = message["properties"]
     return lanes_by_priority(properties["delivery_info"]["routing_key"])[int(properties["priority"])]
-
-
-def valid_frame(client: BatchClient, bare: redis.Redis) -> Frame:
-    """The frame of a plan, as our own client sends it. Empties Redis."""
-    client.submit([b"{}"])
-    frame: Frame = json.loads(bare.lrange(PLAN_LANE, 0, 0)[0])
-    bare.flushall()
-    return frame
-
-
-def spoiled(template: Frame, spoil: Spoil, name: str) -> bytes:
-    """The template, spoiled, with `name` for its delivery tag and task id."""
-    frame = copy.deepcopy(template)
-    frame["properties"]["delivery_tag"] = frame["headers"]["id"] = name
-    spoil(frame)
-    return json.dumps(frame).encode()
-
-
-def put(*path: str, to: object) -> Spoil:
-    """Replace, or add, the value at `path`."""
-
-    def change(frame: Frame) -> None:
-        target = frame
-        for name in path[:-1]:
-            target = target[name]
-        target[path[-1]] = to
-
-    return change
-
-
-def drop(*path: str) -> Spoil:
-    """Remove the value at `path`."""
-
-    def change(frame: Frame) -> None:
-        target = frame
-        for name in path[:-1]:
-            target = target[name]
-        del target[path[-1]]
-
-    return change
-
-
-# With stock Celery 5.7 and kombu 5.7 the first four end the worker and the next three one worker after another; a
-# missing id makes it reconnect for ever, the next four once; the last keeps a slot until the year 9999.
-TWENTY_THREE: dict[str, bytes | Spoil] = {
-    "not JSON": b"not JSON",
-    "empty": b"",
-    "null": b"null",
-    "a list": b"[]",
-    "body not base64": put("body", to="*** not base64 ***"),
-    "body an object": put("body", to=body({"args": []})),
-    "body of two": put("body", to=body([[], {}])),
-    "no id": drop("headers", "id"),
-    "no properties": drop("properties"),
-    "properties null": put("properties", to=None),
-    "no delivery tag": drop("properties", "delivery_tag"),
-    "no delivery info": drop("properties", "delivery_info"),
-    "no body": drop("body"),
-    "body encoding unknown": put("properties", "body_encoding", to="rot13"),
-    "no headers": drop("headers"),
-    "headers a list": put("headers", to=[]),
-    "no task": drop("headers", "task"),
-    "body not JSON": put("body", to=encoded(b"not JSON")),
-    "body not UTF-8": put("body", to=encoded(b'["\xff\xfe"]')),
-    "body 200,000 deep": put("body", to=encoded(b"[" * 200_000)),
-    "pickle": put("content-type", to="application/x-python-serialize"),
-    "unknown task": put("headers", "task", to="os.system"),
-    "ETA no time": put("headers", "eta", to="yesterday"),
-}
-assert len(TWENTY_THREE) == 23
-# Well-formed, but not ours: no message of ours has an ETA.
-FAR_FUTURE = put("headers", "eta", to="9999-12-31T23:59:59+00:00")
-
-
-def fuzzed_frames(template: Frame, count: int) -> list[bytes]:
-    """`count` different frames, the same each time: most are the template, spoiled in one to three places."""
-    # Fewer tags than frames, so that some come under a tag that is being worked on.
-    tags = st.integers(0, 999).map("frame-{}".format)
-    changed = st.builds(_changed, st.just(template), tags, st.lists(_CHANGES, min_size=1, max_size=3))
-    frames = st.one_of(
-        changed,
-        changed,
-        changed,
-        changed,
-        st.tuples(changed, st.floats(0, 1)).map(lambda cut: cut[0][: int(len(cut[0]) * cut[1])]),
-        _VALUES.map(_dumped),
-        st.binary(max_size=200),
-        _DEPTHS.map(lambda depth: b'{"a":' * depth),
-    )
-    found: dict[bytes, None] = {}
-
-    @settings(
-        max_examples=round(count * SURPLUS),
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(frames)
-    def collect(frame: bytes) -> None:
-        found[frame] = None
-
-    collect()
-    return list(found)[:count]
-
-
-def _changed(template: Frame, tag: str, changes: list[tuple[tuple[str, ...], Any]]) -> bytes:
-    frame = copy.deepcopy(template)
-    frame["properties"]["delivery_tag"] = frame["headers"]["id"] = tag
-    for path, change in changes:
-        target: Any = frame
-        for name in path[:-1]:
-            target = target.get(name) if isinstance(target, dict) else None
-        if not isinstance(target, dict):
-            continue  # an earlier change took it away
-        if change == "drop":
-            target.pop(path[-1], None)
-        else:
-            target[path[-1]] = change[0]
-    return _dumped(frame)
-
-
-def _dumped(value: object) -> bytes:
-    return json.dumps(value).encode()
 
 
 def die_at(point: str) -> None:

@@ -56,6 +56,52 @@ end
 return cjson.encode({counters, work})
 """
 
+# Likewise. Of every open job: each line has a record or lies in exactly one unit; what a unit says that is done is what
+# has records; no holder knows of more (`known`: of workers with WorkerOptions.notes_known), or of fewer by more than a
+# write. ARGV[2]: records of one write.
+_WHOLENESS = """
+local found = {}
+local function check(is_so, text) if not is_so then found[#found + 1] = text end end
+for _, key in ipairs(redis.call('KEYS', ARGV[1] .. 'j:*:job')) do
+  local base = string.sub(key, 1, -4)
+  local job = redis.call('HMGET', key, 'st', 'n', 'ns', 'sd', 'ok', 'err')
+  if job[1] == 'queued' or job[1] == 'running' then
+    local lines, num_units = {}, 0
+    for number = -1, tonumber(job[3]) - 1 do
+      local name = base .. 's:' .. (number < 0 and 'plan' or number)
+      local unit = redis.call('HMGET', name, 'st', 'idx', 'n', 'done', 'known')
+      local num_done = 0
+      local function take(index)
+        local is_done = redis.call('HEXISTS', base .. 'res', index) == 1
+        if is_done then num_done = num_done + 1 end
+        check(not lines[index], name .. ': line ' .. index .. ' is in two units')
+        lines[index] = true
+      end
+      if unit[1] and number < 0 then for index = 0, tonumber(job[2]) - 1 do take(tostring(index)) end end
+      if unit[1] and number >= 0 then
+        for index in string.gmatch(unit[2], '%d+') do take(index) end
+        num_units = num_units + 1
+      end
+      local told = name .. ': done ' .. tostring(unit[4])
+      check(not unit[1] or tonumber(unit[4]) == num_done, told .. ', records ' .. num_done)
+      if unit[1] == 'running' and unit[5] then
+        local ahead = unit[4] - unit[5]
+        check(ahead >= 0 and ahead <= tonumber(ARGV[2]), told .. ', its holder knows of ' .. unit[5])
+      end
+    end
+    for index = 0, tonumber(job[2]) - 1 do
+      local has_record = redis.call('HEXISTS', base .. 'res', index) == 1
+      check(has_record or lines[tostring(index)], base .. ': line ' .. index .. ' is nowhere')
+    end
+    local num_records = redis.call('HLEN', base .. 'res')
+    check(num_units == job[3] - job[4], base .. ': units ' .. num_units .. ' of ' .. job[3] .. ' less ' .. job[4])
+    local is_same = num_records == redis.call('LLEN', base .. 'ord') and num_records == job[5] + job[6]
+    check(is_same, base .. ': records ' .. num_records)
+  end
+end
+return cjson.encode({#found, {unpack(found, 1, 5)}})
+"""
+
 
 @contextmanager
 def impatient_client(redis_url: str) -> Iterator[BatchClient]:
@@ -162,6 +208,12 @@ def check_counters(bare: redis.Redis) -> None:
     nothing = [0, 0, 0]
     for name in {*counters, *work}:
         assert counters.get(name, nothing) == work.get(name, nothing), f"adm{name}: prompts, bytes, jobs"
+
+
+def check_wholeness(bare: redis.Redis, *, batch_size: int) -> None:
+    """Check that no line of an open job is lost or twice in work, see _WHOLENESS; batch_size: records of one write."""
+    count, examples = json.loads(cast(bytes, bare.eval(_WHOLENESS, 0, Keys().prefix, batch_size)))
+    assert count == 0, examples
 
 
 def check_invariants(client: BatchClient, bare: redis.Redis, jobs: Mapping[str, Mapping[str, Record]]) -> None:

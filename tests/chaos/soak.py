@@ -1,6 +1,12 @@
 """Disturbs workers with the real engine by random faults for minutes: `python -m tests.chaos.soak --minutes 5`
 
 Prints a table of what was done and what came of it. Exit code 1 unless nothing is missing, double or different.
+
+`--rounds 200` disturbs workers with a fake engine and the default shard size by a Redis that goes back in time, once a
+round: its append-only file cut by 0.1 to 3 s, or a replica promoted that lagged, while clients still write to the old
+primary. It happens while a job with bad lines is planned, while records are written, between a submit and its plan, or
+between a cancel and its effect. Then it is checked, in one moment, that no line is lost or twice in work, and at last
+that every job that Redis still knows has ended by itself, with the records of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -8,39 +14,51 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import redis
 
 from engine.errors import EngineFatal
-from tests.chaos.faults import drop_connections, duplicate_message, junk_frame, steal_message
+from tests.chaos.faults import RewindingRedis, SoakFaults, file_history
 from tests.chaos.fleet import Fleet, FleetWorker, running_fleet
-from tests.chaos.jobs import Record, check_counters, check_nothing_is_left, content, contents, impatient_client, insist
+from tests.chaos.jobs import (
+    Record,
+    check_counters,
+    check_nothing_is_left,
+    check_wholeness,
+    content,
+    contents,
+    impatient_client,
+    insist,
+    prompts,
+    undisturbed,
+)
 from tests.chaos.real_engines import POOL_IS_WHOLE
 from tests.chaos.worker_program import WorkerOptions
 from tests.support.engines import CHECKPOINT, GOAL, ticket_lines
 from tests.support.processes import wait_until
-from tests.support.redis_servers import RestartableRedis, restartable_redis
+from tests.support.redis_servers import RestartableRedis, restartable_redis, tcp_proxy
 from tests.support.request_lines import read_records
 from tests.support.workers import millrace
 from worker.client import BatchClient
 from worker.demo.tickets import GradedAnswers, Ticket, make_tickets
 from worker.registry.errors import JobNotFound
+from worker.registry.keys import Keys
 
 MAX_TOKENS = 12
 NUM_DIFFERENT = 40  # jobs; the others repeat them, so that the undisturbed run takes less time than the soak
 TOPICS = tuple(f"You are assistant number {number}, and you answer the question of the user. " for number in range(8))
-
-REDIS_DOWN_S = 0.5
 
 LEASE_S = 3.0
 SETTINGS = {
@@ -59,6 +77,22 @@ SETTLE_TIMEOUT_S = 300.0
 START_TIMEOUT_S = 120.0
 
 Expected = Mapping[str, Record]
+
+MOMENTS = (
+    "while a job with bad lines is planned",
+    "while records are written",
+    "between submit and plan",
+    "between cancel and its effect",
+)
+FAULTS = ("cut", "cut", "cut", "promotion")
+ROUND_ENGINE = {"steps_per_request": 4, "step_s": 0.002, "slots": 16}
+ROUND_SETTINGS = {
+    "worker.lease_s": "2",
+    "worker.renew_interval_s": "0.5",
+    "worker.shard_size": "256",  # as shipped
+}
+ROUND_TIMEOUT_S = 60.0
+BATCH_SIZE = 200  # worker.result_batch_size
 
 
 class SoakWork:
@@ -124,68 +158,6 @@ def _text_line(job: int, kind: int, number: int) -> Mapping[str, Any]:
     return {"custom_id": f"{job}-{number}", "method": "POST", "url": "/v1/completions", "body": body}
 
 
-class SoakFaults:
-    """Hurts the workers of a fleet and its Redis, and counts."""
-
-    def __init__(self, fleet: Fleet, server: RestartableRedis, *, freeze_s: float, seed: int) -> None:
-        self.counts: Counter[str] = Counter()
-        self._fleet = fleet
-        self._server = server
-        self._bare = redis.Redis.from_url(server.url)
-        self._freeze_s = freeze_s  # longer than a lease
-        self._random = random.Random(seed)
-        self._thaws: list[threading.Timer] = []
-        # Kind -> (its weight, what is done; that returns False if there was nothing to do it to).
-        self._faults: dict[str, tuple[int, Callable[[], object]]] = {
-            "SIGKILL of a worker": (2, lambda: self._hurt_one(FleetWorker.kill)),
-            "SIGTERM of a worker": (2, lambda: self._hurt_one(FleetWorker.terminate)),
-            "SIGSTOP past the lease": (2, lambda: self._hurt_one(self._freeze)),
-            "CLIENT KILL of all connections": (2, lambda: drop_connections(self._bare)),
-            "Redis SIGKILL": (1, self._kill_redis),
-            "duplicated message": (4, lambda: duplicate_message(self._bare)),
-            "stolen message": (4, lambda: steal_message(self._bare)),
-            "junk frame": (4, lambda: junk_frame(self._bare)),
-        }
-
-    def inject(self) -> None:
-        """One fault, chosen by its weight."""
-        kinds = list(self._faults)
-        (kind,) = self._random.choices(kinds, [self._faults[name][0] for name in kinds])
-        try:
-            happened = self._faults[kind][1]()
-        except redis.RedisError:
-            return  # our own connection was hit by an earlier fault
-        if happened is not False:
-            self.counts[kind] += 1
-
-    def stop(self) -> None:
-        """Thaw what is frozen."""
-        for thaw in self._thaws:
-            thaw.cancel()
-        for worker in self._fleet.workers:
-            worker.thaw()
-        self._bare.close()
-
-    def _hurt_one(self, hurt: Callable[[FleetWorker], None]) -> bool:
-        """Hurt a worker that is up: one that loads has no work yet."""
-        workers = [worker for worker in self._fleet.workers if worker.is_up]
-        if workers:
-            hurt(self._random.choice(workers))
-        return bool(workers)
-
-    def _freeze(self, worker: FleetWorker) -> None:
-        worker.freeze()
-        thaw = threading.Timer(self._freeze_s, worker.thaw)
-        thaw.daemon = True
-        self._thaws.append(thaw)
-        thaw.start()
-
-    def _kill_redis(self) -> None:
-        self._server.kill()
-        time.sleep(REDIS_DOWN_S)
-        self._server.start()
-
-
 def main() -> int:
     """Run the soak that the command line describes."""
     parser = argparse.ArgumentParser(description="Random faults on workers with the real engine.")
@@ -194,9 +166,12 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=200)
     parser.add_argument("--prompts", type=int, default=50, help="of each job")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=0, help="of a Redis that goes back in time, in place of minutes")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
+        if options.rounds:
+            return _run_rounds(directory, options)
         work = SoakWork(directory, options.jobs, options.prompts)
         expected = work.undisturbed()
         with restartable_redis(directory, is_durable=True) as server:
@@ -302,6 +277,116 @@ def _print_table(
     print("| what | number |\n|---|---|")
     for what, number in rows:
         print(f"| {what} | {number} |")
+
+
+def _run_rounds(directory: Path, options: argparse.Namespace) -> int:
+    chance = random.Random(options.seed)
+    with ExitStack() as stack:
+        histories = []
+        for name in ("one", "two"):
+            (directory / name).mkdir()
+            one = stack.enter_context(restartable_redis(directory / name, is_durable=True))
+            histories.append(stack.enter_context(file_history(one)))
+        address, link = (stack.enter_context(tcp_proxy(histories[0].server.port)) for _ in range(2))
+        server = RewindingRedis(histories, address=address, link=link, chance=chance)
+        url = f"redis://127.0.0.1:{address.port}/0"
+        program = WorkerOptions(engine=ROUND_ENGINE, visibility_timeout_s=10, notes_known=True)
+        fleet = stack.enter_context(running_fleet(url, directory, program, ROUND_SETTINGS))
+        client = stack.enter_context(impatient_client(url))
+        for _ in range(options.workers):
+            fleet.start()
+        fleet.wait_up(client)
+        rounds = SoakRounds(server, client, chance)
+        for _ in range(options.rounds):
+            rounds.run()
+        suspects = sum(worker.log.count("crashed a worker before") for worker in fleet.workers)
+        rewound = sum(worker.log.count("Redis has lost") for worker in fleet.workers)
+        codes = fleet.stop()
+    print("| what | number |\n|---|---|")
+    figures = {"units given back as Redis had lost records or a plan": rewound, "suspects": suspects, **rounds.found}
+    for what, number in {**rounds.counts, **figures}.items():
+        print(f"| {what} | {number} |")
+    print(f"\nRounds took {statistics.median(rounds.took_s):.1f} s (median), {max(rounds.took_s):.1f} s (longest).")
+    return 0 if rounds.found.total() + suspects + sum(codes) + fleet.num_restarts == 0 else 1
+
+
+class SoakRounds:
+    """Rounds of two jobs each, one with bad lines, over which Redis goes back in time once."""
+
+    def __init__(self, server: RewindingRedis, client: BatchClient, chance: random.Random) -> None:
+        self.counts: Counter[str] = Counter()
+        self.found: Counter[str] = Counter(hung=0, missing=0, duplicate=0, different=0)
+        self.took_s: list[float] = []
+        self._server = server
+        self._client = client
+        self._chance = chance
+        self._files = [prompts(700, of="good"), prompts(900, of="mixed")]
+        for line in self._files[1][::3]:
+            line["n"] = "none"  # no number
+        self._expected = list(map(undisturbed, self._files))
+
+    def run(self) -> None:
+        """One round; prints what went wrong."""
+        began_s, moment = time.monotonic(), self._chance.choice(MOMENTS)
+        before = self._server.num_bytes
+        job_ids = [self._submit(number) for number in range(2)]
+        keep = self._server.num_bytes
+        if moment != "between submit and plan":
+            self._await(moment, job_ids[1])
+        if moment == "between cancel and its effect":
+            keep = self._server.num_bytes
+            insist(partial(self._client.cancel, job_ids[1]))
+        fault = self._chance.choice(FAULTS)
+        if fault == "promotion":
+            self._server.split()
+        else:
+            self._server.cut(before if self._chance.random() < 0.2 else keep)
+        self.counts[f"{fault} {moment}"] += 1
+        with redis.Redis.from_url(self._server.url) as bare:
+            is_ended = False
+            while not is_ended and time.monotonic() < began_s + ROUND_TIMEOUT_S:
+                check_wholeness(bare, batch_size=BATCH_SIZE)
+                check_counters(bare)
+                is_ended = not any(bare.hget(Keys().job(job_id), "st") in (b"queued", b"running") for job_id in job_ids)
+            for number, job_id in enumerate(job_ids):
+                self._compare(bare, job_id, self._expected[number])
+        self.took_s.append(time.monotonic() - began_s)
+        print(f"round {len(self.took_s)}: {fault} {moment}, {self.took_s[-1]:.1f} s", file=sys.stderr, flush=True)
+
+    def _submit(self, number: int) -> str:
+        key = uuid.uuid4().hex  # keeps a submit whose answer got lost from becoming a second job
+        return insist(partial(self._client.submit, self._files[number], idempotency_key=key))
+
+    def _await(self, moment: str, job_id: str) -> None:
+        """Wait until the job is planned, or has records of its good lines; or is already over."""
+        wanted = self._chance.randrange(1, 300) if moment == MOMENTS[0] else self._chance.randrange(300, 700)
+
+        def has_come_so_far() -> bool:
+            job = insist(partial(self._client.status, job_id))
+            return job.request_counts.finished >= wanted or job.status.is_terminal
+
+        wait_until(has_come_so_far)
+
+    def _compare(self, bare: redis.Redis, job_id: str, expected: Expected) -> None:
+        state = cast("bytes | None", bare.hget(Keys().job(job_id), "st"))
+        if state is None:
+            self.counts["jobs that Redis forgot"] += 1
+            return
+        if state in (b"queued", b"running"):
+            self.found["hung"] += 1
+            print(f"hung: {bare.hgetall(Keys().job(job_id))}", file=sys.stderr)
+            return
+        self.counts[f"jobs {state.decode()}"] += 1
+        seen: Counter[str] = Counter()
+        for record in insist(lambda: list(self._client.results(job_id))):
+            seen[record["custom_id"]] += 1
+            is_cancelled = state == b"cancelled" and (record["error"] or {}).get("code") == "batch_cancelled"
+            if content(record) != expected.get(record["custom_id"]) and not is_cancelled:
+                self.found["different"] += 1
+                print(f"different, of {job_id}, {state!r}: {record}", file=sys.stderr)
+        self.counts["records"] += seen.total()
+        self.found["missing"] += len(expected.keys() - seen.keys())
+        self.found["duplicate"] += sum(count - 1 for count in seen.values())
 
 
 if __name__ == "__main__":

@@ -14,17 +14,9 @@ import redis
 from celery import Celery
 from kombu.exceptions import OperationalError
 
-from tests.chaos.faults import (
-    FAR_FUTURE,
-    TWENTY_THREE,
-    duplicate_message,
-    fuzzed_frames,
-    lanes,
-    spoiled,
-    steal_message,
-    valid_frame,
-)
+from tests.chaos.faults import duplicate_message, lanes, steal_message
 from tests.chaos.fleet import Fleet, running_fleet
+from tests.chaos.frames import FAR_FUTURE, TWENTY_THREE, fuzzed_frames, spoiled, valid_frame
 from tests.chaos.jobs import check_invariants, prompts, submit_jobs, wait_all
 from tests.chaos.worker_program import WorkerOptions
 from tests.support.processes import wait_until

@@ -151,8 +151,7 @@ def test_a_fault_of_redis_alone_makes_no_suspect(how: str, durable_redis: Restar
             fleet.start()
         fleet.wait_up(client)
         jobs = submit_jobs(client, num_jobs=3, num_prompts=400)
-        for job_id in jobs:
-            wait_until(lambda job_id=job_id: client.status(job_id).request_counts.finished > 0)
+        wait_until(lambda: all(client.status(job_id).request_counts.finished for job_id in jobs))
         time.sleep(1.6)  # further than the fault goes back, so that each job survives it
         _fail(how, bare, history)
         wait_all(client, jobs)

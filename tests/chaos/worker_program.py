@@ -26,6 +26,7 @@ class WorkerOptions:
     visibility_timeout_s: int = 4  # the same for all workers of one Redis
     die_at: str = ""  # a name of DEATHS
     clock_shift_s: float = 0.0
+    notes_known: bool = False  # each unit says how many of its records its holder knew of at its last write or renewal
     has_other_scripts: bool = False  # scripts of the same effect with other digests, as of another version
     log_level: str = "INFO"  # DEBUG: also what Celery says of every message
 
@@ -62,6 +63,8 @@ def _run_worker(options: WorkerOptions, assignments: list[str]) -> int:
         die_at(options.die_at)
     if options.has_other_scripts:
         _change_scripts()
+    if options.notes_known:
+        _note_known()
     effective = load_settings(parse_assignments(assignments), environ={})
     return celery_worker.run_worker(
         effective, _load_engine if options.engine is None else _load_fake_engine(options.engine)
@@ -73,6 +76,19 @@ def _change_scripts() -> None:
 
     source = exchange.script_source
     exchange.script_source = lambda *names: f"{source(*names)}-- of another version\n"
+
+
+def _note_known() -> None:
+    from worker.registry import exchange
+
+    source, check = exchange.script_source, ">= tonumber(expected) then return false end"
+
+    def noting(*names: str) -> str:
+        text = source(*names)
+        assert "prelude" not in names or check in text
+        return text.replace(check, check.replace("return", "redis.call('HSET', UNIT, 'known', expected) return"))
+
+    exchange.script_source = noting
 
 
 def _load_engine(effective: Any) -> Any:

@@ -4,7 +4,8 @@ Importing torch and Celery takes a process 1 to 4 seconds, which is most of what
 worker takes. A fork is a process like any other: it has its own memory, signals, descriptors, directory, environment
 and exit code, and runs `main` of the module it is told. Not for tests of what is imported, or when.
 
-Beside that: a loop of the worker on a thread of its own, and waiting for what another thread or process does.
+Beside that: a loop of the worker on a thread of its own, waiting for what another thread or process does, and a check
+that threads end with what started them.
 """
 
 from __future__ import annotations
@@ -47,6 +48,14 @@ PRELOADED = (
     "worker.cli.worker",
 )
 MAX_REQUEST_BYTES = 1 << 20
+
+THREADS_END_S = 10.0  # for threads that were told to end
+
+# Beginnings of names. These threads live as long as the process, by design of the library that starts them.
+PROCESS_WIDE = ("tqdm_monitor",)  # tqdm's, of the first progress bar that transformers draws: it refreshes slow bars
+# An engine's compiler starts its thread with its first grammar and ends it when it is closed. Where the engine is a
+# module's fixture, that is during one test and after the last: the thread must end with the module.
+STARTED_LATE = ("grammars_",)
 
 
 class WarmInterpreter:
@@ -154,6 +163,41 @@ def wait_until(condition: Callable[[], object], *, timeout_s: float = 30.0) -> N
         if time.monotonic() > until_s:
             raise AssertionError(f"not so after {timeout_s} s")
         time.sleep(0.005)
+
+
+@contextmanager
+def leaving_no_threads(culprit: str, *, but: tuple[str, ...] = PROCESS_WIDE) -> Iterator[None]:
+    """Fail if a thread that began in the block runs on after it, unless its name begins like one of `but`.
+
+    culprit: what the message blames.
+    """
+    before = set(threading.enumerate())
+    yield
+    until_s = time.monotonic() + THREADS_END_S
+    left = [thread for thread in set(threading.enumerate()) - before if _is_pythons(thread)]
+    left = [thread for thread in left if not thread.name.startswith(but)]
+    for thread in left:
+        thread.join(max(until_s - time.monotonic(), 0.0))
+    running = sorted(map(_described, filter(threading.Thread.is_alive, left)))
+    assert not running, f"{culprit} left {len(running)} threads running: {'; '.join(running)}"
+
+
+def is_waiting(thread: threading.Thread) -> bool:
+    """Whether the thread stands in a wait for an event, a condition or a future."""
+    frame = None if thread.ident is None else sys._current_frames().get(thread.ident)
+    return frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) == (threading.__file__, "wait")
+
+
+def _is_pythons(thread: threading.Thread) -> bool:
+    """Whether Python started it: it does not see the end of threads that C++ started."""
+    return not isinstance(thread, threading._DummyThread)
+
+
+def _described(thread: threading.Thread) -> str:
+    """A thread's name and what it runs: the name alone may be Thread-7."""
+    target = getattr(thread, "_target", None)
+    runs = getattr(target, "__qualname__", None) or type(thread).__qualname__
+    return f"{thread.name} ({'daemon, ' if thread.daemon else ''}runs {runs})"
 
 
 def serve_forks() -> None:

@@ -300,7 +300,7 @@ class TcpProxy:
     def __init__(self, target_port: int) -> None:
         self.latency_s = 0.0  # of each chunk, in each direction
         self.reset_probability = 0.0  # of each chunk
-        self._target_port = target_port
+        self.target_port = target_port  # of the next connections
         self._closing = threading.Event()
         self._connected = threading.Event()  # cleared: a partition
         self._connected.set()
@@ -352,7 +352,7 @@ class TcpProxy:
             except OSError:
                 return
             try:
-                server = socket.create_connection(("127.0.0.1", self._target_port))
+                server = socket.create_connection(("127.0.0.1", self.target_port))
             except OSError:
                 client.close()
                 continue

@@ -18,7 +18,7 @@ from kombu import Message
 from pydantic import SecretStr
 
 from settings import RedisSettings, Settings
-from tests.chaos.faults import FAR_FUTURE, TWENTY_THREE, body, put, spoiled, valid_frame
+from tests.chaos.frames import FAR_FUTURE, TWENTY_THREE, body, put, spoiled, valid_frame
 from tests.support.processes import wait_until
 from tests.support.registry import TestRegistry, running_units
 from tests.support.workers import FAKE_WORKER_STOP_TIMEOUT_S, worker_processes

@@ -9,9 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from tests.support.processes import wait_until
+from tests.support.processes import is_waiting, wait_until
 from tests.support.registry import TestRegistry, Units, must_claim, ok, running_units
-from tests.support.threads import is_waiting
 from worker.broker.messages import MessageEnd
 from worker.registry.keys import UnitRef
 from worker.registry.lifecycle import StopReason

@@ -9,9 +9,8 @@ import traceback
 import pytest
 import redis
 
-from tests.support.processes import wait_until
+from tests.support.processes import is_waiting, wait_until
 from tests.support.registry import TestRegistry, must_claim, ok, running_units
-from tests.support.threads import is_waiting
 from worker.broker.messages import MessageEnd
 from worker.registry.keys import UnitRef
 from worker.registry.leases import Claim

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 import redis
 
-from tests.support.processes import running_thread, wait_until
+from tests.support.processes import is_waiting, running_thread, wait_until
 from tests.support.redis_servers import configured
 from tests.support.registry import TestRegistry, must_claim, ok
-from tests.support.threads import is_waiting
 from worker.registry.keys import UnitRef
 from worker.registry.leases import Claim, PromptRecord, PromptResumeState, UnitLeases
 from worker.registry.lifecycle import PutStatus, RunMode, StopReason
