@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -85,6 +86,50 @@ def test_tickets_and_duplicates_are_right_whatever_is_shared_or_rounded(
     different = [name for name in again if answers[name] != answers[name.removeprefix("again-")]]
     # In other steps sums are rounded in another order: one choice in a thousand may differ.
     assert len(different) <= 1, different
+
+
+def _lines(kind: str, count: int) -> list[dict[str, Any]]:
+    """Lines of one endpoint whose answers are long: embeddings of two inputs, tickets by schema, or three choices."""
+    if kind == "grammar":
+        return ticket_lines(numbered_tickets(seed=5, count=count))
+    bodies: list[dict[str, Any]]
+    texts = [f"{name} of {number}" for number, name in enumerate(numbered_tickets(seed=5, count=count))]
+    if kind == "embeddings":
+        url, bodies = "/v1/embeddings", [{"input": [text, f"{text}, again"]} for text in texts]
+    else:
+        url, asked = "/v1/completions", {"n": 3, "logprobs": 5, "max_tokens": 16, "temperature": 0.9}
+        bodies = [{"prompt": text, "seed": number, **asked} for number, text in enumerate(texts)]
+    return [
+        {"custom_id": f"{kind}-{number}", "method": "POST", "url": url, "body": body}
+        for number, body in enumerate(bodies)
+    ]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        ("choices with logprobs", 24),
+        pytest.param("grammar", 100, marks=pytest.mark.chaos),
+    ],
+)
+def test_records_of_every_kind_are_the_same_after_their_worker_was_killed(
+    kind: str, count: int, client: BatchClient, bare: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    lines = _lines(kind, count)
+    engine = load_engine(CHECKPOINT, ENGINE)
+    expected = contents(run_lines(engine, lines))
+    engine.close()
+    assert not [record for record in expected.values() if record["error"] is not None]
+    settings = {**ENGINE, "model.path": str(CHECKPOINT), "worker.shard_size": "6"}
+    with running_fleet(redis_url, tmp_path, WorkerOptions(), settings) as fleet:
+        worker = fleet.start(die_at="after put before ack")  # of the first shard
+        fleet.wait_up(client)
+        job_id = client.submit(lines)
+        client.wait(job_id, timeout_s=TIMEOUT_S)
+        check_invariants(client, bare, {job_id: expected})
+        assert fleet.stop() == [0]
+    assert worker.exit_codes == [-9]
 
 
 def _has_finished(client: BatchClient, job_id: str, count: int) -> bool:
