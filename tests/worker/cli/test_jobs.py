@@ -76,6 +76,10 @@ def test_the_same_idempotency_key_is_the_same_job(shell: Shell, requests: Path) 
     first = shell.submit(requests, "--idempotency-key", "k")
 
     assert shell.submit(requests, "--idempotency-key", "k") == first
+    requests.write_bytes(completion_line(custom_id="another"))
+    refused = shell("submit", str(requests), "--idempotency-key", "k")
+    assert refused.exit_code == 2
+    assert f"idempotency_key 'k' is of job {first}, which has other lines; accepted: the same again" in refused.output
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.support.redis_servers import configured, lose_next_script_reply
 from tests.support.registry import RecordingAnnouncer, TestRegistry, must_claim, ok
 from worker.broker.messages import MessageEnd
 from worker.registry.errors import EmptyJob, JobIncomplete, JobTooLarge, LinesChanged, QueueFull
-from worker.registry.intake import JobIntake, LineDigest
+from worker.registry.intake import JobIntake, LineDigest, Staged
 from worker.registry.keys import UnitRef
 from worker.registry.leases import NewShard
 from worker.registry.lifecycle import PutStatus
@@ -82,6 +82,16 @@ def test_a_missing_line_is_found_and_named(registry: TestRegistry) -> None:
     with pytest.raises(JobIncomplete) as caught:
         intake.submit(job_id, 4, SubmitOptions())
     assert (caught.value.expected, caught.value.staged, caught.value.first_missing) == (4, 3, 2)
+
+
+def test_lines_of_an_older_producer_do_not_mix_with_a_newer_ones(registry: TestRegistry) -> None:
+    job_id, intake = registry.keys.new_job_id(), registry.intake()
+    intake.stage(job_id, 0, [b"old"] * 3)  # where the job's lines are to be
+    intake.stage(job_id, 0, [b"new"] * 2, "nonce")
+    assert intake.submit(job_id, 2, SubmitOptions(), Staged("nonce")) == (job_id, True)
+    assert not intake.stage(job_id, 3, [b"old"])
+    assert intake.submit(job_id, 4, SubmitOptions()) == (job_id, True)  # without a digest: the first job, as before
+    assert registry.leases().lines(job_id, range(4)) == [b"new", b"new", None, None]
 
 
 @pytest.mark.parametrize("spoil", [("1", b"other"), ("0", b"")])
