@@ -336,6 +336,7 @@ class SoakRounds:
         if moment == "between cancel and its effect":
             keep = self._server.num_bytes
             insist(partial(self._client.cancel, job_ids[1]))
+            keep = self._chance.randint(keep, self._server.num_bytes)  # perhaps the cancel, and not what it led to
         fault = self._chance.choice(FAULTS)
         if fault == "promotion":
             self._server.split()
