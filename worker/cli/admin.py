@@ -14,7 +14,7 @@ import click
 
 from settings import EffectiveSettings
 from worker.acl import ADMIN, FLOWER, PRODUCER, WORKER, UnusablePassword, acl_file, generate_password, read_password
-from worker.cli.exit_codes import BadUsage, CommandError, ExitCode, refusals_in_a_line
+from worker.cli.exit_codes import BadUsage, CommandError, ExitCode, printable, refusals_in_a_line
 from worker.cli.files import open_output
 from worker.cli.options import load_command_settings, redis_options, set_option
 from worker.cli.progress import coloured
@@ -92,7 +92,10 @@ def doctor(
 def _coloured(finding: Finding) -> str:
     """The finding's text, with its level in a colour."""
     level = finding.level.value
-    return coloured(level, _COLOURS[finding.level]) + finding.text.removeprefix(level)
+    # Names of models and workers are others' words.
+    fix = None if finding.fix is None else printable(finding.fix)
+    shown = dataclasses.replace(finding, detail=printable(finding.detail), fix=fix)
+    return coloured(level, _COLOURS[finding.level]) + shown.text.removeprefix(level)
 
 
 def _findings(effective: EffectiveSettings, *, with_quantization_error: bool) -> Iterator[Finding]:

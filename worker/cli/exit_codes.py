@@ -23,6 +23,18 @@ class ExitCode(IntEnum):
     # A worker whose engine broke or hung exits with os.EX_SOFTWARE, 70.
 
 
+def printable(text: str) -> str:
+    """`text` with everything a terminal would not show as it is written as an escape, such as \\n or \\x1b.
+
+    What users write (metadata, names, errors that quote a line) would else forge lines, or tell the terminal to act.
+    """
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def _shown(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
 class CommandError(click.ClickException):
     """One line on stderr and exit code 1: Redis or the model cannot be had, or the job did not complete."""
 
@@ -30,7 +42,8 @@ class CommandError(click.ClickException):
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print the line without click's usage text, since the command line itself was right."""
-        click.echo(f"millrace: {self.format_message()}", file=file, err=file is None)
+        lines = map(printable, self.format_message().split("\n"))
+        click.echo("\n".join(["millrace: " + next(lines), *lines]), file=file, err=file is None)
 
 
 class BadUsage(CommandError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import click
 
-from worker.cli.exit_codes import CommandError
+from worker.cli.exit_codes import CommandError, printable
 from worker.cli.files import WriteRecord
 from worker.records.record import has_failed
 
@@ -57,7 +57,8 @@ class FailureCounts:
         """A line that says what shows them, and one for each code; `num_requests` were run."""
         lines = [f"{self.total} of {num_requests} requests failed; {shown_by}"]
         for code, count in self._counts.most_common(SHOWN_CODES):
-            first = "" if self._lines[code] is None else f" (line {self._lines[code]}{' and others' * (count > 1)})"
+            line = printable(str(self._lines[code]))
+            first = "" if self._lines[code] is None else f" (line {line}{' and others' * (count > 1)})"
             lines.append(f"{count:8}  {code}{first}")
         if len(self._counts) > SHOWN_CODES:
             lines.append(f"{'':8}  and {len(self._counts) - SHOWN_CODES} codes more")
@@ -72,8 +73,8 @@ def _error_of(record: Mapping[str, object]) -> tuple[str, object]:
         body = response.get("body")
         error = body.get("error") if isinstance(body, Mapping) else None
     if not isinstance(error, Mapping):
-        return f"status {status}", None
-    return str(error.get("code")), error.get("line")
+        return printable(f"status {status}"), None
+    return printable(str(error.get("code"))), error.get("line")
 
 
 _BOUND = re.compile(r"([0-9]{1,9})|([0-9]{1,3}(?:\.[0-9]{1,6})?)%")

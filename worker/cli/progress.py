@@ -12,6 +12,7 @@ from typing import Self, TextIO
 
 import click
 
+from worker.cli.exit_codes import printable
 from worker.schemas import JobState, JobStatus, RequestCounts
 
 REFRESH_S = 0.2
@@ -263,16 +264,14 @@ def _of_state(text: str, state: JobState) -> str:
 
 def job_row(job: JobStatus) -> str:
     """One line of a table under JOB_COLUMNS."""
-    counts = job.request_counts
+    counts, tenant = job.request_counts, printable(job.tenant)
     done, state = f"{counts.finished}/{counts.total}", _of_state(f"{job.status.value:12}", job.status)
-    return (
-        f"{job.id:40} {state} {done:>15} {counts.faulty:>8} {job.priority:>3} {job.tenant:12} {_time(job.created_at)}"
-    )
+    return f"{job.id:40} {state} {done:>15} {counts.faulty:>8} {job.priority:>3} {tenant:12} {_time(job.created_at)}"
 
 
 def no_worker_serves(model: str) -> str:
     """Why a job of this model does not go on."""
-    return f"no worker serves {model} (millrace worker --model DIR starts one)"
+    return f"no worker serves {printable(model)} (millrace worker --model DIR starts one)"
 
 
 def job_details(job: JobStatus) -> str:
@@ -280,16 +279,16 @@ def job_details(job: JobStatus) -> str:
     counts, usage = job.request_counts, job.usage
     lines = [
         f"job        {job.id}",
-        f"status     {_of_state(job.status.value, job.status)}{f': {job.error}' if job.error else ''}",
-        *([f"model      {job.model}"] if job.model else []),
+        f"status     {_of_state(job.status.value, job.status)}{f': {printable(job.error)}' if job.error else ''}",
+        *([f"model      {printable(job.model)}"] if job.model else []),
         *(f"waits      {no_worker_serves(model)}" for model in job.waiting_for),
         f"requests   {counts.total}: {counts_words(counts)}",
         f"shards     {job.shards_done}/{job.shards_total}",
         f"tokens     {usage.input_tokens} in ({usage.cached_tokens} cached), {usage.output_tokens} out"
         + (f" ({usage.resumed_tokens} resumed)" if usage.resumed_tokens else ""),
         f"priority   {job.priority}",
-        f"tenant     {job.tenant}",
-        *(f"metadata   {key}={value}" for key, value in job.metadata.items()),
+        f"tenant     {printable(job.tenant)}",
+        *(f"metadata   {printable(key)}={printable(value)}" for key, value in job.metadata.items()),
         f"created    {_time(job.created_at)}",
     ]
     for label, when in (

@@ -13,6 +13,7 @@ from tests.support.registry import TestRegistry, ended_job
 from tests.support.request_lines import completion_line
 from worker.cli.main import cli
 from worker.client import BatchClient
+from worker.schemas import SubmitOptions
 
 UNKNOWN = "s0-00000000-0000-7000-8000-000000000000"
 
@@ -155,6 +156,43 @@ def test_a_cancelled_job_is_exit_1_to_whoever_waits_for_it(shell: Shell, request
 
     assert result.exit_code == 1
     assert f"millrace: job {job_id} was cancelled" in result.stderr
+
+
+HOSTILE = "x\nstatus     completed\x1b]52;c;cm0gLXJm\x07\x9b2J\u202e"
+SHOWN = r"x\nstatus     completed\x1b]52;c;cm0gLXJm\x07\x9b2J\u202e"
+
+
+@pytest.mark.parametrize("command", [["status"], ["watch"], ["cancel"]])
+def test_what_users_wrote_forges_no_line_and_drives_no_terminal(
+    shell: Shell, registry: TestRegistry, command: list[str]
+) -> None:
+    job_id = registry.submit([b"x"], SubmitOptions(metadata={"a\x07": HOSTILE}))
+    for name, value in {"st": "failed", "reason": HOSTILE, "tenant": HOSTILE, "model": HOSTILE}.items():
+        registry.redis.hset(registry.keys.job(job_id), name, value)  # by whoever may write to Redis
+
+    done = shell(*command, job_id)
+
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == (
+        ["job", "status", "model", "requests", "shards", "tokens", "priority", "tenant", "metadata", "created"]
+    )
+    assert lines[1:3] == [f"status     failed: {SHOWN}", f"model      {SHOWN}"]
+    assert lines[7:9] == [f"tenant     {SHOWN}", rf"metadata   a\x07={SHOWN}"]
+    assert done.output.replace("\n", "").isprintable()
+    assert not [line for line in done.stderr.splitlines() if line.startswith("status")]
+
+
+def test_the_list_of_jobs_shows_names_as_they_are_written(shell: Shell, registry: TestRegistry) -> None:
+    job_id = registry.submit([b"x"], SubmitOptions(metadata={"a": HOSTILE}))
+    registry.redis.hset(registry.keys.job(job_id), "tenant", HOSTILE)
+
+    lines = shell("jobs").stdout.splitlines()
+
+    assert len(lines) == 2
+    assert SHOWN in lines[1]
+    [job] = json.loads(shell("jobs", "--json").stdout)
+    assert (job["tenant"], job["metadata"]) == (HOSTILE, {"a": HOSTILE})
+    assert json.loads(shell("status", job_id, "--json").stdout)["metadata"] == {"a": HOSTILE}
 
 
 def test_jobs_lists_every_job_newest_first(shell: Shell, requests: Path) -> None:
