@@ -101,8 +101,8 @@ class JobState(StrEnum):
              `-> failed    it was refused, or planning it crashed worker after worker
 
     `finalizing` is seen only on the way to `expired`: a job completes with its last record, there is nothing left to
-    be done then. A deadline or a cancellation may come while a job is validating too. `completed` does not mean that
-    every prompt succeeded: see the counts.
+    be done then. A deadline or a cancellation may come while a job is validating too; one that changes no record leaves
+    it to complete. `completed` does not mean that every prompt succeeded: see the counts.
     """
 
     VALIDATING = "validating"

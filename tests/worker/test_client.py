@@ -33,7 +33,7 @@ from worker.registry.intake import Staged
 from worker.registry.jobs import FIRST_POLL_S, LONGEST_POLL_S, PollPauses
 from worker.registry.keys import UnitRef
 from worker.registry.lifecycle import PutStatus
-from worker.schemas import JobState, SubmitOptions
+from worker.schemas import JobState, SubmitOptions, batch_object
 
 
 def test_importing_the_clients_brings_no_torch() -> None:
@@ -245,6 +245,27 @@ def test_cancelling_leaves_the_units_of_others_to_them(client: BatchClient, regi
     job = client.cancel(job_id)
     assert (job.status, job.request_counts.failed) == (JobState.CANCELLING, 1)
     assert registry.leases().renew([held])[0][0] is PutStatus.OPEN
+
+
+def test_a_job_with_nothing_left_to_cancel_completes(client: BatchClient, registry: TestRegistry) -> None:
+    job_id = registry.running_job([0, 1])
+    leases = registry.leases()
+    held = must_claim(leases, UnitRef.shard(job_id, 0))
+    assert client.cancel(job_id).status is JobState.CANCELLING
+    leases.put(held, [ok(0), ok(1)])
+    job = client.status(job_id)
+    assert (job.status, job.request_counts.completed) == (JobState.COMPLETED, 2)
+    assert (batch_object(job)["status"], batch_object(job)["cancelled_at"]) == ("completed", None)
+    assert batch_object(job)["cancelling_at"] is not None  # it was asked for
+
+
+def test_a_job_of_which_one_prompt_was_cancelled_is_cancelled(client: BatchClient, registry: TestRegistry) -> None:
+    job_id = registry.running_job([0, 1], [2])
+    leases = registry.leases()
+    held = must_claim(leases, UnitRef.shard(job_id, 0))
+    client.cancel(job_id)
+    leases.put(held, [ok(0), ok(1)])
+    assert client.status(job_id).status is JobState.CANCELLED
 
 
 def test_results_can_be_read_on_from_a_cursor(client: BatchClient, registry: TestRegistry) -> None:

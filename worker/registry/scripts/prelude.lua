@@ -181,9 +181,10 @@ end
 
 -- The job's last record is written. Every shard's hash went with the shard's own last record.
 local function finish(job_id, now)
-  local job = redis.call('HMGET', JOB, 'cancel', 'exp', 'lost_plan')
+  local job = redis.call('HMGET', JOB, 'can', 'exp', 'lost_plan')
   local state, reason = 'done', ''
-  if job[1] ~= '0' then
+  -- By what became of its prompts: of a job whose last record came before its cancellation had any effect, nothing was.
+  if tonumber(job[1] or '0') > 0 then
     state = 'cancelled'
   elseif tonumber(job[2]) > 0 then
     state = 'expired'
