@@ -9,7 +9,7 @@ import asyncio
 import contextvars
 import json
 import threading
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
@@ -22,8 +22,9 @@ from worker.client import BatchClient, RequestObject, refuse_single_line
 from worker.records.record import has_failed
 from worker.registry.connect import connect_async
 from worker.registry.exchange import perform_async
-from worker.registry.jobs import JobQueries, ResultReader
+from worker.registry.jobs import JobQueries, PollPauses
 from worker.registry.keys import Keys
+from worker.results import ResultReader
 from worker.schemas import ALL_JOBS, JobFilter, JobStatus, SubmitArguments, WorkerInfo
 
 T = TypeVar("T")
@@ -78,8 +79,11 @@ class AsyncBatchClient:
             return await _run_in(self._submits, partial(self._blocking.submit, source, job_id=job_id, **options))
 
     async def status(self, job_id: str) -> JobStatus:
-        """The job as it stands."""
-        return await perform_async(self._client, self._queries.status(job_id))
+        """The job as it stands, see BatchClient.status."""
+        look = await perform_async(self._client, self._queries.look(job_id))
+        if not look.is_abandoned:
+            return look.status
+        return await _run_in(self._cancels, partial(self._blocking.status, job_id))
 
     async def jobs(self, limit: int = 1000, matching: JobFilter = ALL_JOBS) -> list[JobStatus]:
         """The newest jobs that match, newest first."""
@@ -96,13 +100,14 @@ class AsyncBatchClient:
     def results(
         self,
         job_id: str,
-        cursor: int = 0,
+        cursor: int | str = 0,
         follow: bool = False,
         *,
         order: Literal["completion", "input"] = "completion",
-    ) -> AsyncIterator[dict[str, Any]]:
+    ) -> AsyncResults:
         """A job's records, to be read with `async for`; see BatchClient.results for cursor, follow and order."""
-        return self._read(ResultReader(self._queries, job_id, cursor, order, follow))
+        reader = ResultReader(self._queries, job_id, cursor, order, follow)
+        return AsyncResults(reader, partial(self._next_page, reader, job_id))
 
     async def errors(self, job_id: str) -> AsyncIterator[dict[str, Any]]:
         """The records, so far, of requests without an answer."""
@@ -124,7 +129,17 @@ class AsyncBatchClient:
 
     async def wait(self, job_id: str, timeout_s: float | None = None) -> JobStatus:
         """Wait until the job has ended. Raises TimeoutError after `timeout_s` seconds."""
-        return await perform_async(self._client, self._queries.wait(job_id, timeout_s))
+        pauses = PollPauses(timeout_s)
+        while not (job := await self.status(job_id)).status.is_terminal:
+            pauses.check_time(job)
+            await asyncio.sleep(pauses.next_s())
+        return job
+
+    async def _next_page(self, reader: ResultReader, job_id: str) -> Iterator[bytes] | None:
+        records = await perform_async(self._client, reader.next_page())
+        if reader.is_stuck:
+            await self.status(job_id)  # which ends it if nobody else does
+        return records
 
     async def close(self) -> None:
         """Wait for the threads of submits and cancels that still run, then close the connections."""
@@ -139,10 +154,35 @@ class AsyncBatchClient:
     async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
-    async def _read(self, reader: ResultReader) -> AsyncIterator[dict[str, Any]]:
-        while (records := await perform_async(self._client, reader.next_page())) is not None:
-            for record in records:
-                yield json.loads(record)
+
+class AsyncResults(AsyncIterator[dict[str, Any]]):
+    """The records of `AsyncBatchClient.results`."""
+
+    def __init__(self, reader: ResultReader, read: Callable[[], Awaitable[Iterator[bytes] | None]]) -> None:
+        """`read` gives the reader's next page, None at the end."""
+        self._reader = reader
+        self._read = read
+        self._page: Iterator[bytes] = iter(())
+
+    @property
+    def cursor(self) -> str:
+        """With this another reader, of this process or a later one, goes on after the last record that was taken."""
+        return self._reader.cursor
+
+    @property
+    def num_rewinds(self) -> int:
+        """How often Redis was found to have lost records that were read, see BatchClient.results."""
+        return self._reader.num_rewinds
+
+    async def __anext__(self) -> dict[str, Any]:
+        while True:
+            for raw in self._page:
+                record: dict[str, Any] = json.loads(raw)
+                return record
+            page = await self._read()
+            if page is None:
+                raise StopAsyncIteration
+            self._page = page
 
 
 async def _run_in(executor: Executor, call: Callable[[], T]) -> T:

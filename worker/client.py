@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Literal, Self, Unpack, cast
 
 from pydantic import SecretStr
@@ -23,10 +24,10 @@ from worker.registry.connect import connect
 from worker.registry.errors import JobIncomplete, JobNotFound, JobTooLarge
 from worker.registry.exchange import perform
 from worker.registry.intake import JobIntake, LineDigest, Staged, checked_options
-from worker.registry.jobs import JobControl, JobQueries, ResultReader
+from worker.registry.jobs import JobControl, JobQueries, PollPauses
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import UnitLeases
-from worker.retry import FailedLines
+from worker.results import FailedLines, ResultReader
 from worker.schemas import ALL_JOBS, JobFilter, JobStatus, SubmitArguments, SubmitOptions, WorkerInfo
 from worker.tracing.spans import make_tracing
 from worker.unit_closer import UnitCloser
@@ -103,8 +104,13 @@ class BatchClient:
             return self._submit_staged(LineStaging(self._intake, self._limits, job_id), lines, checked)
 
     def status(self, job_id: str) -> JobStatus:
-        """The job as it stands."""
-        return perform(self._client, self._queries.status(job_id))
+        """The job as it stands.
+
+        One whose deadline has passed is ended first, as `cancel` does, if no worker is up, or none did within ten
+        seconds: prompts that nobody runs get their batch_expired records.
+        """
+        look = perform(self._client, self._queries.look(job_id))
+        return self._ended(job_id, self._control.units(job_id)) if look.is_abandoned else look.status
 
     def jobs(self, limit: int = 1000, matching: JobFilter = ALL_JOBS) -> list[JobStatus]:
         """The newest jobs that match, newest first."""
@@ -124,35 +130,44 @@ class BatchClient:
     def results(
         self,
         job_id: str,
-        cursor: int = 0,
+        cursor: int | str = 0,
         follow: bool = False,
         *,
         order: Literal["completion", "input"] = "completion",
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Results:
         """A job's records, errors among them: as they were written, or in the order of its lines.
 
-        `cursor` skips that many records: with the number of records seen so far another reader goes on, in the same
-        order. With `follow`, waits for more until the job has ended; without, ends where nothing is written yet, which
-        in input order is before the first line that is not done. Memory does not grow with the job.
+        `cursor`: leave out the records before it. It is what `cursor` of an earlier reading said, or the number of
+        records read, in the same order. With `follow`, waits for more until the job has ended; without, ends where
+        nothing is written yet, which in input order is before the first line that is not done. Memory does not grow
+        with the job, but for two bits a line in completion order.
 
-        Raises ValueError for an unknown order or a negative cursor; reading raises what every method does.
+        No record comes twice or is left out, even if Redis goes back to an earlier state meanwhile: then a warning is
+        logged, and `num_rewinds` of what is returned rises. What cannot be made good is an error of the reading,
+        ResultsRewound: of a cursor that was kept while Redis went back, or where a number as a cursor left out others.
+        Records that Redis has evicted are ResultsLost.
+
+        Raises ValueError for an unknown order or cursor; reading raises what every method does, and may be gone on with
+        after a redis.RedisError.
         """
-        return chain.from_iterable(self.pages(job_id, cursor, follow, order=order))
+        return Results(self.pages(job_id, cursor, follow, order=order))
 
     def pages(
         self,
         job_id: str,
-        cursor: int = 0,
+        cursor: int | str = 0,
         follow: bool = False,
         *,
         order: Literal["completion", "input"] = "completion",
-    ) -> Iterator[Iterator[dict[str, Any]]]:
+    ) -> ResultPages:
         """`results`, as many records together as one answer of Redis holds: none where nothing was new.
 
         With `follow` such an empty one comes after each pause, of half a second at most: a caller that has more to do
-        than to wait, such as showing progress, does it then.
+        than to wait, such as showing progress, does it then. Records of a page that are not taken before the next one
+        count as read.
         """
-        return self._read(ResultReader(self._queries, job_id, cursor, order, follow))
+        reader = ResultReader(self._queries, job_id, cursor, order, follow)
+        return ResultPages(reader, partial(self._next_page, reader, job_id))
 
     def errors(self, job_id: str) -> Iterator[dict[str, Any]]:
         """The records, so far, of requests without an answer."""
@@ -161,11 +176,10 @@ class BatchClient:
     def cancel(self, job_id: str) -> JobStatus:
         """Cancel a job; one that has ended is left as it is. Finished records stay.
 
-        Prompts nobody runs get their batch_cancelled records before this returns, the others within about a second.
+        Prompts nobody runs get their batch_cancelled records before this returns, the others within about a second. A
+        job of which nothing was left to cancel completes.
         """
-        for ref in self._control.cancel(job_id):
-            self._closer.close_unclaimed(ref)
-        return self.status(job_id)
+        return self._ended(job_id, self._control.cancel(job_id))
 
     def retry(self, job_id: str, **options: Unpack[SubmitArguments]) -> str:
         """Submit the lines of an ended job that have no answer as a new job and return its id; see FailedLines.
@@ -185,7 +199,11 @@ class BatchClient:
 
     def wait(self, job_id: str, timeout_s: float | None = None) -> JobStatus:
         """Wait until the job has ended. Raises TimeoutError after `timeout_s` seconds."""
-        return perform(self._client, self._queries.wait(job_id, timeout_s))
+        pauses = PollPauses(timeout_s)
+        while not (job := self.status(job_id)).status.is_terminal:
+            pauses.check_time(job)
+            time.sleep(pauses.next_s())
+        return job
 
     def close(self) -> None:
         """Close the connections. Spans that wait are sent first, within 2 s."""
@@ -199,9 +217,17 @@ class BatchClient:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def _read(self, reader: ResultReader) -> Iterator[Iterator[dict[str, Any]]]:
-        while (records := perform(self._client, reader.next_page())) is not None:
-            yield map(json.loads, records)
+    def _ended(self, job_id: str, units: Iterable[UnitRef]) -> JobStatus:
+        """The job once those of its units that nobody runs are closed."""
+        for ref in units:
+            self._closer.close_unclaimed(ref)
+        return perform(self._client, self._queries.status(job_id))
+
+    def _next_page(self, reader: ResultReader, job_id: str) -> Iterator[dict[str, Any]] | None:
+        records = perform(self._client, reader.next_page())
+        if reader.is_stuck:
+            self.status(job_id)  # which ends it if nobody else does
+        return None if records is None else map(json.loads, records)
 
     def _submit_staged(
         self, staging: LineStaging, lines: Iterable[bytes | str | RequestObject], options: SubmitOptions
@@ -212,6 +238,56 @@ class BatchClient:
         if should_announce:
             self._announcer.announce(UnitRef.plan(accepted_id), options.priority)
         return accepted_id
+
+
+class ResultPages(Iterator[Iterator[dict[str, Any]]]):
+    """The pages of `BatchClient.pages`."""
+
+    def __init__(self, reader: ResultReader, read: Callable[[], Iterator[dict[str, Any]] | None]) -> None:
+        """`read` gives the reader's next page, None at the end."""
+        self._reader = reader
+        self._read = read
+
+    @property
+    def cursor(self) -> str:
+        """With this another reader, of this process or a later one, goes on after the last record that was taken."""
+        return self._reader.cursor
+
+    @property
+    def num_rewinds(self) -> int:
+        """How often Redis was found to have lost records that were read: each time, reading began again from the start
+        with those left out."""
+        return self._reader.num_rewinds
+
+    def __next__(self) -> Iterator[dict[str, Any]]:
+        page = self._read()
+        if page is None:
+            raise StopIteration
+        return page
+
+
+class Results(Iterator[dict[str, Any]]):
+    """The records of `BatchClient.results`."""
+
+    def __init__(self, pages: ResultPages) -> None:
+        self._pages = pages
+        self._page: Iterator[dict[str, Any]] = iter(())
+
+    @property
+    def cursor(self) -> str:
+        """See ResultPages.cursor."""
+        return self._pages.cursor
+
+    @property
+    def num_rewinds(self) -> int:
+        """See ResultPages.num_rewinds."""
+        return self._pages.num_rewinds
+
+    def __next__(self) -> dict[str, Any]:
+        while True:
+            for record in self._page:
+                return record
+            self._page = next(self._pages)
 
 
 class LineStaging:

@@ -158,6 +158,17 @@ class TestRegistry:
             self.redis.zadd(self.keys.open, {str(text(cast(bytes, member))): 1})
 
 
+@contextmanager
+def forgotten(registry: TestRegistry) -> Iterator[None]:
+    """Redis forgets what is written in the block."""
+    before = {key: registry.redis.dump(key) for key in registry.redis.keys("*")}
+    yield
+    registry.redis.flushdb()
+    for key, value in before.items():
+        assert value is not None
+        registry.redis.restore(key, 0, value)
+
+
 def redis_time_s(client: redis.Redis) -> float:
     """The server's clock, in seconds since 1970."""
     seconds, microseconds = client.time()

@@ -17,7 +17,7 @@ from worker.async_client import AsyncBatchClient
 from worker.registry.errors import EmptyJob, InvalidJobId, InvalidOption, JobNotFound, JobTooLarge
 from worker.registry.jobs import PollPauses
 from worker.registry.keys import UnitRef
-from worker.schemas import JobState
+from worker.schemas import JobState, SubmitOptions
 
 T = TypeVar("T")
 
@@ -140,7 +140,7 @@ def test_submits_that_were_cancelled_but_go_on_leave_a_thread_for_cancel(
     monkeypatch.setattr("worker.async_client.MAX_SUBMITS", 2)
     goes_on = threading.Event()
     has_begun = threading.Semaphore(0)
-    job_id = registry.submit([b"{}"])
+    job_id = registry.submit([b'{"prompt": "a"}'])
 
     def stuck() -> Iterator[bytes]:
         yield b"x"
@@ -315,3 +315,15 @@ def test_many_jobs_are_followed_without_a_thread_for_each(
 
     before = threading.active_count()
     assert loop(follow_all) <= before + 1
+
+
+def test_without_a_worker_a_deadline_ends_what_is_waited_for(loop: Loop, registry: TestRegistry) -> None:
+    waited, followed = (registry.submit([b'{"prompt": "a"}'], SubmitOptions(deadline_s=60)) for _ in range(2))
+    for job_id in (waited, followed):
+        registry.expire(job_id)
+
+    async def look(client: AsyncBatchClient) -> list[Any]:
+        records = [record async for record in client.results(followed, follow=True)]
+        return [(await client.wait(waited, timeout_s=60)).status, *(record["error"]["code"] for record in records)]
+
+    assert loop(look) == [JobState.EXPIRED, "batch_expired"]

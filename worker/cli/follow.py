@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import signal
 import sys
@@ -18,7 +19,7 @@ from pydantic import ValidationError
 
 from settings import RedisSettings
 from worker.acl import FLOWER, WORKER
-from worker.cli.exit_codes import CommandError, Interrupted, stop_signals
+from worker.cli.exit_codes import CommandError, Interrupted, printable, stop_signals
 from worker.cli.failures import DEFAULT_MAX_FAILED, FailureCounts, MaxFailed
 from worker.cli.files import GZIP_SUFFIX, STANDARD, RecordPaths, WriteRecord
 from worker.cli.progress import Progress, ProgressBar, coloured, no_worker_serves
@@ -119,13 +120,29 @@ class JobBar:
         self._bar.leave()
 
 
+class _Warnings(logging.Handler):
+    """Gives what the client logs, such as that Redis went back, a line of its own below the bar."""
+
+    def __init__(self, bar: JobBar) -> None:
+        super().__init__(logging.WARNING)
+        self._bar = bar
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the message on stderr."""
+        self._bar.leave()
+        click.echo(f"millrace: {printable(record.getMessage())}", err=True)
+
+
 @contextmanager
 def shown(job: Followed) -> Iterator[JobBar]:
     """The job's bar, whose line ends with the block, so that an error has one of its own."""
     bar = JobBar(job)
+    warnings, root = _Warnings(bar), logging.getLogger()
+    root.addHandler(warnings)
     try:
         yield bar
     finally:
+        root.removeHandler(warnings)
         bar.leave()
 
 
@@ -150,20 +167,20 @@ class Reading:
 
     paths: RecordPaths
     write: WriteRecord
-    cursor: int = 0  # records left out
+    cursor: str = "0"  # of the records left out
     order: Literal["completion", "input"] = "completion"
 
-    def rest_options(self, num_written: int) -> str:
-        """What `results` gets the other records with; where there are two files, all of them once more.
+    def rest_options(self, cursor: str) -> str:
+        """What `results` gets the records after `cursor` with; where there are two files, all of them once more.
 
         `results -o FILE` replaces a file, so it is the shell that appends.
         """
         name, errors = self.paths.output, self.paths.errors
         order = "" if self.order == "completion" else f" --order {self.order}"
         if errors is not None:
-            again = f" --cursor {self.cursor}" if self.cursor else ""
+            again = "" if self.cursor == "0" else f" --cursor {self.cursor}"
             return f" --follow{order}{again} -o {shlex.quote(name)} --errors-file {shlex.quote(errors)}"
-        options = f" --follow{order} --cursor {self.cursor + num_written}"
+        options = f" --follow{order} --cursor {cursor}"
         if name == STANDARD:
             return options
         return f"{options} {'| gzip ' if name.endswith(GZIP_SUFFIX) else ''}>> {shlex.quote(name)}"
@@ -176,14 +193,15 @@ def follow_records(job: Followed, reading: Reading) -> JobStatus:
     """
     num_written, is_shown = 0, reading.paths.output != STANDARD
     with stop_signals(signal.SIGINT) as should_stop, shown(job) as bar:
-        for page in job.client.pages(job.job_id, reading.cursor, follow=True, order=reading.order):
+        pages = job.client.pages(job.job_id, reading.cursor, follow=True, order=reading.order)
+        for page in pages:
             for record in page:
-                if should_stop():
-                    break
                 reading.write(record)
                 num_written += 1
+                if should_stop():
+                    break
             if should_stop():
-                rest = f"{job.command('results')}{reading.rest_options(num_written)}"
+                rest = f"{job.command('results')}{reading.rest_options(pages.cursor)}"
                 raise Interrupted(f"{job.goes_on}\n{num_written} records are written; to go on: {rest}")
             if is_shown:
                 bar.show_if_due()
@@ -196,7 +214,7 @@ def require_completed(job: JobStatus, max_failed: MaxFailed | None = None) -> No
         return
     if job.status is not JobState.COMPLETED:
         ended = "was cancelled" if job.status is JobState.CANCELLED else job.status.value
-        reason = f": {job.error}" if job.error else ""
+        reason = f": {printable(job.error)}" if job.error else ""
         raise CommandError(f"job {job.id} {ended}{reason}")
     counts = job.request_counts
     (max_failed or DEFAULT_MAX_FAILED).check(counts.failed, counts.total, f"job {job.id}")

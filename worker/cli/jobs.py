@@ -14,7 +14,7 @@ import click
 import redis
 
 from settings import EffectiveSettings, SettingsError
-from worker.cli.exit_codes import BadUsage, CommandError
+from worker.cli.exit_codes import BadUsage, CommandError, printable
 from worker.cli.failures import FailureCounts, MaxFailed, max_failed_option
 from worker.cli.files import OUTPUT_HELP, STANDARD, RecordPaths, record_output, write_records
 from worker.cli.follow import (
@@ -96,7 +96,7 @@ class Arguments(TypedDict):
     output_path: str
     errors_path: str | None
     order: Literal["completion", "input"]
-    cursor: int
+    cursor: str
     follow: bool
     max_failed: MaxFailed | None
     redis_url: str | None
@@ -117,7 +117,10 @@ class Arguments(TypedDict):
     "--order", type=click.Choice([order.value for order in ResultOrder]), default="completion", show_default=True,
     help="As the records were written, or as the lines stood; then without --follow it ends before a missing one.",
 )  # fmt: skip
-@click.option("--cursor", type=click.IntRange(min=0), default=0, metavar="N", help="Leave out the first N records.")
+@click.option(
+    "--cursor", default="0", metavar="CURSOR",
+    help="Leave out the records that an interrupted reading wrote: its cursor as printed, or how many.",
+)  # fmt: skip
 @click.option("--follow", is_flag=True, help="Go on until the job has ended; exit 1 unless it completed.")
 @max_failed_option
 @click.option("--json", "as_json", is_flag=True, expose_value=False, help="Records are JSON lines with or without it.")
@@ -134,7 +137,7 @@ def results(**arguments: Unpack[Arguments]) -> None:
         raise BadUsage("--max-failed: nothing waits for the job's end; accepted: with --follow")
     with job_client(effective) as client:
         job_id = client.find(arguments["job_id"])
-        client.status(job_id)  # a job that is not there must not empty the output file
+        _check_readable(client, job_id, cursor, order)
         paths = RecordPaths.of(arguments["output_path"], arguments["errors_path"])
         with record_output(paths) as write:
             if not follow:
@@ -145,6 +148,16 @@ def results(**arguments: Unpack[Arguments]) -> None:
             end = follow_records(job, Reading(paths, failures.counting(write), cursor, order))
         show_failures(job, end, failures)
         require_completed(end, arguments["max_failed"])
+
+
+def _check_readable(
+    client: BatchClient, job_id: str, cursor: str = "0", order: Literal["completion", "input"] = "completion"
+) -> None:
+    """Read a page, since what cannot be read must not empty the output file."""
+    try:
+        next(client.pages(job_id, cursor, order=order))
+    except ValueError as error:
+        raise BadUsage(f"--{error}") from error
 
 
 @click.command("errors")
@@ -162,11 +175,12 @@ def errors(job_id: str, output_path: str, redis_url: str | None, assignments: tu
     """
     effective = load_producer_settings(assignments, redis_url)
     with job_client(effective) as client:
-        job = client.status(client.find(job_id))  # a job that is not there must not empty the output file
+        job = client.status(client.find(job_id))
+        _check_readable(client, job.id)
         with record_output(RecordPaths(output_path, None)) as write:
             write_records(client.errors(job.id), write)
         if job.error:
-            click.echo(f"the job itself {job.status.value}: {job.error}", err=True)
+            click.echo(f"the job itself {job.status.value}: {printable(job.error)}", err=True)
 
 
 @click.command("cancel")
@@ -298,9 +312,9 @@ def job_client(effective: EffectiveSettings) -> Iterator[BatchClient]:
         with BatchClient(settings.redis, limits=settings.limits, tracing=settings.tracing) as client:
             yield client
     except (InvalidJobId, InvalidSubmission, SettingsError) as error:
-        raise BadUsage(str(error)) from error
+        raise BadUsage(printable(str(error))) from error
     except RegistryError as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(printable(str(error))) from error
     except redis.RedisError as error:
         raise CommandError(f"Redis at {shown_redis_url(effective)}: {error}") from error
 

@@ -6,6 +6,8 @@ RegistryError
 |-- JobNotFound        never submitted, deleted, or forgotten after its time
 |-- JobNotEnded        what is asked for can be done only with a job that has ended
 |-- LinesForgotten     the request lines of a job that has ended are not there any more
+|-- ResultsLost        records of a job are gone before their time: Redis evicted or lost them
+|-- ResultsRewound     what was read of a job are not the records that it has: Redis went back in between
 |-- InvalidSubmission  the options or lines of a job that can never be accepted
 |   |-- InvalidOption  an option that does not exist, or whose value is not accepted
 |   |-- EmptyJob       no lines
@@ -69,6 +71,30 @@ class LinesForgotten(RegistryError):
 
     def __init__(self, job_id: str) -> None:
         super().__init__(f"the lines of job {job_id} that failed were not kept; submit them from their file")
+        self.job_id = job_id
+
+
+class ResultsLost(RegistryError):
+    """Records that a job counts, or their order, are gone before their time: Redis evicted or lost them."""
+
+    def __init__(self, job_id: str, num_records: int, num_left: int, num_ordered: int) -> None:
+        super().__init__(
+            f"results of job {job_id} are lost: of {num_records} records {num_left} are left, and {num_ordered} places "
+            "of their order (redis maxmemory-policy must be noeviction); submit its file again"
+        )
+        self.job_id = job_id
+        self.num_records = num_records
+        self.num_left = num_left
+
+
+class ResultsRewound(RegistryError):
+    """What was read of a job are not the records that it has: Redis went back to an earlier state in between."""
+
+    def __init__(self, job_id: str, problem: str) -> None:
+        super().__init__(
+            f"job {job_id}: {problem}: Redis has lost records since they were read, and they were written again; read "
+            "all results once more, from cursor 0 (each has its `id`, by which it is told from those you have)"
+        )
         self.job_id = job_id
 
 

@@ -179,7 +179,7 @@ class Scripts:
     # About a job
     DELETE = Script("delete", "job_id", keys="job records order lines jobs counters", allow_oom=True)
     DISCARD = Script("discard", keys="job lines")
-    PAGE = Script("page", "order cursor max_records max_bytes", keys="job records order")
+    PAGE = Script("page", "order cursor last max_records max_bytes", keys="job records order")
     REFUSE = Script("refuse", "job_id reason errors tenant retain_ms staging_ms", keys="job jobs staged")
     STAGE = Script("stage", "staging_ms", row="index line", keys="job staged")
     SUBMIT = Script("submit", "job", keys="job lines plan open counters tenant_counters jobs staged")

@@ -1,4 +1,4 @@
-"""Asks Redis about jobs and workers, reads a job's records in either order, cancels and deletes jobs."""
+"""Asks Redis about jobs and workers and for pages of a job's records, cancels and deletes jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Self
 
 import redis
 
-from worker.registry.errors import AmbiguousJob, JobNotEnded, JobNotFound
+from worker.registry.errors import AmbiguousJob, JobNotEnded, JobNotFound, ResultsLost, ResultsRewound
 from worker.registry.exchange import Exchange, Scripts, Untyped, ask, ask_one, raw_values, text, text_fields
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.models import ServedModels
@@ -36,6 +36,9 @@ LATEST = "latest"  # in place of a job's id: the newest
 
 _OPEN_SHARDS = "m:"  # what the field of a model's open shards begins with
 
+# Workers look for expired units every worker.reap_interval_s; one that is up but hangs leaves them to whoever looks.
+WORKER_LATE_S = 10.0
+
 FIRST_POLL_S = 0.02
 LONGEST_POLL_S = 0.5
 
@@ -47,12 +50,10 @@ class ResultOrder(StrEnum):
     INPUT = "input"  # as the request lines stood
 
     @classmethod
-    def checked(cls, order: str, cursor: int) -> Self:
-        """`order`, given with a cursor that can be read from. Raises ValueError naming what is accepted."""
+    def checked(cls, order: str) -> Self:
+        """`order`. Raises ValueError naming what is accepted."""
         if order not in tuple(cls):
             raise ValueError(f"order is {order!r}; accepted: {', '.join(cls)}")
-        if type(cursor) is not int or cursor < 0:  # a bool is no number
-            raise ValueError(f"cursor is {cursor!r}; accepted: 0 or more, the number of records seen")
         return cls(order)
 
 
@@ -61,9 +62,20 @@ class ResultPage:
     """Some records of a job, and where to read on."""
 
     records: Sequence[bytes]
+    indices: Sequence[int]  # the lines they are of
     cursor: int  # of the next page, see JobQueries.page
+    num_places: int  # where the cursor ends, as far as the job has come
     is_last: bool  # every record so far is read
     has_ended: bool  # the job was over when this was asked: no more will come
+    is_overdue: bool  # it was not, though its deadline had passed
+
+
+@dataclass(frozen=True, slots=True)
+class JobLook:
+    """A job as it stands, and whether somebody has to end it."""
+
+    status: JobStatus
+    is_abandoned: bool  # its deadline has passed, and no worker is up that writes what its prompts get then, or is late
 
 
 class JobQueries:
@@ -74,18 +86,20 @@ class JobQueries:
 
     def status(self, job_id: str) -> Exchange[JobStatus]:
         """The job as it stands. Raises JobNotFound, InvalidJobId."""
-        fields, *served = yield [("HGETALL", self._keys.job(job_id)), *ServedModels.questions(self._keys)]
+        look = yield from self.look(job_id)
+        return look.status
+
+    def look(self, job_id: str) -> Exchange[JobLook]:
+        """The job as it stands, and whether it is abandoned. Raises JobNotFound, InvalidJobId."""
+        fields, *answers = yield [("HGETALL", self._keys.job(job_id)), *ServedModels.questions(self._keys)]
         if not fields:
             raise JobNotFound(job_id)
-        return job_status(job_id, fields, ServedModels.of_answers(served))
-
-    def wait(self, job_id: str, timeout_s: float | None) -> Exchange[JobStatus]:
-        """The job once it has ended. Raises TimeoutError after `timeout_s` seconds, and what `status` raises."""
-        pauses = PollPauses(timeout_s)
-        while not (job := (yield from self.status(job_id))).status.is_terminal:
-            pauses.check_time(job)
-            yield pauses.next_s()
-        return job
+        served, (now_s, _) = ServedModels.of_answers(answers), answers[-1]
+        job = job_status(job_id, fields, served)
+        if job.status.is_terminal or job.expires_at is None:
+            return JobLook(job, is_abandoned=False)
+        overdue_s = int(now_s) - job.expires_at
+        return JobLook(job, is_abandoned=overdue_s >= (WORKER_LATE_S if served.is_any_served else 0.0))
 
     def jobs(self, limit: int, matching: JobFilter = ALL_JOBS) -> Exchange[list[JobStatus]]:
         """The newest `limit` jobs that match and are not forgotten, newest first."""
@@ -143,26 +157,42 @@ class JobQueries:
             if fields
         ]
 
-    def page(self, job_id: str, cursor: int, order: ResultOrder) -> Exchange[ResultPage]:
+    def page(self, job_id: str, cursor: int, order: ResultOrder, last: int | None = None) -> Exchange[ResultPage]:
         """The records from `cursor` on, within PAGE_RECORDS and PAGE_BYTES: at least one, if there is one.
 
         The cursor is the number of records passed: in input order that is the index of the next line, since every
         line has one record, and the page ends before the first that is missing. A job that ended without some (one
-        refused as a whole has none) is read over the gaps. Raises JobNotFound, InvalidJobId.
+        refused as a whole has none) is read over the gaps. Raises JobNotFound, ResultsLost, InvalidJobId, and
+        ResultsRewound where the record before the cursor is not that of line `last` (completion order; None: not
+        looked at).
         """
         # All of one moment: the end of a job is not seen before its last records.
         call = Scripts.PAGE(
             self._keys.of_unit_scripts(UnitRef.plan(job_id)),
             order=order.value,
             cursor=cursor,
+            last="" if last is None else last,
             max_records=PAGE_RECORDS,
             max_bytes=PAGE_BYTES,
         )
-        [page] = yield [call]
-        if page is None:
+        [answer] = yield [call]
+        if answer is None:
             raise JobNotFound(job_id)
-        passed, is_last, has_ended, records = page
-        return ResultPage(records, cursor + passed, bool(is_last), bool(has_ended))
+        word, *page = answer
+        if text(word) == "rewound":
+            raise ResultsRewound(job_id, f"its record {cursor} is not the one that was read")
+        if text(word) == "lost":
+            raise ResultsLost(job_id, *page)
+        passed, is_last, has_ended, num_places, is_overdue, indices, records = page
+        return ResultPage(
+            records, [int(index) for index in indices], cursor + passed, num_places,
+            is_last=bool(is_last), has_ended=bool(has_ended), is_overdue=bool(is_overdue),
+        )  # fmt: skip
+
+    def written(self, job_id: str, start: int, count: int) -> Exchange[list[int]]:
+        """The lines of `count` records from the one at `start` on, in the order they were written."""
+        [indices] = yield [("LRANGE", self._keys.order(job_id), start, start + count - 1)]
+        return [int(index) for index in indices]
 
     def options(self, job_id: str) -> Exchange[dict[str, object]]:
         """The options that an ended job was submitted with, as SubmitOptions names them, without what is the job's own.
@@ -227,31 +257,6 @@ class PollPauses:
             )
 
 
-class ResultReader:
-    """Reads a job's records from `cursor` on, page by page; see BatchClient.results for cursor, order and follow."""
-
-    def __init__(self, queries: JobQueries, job_id: str, cursor: int, order: str, follow: bool) -> None:
-        self._queries = queries
-        self._job_id = job_id
-        self._cursor = cursor
-        self._order = ResultOrder.checked(order, cursor)
-        self._follow = follow
-        self._pauses = PollPauses()
-        self._is_last = self._has_ended = False
-
-    def next_page(self) -> Exchange[Sequence[bytes] | None]:
-        """The records of the next page, after a pause if the one before was the last so far; None: there is none."""
-        if self._is_last:
-            if self._has_ended or not self._follow:
-                return None
-            yield self._pauses.next_s()
-        page = yield from self._queries.page(self._job_id, self._cursor, self._order)
-        if page.records:
-            self._pauses.restart()
-        self._cursor, self._is_last, self._has_ended = page.cursor, page.is_last, page.has_ended
-        return page.records
-
-
 class JobControl:
     """Cancels and deletes jobs. Methods raise redis.RedisError when Redis cannot be had."""
 
@@ -268,9 +273,15 @@ class JobControl:
         _, (status, num_shards) = ask(self._client, calls)
         if text(status) == "gone":
             raise JobNotFound(job_id)
-        if text(status) == "terminal":
-            return []
-        return [plan, *(UnitRef.shard(job_id, number) for number in range(num_shards))]
+        return [] if text(status) == "terminal" else _units(plan, num_shards)
+
+    def units(self, job_id: str) -> list[UnitRef]:
+        """The units that an open job may still have, none of one that is over or forgotten."""
+        plan = UnitRef.plan(job_id)
+        mend = Scripts.MEND(self._keys.of_unit_scripts(plan), job_id=job_id)
+        _, (state, num_shards) = ask(self._client, [mend, ("HMGET", self._keys.job(job_id), "st", "ns")])
+        is_over = state is None or JobState.in_redis(text(state)).is_terminal
+        return [] if is_over else _units(plan, int(num_shards))
 
     def delete(self, job_id: str) -> None:
         """Forget a job that has ended and all that Redis holds of it. Raises JobNotFound, JobNotEnded."""
@@ -280,6 +291,10 @@ class JobControl:
             raise JobNotFound(job_id)
         if not JobState.in_redis(text(state)).is_terminal:
             raise JobNotEnded(job_id, JobState.in_redis(text(state)).value)
+
+
+def _units(plan: UnitRef, num_shards: int) -> list[UnitRef]:
+    return [plan, *(UnitRef.shard(plan.job_id, number) for number in range(num_shards))]
 
 
 def job_status(job_id: str, fields: Mapping[Untyped, Untyped], served: ServedModels) -> JobStatus:

@@ -69,6 +69,11 @@ class ServedModels:
         return cls(live, _live(away, int(now_s) * 1000), known)
 
     @property
+    def is_any_served(self) -> bool:
+        """Whether a worker is up."""
+        return bool(self._served)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names that mean a served model, each model's own before its aliases."""
         return tuple(self._names)

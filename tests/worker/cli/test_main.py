@@ -246,6 +246,10 @@ class FailedJob:
     def status(self, _job_id: str) -> JobStatus:
         return job_status(JobState.FAILED, error="line 2: not JSON")
 
+    def pages(self, _job_id: str, _cursor: str, *, order: str) -> Iterator[Iterator[dict[str, object]]]:
+        assert order == "completion"
+        return iter([self.errors(_job_id)])
+
     def errors(self, _job_id: str) -> Iterator[dict[str, object]]:
         return iter(())
 

@@ -68,7 +68,9 @@ def test_records_come_as_written_or_as_the_lines_stood_from_a_cursor_on(shell: S
     assert shell.ids("--order", "input", "--cursor", "3") == [3, 4]
 
 
-@pytest.mark.parametrize("arguments", [["--cursor", "-1"], ["--order", "random"], ["--errors-file", "-"]])
+@pytest.mark.parametrize(
+    "arguments", [["--cursor", "-1"], ["--cursor", "3-x"], ["--order", "random"], ["--errors-file", "-"]]
+)
 def test_what_is_not_accepted_is_exit_2(shell: Shell, arguments: list[str]) -> None:
     assert shell(*arguments, exit_code=2).stdout == ""
 

@@ -13,7 +13,7 @@ import pytest
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.registry import jobs as job_queries
 from worker.registry.connect import connect_async
-from worker.registry.errors import InvalidJobId, JobNotFound
+from worker.registry.errors import InvalidJobId, JobNotFound, ResultsLost, ResultsRewound
 from worker.registry.exchange import Command, Script, Scripts, perform, perform_async, script_source
 from worker.registry.jobs import PAGE_JOBS, JobQueries, ResultOrder, ResultPage
 from worker.registry.keys import Keys, UnitRef
@@ -24,7 +24,7 @@ from worker.schemas import JobFilter, SubmitOptions
 
 NUM_LINES = 6
 
-EXPECTED = ResultPage([b"0", b"1"], cursor=2, is_last=True, has_ended=True)
+EXPECTED = ResultPage([b"0", b"1"], [0, 1], 2, num_places=2, is_last=True, has_ended=True, is_overdue=False)
 
 
 class Pages:
@@ -103,9 +103,32 @@ def test_a_page_has_a_bound_in_bytes(pages: Pages, order: ResultOrder, monkeypat
 @pytest.mark.parametrize("order", list(ResultOrder))
 def test_records_that_expired_under_the_reader_are_no_empty_job(pages: Pages, order: ResultOrder) -> None:
     pages.write(*range(NUM_LINES))
-    pages.registry.redis.delete(pages.registry.keys.records(pages.job_id))
+    keys, client = pages.registry.keys, pages.registry.redis
+    client.delete(keys.records(pages.job_id))
+    with pytest.raises(ResultsLost, match=f"of {NUM_LINES} records 0 are left"):
+        pages.page(0, order)
+    client.hset(keys.job(pages.job_id), "retain", 1)  # the job itself would expire now
     with pytest.raises(JobNotFound):
         pages.page(0, order)
+
+
+def test_a_lost_order_is_no_empty_job_and_the_lines_order_reads_on(pages: Pages) -> None:
+    pages.write(*range(NUM_LINES))
+    pages.registry.redis.delete(pages.registry.keys.order(pages.job_id))
+    with pytest.raises(ResultsLost, match="and 0 places of their order"):
+        pages.page(0, ResultOrder.COMPLETION)
+    assert numbers(pages.page(0)) == list(range(NUM_LINES))
+
+
+def test_a_page_tells_that_another_record_stands_before_it(pages: Pages) -> None:
+    pages.write(4, 0, 3)
+    page = JobQueries(pages.registry.keys).page
+    for cursor, last, found in ((2, 0, [3]), (3, 3, [])):
+        exchange = page(pages.job_id, cursor, ResultOrder.COMPLETION, last)
+        assert numbers(perform(pages.registry.redis, exchange)) == found
+    for cursor, last in ((2, 4), (4, 3)):
+        with pytest.raises(ResultsRewound):
+            perform(pages.registry.redis, page(pages.job_id, cursor, ResultOrder.COMPLETION, last))
 
 
 def test_a_job_that_ended_without_some_records_is_read_over_the_gaps(pages: Pages) -> None:
@@ -177,8 +200,8 @@ def test_a_page_is_one_command_in_one_exchange(registry: TestRegistry, job_id: s
     [command] = cast("list[Command]", next(exchange))
     assert command[0] == "EVALSHA"
     with pytest.raises(StopIteration) as end:
-        exchange.send([[1, 1, 0, [b"record"]]])
-    assert end.value.value == ResultPage([b"record"], cursor=1, is_last=True, has_ended=False)
+        exchange.send([[b"page", 1, 1, 0, 3, 1, [b"2"], [b"record"]]])
+    assert end.value.value == ResultPage([b"record"], [2], 1, 3, is_last=True, has_ended=False, is_overdue=True)
 
 
 def test_a_redis_that_lost_its_scripts_is_given_them_again(registry: TestRegistry, job_id: str) -> None:

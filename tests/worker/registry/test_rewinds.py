@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import redis
 
-from tests.support.registry import TestRegistry, failure, must_claim, ok, running_units
+from tests.support.registry import TestRegistry, failure, forgotten, must_claim, ok, running_units
 from tests.support.request_lines import completion_line
 from worker.registry.keys import UnitRef
 from worker.registry.leases import NewShard
 from worker.registry.lifecycle import ClaimRefusal, PutStatus, RunMode, StopReason
 from worker.schemas import JobState
-
-
-@contextmanager
-def forgotten(registry: TestRegistry) -> Iterator[None]:
-    """Redis forgets what is written in the block."""
-    before = {key: registry.redis.dump(key) for key in registry.redis.keys("*")}
-    yield
-    registry.redis.flushdb()
-    for key, value in before.items():
-        assert value is not None
-        registry.redis.restore(key, 0, value)
 
 
 def test_a_write_after_lost_records_gives_the_unit_back(registry: TestRegistry) -> None:

@@ -1,0 +1,73 @@
+"""Deadlines that pass where no worker ends the job: whoever looks at it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.registry import TestRegistry, must_claim, ok
+from worker.client import BatchClient
+from worker.registry.jobs import WORKER_LATE_S
+from worker.registry.keys import UnitRef
+from worker.registry.leases import Claim
+from worker.registry.lifecycle import PutStatus
+from worker.schemas import JobState, SubmitOptions
+
+
+def _overdue(registry: TestRegistry) -> str:
+    """A planned job of three lines, one with its record, whose deadline has passed; its worker is gone."""
+    job_id = registry.running_job([0, 1], [2], options=SubmitOptions(deadline_s=60))
+    leases = registry.leases()
+    held = must_claim(leases, UnitRef.shard(job_id, 0))
+    leases.put(held, [ok(0)])
+    leases.release(held, count_attempt=False)
+    registry.expire(job_id)
+    registry.redis.delete(registry.keys.served)
+    return job_id
+
+
+LOOKS: dict[str, Callable[[BatchClient, str], object]] = {
+    "status": lambda client, job_id: client.status(job_id),
+    "wait": lambda client, job_id: client.wait(job_id, timeout_s=60),
+    "follow": lambda client, job_id: list(client.results(job_id, follow=True)),
+    "follow in input order": lambda client, job_id: list(client.results(job_id, follow=True, order="input")),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_without_a_worker_a_deadline_ends_the_job_of_whoever_looks(
+    client: BatchClient, registry: TestRegistry, look: Callable[[BatchClient, str], object]
+) -> None:
+    job_id = _overdue(registry)
+    look(client, job_id)
+    [job] = client.jobs()
+    assert (job.status, job.request_counts.expired, job.request_counts.completed) == (JobState.EXPIRED, 2, 1)
+    assert not registry.redis.zcard(registry.keys.open)
+
+
+def test_a_queued_job_expires_without_a_worker(client: BatchClient, registry: TestRegistry) -> None:
+    job_id = client.submit([{"prompt": "a"}, b"{bad"], deadline_s=60)
+    assert client.status(job_id).status is JobState.VALIDATING
+    registry.expire(job_id)
+    job = client.wait(job_id)
+    assert (job.status, job.request_counts.failed, job.request_counts.expired) == (JobState.EXPIRED, 2, 1)
+    assert [record["custom_id"] for record in client.results(job_id)] == ["line-1", None]
+
+
+def test_workers_are_given_time_to_end_what_has_expired(client: BatchClient, registry: TestRegistry) -> None:
+    job_id = _overdue(registry)
+    registry.serve("fake")
+    deadline_ms = round(1000 * (registry.time_s() - 1))
+    registry.redis.hset(registry.keys.job(job_id), "deadline", deadline_ms)
+    assert client.status(job_id).status is JobState.IN_PROGRESS
+    registry.redis.hset(registry.keys.job(job_id), "deadline", deadline_ms - round(1000 * WORKER_LATE_S))
+    assert client.status(job_id).status is JobState.EXPIRED
+
+
+def test_what_a_worker_holds_is_left_to_it_at_a_deadline(client: BatchClient, registry: TestRegistry) -> None:
+    job_id = _overdue(registry)
+    held = registry.leases().claim(UnitRef.shard(job_id, 0))
+    assert client.status(job_id).status is JobState.FINALIZING
+    assert isinstance(held, Claim)
+    assert registry.leases().renew([held])[0][0] is PutStatus.OPEN
