@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, SecretStr
@@ -14,6 +14,9 @@ from settings.fields import Accepted, Seconds, SettingsGroup, WholeSeconds
 _URL_FORMS = "redis://[user:password@]host[:port][/db], rediss:// likewise, or unix:///path"
 # No `$`, `{` or space: `${HOST}` is a variable that no shell has replaced.
 _HOST = re.compile(r"[A-Za-z0-9._:%-]+")
+
+
+Ack = Literal["memory", "disk", "replica"]
 
 
 def _check_url(secret: SecretStr) -> SecretStr:
@@ -55,6 +58,15 @@ class RedisSettings(SettingsGroup):
     )
     allow_unauthenticated: bool = Field(
         default=False, description="Whether a Redis on another machine may be used without a password."
+    )
+    allow_unsafe: bool = Field(
+        default=False,
+        description="Whether a Redis may be used that drops jobs when it is full or forgets them at its end.",
+    )
+    ack: Ack = Field(
+        default="memory",
+        description="Where a client's submit or cancel must have come before it returns: Redis's memory, its disk "
+        "(Redis 7.2, append-only file) or a replica. It waits for half of redis.socket_timeout_s at most.",
     )
     socket_timeout_s: Seconds = Field(
         default=10.0,

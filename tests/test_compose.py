@@ -15,7 +15,8 @@ import redis
 import yaml
 
 from settings import load_settings
-from tests.support.redis_servers import free_port, redis_executable
+from tests.support.processes import redis_executable
+from tests.support.redis_servers import free_port
 from tests.support.workers import ROOT, millrace
 from worker.client import BatchClient
 from worker.registry.connect import connect

@@ -25,8 +25,15 @@ _FIRST_WORDS = ("client|setname", "client|setinfo", "client|maint_notifications"
 
 # On connecting, and in between. INFO is for `millrace doctor` and for kombu.
 _CONNECTION = ("hello", "auth", "select", "ping", "info")
-# No EVAL: scripts are loaded, then named by their digest.
+# No EVAL: scripts are loaded, then named by their digest. A script may run for ever, and a user who may load one may so
+# stop the server, where functions only an administrator or a worker loads. So a producer may send scripts to no Redis
+# that has functions; a worker to any: those of a version before know nothing else.
 _SCRIPTS = ("script|load", "script|exists", "evalsha")
+_FUNCTIONS = ("fcall", "fcall_ro")
+_HAS_FUNCTIONS = (7, 0)
+# Of redis.ack.
+_WAITING, _WAITING_FOR_DISK = ("wait",), ("waitaof",)
+_HAS_WAITAOF = (7, 2)
 # A Celery producer's: declare the queue, look how long it is, send.
 _SENDING = ("sadd", "smembers", "llen", "lpush", "multi", "exec")
 # What stage, submit, discard and cancel call, and claim, put, renew and release, by which cancelling ends the units
@@ -78,13 +85,18 @@ class RedisUser:
     key_patterns: tuple[str, ...]  # Redis's globs
     commands: tuple[str, ...]  # lower case, `script|load` for a subcommand
     channels: tuple[str, ...] = ()  # of Pub/Sub; Redis's globs, which a subscriber's own pattern must equal
+    before: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = ()  # commands on servers older than a version only
+    since: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = ()  # and from one on, as older ones do not know them
 
     def acl_line(self, password: str, redis_version: tuple[int, int]) -> str:
         """The line of an ACL file, for servers of this version; it holds the SHA-256 of the password."""
         digest = hashlib.sha256(password.encode()).hexdigest()
         keys = " ".join(f"~{pattern}" for pattern in self.key_patterns)
         channels = "".join(f" &{pattern}" for pattern in self.channels)
-        rules = " ".join(f"+{command}" for command in (*_first_words(redis_version), *self.commands))
+        commands = [*_first_words(redis_version), *self.commands]
+        commands += [command for version, known in self.before if redis_version < version for command in known]
+        commands += [command for version, known in self.since if redis_version >= version for command in known]
+        rules = " ".join(f"+{command}" for command in commands)
         return f"user {self.name} reset on #{digest} resetchannels{channels} {keys} -@all {rules}"
 
 
@@ -96,7 +108,11 @@ def _first_words(redis_version: tuple[int, int]) -> tuple[str, ...]:
 
 # SCAN, by which producers find the workers, shows the names of all keys, though not what they hold.
 PRODUCER = RedisUser(
-    "millrace-producer", (*_JOB_KEYS, *_QUEUE_KEYS), (*_CONNECTION, *_SCRIPTS, *_SENDING, *_JOBS, "scan")
+    "millrace-producer",
+    (*_JOB_KEYS, *_QUEUE_KEYS),
+    (*_CONNECTION, *_SENDING, *_JOBS, *_WAITING, "scan"),
+    before=((_HAS_FUNCTIONS, _SCRIPTS),),
+    since=((_HAS_FUNCTIONS, _FUNCTIONS), (_HAS_WAITAOF, _WAITING_FOR_DISK)),
 )
 
 WORKER = RedisUser(
@@ -104,6 +120,7 @@ WORKER = RedisUser(
     ("millrace:{*}:*", *_QUEUE_KEYS, "unacked", "unacked_index", "unacked_mutex"),
     (*_CONNECTION, *_SCRIPTS, *_SENDING, *_JOBS, *_CONSUMING, "publish"),
     _EVENT_CHANNELS,
+    since=((_HAS_FUNCTIONS, (*_FUNCTIONS, "function|load")),),
 )
 
 # Receives events; can neither send anything nor read a job or the queue. kombu notes the channel in a set while it

@@ -20,7 +20,7 @@ from worker.app import create_app
 from worker.broker.messages import Announcer
 from worker.lines.files import BOM
 from worker.records.record import has_failed
-from worker.registry.connect import connect
+from worker.registry.connect import Trust, connect
 from worker.registry.errors import JobIncomplete, JobNotFound, JobTooLarge
 from worker.registry.exchange import perform
 from worker.registry.intake import JobIntake, LineDigest, Staged, checked_options
@@ -60,6 +60,7 @@ class BatchClient:
         settings = Settings(redis=redis_settings, limits=limits)
         self._keys = keys = Keys()
         self._client = connect(redis_settings)
+        self._trust = Trust(self._client, keys, redis_settings)
         self._intake = JobIntake(self._client, keys, settings)
         self._limits = limits
         self._queries = JobQueries(keys)
@@ -89,19 +90,18 @@ class BatchClient:
         Raises EmptyJob, JobTooLarge, JobReused for other lines, endpoint, model or strict than the first job's,
         QueueFull (with retry_after_s), RedisFull, InvalidOption for an option that is unknown or out of range, and
         TypeError for one line in place of several and for a line of another type. A bad line is no error here: its
-        record says what is wrong with it.
+        record says what is wrong with it. The first submit raises SettingsError for a Redis that may drop jobs (unless
+        redis.allow_unsafe) or cannot do as redis.ack says; each NotDurable, with the id of a job that was accepted and
+        is not known to have come where redis.ack wants it.
         """
         refuse_single_line(lines)
         checked = checked_options(options)
         job_id = self._keys.new_job_id() if job_id is None else self._keys.check_job_id(job_id)
-        if checked.idempotency_key is not None:
-            known = self._intake.find(checked.tenant, checked.idempotency_key)
-            if known is not None:
-                staging = LineStaging(self._intake, self._limits, job_id, accepted_as=known)
-                return self._submit_staged(staging, lines, checked)
-        with self._tracing.submit(job_id, checked) as traceparent:
-            checked = checked.model_copy(update={"traceparent": traceparent or None})
-            return self._submit_staged(LineStaging(self._intake, self._limits, job_id), lines, checked)
+        self._trust.check()
+        accepted_id = self._submit(job_id, lines, checked)
+        # Also of a job that was known: the first submit may have broken off before it was durable.
+        self._trust.wait_until_durable(accepted_id, "accepted")
+        return accepted_id
 
     def status(self, job_id: str) -> JobStatus:
         """The job as it stands.
@@ -177,9 +177,13 @@ class BatchClient:
         """Cancel a job; one that has ended is left as it is. Finished records stay.
 
         Prompts nobody runs get their batch_cancelled records before this returns, the others within about a second. A
-        job of which nothing was left to cancel completes.
+        job of which nothing was left to cancel completes. Raises NotDurable for a job that was cancelled and is not
+        known to be where redis.ack wants that.
         """
-        return self._ended(job_id, self._control.cancel(job_id))
+        self._trust.check_ack()
+        job = self._ended(job_id, self._control.cancel(job_id))
+        self._trust.wait_until_durable(job_id, "cancelled")
+        return job
 
     def retry(self, job_id: str, **options: Unpack[SubmitArguments]) -> str:
         """Submit the lines of an ended job that have no answer as a new job and return its id; see FailedLines.
@@ -228,6 +232,16 @@ class BatchClient:
         if reader.is_stuck:
             self.status(job_id)  # which ends it if nobody else does
         return None if records is None else map(json.loads, records)
+
+    def _submit(self, job_id: str, lines: Iterable[bytes | str | RequestObject], options: SubmitOptions) -> str:
+        if options.idempotency_key is not None:
+            known = self._intake.find(options.tenant, options.idempotency_key)
+            if known is not None:
+                staging = LineStaging(self._intake, self._limits, job_id, accepted_as=known)
+                return self._submit_staged(staging, lines, options)
+        with self._tracing.submit(job_id, options) as traceparent:
+            options = options.model_copy(update={"traceparent": traceparent or None})
+            return self._submit_staged(LineStaging(self._intake, self._limits, job_id), lines, options)
 
     def _submit_staged(
         self, staging: LineStaging, lines: Iterable[bytes | str | RequestObject], options: SubmitOptions

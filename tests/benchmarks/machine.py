@@ -26,7 +26,7 @@ import torch
 import triton
 
 from engine.loading.derived_settings import usable_cores
-from tests.support.redis_servers import redis_executable
+from tests.support.processes import redis_executable
 
 ROOT = Path(__file__).resolve().parents[2]
 

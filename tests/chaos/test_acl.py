@@ -1,4 +1,7 @@
-"""The users of `millrace acl` can do their work, and nothing else."""
+"""The users of `millrace acl` can do their work, and nothing else, on every redis-server that is found.
+
+Those of other versions are named by TEST_REDIS_SERVERS, see tests/support/processes.py.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,22 @@ import redis
 from click.testing import CliRunner
 
 from tests.chaos.jobs import prompts
-from tests.support.processes import wait_until
-from tests.support.redis_servers import AclRedis, acl_redis, free_port
+from tests.support.processes import redis_executables, wait_until
+from tests.support.redis_servers import AclRedis, acl_redis, free_port, redis_settings
 from tests.support.registry import redis_time_s
 from tests.support.workers import WorkerProcesses, millrace, python_block, replace_line, worker_processes
 from worker.cli.main import cli
 from worker.client import BatchClient
+from worker.registry.connect import connect
+from worker.registry.errors import FunctionsMissing
+from worker.registry.exchange import Scripts, ask_one
+from worker.registry.keys import Keys, UnitRef
 from worker.schemas import JobState
 
 ENDED_S = 30.0
 LEASE_S = "3.0"  # so that a busy machine does not look like a dead worker
 JOB = "millrace:{s0}:j:s0-00000000-0000-0000-0000-000000000000"
+OLDER = "older"
 SLOW = {"step_s": 0.05, "slots": 1}  # a prompt takes 50 ms, one after the other
 
 DENIED_TO_BOTH = [
@@ -36,7 +44,13 @@ DENIED_TO_BOTH = [
     "LPUSH celery x", "LRANGE celery 0 -1", "RESTORE foreign 0 x", "MIGRATE 127.0.0.1 1 foreign 0 1",
     f"DUMP {JOB}:in", f"RENAME {JOB}:in foreign", f"COPY {JOB}:in foreign", f"SORT {JOB}:ord",
     "PUBLISH channel x", "PUBLISH /0.celery.pidbox x", "SUBSCRIBE channel", "PSUBSCRIBE *",
-    "MONITOR", "SLOWLOG GET", "LATENCY RESET", "CLUSTER INFO", "WAIT 0 0",
+    "MONITOR", "SLOWLOG GET", "LATENCY RESET", "CLUSTER INFO",
+]  # fmt: skip
+# From Redis 7.0 on: a producer calls functions and sends no script, which might not end.
+DENIED_BESIDE_FUNCTIONS = [
+    "SCRIPT LOAD return{}", "SCRIPT EXISTS x", f"EVALSHA {'0' * 40} 0", f"EVALSHA_RO {'0' * 40} 0",
+    "EVAL_RO return{} 0", "FUNCTION LOAD x", "FUNCTION LIST", "FUNCTION DUMP", "FUNCTION FLUSH", "FUNCTION KILL",
+    "FUNCTION DELETE x", "FCALL x 1 foreign", "FCALL_RO x 1 foreign",
 ]  # fmt: skip
 DENIED_TO_THE_PRODUCER = [
     "BRPOP millrace 1", "RPOP millrace", "LPOP millrace", "LREM millrace 0 x", "LTRIM millrace 1 0",
@@ -46,16 +60,35 @@ DENIED_TO_THE_PRODUCER = [
 # It may not see the queue nor what is in it, and tell workers nothing.
 DENIED_TO_FLOWER = [
     "LPUSH millrace x", "LLEN millrace", "BRPOP millrace 1", "DEL millrace", "SADD _kombu.binding.millrace x",
-    f"HGETALL {JOB}:job", f"HGETALL {JOB}:in", "HGETALL millrace:{s0}:adm", "HGETALL unacked", "SCAN 0",
+    f"HGETALL {JOB}:job", f"HGETALL {JOB}:in", "HGETALL millrace:{s0}:adm", "HGETALL unacked", "SCAN 0", "WAIT 0 0",
     "PUBLISH /0.celeryev/worker.online x",
 ]  # fmt: skip
-DENIED_TO_THE_WORKER = ["SCAN 0", "BLPOP foreign 1", "BRPOP celery 1", "RPUSH celery x", "SADD _kombu.binding.celery x"]
+DENIED_TO_THE_WORKER = [
+    "WAIT 0 0",
+    "SCAN 0",
+    "BLPOP foreign 1",
+    "BRPOP celery 1",
+    "RPUSH celery x",
+    "SADD _kombu.binding.celery x",
+]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AclRedis]:
-    with acl_redis(tmp_path_factory.mktemp("acl"), port=free_port()) as server:
+EXECUTABLES = redis_executables()
+
+
+@pytest.fixture(scope="module", params=EXECUTABLES)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AclRedis]:
+    directory = tmp_path_factory.mktemp("acl")
+    with acl_redis(directory, port=free_port(), executable=EXECUTABLES[request.param]) as server:
         yield server
+
+
+@pytest.fixture
+def functions(server: AclRedis) -> None:
+    """An administrator has loaded them; skipped on a server that has none."""
+    if not server.has_functions:
+        pytest.skip("Redis has functions from 7.0 on")
+    server.admin.function_load(CliRunner().invoke(cli, ["acl", "--functions"]).stdout, replace=True)
 
 
 @pytest.fixture
@@ -171,11 +204,71 @@ def test_flower_may_not(server: AclRedis, call: str) -> None:
 
 def test_a_script_may_touch_no_other_key_than_its_caller(server: AclRedis) -> None:
     """That holds for keys that it does not declare, too."""
-    for url in (server.producer_url, server.worker_url):
+    for url in (server.worker_url,) if server.has_functions else (server.producer_url, server.worker_url):
         with redis.Redis.from_url(url) as user:
             digest = user.script_load("return redis.call('GET', 'for' .. 'eign')")
             with pytest.raises(redis.RedisError, match=r"(?i)access|permission"):
                 user.evalsha(digest, 0)
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_function_may_touch_no_other_key_than_its_caller(server: AclRedis) -> None:
+    body = "redis.register_function('peep', function() return redis.call('GET', 'for' .. 'eign') end)"
+    server.admin.function_load(f"#!lua name=peep\n{body}", replace=True)
+    for url in (server.producer_url, server.worker_url):
+        with redis.Redis.from_url(url) as user, pytest.raises(redis.RedisError, match=r"(?i)access|permission"):
+            user.fcall("peep", 0)
+
+
+@pytest.mark.usefixtures("functions")
+@pytest.mark.parametrize("call", DENIED_BESIDE_FUNCTIONS)
+def test_a_producer_sends_no_script_where_there_are_functions(server: AclRedis, call: str) -> None:
+    _assert_denied(server.producer_url, call)
+
+
+def test_a_producer_is_told_which_command_loads_the_functions(server: AclRedis, client: BatchClient) -> None:
+    if not server.has_functions:
+        pytest.skip("Redis has functions from 7.0 on")
+    server.admin.function_flush()
+
+    with pytest.raises(FunctionsMissing, match=r"millrace acl --functions \| redis-cli -x FUNCTION LOAD REPLACE"):
+        client.submit(prompts(1))
+    server.admin.function_load(CliRunner().invoke(cli, ["acl", "--functions"]).stdout)
+
+    assert client.status(client.submit(prompts(1))).request_counts.total == 1
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_user_who_may_send_scripts_still_calls_the_functions(server: AclRedis) -> None:
+    """As an older user does once its ACL file is made anew, in the middle of its work."""
+    server.admin.acl_setuser(
+        OLDER, enabled=True, passwords=["+older"], keys=["*"], commands=["+@all", "-fcall", "-fcall_ro"]
+    )
+    with BatchClient(server.url(OLDER, "older")) as client:
+        client.submit(prompts(1))  # by scripts
+        server.admin.acl_setuser(OLDER, commands=["+fcall", "+fcall_ro", "-evalsha", "-script"])
+
+        assert client.status(client.submit(prompts(1))).request_counts.total == 1
+
+
+@pytest.mark.usefixtures("functions")
+def test_no_function_runs_for_ever_whatever_a_producer_writes(server: AclRedis) -> None:
+    keys = Keys()
+    job_id = keys.new_job_id()
+    of_job = keys.of_unit_scripts(UnitRef.plan(job_id)) | {"tenant_counters": keys.tenant_counters("x")}
+    endless = 10**15
+    job = {"v": 1, "st": "running", "n": endless, "ns": endless, "sd": 0, "cancel": 0, "ok": 1, "err": 0}
+    submission = {"job_id": "x", "n": endless, "max_prompts": endless, "staging_ms": 1000, "bytes": -1}
+    calls = [
+        Scripts.SUBMIT({**of_job, "job": keys.job(keys.new_job_id())}, job=json.dumps(submission)),
+        Scripts.CANCEL(of_job, job_id=job_id),
+        Scripts.PAGE(of_job, order="input", cursor=0, last="", max_records=endless, max_bytes=endless),
+    ]
+    with connect(redis_settings(server.producer_url, socket_timeout_s=5.0)) as producer:
+        producer.hset(keys.job(job_id), mapping={**job, "fin": 0, "retain": 0, "deadline": 0})
+        producer.hset(keys.records(job_id), "1", "{}")
+        for call in calls:
+            ask_one(producer, call)  # else it would time out, and the server would be busy for ever after
 
 
 @pytest.mark.parametrize(

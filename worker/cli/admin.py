@@ -20,6 +20,7 @@ from worker.cli.options import load_command_settings, redis_options, set_option
 from worker.cli.progress import coloured
 from worker.doctor.redis import OLDEST_REDIS, redis_findings
 from worker.doctor.report import INSTALL_ENGINE, Finding, Level, summary
+from worker.registry.exchange import library
 
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILED: "red"}
 
@@ -118,7 +119,17 @@ def _findings(effective: EffectiveSettings, *, with_quantization_error: bool) ->
         yield from quantization_findings(effective)
 
 
+def _print_functions(context: click.Context, _option: click.Parameter, is_given: bool) -> None:
+    if is_given:
+        click.echo(library(), nl=False)
+        context.exit()
+
+
 @click.command("acl")
+@click.option(
+    "--functions", is_flag=True, is_eager=True, expose_value=False, callback=_print_functions,
+    help="Print this version's functions in place of it, for `redis-cli -x FUNCTION LOAD REPLACE`.",
+)  # fmt: skip
 @click.option("--producer-password-file", "producer", required=True, metavar="FILE", help="Of millrace-producer.")
 @click.option("--worker-password-file", "worker", required=True, metavar="FILE", help="Of millrace-worker.")
 @click.option("--flower-password-file", "flower", metavar="FILE", help="Of millrace-flower, who hears Celery's events.")
@@ -130,7 +141,7 @@ def acl(generate: bool, redis_version: str, output: str, **files: str | None) ->
     """Print an ACL file (redis-server --aclfile) with one user for producers and one for workers.
 
     Each may do its work and nothing else; the default user is off. Passwords come from files; the ACL file holds their
-    SHA-256.
+    SHA-256. From Redis 7.0 on producers call functions, which a worker loads at its start.
     """
     version = _version(redis_version)
     try:

@@ -12,7 +12,17 @@ from pydantic import ValidationError
 from settings import RedisSettings, SettingsError
 from worker.doctor.redis_facts import NUM_ROUND_TRIPS, RedisFacts, connect_once
 from worker.doctor.report import Finding, Level
-from worker.registry.exchange import ask, perform, text_fields
+from worker.registry.errors import LOAD_FUNCTIONS
+from worker.registry.exchange import (
+    NOT_FOUND,
+    Argument,
+    ask,
+    call_of_nothing,
+    is_without_functions,
+    library_name,
+    perform,
+    text_fields,
+)
 from worker.registry.jobs import JobQueries
 from worker.registry.keys import Keys
 from worker.registry.models import ServedModels
@@ -74,6 +84,7 @@ def _of_the_queue(client: redis.Redis, facts: RedisFacts, *, for_worker: bool) -
         work = permissions(client, for_worker=for_worker)
         yield work
         if work.level is Level.OK:
+            yield from function_findings(client, for_worker=for_worker)
             yield from model_findings(client, Keys())
         if work.level is Level.OK and facts.may_look_around:
             yield from worker_findings(client, Keys())
@@ -137,13 +148,13 @@ def memory_findings(facts: RedisFacts) -> Iterator[Finding]:
 
 
 def _eviction(facts: RedisFacts) -> Finding:
-    policy = facts.info.get("maxmemory_policy", "unknown")
-    if policy == "noeviction":
+    server = facts.server
+    if not server.may_evict:
         return Finding("redis eviction", Level.OK, "noeviction")
     return Finding(
         "redis eviction",
-        Level.FAILED if facts.count("maxmemory") else Level.WARNING,
-        f"{policy}: under memory pressure Redis drops jobs and results",
+        Level.FAILED if server.max_memory_bytes else Level.WARNING,
+        f"{server.eviction_policy}: under memory pressure Redis drops jobs and results",
         "redis-cli CONFIG SET maxmemory-policy noeviction, and the same in redis.conf",
     )
 
@@ -185,11 +196,11 @@ def persistence_findings(facts: RedisFacts) -> Iterator[Finding]:
 
 
 def _append_only(facts: RedisFacts) -> Finding:
-    if facts.info.get("aof_enabled") != "1":
-        kept = "what came after the last snapshot" if facts.config.get("save") else "all jobs and results"
-        if not facts.config:
-            kept = "what came after the last snapshot, or everything where there is none"
-        detail = f"append-only file is off: a restart of Redis loses {kept}"
+    lost = facts.server.lost_at_its_end
+    if lost:
+        if facts.config:  # which tells of snapshots to come, and of one made by hand that no other will follow
+            lost = "what came after the last snapshot" if facts.config.get("save") else "all jobs and results"
+        detail = f"append-only file is off: a restart of Redis loses {lost}"
         return Finding("redis persistence", Level.WARNING, detail, _TURN_ON)
     flushed = facts.config.get("appendfsync")
     if flushed == "no":
@@ -264,25 +275,54 @@ def permissions(client: redis.Redis, *, for_worker: bool) -> Finding:
         ("HGETALL", keys.counters),
         ("ZRANGE", keys.jobs, 0, 0),
         ("LLEN", QUEUE),
-        ("SCRIPT", "EXISTS", "0" * 40),
     ]
     if for_worker:
         calls += [("EXISTS", "unacked"), ("LLEN", queue_of("-"))]  # of no model; an older ACL file has no such keys
     else:
         calls += [("SCAN", 0)]
     denied = [" ".join(map(str, call[:2])) for call in calls if not _may(client, *call)]
+    if not _may(client, *call_of_nothing()) and not _may(client, "SCRIPT", "EXISTS", "0" * 40):
+        denied.append("FCALL")
     who = "a worker" if for_worker else "a producer"
     if denied:
         return Finding("redis permissions", Level.FAILED, f"{who} needs {', '.join(denied)}", PERMISSIONS_FIX)
     return Finding("redis permissions", Level.OK, f"{who} may do its work")
 
 
-def _may(client: redis.Redis, *call: str | int) -> bool:
+def _may(client: redis.Redis, *call: Argument) -> bool:
     try:
         client.execute_command(*call)  # type: ignore[no-untyped-call]  # redis-py has no types here
     except redis.exceptions.NoPermissionError:
         return False
+    except redis.ResponseError as error:  # of a function: before Redis 7.0 there are none
+        if not (is_without_functions(error) or str(error) == NOT_FOUND):
+            raise
     return True
+
+
+def function_findings(client: redis.Redis, *, for_worker: bool) -> Iterator[Finding]:
+    """Whether this version's functions are there. Raises redis.RedisError."""
+    try:
+        client.execute_command(*call_of_nothing())  # type: ignore[no-untyped-call]  # nor here
+    except redis.exceptions.NoPermissionError:
+        yield Finding(
+            "redis functions", Level.WARNING, "this user may not call them, and sends scripts instead", _USERS
+        )
+    except redis.ResponseError as error:
+        if is_without_functions(error):
+            detail = "none before Redis 7.0: whoever may submit may stop it by a script that does not end"
+            yield Finding("redis functions", Level.OK, detail)
+        elif str(error) != NOT_FOUND:
+            raise
+        elif for_worker:
+            yield Finding("redis functions", Level.OK, f"{library_name()} is loaded when a worker starts")
+        else:
+            detail = f"{library_name()} is not there: a producer that may not load it cannot submit"
+            yield Finding(
+                "redis functions", Level.WARNING, detail, f"{_START}, or {LOAD_FUNCTIONS} as an administrator"
+            )
+    else:
+        yield Finding("redis functions", Level.OK, f"{library_name()} is there")
 
 
 def _default_user(facts: RedisFacts) -> Finding:

@@ -16,7 +16,7 @@ from redis.retry import Retry
 
 from settings import RedisSettings
 from worker.acl import FLOWER, PRODUCER, WORKER
-from worker.registry.connect import RedisAddress, connect
+from worker.registry.connect import RedisAddress, RedisServer, connect
 
 NUM_ROUND_TRIPS = 20
 _CONFIG = ("appendfsync", "save", "stop-writes-on-bgsave-error", "protected-mode", "enable-debug-command")
@@ -59,6 +59,11 @@ class RedisFacts:
     def may_look_around(self) -> bool:
         """Whether this user may SCAN, which finds the workers."""
         return self.user not in {WORKER.name, FLOWER.name}
+
+    @property
+    def server(self) -> RedisServer:
+        """What decides whether it may be trusted with jobs."""
+        return RedisServer.of_info(self.info)
 
     def count(self, field: str) -> int:
         """A number of INFO; 0 if this server does not give it."""

@@ -1,11 +1,14 @@
-"""Connects to the registry's Redis: its address and password, encryption, and which errors are tried again."""
+"""Connects to the registry's Redis: its address and password, encryption, which errors are tried again, and what may be
+trusted to it.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import logging
 import re
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -19,6 +22,10 @@ from redis.retry import Retry
 
 from settings import RedisSettings, SettingsError
 from settings.masking import mask_url
+from settings.redis import Ack
+from worker.registry.errors import NotDurable
+from worker.registry.exchange import AsyncRegistryRedis, RegistryRedis, ask
+from worker.registry.keys import Keys
 
 # Six tries over about three seconds: outlives a dropped connection, not a Redis that is down.
 _NUM_RETRIES = 6
@@ -42,6 +49,10 @@ _PASSING_TYPES = (
 )
 
 MAX_PASSWORD_BYTES = 512
+
+_HAS_WAITAOF = (7, 2)
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +150,12 @@ def connect(settings: RedisSettings) -> redis.Redis:
 
     Raises SettingsError for what RedisAddress refuses.
     """
-    return redis.Redis.from_url(retry=PatientRetry(_backoff(), _NUM_RETRIES), **_options(settings))
+    return RegistryRedis.from_url(retry=PatientRetry(_backoff(), _NUM_RETRIES), **_options(settings))
 
 
 def connect_async(settings: RedisSettings) -> AsyncRedis:
     """`connect` for one event loop, the one it is first used in."""
-    return AsyncRedis.from_url(retry=AsyncPatientRetry(_backoff(), _NUM_RETRIES), **_options(settings))
+    return AsyncRegistryRedis.from_url(retry=AsyncPatientRetry(_backoff(), _NUM_RETRIES), **_options(settings))
 
 
 def _backoff() -> ExponentialWithJitterBackoff:
@@ -234,3 +245,113 @@ def read_password_line(file: Path) -> str | None:
     except UnicodeDecodeError:
         raise ValueError("not UTF-8") from None
     return line if line and line.isprintable() and len(data) <= MAX_PASSWORD_BYTES else None
+
+
+@dataclass(frozen=True, slots=True)
+class RedisServer:
+    """What a server's INFO says of whether it keeps what it has acknowledged."""
+
+    version: tuple[int, int]  # that whose commands it has
+    eviction_policy: str
+    max_memory_bytes: int  # 0: no limit, so that nothing is ever evicted
+    has_append_only_file: bool
+    has_saved: bool  # a snapshot, since it was started
+    num_replicas: int
+
+    @classmethod
+    def of_info(cls, info: Mapping[str, object]) -> Self:
+        """Of INFO's fields; one that this server does not give counts as not there."""
+        major, minor, *_ = (
+            *(int(part) if part.isdecimal() else 0 for part in f"{info.get('redis_version')}".split(".")),
+            0,
+        )
+        return cls(
+            version=(major, minor),
+            eviction_policy=str(info.get("maxmemory_policy", "unknown")),
+            max_memory_bytes=int(str(info.get("maxmemory", 0))),
+            has_append_only_file=str(info.get("aof_enabled")) == "1",
+            has_saved=str(info.get("rdb_last_bgsave_time_sec", -1)) != "-1",
+            num_replicas=int(str(info.get("connected_slaves", 0))),
+        )
+
+    @property
+    def may_evict(self) -> bool:
+        """Whether it is set to drop keys once it has a limit and reaches it."""
+        return self.eviction_policy != "noeviction"
+
+    @property
+    def lost_at_its_end(self) -> str:
+        """What it forgets when it ends, beside at most a second of writes; "": nothing."""
+        if self.has_append_only_file:
+            return ""
+        return "what came after the last snapshot" if self.has_saved else "all jobs and results"
+
+    def check(self, settings: RedisSettings) -> None:
+        """Raise SettingsError for a server that drops jobs, warn of one that forgets them, unless it is allowed to."""
+        if settings.allow_unsafe:
+            return
+        if self.may_evict and self.max_memory_bytes:
+            raise SettingsError(
+                "Redis's maxmemory-policy",
+                self.eviction_policy,
+                "a full Redis drops jobs and results",
+                accepted="noeviction (redis-cli CONFIG SET maxmemory-policy noeviction), or redis.allow_unsafe=true",
+            )
+        if self.may_evict:
+            logger.warning("Redis's maxmemory-policy is %s: with a maxmemory it would drop jobs", self.eviction_policy)
+        if self.lost_at_its_end:
+            logger.warning(
+                "Redis keeps no append-only file: when it ends it loses %s (redis.allow_unsafe=true says it may)",
+                self.lost_at_its_end,
+            )
+
+    def check_ack(self, ack: Ack) -> None:
+        """Raise SettingsError for a server that cannot acknowledge so."""
+        if ack == "disk" and self.version < _HAS_WAITAOF:
+            shown = ".".join(map(str, self.version))
+            raise _ack_refused(ack, f"Redis {shown} cannot say when its disk has something", "Redis 7.2 or later")
+        if ack == "disk" and not self.has_append_only_file:
+            raise _ack_refused(ack, "Redis keeps no append-only file", "appendonly yes in redis.conf")
+        if ack == "replica" and not self.num_replicas:
+            raise _ack_refused(ack, "Redis has no replica", "a primary with a connected replica")
+
+
+def _ack_refused(ack: Ack, problem: str, accepted: str) -> SettingsError:
+    return SettingsError("redis.ack", ack, problem, accepted=f"{accepted}, or redis.ack=memory")
+
+
+class Trust:
+    """Looks once whether a server may be trusted with jobs, and waits until it has one where `redis.ack` wants it."""
+
+    def __init__(self, client: redis.Redis, keys: Keys, settings: RedisSettings) -> None:
+        self._client = client
+        self._keys = keys
+        self._settings = settings
+        self._server: RedisServer | None = None
+
+    def check(self) -> None:
+        """Look, the first time. Raises SettingsError, see RedisServer.check and check_ack, and redis.RedisError."""
+        if self._server is None:
+            server = RedisServer.of_info(self._client.info())
+            server.check(self._settings)
+            server.check_ack(self._settings.ack)
+            self._server = server
+
+    def check_ack(self) -> None:
+        """Look whether Redis can acknowledge as redis.ack says; a job can be cancelled in any Redis without it."""
+        if self._server is None and self._settings.ack != "memory":
+            RedisServer.of_info(self._client.info()).check_ack(self._settings.ack)
+
+    def wait_until_durable(self, job_id: str, done: str) -> None:
+        """Wait for what this job has become, `done`. Raises NotDurable after half of redis.socket_timeout_s."""
+        ack = self._settings.ack
+        if ack == "memory":
+            return
+        timeout_s = self._settings.socket_timeout_s / 2
+        timeout_ms = round(timeout_s * 1000)
+        wait = ("WAITAOF", 1, 0, timeout_ms) if ack == "disk" else ("WAIT", 1, timeout_ms)
+        # Redis waits for the last write of the same connection, and so for all before it, by whatever connection: a
+        # pool's may have written nothing yet, for which Redis answers at once.
+        _, answer = ask(self._client, [("HSET", self._keys.counters, "ack", ack), wait])
+        if (answer[0] if ack == "disk" else answer) < 1:
+            raise NotDurable(job_id, done, ack, timeout_s)

@@ -17,7 +17,9 @@ RegistryError
 |   |-- LinesChanged   other bytes are there than were staged
 |   `-- JobReused      the job of this id or idempotency key has other lines
 |-- QueueFull          there is no room now: try again after retry_after_s
-`-- RedisFull          Redis has no memory left; a redis.RedisError too
+|-- RedisFull          Redis has no memory left; a redis.RedisError too
+|-- FunctionsMissing   Redis lacks the functions of this version, and this user may not load them
+`-- NotDurable         a job was accepted or cancelled, and it is not known whether that survives (redis.ack)
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from redis.exceptions import OutOfMemoryError
 
 _NOUN = {"prompts": "prompts", "job_bytes": "bytes"}
 _SETTING = {"prompts": "limits.max_prompts_per_job", "job_bytes": "limits.max_job_bytes"}
+LOAD_FUNCTIONS = "`millrace acl --functions | redis-cli -x FUNCTION LOAD REPLACE`"
 
 
 class RegistryError(Exception):
@@ -210,3 +213,26 @@ class QueueFull(RegistryError):
         self.asked = asked
         self.limit = limit
         self.retry_after_s = retry_after_s
+
+
+class FunctionsMissing(RegistryError):
+    """Redis has not been given the functions of this version, and this user may give it neither them nor scripts."""
+
+    def __init__(self, library: str) -> None:
+        super().__init__(
+            f"Redis lacks the functions of this version ({library}), and this user may not load them: start a worker "
+            f"of this version, or run as an administrator {LOAD_FUNCTIONS}"
+        )
+
+
+class NotDurable(RegistryError):
+    """Redis did what it was asked and did not confirm in time that it is where `redis.ack` wants it."""
+
+    def __init__(self, job_id: str, done: str, ack: str, timeout_s: float) -> None:
+        where = {"disk": "is on Redis's disk", "replica": "is on a replica"}[ack]
+        super().__init__(
+            f"job {job_id} is {done}, but not known to be durable: Redis did not confirm within {timeout_s:g} s that "
+            f"it {where} (redis.ack={ack})"
+        )
+        self.job_id = job_id
+        self.ack = ack

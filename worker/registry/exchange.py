@@ -2,6 +2,9 @@
 
 What is asked is written once, as an exchange, for threads and event loops. The client does not decode: request lines
 may be any bytes.
+
+From Redis 7.0 on the scripts are a library of functions, called by name: a user who may FCALL alone can run these and
+no others. Before it, and where a user may not FCALL, they are sent as scripts and called by their digest.
 """
 
 from __future__ import annotations
@@ -9,21 +12,35 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache, cached_property
 from importlib import resources
 from typing import Any, TypeVar
 
 import redis
 from redis.asyncio import Redis as AsyncRedis
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoPermissionError, NoScriptError
 
 from worker.registry import scripts
+from worker.registry.errors import FunctionsMissing
 
 T = TypeVar("T")
 
 Argument = str | bytes | int | float
-Command = Sequence[Argument]  # its name, then its arguments
+PlainCommand = Sequence[Argument]  # its name, then its arguments
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptCall:
+    """A call of a script, which `ask` sends as this server takes it."""
+
+    script: Script
+    arguments: Sequence[Argument]  # number of keys, keys, and what else it takes
+
+
+Command = PlainCommand | ScriptCall
 
 # What Celery, kombu and Lua scripts hand over: only the code that takes it apart knows its shape.
 Untyped = Any
@@ -63,24 +80,67 @@ async def perform_async(client: AsyncRedis, exchange: Exchange[T]) -> T:
         return result
 
 
-def ask(client: redis.Redis, commands: Sequence[Command]) -> list[RedisReply]:
-    """The answers to these commands, in one round trip unless Redis has to be given a script first.
+NOT_FOUND = "Function not found"  # what Redis answers
 
-    All of them are then sent again, so of several scripts each must bear to run twice. Raises redis.RedisError.
+
+class CallsBy(Enum):
+    """How a server is to call the scripts."""
+
+    FUNCTION = "FCALL"
+    SCRIPT = "EVALSHA"
+
+
+class RegistryRedis(redis.Redis):
+    """A client that remembers how its server calls the scripts, so that it is looked up once."""
+
+    calls_by: CallsBy | None = None  # not looked up yet
+
+
+class AsyncRegistryRedis(AsyncRedis):
+    """RegistryRedis for an event loop."""
+
+    calls_by: CallsBy | None = None
+
+
+def ask(client: redis.Redis, commands: Sequence[Command]) -> list[RedisReply]:
+    """The answers to these commands, in one round trip unless Redis has to be given the scripts first.
+
+    All of them are then sent again, so of several scripts each must bear to run twice. Raises redis.RedisError, and
+    FunctionsMissing where Redis has to be given them by somebody else.
     """
+    steps = _asking(commands, client.calls_by if isinstance(client, RegistryRedis) else None)
     try:
-        return _send(client, commands)
-    except NoScriptError:
-        _send(client, _loads(commands))
-        return _send(client, commands)
+        step = next(steps)
+        while True:
+            try:
+                answers = _send(client, step)
+            except redis.ResponseError as error:
+                step = steps.throw(error)
+            else:
+                step = steps.send(answers)
+    except StopIteration as end:
+        found, calls_by = end.value
+        if isinstance(client, RegistryRedis):
+            client.calls_by = calls_by
+        return list(found)
 
 
 async def _ask_async(client: AsyncRedis, commands: Sequence[Command]) -> list[RedisReply]:
+    steps = _asking(commands, client.calls_by if isinstance(client, AsyncRegistryRedis) else None)
     try:
-        return await _send_async(client, commands)
-    except NoScriptError:
-        await _send_async(client, _loads(commands))
-        return await _send_async(client, commands)
+        step = next(steps)
+        while True:
+            try:
+                answers = await _send_async(client, step)
+            except redis.ResponseError as error:
+                step = steps.throw(error)
+            else:
+                step = steps.send(answers)
+    except StopIteration as end:
+        found, calls_by = end.value
+        if isinstance(client, AsyncRegistryRedis):
+            client.calls_by = calls_by
+        return list(found)
 
 
 def ask_one(client: redis.Redis, command: Command) -> RedisReply:
@@ -89,7 +149,70 @@ def ask_one(client: redis.Redis, command: Command) -> RedisReply:
     return answer
 
 
-def _send(client: redis.Redis, commands: Sequence[Command]) -> list[RedisReply]:
+# Yields commands to be sent as they are, and is sent their answers, or has the error thrown in.
+_Steps = Generator[Sequence[PlainCommand], list[RedisReply], T]
+
+
+def _asking(commands: Sequence[Command], calls_by: CallsBy | None) -> _Steps[tuple[list[RedisReply], CallsBy | None]]:
+    """The answers, and how the server calls scripts; None: not looked up."""
+    if not any(isinstance(command, ScriptCall) for command in commands):
+        return (yield _as_sent(commands, CallsBy.SCRIPT)), calls_by
+    if calls_by is None:
+        calls_by = yield from _looked_up()
+    try:
+        return (yield _as_sent(commands, calls_by)), calls_by
+    except NoScriptError:
+        yield _loads(commands)
+    except redis.ResponseError as error:
+        # The library was lost with Redis's file, or the user may FCALL now and send scripts no more.
+        is_lost = calls_by is CallsBy.FUNCTION and str(error).endswith(NOT_FOUND)
+        if not is_lost and not (calls_by is CallsBy.SCRIPT and isinstance(error, NoPermissionError)):
+            raise
+        before, calls_by = calls_by, (yield from _looked_up())
+        if before is calls_by is CallsBy.SCRIPT:
+            raise
+    return (yield _as_sent(commands, calls_by)), calls_by
+
+
+def _looked_up() -> _Steps[CallsBy]:
+    """By functions where Redis has this version's library, or takes it from this user; else by scripts."""
+    try:
+        yield [call_of_nothing()]
+    except NoPermissionError:  # an ACL file of a version before
+        return CallsBy.SCRIPT
+    except redis.ResponseError as error:
+        if is_without_functions(error):
+            return CallsBy.SCRIPT
+        if str(error) != NOT_FOUND:
+            raise
+    else:
+        return CallsBy.FUNCTION
+    try:
+        yield [("FUNCTION", "LOAD", "REPLACE", library())]
+    except NoPermissionError:
+        pass
+    else:
+        return CallsBy.FUNCTION
+    try:
+        yield [("SCRIPT", "LOAD", "return 1")]
+    except NoPermissionError:
+        raise FunctionsMissing(library_name()) from None
+    return CallsBy.SCRIPT
+
+
+def is_without_functions(error: redis.ResponseError) -> bool:
+    """Whether it is the answer of a server before Redis 7.0 to a call of a function."""
+    return str(error).startswith("unknown command")
+
+
+def _as_sent(commands: Sequence[Command], calls_by: CallsBy) -> list[PlainCommand]:
+    return [
+        (*command.script.called(calls_by), *command.arguments) if isinstance(command, ScriptCall) else command
+        for command in commands
+    ]
+
+
+def _send(client: redis.Redis, commands: Sequence[PlainCommand]) -> list[RedisReply]:
     if len(commands) == 1:  # of a pipeline, redis-py's errors begin with the command
         return [client.execute_command(*commands[0])]  # type: ignore[no-untyped-call]  # redis has no type here
     with client.pipeline(transaction=False) as pipeline:
@@ -98,7 +221,7 @@ def _send(client: redis.Redis, commands: Sequence[Command]) -> list[RedisReply]:
         return list(pipeline.execute())
 
 
-async def _send_async(client: AsyncRedis, commands: Sequence[Command]) -> list[RedisReply]:
+async def _send_async(client: AsyncRedis, commands: Sequence[PlainCommand]) -> list[RedisReply]:
     if len(commands) == 1:
         return [await client.execute_command(*commands[0])]  # type: ignore[no-untyped-call]  # nor here
     async with client.pipeline(transaction=False) as pipeline:
@@ -117,44 +240,70 @@ _ALLOW_OOM = "redis.call('UNLINK', KEYS[1] .. ':none')\n"
 class Script:
     """One of scripts/*.lua, with names for its KEYS and ARGV in the order in which it reads them.
 
-    Redis is told its digest, so workers of two versions can share one, each with its own scripts.
+    Redis knows it by a digest, so workers of two versions can share one, each with its own scripts.
     """
 
     def __init__(
-        self, name: str, arguments: str = "", *, row: str = "", keys: str = _UNIT_KEYS, allow_oom: bool = False
+        self,
+        name: str,
+        arguments: str = "",
+        *,
+        row: str = "",
+        keys: str = _UNIT_KEYS,
+        allow_oom: bool = False,
+        is_reading: bool = False,
     ) -> None:
-        """`allow_oom`: also where Redis has no memory left; for what makes room, or needs next to none."""
+        """`allow_oom`: also where Redis has no memory left; for what makes room, or needs next to none.
+
+        `is_reading`: it changes nothing.
+        """
         self.name = name
         self.allow_oom = allow_oom
-        self._files = ("prelude", name) if keys == _UNIT_KEYS else (name,)
+        self.is_reading = is_reading
+        self.is_about_unit = keys == _UNIT_KEYS
         self.keys = keys.split()
         self.arguments = arguments.split()
         self.row = row.split()  # what follows the arguments, any number of times
+        self.function = f"{name}{'_when_full' * allow_oom}"  # without the library's name, with which it begins
 
     def __call__(
         self, keys: Mapping[str, str], rows: Iterable[Sequence[Argument]] = (), **arguments: Argument
-    ) -> Command:
-        """The command that calls it, with those of `keys` that it takes. Raises TypeError for what it does not take."""
+    ) -> ScriptCall:
+        """The call of it, with those of `keys` that it takes. Raises TypeError for what it does not take."""
         if arguments.keys() != set(self.arguments):
             raise TypeError(f"{self.name}.lua is given {sorted(arguments)}; accepted: {self.arguments}")
-        command: list[Argument] = ["EVALSHA", self.digest, len(self.keys)]
-        command += [keys[name] for name in self.keys]
-        command += [arguments[name] for name in self.arguments]
+        given: list[Argument] = [len(self.keys)]
+        given += [keys[name] for name in self.keys]
+        given += [arguments[name] for name in self.arguments]
         for row in rows:
             if len(row) != len(self.row):
                 raise TypeError(f"{self.name}.lua is given a row of {len(row)}; accepted: {self.row}")
-            command += row
-        return command
+            given += row
+        return ScriptCall(self, given)
+
+    def called(self, calls_by: CallsBy) -> tuple[str, str]:
+        """The command that calls it, and the name by which Redis knows it."""
+        return ("EVALSHA", self.digest) if calls_by is CallsBy.SCRIPT else self._function
 
     @cached_property
     def source(self) -> str:
-        """Its text."""
-        return _ALLOW_OOM * self.allow_oom + script_source(*self._files)
+        """Its text as a script."""
+        prelude = script_source("prelude") if self.is_about_unit else ""
+        return f"{_ALLOW_OOM * self.allow_oom}{prelude}{self.body}"
+
+    @cached_property
+    def body(self) -> str:
+        """Its text behind the prelude's."""
+        return f"{'use_keys(KEYS)' if self.is_about_unit else ''}\n{script_source(self.name)}"
 
     @cached_property
     def digest(self) -> str:
-        """The SHA-1 of its text, by which Redis knows it."""
-        return hashlib.sha1(self.source.encode("ascii"), usedforsecurity=False).hexdigest()
+        """The SHA-1 of its text, by which Redis knows the script."""
+        return _sha1(self.source)
+
+    @cached_property
+    def _function(self) -> tuple[str, str]:
+        return "FCALL_RO" if self.is_reading else "FCALL", f"{library_name()}_{self.function}"
 
 
 _RECORD = "index outcome record prompt_tokens cached_tokens output_tokens resumed_tokens reasoning_tokens"
@@ -175,11 +324,11 @@ class Scripts:
     PUT_RESUME_STATES = Script("checkpoint", "job_id unit token", row="index state")
     RELEASE = Script("release", "job_id unit token grace_ms count_attempt", allow_oom=True)
     RENEW = Script("renew", "job_id unit token lease_ms num_known", allow_oom=True)
-    SUSPECT = Script("suspect")
+    SUSPECT = Script("suspect", is_reading=True)
     # About a job
     DELETE = Script("delete", "job_id", keys="job records order lines jobs counters", allow_oom=True)
-    DISCARD = Script("discard", keys="job lines")
-    PAGE = Script("page", "order cursor last max_records max_bytes", keys="job records order")
+    DISCARD = Script("discard", keys="job lines", allow_oom=True)
+    PAGE = Script("page", "order cursor last max_records max_bytes", keys="job records order", is_reading=True)
     REFUSE = Script("refuse", "job_id reason errors tenant retain_ms staging_ms", keys="job jobs staged")
     STAGE = Script("stage", "staging_ms", row="index line", keys="job staged")
     SUBMIT = Script("submit", "job", keys="job lines plan open counters tenant_counters jobs staged")
@@ -187,9 +336,13 @@ class Scripts:
     # About all of them
     ANNOUNCE = Script("announce", "worker announcement ttl_ms known_ms only_check", keys="served known_models")
     CHOOSE = Script(
-        "choose", "prefix only_new_tenants ageing_ms hint models", row="tenant num_prompts head", keys="unit queued job"
+        "choose",
+        "prefix only_new_tenants ageing_ms hint models",
+        row="tenant num_prompts head",
+        keys="unit queued job",
+        allow_oom=True,
     )
-    QUEUE_FIGURES = Script("queue", "prefix max_tenants max_shards", keys="open queued counters dead")
+    QUEUE_FIGURES = Script("queue", "prefix max_tenants max_shards", keys="open queued counters dead", is_reading=True)
     REAP = Script(
         "reap",
         "prefix max_units grace_ms longest_grace_ms stale_ms unserved_ms plan_priority ageing_ms steps patience_ms "
@@ -199,15 +352,58 @@ class Scripts:
     )
 
 
-def _loads(calls: Sequence[Command]) -> list[Command]:
-    digests = {call[1] for call in calls if call[0] == "EVALSHA"}
-    sources = {script.digest: script.source for script in vars(Scripts).values() if isinstance(script, Script)}
-    return [("SCRIPT LOAD", source) for digest, source in sources.items() if digest in digests]
+def _scripts() -> Iterator[Script]:
+    return (script for script in vars(Scripts).values() if isinstance(script, Script))
 
 
-def script_source(*names: str) -> str:
-    """The text of these files of scripts/, one after the other."""
-    return "".join(resources.files(scripts).joinpath(f"{name}.lua").read_text(encoding="ascii") for name in names)
+def _loads(commands: Sequence[Command]) -> list[PlainCommand]:
+    sources = {call.script.digest: call.script.source for call in commands if isinstance(call, ScriptCall)}
+    return [("SCRIPT LOAD", source) for source in sources.values()]
+
+
+def script_source(name: str) -> str:
+    """The text of one file of scripts/."""
+    return resources.files(scripts).joinpath(f"{name}.lua").read_text(encoding="ascii")
+
+
+_PROBE = "is_there"
+
+
+@cache
+def library_name() -> str:
+    """The name of this version's functions, with which each of theirs begins: a digest of their text."""
+    return f"millrace_{_sha1(_functions(''))[:16]}"
+
+
+def call_of_nothing() -> PlainCommand:
+    """Calls a function that does nothing: whether the library is there, and this user may FCALL."""
+    return "FCALL_RO", f"{library_name()}_{_PROBE}", 0
+
+
+@cache
+def library() -> str:
+    """The scripts as a library of functions, which FUNCTION LOAD takes."""
+    return f"#!lua name={library_name()}\n{_functions(library_name())}"
+
+
+def _functions(prefix: str) -> str:
+    named = {script.function: script for script in _scripts()}  # one may be declared for several numbers of keys
+    texts = [script_source("prelude"), _function(f"{prefix}_{_PROBE}", "return 1\n", "'no-writes'")]
+    for name, script in named.items():
+        flags = "'allow-oom'" * script.allow_oom or "'no-writes'" * script.is_reading
+        texts.append(_function(f"{prefix}_{name}", script.body, flags))
+    return "".join(texts)
+
+
+def _function(name: str, body: str, flags: str) -> str:
+    return (
+        f"redis.register_function{{function_name = '{name}', flags = {{{flags}}}, callback = function(KEYS, ARGV) "
+        f"{body}end}}\n"
+    )
+
+
+def _sha1(source: str) -> str:
+    return hashlib.sha1(source.encode("ascii"), usedforsecurity=False).hexdigest()
 
 
 def text(value: bytes | str) -> str:

@@ -17,7 +17,7 @@ from worker.broker.messages import Announcer
 from worker.lines.request_line import names_model
 from worker.metrics.catalogue import TOP_TENANTS
 from worker.metrics.server import MetricsServer
-from worker.registry.connect import connect
+from worker.registry.connect import Trust, connect
 from worker.registry.intake import JobIntake
 from worker.registry.keys import Keys
 from worker.registry.models import Announcement, Heartbeats, ModelDirectory
@@ -63,6 +63,9 @@ class WorkerParts:
             settings.tracing, service="millrace-worker", instance=self.worker_id, model_name=self.model_name
         )
         self._keys, self._announcer = Keys(), Announcer(app)
+        # Without redis.ack, which is a client's: a job that a worker accepts is in Redis's file behind its message.
+        not_waiting = settings.redis.model_copy(update={"ack": "memory"})
+        self.trust = Trust(self.client, self._keys, not_waiting)
         self.directory = ModelDirectory(self.client, self._keys, worker_id=self.worker_id, known=limits.model_names)
         self._counts, self._meter = UnitCounts(), EngineMeter()
         self.held_units = HeldUnits(self.tracing, on_held=self._counts.add_attempt, on_removed=self._counts.add_end)

@@ -41,7 +41,7 @@ class WorkerRuntime:
         return self._parts.state.has_failed
 
     def load(self) -> None:
-        """Check that Redis answers and that the model's names and metrics.port are free, then load the engine.
+        """Check that Redis may be trusted and that the model's names and metrics.port are free, then load the engine.
 
         That may take minutes. Other workers are told what is served once it is.
 
@@ -49,6 +49,7 @@ class WorkerRuntime:
         """
         parts = self._parts
         parts.client.ping()
+        parts.trust.check()
         if parts.metrics is not None:
             parts.metrics.start()
         announcement = parts.announcement.model_copy(update={"fingerprint": fingerprint(parts.settings.model)})

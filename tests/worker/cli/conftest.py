@@ -23,3 +23,10 @@ def _bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         if name.upper().startswith("MILLRACE_"):
             monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def redis_url(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """It keeps nothing, on purpose: no command need warn of that."""
+    monkeypatch.setenv("MILLRACE_REDIS__ALLOW_UNSAFE", "true")
+    return redis_url

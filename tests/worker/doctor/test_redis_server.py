@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import redis
 
-from tests.support.processes import wait_until
+from tests.support.processes import redis_executable, wait_until
 from tests.support.redis_servers import (
     configured,
     found_at,
     free_port,
     private_redis,
-    redis_executable,
     restartable_redis,
     wait_until_it_answers,
 )

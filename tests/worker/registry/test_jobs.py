@@ -14,7 +14,7 @@ from tests.support.registry import TestRegistry, must_claim, ok
 from worker.registry import jobs as job_queries
 from worker.registry.connect import connect_async
 from worker.registry.errors import InvalidJobId, JobNotFound, ResultsLost, ResultsRewound
-from worker.registry.exchange import Command, Script, Scripts, perform, perform_async, script_source
+from worker.registry.exchange import Command, Script, ScriptCall, Scripts, perform, perform_async, script_source
 from worker.registry.jobs import PAGE_JOBS, JobQueries, ResultOrder, ResultPage
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import Claim
@@ -198,7 +198,7 @@ def job_id(registry: TestRegistry) -> str:
 def test_a_page_is_one_command_in_one_exchange(registry: TestRegistry, job_id: str, order: ResultOrder) -> None:
     exchange = JobQueries(registry.keys).page(job_id, 0, order)
     [command] = cast("list[Command]", next(exchange))
-    assert command[0] == "EVALSHA"
+    assert cast("ScriptCall", command).script is Scripts.PAGE
     with pytest.raises(StopIteration) as end:
         exchange.send([[b"page", 1, 1, 0, 3, 1, [b"2"], [b"record"]]])
     assert end.value.value == ResultPage([b"record"], [2], 1, 3, is_last=True, has_ended=False, is_overdue=True)

@@ -6,8 +6,9 @@
 -- read, whether the job has ended, how many places there are in all, whether its deadline has passed before its end, the
 -- indices of the records, and the records.
 local JOB, RES, ORD = KEYS[1], KEYS[2], KEYS[3]
+local MOST_RECORDS = 10000 -- whatever is asked for, and whatever number of lines stands in the job: bounds the script's time
 local by_line, cursor, last = ARGV[1] == 'input', tonumber(ARGV[2]), ARGV[3]
-local most_records, most_bytes = tonumber(ARGV[4]), tonumber(ARGV[5])
+local most_records, most_bytes = math.min(tonumber(ARGV[4]), MOST_RECORDS), tonumber(ARGV[5])
 local state, lines, ok, err, fin, retain, deadline =
   unpack(redis.call('HMGET', JOB, 'st', 'n', 'ok', 'err', 'fin', 'retain', 'deadline'))
 if not state then return false end

@@ -1,8 +1,12 @@
 -- Put before every script about a unit: those to which exchange.py gives `_UNIT_KEYS`, in this order. Keys that are known
 -- only from the job's own fields lie in the same hash slot: the tenant's admission counters, its queued shards, the
 -- idempotency key.
-local JOB, RES, ORD, IN, UNIT, PLAN, OPEN, ADM, DEAD, CKPT, QUEUED =
-  KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
+local JOB, RES, ORD, IN, UNIT, PLAN, OPEN, ADM, DEAD, CKPT, QUEUED
+-- A library's functions share these variables; Redis runs one at a time, to its end.
+local function use_keys(KEYS)
+  JOB, RES, ORD, IN, UNIT, PLAN, OPEN, ADM, DEAD, CKPT, QUEUED =
+    KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
+end
 -- Behind every priority: of a shard that was announced in no lane.
 local NO_LANE = 10
 

@@ -46,7 +46,9 @@ if is_known then return known(a.job_id, JOB, state) end
 if a.n > a.max_prompts then return refuse({'too_large', 'prompts', a.n, a.max_prompts}) end
 
 local bytes, missing, first_missing = 0, 0, -1
-for index = 0, a.n - 1 do
+-- No more steps than there are lines and one, whatever number a producer names.
+local num_staged = redis.call('HLEN', STAGED)
+for index = 0, math.min(a.n, num_staged + 1) - 1 do
   local length = redis.call('HSTRLEN', STAGED, index)
   if length == 0 then
     missing = missing + 1
@@ -54,7 +56,7 @@ for index = 0, a.n - 1 do
   end
   bytes = bytes + length
 end
-if missing > 0 then return refuse({'incomplete', a.n - missing, first_missing}) end
+if missing > 0 then return refuse({'incomplete', math.min(num_staged, a.n - 1), first_missing}) end
 if a.bytes >= 0 and bytes ~= a.bytes then return refuse({'changed', bytes, a.bytes}) end
 if bytes > a.max_bytes then return refuse({'too_large', 'job_bytes', bytes, a.max_bytes}) end
 

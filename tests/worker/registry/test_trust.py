@@ -1,0 +1,189 @@
+"""What a Redis must be before jobs are trusted to it, and how far it must have taken them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+from click.testing import CliRunner
+
+from settings import SettingsError
+from tests.support.processes import redis_executables, server_version, wait_until
+from tests.support.redis_servers import RestartableRedis, configured, redis_settings
+from tests.support.workers import worker_processes
+from worker.async_client import AsyncBatchClient
+from worker.cli.main import cli
+from worker.client import BatchClient
+from worker.registry.errors import NotDurable
+from worker.schemas import JobState
+
+LINES = [b'{"prompt": "a"}']
+EVICTING = {"maxmemory": "100mb", "maxmemory_policy": "allkeys-lru"}
+EXECUTABLES = redis_executables()
+WITH_WAITAOF = {name: path for name, path in EXECUTABLES.items() if server_version(path) >= (7, 2)}
+WORKER_END_S = 60.0
+
+
+@pytest.fixture
+def evicting(redis_url: str) -> Iterator[str]:
+    with configured(redis_url, **EVICTING):
+        yield redis_url
+
+
+@contextmanager
+def kept(
+    directory: Path, executable: str = "", *, is_durable: bool = True, **options: object
+) -> Iterator[RestartableRedis]:
+    """A server that may have an append-only file."""
+    directory.mkdir(exist_ok=True)
+    server = RestartableRedis(directory, is_durable=is_durable, executable=executable, options=options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@contextmanager
+def replicated(primary: RestartableRedis, directory: Path) -> Iterator[str]:
+    """The URL of a replica that has all that there is."""
+    with kept(directory) as replica, redis.Redis.from_url(primary.url) as first:
+        with redis.Redis.from_url(replica.url) as second:
+            second.replicaof("127.0.0.1", primary.port)
+        wait_until(lambda: first.info("replication").get("slave0", {}).get("state") == "online")
+        yield replica.url
+
+
+def test_a_submit_to_a_redis_that_drops_jobs_is_refused(evicting: str) -> None:
+    with BatchClient(evicting) as client:
+        with pytest.raises(SettingsError) as caught:
+            client.submit(LINES)
+        assert client.jobs() == []
+    assert str(caught.value) == (
+        "Redis's maxmemory-policy=allkeys-lru: a full Redis drops jobs and results; accepted: noeviction "
+        "(redis-cli CONFIG SET maxmemory-policy noeviction), or redis.allow_unsafe=true"
+    )
+
+
+def test_so_is_one_in_an_event_loop_and_one_of_the_command(evicting: str, tmp_path: Path) -> None:
+    async def submit() -> None:
+        async with AsyncBatchClient(evicting) as client:
+            await client.submit(LINES)
+
+    with pytest.raises(SettingsError, match="allkeys-lru"):
+        asyncio.run(submit())
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(json.dumps({"prompt": "a"}))
+    done = CliRunner().invoke(cli, ["submit", str(lines), "--redis-url", evicting])
+    assert (done.exit_code, "maxmemory-policy=allkeys-lru" in done.stderr) == (2, True)
+
+
+def test_a_worker_does_not_start_on_one(evicting: str, tmp_path: Path) -> None:
+    with worker_processes(evicting, tmp_path) as workers:
+        assert workers.start().wait(WORKER_END_S) != 0
+        assert "maxmemory-policy=allkeys-lru" in workers.log()
+
+
+def test_allow_unsafe_goes_on_in_spite_of_it(evicting: str, caplog: pytest.LogCaptureFixture) -> None:
+    with BatchClient(redis_settings(evicting, allow_unsafe=True)) as client:
+        job_id = client.submit(LINES)
+        assert client.status(job_id).status is JobState.VALIDATING
+    assert not caplog.records
+
+
+def test_where_nothing_is_ever_evicted_it_is_a_warning(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    with configured(redis_url, maxmemory_policy="allkeys-lru"), BatchClient(redis_url) as client:
+        client.submit(LINES)
+    assert "Redis's maxmemory-policy is allkeys-lru: with a maxmemory it would drop jobs" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("is_durable", "expected"),
+    [
+        (True, []),
+        (False, ["Redis keeps no append-only file: when it ends it loses all jobs and results "
+                 "(redis.allow_unsafe=true says it may)"]),
+    ],
+)  # fmt: skip
+def test_a_redis_that_keeps_nothing_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_durable: bool, expected: list[str]
+) -> None:
+    with kept(tmp_path, is_durable=is_durable) as server, BatchClient(server.url) as client:
+        client.submit(LINES)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == expected
+
+
+def test_a_client_asks_once_and_not_for_each_job(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as other, BatchClient(redis_url) as client:
+        client.submit(LINES)
+        before = _num_asked(other)
+        client.submit(LINES)
+        assert _num_asked(other) == before + 1  # by `_num_asked` itself
+
+
+def _num_asked(client: redis.Redis) -> int:
+    return int(client.info("commandstats")["cmdstat_info"]["calls"]) + 1
+
+
+def test_ack_of_a_disk_needs_a_redis_that_can_say_so(tmp_path: Path) -> None:
+    for name, path in EXECUTABLES.items():
+        lacking = "no append-only file" if name in WITH_WAITAOF else f"Redis {name} cannot say"
+        with kept(tmp_path / name, path, is_durable=False) as server, _acked(server, "disk") as client:
+            with pytest.raises(SettingsError, match=rf"^redis\.ack=disk: .*{lacking}"):
+                client.submit(LINES)
+            with pytest.raises(SettingsError, match=rf"^redis\.ack=disk: .*{lacking}"):
+                client.cancel("s0-x")
+            assert client.jobs() == []
+
+
+@pytest.mark.parametrize("executable", WITH_WAITAOF.values(), ids=WITH_WAITAOF)
+def test_ack_of_a_disk_waits_for_it(tmp_path: Path, executable: str) -> None:
+    with kept(tmp_path, executable, appendfsync="always") as server, _acked(server, "disk") as client:
+        job_id = client.submit(LINES, idempotency_key="a")
+        assert client.submit(LINES, idempotency_key="a") == job_id
+        assert client.cancel(job_id).status is JobState.CANCELLED
+
+
+@pytest.mark.parametrize("executable", WITH_WAITAOF.values(), ids=WITH_WAITAOF)
+def test_a_disk_that_does_not_confirm_is_an_error_with_the_job(tmp_path: Path, executable: str) -> None:
+    # It leaves that to the kernel, and never says so.
+    with kept(tmp_path, executable, appendfsync="no") as server, _acked(server, "disk", 0.5) as client:
+        for _ in range(2):  # nor the second time, when the job is known and nothing was written for it
+            with pytest.raises(NotDurable) as caught:
+                client.submit(LINES, idempotency_key="a")
+            job_id = caught.value.job_id
+            assert [job.id for job in client.jobs()] == [job_id]
+        assert str(caught.value) == (
+            f"job {job_id} is accepted, but not known to be durable: Redis did not confirm within 0.25 s that it "
+            "is on Redis's disk (redis.ack=disk)"
+        )
+        with pytest.raises(NotDurable, match=f"job {job_id} is cancelled, but not"):
+            client.cancel(job_id)
+
+
+def test_ack_of_a_replica_waits_for_one(tmp_path: Path) -> None:
+    with kept(tmp_path / "primary") as primary, _acked(primary, "replica", 20.0) as client:
+        with pytest.raises(SettingsError, match=r"^redis\.ack=replica: Redis has no replica; accepted: a primary"):
+            client.submit(LINES)
+        with replicated(primary, tmp_path / "replica") as replica_url, BatchClient(replica_url) as reader:
+            job_id = client.submit(LINES)
+            assert reader.status(job_id).id == job_id
+
+
+def test_a_replica_that_is_gone_is_an_error_with_the_job(tmp_path: Path) -> None:
+    with kept(tmp_path / "primary") as primary, _acked(primary, "replica", 10.0) as client:
+        with replicated(primary, tmp_path / "replica"):
+            client.submit(LINES)
+        with pytest.raises(NotDurable, match="within 5 s that it is on a replica") as caught:
+            client.submit(LINES)
+        assert client.status(caught.value.job_id).status is JobState.VALIDATING
+
+
+def _acked(server: RestartableRedis, ack: str, socket_timeout_s: float = 10.0) -> BatchClient:
+    return BatchClient(redis_settings(server.url, ack=ack, socket_timeout_s=socket_timeout_s))
