@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import pytest
 import redis
@@ -28,21 +28,11 @@ from worker.registry.keys import UnitRef
 from worker.registry.leases import Claim
 from worker.registry.lifecycle import PutStatus
 
-T = TypeVar("T")
-
 NUM_LINES = 400
 SHARDS = (range(150), range(150, 300), range(300, NUM_LINES))
 MAX_BATCH = 6  # records of one write
 PAGE_RECORDS = 25
 END_TIMEOUT_S = 120.0
-
-
-def insist(act: Callable[[], T]) -> T:
-    """What comes of it once Redis is there."""
-    while True:
-        with suppress(redis.RedisError):
-            return act()
-        time.sleep(0.02)
 
 
 @dataclass
@@ -144,11 +134,11 @@ class Reader:
 
 
 class Writer:
-    """Writes a job's records in an order by chance until it has ended, and what Redis has lost once more."""
+    """Writes a job's records in an order by chance, and what Redis has lost once more."""
 
     def __init__(self, registry: TestRegistry, job_id: str, rng: random.Random) -> None:
         self._leases = registry.leases(lease_s=0.5)
-        self._registry = registry
+        self._reaper = registry.reap_queue(grace_s=0.1, patience_s=0.2)
         self._job_id = job_id
         self._rng = rng
         self._claims: dict[UnitRef, Claim] = {}
@@ -158,11 +148,12 @@ class Writer:
     @property
     def num_left(self) -> int:
         """Records that it still has to write, as far as it knows."""
-        return sum(map(len, list(self._missing.values()))) or NUM_LINES
+        missing = list(self._missing.values())
+        return sum(map(len, missing)) if len(missing) == len(SHARDS) else NUM_LINES
 
     def run(self, stop: threading.Event) -> None:
-        """Write until the job has ended."""
-        while not stop.is_set() and not insist(lambda: self._registry.status(self._job_id)).status.is_terminal:
+        """Write until told to stop: a job that has ended may run again."""
+        while not stop.is_set():
             for number in range(len(SHARDS)):
                 with suppress(redis.RedisError):
                     self._write(UnitRef.shard(self._job_id, number))
@@ -171,7 +162,9 @@ class Writer:
         if shard not in self._claims:
             claim = self._leases.claim(shard, alone=True)  # a lease that ran out makes it a suspect
             if not isinstance(claim, Claim):
-                time.sleep(0.01)  # its lease was given out in a time that Redis has forgotten, and has to run out
+                # Its lease is of a time that Redis has forgotten: it runs out, and a reaper says who is gone.
+                self._reaper.due()
+                time.sleep(0.01)
                 return
             self._claims[shard], missing = claim, list(claim.missing)
             self._rng.shuffle(missing)
