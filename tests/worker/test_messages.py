@@ -94,7 +94,8 @@ def test_a_wrong_file_is_told_in_these_words(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").write_text(case["content"])
-    options = ("--redis-url", redis_url, "--set", "limits.max_prompts_per_job=3")
+    safe = ("--set", "redis.allow_unsafe=true")  # without the warning that this Redis keeps nothing
+    options = ("--redis-url", redis_url, *safe, "--set", "limits.max_prompts_per_job=3")
 
     done = CliRunner().invoke(cli, ["submit", "in.jsonl", *options])
 

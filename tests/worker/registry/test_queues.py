@@ -10,8 +10,8 @@ from tests.support.registry import TestRegistry, must_claim, ok
 from worker.registry import queues as queue_figures
 from worker.registry.exchange import text
 from worker.registry.keys import UnitRef
-from worker.registry.leases import Claim, NewShard
-from worker.registry.lifecycle import ClaimRefusal, PutStatus
+from worker.registry.leases import Claim, NewShard, PromptRecord
+from worker.registry.lifecycle import ClaimRefusal, Outcome, PutStatus
 from worker.registry.queues import QueueFigures, QueueReading, lanes_by_priority
 from worker.schemas import SubmitOptions
 
@@ -194,7 +194,7 @@ def test_jobs_prompts_and_records_are_counted_for_all_time(registry: TestRegistr
     assert reading.ended_jobs == {"completed": 1, "failed": 0, "cancelled": 0, "expired": 0}
     registry.control.cancel(cancelled)
     claim = must_claim(leases, UnitRef.plan(cancelled))
-    leases.put(claim, [ok(index) for index in claim.missing])
+    leases.put(claim, [PromptRecord(index, Outcome.CANCELLED, "{}") for index in claim.missing])
     assert _read(registry).ended_jobs["cancelled"] == 1
     assert open_job in {job.id for job in registry.jobs()}
 

@@ -136,8 +136,8 @@ def test_a_unit_that_ended_while_its_lease_was_renewed_is_done(
     is_concluded = threading.Event()
     put, wait_flushed = UnitLeases.put, HeldUnit.wait_flushed
 
-    def put_and_answer_late(*arguments: Any) -> object:
-        answer = put(*arguments)  # the unit's last record: from here on it has no lease
+    def put_and_answer_late(*arguments: Any, **options: Any) -> object:
+        answer = put(*arguments, **options)  # the unit's last record: from here on it has no lease
         assert is_concluded.wait(5)
         return answer
 
