@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, cast
@@ -248,14 +248,14 @@ class Units:
     def hold(self, ref: UnitRef) -> HeldUnit:
         return self.held_units.hold(must_claim(self.leases, ref), message_id="m")
 
-    def runner(self, *, is_well: bool = True, max_shards: int = 4) -> UnitRunner:
+    def runner(self, *, is_well: Callable[[], bool] = lambda: True, max_shards: int = 4) -> UnitRunner:
         return UnitRunner(
             self.leases,
             self.closer,
             self.held_units,
             ShardSlots(self.registry.shard_queue(), self.held_units, self.announcer, max_shards),
             Quarantine(self.held_units.send_shards_away, lambda: True),
-            is_well=lambda: is_well,
+            is_well=is_well,
         )
 
     def planner(self, *, shard_size: int = 2, known: Sequence[str] = ()) -> Planner:

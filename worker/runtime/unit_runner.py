@@ -121,7 +121,7 @@ class UnitRunner:
         try:
             end = self._run_shard(hint, message_id, work)
             # Whatever became of its message, the next shard need not wait for another way through the broker.
-            while end is MessageEnd.DONE and not self._slots.is_wanted and not self._draining.is_set():
+            while end is MessageEnd.DONE and self._goes_on:
                 next_end = self._run_shard(None, message_id, work)
                 if next_end is None:
                     break  # nothing is queued that may run here
@@ -129,6 +129,11 @@ class UnitRunner:
             return end
         finally:
             self._slots.give()
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a thread whose shard has ended may take another without a message."""
+        return self._is_well() and not self._slots.is_wanted and not self._draining.is_set()
 
     def _run_shard(self, hint: UnitRef | None, message_id: str, work: Work) -> MessageEnd | None:
         """Run the shard whose turn it is, or else the one that `hint` names; None: none of them may run here."""

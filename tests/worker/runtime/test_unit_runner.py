@@ -136,6 +136,21 @@ def test_after_a_shard_its_thread_goes_on_with_one_that_has_no_message(registry:
         assert (units.announcer.announced, len(units.held_units)) == ([], 0)
 
 
+def test_a_thread_of_a_worker_that_hangs_goes_on_with_nothing(registry: TestRegistry) -> None:
+    job_id = registry.running_job([0], [1])
+    ran: list[UnitRef] = []
+    with running_units(registry) as units:
+
+        def work(held: HeldUnit) -> None:
+            ran.append(held.claim.ref)  # and the engine hangs from now on
+            units.leases.put(held.claim, [ok(held.claim.missing[0])])
+            held.set_written()
+
+        assert units.runner(is_well=lambda: not ran).run(UnitRef.shard(job_id, 0), "m", work) is MessageEnd.DONE
+        assert len(ran) == 1
+        must_claim(registry.leases(owner="other"), UnitRef.shard(job_id, 1))
+
+
 def test_a_thread_leaves_its_slot_to_a_message_that_waits_for_one(
     registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +204,7 @@ def test_a_worker_that_hangs_claims_nothing(registry: TestRegistry, monkeypatch:
     monkeypatch.setattr("worker.runtime.unit_runner.UNWELL_PAUSE_S", 0.01)
     shard = UnitRef.shard(registry.running_job([0]), 0)
     with running_units(registry) as units:
-        assert units.runner(is_well=False).run(shard, "m", _no_work) is MessageEnd.REQUEUE
+        assert units.runner(is_well=lambda: False).run(shard, "m", _no_work) is MessageEnd.REQUEUE
         must_claim(units.leases, shard)
 
 
