@@ -14,14 +14,15 @@ from functools import partial
 from typing import Any, Literal, Self, Unpack, cast
 
 from pydantic import SecretStr
+from redis.exceptions import ResponseError
 
 from settings import LimitSettings, RedisSettings, Settings, TracingSettings
 from worker.app import create_app
 from worker.broker.messages import Announcer
 from worker.lines.files import BOM
 from worker.records.record import has_failed
-from worker.registry.connect import Trust, connect
-from worker.registry.errors import JobIncomplete, JobNotFound, JobTooLarge
+from worker.registry.connect import Trust, connect, may_not_write
+from worker.registry.errors import FunctionsMissing, JobIncomplete, JobNotFound, JobTooLarge
 from worker.registry.exchange import perform
 from worker.registry.intake import JobIntake, LineDigest, Staged, checked_options
 from worker.registry.jobs import JobControl, JobQueries, PollPauses
@@ -110,7 +111,15 @@ class BatchClient:
         seconds: prompts that nobody runs get their batch_expired records.
         """
         look = perform(self._client, self._queries.look(job_id))
-        return self._ended(job_id, self._control.units(job_id)) if look.is_abandoned else look.status
+        if look.is_abandoned:
+            try:
+                return self._ended(job_id, self._control.units(job_id))
+            except FunctionsMissing:
+                pass
+            except ResponseError as error:
+                if not may_not_write(error):
+                    raise
+        return look.status  # also to whoever may only read, or reads from a replica
 
     def jobs(self, limit: int = 1000, matching: JobFilter = ALL_JOBS) -> list[JobStatus]:
         """The newest jobs that match, newest first."""

@@ -24,7 +24,7 @@ from settings import RedisSettings, SettingsError
 from settings.masking import mask_url
 from settings.redis import Ack
 from worker.registry.errors import NotDurable
-from worker.registry.exchange import AsyncRegistryRedis, RegistryRedis, ask
+from worker.registry.exchange import AsyncRegistryRedis, RegistryRedis, Scripts, ask
 from worker.registry.keys import Keys
 
 # Six tries over about three seconds: outlives a dropped connection, not a Redis that is down.
@@ -41,6 +41,7 @@ _REFUSED = (redis.AuthenticationError, redis.exceptions.AuthenticationWrongNumbe
 _PASSING = re.compile(
     r"\b(OOM|READONLY|LOADING|MISCONF|BUSY|MASTERDOWN|NOREPLICAS|CLUSTERDOWN|TRYAGAIN|NOSCRIPT|NOAUTH|NOPERM)\b"
 )
+_MAY_NOT_WRITE = re.compile(r"\b(READONLY|NOPERM)\b")
 _PASSING_TYPES = (
     redis.exceptions.OutOfMemoryError,
     redis.exceptions.ReadOnlyError,
@@ -233,6 +234,12 @@ def is_refusal(error: redis.RedisError) -> bool:
     return _PASSING.search(str(error)) is None
 
 
+def may_not_write(error: redis.ResponseError) -> bool:
+    """Whether Redis says that this user may not write, or that it is a replica, in the words of any of its versions."""
+    refused = (redis.exceptions.NoPermissionError, redis.exceptions.ReadOnlyError)
+    return isinstance(error, refused) or _MAY_NOT_WRITE.search(str(error)) is not None
+
+
 def read_password_line(file: Path) -> str | None:
     """The file's one line without its end; None where it is empty, longer than 512 bytes, or not one line of text.
 
@@ -352,6 +359,6 @@ class Trust:
         wait = ("WAITAOF", 1, 0, timeout_ms) if ack == "disk" else ("WAIT", 1, timeout_ms)
         # Redis waits for the last write of the same connection, and so for all before it, by whatever connection: a
         # pool's may have written nothing yet, for which Redis answers at once.
-        _, answer = ask(self._client, [("HSET", self._keys.counters, "ack", ack), wait])
+        _, answer = ask(self._client, [Scripts.ACKNOWLEDGE(self._keys.of_queue_scripts(), ack=ack), wait])
         if (answer[0] if ack == "disk" else answer) < 1:
             raise NotDurable(job_id, done, ack, timeout_s)

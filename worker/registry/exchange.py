@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import redis
 from redis.asyncio import Redis as AsyncRedis
-from redis.exceptions import NoPermissionError, NoScriptError
+from redis.exceptions import NoPermissionError, NoScriptError, OutOfMemoryError, ReadOnlyError
 
 from worker.registry import scripts
 from worker.registry.errors import FunctionsMissing
@@ -189,8 +189,8 @@ def _looked_up() -> _Steps[CallsBy]:
         return CallsBy.FUNCTION
     try:
         yield [("FUNCTION", "LOAD", "REPLACE", library())]
-    except NoPermissionError:
-        pass
+    except (NoPermissionError, OutOfMemoryError, ReadOnlyError):
+        pass  # a full server or a replica takes scripts all the same
     else:
         return CallsBy.FUNCTION
     try:
@@ -334,6 +334,7 @@ class Scripts:
     SUBMIT = Script("submit", "job", keys="job lines plan open counters tenant_counters jobs staged")
     SUBMIT_ONCE = Script("submit", "job", keys="job lines plan open counters tenant_counters jobs staged idempotency")
     # About all of them
+    ACKNOWLEDGE = Script("acknowledge", "ack", keys="counters", allow_oom=True)
     ANNOUNCE = Script("announce", "worker announcement ttl_ms known_ms only_check", keys="served known_models")
     CHOOSE = Script(
         "choose",

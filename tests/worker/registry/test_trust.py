@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -165,6 +166,38 @@ def test_a_disk_that_does_not_confirm_is_an_error_with_the_job(tmp_path: Path, e
         )
         with pytest.raises(NotDurable, match=f"job {job_id} is cancelled, but not"):
             client.cancel(job_id)
+
+
+@pytest.mark.parametrize("executable", WITH_WAITAOF.values(), ids=WITH_WAITAOF)
+def test_a_job_is_cancelled_on_the_disk_of_a_full_redis(tmp_path: Path, executable: str) -> None:
+    with kept(tmp_path, executable, appendfsync="always") as server, _acked(server, "disk") as client:
+        job_id = client.submit(LINES)
+        with configured(server.url, maxmemory="1"):
+            assert client.cancel(job_id).status is JobState.CANCELLED
+
+
+@pytest.mark.parametrize("executable", EXECUTABLES.values(), ids=EXECUTABLES)
+def test_a_full_redis_without_the_functions_is_read_and_emptied(tmp_path: Path, executable: str) -> None:
+    with kept(tmp_path, executable) as server, redis.Redis.from_url(server.url) as other:
+        with BatchClient(server.url) as client:
+            job_id = client.submit(LINES)
+        if server_version(executable) >= (7, 0):
+            other.function_flush()  # as of another version, which has other functions
+        with configured(server.url, maxmemory="1"), BatchClient(server.url) as client:
+            client.cancel(job_id)
+            assert [record["error"]["code"] for record in client.results(job_id)] == ["batch_cancelled"]
+            client.delete(job_id)
+        assert client.jobs() == []
+
+
+def test_a_replica_tells_how_a_job_stands_whose_deadline_has_passed(tmp_path: Path) -> None:
+    with kept(tmp_path / "primary") as primary, BatchClient(primary.url) as client:
+        job_id = client.submit(LINES, deadline_s=0.001)
+        with replicated(primary, tmp_path / "replica") as replica_url, BatchClient(replica_url) as reader:
+            until_s = (reader.status(job_id).expires_at or 0.0) + 1.0
+            wait_until(lambda: time.time() > until_s)
+            assert reader.status(job_id).status is JobState.VALIDATING
+            assert client.status(job_id).status is JobState.EXPIRED
 
 
 def test_ack_of_a_replica_waits_for_one(tmp_path: Path) -> None:
