@@ -344,3 +344,12 @@ def test_lines_that_are_no_hash_are_refused_and_do_not_go_round(registry: TestRe
     assert job.status is JobState.FAILED
     assert "hash of index and line" in (job.error or "")
     assert registry.redis.ttl(registry.keys.lines(job_id)) > 0
+
+
+def test_lines_staged_for_a_job_that_was_accepted_before_are_forgotten_in_time(registry: TestRegistry) -> None:
+    job_id = registry.submit([b"line"])
+    staged = registry.keys.staged(job_id, "nonce")
+    registry.redis.hset(staged, "0", "line")  # by a plain Celery producer
+    registry.intake().refuse(job_id, BatchError(code="invalid_request", message="no"), "default", "nonce")
+    assert registry.redis.ttl(staged) > 0
+    assert registry.redis.ttl(registry.keys.lines(job_id)) == -1

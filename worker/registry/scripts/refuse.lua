@@ -1,7 +1,11 @@
 -- Remember that a job was refused, where its producer is not there to be told. KEYS job, jobs, where its lines wait.
 -- ARGV job id, reason, errors (JSON), tenant, ms to remember it, ms to keep its lines.
 local state = redis.call('HGET', KEYS[1], 'st')
-if state and state ~= 'refused' then return 0 end
+if state and state ~= 'refused' then
+  -- The accepted job keeps its lines; those of this submit alone go, as it staged them without an end.
+  if KEYS[3] ~= string.sub(KEYS[1], 1, -4) .. 'in' then redis.call('PEXPIRE', KEYS[3], ARGV[6]) end
+  return 0
+end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('HSET', KEYS[1], 'v', 1, 'st', 'refused', 'n', 0, 'ok', 0, 'err', 0, 'exp', 0, 'bytes', 0,
