@@ -19,8 +19,8 @@ BANNED_NAMES = {"utils.py", "misc.py", "common.py", "helpers.py"}
 DOCSTRING_ONLY = ("kernels", "engine", "engine/*", "worker", "worker/*")  # settings and each device's kernels export
 
 MAX_FILE_LINES = 450
-MAX_MODULES = 190
-MAX_CODE_LINES = 33_850  # of all modules that hold more than names
+MAX_MODULES = 194
+MAX_CODE_LINES = 34_200  # of all modules that hold more than names
 MAX_TEST_FILES = 190
 MAX_OTHER_TEST_FILES = 70
 # Lines -> the share of modules that may be shorter: a small file is opened for next to nothing.

@@ -1,0 +1,203 @@
+"""Loads the native kernels by ctypes, and says which variants of them this machine can run."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch  # first: its OpenMP runtime serves the library too
+
+from kernels.interface import KernelsUnavailable
+
+# From the fastest to the slowest. The first that a machine can run is its own; the other two are chosen by name alone:
+# `base` is for CPUs on which nothing was measured, `amx_emulated` runs the AMX code on plain arrays, for tests.
+VARIANTS = ("amx", "avx512_bf16", "avx512", "avx2")
+NAMED_VARIANTS = ("base", "amx_emulated")
+
+# What to do about each reason, as `millrace doctor` prints it.
+HOW_TO_BUILD = "install a C++ compiler (apt-get install g++) and install millrace again"
+
+_LIBRARY = Path(__file__).with_name("libmillrace_kernels.so")
+
+
+class GemmArgs(Structure):
+    """See src/api.h."""
+
+    _fields_ = (
+        ("a", c_void_p),
+        ("lda", c_int64),
+        ("gather", c_void_p),
+        ("gather_divisor", c_int64),
+        ("b", c_void_p),
+        ("b_stride", c_int64),
+        ("offsets", c_void_p),
+        ("runs", c_int64),
+        ("rows", c_int64),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("c", c_void_p),
+        ("ldc", c_int64),
+        ("scatter", c_void_p),
+        ("gated", c_int64),
+    )
+
+
+class NormArgs(Structure):
+    """See src/api.h."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("residual", c_void_p),
+        ("residual_stride", c_int64),
+        ("weight", c_void_p),
+        ("eps", c_float),
+        ("rows", c_int64),
+        ("width", c_int64),
+        ("out", c_void_p),
+        ("is_float", c_int64),
+    )
+
+
+class RopeArgs(Structure):
+    """See src/api.h."""
+
+    _fields_ = (
+        ("qkv", c_void_p),
+        ("qkv_stride", c_int64),
+        ("tokens", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("dim", c_int64),
+        ("q_weight", c_void_p),
+        ("k_weight", c_void_p),
+        ("eps", c_float),
+        ("cos_sin", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("k_cache", c_void_p),
+        ("v_cache", c_void_p),
+        ("q_out", c_void_p),
+        ("is_float", c_int64),
+    )
+
+
+class SiluArgs(Structure):
+    """See src/api.h."""
+
+    _fields_ = (
+        ("gate_up", c_void_p),
+        ("stride", c_int64),
+        ("rows", c_int64),
+        ("width", c_int64),
+        ("out", c_void_p),
+        ("is_float", c_int64),
+    )
+
+
+class CombineArgs(Structure):
+    """See src/api.h."""
+
+    _fields_ = (
+        ("values", c_void_p),
+        ("stride", c_int64),
+        ("places", c_void_p),
+        ("weights", c_void_p),
+        ("tokens", c_int64),
+        ("choices", c_int64),
+        ("width", c_int64),
+        ("out", c_void_p),
+        ("is_float", c_int64),
+    )
+
+
+class RouteArgs(Structure):
+    """See src/api.h."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("tokens", c_int64),
+        ("experts", c_int64),
+        ("choices", c_int64),
+        ("renormalise", c_int64),
+        ("weights", c_void_p),
+        ("ids", c_void_p),
+        ("is_float", c_int64),
+    )
+
+
+class ArgmaxArgs(Structure):
+    """See src/api.h."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("rows", c_int64),
+        ("width", c_int64),
+        ("ids", c_void_p),
+    )
+
+
+class Kernels(Structure):
+    """The functions of one variant. See src/api.h."""
+
+    _fields_ = (
+        ("name", c_char_p),
+        ("pack_weight", ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int64, c_void_p)),
+        ("gemm", ctypes.CFUNCTYPE(None, POINTER(GemmArgs))),
+        ("norm", ctypes.CFUNCTYPE(None, POINTER(NormArgs))),
+        ("rope", ctypes.CFUNCTYPE(None, POINTER(RopeArgs))),
+        ("silu_and_mul", ctypes.CFUNCTYPE(None, POINTER(SiluArgs))),
+        ("combine", ctypes.CFUNCTYPE(None, POINTER(CombineArgs))),
+        ("route", ctypes.CFUNCTYPE(None, POINTER(RouteArgs))),
+        ("argmax", ctypes.CFUNCTYPE(None, POINTER(ArgmaxArgs))),
+    )
+
+
+@cache
+def load(variant: str, path: Path = _LIBRARY) -> Kernels:
+    """The kernels of that name.
+
+    Raises KernelsUnavailable where the library was not built or cannot be loaded, or this machine cannot run them.
+    """
+    kernels = _kernels(variant, path)
+    if kernels is None:
+        accepted = ", ".join((*available(path), "off"))
+        raise KernelsUnavailable(
+            "cpu", f"this machine or build cannot run the native kernels {variant!r}; accepted: auto, {accepted}"
+        )
+    return kernels
+
+
+def available(path: Path = _LIBRARY) -> tuple[str, ...]:
+    """The variants that this machine can run, the fastest first, those that are chosen by name alone last.
+
+    Raises KernelsUnavailable where the library was not built or cannot be loaded.
+    """
+    return tuple(name for name in (*VARIANTS, *NAMED_VARIANTS) if _kernels(name, path) is not None)
+
+
+def _kernels(variant: str, path: Path) -> Kernels | None:
+    choose = _open(path).millrace_kernels
+    choose.restype, choose.argtypes = POINTER(Kernels), [c_char_p]
+    found = choose(variant.encode())
+    return found.contents if found else None
+
+
+@cache
+def _open(path: Path) -> ctypes.CDLL:
+    if not path.exists():
+        raise KernelsUnavailable("cpu", f"the native kernels were not built ({path.name}); {HOW_TO_BUILD}")
+    try:
+        return ctypes.CDLL(os.fspath(path))
+    except OSError as error:
+        raise KernelsUnavailable("cpu", f"the native kernels cannot be loaded: {error}; {HOW_TO_BUILD}") from error
+
+
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """Address of a tensor's first element."""
+    return None if tensor is None else tensor.data_ptr()

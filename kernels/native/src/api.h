@@ -1,0 +1,107 @@
+// What Python calls: pointers and sizes in plain structures, nothing of PyTorch. Strides are in elements, not bytes.
+// kernels/native/library.py repeats these structures for ctypes; a test compares their sizes.
+#pragma once
+#include <cstdint>
+
+struct GemmArgs {  // c = a b^T for each run of rows, with the run's own b; bfloat16
+    const void* a;
+    int64_t lda;
+    const int64_t* gather;  // row r reads a's row gather[r] / gather_divisor; null: row r
+    int64_t gather_divisor;
+    const void* b;  // packed by pack_weight
+    int64_t b_stride;  // from one run's weight to the next
+    const int64_t* offsets;  // run i has the rows offsets[i] .. offsets[i + 1] - 1; null: one run
+    int64_t runs;
+    int64_t rows;
+    int64_t n;  // rows of the weight: columns of the product
+    int64_t k;
+    void* c;
+    int64_t ldc;
+    const int64_t* scatter;  // row r is written to c's row scatter[r]; null: row r
+    int64_t gated;  // the weight is a gate above an up projection: c [rows, n / 2] is silu(gate) * up
+};
+
+struct NormArgs {  // out = rms_norm(x) or, with a residual, residual += x and out = rms_norm(residual)
+    const void* x;
+    int64_t x_stride;
+    void* residual;  // null: none
+    int64_t residual_stride;
+    const void* weight;
+    float eps;
+    int64_t rows;
+    int64_t width;
+    void* out;  // [rows, width]
+    int64_t is_float;
+};
+
+struct RopeArgs {
+    const void* qkv;  // [tokens, (heads + 2 kv_heads) * dim], rows qkv_stride apart
+    int64_t qkv_stride;
+    int64_t tokens;
+    int64_t heads;
+    int64_t kv_heads;
+    int64_t dim;
+    const void* q_weight;  // null: no norm
+    const void* k_weight;
+    float eps;
+    const float* cos_sin;  // [positions, dim]
+    const int64_t* positions;
+    const int64_t* slots;  // below 0: nothing is written
+    void* k_cache;  // [slots, kv_heads, dim]
+    void* v_cache;
+    void* q_out;  // [tokens, heads, dim]
+    int64_t is_float;
+};
+
+struct SiluArgs {  // out [rows, width] = silu(gate) * up; a row of gate_up holds both, gate first
+    const void* gate_up;
+    int64_t stride;
+    int64_t rows;
+    int64_t width;
+    void* out;
+    int64_t is_float;
+};
+
+struct CombineArgs {  // out [tokens, width] = sum over a token's choices of its row times its weight
+    const void* values;
+    int64_t stride;
+    const int64_t* places;  // [tokens, choices]: each pair's row of `values`; null: pair p has row p
+    const float* weights;  // [tokens, choices]
+    int64_t tokens;
+    int64_t choices;
+    int64_t width;
+    void* out;
+    int64_t is_float;
+};
+
+struct RouteArgs {
+    const void* logits;  // [tokens, experts], rows `stride` apart
+    int64_t stride;
+    int64_t tokens;
+    int64_t experts;
+    int64_t choices;
+    int64_t renormalise;
+    float* weights;  // [tokens, choices]
+    int64_t* ids;
+    int64_t is_float;
+};
+
+struct ArgmaxArgs {
+    const float* logits;  // [rows, width], rows `stride` apart
+    int64_t stride;
+    int64_t rows;
+    int64_t width;
+    int64_t* ids;
+};
+
+struct Kernels {  // one variant's
+    const char* name;
+    void (*pack_weight)(const void* weight, int64_t n, int64_t k, void* packed);
+    void (*gemm)(const GemmArgs*);
+    void (*norm)(const NormArgs*);
+    void (*rope)(const RopeArgs*);
+    void (*silu_and_mul)(const SiluArgs*);
+    void (*combine)(const CombineArgs*);
+    void (*route)(const RouteArgs*);
+    void (*argmax)(const ArgmaxArgs*);
+};

@@ -1,0 +1,177 @@
+// Matrix products with packed weights, one for each run of rows: a dense layer is a single run, experts are many.
+#pragma once
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#include <omp.h>
+
+#include "api.h"
+#include "scratch.h"
+#include "tiles.h"
+
+namespace VARIANT {
+
+constexpr int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+// weight [N, K] -> [N / 16][K / 32][16][16][2], both rounded up and filled with zeros: for each strip of 16 columns of the
+// product, the right tiles of the summed dimension one behind the other.
+inline void pack_weight(const bf16* weight, int64_t n, int64_t k, bf16* packed) {
+    const int64_t depth = round_up(k, STEP<bf16>);
+#pragma omp parallel for
+    for (int64_t strip = 0; strip < round_up(n, 32) / 16; strip++) {
+        bf16* out = packed + strip * 16 * depth;
+        for (int64_t from = 0; from < k; from += STEP<bf16>, out += TILE<bf16>) {
+            u32x16 rows[16] = {};
+            const int64_t width = std::min(k - from, STEP<bf16>);
+            for (int64_t r = 0; r < std::min<int64_t>(n - strip * 16, 16); r++) {
+                memcpy(&rows[r], weight + (strip * 16 + r) * k + from, width * sizeof(bf16));
+            }
+            transpose(rows);
+            memcpy(out, rows, sizeof rows);
+        }
+    }
+}
+
+class Gemm {
+  public:
+    explicit Gemm(const GemmArgs& args)
+        : g_(args),
+          depth_(round_up(args.k, STEP<bf16>)),
+          columns_(args.gated ? args.n / 2 : args.n),
+          strips_(round_up(columns_, args.gated ? 16 : 32) / (args.gated ? 16 : 32)) {}
+
+    void run() {
+        const std::vector<Task> tasks = plan(omp_get_max_threads());
+        std::atomic<size_t> next{0};
+#pragma omp parallel
+        {
+            [[maybe_unused]] Tiles tiles;
+            static thread_local Scratch<bf16> rows_of_thread;
+            static thread_local Scratch<float> sums_of_thread;
+            const Task* packed = nullptr;
+            for (size_t i; (i = next++) < tasks.size();) {
+                const Task& task = tasks[i];
+                const int64_t height = round_up(task.rows, 16);
+                bf16* rows = rows_of_thread.reserve(height * depth_);
+                float* sums = sums_of_thread.reserve(height * 32);
+                if (!packed || packed->run != task.run || packed->row != task.row) pack_rows(task, rows);
+                packed = &task;
+                for (int64_t s = task.strip; s < task.strip + task.strips; s++) multiply(task, s, rows, sums);
+            }
+        }
+    }
+
+  private:
+    // A block of one run's rows times some strips of its weight. A strip is 32 columns of the product or, where it is gated,
+    // 16 of the gate and the same 16 of the up projection.
+    struct Task {
+        int64_t run, row, rows, strip, strips;
+    };
+
+    static constexpr int64_t MAX_ROWS = 512;
+    static constexpr int64_t BLOCK_ELEMENTS = 1 << 19;  // of a block's rows: 1 MiB, in the second cache
+    static constexpr int64_t DEPTH = 32;  // steps of the summed dimension in one pass over the rows
+    static constexpr int64_t TASKS_PER_THREAD = 6;  // so that a thread that is late holds up the others by little
+
+    // Blocks of rows that stay in the second cache; where these are too few for the threads, parts of the columns.
+    std::vector<Task> plan(int64_t threads) const {
+        const int64_t most = std::clamp<int64_t>(BLOCK_ELEMENTS / depth_ / 32 * 32, 128, MAX_ROWS);
+        std::vector<Task> blocks;
+        for (int64_t run = 0; run < g_.runs; run++) {
+            const int64_t begin = g_.offsets ? g_.offsets[run] : 0;
+            const int64_t end = g_.offsets ? g_.offsets[run + 1] : g_.rows;
+            const int64_t parts = (end - begin + most - 1) / most;
+            const int64_t size = parts ? round_up((end - begin + parts - 1) / parts, 32) : 0;
+            for (int64_t row = begin; row < end; row += size) {
+                blocks.push_back({run, row, std::min(size, end - row), 0, strips_});
+            }
+        }
+        if (blocks.empty()) return blocks;
+        const int64_t wanted = (TASKS_PER_THREAD * threads + blocks.size() - 1) / blocks.size();
+        const int64_t cuts = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(strips_ / 4, 1));
+        std::vector<Task> tasks;
+        for (const Task& block : blocks) {
+            for (int64_t cut = 0; cut < cuts; cut++) {
+                const int64_t from = strips_ * cut / cuts, to = strips_ * (cut + 1) / cuts;
+                tasks.push_back({block.run, block.row, block.rows, from, to - from});
+            }
+        }
+        return tasks;
+    }
+
+    // A task's rows as left tiles [rows / 16][K / 32][16][32], zeros past their ends.
+    void pack_rows(const Task& task, bf16* out) const {
+        const int64_t steps = depth_ / STEP<bf16>, whole = g_.k / STEP<bf16>, rest = g_.k % STEP<bf16>;
+        for (int64_t r = 0; r < round_up(task.rows, 16); r++) {
+            bf16* to = out + r / 16 * 16 * depth_ + r % 16 * STEP<bf16>;
+            if (r >= task.rows) {
+                for (int64_t s = 0; s < steps; s++) memset(to + s * TILE<bf16>, 0, 64);
+                continue;
+            }
+            const int64_t row = task.row + r;
+            const bf16* from = (const bf16*)g_.a + (g_.gather ? g_.gather[row] / g_.gather_divisor : row) * g_.lda;
+            for (int64_t s = 0; s < whole; s++) memcpy(to + s * TILE<bf16>, from + s * STEP<bf16>, 64);
+            if (rest) {
+                memset(to + whole * TILE<bf16>, 0, 64);
+                memcpy(to + whole * TILE<bf16>, from + whole * STEP<bf16>, rest * sizeof(bf16));
+            }
+        }
+    }
+
+    void multiply(const Task& task, int64_t strip, const bf16* rows, float* sums) const {
+        const int64_t steps = depth_ / STEP<bf16>, height = round_up(task.rows, 16), tile_row = 16 * depth_;
+        const bf16* weight = (const bf16*)g_.b + task.run * g_.b_stride;
+        const bf16* first = weight + (g_.gated ? strip : 2 * strip) * tile_row;
+        const bf16* second = g_.gated ? weight + (columns_ / 16 + strip) * tile_row : first + tile_row;
+        // The next strip is fetched in the course of this one; with few rows the hardware is as fast by itself.
+        const bool fetches = !g_.gated && height >= 128 && strip + 1 < task.strip + task.strips;
+        const int64_t lines = fetches ? 1024 / height : 0;
+        const char* ahead = (const char*)(first + 2 * tile_row);
+        int64_t unfinished = 0;  // rows before these are written: one product later, when the tiles' stores are through
+        for (int64_t s = 0; s < steps; s += DEPTH) {
+            const int64_t pass = std::min(DEPTH, steps - s);
+            for (int64_t r = 0; r < height;) {
+                const int64_t n = std::min<int64_t>(32, height - r);
+                const bf16* a = rows + r * depth_ + s * TILE<bf16>;
+                Right<bf16> b{first + s * TILE<bf16>, second + s * TILE<bf16>};
+                b.ahead = ahead + (s * (height / 32) + r / 32 * pass) * lines * 64;
+                b.lines = lines;
+                product<bf16>({a, n < 32 ? nullptr : a + tile_row, STEP<bf16>, TILE<bf16>}, b, pass, sums + r * 32, 32,
+                              s > 0);
+                if (s + DEPTH >= steps && r > unfinished) {
+                    finish(task, unfinished, r, strip, sums);
+                    unfinished = r;
+                }
+                r += n;
+            }
+        }
+        finish(task, unfinished, task.rows, strip, sums);
+    }
+
+    // Writes rows from .. to - 1 of a task: sums [rows, 32], rounded where kernels.cpu rounds.
+    void finish(const Task& task, int64_t from, int64_t to, int64_t strip, const float* sums) const {
+        const int64_t width = g_.gated ? 16 : 32, column = strip * width;
+        for (int64_t r = from; r < std::min(to, task.rows); r++) {
+            const int64_t row = task.row + r;
+            bf16* out = (bf16*)g_.c + (g_.scatter ? g_.scatter[row] : row) * g_.ldc + column;
+            const f32x16 left = load(sums + r * 32), right = load(sums + r * 32 + 16);
+            const int64_t n = columns_ - column;
+            if (g_.gated) {
+                store(out, rounded(silu(rounded(left, out)), out) * rounded(right, out), std::min<int64_t>(n, 16));
+            } else {
+                store(out, left, std::min<int64_t>(n, 16));
+                if (n > 16) store(out + 16, right, std::min<int64_t>(n - 16, 16));
+            }
+        }
+    }
+
+    const GemmArgs& g_;
+    const int64_t depth_;    // K rounded up
+    const int64_t columns_;  // of the result
+    const int64_t strips_;
+};
+
+inline void gemm(const GemmArgs& args) { Gemm(args).run(); }
+
+}  // namespace VARIANT

@@ -1,0 +1,22 @@
+// One variant's kernels: compiled once for each instruction set, with -DVARIANT=<its name>.
+#include "gemm.h"
+#include "rows.h"
+
+#define QUOTE_(x) #x
+#define QUOTE(x) QUOTE_(x)
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+
+using namespace VARIANT;
+
+extern "C" const Kernels JOIN(kernels_, VARIANT) = {
+    QUOTE(VARIANT),
+    [](const void* weight, int64_t n, int64_t k, void* packed) { pack_weight((const bf16*)weight, n, k, (bf16*)packed); },
+    [](const GemmArgs* g) { gemm(*g); },
+    [](const NormArgs* g) { g->is_float ? norm<float>(*g) : norm<bf16>(*g); },
+    [](const RopeArgs* g) { g->is_float ? rope<float>(*g) : rope<bf16>(*g); },
+    [](const SiluArgs* g) { g->is_float ? silu_and_mul<float>(*g) : silu_and_mul<bf16>(*g); },
+    [](const CombineArgs* g) { g->is_float ? combine<float>(*g) : combine<bf16>(*g); },
+    [](const RouteArgs* g) { g->is_float ? route<float>(*g) : route<bf16>(*g); },
+    [](const ArgmaxArgs* g) { argmax(*g); },
+};

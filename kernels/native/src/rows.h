@@ -1,0 +1,191 @@
+// What lies between the products: one pass over memory each, rounded where kernels.cpu rounds.
+#pragma once
+#include <algorithm>
+#include <limits>
+
+#include "api.h"
+#include "scratch.h"
+#include "vectors.h"
+
+namespace VARIANT {
+
+// Fewer elements than this are not worth waking other threads for (some 5 us).
+constexpr int64_t PARALLEL_ELEMENTS = 1 << 14;
+
+template <class T>
+inline void normalise(const T* x, const T* weight, float eps, int64_t width, T* out) {
+    f32x16 squares = {};
+    for_vectors(width, [&](int64_t i, int64_t n) {
+        const f32x16 v = load(x + i, n);
+        squares += v * v;
+    });
+    const float scale = 1 / std::sqrt(sum(squares) / width + eps);
+    for_vectors(width, [&](int64_t i, int64_t n) {
+        store(out + i, rounded(load(x + i, n) * scale, x) * load(weight + i, n), n);
+    });
+}
+
+template <class T>
+void norm(const NormArgs& g) {
+#pragma omp parallel for if (g.rows * g.width >= PARALLEL_ELEMENTS)
+    for (int64_t r = 0; r < g.rows; r++) {
+        const T* x = (const T*)g.x + r * g.x_stride;
+        if (g.residual) {
+            T* residual = (T*)g.residual + r * g.residual_stride;
+            for_vectors(g.width, [&](int64_t i, int64_t n) {
+                store(residual + i, load(residual + i, n) + load(x + i, n), n);
+            });
+            x = residual;
+        }
+        normalise(x, (const T*)g.weight, g.eps, g.width, (T*)g.out + r * g.width);
+    }
+}
+
+// The two halves of a head are the parts of dim / 2 complex numbers.
+template <class T>
+inline void rotate(const T* x, const float* cos_sin, int64_t dim, T* out) {
+    const int64_t half = dim / 2;
+    for_vectors(half, [&](int64_t i, int64_t n) {
+        const f32x16 a = load(x + i, n), b = load(x + half + i, n);
+        const f32x16 c = load(cos_sin + i, n), s = load(cos_sin + half + i, n);
+        store(out + i, a * c - b * s, n);
+        store(out + half + i, b * c + a * s, n);
+    });
+}
+
+template <class T>
+void rope(const RopeArgs& g) {
+    const int64_t heads = g.heads + 2 * g.kv_heads;
+#pragma omp parallel for if (g.tokens * heads * g.dim >= PARALLEL_ELEMENTS)
+    for (int64_t t = 0; t < g.tokens; t++) {
+        static thread_local Scratch<T> normed_of_thread;
+        T* normed = normed_of_thread.reserve(g.dim);
+        const T* x = (const T*)g.qkv + t * g.qkv_stride;
+        const float* cos_sin = g.cos_sin + g.positions[t] * g.dim;
+        const int64_t slot = g.slots[t];
+        const int64_t row = slot * g.kv_heads * g.dim;
+        for (int64_t h = 0; h < g.heads + (slot < 0 ? 0 : g.kv_heads); h++, x += g.dim) {
+            const bool is_query = h < g.heads;
+            const T* head = x;
+            if (g.q_weight) {
+                normalise(x, (const T*)(is_query ? g.q_weight : g.k_weight), g.eps, g.dim, normed);
+                head = normed;
+            }
+            T* out = is_query ? (T*)g.q_out + (t * g.heads + h) * g.dim : (T*)g.k_cache + row + (h - g.heads) * g.dim;
+            rotate(head, cos_sin, g.dim, out);
+        }
+        if (slot >= 0) memcpy((T*)g.v_cache + row, x, g.kv_heads * g.dim * sizeof(T));
+    }
+}
+
+template <class T>
+void silu_and_mul(const SiluArgs& g) {
+#pragma omp parallel for if (g.rows * g.width >= PARALLEL_ELEMENTS)
+    for (int64_t r = 0; r < g.rows; r++) {
+        const T* gate = (const T*)g.gate_up + r * g.stride;
+        T* out = (T*)g.out + r * g.width;
+        for_vectors(g.width, [&](int64_t i, int64_t n) {
+            store(out + i, rounded(silu(load(gate + i, n)), out) * load(gate + g.width + i, n), n);
+        });
+    }
+}
+
+template <class T>
+void combine(const CombineArgs& g) {
+#pragma omp parallel for if (g.tokens * g.choices * g.width >= PARALLEL_ELEMENTS)
+    for (int64_t t = 0; t < g.tokens; t++) {
+        const float* weights = g.weights + t * g.choices;
+        for_vectors(g.width, [&](int64_t i, int64_t n) {
+            f32x16 total = {};
+            for (int64_t c = 0; c < g.choices; c++) {
+                const int64_t pair = t * g.choices + c, row = g.places ? g.places[pair] : pair;
+                total += load((const T*)g.values + row * g.stride + i, n) * weights[c];
+            }
+            store((T*)g.out + t * g.width + i, total, n);
+        });
+    }
+}
+
+// Softmax of one token's logits -> probabilities [experts]; false where a logit is NaN or the largest is infinite.
+template <class T>
+inline bool softmax(const T* logits, int64_t experts, float* probabilities) {
+    float top = -std::numeric_limits<float>::infinity(), total = 0;
+    bool is_finite = true;
+    for_vectors(experts, [&](int64_t i, int64_t n) {
+        const f32x16 x = load(logits + i, n);
+        for (int64_t e = 0; e < n; e++) {
+            probabilities[i + e] = x[e];
+            is_finite = is_finite && x[e] == x[e];
+            top = std::max(top, x[e]);
+        }
+    });
+    if (!is_finite || std::isinf(top)) return false;
+    for (int64_t e = 0; e < experts; e++) total += probabilities[e] = std::exp(probabilities[e] - top);
+    for (int64_t e = 0; e < experts; e++) probabilities[e] /= total;
+    return true;
+}
+
+template <class T>
+void route(const RouteArgs& g) {
+#pragma omp parallel for if (g.tokens * g.experts >= PARALLEL_ELEMENTS / 16)
+    for (int64_t t = 0; t < g.tokens; t++) {
+        static thread_local Scratch<float> probabilities_of_thread;
+        float* probabilities = probabilities_of_thread.reserve(g.experts);
+        float* weights = g.weights + t * g.choices;
+        int64_t* ids = g.ids + t * g.choices;
+        const bool is_finite = softmax((const T*)g.logits + t * g.stride, g.experts, probabilities);
+        float chosen = 0;
+        for (int64_t c = 0; c < g.choices; c++) {
+            int64_t best = 0;
+            for (int64_t e = 1; e < g.experts; e++)
+                if (probabilities[e] > probabilities[best]) best = e;  // ties to the lower id
+            ids[c] = is_finite ? best : c;
+            weights[c] = is_finite ? probabilities[best] : std::numeric_limits<float>::quiet_NaN();
+            chosen += weights[c];
+            probabilities[best] = -1;
+        }
+        if (g.renormalise)
+            for (int64_t c = 0; c < g.choices; c++) weights[c] /= chosen;
+    }
+}
+
+// The first of several maxima; a NaN counts as the largest, as in torch.argmax.
+inline int64_t argmax_of_row(const float* x, int64_t width) {
+    constexpr int64_t BLOCK = 1024;  // the largest value is sought block by block, its place in one block alone
+    float top = -std::numeric_limits<float>::infinity();
+    int64_t best = 0;
+    for (int64_t from = 0; from < width; from += BLOCK) {
+        const int64_t size = std::min(BLOCK, width - from);
+        f32x16 largest = splat(top);
+        i32x16 is_nan = {};
+        for_vectors(size, [&](int64_t i, int64_t n) {
+            f32x16 v = n < LANES ? splat(top) : f32x16{};
+            if (n < LANES) memcpy(&v, x + from + i, n * sizeof(float));
+            else v = load(x + from + i);
+            largest = max(v, largest);
+            is_nan |= v != v;
+        });
+        bool has_nan = false;
+        float block_top = top;
+        for (int64_t lane = 0; lane < LANES; lane++) {
+            has_nan = has_nan || is_nan[lane];
+            block_top = std::max(block_top, largest[lane]);
+        }
+        if (has_nan) {
+            for (int64_t i = from;; i++)
+                if (x[i] != x[i]) return i;
+        }
+        if (block_top > top) {
+            top = block_top;
+            for (best = from; x[best] != top;) best++;
+        }
+    }
+    return best;
+}
+
+inline void argmax(const ArgmaxArgs& g) {
+#pragma omp parallel for if (g.rows * g.width >= PARALLEL_ELEMENTS)
+    for (int64_t r = 0; r < g.rows; r++) g.ids[r] = argmax_of_row(g.logits + r * g.stride, g.width);
+}
+
+}  // namespace VARIANT

@@ -1,0 +1,207 @@
+// Products of 16 x 16 tiles: besides a few lines of vectors.h the only code that differs by instruction set.
+//
+// A tile of the left side is 16 rows of 64 bytes: 32 bfloat16 or 16 float32 of the summed dimension. A tile of the right
+// side is 1 KiB: 16 rows of 16 columns of 4 bytes: one float32, or two bfloat16 that are neighbours in the summed
+// dimension. The result is 16 x 16 float32.
+#pragma once
+#include "vectors.h"
+
+namespace VARIANT {
+
+template <class T>
+constexpr int64_t PACK = 4 / sizeof(T);  // elements of the summed dimension in one word
+template <class T>
+constexpr int64_t STEP = LANES * PACK<T>;  // elements of the summed dimension in one tile
+template <class T>
+constexpr int64_t TILE = LANES * STEP<T>;  // elements of a tile
+
+// 16 or 32 rows, `stride` elements apart; the next tile in the summed dimension is `step` elements on.
+template <class T>
+struct Left {
+    const T* first;
+    const T* second;  // the lower 16 rows; null: there are none
+    int64_t stride;
+    int64_t step;
+};
+
+// 16 or 32 columns: tiles of the summed dimension one behind the other. Of what the caller will need next, `lines` lines of
+// the cache are fetched from `ahead` on at each step.
+template <class T>
+struct Right {
+    const T* first;
+    const T* second;  // the right 16 columns; null: there are none
+    const char* ahead = nullptr;
+    int64_t lines = 0;
+};
+
+#ifdef USE_AMX
+#ifdef EMULATE_TILES
+// The same code where there are no units, for tests: tiles are plain arrays.
+alignas(64) static thread_local uint8_t tile_bytes[8][16][64];
+
+inline void tile_zero(int tile) { memset(tile_bytes[tile], 0, sizeof tile_bytes[tile]); }
+
+inline void tile_load(int tile, const void* from, int64_t stride) {
+    for (int r = 0; r < 16; r++) memcpy(tile_bytes[tile][r], (const char*)from + r * stride, 64);
+}
+
+inline void tile_store(int tile, void* to, int64_t stride) {
+    for (int r = 0; r < 16; r++) memcpy((char*)to + r * stride, tile_bytes[tile][r], 64);
+}
+
+// The unit takes results and operands that are subnormal as 0 and adds even elements before odd ones.
+inline float flushed(float x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.f, x) : x; }
+
+inline void tile_dot(int c, int a, int b) {
+    auto element = [](const uint8_t* row, int index) {
+        uint16_t bits;
+        memcpy(&bits, row + 2 * index, sizeof bits);
+        const uint32_t word = uint32_t(bits) << 16;
+        float value;
+        memcpy(&value, &word, sizeof value);
+        return flushed(value);
+    };
+    for (int m = 0; m < 16; m++) {
+        for (int n = 0; n < 16; n++) {
+            float even = read<float>(tile_bytes[c][m] + 4 * n), odd = 0;
+            for (int k = 0; k < 16; k++) {
+                even = flushed(std::fma(element(tile_bytes[a][m], 2 * k), element(tile_bytes[b][k], 2 * n), even));
+                odd = flushed(std::fma(element(tile_bytes[a][m], 2 * k + 1), element(tile_bytes[b][k], 2 * n + 1), odd));
+            }
+            write(tile_bytes[c][m] + 4 * n, flushed(even + odd));
+        }
+    }
+}
+
+struct Tiles {};
+#define TILE_ZERO tile_zero
+#define TILE_LOAD tile_load
+#define TILE_STORE tile_store
+#define TILE_DOT tile_dot
+#else
+#define TILE_ZERO(tile) _tile_zero(tile)
+#define TILE_LOAD(tile, from, stride) _tile_loadd(tile, from, stride)
+#define TILE_STORE(tile, to, stride) _tile_stored(tile, to, stride)
+#define TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)
+
+struct Tiles {  // one in each thread that multiplies, for as long as it does
+    Tiles() {
+        struct alignas(64) {
+            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            uint16_t row_bytes[16] = {};
+            uint8_t rows[16] = {};
+        } config;
+        for (int tile = 0; tile < 8; tile++) config.row_bytes[tile] = 64, config.rows[tile] = 16;
+        _tile_loadconfig(&config);
+    }
+    ~Tiles() { _tile_release(); }
+    Tiles(const Tiles&) = delete;
+    Tiles& operator=(const Tiles&) = delete;
+};
+#endif
+
+// Tiles 0 to 3 are the result, 4 and 5 the left side, 6 and 7 the right one.
+template <int ROW_TILES, int COLUMN_TILES>
+inline void multiply_tiles(Left<bf16> a, Right<bf16> b, int64_t steps, float* c, int64_t ldc, bool add) {
+    constexpr bool LOWER = ROW_TILES > 1, RIGHT = COLUMN_TILES > 1;
+    float* lower = c + 16 * ldc;
+    if (add) {
+        TILE_LOAD(0, c, ldc * 4);
+        if constexpr (RIGHT) TILE_LOAD(1, c + 16, ldc * 4);
+        if constexpr (LOWER) TILE_LOAD(2, lower, ldc * 4);
+        if constexpr (LOWER && RIGHT) TILE_LOAD(3, lower + 16, ldc * 4);
+    } else {
+        TILE_ZERO(0);
+        if constexpr (RIGHT) TILE_ZERO(1);
+        if constexpr (LOWER) TILE_ZERO(2);
+        if constexpr (LOWER && RIGHT) TILE_ZERO(3);
+    }
+    for (int64_t s = 0; s < steps; s++) {
+        for (int64_t line = 0; line < b.lines; line++) __builtin_prefetch(b.ahead + (s * b.lines + line) * 64, 0, 2);
+        TILE_LOAD(6, b.first + s * TILE<bf16>, 64);
+        TILE_LOAD(4, a.first + s * a.step, a.stride * 2);
+        TILE_DOT(0, 4, 6);
+        if constexpr (RIGHT) {
+            TILE_LOAD(7, b.second + s * TILE<bf16>, 64);
+            TILE_DOT(1, 4, 7);
+        }
+        if constexpr (LOWER) {
+            TILE_LOAD(5, a.second + s * a.step, a.stride * 2);
+            TILE_DOT(2, 5, 6);
+        }
+        if constexpr (LOWER && RIGHT) TILE_DOT(3, 5, 7);
+    }
+    TILE_STORE(0, c, ldc * 4);
+    if constexpr (RIGHT) TILE_STORE(1, c + 16, ldc * 4);
+    if constexpr (LOWER) TILE_STORE(2, lower, ldc * 4);
+    if constexpr (LOWER && RIGHT) TILE_STORE(3, lower + 16, ldc * 4);
+}
+
+inline void tile_product(Left<bf16> a, Right<bf16> b, int64_t steps, float* c, int64_t ldc, bool add) {
+    if (a.second && b.second) return multiply_tiles<2, 2>(a, b, steps, c, ldc, add);
+    if (a.second) return multiply_tiles<2, 1>(a, b, steps, c, ldc, add);
+    if (b.second) return multiply_tiles<1, 2>(a, b, steps, c, ldc, add);
+    multiply_tiles<1, 1>(a, b, steps, c, ldc, add);
+}
+#else
+struct Tiles {};
+#endif
+
+#ifdef __AVX512F__
+constexpr int ACCUMULATORS = 16;  // rows whose sums fit into registers
+#else
+constexpr int ACCUMULATORS = 4;
+#endif
+
+template <class T>
+inline void vector_dot(f32x16* sums, const T* a, int64_t stride, const T* b) {
+    for (int k = 0; k < 16; k++) {
+        const u32x16 right = read<u32x16>(b + k * LANES * PACK<T>);
+#pragma GCC unroll 16
+        for (int r = 0; r < ACCUMULATORS; r++) {
+            const uint32_t left = read<uint32_t>(a + r * stride + k * PACK<T>);
+            if constexpr (PACK<T> == 1) {
+                sums[r] += (f32x16)(u32x16{} + left) * (f32x16)right;
+            } else {
+#ifdef USE_AVX512_BF16
+                sums[r] = (f32x16)_mm512_dpbf16_ps((__m512)sums[r], (__m512bh)_mm512_set1_epi32(left), (__m512bh)right);
+#else
+                sums[r] += (f32x16)(u32x16{} + (left << 16)) * (f32x16)(right << 16);
+                sums[r] += (f32x16)(u32x16{} + (left & 0xffff0000u)) * (f32x16)(right & 0xffff0000u);
+#endif
+            }
+        }
+    }
+}
+
+// One tile of the result.
+template <class T>
+void vector_product(const T* a, int64_t stride, int64_t step, const T* b, int64_t steps, float* c, int64_t ldc, bool add) {
+    for (int64_t m = 0; m < 16; m += ACCUMULATORS) {
+        f32x16 sums[ACCUMULATORS];
+#pragma GCC unroll 16
+        for (int r = 0; r < ACCUMULATORS; r++) sums[r] = add ? load(c + (m + r) * ldc) : f32x16{};
+        for (int64_t s = 0; s < steps; s++) vector_dot(sums, a + m * stride + s * step, stride, b + s * TILE<T>);
+#pragma GCC unroll 16
+        for (int r = 0; r < ACCUMULATORS; r++) store(c + (m + r) * ldc, sums[r]);
+    }
+}
+
+// c [16 or 32, 16 or 32] = a b, or c += a b; c's rows are ldc apart.
+template <class T>
+inline void product(Left<T> a, Right<T> b, int64_t steps, float* c, int64_t ldc, bool add) {
+#ifdef USE_AMX
+    if constexpr (sizeof(T) == 2) return tile_product(a, b, steps, c, ldc, add);
+#endif
+    for (int i = 0; i < 2; i++) {
+        for (int j = 0; j < 2; j++) {
+            const T* left = i ? a.second : a.first;
+            const T* right = j ? b.second : b.first;
+            if (left && right) {
+                vector_product(left, a.stride, a.step, right, steps, c + i * 16 * ldc + j * 16, ldc, add);
+            }
+        }
+    }
+}
+
+}  // namespace VARIANT

@@ -1,0 +1,164 @@
+// Vectors of 16 floats on every instruction set: loads and stores of bfloat16 and float32, exp, and a 16 x 16 transpose.
+//
+// GCC's vector extensions do the arithmetic, so that one source serves every variant; intrinsics stand only where the
+// compiler's own choice was measured slower. VARIANT is the name of the instruction set this file is compiled for. It is
+// also the namespace: the linker would otherwise merge inline functions of several variants into one.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace VARIANT {
+
+struct bf16 {
+    uint16_t bits;
+};
+
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+constexpr int64_t LANES = 16;
+
+template <class V>
+inline V read(const void* from) {
+    V value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+template <class V>
+inline void write(void* to, V value) {
+    memcpy(to, &value, sizeof value);
+}
+
+inline f32x16 splat(float x) { return x - f32x16{}; }
+
+inline u32x16 wide(u16x16 x) {
+#ifdef __AVX512F__
+    return (u32x16)_mm512_cvtepu16_epi32((__m256i)x);  // GCC 12 converts in two halves
+#else
+    return __builtin_convertvector(x, u32x16);
+#endif
+}
+
+inline f32x16 widen(u16x16 x) { return (f32x16)(wide(x) << 16); }
+
+// To the nearest bfloat16, ties to even. NaN stays NaN.
+inline u16x16 narrow(f32x16 x) {
+#ifdef USE_AVX512_BF16
+    return (u16x16)_mm512_cvtneps_pbh((__m512)x);
+#else
+    const u32x16 bits = (u32x16)x;
+    u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    rounded = x == x ? rounded : (bits >> 16 | 0x40);
+#ifdef __AVX512F__
+    return (u16x16)_mm512_cvtepi32_epi16((__m512i)rounded);
+#else
+    return __builtin_convertvector(rounded, u16x16);
+#endif
+#endif
+}
+
+inline f32x16 load(const float* from) { return read<f32x16>(from); }
+inline f32x16 load(const bf16* from) { return widen(read<u16x16>(from)); }
+inline void store(float* to, f32x16 x) { write(to, x); }
+inline void store(bf16* to, f32x16 x) { write(to, narrow(x)); }
+
+// The first n of 16 elements; the others are 0 when loaded and left alone when stored.
+inline f32x16 load(const float* from, int64_t n) {
+    if (n >= LANES) return load(from);
+    f32x16 x = {};
+    memcpy(&x, from, n * sizeof(float));
+    return x;
+}
+
+inline f32x16 load(const bf16* from, int64_t n) {
+    if (n >= LANES) return load(from);
+    u16x16 x = {};
+    memcpy(&x, from, n * sizeof(bf16));
+    return widen(x);
+}
+
+inline void store(float* to, f32x16 x, int64_t n) {
+    if (n >= LANES) return store(to, x);
+    memcpy(to, &x, n * sizeof(float));
+}
+
+inline void store(bf16* to, f32x16 x, int64_t n) {
+    if (n >= LANES) return store(to, x);
+    const u16x16 bits = narrow(x);
+    memcpy(to, &bits, n * sizeof(bf16));
+}
+
+// Calls f(first element, number of elements) for each vector of `size` elements; the last one may be short.
+template <class F>
+inline void for_vectors(int64_t size, F f) {
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES) f(i, LANES);
+    if (i < size) f(i, size - i);
+}
+
+// As if stored in the type of the second argument and loaded again.
+inline f32x16 rounded(f32x16 x, const float*) { return x; }
+inline f32x16 rounded(f32x16 x, const bf16*) { return widen(narrow(x)); }
+
+inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+
+inline float sum(f32x16 x) {
+    for (int half = 8; half >= 1; half /= 2)
+        for (int i = 0; i < half; i++) x[i] += x[i + half];
+    return x[0];
+}
+
+// Relative error 2e-7 between -87 and 88, clamped outside. NaN gives NaN.
+inline f32x16 exp(f32x16 x) {
+    x = x < -87.f ? splat(-87.f) : x > 88.f ? splat(88.f) : x;
+    const f32x16 magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+    const f32x16 shifted = x * 1.44269504f + magic;
+    const f32x16 n = shifted - magic;
+    const f32x16 r = x - n * 0.693359375f + n * 2.12194440e-4f;  // x - n ln 2, in two parts
+    f32x16 p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.f;
+    return p * (f32x16)(((u32x16)shifted << 23) + 0x3f800000);  // times 2^n
+}
+
+inline f32x16 silu(f32x16 x) { return x / (exp(-x) + 1.f); }
+
+// Rows of 16 words become columns, in place.
+inline void transpose(u32x16* x) {
+#if defined(__GNUC__) && !defined(__clang__)
+    const u32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#pragma GCC unroll 4
+    for (int w = 1; w < 16; w *= 2) {  // swap the off-diagonal quarters of each square of 2 w
+        const u32x16 low = (lane & w) ? lane - w + 16 : lane;
+        const u32x16 high = (lane & w) ? lane + 16 : lane + w;
+#pragma GCC unroll 16
+        for (int r = 0; r < 16; r++) {
+            if (r & w) continue;
+            const u32x16 a = x[r], b = x[r + w];
+            x[r] = __builtin_shuffle(a, b, low);
+            x[r + w] = __builtin_shuffle(a, b, high);
+        }
+    }
+#else
+    for (int r = 0; r < 16; r++) {
+        for (int c = 0; c < r; c++) {
+            const uint32_t word = x[r][c];
+            x[r][c] = x[c][r];
+            x[c][r] = word;
+        }
+    }
+#endif
+}
+
+}  // namespace VARIANT
