@@ -6,14 +6,17 @@ import importlib
 import importlib.metadata
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
 from kernels import cpu, deterministic, int8
 from kernels.interface import KernelsUnavailable, Operations, StepShape
+from kernels.native.library import VARIANTS, available
+from kernels.native.operations import NativeOperations
 
 OLDEST_CAPABILITY = (8, 0)  # Ampere: asynchronous copies and bfloat16; the kernels are compiled for 8.0 and 9.0
+NATIVE_OFF = "off"  # in place of a variant: PyTorch alone
 LIBRARY_CALLS = {"linear": "cuBLASLt through PyTorch: a dense product, nothing to fuse or to gather"}
 
 
@@ -61,6 +64,31 @@ def int8_operations(device: torch.device) -> Operations:
     return int8
 
 
+def native_operations(variant: str) -> Operations:
+    """The operations on a CPU by a variant of the native kernels. Raises KernelsUnavailable where it cannot run."""
+    return NativeOperations(variant)
+
+
+class NativeChoice(NamedTuple):
+    """Whether a device's operations are native, and why."""
+
+    variant: str  # of kernels.native.library, or NATIVE_OFF
+    reason: str
+
+
+def choose_native(device: torch.device) -> NativeChoice:
+    """The fastest variant of the native kernels that was measured to be faster than PyTorch and runs here."""
+    if device.type != "cpu":
+        return NativeChoice(NATIVE_OFF, "the tensors are not on a CPU")
+    try:
+        variant = next((name for name in available() if name in VARIANTS), None)
+    except KernelsUnavailable as error:
+        return NativeChoice(NATIVE_OFF, error.reason)
+    if variant is None:
+        return NativeChoice(NATIVE_OFF, "they were measured on CPUs with AVX2 or later, which this is not")
+    return NativeChoice(variant, "the fastest that this CPU runs")
+
+
 def launch_class_of(ops: Operations, shape: StepShape) -> Callable[[int], Hashable] | None:
     """A function of a step's number of tokens: equal results launch the same compiled kernels.
 
@@ -102,6 +130,8 @@ def implementation_names(ops: Operations, device: torch.device) -> Mapping[str, 
         package = getattr(ops, name).__module__.split(".")[1]  # kernels.<package>.<file>
         own = f"{package} ({version}): {reason}"
         names[name] = LIBRARY_CALLS.get(name, own) if package == "triton" else own
+        if package == "native":
+            names[name] = f"native ({cast('NativeOperations', ops).variant}): {reason}"
     return names
 
 

@@ -183,6 +183,12 @@ class EngineSettings(SettingsGroup):
         "routers and KV cache keep engine.dtype. millrace doctor --quantization-error measures its error. CPUs with "
         "AVX-512 VNNI only.",
     )
+    native_kernels: Literal["auto", "off", "base", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated"] = Field(
+        default="auto",
+        description="Operations in C++ for one of these instruction sets, built when millrace is installed where there "
+        "is a compiler; auto: the fastest this CPU has from AVX2 on; off: PyTorch alone, as on a GPU and with "
+        "engine.deterministic or engine.quantization. amx_emulated is for tests.",
+    )
     max_model_len: Tokens | None = Field(
         default=None,
         ge=2,

@@ -15,8 +15,8 @@ from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_conf
 from engine.checkpoint.weights import Checkpoint
 from engine.errors import CapabilityError
 from engine.loading.kv_pool import derive_pool, device_memory, with_pool
-from engine.models.placement import supported_dtypes
-from kernels.dispatch import has_operations, int8_operations, operations
+from engine.models.placement import explain_native, supported_dtypes
+from kernels.dispatch import NATIVE_OFF, has_operations, int8_operations, native_operations, operations
 from kernels.interface import KernelsUnavailable
 from settings import EffectiveSettings, EngineSettings, Source
 
@@ -60,6 +60,7 @@ def derive_for(
             "engine.dtype": _default_dtype(config.dtype, device),
             "engine.shared_prefix.enabled": device.type == "cpu" and not is_deterministic,
             "engine.cuda_graphs.enabled": captures,
+            "engine.native_kernels": explain_native(effective.settings.engine, device).variant,
             # Decoded one by one, each sequence is staged by itself, and the third waits for the first.
             "engine.async_scheduling": device.type == "cuda"
             and isinstance(config, ModelConfig)
@@ -119,6 +120,8 @@ def _check_capabilities(
         _check_deterministic(settings, device)
     if settings.quantization == "int8":
         _check_int8(settings, device)
+    if settings.native_kernels != NATIVE_OFF:
+        _check_native(settings, device)
     context = config.max_position_embeddings
     if settings.max_model_len is not None and settings.max_model_len > context:
         raise CapabilityError(
@@ -180,6 +183,21 @@ def _check_int8(settings: EngineSettings, device: torch.device) -> None:
         int8_operations(device)
     except KernelsUnavailable as error:
         raise CapabilityError(f"engine.quantization=int8: {error}, or engine.quantization=none") from error
+
+
+def _check_native(settings: EngineSettings, device: torch.device) -> None:
+    asked = f"engine.native_kernels={settings.native_kernels}"
+    if device.type != "cpu":
+        raise CapabilityError(f"{asked}: native kernels are for CPUs, not for {device.type}; accepted: auto, off")
+    if settings.deterministic or settings.quantization != "none":
+        other = (
+            "engine.deterministic=true" if settings.deterministic else f"engine.quantization={settings.quantization}"
+        )
+        raise CapabilityError(f"{asked}: not together with {other}, which has kernels of its own; accepted: auto, off")
+    try:
+        native_operations(settings.native_kernels)
+    except KernelsUnavailable as error:
+        raise CapabilityError(f"{asked}: {error}") from error
 
 
 def computes_bfloat16() -> bool:

@@ -5,13 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import structlog
 import torch
 
 from engine.errors import EngineFatal
 from kernels import reference
-from kernels.dispatch import deterministic_operations, int8_operations, operations
+from kernels.dispatch import (
+    NATIVE_OFF,
+    NativeChoice,
+    choose_native,
+    deterministic_operations,
+    int8_operations,
+    native_operations,
+    operations,
+)
 from kernels.interface import Operations
 from settings import EngineSettings
+
+_log = structlog.get_logger(__name__)
 
 DTYPES = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16})
 DTYPE_NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
@@ -38,6 +49,8 @@ def prepare_placement(settings: EngineSettings, *, max_positions: int) -> ModelP
     torch.set_num_threads(settings.num_threads)
     require_float32_sums()
     device = torch.device(settings.device)
+    choice = explain_native(settings, device)
+    _log.info("kernels", native=choice.variant, reason=choice.reason)
     return ModelPlacement(
         device=device,
         dtype=DTYPES[settings.dtype],
@@ -51,7 +64,20 @@ def choose_operations(settings: EngineSettings, device: torch.device) -> Operati
     """What the settings ask for on this device. Raises KernelsUnavailable where there is no such thing."""
     if settings.quantization == "int8":
         return int8_operations(device)
-    return deterministic_operations(device) if settings.deterministic else operations(device)
+    if settings.deterministic:
+        return deterministic_operations(device)
+    variant = explain_native(settings, device).variant
+    return operations(device) if variant == NATIVE_OFF else native_operations(variant)
+
+
+def explain_native(settings: EngineSettings, device: torch.device) -> NativeChoice:
+    """Which native kernels these settings use on this device, or none, and why."""
+    if settings.deterministic or settings.quantization != "none":
+        return NativeChoice(NATIVE_OFF, "engine.deterministic and engine.quantization have kernels of their own")
+    choice = choose_native(device)
+    if settings.native_kernels in ("auto", choice.variant):
+        return choice
+    return NativeChoice(settings.native_kernels, f"engine.native_kernels={settings.native_kernels}")
 
 
 def supported_dtypes(device: torch.device) -> tuple[str, ...]:

@@ -17,10 +17,9 @@ from kernels.interface import KernelsUnavailable
 VARIANTS = ("amx", "avx512_bf16", "avx512", "avx2")
 NAMED_VARIANTS = ("base", "amx_emulated")
 
-# What to do about each reason, as `millrace doctor` prints it.
 HOW_TO_BUILD = "install a C++ compiler (apt-get install g++) and install millrace again"
 
-_LIBRARY = Path(__file__).with_name("libmillrace_kernels.so")
+LIBRARY = Path(__file__).with_name("libmillrace_kernels.so")
 
 
 class GemmArgs(Structure):
@@ -158,30 +157,28 @@ class Kernels(Structure):
     )
 
 
-@cache
-def load(variant: str, path: Path = _LIBRARY) -> Kernels:
+def load(variant: str) -> Kernels:
     """The kernels of that name.
 
     Raises KernelsUnavailable where the library was not built or cannot be loaded, or this machine cannot run them.
     """
-    kernels = _kernels(variant, path)
+    kernels = _find(variant, LIBRARY)
     if kernels is None:
-        accepted = ", ".join((*available(path), "off"))
-        raise KernelsUnavailable(
-            "cpu", f"this machine or build cannot run the native kernels {variant!r}; accepted: auto, {accepted}"
-        )
+        accepted = ", ".join(("auto", *available(), "off"))
+        raise KernelsUnavailable("cpu", f"this machine does not run {variant}; accepted: {accepted}")
     return kernels
 
 
-def available(path: Path = _LIBRARY) -> tuple[str, ...]:
+def available() -> tuple[str, ...]:
     """The variants that this machine can run, the fastest first, those that are chosen by name alone last.
 
     Raises KernelsUnavailable where the library was not built or cannot be loaded.
     """
-    return tuple(name for name in (*VARIANTS, *NAMED_VARIANTS) if _kernels(name, path) is not None)
+    return tuple(name for name in (*VARIANTS, *NAMED_VARIANTS) if _find(name, LIBRARY) is not None)
 
 
-def _kernels(variant: str, path: Path) -> Kernels | None:
+@cache
+def _find(variant: str, path: Path) -> Kernels | None:
     choose = _open(path).millrace_kernels
     choose.restype, choose.argtypes = POINTER(Kernels), [c_char_p]
     found = choose(variant.encode())

@@ -18,7 +18,7 @@ from kernels.native.library import (
     load,
     pointer,
 )
-from kernels.operands import AttentionRows, ExpertLayout, PackedWeight, RoutedExperts
+from kernels.operands import ExpertLayout, RoutedExperts
 
 Tensor = torch.Tensor
 DTYPES = (torch.float32, torch.bfloat16)  # float16 is left to kernels.cpu: the engine refuses it on a CPU
@@ -31,14 +31,6 @@ class NativeOperations:
         """variant: see `kernels.native.library`. Raises KernelsUnavailable."""
         self.variant = variant
         self._kernels: Kernels = load(variant)
-
-    def pack(self, weight: Tensor, *, keep_dtype: bool = False) -> PackedWeight:
-        """See `Operations.pack`."""
-        return cpu.pack(weight, keep_dtype=keep_dtype)
-
-    def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """See `Operations.linear`. By oneDNN."""
-        return cpu.linear(x, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `Operations.rms_norm`."""
@@ -128,18 +120,6 @@ class NativeOperations:
         self._kernels.rope(byref(args))
         return queries
 
-    def paged_decode_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float
-    ) -> Tensor:
-        """See `Operations.paged_decode_attention`."""
-        return cpu.paged_decode_attention(q, k_cache, v_cache, rows, scale)
-
-    def paged_prefill_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float
-    ) -> Tensor:
-        """See `Operations.paged_prefill_attention`."""
-        return cpu.paged_prefill_attention(q, k_cache, v_cache, rows, scale)
-
     def route_topk(self, router_logits: Tensor, top_k: int, *, renormalise: bool) -> RoutedExperts:
         """See `Operations.route_topk`."""
         if router_logits.dtype not in DTYPES:
@@ -160,18 +140,6 @@ class NativeOperations:
         )
         self._kernels.route(byref(args))
         return RoutedExperts(weights, expert_ids)
-
-    def sort_tokens_by_expert(self, expert_ids: Tensor, num_experts: int) -> ExpertLayout:
-        """See `Operations.sort_tokens_by_expert`."""
-        return cpu.sort_tokens_by_expert(expert_ids, num_experts)
-
-    def grouped_gemm(self, x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> Tensor:
-        """See `Operations.grouped_gemm`."""
-        return cpu.grouped_gemm(x, weight, layout, gather=gather)
-
-    def moe_small_batch(self, x: Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> Tensor:
-        """See `Operations.moe_small_batch`."""
-        return cpu.moe_small_batch(x, gate_up, down, routed)
 
     def combine_experts(self, rows: Tensor, layout: ExpertLayout, weights: Tensor) -> Tensor:
         """See `Operations.combine_experts`. A token's choices are added in their order, whatever the layout."""
@@ -210,6 +178,14 @@ class NativeOperations:
         self._kernels.argmax(byref(args))
         return ids
 
+    # By PyTorch and oneDNN, whose products of float32 and, without AMX, of bfloat16 are faster.
+    pack = staticmethod(cpu.pack)
+    linear = staticmethod(cpu.linear)
+    sort_tokens_by_expert = staticmethod(cpu.sort_tokens_by_expert)
+    grouped_gemm = staticmethod(cpu.grouped_gemm)
+    moe_small_batch = staticmethod(cpu.moe_small_batch)
+    paged_decode_attention = staticmethod(cpu.paged_decode_attention)
+    paged_prefill_attention = staticmethod(cpu.paged_prefill_attention)
     apply_penalties = staticmethod(cpu.apply_penalties)
     mask_top_k_top_p_min_p = staticmethod(cpu.mask_top_k_top_p_min_p)
     gumbel_argmax = staticmethod(cpu.gumbel_argmax)

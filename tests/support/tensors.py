@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from kernels import reference
+from kernels.interface import KernelsUnavailable
+from kernels.native.library import available
 from kernels.operands import AttentionRows, ExpertLayout, PrefixGroup, RoutedExperts
 
 # Allowed error of one element, in units of the dtype's rounding step `eps` times the larger of |expected| and the RMS
@@ -33,6 +35,16 @@ _MAX_DIFFERENT = 0.02
 # (tokens, experts, experts per token): one token, odd numbers, more experts than pairs (so most take none).
 SHAPES = [(1, 8, 2), (13, 5, 3), (3, 128, 8), (21, 4, 4)]
 
+
+def native_variants() -> tuple[str, ...]:
+    """The variants of the native kernels that this build has and this machine runs; none without a compiler."""
+    try:
+        return available()
+    except KernelsUnavailable:
+        return ()
+
+
+needs_native = pytest.mark.skipif(not native_variants(), reason="the native kernels were not built")
 needs_vnni = pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="needs a CPU with AVX-512 VNNI")
 
 

@@ -12,9 +12,9 @@ import torch
 from engine.errors import CapabilityError
 from engine.loading.derived_settings import computes_bfloat16, default_device, usable_cores
 from engine.loading.kv_pool import CGROUP, cgroup_headroom_bytes, free_memory_bytes
-from engine.models.placement import choose_operations
+from engine.models.placement import choose_operations, explain_native
 from kernels import reference
-from kernels.dispatch import implementation_names, operations
+from kernels.dispatch import NATIVE_OFF, implementation_names, operations
 from kernels.interface import KernelsUnavailable, Operations
 from settings import EngineSettings
 from worker.doctor.report import INSTALL_ENGINE, Finding, Level
@@ -142,12 +142,21 @@ def _kernels(settings: EngineSettings, device: torch.device) -> Iterator[Finding
     except KernelsUnavailable as error:
         yield Finding("kernels", Level.FAILED, str(error), "set engine.device=cpu, or leave the setting it names out")
         return
+    yield _native(settings, device)
     by_implementation: dict[str, list[str]] = {}
     for operation, implementation in names.items():
         by_implementation.setdefault(implementation, []).append(operation)
     for implementation, its_operations in by_implementation.items():
         yield Finding("kernels", Level.OK, f"{implementation}: {', '.join(its_operations)}")
     yield kernel_run(ops, device)
+
+
+def _native(settings: EngineSettings, device: torch.device) -> Finding:
+    choice = explain_native(settings, device)
+    detail = f"{choice.variant}: {choice.reason}"
+    if choice.variant == NATIVE_OFF:
+        return Finding("native kernels", Level.OK, f"{detail}; the operations run in PyTorch")
+    return Finding("native kernels", Level.OK, f"{detail}; PyTorch alone: engine.native_kernels=off")
 
 
 def kernel_run(ops: Operations, device: torch.device) -> Finding:

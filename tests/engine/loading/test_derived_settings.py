@@ -18,10 +18,12 @@ from engine.loading.quantization_error import measure_quantization_error
 from engine.models.decoder import weights_bytes
 from engine.models.placement import require_float32_sums
 from kernels import cpu, deterministic, int8
+from kernels.dispatch import NATIVE_OFF, choose_native
+from kernels.native.operations import NativeOperations
 from settings import Source, load_settings
 from tests.support.devices import simulated_device
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
-from tests.support.tensors import needs_vnni
+from tests.support.tensors import needs_native, needs_vnni
 
 PROMPT = list(range(40, 90))
 
@@ -89,7 +91,7 @@ def test_what_onednn_cannot_do_at_all_is_not_done(monkeypatch: pytest.MonkeyPatc
 def test_determinism_is_off_unless_asked_for(moe_checkpoint: Path) -> None:
     engine = load_engine(moe_checkpoint)
     assert not engine.settings.engine.deterministic
-    assert engine.model.ops is cpu
+    assert engine.model.ops is not deterministic
 
 
 def test_the_model_and_the_sampler_get_the_deterministic_operations(moe_checkpoint: Path) -> None:
@@ -119,7 +121,43 @@ def test_no_matrix_product_may_sum_in_less_than_float32() -> None:
 
 
 def test_quantization_is_off_unless_asked_for(moe_checkpoint: Path) -> None:
-    assert load_engine(moe_checkpoint).model.ops is cpu
+    assert load_engine(moe_checkpoint).model.ops is not int8
+
+
+def test_without_native_kernels_all_operations_are_pytorchs(moe_checkpoint: Path) -> None:
+    assert load_engine(moe_checkpoint, {"engine.native_kernels": "off"}).model.ops is cpu
+
+
+@needs_native
+def test_native_kernels_are_chosen_by_the_machine_or_by_name(moe_checkpoint: Path) -> None:
+    engine = load_engine(moe_checkpoint)
+    chosen = choose_native(torch.device("cpu")).variant
+    assert engine.settings.engine.native_kernels == chosen
+    for variant in {chosen, "base"} - {NATIVE_OFF}:
+        ops = load_engine(moe_checkpoint, {"engine.native_kernels": variant}).model.ops
+        assert isinstance(ops, NativeOperations)
+        assert ops.variant == variant
+
+
+def test_a_build_without_native_kernels_runs_in_pytorch_and_says_so(
+    moe_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("kernels.native.library.LIBRARY", tmp_path / "none.so")
+    engine = load_engine(moe_checkpoint)
+    assert engine.model.ops is cpu
+    assert engine.settings.engine.native_kernels == "off"
+    assert "install a C++ compiler" in choose_native(torch.device("cpu")).reason
+    with pytest.raises(CapabilityError, match=r"engine\.native_kernels=avx2: .*not built.*install a C\+\+ compiler"):
+        load_engine(moe_checkpoint, {"engine.native_kernels": "avx2"})
+
+
+@pytest.mark.parametrize("own", [{"engine.deterministic": "true"}, {"engine.quantization": "int8"}])
+def test_native_kernels_are_refused_where_there_are_others(moe_checkpoint: Path, own: dict[str, str]) -> None:
+    if "engine.quantization" in own and not torch.cpu._is_vnni_supported():
+        pytest.skip("needs a CPU with AVX-512 VNNI")
+    assert load_engine(moe_checkpoint, own).settings.engine.native_kernels == "off"
+    with pytest.raises(CapabilityError, match=r"engine\.native_kernels=base: not together with .*accepted: auto, off"):
+        load_engine(moe_checkpoint, own | {"engine.native_kernels": "base"})
 
 
 @needs_vnni

@@ -37,6 +37,7 @@ SETTINGS = {
     "engine.max_num_seqs": "12",
     "engine.max_num_batched_tokens": "700",
     "engine.kv_cache.num_blocks": "250",
+    "engine.native_kernels": "off",
 }
 # As many as Qwen3-30B-A3B has, for which the launches were tuned.
 EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 16}
