@@ -64,11 +64,6 @@ def int8_operations(device: torch.device) -> Operations:
     return int8
 
 
-def native_operations(variant: str) -> Operations:
-    """The operations on a CPU by a variant of the native kernels. Raises KernelsUnavailable where it cannot run."""
-    return NativeOperations(variant)
-
-
 class NativeChoice(NamedTuple):
     """Whether a device's operations are native, and why."""
 

@@ -16,8 +16,9 @@ from engine.checkpoint.weights import Checkpoint
 from engine.errors import CapabilityError
 from engine.loading.kv_pool import derive_pool, device_memory, with_pool
 from engine.models.placement import explain_native, supported_dtypes
-from kernels.dispatch import NATIVE_OFF, has_operations, int8_operations, native_operations, operations
+from kernels.dispatch import NATIVE_OFF, has_operations, int8_operations, operations
 from kernels.interface import KernelsUnavailable
+from kernels.native.operations import native_operations
 from settings import EffectiveSettings, EngineSettings, Source
 
 # With 512 the prefill kernel would need 262,400 bytes of shared memory; an H100 has 232,448.

@@ -16,10 +16,10 @@ from kernels.dispatch import (
     choose_native,
     deterministic_operations,
     int8_operations,
-    native_operations,
     operations,
 )
 from kernels.interface import Operations
+from kernels.native.operations import native_operations
 from settings import EngineSettings
 
 _log = structlog.get_logger(__name__)

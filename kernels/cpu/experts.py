@@ -86,7 +86,7 @@ def products_by_pair(
 ) -> Tensor:
     """`moe_small_batch`: two products for each pair of token and expert; `multiply` takes one row and a matrix."""
     gates, downs, outputs = gate_up.matrices, down.matrices, []
-    for row, experts in zip(torch.split(x, 1), routed.expert_ids.tolist(), strict=True):
+    for row, experts in zip(x.unsqueeze(1), routed.expert_ids.tolist(), strict=True):
         outputs += [multiply(silu_and_mul(multiply(row, gates[expert])), downs[expert]) for expert in experts]
     return add_choices(outputs, routed, x)
 

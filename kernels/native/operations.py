@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import byref
+from dataclasses import dataclass
 
 import torch
 
@@ -10,6 +11,7 @@ from kernels import cpu
 from kernels.native.library import (
     ArgmaxArgs,
     CombineArgs,
+    GemmArgs,
     Kernels,
     NormArgs,
     RopeArgs,
@@ -18,9 +20,11 @@ from kernels.native.library import (
     load,
     pointer,
 )
-from kernels.operands import ExpertLayout, RoutedExperts
+from kernels.operands import ExpertLayout, PackedWeight, RoutedExperts
 
 Tensor = torch.Tensor
+TILE = 32  # a packed weight's rows and columns are filled up to multiples of it
+ROWS_STEP = 32  # with AMX, the same of rows that oneDNN multiplies
 DTYPES = (torch.float32, torch.bfloat16)  # float16 is left to kernels.cpu: the engine refuses it on a CPU
 
 
@@ -178,17 +182,137 @@ class NativeOperations:
         self._kernels.argmax(byref(args))
         return ids
 
-    # By PyTorch and oneDNN, whose products of float32 and, without AMX, of bfloat16 are faster.
+    # By PyTorch, and so named by `implementation_names`: its products are faster where a CPU has no
+    # instructions for bfloat16.
     pack = staticmethod(cpu.pack)
     linear = staticmethod(cpu.linear)
-    sort_tokens_by_expert = staticmethod(cpu.sort_tokens_by_expert)
     grouped_gemm = staticmethod(cpu.grouped_gemm)
     moe_small_batch = staticmethod(cpu.moe_small_batch)
+    sort_tokens_by_expert = staticmethod(cpu.sort_tokens_by_expert)
     paged_decode_attention = staticmethod(cpu.paged_decode_attention)
     paged_prefill_attention = staticmethod(cpu.paged_prefill_attention)
     apply_penalties = staticmethod(cpu.apply_penalties)
     mask_top_k_top_p_min_p = staticmethod(cpu.mask_top_k_top_p_min_p)
     gumbel_argmax = staticmethod(cpu.gumbel_argmax)
+
+
+@dataclass(frozen=True, eq=False)
+class NativePacked(PackedWeight):
+    """A bfloat16 weight as `pack_weight` of src/gemm.h lays it out: one part, [E, elements] for experts."""
+
+
+class Bfloat16Operations(NativeOperations):
+    """The operations on a CPU that multiplies bfloat16 in hardware: products of that dtype are native too.
+
+    A product takes as long as oneDNN's from 64 rows on and less below, and a layer's experts are one call instead of 64
+    (kernels/DESIGN.md has the figures).
+    """
+
+    def pack(self, weight: Tensor, *, keep_dtype: bool = False) -> PackedWeight:
+        """See `Operations.pack`. bfloat16 in 16 x 16 tiles, padded with zeros; float32 as `kernels.cpu` does."""
+        if weight.dtype is not torch.bfloat16:
+            return cpu.pack(weight, keep_dtype=keep_dtype)
+        return self._pack(weight)
+
+    def _pack(self, weight: Tensor) -> PackedWeight:
+        num_rows, depth = weight.shape[-2:]
+        matrices = weight.contiguous().view(-1, num_rows, depth)
+        size = _round_up(num_rows, TILE) * _round_up(depth, TILE)
+        packed = weight.new_empty(matrices.shape[0], size)
+        for matrix, out in zip(matrices, packed, strict=True):
+            self._kernels.pack_weight(matrix.data_ptr(), num_rows, depth, out.data_ptr())
+        return NativePacked((packed,), tuple(weight.shape))
+
+    def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        """See `Operations.linear`."""
+        if not isinstance(weight, NativePacked):
+            return cpu.linear(x, weight)
+        return self._gemm(_rows(x), weight, x.shape[0])
+
+    def grouped_gemm(self, x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> Tensor:
+        """See `Operations.grouped_gemm`."""
+        if not isinstance(weight, NativePacked):
+            return cpu.grouped_gemm(x, weight, layout, gather=gather)
+        num_pairs = layout.pair_ids.shape[0]
+        expected = num_pairs // layout.top_k if gather else num_pairs
+        if x.shape[0] != expected:
+            raise ValueError(f"x has {x.shape[0]} rows; accepted: {expected}, as the layout has")
+        return self._gemm(_rows(x), weight, num_pairs, layout=layout, gather=gather)
+
+    def moe_small_batch(self, x: Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> Tensor:
+        """See `Operations.moe_small_batch`. Sorted all the same: the products read the rows where they lie."""
+        if not isinstance(gate_up, NativePacked):
+            return cpu.moe_small_batch(x, gate_up, down, routed)
+        layout = self.sort_tokens_by_expert(routed.expert_ids, gate_up.shape[0])
+        hidden = self.silu_and_mul(self.grouped_gemm(x, gate_up, layout, gather=True))
+        return self.combine_experts(self.grouped_gemm(hidden, down, layout, gather=False), layout, routed.weights)
+
+    def _gemm(
+        self,
+        x: Tensor,
+        weight: NativePacked,
+        num_rows: int,
+        *,
+        layout: ExpertLayout | None = None,
+        gather: bool = False,
+    ) -> Tensor:
+        """x times a packed matrix or, with a layout, each expert's rows times the expert's matrix -> [num_rows, N]."""
+        *runs, width, depth = weight.shape
+        (packed,) = weight.parts
+        if x.shape[1] != depth:
+            raise ValueError(f"x has {x.shape[1]} columns; accepted: {depth}, as the weight has")
+        out = x.new_empty(num_rows, width)
+        args = GemmArgs(
+            a=x.data_ptr(),
+            lda=x.stride(0),
+            gather=pointer(layout.pair_ids) if layout is not None and gather else None,
+            gather_divisor=1 if layout is None else layout.top_k,
+            b=packed.data_ptr(),
+            b_stride=packed.stride(0),
+            offsets=None if layout is None else pointer(layout.expert_offsets),
+            runs=runs[0] if runs else 1,
+            rows=num_rows,
+            n=width,
+            k=depth,
+            c=out.data_ptr(),
+            ldc=width,
+        )
+        self._kernels.gemm(byref(args))
+        return out
+
+
+class AmxOperations(Bfloat16Operations):
+    """The operations on a CPU with AMX: experts are native, dense products oneDNN's.
+
+    oneDNN runs 2,048 rows at 2.1 to 2.8 TFLOP/s, these kernels at 1.8 to 2.1; at 64 rows both read weights at 16 to 21
+    GB/s. But it makes a primitive, 1 to 2 ms, for each new number of rows: rows are filled up to multiples of 32.
+    """
+
+    def pack(self, weight: Tensor, *, keep_dtype: bool = False) -> PackedWeight:
+        """See `Operations.pack`. Experts in bfloat16 in tiles, the rest as `kernels.cpu` does."""
+        if weight.dim() == 3:
+            return super().pack(weight, keep_dtype=keep_dtype)
+        return cpu.pack(weight, keep_dtype=keep_dtype)
+
+    def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        """See `Operations.linear`."""
+        num_rows = x.shape[0]
+        if x.dtype is not torch.bfloat16 or num_rows % ROWS_STEP == 0:
+            return cpu.linear(x, weight)
+        filled = x.new_zeros(_round_up(num_rows, ROWS_STEP), x.shape[1])
+        filled[:num_rows] = x
+        return cpu.linear(filled, weight)[:num_rows]
+
+
+def native_operations(variant: str) -> NativeOperations:
+    """The operations by that variant of the kernels. Raises KernelsUnavailable where this machine cannot run it."""
+    if variant.startswith("amx"):
+        return AmxOperations(variant)
+    return Bfloat16Operations(variant) if variant == "avx512_bf16" else NativeOperations(variant)
+
+
+def _round_up(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ class Gemm {
                 b.ahead = ahead + (s * (height / 32) + r / 32 * pass) * lines * 64;
                 b.lines = lines;
                 product<bf16>({a, n < 32 ? nullptr : a + tile_row, STEP<bf16>, TILE<bf16>}, b, pass, sums + r * 32, 32,
-                              s > 0);
+                              s > 0, task.rows - r);
                 if (s + DEPTH >= steps && r > unfinished) {
                     finish(task, unfinished, r, strip, sums);
                     unfinished = r;

@@ -4,6 +4,8 @@
 // side is 1 KiB: 16 rows of 16 columns of 4 bytes: one float32, or two bfloat16 that are neighbours in the summed
 // dimension. The result is 16 x 16 float32.
 #pragma once
+#include <algorithm>
+
 #include "vectors.h"
 
 namespace VARIANT {
@@ -147,59 +149,91 @@ inline void tile_product(Left<bf16> a, Right<bf16> b, int64_t steps, float* c, i
 struct Tiles {};
 #endif
 
+// Sums that fit into the registers: rows of the left side times vectors of 16 columns of the right one.
 #ifdef __AVX512F__
-constexpr int ACCUMULATORS = 16;  // rows whose sums fit into registers
+constexpr int BLOCK_ROWS = 8, BLOCK_COLUMNS = 2;
 #else
-constexpr int ACCUMULATORS = 4;
+constexpr int BLOCK_ROWS = 4, BLOCK_COLUMNS = 1;
 #endif
 
+// sum += left * right, where left is one word in every lane.
 template <class T>
-inline void vector_dot(f32x16* sums, const T* a, int64_t stride, const T* b) {
-    for (int k = 0; k < 16; k++) {
-        const u32x16 right = read<u32x16>(b + k * LANES * PACK<T>);
-#pragma GCC unroll 16
-        for (int r = 0; r < ACCUMULATORS; r++) {
-            const uint32_t left = read<uint32_t>(a + r * stride + k * PACK<T>);
-            if constexpr (PACK<T> == 1) {
-                sums[r] += (f32x16)(u32x16{} + left) * (f32x16)right;
-            } else {
+inline f32x16 dot(f32x16 sum, uint32_t left, u32x16 right) {
+    if constexpr (PACK<T> == 1) {
+        return sum + (f32x16)(u32x16{} + left) * (f32x16)right;
+    } else {
 #ifdef USE_AVX512_BF16
-                sums[r] = (f32x16)_mm512_dpbf16_ps((__m512)sums[r], (__m512bh)_mm512_set1_epi32(left), (__m512bh)right);
+        return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(left), (__m512bh)right);
 #else
-                sums[r] += (f32x16)(u32x16{} + (left << 16)) * (f32x16)(right << 16);
-                sums[r] += (f32x16)(u32x16{} + (left & 0xffff0000u)) * (f32x16)(right & 0xffff0000u);
+        sum += (f32x16)(u32x16{} + (left << 16)) * (f32x16)(right << 16);
+        return sum + (f32x16)(u32x16{} + (left & 0xffff0000u)) * (f32x16)(right & 0xffff0000u);
 #endif
+    }
+}
+
+// ROWS rows times 16 or 32 columns. Where STRIDE is not 0 it is the left side's, known to the compiler: with 16 different
+// addresses in registers the products wait for spills.
+template <class T, int ROWS, int COLUMNS, int64_t STRIDE>
+inline void vector_block(Left<T> a, const T* b, const T* right, int64_t steps, float* c, int64_t ldc, bool add) {
+    const int64_t stride = STRIDE ? STRIDE : a.stride;
+    f32x16 sums[ROWS][COLUMNS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) {
+#pragma GCC unroll 2
+        for (int j = 0; j < COLUMNS; j++) sums[r][j] = add ? load(c + r * ldc + j * 16) : f32x16{};
+    }
+    for (int64_t s = 0; s < steps; s++) {
+        const T* left = a.first + s * a.step;
+        for (int64_t k = 0; k < 16; k++) {
+            const int64_t at = s * TILE<T> + k * LANES * PACK<T>;
+            const u32x16 words[2] = {read<u32x16>(b + at), COLUMNS > 1 ? read<u32x16>(right + at) : u32x16{}};
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++) {
+                const uint32_t word = read<uint32_t>(left + r * stride + k * PACK<T>);
+#pragma GCC unroll 2
+                for (int j = 0; j < COLUMNS; j++) sums[r][j] = dot<T>(sums[r][j], word, words[j]);
             }
         }
     }
-}
-
-// One tile of the result.
-template <class T>
-void vector_product(const T* a, int64_t stride, int64_t step, const T* b, int64_t steps, float* c, int64_t ldc, bool add) {
-    for (int64_t m = 0; m < 16; m += ACCUMULATORS) {
-        f32x16 sums[ACCUMULATORS];
-#pragma GCC unroll 16
-        for (int r = 0; r < ACCUMULATORS; r++) sums[r] = add ? load(c + (m + r) * ldc) : f32x16{};
-        for (int64_t s = 0; s < steps; s++) vector_dot(sums, a + m * stride + s * step, stride, b + s * TILE<T>);
-#pragma GCC unroll 16
-        for (int r = 0; r < ACCUMULATORS; r++) store(c + (m + r) * ldc, sums[r]);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) {
+#pragma GCC unroll 2
+        for (int j = 0; j < COLUMNS; j++) store(c + r * ldc + j * 16, sums[r][j]);
     }
 }
 
-// c [16 or 32, 16 or 32] = a b, or c += a b; c's rows are ldc apart.
+// `rows` rows, at most 16, in blocks of BLOCK_ROWS and of halves of that.
+template <class T, int ROWS, int COLUMNS>
+inline void vector_rows(Left<T> a, const T* b, const T* right, int64_t steps, float* c, int64_t ldc, bool add,
+                        int64_t rows) {
+    for (; rows >= ROWS; rows -= ROWS, a.first += ROWS * a.stride, c += ROWS * ldc) {
+        if (a.stride == STEP<T>) {
+            vector_block<T, ROWS, COLUMNS, STEP<T>>(a, b, right, steps, c, ldc, add);
+        } else {
+            vector_block<T, ROWS, COLUMNS, 0>(a, b, right, steps, c, ldc, add);
+        }
+    }
+    if constexpr (ROWS > 1) {
+        if (rows > 0) vector_rows<T, ROWS / 2, COLUMNS>(a, b, right, steps, c, ldc, add, rows);
+    }
+}
+
+// c [rows, 16 or 32] = a b, or c += a b; c's rows are ldc apart. rows: those of a that count, at most 32 or, without a
+// second tile, 16; others of c are computed or left alone.
 template <class T>
-inline void product(Left<T> a, Right<T> b, int64_t steps, float* c, int64_t ldc, bool add) {
+inline void product(Left<T> a, Right<T> b, int64_t steps, float* c, int64_t ldc, bool add, int64_t rows = 32) {
 #ifdef USE_AMX
     if constexpr (sizeof(T) == 2) return tile_product(a, b, steps, c, ldc, add);
 #endif
-    for (int i = 0; i < 2; i++) {
-        for (int j = 0; j < 2; j++) {
-            const T* left = i ? a.second : a.first;
-            const T* right = j ? b.second : b.first;
-            if (left && right) {
-                vector_product(left, a.stride, a.step, right, steps, c + i * 16 * ldc + j * 16, ldc, add);
-            }
+    for (int i = 0; i < (a.second ? 2 : 1); i++) {
+        const Left<T> half{i ? a.second : a.first, nullptr, a.stride, a.step};
+        const int64_t n = std::min<int64_t>(rows - 16 * i, 16);
+        float* to = c + i * 16 * ldc;
+        if (b.second && BLOCK_COLUMNS > 1) {
+            vector_rows<T, BLOCK_ROWS, BLOCK_COLUMNS>(half, b.first, b.second, steps, to, ldc, add, n);
+        } else {
+            vector_rows<T, BLOCK_ROWS, 1>(half, b.first, b.first, steps, to, ldc, add, n);
+            if (b.second) vector_rows<T, BLOCK_ROWS, 1>(half, b.second, b.second, steps, to + 16, ldc, add, n);
         }
     }
 }

@@ -1,0 +1,257 @@
+"""Every variant of the native kernels that this machine runs agrees with the reference, over odd shapes and views."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kernels import cpu, reference
+from kernels.interface import Operations
+from kernels.native.operations import native_operations
+from kernels.operands import ExpertLayout, RoutedExperts
+from tests.support.tensors import assert_close, native_variants, needs_native
+
+pytestmark = needs_native
+
+DTYPES = [torch.float32, torch.bfloat16]
+PRODUCT_VARIANTS = [name for name in native_variants() if name in ("avx512_bf16", "amx", "amx_emulated")]
+EPS = 1e-6
+
+
+@pytest.fixture(params=native_variants())
+def ops(request: pytest.FixtureRequest) -> Operations:
+    """Each variant in turn."""
+    return native_operations(request.param)
+
+
+@pytest.fixture(params=PRODUCT_VARIANTS)
+def products(request: pytest.FixtureRequest) -> Operations:
+    """Each variant whose products of bfloat16 are native."""
+    return native_operations(request.param)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def in_poison(x: torch.Tensor) -> torch.Tensor:
+    """A view with the values of x [n, m] among NaN: rows further apart than they are long, and not aligned."""
+    buffer = torch.full((x.shape[0] + 2, x.shape[1] + 5), torch.nan, dtype=x.dtype)
+    view = buffer[1:-1, 3:-2]
+    view.copy_(x)
+    return view
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 40), (3, 80), (17, 1000), (0, 64), (300, 129), (5, 7, 96)])
+def test_rms_norm_agrees_with_the_reference(ops: Operations, shape: Sequence[int], dtype: torch.dtype) -> None:
+    x, weight = random(*shape, dtype=dtype) * 3, random(shape[-1], dtype=dtype, seed=1)
+    given = in_poison(x) if x.dim() == 2 else x
+    actual = ops.rms_norm(given, weight, EPS)
+    assert actual.is_contiguous()
+    assert_close(actual, reference.rms_norm(x, weight, EPS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (3, 80), (17, 1000), (0, 64), (300, 129)])
+def test_fused_add_rms_norm_agrees_and_updates_the_residual(
+    ops: Operations, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
+    expected_residual = random(*shape, dtype=dtype, seed=2)
+    residual, given = in_poison(expected_residual), in_poison(x)
+    expected = reference.fused_add_rms_norm(x, expected_residual, weight, EPS)
+    assert_close(ops.fused_add_rms_norm(given, residual, weight, EPS), expected)
+    assert torch.equal(residual, expected_residual)
+    assert torch.equal(given, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 130), (17, 1000), (0, 64), (40, 2048)])
+def test_silu_and_mul_agrees_with_the_reference(ops: Operations, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    gate_up = random(*shape, dtype=dtype) * 4
+    assert_close(ops.silu_and_mul(in_poison(gate_up)), reference.silu_and_mul(gate_up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_of_extreme_and_missing_values_is_the_references(ops: Operations, dtype: torch.dtype) -> None:
+    gate = torch.tensor([[-1e30, -100.0, -20.0, -0.0, 0.0, 20.0, 100.0, 1e30, torch.nan]]).to(dtype)
+    gate_up = torch.cat([gate, torch.ones_like(gate)], dim=1)
+    # Below -87 the true value is a subnormal or 0: an absolute bound.
+    actual, expected = ops.silu_and_mul(gate_up).float(), reference.silu_and_mul(gate_up).float()
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.allclose(actual[:, 1:-1], expected[:, 1:-1], rtol=1e-2, atol=1e-30)
+    assert actual[0, 0].abs() <= 1e-7  # of -1e30: nothing is left of it beside a weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("head_dim", [2, 40, 64, 80, 96, 128, 200, 256])
+@pytest.mark.parametrize(("num_tokens", "num_heads", "num_kv_heads"), [(1, 1, 1), (7, 8, 1), (19, 6, 2), (70, 4, 4)])
+def test_queries_keys_and_values_agree_with_the_reference(
+    ops: Operations, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype
+) -> None:
+    blocks, block_size = 12, 8
+    generator = torch.Generator().manual_seed(num_tokens)
+    qkv = random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    angles = torch.arange(50)[:, None] * 0.1 ** torch.linspace(0, 3, head_dim // 2)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    positions = torch.randint(50, (num_tokens,), generator=generator)
+    slots = torch.randperm(blocks * block_size, generator=generator)[:num_tokens]
+    slots[num_tokens // 2 :: 7] = -1
+    weights = [random(head_dim, dtype=dtype, seed=seed) for seed in (1, 2)]
+    qk_norm = (weights[0], weights[1], EPS) if normed else None
+    results = []
+    for operations, given in ((ops, in_poison(qkv)), (reference, qkv)):
+        caches = [torch.full((blocks, block_size, num_kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)]
+        queries = operations.qk_norm_rope_store_kv(given, qk_norm, cos_sin, positions, *caches, slots)
+        results.append((queries, *caches))
+    for actual, expected in zip(*results, strict=True):
+        assert actual.is_contiguous()
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k"), [(1, 8, 2), (13, 5, 3), (6, 128, 8), (33, 4, 4), (0, 8, 2), (40, 200, 1)]
+)
+def test_routing_agrees_with_the_reference(
+    ops: Operations, num_tokens: int, num_experts: int, top_k: int, renormalise: bool, dtype: torch.dtype
+) -> None:
+    logits = random(num_tokens, num_experts, dtype=dtype, seed=3)
+    actual = ops.route_topk(in_poison(logits), top_k, renormalise=renormalise)
+    expected = reference.route_topk(logits, top_k, renormalise=renormalise)
+    assert_close(actual.expert_ids, expected.expert_ids)
+    assert_close(actual.weights, expected.weights)
+
+
+def test_ties_go_to_the_lower_expert_and_a_nan_shows(ops: Operations) -> None:
+    logits = torch.zeros(4, 16)
+    logits[1, [5, 9, 14]] = 1.0
+    logits[2, 6] = torch.nan
+    logits[3, 6] = torch.inf
+    routed = ops.route_topk(logits, 5, renormalise=True)
+    assert routed.expert_ids.tolist() == [[0, 1, 2, 3, 4], [5, 9, 14, 0, 1], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    assert routed.weights[:2].isfinite().all()
+    assert routed.weights[2:].isnan().all()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 16, 33, 1024, 1025, 4097, 32_768])
+def test_argmax_takes_the_lower_of_equals_and_sees_nan(ops: Operations, vocab_size: int) -> None:
+    logits = random(8, vocab_size)
+    logits[1] = 0.0
+    logits[2] = -torch.inf
+    logits[3, vocab_size // 2 :] = logits[3].max() + 1
+    logits[4, vocab_size // 2] = torch.nan
+    logits[5] = torch.nan
+    logits[6, -1] = torch.inf
+    assert ops.argmax(in_poison(logits)).tolist() == logits.argmax(-1).tolist()
+    assert ops.argmax(logits[:0]).tolist() == []
+
+
+def routed_to(num_tokens: int, num_experts: int, top_k: int) -> tuple[RoutedExperts, ExpertLayout]:
+    routed = reference.route_topk(random(num_tokens, num_experts, seed=3), top_k, renormalise=True)
+    return routed, reference.sort_tokens_by_expert(routed.expert_ids, num_experts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 8, 2), (13, 5, 3), (6, 128, 8), (0, 4, 2)])
+@pytest.mark.parametrize("width", [1, 40, 512])
+def test_combining_agrees_with_the_reference(
+    ops: Operations, num_tokens: int, num_experts: int, top_k: int, width: int, dtype: torch.dtype
+) -> None:
+    routed, layout = routed_to(num_tokens, num_experts, top_k)
+    rows = random(num_tokens * top_k, width, dtype=dtype)
+    expected = reference.combine_experts(rows, layout, routed.weights)
+    assert_close(ops.combine_experts(in_poison(rows), layout, routed.weights), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(0, 32, 32), (1, 1, 1), (1, 96, 64), (5, 33, 80), (70, 7, 300), (33, 129, 1100), (530, 64, 40)]
+)
+def test_a_product_of_any_shape_agrees_with_the_reference(
+    products: Operations, m: int, n: int, k: int, dtype: torch.dtype
+) -> None:
+    x, weight = random(m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1)
+    expected = reference.linear(x, reference.pack(weight))
+    assert_close(products.linear(in_poison(x), products.pack(in_poison(weight))), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("m", [2048, 4096])
+def test_a_product_of_many_rows_agrees_with_the_reference(products: Operations, m: int) -> None:
+    x, weight = random(m, 544, dtype=torch.bfloat16), random(96, 544, dtype=torch.bfloat16, seed=1)
+    expected = reference.linear(x, reference.pack(weight))
+    assert_close(products.linear(x, products.pack(weight)), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("hidden", "inner"), [(72, 40), (64, 32), (33, 17)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k"), [(0, 8, 2), (1, 8, 2), (13, 5, 3), (6, 128, 8), (70, 4, 4)]
+)
+def test_the_layer_of_experts_agrees_with_the_reference(
+    products: Operations, num_tokens: int, num_experts: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype
+) -> None:
+    routed, layout = routed_to(num_tokens, num_experts, top_k)
+    x = random(num_tokens, hidden, dtype=dtype, seed=5)
+    gate_up = (random(num_experts, 2 * inner, hidden, seed=6) / hidden**0.5).to(dtype)
+    down = (random(num_experts, hidden, inner, seed=7) / inner**0.5).to(dtype)
+    expected = reference.moe_small_batch(x, reference.pack(gate_up), reference.pack(down), routed)
+    packed = products.pack(gate_up), products.pack(down)
+    assert_close(products.moe_small_batch(in_poison(x), *packed, routed), expected)
+    rows = products.grouped_gemm(in_poison(x), packed[0], layout, gather=True)
+    assert_close(rows, reference.grouped_gemm(x, reference.pack(gate_up), layout, gather=True))
+    sorted_rows = products.grouped_gemm(in_poison(products.silu_and_mul(rows)), packed[1], layout, gather=False)
+    assert_close(products.combine_experts(sorted_rows, layout, routed.weights), expected)
+
+
+def test_a_nan_stays_in_its_row_of_a_product(products: Operations) -> None:
+    x, weight = random(40, 64, dtype=torch.bfloat16), random(32, 64, dtype=torch.bfloat16, seed=1)
+    x[17, 5] = torch.nan
+    result = products.linear(x, products.pack(weight))
+    assert result[17].isnan().all()
+    assert result[[row for row in range(40) if row != 17]].isfinite().all()
+
+
+def test_rows_or_columns_that_do_not_fit_are_refused(products: Operations) -> None:
+    weight = products.pack(random(2, 32, 64, dtype=torch.bfloat16))
+    _, layout = routed_to(3, 2, 1)
+    with pytest.raises(ValueError, match="48 columns; accepted: 64"):
+        products.grouped_gemm(random(3, 48, dtype=torch.bfloat16), weight, layout, gather=True)
+    with pytest.raises(ValueError, match="2 rows; accepted: 3"):
+        products.grouped_gemm(random(2, 64, dtype=torch.bfloat16), weight, layout, gather=False)
+
+
+def test_the_result_does_not_depend_on_the_number_of_threads(ops: Operations) -> None:
+    x, weight = random(300, 512, dtype=torch.bfloat16), random(512, dtype=torch.bfloat16, seed=1)
+    num_threads = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append((ops.rms_norm(x, weight, EPS), ops.linear(x, ops.pack(weight.expand(64, -1)))))
+    finally:
+        torch.set_num_threads(num_threads)
+    for normed, product in results[1:]:
+        assert torch.equal(normed, results[0][0])
+        assert_close(product, results[0][1])
+
+
+def test_float16_is_left_to_pytorch(ops: Operations) -> None:
+    x, weight = random(3, 80, dtype=torch.float16), random(80, dtype=torch.float16, seed=1)
+    assert torch.equal(ops.rms_norm(x, weight, EPS), cpu.rms_norm(x, weight, EPS))
+    assert torch.equal(ops.silu_and_mul(x), cpu.silu_and_mul(x))
+
+
+def test_the_emulated_tiles_give_what_dot_products_give(ops: Operations) -> None:
+    """Small whole numbers: every sum is exact, so each bit must be the same whatever the order."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(-8, 9, (37, 96), generator=generator).bfloat16()
+    weight = torch.randint(-8, 9, (40, 96), generator=generator).bfloat16()
+    expected = (x.double() @ weight.double().t()).bfloat16()
+    assert torch.equal(ops.linear(x, ops.pack(weight)), expected)
