@@ -9,6 +9,7 @@
 #   make test-interop  a producer in another language; needs node and npm
 #   make test-browser  the dashboard and Flower in Chromium while a worker runs; needs chromium and prometheus
 #   make test-compose  compose.yaml with real containers; needs Docker; some 10 minutes, most of them the build
+#   make sanitize      the tests of the native kernels with sanitizers of addresses and of undefined behaviour
 #   make pages         writes the pages that are made from the code: settings, metrics, commands
 #   make clean         removes .venv and .demo
 PYTHON ?= python3
@@ -20,7 +21,7 @@ IN_PARALLEL := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 # Waiting threads sleep: spinning ones would take the other process's core.
 ONE_THREAD := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
-.PHONY: demo test tests chaos slow structured test-interop test-browser test-compose check pages clean
+.PHONY: demo test tests sanitize chaos slow structured test-interop test-browser test-compose check pages clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/millrace demo
@@ -39,6 +40,15 @@ chaos: $(VENV)/.test-installed
 
 slow: $(VENV)/.test-installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m slow
+
+# The sanitizers' libraries must be there before Python is. Python and PyTorch leak at exit, which is not ours to find.
+# GCC's sanitizer of threads knows no OpenMP, so races are not looked for.
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1
+sanitize: $(VENV)/.test-installed
+	$(BIN)/python -m kernels.native.build --output $(VENV)/sanitized.so $(SANITIZERS)
+	OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0 MILLRACE_TEST_NATIVE_LIBRARY=$(VENV)/sanitized.so \
+	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libubsan.so)" \
+	$(BIN)/python -m pytest tests/kernels/native -m "slow or not slow"
 
 structured: $(VENV)/.test-installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engine/structured -m "structured or not structured"
@@ -67,11 +77,13 @@ clean:
 	rm -rf $(VENV) .demo
 
 # Where the package index also has the CPU build of torch, pip takes it for its exact version.
-$(VENV)/.demo-installed: pyproject.toml | $(VENV)/.created
+# C++ that has changed is compiled again.
+NATIVE_SOURCES := $(wildcard kernels/native/build.py kernels/native/src/*)
+$(VENV)/.demo-installed: pyproject.toml $(NATIVE_SOURCES) | $(VENV)/.created
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[engine,demo]"
 	touch $@
 
-$(VENV)/.test-installed: pyproject.toml | $(VENV)/.created
+$(VENV)/.test-installed: pyproject.toml $(NATIVE_SOURCES) | $(VENV)/.created
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[test]"
 	touch $@
 

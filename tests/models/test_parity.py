@@ -19,6 +19,7 @@ from engine.model_interface import LogitsResult
 from engine.text.tokenizer import Tokenizer
 from tests.conftest import TIES
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
+from tests.support.tensors import native_variants
 from tests.support.tiny_checkpoint import (
     VOCAB_SIZE,
     Family,
@@ -112,8 +113,25 @@ def test_alone(case: Case) -> None:
         case.run(engine, [index])
 
 
-def test_with_31_others(case: Case) -> None:
-    case.run(case.engine())
+# Everywhere else the engine takes the fastest variant that the machine runs.
+@pytest.mark.parametrize("native", ["off", *(pytest.param(v, marks=pytest.mark.slow) for v in native_variants())])
+def test_with_31_others(case: Case, native: str) -> None:
+    case.run(case.engine(engine__native_kernels=native))
+
+
+@pytest.mark.parametrize("native", native_variants())
+@by_default_on("qwen3-gqa7-untied", "llama-gqa4-llama3-rope", "moe-top5-mixed-layers-sharded")
+def test_every_native_variant_gives_pytorchs_logits_in_bfloat16(case: Case, native: str) -> None:
+    ours, pytorchs = (
+        case.engine(engine__dtype="bfloat16", engine__native_kernels=kernels).model_interface
+        for kernels in (native, "off")
+    )
+    for name, prompt in enumerate(case.prompts[:4]):
+        actual, expected = (interface.prefill(str(name), prompt) for interface in (ours, pytorchs))
+        assert isinstance(actual, LogitsResult)
+        assert isinstance(expected, LogitsResult)
+        steps = 32 * torch.finfo(torch.bfloat16).eps
+        torch.testing.assert_close(actual.logits, expected.logits, atol=steps * float(expected.logits.std()), rtol=0)
 
 
 @by_default_on("qwen3-gqa7-untied", "llama-gqa4-llama3-rope", "moe-top5-mixed-layers-sharded")
