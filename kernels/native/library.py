@@ -84,6 +84,34 @@ class RopeArgs(Structure):
     )
 
 
+class AttentionArgs(Structure):
+    """See src/api.h."""
+
+    _fields_ = (
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("is_float", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("dim", c_int64),
+        ("block_size", c_int64),
+        ("q_stride", c_int64),
+        ("block_stride", c_int64),
+        ("token_stride", c_int64),
+        ("head_stride", c_int64),
+        ("tables", c_void_p),
+        ("table_width", c_int64),
+        ("starts", c_void_p),
+        ("lens", c_void_p),
+        ("rows", c_int64),
+        ("groups", c_void_p),
+        ("num_groups", c_int64),
+        ("scale", c_float),
+        ("out", c_void_p),
+    )
+
+
 class SiluArgs(Structure):
     """See src/api.h."""
 
@@ -150,6 +178,7 @@ class Kernels(Structure):
         ("gemm", ctypes.CFUNCTYPE(None, POINTER(GemmArgs))),
         ("norm", ctypes.CFUNCTYPE(None, POINTER(NormArgs))),
         ("rope", ctypes.CFUNCTYPE(None, POINTER(RopeArgs))),
+        ("attention", ctypes.CFUNCTYPE(None, POINTER(AttentionArgs))),
         ("silu_and_mul", ctypes.CFUNCTYPE(None, POINTER(SiluArgs))),
         ("combine", ctypes.CFUNCTYPE(None, POINTER(CombineArgs))),
         ("route", ctypes.CFUNCTYPE(None, POINTER(RouteArgs))),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels import cpu
+from kernels.native.attention import is_attended, paged_attention
 from kernels.native.library import (
     ArgmaxArgs,
     CombineArgs,
@@ -20,7 +21,7 @@ from kernels.native.library import (
     load,
     pointer,
 )
-from kernels.operands import ExpertLayout, PackedWeight, RoutedExperts
+from kernels.operands import AttentionRows, ExpertLayout, PackedWeight, RoutedExperts
 
 Tensor = torch.Tensor
 TILE = 32  # a packed weight's rows and columns are filled up to multiples of it
@@ -124,6 +125,24 @@ class NativeOperations:
         self._kernels.rope(byref(args))
         return queries
 
+    def paged_decode_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float
+    ) -> Tensor:
+        """See `Operations.paged_decode_attention`. Raises ValueError if there are not as many queries as rows."""
+        if not is_attended(q, k_cache, v_cache):
+            return cpu.paged_decode_attention(q, k_cache, v_cache, rows, scale)
+        if q.shape[0] != rows.num_rows:
+            raise ValueError(f"q has {q.shape[0]} queries for {rows.num_rows} rows; a decode row has exactly one")
+        return paged_attention(self._kernels, q, k_cache, v_cache, rows, scale)
+
+    def paged_prefill_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float
+    ) -> Tensor:
+        """See `Operations.paged_prefill_attention`."""
+        if not is_attended(q, k_cache, v_cache):
+            return cpu.paged_prefill_attention(q, k_cache, v_cache, rows, scale)
+        return paged_attention(self._kernels, q, k_cache, v_cache, rows, scale)
+
     def route_topk(self, router_logits: Tensor, top_k: int, *, renormalise: bool) -> RoutedExperts:
         """See `Operations.route_topk`."""
         if router_logits.dtype not in DTYPES:
@@ -189,8 +208,6 @@ class NativeOperations:
     grouped_gemm = staticmethod(cpu.grouped_gemm)
     moe_small_batch = staticmethod(cpu.moe_small_batch)
     sort_tokens_by_expert = staticmethod(cpu.sort_tokens_by_expert)
-    paged_decode_attention = staticmethod(cpu.paged_decode_attention)
-    paged_prefill_attention = staticmethod(cpu.paged_prefill_attention)
     apply_penalties = staticmethod(cpu.apply_penalties)
     mask_top_k_top_p_min_p = staticmethod(cpu.mask_top_k_top_p_min_p)
     gumbel_argmax = staticmethod(cpu.gumbel_argmax)

@@ -53,6 +53,30 @@ struct RopeArgs {
     int64_t is_float;
 };
 
+struct AttentionArgs {
+    const void* q;  // [queries, heads, dim], queries q_stride apart
+    const void* k;  // [blocks, block_size, kv_heads, dim] by the strides below, and v the same
+    const void* v;
+    int64_t is_float;
+    int64_t heads;
+    int64_t kv_heads;
+    int64_t dim;
+    int64_t block_size;
+    int64_t q_stride;
+    int64_t block_stride;
+    int64_t token_stride;
+    int64_t head_stride;
+    const int32_t* tables;  // [rows, table_width]: the row's blocks
+    int64_t table_width;
+    const int32_t* starts;  // [rows + 1]: queries starts[i] .. starts[i + 1] - 1 are row i's, the last of its keys
+    const int32_t* lens;  // [rows]: keys
+    int64_t rows;
+    const int64_t* groups;  // [num_groups, 3]: first row, number of rows, keys that they share
+    int64_t num_groups;
+    float scale;
+    void* out;  // [queries, heads, dim]
+};
+
 struct SiluArgs {  // out [rows, width] = silu(gate) * up; a row of gate_up holds both, gate first
     const void* gate_up;
     int64_t stride;
@@ -100,6 +124,7 @@ struct Kernels {  // one variant's
     void (*gemm)(const GemmArgs*);
     void (*norm)(const NormArgs*);
     void (*rope)(const RopeArgs*);
+    void (*attention)(const AttentionArgs*);
     void (*silu_and_mul)(const SiluArgs*);
     void (*combine)(const CombineArgs*);
     void (*route)(const RouteArgs*);
