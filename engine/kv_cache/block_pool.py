@@ -16,7 +16,9 @@ class BlockPool:
 
     Block 0 is the null block: padding points at it, and it is never handed out. A freed block that is registered keeps
     its content, and a hit brings it back. It is taken for something else only when no blank block is left: first those
-    that no waiting sequence will need, then those that one will, each oldest first.
+    that no waiting sequence will need, then those that one will, each oldest first. Of blank blocks the one that was
+    freed last is taken first: its memory is there already, and nothing is gained by waiting, since a blank block has
+    nothing to keep. So a pool takes as much memory as was in use at once, not as much as it could hold.
 
     A child is evicted before its parent, without which no hit can reach it. Blocks of a sequence are freed tail first,
     and a sequence that has a registered child has its parent, so the parent is freed no earlier. A sequence that wants
@@ -30,7 +32,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_evictions = 0
         self._ref_counts = [0] * num_blocks
-        self._blank: deque[int] = deque(range(1, num_blocks))  # free, nothing worth keeping
+        # Free, nothing worth keeping: those that were in use, the last one first, then those that never were.
+        self._blank: deque[int] = deque(range(1, num_blocks))
         # Free and registered, oldest first: those that no waiting sequence will need, and those that one will.
         self._unwanted: OrderedDict[int, None] = OrderedDict()
         self._wanted: OrderedDict[int, None] = OrderedDict()
@@ -76,7 +79,7 @@ class BlockPool:
         if count == 1:
             block = self._registered.get(block_id)
             if block is None:
-                self._blank.append(block_id)
+                self._blank.appendleft(block_id)
             else:
                 self._list_of(block.digest)[block_id] = None
 
@@ -102,7 +105,7 @@ class BlockPool:
         del self._by_digest[block.digest]
         if self._ref_counts[block_id] == 0:
             del self._list_of(block.digest)[block_id]
-            self._blank.append(block_id)
+            self._blank.appendleft(block_id)
 
     def want(self, digests: Sequence[bytes]) -> None:
         """A waiting sequence will need these blocks, root first. O(len(digests))."""

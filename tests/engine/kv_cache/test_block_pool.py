@@ -33,12 +33,24 @@ def test_blank_blocks_are_taken_first_then_registered_ones_oldest_first() -> Non
         assert pool.register(_block(block_id, name))
     for block_id in (3, 1, 4, 2):
         pool.release(block_id)
-    assert pool.allocate(2) == [4, 2]
+    assert pool.allocate(2) == [2, 4]
     assert pool.num_evictions == 0
     assert pool.allocate(1) == [3]
     assert pool.lookup(b"b") is None
     assert pool.lookup(b"a") is not None
     assert pool.num_evictions == 1
+
+
+def test_blocks_that_were_in_use_are_taken_before_those_that_never_were() -> None:
+    pool = BlockPool(1000)
+    taken: set[int] = set()
+    for _ in range(20):
+        table = pool.allocate(30)
+        taken.update(table)
+        for block_id in reversed(table):  # tail first, as the manager frees a sequence
+            pool.release(block_id)
+    assert taken == set(range(1, 31))
+    assert pool.allocate(31) == list(range(1, 32))
 
 
 def test_a_freed_registered_block_is_resurrected_with_its_content() -> None:
@@ -60,7 +72,7 @@ def test_a_second_block_with_a_known_digest_is_not_registered() -> None:
     assert not pool.register(_block(2, "a"))
     assert pool.lookup(b"a") == _block(1, "a")
     pool.release(2)
-    assert pool.allocate(2) == [3, 2]
+    assert pool.allocate(2) == [2, 3]
 
 
 def test_a_forgotten_block_is_blank_again() -> None:
