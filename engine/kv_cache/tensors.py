@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import mmap
+from contextlib import suppress
 from dataclasses import dataclass
 
-import numpy as np
 import torch
+
+HUGE_PAGE_BYTES = 2 << 20  # of Linux on x86-64; and on arm64 with pages of 4 KiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +49,13 @@ class KVCacheTensors:
         runs out, see `engine.out_of_memory`.
         """
         shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        keys = tuple(_zeros(shape, spec.dtype, device) for _ in range(spec.num_layers))
-        values = tuple(_zeros(shape, spec.dtype, device) for _ in range(spec.num_layers))
-        return cls(spec, keys, values)
+        count = 2 * spec.num_layers
+        if device.type == "cpu":
+            memory = _untouched_memory(count * math.prod(shape) * spec.dtype.itemsize)
+            tensors = memory.view(spec.dtype).view(count, *shape).unbind()
+        else:
+            tensors = tuple(torch.zeros(shape, dtype=spec.dtype, device=device) for _ in range(count))
+        return cls(spec, tensors[: spec.num_layers], tensors[spec.num_layers :])
 
     @property
     def num_blocks(self) -> int:
@@ -56,9 +63,22 @@ class KVCacheTensors:
         return int(self.keys[0].shape[0])
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # torch.zeros writes every page: 2.3 s and 1 GB of memory a GB here. NumPy's come untouched from the kernel, in huge
-    # pages where it may, which halves the time of the first write.
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+def _untouched_memory(num_bytes: int) -> torch.Tensor:
+    """Zeros, [num_bytes] uint8, whose pages take memory when they are first written; huge pages where the system has
+    them. Raises MemoryError.
+
+    One mapping for all layers, since a huge page needs 2 MiB of one: of a mapping for each, heads and tails are left
+    with small pages (a quarter of 27 tensors of 9.4 MiB). torch.zeros would write every page at once.
+    """
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    mapped_bytes = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES + HUGE_PAGE_BYTES
+    try:
+        mapping = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{mapped_bytes} bytes: {error}") from error
+    with suppress(AttributeError, OSError):  # no Linux, or one without huge pages: small ones serve, more slowly
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping
+    start = -memory.data_ptr() % HUGE_PAGE_BYTES
+    return memory[start : start + num_bytes]

@@ -100,8 +100,8 @@ def simulated_device(total_bytes: int, held_bytes: int = 0) -> Iterator[Simulate
     with pytest.MonkeyPatch.context() as patch, memory:
         for module in (derived_settings, load):
             patch.setattr(module, "device_memory", lambda _: memory)
-        # NumPy's pages, which the CPU's cache is made of, are nobody's operation.
-        patch.setattr("engine.kv_cache.tensors._zeros", lambda shape, dtype, _: torch.zeros(shape, dtype=dtype))
+        # Pages mapped by hand, which the cache of a CPU is made of, are no operation of PyTorch.
+        patch.setattr("engine.kv_cache.tensors._untouched_memory", lambda n: torch.zeros(n, dtype=torch.uint8))
         yield memory
 
 

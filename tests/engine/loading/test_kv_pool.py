@@ -23,6 +23,7 @@ from tests.support.devices import simulated_device
 from tests.support.engines import load_engine
 from tests.support.tiny_checkpoint import make_checkpoint
 
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MIB = 1 << 20
 BLOCKS, LENGTH = "engine.kv_cache.num_blocks", "engine.max_model_len"
 
@@ -146,6 +147,41 @@ def test_a_pool_takes_memory_only_where_it_is_written() -> None:
     pools.keys[0][1] = 1.0
     assert pools.keys[0].nbytes + pools.values[0].nbytes == 1 << 30
     assert _resident_bytes() - before < 64 << 20
+
+
+@pytest.mark.skipif(
+    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="this system has no huge pages"
+)
+def test_what_is_written_of_a_pool_lies_in_huge_pages() -> None:
+    spec = KVCacheSpec(num_layers=3, block_size=16, num_kv_heads=2, head_dim=24, dtype=torch.bfloat16)
+    pools = KVCacheTensors.allocate(spec, num_blocks=3000, device=torch.device("cpu"))
+    for pool in (*pools.keys, *pools.values):
+        pool.fill_(1.0)
+    # Nearly all; half, since the machine's memory may be in pieces too small for some.
+    assert _huge_bytes(pools.keys[0]) > pools.num_blocks * spec.bytes_per_block // 2
+
+
+def test_a_pool_that_the_system_refuses_is_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr("engine.kv_cache.tensors.mmap.mmap", refuse)
+    spec = KVCacheSpec(num_layers=3, block_size=16, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+    with pytest.raises(MemoryError, match="Cannot allocate memory"):
+        KVCacheTensors.allocate(spec, num_blocks=5, device=torch.device("cpu"))
+
+
+def _huge_bytes(tensor: torch.Tensor) -> int:
+    """Bytes in huge pages of the mapping that the tensor lies in."""
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(maxsplit=1)[0]
+        if not first.endswith(":"):  # the head of a mapping: its addresses
+            start, end = (int(part, 16) for part in first.split("-"))
+            is_inside = start <= tensor.data_ptr() < end
+        elif is_inside and first == "AnonHugePages:":
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no mapping holds the tensor")
 
 
 def _resident_bytes() -> int:
