@@ -125,24 +125,6 @@ class NativeOperations:
         self._kernels.rope(byref(args))
         return queries
 
-    def paged_decode_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float
-    ) -> Tensor:
-        """See `Operations.paged_decode_attention`. Raises ValueError if there are not as many queries as rows."""
-        if not is_attended(q, k_cache, v_cache):
-            return cpu.paged_decode_attention(q, k_cache, v_cache, rows, scale)
-        if q.shape[0] != rows.num_rows:
-            raise ValueError(f"q has {q.shape[0]} queries for {rows.num_rows} rows; a decode row has exactly one")
-        return paged_attention(self._kernels, q, k_cache, v_cache, rows, scale)
-
-    def paged_prefill_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float
-    ) -> Tensor:
-        """See `Operations.paged_prefill_attention`."""
-        if not is_attended(q, k_cache, v_cache):
-            return cpu.paged_prefill_attention(q, k_cache, v_cache, rows, scale)
-        return paged_attention(self._kernels, q, k_cache, v_cache, rows, scale)
-
     def route_topk(self, router_logits: Tensor, top_k: int, *, renormalise: bool) -> RoutedExperts:
         """See `Operations.route_topk`."""
         if router_logits.dtype not in DTYPES:
@@ -208,9 +190,36 @@ class NativeOperations:
     grouped_gemm = staticmethod(cpu.grouped_gemm)
     moe_small_batch = staticmethod(cpu.moe_small_batch)
     sort_tokens_by_expert = staticmethod(cpu.sort_tokens_by_expert)
+    paged_decode_attention = staticmethod(cpu.paged_decode_attention)
+    paged_prefill_attention = staticmethod(cpu.paged_prefill_attention)
     apply_penalties = staticmethod(cpu.apply_penalties)
     mask_top_k_top_p_min_p = staticmethod(cpu.mask_top_k_top_p_min_p)
     gumbel_argmax = staticmethod(cpu.gumbel_argmax)
+
+
+class Avx512Operations(NativeOperations):
+    """The operations on a CPU with AVX-512: attention is native too.
+
+    With AVX2 it takes 0.9 to 1.9 times PyTorch's time in float32, and 1.0 to 5 times in bfloat16.
+    """
+
+    def paged_decode_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float
+    ) -> Tensor:
+        """See `Operations.paged_decode_attention`. Raises ValueError if there are not as many queries as rows."""
+        if not is_attended(q, k_cache, v_cache):
+            return cpu.paged_decode_attention(q, k_cache, v_cache, rows, scale)
+        if q.shape[0] != rows.num_rows:
+            raise ValueError(f"q has {q.shape[0]} queries for {rows.num_rows} rows; a decode row has exactly one")
+        return paged_attention(self._kernels, q, k_cache, v_cache, rows, scale)
+
+    def paged_prefill_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float
+    ) -> Tensor:
+        """See `Operations.paged_prefill_attention`."""
+        if not is_attended(q, k_cache, v_cache):
+            return cpu.paged_prefill_attention(q, k_cache, v_cache, rows, scale)
+        return paged_attention(self._kernels, q, k_cache, v_cache, rows, scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,7 +227,7 @@ class NativePacked(PackedWeight):
     """A bfloat16 weight as `pack_weight` of src/gemm.h lays it out: one part, [E, elements] for experts."""
 
 
-class Bfloat16Operations(NativeOperations):
+class Bfloat16Operations(Avx512Operations):
     """The operations on a CPU that multiplies bfloat16 in hardware: products of that dtype are native too.
 
     A product takes as long as oneDNN's from 64 rows on and less below, and a layer's experts are one call instead of 64
@@ -325,7 +334,8 @@ def native_operations(variant: str) -> NativeOperations:
     """The operations by that variant of the kernels. Raises KernelsUnavailable where this machine cannot run it."""
     if variant.startswith("amx"):
         return AmxOperations(variant)
-    return Bfloat16Operations(variant) if variant == "avx512_bf16" else NativeOperations(variant)
+    by_variant = {"avx512_bf16": Bfloat16Operations, "avx512": Avx512Operations}
+    return by_variant.get(variant, NativeOperations)(variant)
 
 
 def _round_up(size: int, step: int) -> int:

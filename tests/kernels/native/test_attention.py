@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from kernels import cpu, reference
-from kernels.interface import Operations
-from kernels.native.attention import is_attended
-from kernels.native.operations import native_operations
+from kernels.native.attention import is_attended, paged_attention
+from kernels.native.library import Kernels, load
+from kernels.native.operations import NativeOperations, native_operations
 from tests.support.tensors import PagedCache, assert_close, make_paged_cache, native_variants, needs_native
 
 pytestmark = needs_native
@@ -27,9 +27,19 @@ DECODE = [(1, kv_len) for kv_len in (133, 1, 16, 17, 48, 0, 131, 15, 64)]
 NUM_RANDOM_STEPS = 40
 
 
+# Those whose operations attend in native code; the kernels of the others are tested all the same.
+ATTENDING = [name for name in native_variants() if name.startswith(("avx512", "amx"))]
+
+
 @pytest.fixture(params=native_variants())
-def ops(request: pytest.FixtureRequest) -> Operations:
+def kernels(request: pytest.FixtureRequest) -> Kernels:
     """Each variant in turn."""
+    return load(request.param)
+
+
+@pytest.fixture(params=ATTENDING)
+def ops(request: pytest.FixtureRequest) -> NativeOperations:
+    """The operations of each variant that attends."""
     return native_operations(request.param)
 
 
@@ -75,61 +85,73 @@ def prepared(step: Step) -> tuple[PagedCache, torch.Tensor]:
     return case, expected
 
 
-def check(ops: Operations, step: Step) -> None:
+def check(kernels: Kernels, step: Step) -> None:
     case, expected = prepared(step)
     assert is_attended(case.q, case.k_cache, case.v_cache)
-    arguments = (case.q, case.k_cache, case.v_cache, case.rows, step.scale)
-    actual = ops.paged_prefill_attention(*arguments)
+    actual = paged_attention(kernels, case.q, case.k_cache, case.v_cache, case.rows, step.scale)
     assert actual.is_contiguous()
     assert_close(actual, expected)
-    if all(query_len == 1 for query_len, _ in step.lens):
-        assert torch.equal(ops.paged_decode_attention(*arguments), actual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_operations_are_the_kernels(ops: NativeOperations, dtype: torch.dtype) -> None:
+    kernels = load(ops.variant)
+    for attend, lens in ((ops.paged_decode_attention, DECODE), (ops.paged_prefill_attention, RAGGED)):
+        case = make_paged_cache(lens, num_heads=4, num_kv_heads=2, head_dim=40, dtype=dtype)
+        arguments = (case.q, case.k_cache, case.v_cache, case.rows, 0.25)
+        assert torch.equal(attend(*arguments), paged_attention(kernels, *arguments))
+
+
+def test_attention_is_native_from_avx512_on() -> None:
+    for name in native_variants():
+        module = native_operations(name).paged_decode_attention.__module__
+        assert module == ("kernels.native.operations" if name in ATTENDING else "kernels.cpu.attention")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (7, 1), (14, 2), (9, 1), (71, 1)])
-def test_ragged_chunks_agree_with_the_reference(ops: Operations, heads: tuple[int, int], dtype: torch.dtype) -> None:
-    check(ops, Step(tuple(RAGGED), heads, dtype=dtype))
+def test_ragged_chunks_agree_with_the_reference(kernels: Kernels, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    check(kernels, Step(tuple(RAGGED), heads, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (7, 1), (16, 2), (9, 1), (71, 1)])
-def test_ragged_decode_agrees_with_the_reference(ops: Operations, heads: tuple[int, int], dtype: torch.dtype) -> None:
-    check(ops, Step(tuple(DECODE), heads, dtype=dtype))
+def test_ragged_decode_agrees_with_the_reference(kernels: Kernels, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    check(kernels, Step(tuple(DECODE), heads, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [8, 16, 24, 40, 72, 80, 96, 104, 128, 136, 192, 248, 256])
-def test_every_head_dim_agrees_with_the_reference(ops: Operations, head_dim: int, dtype: torch.dtype) -> None:
-    check(ops, Step(((1, 33), (5, 18), (9, 9), (1, 14)), (6, 2), head_dim, dtype))
+def test_every_head_dim_agrees_with_the_reference(kernels: Kernels, head_dim: int, dtype: torch.dtype) -> None:
+    check(kernels, Step(((1, 33), (5, 18), (9, 9), (1, 14)), (6, 2), head_dim, dtype))
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 8, 24, 32, 256])
-def test_every_block_size_agrees_with_the_reference(ops: Operations, block_size: int) -> None:
-    check(ops, Step(((1, 41), (7, 30), (1, 300)), dtype=torch.bfloat16, block_size=block_size))
+def test_every_block_size_agrees_with_the_reference(kernels: Kernels, block_size: int) -> None:
+    check(kernels, Step(((1, 41), (7, 30), (1, 300)), dtype=torch.bfloat16, block_size=block_size))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_chunk_that_takes_several_rounds_of_keys_agrees(ops: Operations, dtype: torch.dtype) -> None:
-    check(ops, Step(((70, 600), (30, 257), (130, 130)), (4, 2), 32, dtype))
+def test_a_chunk_that_takes_several_rounds_of_keys_agrees(kernels: Kernels, dtype: torch.dtype) -> None:
+    check(kernels, Step(((70, 600), (30, 257), (130, 130)), (4, 2), 32, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_long_row_is_merged_from_parts(ops: Operations, dtype: torch.dtype) -> None:
-    check(ops, Step(((1, 1500), (1, 3)), (4, 2), 32, dtype))
+def test_a_long_row_is_merged_from_parts(kernels: Kernels, dtype: torch.dtype) -> None:
+    check(kernels, Step(((1, 1500), (1, 3)), (4, 2), 32, dtype))
 
 
-def test_a_long_row_on_one_thread_agrees(ops: Operations, one_thread: None) -> None:
-    check(ops, Step(((1, 1500), (1, 3)), (4, 2), 32, torch.bfloat16))
+def test_a_long_row_on_one_thread_agrees(kernels: Kernels, one_thread: None) -> None:
+    check(kernels, Step(((1, 1500), (1, 3)), (4, 2), 32, torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_shared_prefixes_agree_with_rows_that_share_none(ops: Operations, dtype: torch.dtype) -> None:
+def test_shared_prefixes_agree_with_rows_that_share_none(kernels: Kernels, dtype: torch.dtype) -> None:
     decode = ((1, 200), (1, 129), (1, 140), (1, 7), (1, 80), (1, 65))
     groups = ((0, 3, 128), (4, 2, 64))
-    check(ops, Step(decode, (8, 2), 64, dtype, groups=groups))
+    check(kernels, Step(decode, (8, 2), 64, dtype, groups=groups))
     chunks = ((40, 200), (2, 130), (0, 140), (5, 7), (17, 81), (1, 65))
-    check(ops, Step(chunks, (8, 2), 64, dtype, groups=groups))
+    check(kernels, Step(chunks, (8, 2), 64, dtype, groups=groups))
 
 
 def random_step(seed: int) -> Step:
@@ -153,24 +175,24 @@ def random_step(seed: int) -> Step:
 
 
 @pytest.mark.parametrize("seed", range(NUM_RANDOM_STEPS))
-def test_random_steps_agree_with_the_reference(ops: Operations, seed: int) -> None:
-    check(ops, random_step(seed))
+def test_random_steps_agree_with_the_reference(kernels: Kernels, seed: int) -> None:
+    check(kernels, random_step(seed))
 
 
-def test_no_rows_give_no_queries(ops: Operations) -> None:
+def test_no_rows_give_no_queries(ops: NativeOperations) -> None:
     case = make_paged_cache([], num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
     assert ops.paged_decode_attention(case.q, case.k_cache, case.v_cache, case.rows, 1.0).shape == (0, 2, 16)
     assert ops.paged_prefill_attention(case.q, case.k_cache, case.v_cache, case.rows, 1.0).shape == (0, 2, 16)
 
 
-def test_a_row_without_keys_gets_zero(ops: Operations) -> None:
+def test_a_row_without_keys_gets_zero(kernels: Kernels) -> None:
     case = make_paged_cache([(1, 5), (1, 0)], num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
-    output = ops.paged_decode_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.25)
+    output = paged_attention(kernels, case.q, case.k_cache, case.v_cache, case.rows, 0.25)
     assert output[0].abs().min() > 0
     assert (output[1] == 0).all()
 
 
-def test_decode_refuses_rows_with_several_queries(ops: Operations) -> None:
+def test_decode_refuses_rows_with_several_queries(ops: NativeOperations) -> None:
     case = make_paged_cache([(3, 9)], num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
     with pytest.raises(ValueError, match="3 queries for 1 rows"):
         ops.paged_decode_attention(case.q, case.k_cache, case.v_cache, case.rows, 1.0)
@@ -180,28 +202,28 @@ def test_decode_refuses_rows_with_several_queries(ops: Operations) -> None:
 @pytest.mark.parametrize("query_len", [1, 4])
 @pytest.mark.parametrize("which", ["k_cache", "v_cache"])
 def test_a_nan_in_a_rows_own_keys_shows_in_that_row_only(
-    ops: Operations, which: str, query_len: int, dtype: torch.dtype
+    kernels: Kernels, which: str, query_len: int, dtype: torch.dtype
 ) -> None:
     lens = [(query_len, 40), (query_len, 40)]
     case = make_paged_cache(lens, num_heads=4, num_kv_heads=2, head_dim=16, dtype=dtype)
     getattr(case, which)[int(case.rows.block_tables[0, 1]), 3] = torch.nan
-    output = ops.paged_prefill_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.25)
+    output = paged_attention(kernels, case.q, case.k_cache, case.v_cache, case.rows, 0.25)
     assert output[:query_len].isnan().all()
     assert output[query_len:].isfinite().all()
 
 
-def test_attention_leaves_queries_and_caches_alone(ops: Operations) -> None:
+def test_attention_leaves_queries_and_caches_alone(kernels: Kernels) -> None:
     case = make_paged_cache(RAGGED, num_heads=4, num_kv_heads=2, head_dim=40, dtype=torch.bfloat16)
     before = [tensor.clone() for tensor in (case.q, case.k_cache, case.v_cache)]
-    ops.paged_prefill_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.25)
+    paged_attention(kernels, case.q, case.k_cache, case.v_cache, case.rows, 0.25)
     for tensor, copy in zip((case.q, case.k_cache, case.v_cache), before, strict=True):
         assert torch.equal(tensor.view(torch.int16), copy.view(torch.int16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_views_of_queries_and_caches_are_read_by_their_strides(ops: Operations, dtype: torch.dtype) -> None:
+def test_views_of_queries_and_caches_are_read_by_their_strides(kernels: Kernels, dtype: torch.dtype) -> None:
     case = make_paged_cache(RAGGED, num_heads=4, num_kv_heads=2, head_dim=40, dtype=dtype)
-    expected = ops.paged_prefill_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.25)
+    expected = paged_attention(kernels, case.q, case.k_cache, case.v_cache, case.rows, 0.25)
 
     def spread(x: torch.Tensor) -> torch.Tensor:
         """The same values, NaN between heads, tokens and blocks, at odd addresses."""
@@ -211,19 +233,19 @@ def test_views_of_queries_and_caches_are_read_by_their_strides(ops: Operations, 
         return view.copy_(x)
 
     q, k_cache, v_cache = spread(case.q), spread(case.k_cache), spread(case.v_cache)
-    assert torch.equal(ops.paged_prefill_attention(q, k_cache, v_cache, case.rows, 0.25), expected)
+    assert torch.equal(paged_attention(kernels, q, k_cache, v_cache, case.rows, 0.25), expected)
 
 
-def test_scores_far_from_zero_neither_overflow_nor_vanish(ops: Operations) -> None:
+def test_scores_far_from_zero_neither_overflow_nor_vanish(kernels: Kernels) -> None:
     case = make_paged_cache([(1, 400), (9, 300)], num_heads=2, num_kv_heads=1, head_dim=64, dtype=torch.float32)
     arguments = (case.q * 30, case.k_cache, case.v_cache, case.rows, 1.0)
-    assert_close(ops.paged_prefill_attention(*arguments), reference.paged_prefill_attention(*arguments), max_steps=4096)
+    assert_close(paged_attention(kernels, *arguments), reference.paged_prefill_attention(*arguments), max_steps=4096)
 
 
 @pytest.mark.parametrize(
     ("head_dim", "dtype"), [(12, torch.float32), (264, torch.bfloat16), (64, torch.float16)], ids=str
 )
-def test_what_the_kernels_do_not_take_is_pytorchs(ops: Operations, head_dim: int, dtype: torch.dtype) -> None:
+def test_what_the_kernels_do_not_take_is_pytorchs(ops: NativeOperations, head_dim: int, dtype: torch.dtype) -> None:
     lens = [(3, 20), (1, 17)]
     case = make_paged_cache(lens, num_heads=4, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
     arguments = (case.q, case.k_cache, case.v_cache, case.rows, 0.25)
