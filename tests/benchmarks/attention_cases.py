@@ -68,6 +68,34 @@ def attention_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes)
             yield Case("paged_prefill_attention", names, f"{shape}, {heads}", "matmul", prepare, goal)
 
 
+def cpu_attention_cases(ops: Operations, others: Operations, models: Sequence[ModelShape]) -> Iterator[Case]:
+    """Steps of a CPU's engine by `ops`, with `others` as the library: decode, shared prefixes, prompts and chunks."""
+    for names, model in distinct(models, lambda m: (m.num_heads, m.num_kv_heads, m.head_dim)):
+        heads = f"{model.num_heads}/{model.num_kv_heads} x {model.head_dim}"
+        for rows, context in ((64, 480), (1, 8192), (64, 96)):
+            steps = tuple(_decode(each, model, (context,) * rows) for each in (ops, others))
+            goal = None if context == 96 else DECODE_GOAL_PERCENT
+            yield Case(
+                "paged_decode_attention", names, f"{rows} x {context}, {heads}", "bandwidth", _beside(*steps), goal
+            )
+        steps = tuple(_shared(each, model, (1, 64, 480), 16, 384) for each in (ops, others))
+        shape = f"64 x 480, 384 shared by 16, {heads}"
+        yield Case("paged_decode_attention", names, shape, "bandwidth", _beside(*steps))
+        for rows, chunk, context in ((4, 448, 448), (16, 64, 448), (1, 2048, 2048)):
+            steps = tuple(_prefill(each, model, (chunk,) * rows, (context,) * rows) for each in (ops, others))
+            shape = f"{rows} x last {chunk} of {context}, {heads}"
+            yield Case("paged_prefill_attention", names, shape, "matmul", _beside(*steps))
+
+
+def _beside(ours: Prepare, theirs: Prepare) -> Prepare:
+    """Ours, with theirs, which has inputs of its own, as the one library."""
+
+    def prepare(device: torch.device) -> Workload:
+        return replace(ours(device), libraries={"kernels.cpu": theirs(device).run})
+
+    return prepare
+
+
 def _decode(ops: Operations, model: ModelShape, kv_lens: tuple[int, ...]) -> Prepare:
     def prepare(device: torch.device) -> Workload:
         inputs = AttentionInputs(model, (1,) * len(kv_lens), kv_lens, device)

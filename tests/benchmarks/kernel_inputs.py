@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
 
+from engine.kv_cache.tensors import KVCacheSpec, KVCacheTensors
 from kernels.operands import AttentionRows, ExpertLayout, PrefixGroup, RoutedExperts
 
 Bound = Literal["bandwidth", "matmul"]
@@ -94,6 +95,14 @@ MODELS = (
     ModelShape("Llama-3-8B", 4096, 32, 8, 14336, 128256, qk_norm=False),
 )
 
+# With the heads of the small models that CPUs run, and of those of 7 to 30 billion parameters.
+CPU_MODELS = (
+    ModelShape("Qwen3-0.6B", 1024, 16, 8, 3072, 151936),
+    ModelShape("190 M Qwen3-MoE", 512, 8, 2, 384, 32768, head_dim=64, num_experts=32, experts_per_token=4),
+    ModelShape("Qwen3-8B", 4096, 32, 8, 12288, 151936),
+    ModelShape("Qwen3-30B-A3B", 2048, 32, 4, 768, 151936, num_experts=128, experts_per_token=8),
+)
+
 
 def distinct(models: Iterable[ModelShape], key: Callable[[ModelShape], Hashable]) -> Iterator[tuple[str, ModelShape]]:
     """One model of each set that looks the same to an operation, with the names of all of the set."""
@@ -132,7 +141,10 @@ class AttentionInputs:
         num_used = [-(-kv_len // BLOCK_SIZE) for kv_len in kv_lens]
         self.q = random(sum(query_lens), model.num_heads, model.head_dim, device=device)
         shape = (sum(num_used) + 1, BLOCK_SIZE, model.num_kv_heads, model.head_dim)
-        self.k, self.v = (random(*shape, device=device) for _ in range(2))
+        # As the engine's: on a CPU huge pages decide, since keys and values take some hundred MiB.
+        spec = KVCacheSpec(1, BLOCK_SIZE, model.num_kv_heads, model.head_dim, DTYPE)
+        kv_cache = KVCacheTensors.allocate(spec, shape[0], device)
+        self.k, self.v = (cache[0].copy_(random(*shape, device=device)) for cache in (kv_cache.keys, kv_cache.values))
         self.scale = model.head_dim**-0.5
         blocks = torch.split(shuffled(sum(num_used), device) + 1, num_used)
         tables = torch.zeros(len(kv_lens), max(num_used), dtype=torch.int32, device=device)

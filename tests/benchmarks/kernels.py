@@ -1,4 +1,7 @@
-"""Measures every operation on this GPU: `python -m tests.benchmarks.kernels [--json FILE] [--only OPERATION]`."""
+"""Measures every operation on this GPU, or native attention on this CPU beside PyTorch.
+
+`python -m tests.benchmarks.kernels [--cpu VARIANT [--threads N]] [--json FILE] [--only OPERATION]`.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,15 @@ from pathlib import Path
 
 import torch
 
+from kernels import cpu
 from kernels.dispatch import operation_names
 from kernels.interface import Operations
-from tests.benchmarks.attention_cases import attention_cases, rope_cases, shared_prefix_cases
-from tests.benchmarks.kernel_inputs import MODELS, Case, ModelShape, Sizes
+from kernels.native.library import NAMED_VARIANTS, VARIANTS
+from kernels.native.operations import native_operations
+from tests.benchmarks.attention_cases import attention_cases, cpu_attention_cases, rope_cases, shared_prefix_cases
+from tests.benchmarks.kernel_inputs import CPU_MODELS, MODELS, Case, ModelShape, Sizes
 from tests.benchmarks.layer_cases import elementwise_cases, expert_cases, sampling_cases
-from tests.benchmarks.machine import GpuTimer, Machine, measure_machine
+from tests.benchmarks.machine import CpuTimer, GpuTimer, Machine, measure_cpu, measure_machine
 
 # Median microseconds of a run, with an optional action before each run that is not timed.
 MedianUs = Callable[[Callable[[], object], Callable[[], None] | None], float]
@@ -137,8 +143,10 @@ def _record(machine: Machine, m: Measurement) -> dict[str, object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure all cases. Returns 0; 1 without a GPU or if a case failed."""
+    """Measure all cases. Returns 0; 1 without a GPU or if a case failed; with --cpu a CPU takes the GPU's place."""
     options = parse(arguments)
+    if options.cpu is not None:
+        return _measure_cpu(options)
     if not torch.cuda.is_available():
         print("no CUDA GPU: nothing was measured", file=sys.stderr)
         return 1
@@ -154,6 +162,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.only or set(options.only) & set(case.operation.split("+"))
     ]
     return measure_all(cases, device, timer.median_us, machine, options.json)
+
+
+def _measure_cpu(options: argparse.Namespace) -> int:
+    torch.set_num_threads(options.threads)
+    timer = CpuTimer()
+    machine = measure_cpu(timer)
+    print(machine, flush=True)
+    cases = [
+        case
+        for case in cpu_attention_cases(native_operations(options.cpu), cpu, CPU_MODELS)
+        if not options.only or case.operation in options.only
+    ]
+    return measure_all(cases, torch.device("cpu"), timer.median_us, machine, options.json)
 
 
 def measure_all(
@@ -178,6 +199,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", choices=operation_names(), metavar="OPERATION", help="measure this one; repeatable"
     )
+    parser.add_argument("--cpu", choices=(*VARIANTS, *NAMED_VARIANTS), metavar="VARIANT", help="attention on this CPU")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of PyTorch, with --cpu (default: 1)")
     options = parser.parse_args(arguments)
     if options.json and not options.json.absolute().parent.is_dir():
         parser.error(f"--json: {options.json.absolute().parent} is no directory")

@@ -6,6 +6,7 @@ other processes, and what a hypervisor took of the CPUs. Figures are written to 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -32,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 COPY_BYTES = 2**30
 MATMUL_SIZE = 8192
+CPU_MATMUL_SIZE = 1024
 
 FLUSH_BYTES = 512 * 2**20  # eight times the L2 of an H200 (60 MB), which it replaces before each run
 MIN_RUNS, MAX_RUNS = 10, 100
@@ -152,6 +154,51 @@ class GpuTimer:
             end.record()
         torch.cuda.synchronize()
         return statistics.median(float(start.elapsed_time(end)) for start, end in events) * 1000
+
+
+class CpuTimer:
+    """Measures on a CPU, with its caches emptied before each run: the best of many, since others run as well.
+
+    With one thread it is the thread's processor time, which leaves out what others take; with more, time that passed.
+    """
+
+    FLUSH_BYTES = 64 * 2**20  # twice the last cache of an EPYC's eight cores
+
+    def __init__(self) -> None:
+        self._clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        self._flush_buffer = torch.empty(self.FLUSH_BYTES, dtype=torch.uint8)
+
+    def median_us(self, run: Callable[[], object], restore: Callable[[], None] | None = None) -> float:
+        """Best of at least 10 runs, in microseconds; named as GpuTimer's, in whose place it stands."""
+        best_s, end = math.inf, time.perf_counter() + 2 * BUDGET_S
+        for index in itertools.count():
+            _call(restore)
+            self._flush_buffer.add_(1)
+            begin = self._clock()
+            run()
+            best_s = min(best_s, self._clock() - begin)
+            if index >= MIN_RUNS and time.perf_counter() > end:
+                break
+        return best_s * 1e6
+
+
+def measure_cpu(timer: CpuTimer) -> Machine:
+    """This CPU in the place of a GPU: its features as the driver, and its measured limits."""
+    about = PeersMachine.read()
+    source = torch.empty(COPY_BYTES // 8, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    left, right = (torch.randn(CPU_MATMUL_SIZE, CPU_MATMUL_SIZE).bfloat16() for _ in range(2))
+    return Machine(
+        gpu=f"{about.cpu}, {torch.get_num_threads()} of {about.num_cpus} CPUs, load before {about.load:.1f}",
+        driver=" ".join(about.features),
+        cuda="none",
+        torch=about.torch,
+        triton="none",
+        checkout=about.checkout,
+        copy_bytes_per_s=2 * source.nbytes / (timer.median_us(lambda: target.copy_(source)) / 1e6),
+        matmul_flop_per_s=2 * CPU_MATMUL_SIZE**3 / (timer.median_us(lambda: left @ right) / 1e6),
+        event_floor_us=timer.median_us(lambda: None),
+    )
 
 
 def _event() -> torch.cuda.Event:
