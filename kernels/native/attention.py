@@ -38,8 +38,8 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of ragged chunks, a decode row being a chunk of one query. See `Operations`.
 
-    Rows with one query and up to eight query heads a KV head are read as vectors, all others in tiles; prefixes of
-    `rows.prefix_groups` are attended once a group. Long rows are cut for the threads and merged.
+    Rows with one query and up to sixteen query heads a KV head (AMX: eight) read keys as vectors, others in tiles;
+    prefixes of `rows.prefix_groups` are attended once a group. Long rows are cut for the threads and merged.
     """
     if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
         q = q.contiguous()

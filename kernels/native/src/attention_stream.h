@@ -1,5 +1,6 @@
-// Attention of one query a row with up to eight query heads a KV head: decode. The keys and values of all KV heads pass
-// by once, about as fast as memory gives them; nothing is laid out anew, and no tile is filled up with zeros.
+// Attention of one query a row with up to MAX_STREAMED_HEADS query heads a KV head: decode. The keys and values of all
+// KV heads pass by once, about as fast as memory gives them; nothing is laid out anew, and no tile is filled up with
+// zeros.
 //
 // Keys are taken 16 at a time, all heads of them, so that what is read lies side by side. While a group of 16 is read,
 // the next is fetched in the order of memory, a few lines at each key: products and loads overlap. The scores of 16
@@ -12,7 +13,7 @@ namespace VARIANT {
 
 constexpr int64_t GROUP_KEYS = 16;
 constexpr int64_t CHUNK_KEYS = 128;          // one update of the softmax; the scores of 16 heads take 8 KiB
-constexpr int64_t AHEAD_BYTES = 16 << 10;    // of keys or values, fetched before they are needed: 1 us of memory
+constexpr int64_t AHEAD_BYTES = 8 << 10;     // of keys or values, fetched before they are needed: 500 ns of memory
 
 template <class T>
 class Stream {

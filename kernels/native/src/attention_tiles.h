@@ -125,6 +125,7 @@ class TileAttention {
   private:
     static constexpr int64_t MAX_TILES = MAX_UNIT_LANES / LANES;
     static constexpr int64_t ROUND_STEPS = ROUND_KEYS / STEP<T>;
+    static constexpr int64_t FETCHED_KEYS = 8;  // between the key that is copied and the one that is fetched
     static constexpr int64_t LANE_TILES = ROUND_STEPS * TILE_WORDS;  // words of the weights of 16 lanes
 
     const Attention<T>& attention_;
@@ -203,9 +204,15 @@ class TileAttention {
         return static_cast<const T*>(cache) + offset + unit_->kv_head * args_.head_stride;
     }
 
+    // One head's keys lie a token apart, too far for the CPU to guess the next.
+    void fetch(const T* head) const {
+        for (int64_t d = 0; d < args_.dim; d += 64 / sizeof(T)) __builtin_prefetch(head + d);
+    }
+
     void copy_keys(int64_t from, int64_t count) {
         for (int64_t k = 0; k < (count + LANES - 1) / LANES * LANES; k++) {
             const T* key = cached(args_.k, from, k, count);
+            fetch(cached(args_.k, from, k + FETCHED_KEYS, count));
             uint32_t* to = keys_ + k / LANES * attention_.vectors * TILE_WORDS + k % LANES * LANES;
             for (int64_t v = 0; v < attention_.vectors; v++) write(to + v * TILE_WORDS, attention_.read_vector(key, v));
         }
@@ -216,6 +223,7 @@ class TileAttention {
         constexpr int64_t KEYS = PACK<T>;  // of a word
         for (int64_t k = 0; k < (count + STEP<T> - 1) / STEP<T> * STEP<T>; k += KEYS) {
             const T* a = cached(args_.v, from, k, count);
+            for (int64_t e = 0; e < KEYS; e++) fetch(cached(args_.v, from, k + e + FETCHED_KEYS, count));
             const T* b = cached(args_.v, from, k + KEYS - 1, count);
             uint32_t* to = values_ + k / STEP<T> * TILE_WORDS + k % STEP<T> / KEYS * LANES;
             for (int64_t v = 0; v < attention_.vectors; v++, to += KEYS * LANE_TILES) {
