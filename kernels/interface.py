@@ -98,11 +98,14 @@ class Operations(Protocol):
     def sort_tokens_by_expert(self, expert_ids: Tensor, num_experts: int) -> ExpertLayout:
         """Order the (token, choice) pairs by expert, stable. expert_ids [T, K] int64."""
 
-    def grouped_gemm(self, x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> Tensor:
+    def grouped_gemm(
+        self, x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool, gated: bool = False
+    ) -> Tensor:
         """Each expert's rows times its weight. weight [E, N, K] -> [T * top_k, N] model dtype, in the layout's order.
 
         gather: x is [T, K] and row r of the result uses token `pair_ids[r] // top_k`; otherwise x is
         [T * top_k, K] and already in the layout's order.
+        gated: `silu_and_mul` of the products is returned, [T * top_k, N / 2].
         """
 
     def moe_small_batch(self, x: Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> Tensor:

@@ -112,7 +112,7 @@ class MoeMLP:
         if self.bucketed_min_tokens is None or x.shape[0] < self.bucketed_min_tokens:
             return ops.moe_small_batch(x, self.gate_up_proj, self.down_proj, routed)
         layout = ops.sort_tokens_by_expert(routed.expert_ids, self.router.shape[0])
-        hidden = ops.silu_and_mul(ops.grouped_gemm(x, self.gate_up_proj, layout, gather=True))
+        hidden = ops.grouped_gemm(x, self.gate_up_proj, layout, gather=True, gated=True)
         rows = ops.grouped_gemm(hidden, self.down_proj, layout, gather=False)
         return ops.combine_experts(rows, layout, routed.weights)
 

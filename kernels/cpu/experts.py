@@ -59,11 +59,13 @@ def sort_tokens_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertL
     return ExpertLayout(flat.argsort(stable=True), offsets, expert_ids.shape[1])
 
 
-def grouped_gemm(x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> Tensor:
+def grouped_gemm(x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool, gated: bool = False) -> Tensor:
     """See `Operations.grouped_gemm`."""
     if x.dtype is torch.float32:
-        return plain_gemm(x, weight, layout, gather=gather)
-    return products_by_expert(x, weight, layout, product, gather=gather)
+        products = plain_gemm(x, weight, layout, gather=gather)
+    else:
+        products = products_by_expert(x, weight, layout, product, gather=gather)
+    return silu_and_mul(products) if gated else products
 
 
 def moe_small_batch(x: Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> Tensor:

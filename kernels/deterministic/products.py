@@ -140,9 +140,12 @@ def route_topk(router_logits: torch.Tensor, top_k: int, *, renormalise: bool) ->
     return RoutedExperts(weights, expert_ids)
 
 
-def grouped_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
+def grouped_gemm(
+    x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool, gated: bool = False
+) -> torch.Tensor:
     """See `Operations.grouped_gemm`. Each expert's rows in tiles of their own."""
-    return experts.products_by_expert(x, weight, layout, product, gather=gather)
+    products = experts.products_by_expert(x, weight, layout, product, gather=gather)
+    return silu_and_mul(products) if gated else products
 
 
 def moe_small_batch(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> torch.Tensor:

@@ -67,14 +67,17 @@ def _quantise_matrix(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     return packed, scales.flatten(), torch.zeros(matrix.shape[0], dtype=torch.int32)
 
 
-def grouped_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
+def grouped_gemm(
+    x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool, gated: bool = False
+) -> torch.Tensor:
     """See `Operations.grouped_gemm`. Tokens are rounded once, not once for each of their experts."""
-    rows = quantise_rows(x)
+    quantised = quantise_rows(x)
     if gather:
-        rows = rows.select(layout.pair_ids // layout.top_k)
-    parts = rows.split(layout.run_lens)
+        quantised = quantised.select(layout.pair_ids // layout.top_k)
+    parts = quantised.split(layout.run_lens)
     products = [product(part, weight, run.expert, x.dtype) for part, run in zip(parts, layout.runs, strict=True)]
-    return torch.cat(products) if products else x.new_empty(0, weight.shape[1])
+    rows = torch.cat(products) if products else x.new_empty(0, weight.shape[1])
+    return dense.silu_and_mul(rows) if gated else rows
 
 
 def moe_small_batch(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> torch.Tensor:

@@ -25,6 +25,7 @@ from kernels.operands import AttentionRows, ExpertLayout, PackedWeight, RoutedEx
 
 Tensor = torch.Tensor
 TILE = 32  # a packed weight's rows and columns are filled up to multiples of it
+GATED_STEP = 16  # columns of one tile
 ROWS_STEP = 32  # with AMX, the same of rows that oneDNN multiplies
 DTYPES = (torch.float32, torch.bfloat16)  # float16 is left to kernels.cpu: the engine refuses it on a CPU
 
@@ -255,22 +256,27 @@ class Bfloat16Operations(Avx512Operations):
             return cpu.linear(x, weight)
         return self._gemm(_rows(x), weight, x.shape[0])
 
-    def grouped_gemm(self, x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> Tensor:
-        """See `Operations.grouped_gemm`."""
+    def grouped_gemm(
+        self, x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool, gated: bool = False
+    ) -> Tensor:
+        """See `Operations.grouped_gemm`. Rows are gathered, and the gate applied, within the product."""
         if not isinstance(weight, NativePacked):
-            return cpu.grouped_gemm(x, weight, layout, gather=gather)
+            return cpu.grouped_gemm(x, weight, layout, gather=gather, gated=gated)
         num_pairs = layout.pair_ids.shape[0]
         expected = num_pairs // layout.top_k if gather else num_pairs
         if x.shape[0] != expected:
             raise ValueError(f"x has {x.shape[0]} rows; accepted: {expected}, as the layout has")
-        return self._gemm(_rows(x), weight, num_pairs, layout=layout, gather=gather)
+        # The gate's columns must end where a tile does, so that those of the up projection begin with one.
+        fused = gated and weight.shape[1] % (2 * GATED_STEP) == 0
+        rows = self._gemm(_rows(x), weight, num_pairs, layout=layout, gather=gather, gated=fused)
+        return self.silu_and_mul(rows) if gated and not fused else rows
 
     def moe_small_batch(self, x: Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> Tensor:
         """See `Operations.moe_small_batch`. Sorted all the same: the products read the rows where they lie."""
         if not isinstance(gate_up, NativePacked):
             return cpu.moe_small_batch(x, gate_up, down, routed)
         layout = self.sort_tokens_by_expert(routed.expert_ids, gate_up.shape[0])
-        hidden = self.silu_and_mul(self.grouped_gemm(x, gate_up, layout, gather=True))
+        hidden = self.grouped_gemm(x, gate_up, layout, gather=True, gated=True)
         return self.combine_experts(self.grouped_gemm(hidden, down, layout, gather=False), layout, routed.weights)
 
     def _gemm(
@@ -281,13 +287,14 @@ class Bfloat16Operations(Avx512Operations):
         *,
         layout: ExpertLayout | None = None,
         gather: bool = False,
+        gated: bool = False,
     ) -> Tensor:
         """x times a packed matrix or, with a layout, each expert's rows times the expert's matrix -> [num_rows, N]."""
         *runs, width, depth = weight.shape
         (packed,) = weight.parts
         if x.shape[1] != depth:
             raise ValueError(f"x has {x.shape[1]} columns; accepted: {depth}, as the weight has")
-        out = x.new_empty(num_rows, width)
+        out = x.new_empty(num_rows, width // 2 if gated else width)
         args = GemmArgs(
             a=x.data_ptr(),
             lda=x.stride(0),
@@ -301,7 +308,8 @@ class Bfloat16Operations(Avx512Operations):
             n=width,
             k=depth,
             c=out.data_ptr(),
-            ldc=width,
+            ldc=out.shape[1],
+            gated=gated,
         )
         self._kernels.gemm(byref(args))
         return out

@@ -153,14 +153,16 @@ def sort_tokens_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertL
     )
 
 
-def grouped_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
+def grouped_gemm(
+    x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool, gated: bool = False
+) -> torch.Tensor:
     """See `Operations.grouped_gemm`. One row at a time."""
     out = x.new_empty(layout.pair_ids.shape[0], weight.shape[1])
     for expert in range(weight.shape[0]):
         for row in range(int(layout.expert_offsets[expert]), int(layout.expert_offsets[expert + 1])):
             source = int(layout.pair_ids[row]) // layout.top_k if gather else row
             out[row] = product(x[source : source + 1], weight.tensor[expert])[0]
-    return out
+    return silu_and_mul(out) if gated else out
 
 
 def moe_small_batch(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> torch.Tensor:

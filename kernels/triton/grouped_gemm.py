@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.operands import ExpertLayout, PackedWeight
+from kernels.triton.dense import silu_and_mul
 from kernels.triton.launch import compute_capability, power_of_two_from
 
 SHARED_MEMORY_BYTES = {80: 166_912, 90: 232_448}
@@ -127,8 +128,15 @@ def _grouped_gemm_kernel(
     tl.store(out_ptrs, out, mask=(rows < end)[:, None] & (columns < num_columns)[None, :])
 
 
-def grouped_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
-    """See `Operations.grouped_gemm`."""
+def grouped_gemm(
+    x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool, gated: bool = False
+) -> torch.Tensor:
+    """See `Operations.grouped_gemm`. The gate is a launch of its own."""
+    products = _products(x, weight, layout, gather=gather)
+    return silu_and_mul(products) if gated else products
+
+
+def _products(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
     num_pairs = layout.pair_ids.shape[0]
     num_experts, num_columns, depth = weight.shape
     out = torch.empty(num_pairs, num_columns, dtype=x.dtype, device=x.device)

@@ -43,7 +43,7 @@ def sorted_layer(
     operations: Operations, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routed: RoutedExperts
 ) -> torch.Tensor:
     layout = operations.sort_tokens_by_expert(routed.expert_ids, gate_up.shape[0])
-    hidden = operations.silu_and_mul(operations.grouped_gemm(x, operations.pack(gate_up), layout, gather=True))
+    hidden = operations.grouped_gemm(x, operations.pack(gate_up), layout, gather=True, gated=True)
     rows = operations.grouped_gemm(hidden, operations.pack(down), layout, gather=False)
     return operations.combine_experts(rows, layout, routed.weights)
 

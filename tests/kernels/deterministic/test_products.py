@@ -136,7 +136,7 @@ def layer_inputs(dtype: torch.dtype) -> tuple[torch.Tensor, PackedWeight, Packed
 
 def sorted_layer(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> torch.Tensor:
     layout = deterministic.sort_tokens_by_expert(routed.expert_ids, NUM_EXPERTS)
-    hidden = deterministic.silu_and_mul(deterministic.grouped_gemm(x, gate_up, layout, gather=True))
+    hidden = deterministic.grouped_gemm(x, gate_up, layout, gather=True, gated=True)
     rows = deterministic.grouped_gemm(hidden, down, layout, gather=False)
     return deterministic.combine_experts(rows, layout, routed.weights)
 

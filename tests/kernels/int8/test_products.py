@@ -116,7 +116,7 @@ def expected_layer(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, r
 
 def sorted_layer(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, routed: RoutedExperts) -> torch.Tensor:
     layout = int8.sort_tokens_by_expert(routed.expert_ids, NUM_EXPERTS)
-    hidden = int8.silu_and_mul(int8.grouped_gemm(x, int8.pack(gate_up), layout, gather=True))
+    hidden = int8.grouped_gemm(x, int8.pack(gate_up), layout, gather=True, gated=True)
     return int8.combine_experts(
         int8.grouped_gemm(hidden, int8.pack(down), layout, gather=False), layout, routed.weights
     )

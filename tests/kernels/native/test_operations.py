@@ -105,9 +105,9 @@ def test_queries_keys_and_values_agree_with_the_reference(
     qk_norm = (weights[0], weights[1], EPS) if normed else None
     results = []
     for operations, given in ((ops, in_poison(qkv)), (reference, qkv)):
-        caches = [torch.full((blocks, block_size, num_kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2)]
-        queries = operations.qk_norm_rope_store_kv(given, qk_norm, cos_sin, positions, *caches, slots)
-        results.append((queries, *caches))
+        keys, values = (torch.full((blocks, block_size, num_kv_heads, head_dim), 7.0, dtype=dtype) for _ in range(2))
+        queries = operations.qk_norm_rope_store_kv(given, qk_norm, cos_sin, positions, keys, values, slots)
+        results.append((queries, keys, values))
     for actual, expected in zip(*results, strict=True):
         assert actual.is_contiguous()
         assert_close(actual, expected)
@@ -206,6 +206,8 @@ def test_the_layer_of_experts_agrees_with_the_reference(
     assert_close(products.moe_small_batch(in_poison(x), *packed, routed), expected)
     rows = products.grouped_gemm(in_poison(x), packed[0], layout, gather=True)
     assert_close(rows, reference.grouped_gemm(x, reference.pack(gate_up), layout, gather=True))
+    gated = products.grouped_gemm(in_poison(x), packed[0], layout, gather=True, gated=True)
+    assert_close(gated, reference.grouped_gemm(x, reference.pack(gate_up), layout, gather=True, gated=True))
     sorted_rows = products.grouped_gemm(in_poison(products.silu_and_mul(rows)), packed[1], layout, gather=False)
     assert_close(products.combine_experts(sorted_rows, layout, routed.weights), expected)
 
