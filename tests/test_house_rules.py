@@ -20,8 +20,8 @@ DOCSTRING_ONLY = ("kernels", "engine", "engine/*", "worker", "worker/*")  # sett
 
 MAX_FILE_LINES = 450
 MAX_MODULES = 194
-MAX_CODE_LINES = 34_200  # of all modules that hold more than names
-MAX_TEST_FILES = 190
+MAX_CODE_LINES = 34_800  # of all modules that hold more than names
+MAX_TEST_FILES = 192
 MAX_OTHER_TEST_FILES = 70
 # Lines -> the share of modules that may be shorter: a small file is opened for next to nothing.
 MAX_SHARES = {20: 0.03, 50: 0.10}
