@@ -46,7 +46,7 @@ slow: $(VENV)/.test-installed
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1
 sanitize: $(VENV)/.test-installed
 	$(BIN)/python -m kernels.native.build --output $(VENV)/sanitized.so $(SANITIZERS)
-	OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0 MILLRACE_TEST_NATIVE_LIBRARY=$(VENV)/sanitized.so \
+	OMP_NUM_THREADS=2 ASAN_OPTIONS=detect_leaks=0 TESTED_NATIVE_LIBRARY=$(VENV)/sanitized.so \
 	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libubsan.so)" \
 	$(BIN)/python -m pytest tests/kernels/native -m "slow or not slow"
 

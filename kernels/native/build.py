@@ -71,8 +71,8 @@ class BuildNative(build_ext):
             build(target)
         except (OSError, subprocess.CalledProcessError) as error:
             target.unlink(missing_ok=True)  # one of an older source
-            if os.environ.get("MILLRACE_REQUIRE_NATIVE") == "1":
-                raise SystemExit(f"MILLRACE_REQUIRE_NATIVE=1: {error}") from error
+            if os.environ.get("REQUIRE_NATIVE_KERNELS") == "1":
+                raise SystemExit(f"REQUIRE_NATIVE_KERNELS=1: {error}") from error
             raise CompileError(str(error)) from error
 
 

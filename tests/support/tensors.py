@@ -38,7 +38,7 @@ _MAX_DIFFERENT = 0.02
 SHAPES = [(1, 8, 2), (13, 5, 3), (3, 128, 8), (21, 4, 4)]
 
 # `make sanitize` has its own build of them, and only that process loads it.
-if path := os.environ.get("MILLRACE_TEST_NATIVE_LIBRARY"):
+if path := os.environ.get("TESTED_NATIVE_LIBRARY"):
     library.LIBRARY = Path(path).resolve(strict=True)
 
 
