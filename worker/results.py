@@ -169,7 +169,11 @@ class ResultReader:
             self._last = indices[-1] if indices else None
         if given.cursor != self._start and (self._start.digest is not None or len(given) < self._start.count):
             yield from self._queries.page(self._job_id, 0, self._order)  # a job that is gone or lost says so itself
-            raise ResultsRewound(self._job_id, f"its first {self._start.count} records are not those of the cursor")
+            count = self._start.count
+            problem = f"its first {count} records are not those of the cursor"
+            if self._start.digest is None:  # a number alone may also be a mistake of whoever gave it
+                problem = f"it has {len(given)} records, fewer than the cursor {count}, unless that is wrong"
+            raise ResultsRewound(self._job_id, problem)
         self._given, self._passed, self._is_checked = given, given.copy(), True
 
     def _found_page(self) -> Exchange[ResultPage]:

@@ -71,3 +71,10 @@ def test_what_a_worker_holds_is_left_to_it_at_a_deadline(client: BatchClient, re
     assert client.status(job_id).status is JobState.FINALIZING
     assert isinstance(held, Claim)
     assert registry.leases().renew([held])[0][0] is PutStatus.OPEN
+
+
+def test_a_forged_number_of_shards_is_looked_at_within_bounds(registry: TestRegistry) -> None:
+    job_id = _overdue(registry)
+    registry.redis.hset(registry.keys.job(job_id), "ns", 10**9)
+    units = registry.control.units(job_id)
+    assert len(units) == 1 + 3 * 3  # its plan, and three for each line or record, see cancel.lua

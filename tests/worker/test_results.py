@@ -129,6 +129,12 @@ def test_a_cursor_of_what_was_lost_is_an_error_that_says_what_to_do(client: Batc
         read(client.results(job.id, results.cursor))
 
 
+def test_a_number_beyond_the_records_may_be_a_mistake(client: BatchClient, job: Job) -> None:
+    job.write(0, 1)
+    with pytest.raises(ResultsRewound, match="it has 2 records, fewer than the cursor 3, unless that is wrong"):
+        read(client.results(job.id, 3))
+
+
 def test_a_cursor_is_good_if_the_same_records_stand_first(client: BatchClient, job: Job) -> None:
     results = client.results(job.id)
     with forgotten(job.registry):

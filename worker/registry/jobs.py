@@ -279,9 +279,13 @@ class JobControl:
         """The units that an open job may still have, none of one that is over or forgotten."""
         plan = UnitRef.plan(job_id)
         mend = Scripts.MEND(self._keys.of_unit_scripts(plan), job_id=job_id)
-        _, (state, num_shards) = ask(self._client, [mend, ("HMGET", self._keys.job(job_id), "st", "ns")])
+        job = ("HMGET", self._keys.job(job_id), "st", "ns")
+        sizes = [("HLEN", key) for key in (self._keys.lines(job_id), self._keys.records(job_id))]
+        _, (state, num_shards), num_unanswered, num_records = ask(self._client, [mend, job, *sizes])
         is_over = state is None or JobState.in_redis(text(state)).is_terminal
-        return [] if is_over else _units(plan, int(num_shards))
+        # No more than cancel.lua counts, since a producer may write any number into the job.
+        most = 3 * (num_unanswered + num_records)
+        return [] if is_over else _units(plan, min(int(num_shards), most))
 
     def delete(self, job_id: str) -> None:
         """Forget a job that has ended and all that Redis holds of it. Raises JobNotFound, JobNotEnded."""
