@@ -346,7 +346,7 @@ def test_lines_that_are_no_hash_are_refused_and_do_not_go_round(registry: TestRe
     assert registry.redis.ttl(registry.keys.lines(job_id)) > 0
 
 
-def test_lines_staged_for_a_job_that_was_accepted_before_are_forgotten_in_time(registry: TestRegistry) -> None:
+def test_lines_staged_for_an_accepted_job_are_forgotten_in_time(registry: TestRegistry) -> None:
     job_id = registry.submit([b"line"])
     staged = registry.keys.staged(job_id, "nonce")
     registry.redis.hset(staged, "0", "line")  # by a plain Celery producer
