@@ -9,7 +9,7 @@ import json
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Self, Unpack, cast
 
@@ -22,7 +22,7 @@ from worker.broker.messages import Announcer
 from worker.lines.files import BOM
 from worker.records.record import has_failed
 from worker.registry.connect import Trust, connect, may_not_write
-from worker.registry.errors import FunctionsMissing, JobIncomplete, JobNotFound, JobTooLarge
+from worker.registry.errors import FunctionsMissing, JobIncomplete, JobNotFound, JobTooLarge, RedisFull
 from worker.registry.exchange import perform
 from worker.registry.intake import JobIntake, LineDigest, Staged, checked_options
 from worker.registry.jobs import JobControl, JobQueries, PollPauses
@@ -243,14 +243,12 @@ class BatchClient:
         return None if records is None else map(json.loads, records)
 
     def _submit(self, job_id: str, lines: Iterable[bytes | str | RequestObject], options: SubmitOptions) -> str:
-        if options.idempotency_key is not None:
-            known = self._intake.find(options.tenant, options.idempotency_key)
-            if known is not None:
-                staging = LineStaging(self._intake, self._limits, job_id, accepted_as=known)
-                return self._submit_staged(staging, lines, options)
+        staging = LineStaging(self._intake, self._limits, job_id, options)
+        if staging.is_accepted:
+            return self._submit_staged(staging, lines, options)
         with self._tracing.submit(job_id, options) as traceparent:
             options = options.model_copy(update={"traceparent": traceparent or None})
-            return self._submit_staged(LineStaging(self._intake, self._limits, job_id), lines, options)
+            return self._submit_staged(staging, lines, options)
 
     def _submit_staged(
         self, staging: LineStaging, lines: Iterable[bytes | str | RequestObject], options: SubmitOptions
@@ -320,18 +318,21 @@ class LineStaging:
     use. Redis would forget it after redis.staging_ttl_s anyway.
     """
 
-    def __init__(
-        self, intake: JobIntake, limits: LimitSettings, job_id: str, *, accepted_as: str | None = None
-    ) -> None:
-        """`accepted_as`: the job that the lines have been accepted as, whose lines are only compared with these."""
+    def __init__(self, intake: JobIntake, limits: LimitSettings, job_id: str, options: SubmitOptions) -> None:
         self._intake = intake
         self._limits = limits
         self.job_id = job_id
-        self._accepted_as = accepted_as
+        self._options = options
+        self._accepted_as = self._known_by_key()  # a job whose lines are only compared with these
         self._nonce = secrets.token_hex(8)
         self._digest = LineDigest()
 
     @property
+    @property
+    def is_accepted(self) -> bool:
+        """Whether its job, or that of its idempotency key, is known to be accepted."""
+        return self._accepted_as is not None
+
     def num_lines(self) -> int:
         """How many have been read."""
         return self._digest.num_lines
@@ -342,12 +343,25 @@ class LineStaging:
         Raises JobTooLarge, RedisFull, and TypeError for what is no line.
         """
         for chunk in self._chunks(lines):
-            if self._accepted_as is None and not self._intake.stage(self.job_id, self.num_lines, chunk, self._nonce):
-                self._accepted_as = self.job_id
+            if self._accepted_as is None:
+                self._stage(chunk)
             self._digest.add(chunk)
         return self._digest.staged(self._nonce)
 
     def __enter__(self) -> Self:
+    def _stage(self, chunk: Sequence[bytes]) -> None:
+        try:
+            if not self._intake.stage(self.job_id, self.num_lines, chunk, self._nonce):
+                self._accepted_as = self.job_id
+        except RedisFull:
+            self._accepted_as = self._known_by_key()  # perhaps it is full of this very job, which another submitted
+            if self._accepted_as is None:
+                raise
+
+    def _known_by_key(self) -> str | None:
+        key = self._options.idempotency_key
+        return None if key is None else self._intake.find(self._options.tenant, key)
+
         return self
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:

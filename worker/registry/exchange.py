@@ -306,6 +306,7 @@ class Script:
         return "FCALL_RO" if self.is_reading else "FCALL", f"{library_name()}_{self.function}"
 
 
+_SUBMIT_KEYS = "job lines plan open counters tenant_counters jobs staged"
 _RECORD = "index outcome record prompt_tokens cached_tokens output_tokens resumed_tokens reasoning_tokens"
 
 
@@ -331,8 +332,11 @@ class Scripts:
     PAGE = Script("page", "order cursor last max_records max_bytes", keys="job records order", is_reading=True)
     REFUSE = Script("refuse", "job_id reason errors tenant retain_ms staging_ms", keys="job jobs staged")
     STAGE = Script("stage", "staging_ms", row="index line", keys="job staged")
-    SUBMIT = Script("submit", "job", keys="job lines plan open counters tenant_counters jobs staged")
-    SUBMIT_ONCE = Script("submit", "job", keys="job lines plan open counters tenant_counters jobs staged idempotency")
+    SUBMIT = Script("submit", "job", keys=_SUBMIT_KEYS)
+    SUBMIT_ONCE = Script("submit", "job", keys=f"{_SUBMIT_KEYS} idempotency")
+    # Only a job that is known, also where Redis has no memory left
+    FIND = Script("submit", "job", keys=_SUBMIT_KEYS, allow_oom=True)
+    FIND_ONCE = Script("submit", "job", keys=f"{_SUBMIT_KEYS} idempotency", allow_oom=True)
     # About all of them
     ACKNOWLEDGE = Script("acknowledge", "ack", keys="counters", allow_oom=True)
     ANNOUNCE = Script("announce", "worker announcement ttl_ms known_ms only_check", keys="served known_models")

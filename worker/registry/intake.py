@@ -128,9 +128,15 @@ class JobIntake:
         `nonce`: of this submit, so that another of the same job does not mix its lines with these. Raises RedisFull.
         """
         rows = enumerate(lines, first_index)
-        with _full_redis_named():
-            call = Scripts.STAGE(self._of_job(job_id, nonce), rows, staging_ms=self._staging_ms)
-            return bool(ask_one(self._client, call))
+        try:
+            with _full_redis_named():
+                call = Scripts.STAGE(self._of_job(job_id, nonce), rows, staging_ms=self._staging_ms)
+                return bool(ask_one(self._client, call))
+        except RedisFull:  # which does not even begin a function
+            state = self._client.hget(self._keys.job(job_id), "st")
+            if state is None or text(state) == "refused":
+                raise
+            return False
 
     def discard(self, job_id: str, nonce: str = "") -> None:
         """Forget staged lines that are not to be submitted; those of an accepted job are left alone."""
@@ -166,13 +172,9 @@ class JobIntake:
             raise EmptyJob
         keys = self._of_job(job_id, staged.nonce)
         keys["tenant_counters"] = self._keys.tenant_counters(options.tenant)
-        script = Scripts.SUBMIT
         if options.idempotency_key is not None:
-            script = Scripts.SUBMIT_ONCE
             keys["idempotency"] = self._keys.idempotency(options.tenant, options.idempotency_key)
-        job = json.dumps(self._arguments(job_id, num_lines, options, staged))
-        with _full_redis_named():
-            reply = ask_one(self._client, script(keys, job=job))
+        reply = self._ask_to_accept(keys, self._arguments(job_id, num_lines, options, staged))
         status = text(reply[0])
         if status == "accepted":
             return job_id, True
@@ -202,6 +204,20 @@ class JobIntake:
     @property
     def _retain_ms(self) -> int:
         return round(self._redis_settings.result_ttl_s * 1000)
+    def _ask_to_accept(self, keys: Mapping[str, str], arguments: dict[str, object]) -> RedisReply:
+        """What submit.lua answers. Raises RedisFull only if the job is not known: the first answer may be lost."""
+        is_once = "idempotency" in keys
+        try:
+            with _full_redis_named():
+                script = Scripts.SUBMIT_ONCE if is_once else Scripts.SUBMIT
+                return ask_one(self._client, script(keys, job=json.dumps(arguments)))
+        except RedisFull:
+            find = Scripts.FIND_ONCE if is_once else Scripts.FIND
+            reply = ask_one(self._client, find(keys, job=json.dumps({**arguments, "only_known": 1})))
+            if text(reply[0]) == "unknown":
+                raise
+            return reply
+
 
     @property
     def _staging_ms(self) -> int:

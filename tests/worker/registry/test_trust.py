@@ -21,7 +21,7 @@ from tests.support.workers import worker_processes
 from worker.async_client import AsyncBatchClient
 from worker.cli.main import cli
 from worker.client import BatchClient
-from worker.registry.errors import NotDurable
+from worker.registry.errors import JobReused, NotDurable, RedisFull
 from worker.schemas import JobState
 
 LINES = [b'{"prompt": "a"}']
@@ -188,6 +188,35 @@ def test_a_full_redis_without_the_functions_is_read_and_emptied(tmp_path: Path, 
             assert [record["error"]["code"] for record in client.results(job_id)] == ["batch_cancelled"]
             client.delete(job_id)
         assert client.jobs() == []
+
+
+@pytest.mark.parametrize("executable", EXECUTABLES.values(), ids=EXECUTABLES)
+def test_a_full_redis_knows_a_job_that_is_submitted_again(tmp_path: Path, executable: str) -> None:
+    with kept(tmp_path, executable) as server, BatchClient(server.url) as client:
+        job_id = client.submit(LINES, idempotency_key="a")
+        with configured(server.url, maxmemory="1"):
+            assert client.submit(LINES, job_id=job_id) == job_id
+            assert client.submit(LINES, idempotency_key="a") == job_id
+            with pytest.raises(JobReused, match=f"idempotency_key 'a' is of job {job_id}, which has other lines"):
+                client.submit([*LINES, b"{}"], idempotency_key="a")
+            with pytest.raises(RedisFull, match="nothing was submitted"):
+                client.submit(LINES, idempotency_key="b")
+        assert [job.id for job in client.jobs()] == [job_id]
+
+
+@pytest.mark.parametrize("executable", EXECUTABLES.values(), ids=EXECUTABLES)
+def test_a_job_that_has_filled_redis_is_that_of_whoever_comes_later(tmp_path: Path, executable: str) -> None:
+    with kept(tmp_path, executable) as server, BatchClient(server.url) as client, BatchClient(server.url) as first:
+        with redis.Redis.from_url(server.url) as admin:
+
+            def lines() -> Iterator[bytes]:
+                jobs.append(first.submit(LINES, idempotency_key="a"))
+                admin.config_set("maxmemory", 1)
+                yield from LINES
+
+            jobs: list[str] = []
+            assert client.submit(lines(), idempotency_key="a") == jobs[0]
+        assert [job.id for job in client.jobs()] == jobs
 
 
 def test_a_replica_tells_how_a_job_stands_whose_deadline_has_passed(tmp_path: Path) -> None:

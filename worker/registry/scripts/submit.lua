@@ -1,6 +1,6 @@
 -- Accept a staged job. KEYS job, in, plan, open, adm, tenant's adm, jobs, where its lines are staged (in itself: by a
 -- plain Celery producer), and idem where the producer gave a key.
--- ARGV[1]: JSON, see JobIntake.submit.
+-- ARGV[1]: JSON, see JobIntake.submit; with `only_known` no job is accepted that is not known.
 local JOB, IN, PLAN, OPEN, ADM, TENANT, JOBS, STAGED, IDEM =
   KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local a = cjson.decode(ARGV[1])
@@ -43,6 +43,7 @@ if IDEM then
   end
 end
 if is_known then return known(a.job_id, JOB, state) end
+if a.only_known then return {'unknown'} end
 if a.n > a.max_prompts then return refuse({'too_large', 'prompts', a.n, a.max_prompts}) end
 
 local bytes, missing, first_missing = 0, 0, -1
