@@ -27,13 +27,14 @@ from worker.registry.errors import (
     RedisFull,
     RegistryError,
 )
-from worker.registry.exchange import RedisReply, Scripts, ask_one, raw_values, text
+from worker.registry.exchange import RedisReply, Scripts, ask, ask_one, raw_values, text
 from worker.registry.keys import Keys, UnitRef
 from worker.schemas import BatchError, SubmitOptions
 
 UNKNOWN_RATE_RETRY_S = 30.0  # before the first ten seconds of work are measured
 MAX_RETRY_S = 3600.0
-READ_LINES = 100  # of a plain Celery producer's job, read at once to know which they are
+# Of a plain Celery producer's job, read at once to know which lines it has: so many that are not larger, or one line.
+READ_LINES, READ_BYTES = 500, 1024 * 1024
 
 # Options whose values are the producer's own words: a refusal is logged, and logs hold no such words.
 _OWN_WORDS = frozenset({"metadata", "idempotency_key"})
@@ -96,6 +97,17 @@ class LineDigest:
         return Staged(nonce, self.num_bytes, self._hash.hexdigest())
 
 
+def _parts(indices: range, sizes: Sequence[int]) -> Iterator[range]:
+    """`indices` of lines of these sizes, in parts that come to READ_BYTES at most, or of one line."""
+    first = num_bytes = 0
+    for place, size in enumerate(sizes):
+        if place > first and num_bytes + size > READ_BYTES:
+            yield indices[first:place]
+            first, num_bytes = place, 0
+        num_bytes += size
+    yield indices[first:]
+
+
 @contextmanager
 def _full_redis_named() -> Iterator[None]:
     """Raise RedisFull where Redis says that it has no memory left, in the words of any of its versions."""
@@ -146,16 +158,23 @@ class JobIntake:
             ask_one(self._client, Scripts.DISCARD(self._of_job(job_id)))
 
     def read_staged(self, job_id: str, num_lines: int, nonce: str) -> Staged:
-        """Which lines somebody else has staged, read in small parts; without a digest where some are missing."""
+        """Which lines somebody else has staged, read in small parts.
+
+        Without a digest where some are missing or they are too many or too large for a job, so that it is refused.
+        """
         digest, key = LineDigest(), self._keys.staged(job_id, nonce)
         if num_lines > self._limits.max_prompts_per_job:
             return Staged(nonce)
         for start in range(0, num_lines, READ_LINES):
-            indices = range(start, min(start + READ_LINES, num_lines))
-            lines = [line for line in raw_values(self._client.hmget(key, *map(str, indices))) if line is not None]
-            if len(lines) < len(indices):
+            page = range(start, min(start + READ_LINES, num_lines))
+            sizes = ask(self._client, [("HSTRLEN", key, index) for index in page])
+            if digest.num_bytes + sum(sizes) > self._limits.max_job_bytes:
                 return Staged(nonce)
-            digest.add(lines)
+            for indices in _parts(page, sizes):
+                lines = [line for line in raw_values(self._client.hmget(key, *map(str, indices))) if line is not None]
+                if len(lines) < len(indices):
+                    return Staged(nonce)
+                digest.add(lines)
         return digest.staged(nonce)
 
     def submit(
@@ -185,6 +204,20 @@ class JobIntake:
             raise JobReused(first_id, text(reply[2]), None if first_id == job_id else options.idempotency_key)
         raise _refusal(status, reply, num_lines)
 
+    def _ask_to_accept(self, keys: Mapping[str, str], arguments: dict[str, object]) -> RedisReply:
+        """What submit.lua answers. Raises RedisFull only if the job is not known: the first answer may be lost."""
+        is_once = "idempotency" in keys
+        try:
+            with _full_redis_named():
+                script = Scripts.SUBMIT_ONCE if is_once else Scripts.SUBMIT
+                return ask_one(self._client, script(keys, job=json.dumps(arguments)))
+        except RedisFull:
+            find = Scripts.FIND_ONCE if is_once else Scripts.FIND
+            reply = ask_one(self._client, find(keys, job=json.dumps({**arguments, "only_known": 1})))
+            if text(reply[0]) == "unknown":
+                raise
+            return reply
+
     def refuse(self, job_id: str, error: BatchError, tenant: str, nonce: str = "") -> None:
         """Remember as failed a job whose producer does not wait for the answer; its lines are forgotten in time."""
         call = Scripts.REFUSE(
@@ -204,20 +237,6 @@ class JobIntake:
     @property
     def _retain_ms(self) -> int:
         return round(self._redis_settings.result_ttl_s * 1000)
-    def _ask_to_accept(self, keys: Mapping[str, str], arguments: dict[str, object]) -> RedisReply:
-        """What submit.lua answers. Raises RedisFull only if the job is not known: the first answer may be lost."""
-        is_once = "idempotency" in keys
-        try:
-            with _full_redis_named():
-                script = Scripts.SUBMIT_ONCE if is_once else Scripts.SUBMIT
-                return ask_one(self._client, script(keys, job=json.dumps(arguments)))
-        except RedisFull:
-            find = Scripts.FIND_ONCE if is_once else Scripts.FIND
-            reply = ask_one(self._client, find(keys, job=json.dumps({**arguments, "only_known": 1})))
-            if text(reply[0]) == "unknown":
-                raise
-            return reply
-
 
     @property
     def _staging_ms(self) -> int:

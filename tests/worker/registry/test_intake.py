@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import redis
@@ -282,6 +283,31 @@ def test_a_job_for_which_a_full_redis_has_no_room_keeps_its_message(
         assert not registry.redis.exists(registry.keys.job(job_id))
     assert staged_jobs.submit(job_id, 1, {}) is MessageEnd.DONE
     assert registry.status(job_id).status is JobState.VALIDATING
+
+
+def test_lines_of_a_plain_producer_are_read_a_mebibyte_at_once(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, digest = registry.keys.new_job_id(), LineDigest()
+    lines = [bytes([65 + index]) * size for index, size in enumerate((300_000,) * 8 + (3_000_000, 1, 2))]
+    registry.redis.hset(registry.keys.staged(job_id, "n"), mapping=dict(zip(map(str, range(11)), lines, strict=True)))
+    digest.add(lines)
+    read: list[list[int]] = []
+    hmget = registry.redis.hmget
+
+    def measured(*arguments: Any) -> list[Any]:
+        values: list[Any] = list(hmget(*arguments))
+        read.append([len(value) for value in values])
+        return values
+
+    monkeypatch.setattr(registry.redis, "hmget", measured)
+    assert registry.intake().read_staged(job_id, 11, "n") == digest.staged("n")
+    assert max(sum(sizes) for sizes in read if len(sizes) > 1) <= 1024 * 1024
+    assert sorted(read) == [[1, 2], [300_000] * 2, [300_000] * 3, [300_000] * 3, [3_000_000]]
+    read.clear()
+    limits = LimitSettings(max_job_bytes=5_400_002)
+    assert registry.intake(limits=limits).read_staged(job_id, 11, "n") == Staged("n")  # one byte more: it is refused
+    assert read == []
 
 
 def test_plain_producers_of_one_id_do_not_mix_their_lines(registry: TestRegistry) -> None:
