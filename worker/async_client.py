@@ -22,7 +22,7 @@ from worker.client import BatchClient, RequestObject, refuse_single_line
 from worker.records.record import has_failed
 from worker.registry.connect import connect_async
 from worker.registry.exchange import perform_async
-from worker.registry.jobs import JobQueries, PollPauses
+from worker.registry.jobs import EndAttempts, JobQueries, PollPauses
 from worker.registry.keys import Keys
 from worker.results import ResultReader
 from worker.schemas import ALL_JOBS, JobFilter, JobStatus, SubmitArguments, WorkerInfo
@@ -58,6 +58,7 @@ class AsyncBatchClient:
         self._blocking = BatchClient(settings, limits=limits, tracing=tracing)  # connects when first used
         self._client = connect_async(settings)
         self._queries = JobQueries(Keys())
+        self._attempts = EndAttempts()
         self._submits = ThreadPoolExecutor(MAX_SUBMITS, thread_name_prefix="millrace-submit")
         self._cancels = ThreadPoolExecutor(1, thread_name_prefix="millrace-cancel")
 
@@ -81,7 +82,7 @@ class AsyncBatchClient:
     async def status(self, job_id: str) -> JobStatus:
         """The job as it stands, see BatchClient.status."""
         look = await perform_async(self._client, self._queries.look(job_id))
-        if not look.is_abandoned:
+        if not (look.is_abandoned and self._attempts.is_due(job_id)):
             return look.status
         return await _run_in(self._cancels, partial(self._blocking.status, job_id))
 

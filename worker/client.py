@@ -25,7 +25,7 @@ from worker.registry.connect import Trust, connect, may_not_write
 from worker.registry.errors import FunctionsMissing, JobIncomplete, JobNotFound, JobTooLarge, RedisFull
 from worker.registry.exchange import perform
 from worker.registry.intake import JobIntake, LineDigest, Staged, checked_options
-from worker.registry.jobs import JobControl, JobQueries, PollPauses
+from worker.registry.jobs import EndAttempts, JobControl, JobQueries, PollPauses
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import UnitLeases
 from worker.results import FailedLines, ResultReader
@@ -66,6 +66,7 @@ class BatchClient:
         self._limits = limits
         self._queries = JobQueries(keys)
         self._control = JobControl(self._client, keys)
+        self._attempts = EndAttempts()
         owner = f"producer-{uuid.uuid4().hex[:12]}"
         self._closer = UnitCloser(UnitLeases(self._client, keys, owner=owner, settings=settings.worker), limits)
         self._app = create_app(settings)
@@ -108,12 +109,12 @@ class BatchClient:
         """The job as it stands.
 
         One whose deadline has passed is ended first, as `cancel` does, if no worker is up, or none did within ten
-        seconds: prompts that nobody runs get their batch_expired records.
+        seconds: prompts that nobody runs get their batch_expired records. That is tried once a second at most.
         """
         look = perform(self._client, self._queries.look(job_id))
-        if look.is_abandoned:
+        if look.is_abandoned and self._attempts.is_due(job_id):
             try:
-                return self._ended(job_id, self._control.units(job_id))
+                return self._ended(job_id, self._control.unheld_units(job_id))
             except FunctionsMissing:
                 pass
             except ResponseError as error:
@@ -328,11 +329,11 @@ class LineStaging:
         self._digest = LineDigest()
 
     @property
-    @property
     def is_accepted(self) -> bool:
         """Whether its job, or that of its idempotency key, is known to be accepted."""
         return self._accepted_as is not None
 
+    @property
     def num_lines(self) -> int:
         """How many have been read."""
         return self._digest.num_lines
@@ -348,7 +349,6 @@ class LineStaging:
             self._digest.add(chunk)
         return self._digest.staged(self._nonce)
 
-    def __enter__(self) -> Self:
     def _stage(self, chunk: Sequence[bytes]) -> None:
         try:
             if not self._intake.stage(self.job_id, self.num_lines, chunk, self._nonce):
@@ -362,6 +362,7 @@ class LineStaging:
         key = self._options.idempotency_key
         return None if key is None else self._intake.find(self._options.tenant, key)
 
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ _OPEN_SHARDS = "m:"  # what the field of a model's open shards begins with
 
 # Workers look for expired units every worker.reap_interval_s; one that is up but hangs leaves them to whoever looks.
 WORKER_LATE_S = 10.0
+
+END_EVERY_S = 1.0  # a job that nobody else ends, by one client, however many in it wait for that
 
 FIRST_POLL_S = 0.02
 LONGEST_POLL_S = 0.5
@@ -257,6 +260,22 @@ class PollPauses:
             )
 
 
+class EndAttempts:
+    """Bounds how often a client tries to end a job whose deadline has passed. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tried_at_s: dict[str, float] = {}
+
+    def is_due(self, job_id: str) -> bool:
+        """Whether it was not tried within END_EVERY_S; then it is tried now."""
+        now_s = time.monotonic()
+        with self._lock:
+            tried = {job: at_s for job, at_s in self._tried_at_s.items() if now_s - at_s < END_EVERY_S}
+            self._tried_at_s = {job_id: now_s, **tried}
+        return job_id not in tried
+
+
 class JobControl:
     """Cancels and deletes jobs. Methods raise redis.RedisError when Redis cannot be had."""
 
@@ -275,8 +294,8 @@ class JobControl:
             raise JobNotFound(job_id)
         return [] if text(status) == "terminal" else _units(plan, num_shards)
 
-    def units(self, job_id: str) -> list[UnitRef]:
-        """The units that an open job may still have, none of one that is over or forgotten."""
+    def unheld_units(self, job_id: str) -> list[UnitRef]:
+        """The units of an open job that nobody has a lease on; none of one that is over or forgotten."""
         plan = UnitRef.plan(job_id)
         mend = Scripts.MEND(self._keys.of_unit_scripts(plan), job_id=job_id)
         job = ("HMGET", self._keys.job(job_id), "st", "ns")
@@ -285,7 +304,19 @@ class JobControl:
         is_over = state is None or JobState.in_redis(text(state)).is_terminal
         # No more than cancel.lua counts, since a producer may write any number into the job.
         most = 3 * (num_unanswered + num_records)
-        return [] if is_over else _units(plan, min(int(num_shards), most))
+        return [] if is_over else self._unheld(_units(plan, min(int(num_shards), most)))
+
+    def _unheld(self, units: Sequence[UnitRef]) -> list[UnitRef]:
+        (seconds, micros), *rows = ask(
+            self._client, [("TIME",), *(("HMGET", self._keys.unit(ref), "st", "lease", "term") for ref in units)]
+        )
+        now_ms = int(seconds) * 1000 + int(micros) // 1000
+        # As claim.lua has it: a lease that ends later than its length from now is over too.
+        return [
+            ref
+            for ref, (state, lease, term) in zip(units, rows, strict=True)
+            if state is not None and (text(state) == "queued" or not now_ms < int(lease) <= now_ms + int(term or lease))
+        ]
 
     def delete(self, job_id: str) -> None:
         """Forget a job that has ended and all that Redis holds of it. Raises JobNotFound, JobNotEnded."""
