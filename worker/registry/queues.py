@@ -93,12 +93,10 @@ class ShardQueue:
             return None
         return hint if answer == HINT else UnitRef.of_member(answer)
 
-    def unannounced(self, held: Iterable[Claim], *, only_new_tenants: bool) -> UnitRef | None:
-        """The shard that `choose` gives whoever comes without a message, where none waits; None: none, or one waits."""
-        found = _messages(self._client, ("", *self._models))
-        if any(any(lanes.values()) for lanes in found.values()):
-            return None
-        return self.choose(None, held, only_new_tenants=only_new_tenants)
+    def has_messages(self) -> bool:
+        """Whether messages about shards of this model wait; those of plans bring no worker to a shard."""
+        found = _messages(self._client, self._models)
+        return any(any(lanes.values()) for lanes in found.values())
 
     @property
     def model(self) -> str:

@@ -19,7 +19,7 @@ from worker.registry.models import BEAT_S, Heartbeats
 from worker.registry.queues import PLAN_PRIORITY, ReapQueue
 from worker.runtime.engine_thread import EngineThread
 from worker.runtime.held_units import HeldUnits
-from worker.runtime.unit_runner import CONFIRM_S
+from worker.runtime.unit_runner import CONFIRM_S, OFFER_LOOKS
 from worker.schemas import WorkerInfo
 from worker.unit_closer import UnitCloser
 
@@ -158,8 +158,9 @@ class Reaper:
                 continue
             try:
                 self._look(stopping)
-                if self._offer() and not stopping.wait(CONFIRM_S):
-                    self._offer()
+                num_looks = 1
+                while self._offer() and num_looks < OFFER_LOOKS and not stopping.wait(CONFIRM_S):
+                    num_looks += 1
                 self._mend_if_due()
             except redis.RedisError as error:
                 logger.warning("could not look for work nobody does: %s", error)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import redis
 
@@ -39,6 +40,10 @@ logger = logging.getLogger(__name__)
 # in all slots would keep another tenant waiting for that long.
 SLOTS_PER_RESERVED = 8
 CONFIRM_S = 0.2  # between two looks that find the same shard waiting without a message
+# For how long a shard may wait beside a free slot while messages do, which bring workers to shards too: with the time
+# between two looks of the reaper, at most 0.5 s as shipped, less than a second.
+PATIENCE_S = 2 * CONFIRM_S
+OFFER_LOOKS = 3  # in a row: of a shard that waits, the first and the last are PATIENCE_S apart
 
 
 class UnitFailed(Exception):
@@ -258,6 +263,30 @@ def _is_to_go_back(held: HeldUnit) -> bool:
     return not held.is_written and held.stop_reason in reasons
 
 
+@dataclass(slots=True)
+class _WaitingShard:
+    """A shard that waits beside a free slot, as the looks at it have found it."""
+
+    ref: UnitRef
+    since_s: float  # it was first found, or last announced
+    patience_s: float = PATIENCE_S
+    alone_since_s: float | None = None  # since when no look found messages
+
+    def is_due(self, now_s: float, *, has_messages: bool) -> bool:
+        """Whether it is to be announced at this look, from which on it waits anew."""
+        if has_messages:
+            self.alone_since_s = None
+        elif self.alone_since_s is None:
+            self.alone_since_s = now_s
+        is_alone = self.alone_since_s is not None and now_s - self.alone_since_s >= CONFIRM_S
+        if not is_alone and now_s - self.since_s < self.patience_s:
+            return False
+        if not is_alone:
+            self.patience_s *= 2
+        self.since_s, self.alone_since_s = now_s, None
+        return True
+
+
 class ShardSlots:
     """Limits how many shards run in this worker at the same time, and chooses the next. Thread-safe."""
 
@@ -266,7 +295,7 @@ class ShardSlots:
         self._held_units = held_units
         self._announcer = announcer
         self._max_shards = max_shards
-        self._seen: tuple[UnitRef, float] | None = None  # a shard that waited without a message at the last look, when
+        self._seen: _WaitingShard | None = None  # at the last look
         self._num_shared = max_shards - max_shards // SLOTS_PER_RESERVED
         self._slots = threading.BoundedSemaphore(max_shards)
         self._waiting: set[int] = set()  # threads that wait for a slot
@@ -308,31 +337,32 @@ class ShardSlots:
         return self._queue.choose(hint, held, only_new_tenants=len(held) >= self._num_shared)
 
     def offer(self) -> bool:
-        """Announce a shard that waits without any message although a slot is free for it here.
+        """Announce a shard that waits although a slot is free for it here.
 
         Whatever became of a shard's own message, an idle worker then looks again, with each look of the reaper. It is
-        announced if it was found so twice: a message may just be on its way, or at another worker that is about to
-        claim. True where a second look, CONFIRM_S later, is to show that. Waits for no Redis that is away.
+        announced if it was found so twice without any message: one may just be on its way, or at another worker that
+        is about to claim. Where messages wait, whose workers may have no thread for them, it is announced after
+        PATIENCE_S, then after twice that, and so on, since each adds one. True where another look, CONFIRM_S later, is
+        to show that. Waits for no Redis that is away.
         """
-        held = self._held()
+        held, seen, self._seen = self._held(), self._seen, None
         if len(held) >= self._max_shards:
             return False
         try:
-            ref = self._queue.unannounced(held, only_new_tenants=len(held) >= self._num_shared)
+            ref = self._queue.choose(None, held, only_new_tenants=len(held) >= self._num_shared)
+            has_messages = ref is not None and self._queue.has_messages()
         except redis.RedisError as error:
             logger.warning("could not look for shards that wait: %s", error)
             return False
-        now, seen, self._seen = time.monotonic(), self._seen, None
         if ref is None:
             return False
-        if seen is None or seen[0] != ref:
-            self._seen = ref, now
-        elif now - seen[1] < CONFIRM_S:
-            self._seen = seen
-        else:
+        now = time.monotonic()
+        self._seen = seen if seen is not None and seen.ref == ref else _WaitingShard(ref, now)
+        if self._seen.is_due(now, has_messages=has_messages):
             logger.info("announcing a shard that waits while a slot is free", extra=ref.log_fields)
             self._announcer.announce(ref, DEFAULT_PRIORITY, self._queue.model)
-        return self._seen is not None
+            return False
+        return not has_messages or self._seen.patience_s == PATIENCE_S
 
     def _held(self) -> list[Claim]:
         return [unit.claim for unit in self._held_units.all() if not unit.claim.ref.is_plan]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -169,7 +170,10 @@ def test_events_say_that_a_worker_lives_and_how_shards_end_without_prompts(
         wait_until(lambda: events[-1]["type"] == "worker-offline")
 
     received = [event["name"] for event in events if event["type"] == "task-received"]
-    assert sorted(received) == ["millrace.plan"] * 2 + ["millrace.run_shard"] * 4
+    times = Counter(received)  # or more: a message may come twice
+    assert times.keys() == {"millrace.plan", "millrace.run_shard"}
+    assert times["millrace.plan"] >= 2
+    assert times["millrace.run_shard"] >= 4
     assert _types(events) >= {"worker-online", "task-received", "task-started", "task-succeeded"}
     assert "secret" not in json.dumps(events)
 

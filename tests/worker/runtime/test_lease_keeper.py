@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -25,6 +26,7 @@ from worker.registry.models import Heartbeats
 from worker.registry.queues import DueUnit, ReapQueue
 from worker.runtime.held_units import HeldUnit, HeldUnits
 from worker.runtime.lease_keeper import WATCH_INTERVAL_S, LeaseKeeper, Reaper
+from worker.runtime.unit_runner import OFFER_LOOKS, PATIENCE_S
 from worker.schemas import JobState, SubmitOptions, WorkerInfo
 
 INFO = WorkerInfo(id="w1", version="1", model="m", steps=3, open_requests=2, held=1)
@@ -294,17 +296,19 @@ def test_a_worker_that_hangs_puts_no_unit_off(registry: TestRegistry) -> None:
 
 
 def test_with_each_look_shards_without_a_message_are_offered(registry: TestRegistry) -> None:
-    offers: list[None] = []
+    offers: list[float] = []
 
     def look() -> bool:
-        offers.append(None)
+        offers.append(time.monotonic())
         return True
 
     with running_units(registry) as units:
         due = registry.reap_queue()
         reaper = Reaper(due, units.announcer, units.closer, interval_s=0.05, is_well=lambda: True, offer=look)
         with running_thread(reaper.run):
-            wait_until(lambda: len(offers) > 2)
+            wait_until(lambda: len(offers) > OFFER_LOOKS)
+    first, *_, last = offers[:OFFER_LOOKS]
+    assert last - first >= PATIENCE_S  # so that one that waits all the while is announced at the last
 
 
 def test_lost_messages_are_sent_again(registry: TestRegistry) -> None:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 
 import pytest
 import redis
 
 from tests.support.processes import is_waiting, wait_until
-from tests.support.registry import TestRegistry, must_claim, ok, running_units
+from tests.support.registry import TestRegistry, Units, must_claim, ok, running_units
 from worker.broker.messages import MessageEnd
 from worker.registry.keys import UnitRef
 from worker.registry.leases import Claim
 from worker.registry.lifecycle import ClaimRefusal, StopReason
 from worker.runtime.held_units import HeldUnit
-from worker.runtime.unit_runner import CONFIRM_S, ShardSlots, UnitFailed
+from worker.runtime.unit_runner import CONFIRM_S, PATIENCE_S, ShardSlots, UnitFailed
 from worker.schemas import JobState, SubmitOptions
+
+START_S = time.monotonic()
 
 
 def _no_work(_held: HeldUnit) -> None:
@@ -86,16 +89,45 @@ def test_a_shard_that_waits_without_a_message_is_announced_to_a_free_slot(regist
         _look_twice(ShardSlots(registry.shard_queue(models=["other"]), units.held_units, units.announcer, 9))
         assert len(units.announcer.announced) == 1  # not its model
         free = ShardSlots(registry.shard_queue(), units.held_units, units.announcer, 9)
-        for queue in ("millrace", "millrace.fake\x06\x166"):
-            registry.redis.lpush(queue, "a message")
-            _look_twice(free)
-            registry.redis.delete(queue)
-        assert len(units.announcer.announced) == 1  # somebody will look anyway
+        registry.redis.lpush("millrace", "a plan's message")  # which brings nobody to a shard
         _look_twice(free)
         assert units.announcer.announced[1:] == [(second, 5)]
         units.hold(second)
         _look_twice(free)
         assert len(units.announcer.announced) == 2
+
+
+@pytest.mark.parametrize("lane", ["millrace.fake", "millrace.fake\x06\x166"])
+def test_messages_that_wait_hide_a_lost_wake_up_for_less_than_a_second(registry: TestRegistry, lane: str) -> None:
+    lost = UnitRef.shard(registry.running_job([0]), 0)
+    registry.redis.lpush(lane, "a message about another shard")
+    with running_units(registry) as units:
+        slots = ShardSlots(registry.shard_queue(), units.held_units, units.announcer, 9)
+        assert _looks(slots, units, [0.0, CONFIRM_S, 1.01 * PATIENCE_S]) == [[], [], [(lost, 5)]]
+        # Each announcement adds a message: it waits for twice as long before the next.
+        later = [times * PATIENCE_S for times in (2.9, 3.1, 6.9, 7.2)]
+        assert [len(found) for found in _looks(slots, units, later)] == [1, 2, 2, 3]
+
+
+def test_a_shard_that_others_take_while_messages_wait_is_not_announced(registry: TestRegistry) -> None:
+    job_id = registry.running_job([0], [1], [2])
+    registry.redis.lpush("millrace.fake", "a message")
+    with running_units(registry) as units:
+        slots = ShardSlots(registry.shard_queue(), units.held_units, units.announcer, 9)
+        for number in range(3):
+            assert _looks(slots, units, [number * 0.3, number * 0.3 + 0.2]) == [[], []]
+            units.hold(UnitRef.shard(job_id, number))
+
+
+def _looks(slots: ShardSlots, units: Units, at_s: Sequence[float]) -> list[list[tuple[UnitRef, int]]]:
+    """What was announced after looks at these times after the test's start."""
+    found: list[list[tuple[UnitRef, int]]] = []
+    for second in at_s:
+        with pytest.MonkeyPatch.context() as now:
+            now.setattr(time, "monotonic", lambda at=START_S + second: at)
+            slots.offer()
+        found.append(list(units.announcer.announced))
+    return found
 
 
 def _look_twice(slots: ShardSlots) -> None:
