@@ -21,6 +21,7 @@ LONGEST_BAR, SHORTEST_BAR = 30, 10
 
 PLAIN_EVERY_S = 10.0
 
+SHORTEST_S = 0.1  # over which a rate says anything
 WINDOW_S = 15.0  # of rates: long enough to even out bursts of records, short enough to show that a worker came or went
 
 _COLOURS = {
@@ -141,7 +142,10 @@ class ProgressBar:
         self._line = ProgressLine(stream)
         self._is_plain = plain_lines and not stream.isatty()
         self._rates = Rates()
-        self._printed_at_s = time.monotonic() if state else float("-inf")
+        self._printed_at_s = float("-inf")
+        if state:  # it begins now, with nothing done
+            self._printed_at_s = time.monotonic()
+            self._rates.add(0, 0, self._printed_at_s)
         self._printed = (state, "")
         self._has_ended = False
 
@@ -197,6 +201,11 @@ class Rates:
             self._seen.popleft()
 
     @property
+    def are_known(self) -> bool:
+        """Whether something was done since the first look, or nothing for so long that this says something."""
+        return self.prompts_per_s > 0 or self._span_s >= WINDOW_S
+
+    @property
     def prompts_per_s(self) -> float:
         """Records a second, those of failed prompts too; 0 before the second look."""
         return self._per_s(1)
@@ -207,16 +216,18 @@ class Rates:
         return self._per_s(2)
 
     def _per_s(self, field: int) -> float:
-        if len(self._seen) < 2:
-            return 0.0
-        first, last = self._seen[0], self._seen[-1]
-        return (last[field] - first[field]) / (last[0] - first[0]) if last[0] > first[0] else 0.0
+        return (self._seen[-1][field] - self._seen[0][field]) / self._span_s if self._span_s >= SHORTEST_S else 0.0
+
+    @property
+    def _span_s(self) -> float:
+        return self._seen[-1][0] - self._seen[0][0] if self._seen else 0.0
 
 
 def progress_texts(progress: Progress, rates: Rates) -> Sequence[str]:
     """How much of how much, how it ended or why it waits, rates, time left, prefix hits: the fullest line first.
 
-    Each further one leaves out what a narrow terminal can do without; all have what failed and the time left.
+    Each further one leaves out what a narrow terminal can do without; all have what failed and the time left. What is
+    not known yet is in none.
     """
     if progress.total == 0:  # a job that was refused as a whole
         return [progress.state]
@@ -228,20 +239,19 @@ def progress_texts(progress: Progress, rates: Rates) -> Sequence[str]:
         return [f"{head}, {progress.waits_for}", f"{head}, {why}"]
     full = f"{head}: {progress.ends}" if progress.done else head
     brief = f"{head}: {progress.lacks}" if progress.lacks else head
-    num_left = None if progress.total is None else progress.total - progress.done
-    left = [] if progress.has_ended else [f"ETA {_left(num_left, rates.prompts_per_s)}"]
     hits = f"prefix hits {progress.prefix_hits:.0%}"
-    if progress.has_ended and not rates.prompts_per_s:  # long ago
-        return [f"{full}, {hits}", full, brief]
+    if not rates.are_known or (progress.has_ended and not rates.prompts_per_s):  # long ago
+        return [f"{full}, {hits}", full, brief] if progress.done else [head]
+    left = []
+    if not progress.has_ended and progress.total is not None and rates.prompts_per_s:
+        left = [f"ETA {_left((progress.total - progress.done) / rates.prompts_per_s)}"]
     prompts, tokens = f"{rates.prompts_per_s:.1f} prompts/s", f"{rates.output_tokens_per_s:.0f} tokens/s out"
     forms = [[full, prompts, tokens, *left, hits], [full, prompts, tokens, *left], [full, prompts, *left]]
     return [", ".join(form) for form in (*forms, [brief, prompts, *left], [brief, *left])]
 
 
-def _left(num_prompts: int | None, prompts_per_s: float) -> str:
-    if num_prompts is None or prompts_per_s <= 0:
-        return "unknown"
-    seconds = round(num_prompts / prompts_per_s)
+def _left(seconds_left: float) -> str:
+    seconds = round(seconds_left)
     if seconds < 60:
         return f"{seconds} s"
     minutes, hours = seconds // 60 % 60, seconds // 3600

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from typing import NamedTuple
 
 import pytest
@@ -90,9 +91,13 @@ def test_time_left_is_told_in_what_people_count_it_in(elapsed_s: float, left: st
     )
 
 
-def test_an_unknown_time_is_said_to_be_and_an_ended_job_has_none_left() -> None:
-    assert "ETA unknown" in progress_texts(running(0), Rates())[0]
-    assert not [text for text in progress_texts(ended(), Rates()) if "ETA" in text]
+def test_rates_and_time_left_are_told_once_they_are_known() -> None:
+    assert progress_texts(running(0), rates_of((0.0, running(0)), (10.0, running(0)))) == ["in_progress 0/10 (0%)"]
+    looked = progress_texts(running(5), rates_of((0.0, running(5))))
+    assert looked[0] == "in_progress 5/10 (50%): 5 completed, 0 failed, prefix hits 25%"
+    stalled = progress_texts(running(5), rates_of(*((float(second), running(5)) for second in range(20))))[0]
+    assert "0.0 prompts/s" in stalled
+    assert not [text for text in (*looked, stalled, *progress_texts(ended(), Rates())) if "ETA" in text]
 
 
 @pytest.mark.parametrize(
@@ -194,8 +199,7 @@ def test_of_a_number_that_is_not_known_there_is_no_share_and_no_time_left(monkey
     ProgressBar(terminal, plain_lines=True, state="running").show(piped)
 
     [row] = terminal.rows()
-    assert row.startswith("running 5: 4 completed, 1 failed, 0.0 prompts/s")
-    assert "ETA unknown" in row
+    assert row == "running 5: 4 completed, 1 failed, prefix hits 0%"
 
 
 def test_plain_lines_come_with_a_change_of_state_or_of_what_it_waits_for() -> None:
@@ -214,10 +218,13 @@ def test_a_run_gets_no_line_at_once_and_one_after_ten_seconds(monkeypatch: pytes
 
     bar.show(Progress("running", 1, 10, "1 completed, 0 failed", 0, 0.0))
     assert stream.getvalue() == ""
-    monkeypatch.setattr(module, "PLAIN_EVERY_S", 0.0)
-    bar.show(Progress("running", 9, 10, "9 completed, 0 failed", 0, 0.0))
+    later_s = time.monotonic() + 10.0
+    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    bar.show(Progress("running", 5, 10, "5 completed, 0 failed", 0, 0.0))
 
-    assert stream.getvalue().startswith("running 9/10 (90%)")
+    assert stream.getvalue() == (
+        "running 5/10 (50%): 5 completed, 0 failed, 0.5 prompts/s, 0 tokens/s out, ETA 10 s, prefix hits 0%\n"
+    )
 
 
 def test_a_bar_that_is_left_stays_and_what_follows_has_its_own_line(monkeypatch: pytest.MonkeyPatch) -> None:
