@@ -16,7 +16,6 @@ from torch.nn.attention.varlen import varlen_attn
 from kernels.interface import Operations
 from tests.benchmarks.kernel_inputs import (
     BLOCK_SIZE,
-    ELEMENTWISE_GOAL_PERCENT,
     EPS,
     AttentionInputs,
     Case,
@@ -68,32 +67,20 @@ def attention_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes)
             yield Case("paged_prefill_attention", names, f"{shape}, {heads}", "matmul", prepare, goal)
 
 
-def cpu_attention_cases(ops: Operations, others: Operations, models: Sequence[ModelShape]) -> Iterator[Case]:
-    """Steps of a CPU's engine by `ops`, with `others` as the library: decode, shared prefixes, prompts and chunks."""
+def cpu_attention_cases(ops: Operations, models: Sequence[ModelShape]) -> Iterator[Case]:
+    """Steps of a CPU's engine: decode, shared prefixes, prompts and chunks."""
     for names, model in distinct(models, lambda m: (m.num_heads, m.num_kv_heads, m.head_dim)):
         heads = f"{model.num_heads}/{model.num_kv_heads} x {model.head_dim}"
         for rows, context in ((64, 480), (1, 8192), (64, 96)):
-            steps = tuple(_decode(each, model, (context,) * rows) for each in (ops, others))
+            shape, prepare = f"{rows} x {context}, {heads}", _decode(ops, model, (context,) * rows)
             goal = None if context == 96 else DECODE_GOAL_PERCENT
-            yield Case(
-                "paged_decode_attention", names, f"{rows} x {context}, {heads}", "bandwidth", _beside(*steps), goal
-            )
-        steps = tuple(_shared(each, model, (1, 64, 480), 16, 384) for each in (ops, others))
-        shape = f"64 x 480, 384 shared by 16, {heads}"
-        yield Case("paged_decode_attention", names, shape, "bandwidth", _beside(*steps))
+            yield Case("paged_decode_attention", names, shape, "bandwidth", prepare, goal)
+        shape, prepare = f"64 x 480, 384 shared by 16, {heads}", _shared(ops, model, (1, 64, 480), 16, 384)
+        yield Case("paged_decode_attention", names, shape, "bandwidth", prepare)
         for rows, chunk, context in ((4, 448, 448), (16, 64, 448), (1, 2048, 2048)):
-            steps = tuple(_prefill(each, model, (chunk,) * rows, (context,) * rows) for each in (ops, others))
             shape = f"{rows} x last {chunk} of {context}, {heads}"
-            yield Case("paged_prefill_attention", names, shape, "matmul", _beside(*steps))
-
-
-def _beside(ours: Prepare, theirs: Prepare) -> Prepare:
-    """Ours, with theirs, which has inputs of its own, as the one library."""
-
-    def prepare(device: torch.device) -> Workload:
-        return replace(ours(device), libraries={"kernels.cpu": theirs(device).run})
-
-    return prepare
+            prepare = _prefill(ops, model, (chunk,) * rows, (context,) * rows)
+            yield Case("paged_prefill_attention", names, shape, "matmul", prepare)
 
 
 def _decode(ops: Operations, model: ModelShape, kv_lens: tuple[int, ...]) -> Prepare:
@@ -204,7 +191,7 @@ def _shared(ops: Operations, model: ModelShape, step: tuple[int, int, int], grou
 
 def rope_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
     """A decode step's and a prefill step's tokens, written to slots in random order."""
-    for num_tokens, goal in ((sizes.few_tokens, None), (sizes.many_tokens, ELEMENTWISE_GOAL_PERCENT)):
+    for num_tokens, goal in ((sizes.few_tokens, None), (sizes.many_tokens, sizes.pass_goal_percent)):
         for names, model in distinct(models, lambda m: (m.num_heads, m.num_kv_heads, m.head_dim, m.qk_norm)):
             norm = "norm" if model.qk_norm else "no norm"
             shape = f"T {num_tokens}, {model.num_heads}/{model.num_kv_heads} x {model.head_dim}, {norm}"

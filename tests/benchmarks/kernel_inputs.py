@@ -8,7 +8,7 @@ PyTorch operations. Routing is uniform.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -27,7 +27,6 @@ BLOCK_SIZE = 16
 WEIGHT_SCALE = 0.02  # so that products of 2,048 terms stay near 1
 
 EPS = 1e-6
-ELEMENTWISE_GOAL_PERCENT = 85.0
 
 
 @dataclass(frozen=True)
@@ -53,18 +52,38 @@ class Case:
     shape: str
     bound: Bound  # what the amount is compared with
     prepare: Prepare
-    goal_percent: float | None = None  # of the bound, on an H200
+    goal_percent: float | None = None  # of the bound, on an H200 or, of a CPU's cases, on any
+
+
+def beside(ours: Case, theirs: Case) -> Case:
+    """Ours with theirs, the same case by other operations and with inputs of its own, as the one library."""
+
+    def prepare(device: torch.device) -> Workload:
+        work, other = ours.prepare(device), theirs.prepare(device)
+
+        def restore() -> None:
+            for each in (work.restore, other.restore):
+                if each is not None:
+                    each()
+
+        return replace(work, libraries={"kernels.cpu": other.run}, restore=restore)
+
+    return replace(ours, prepare=prepare)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Token counts that all cases share. The goals hold for the defaults."""
+    """Token counts that all cases share. The goals hold for the defaults on a GPU, and for CPU_SIZES."""
 
     few_tokens: int = 64  # a decode step
     many_tokens: int = 8192  # a prefill step
     context_tokens: int = 4096
     chunk_tokens: int = 512  # queries of a prefill over a cached prefix
     penalised_tokens: int = 1024  # of one row
+    pass_goal_percent: float = 85.0  # of the bandwidth, for one pass over what a prefill step has
+
+
+CPU_SIZES = Sizes(many_tokens=2048, pass_goal_percent=70.0)
 
 
 @dataclass(frozen=True)

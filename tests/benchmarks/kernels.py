@@ -1,4 +1,4 @@
-"""Measures every operation on this GPU, or native attention on this CPU beside PyTorch.
+"""Measures every operation on this GPU, or the native kernels on this CPU beside PyTorch.
 
 `python -m tests.benchmarks.kernels [--cpu VARIANT [--threads N]] [--json FILE] [--only OPERATION]`.
 """
@@ -21,18 +21,24 @@ from kernels.interface import Operations
 from kernels.native.library import NAMED_VARIANTS, VARIANTS
 from kernels.native.operations import native_operations
 from tests.benchmarks.attention_cases import attention_cases, cpu_attention_cases, rope_cases, shared_prefix_cases
-from tests.benchmarks.kernel_inputs import CPU_MODELS, MODELS, Case, ModelShape, Sizes
-from tests.benchmarks.layer_cases import elementwise_cases, expert_cases, sampling_cases
+from tests.benchmarks.kernel_inputs import CPU_MODELS, CPU_SIZES, MODELS, Bound, Case, ModelShape, Sizes, beside
+from tests.benchmarks.layer_cases import cpu_product_cases, elementwise_cases, expert_cases, sampling_cases
 from tests.benchmarks.machine import CpuTimer, GpuTimer, Machine, measure_cpu, measure_machine
 
 # Median microseconds of a run, with an optional action before each run that is not timed.
 MedianUs = Callable[[Callable[[], object], Callable[[], None] | None], float]
 
-HEADER = ("operation", "models", "shape", "time us", "of bound", "goal", "library us", "ratio", "library")
+# What is native on a CPU beside attention and products.
+CPU_PASSES = ("rms_norm", "fused_add_rms_norm", "qk_norm_rope_store_kv", "silu_and_mul")
+CPU_PASSES += ("route_topk", "combine_experts", "argmax")
+
+HEADER = ("operation", "models", "shape", "library us", "library", "time us", "ratio", "rate", "of bound", "goal")
+RATE_UNITS: dict[Bound, str] = {"bandwidth": "GB/s", "matmul": "GFLOP/s"}
 EXPLANATION = """\
-of bound = amount / time / rate, with the rate measured above (copy: bytes read + written; matmul: bfloat16 FLOP)
+rate     = amount / time
+of bound = rate / the rate measured above (copy: bytes read + written; product: bfloat16 FLOP)
 ratio    = time of the fastest library call / our time; above 1 ours is faster
-time     = median between two CUDA events, L2 emptied before each run; {floor:.1f} us of it are the events' own
+time     = {timing}; a run of nothing takes {floor:.1f} us
 amounts:"""
 
 
@@ -93,7 +99,7 @@ def as_table(machine: Machine, measurements: Sequence[Measurement]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     formulas = dict.fromkeys(f"  {m.case.operation}: {m.formula}" for m in measurements if m.formula)
-    lines += ["", EXPLANATION.format(floor=machine.event_floor_us), *formulas]
+    lines += ["", EXPLANATION.format(timing=machine.timing, floor=machine.event_floor_us), *formulas]
     for m in measurements:
         where = f"{m.case.operation} {m.case.shape}"
         lines += [f"failed: {where}: {m.error}"] * bool(m.error)
@@ -114,12 +120,13 @@ def _row(machine: Machine, m: Measurement) -> tuple[str, ...]:
         chain[0] if len(chain) == 1 else f"{chain[0]} .. {chain[-1]}",
         m.case.models,
         m.case.shape,
+        "" if m.library_us is None else f"{m.library_us:.1f}",
+        m.library,
         "failed" if m.time_us is None else f"{m.time_us:.1f}",
+        "" if m.ratio is None else f"{m.ratio:.2f}",
+        "" if m.time_us is None else f"{m.amount / m.time_us / 1e3:.3g} {RATE_UNITS[m.case.bound]}",
         "" if percent is None else f"{percent:.1f}% {m.case.bound}",
         verdict,
-        "" if m.library_us is None else f"{m.library_us:.1f}",
-        "" if m.ratio is None else f"{m.ratio:.2f}",
-        m.library,
     )
 
 
@@ -171,7 +178,7 @@ def _measure_cpu(options: argparse.Namespace) -> int:
     print(machine, flush=True)
     cases = [
         case
-        for case in cpu_attention_cases(native_operations(options.cpu), cpu, CPU_MODELS)
+        for case in map(beside, cpu_cases(native_operations(options.cpu)), cpu_cases(cpu))
         if not options.only or case.operation in options.only
     ]
     return measure_all(cases, torch.device("cpu"), timer.median_us, machine, options.json)
@@ -199,7 +206,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", choices=operation_names(), metavar="OPERATION", help="measure this one; repeatable"
     )
-    parser.add_argument("--cpu", choices=(*VARIANTS, *NAMED_VARIANTS), metavar="VARIANT", help="attention on this CPU")
+    parser.add_argument("--cpu", choices=(*VARIANTS, *NAMED_VARIANTS), metavar="VARIANT", help="these native kernels")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of PyTorch, with --cpu (default: 1)")
     options = parser.parse_args(arguments)
     if options.json and not options.json.absolute().parent.is_dir():
@@ -214,6 +221,14 @@ def all_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> It
         *(expert_cases, sampling_cases),
     )
     return itertools.chain.from_iterable(family(ops, models, sizes) for family in families)
+
+
+def cpu_cases(ops: Operations) -> Iterator[Case]:
+    """What is native on a CPU: attention with the heads of all models, the rest at the widths of the small ones."""
+    yield from cpu_attention_cases(ops, CPU_MODELS)
+    small = CPU_MODELS[:2]  # a dense one and one with experts
+    yield from cpu_product_cases(ops, small)
+    yield from (case for case in all_cases(ops, small, CPU_SIZES) if case.operation in CPU_PASSES)
 
 
 def write_json(path: Path, machine: Machine, measurements: Sequence[Measurement]) -> None:

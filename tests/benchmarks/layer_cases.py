@@ -6,13 +6,13 @@ For experts each operation is a case, and so is the whole layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
 
 from kernels.interface import Operations
 from tests.benchmarks.kernel_inputs import (
-    ELEMENTWISE_GOAL_PERCENT,
     EPS,
     Bound,
     Case,
@@ -27,6 +27,12 @@ from tests.benchmarks.kernel_inputs import (
 )
 
 DECODE_GOAL_PERCENT = 75.0
+# Rows an expert on a CPU, and what bounds them: of 8 it is either, depending on the CPU's units for products.
+CPU_GROUPED_BOUNDS: tuple[tuple[int, Bound, float | None], ...] = (
+    (8, "bandwidth", 80.0),
+    (8, "matmul", None),
+    (256, "matmul", 60.0),
+)
 LAYER = "route_topk+sort_tokens_by_expert+grouped_gemm+silu_and_mul+grouped_gemm+combine_experts"
 LAYER_FORMULA = "bandwidth: 2 (E' 3 I H + 2 T H) bytes, E': experts with tokens; matmul: 2 T top_k 3 I H FLOP"
 
@@ -37,7 +43,7 @@ LOGIT_SCALE = 3.0  # a nucleus of some thousand tokens
 def elementwise_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
     """A decode step's and a prefill step's tokens. The goal is for prefill: few rows do not fill a GPU."""
     yield from _linear_cases(ops, models, sizes)
-    for num_tokens, goal in ((sizes.few_tokens, None), (sizes.many_tokens, ELEMENTWISE_GOAL_PERCENT)):
+    for num_tokens, goal in ((sizes.few_tokens, None), (sizes.many_tokens, sizes.pass_goal_percent)):
         for names, model in distinct(models, lambda m: m.hidden_size):
             shape, hidden = f"T {num_tokens}, H {model.hidden_size}", model.hidden_size
             yield Case("rms_norm", names, shape, "bandwidth", _rms_norm(ops, num_tokens, hidden), goal)
@@ -63,11 +69,27 @@ def _linear_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -
                 yield Case("linear", model.name, f"T {many}, {shape}", "matmul", prepare)
 
 
+def cpu_product_cases(ops: Operations, models: Sequence[ModelShape]) -> Iterator[Case]:
+    """Products of a CPU's engine: a dense layer's for one request, few, a batch and a prompt, and those of experts."""
+    for model in models:
+        hidden, width = model.hidden_size, model.intermediate_size
+        gate_up, down = (hidden, 2 * width), (width, hidden)
+        for (rows, bound, goal), (k, n) in product(CPU_GROUPED_BOUNDS if model.num_experts else (), (gate_up, down)):
+            tokens, is_up = rows * model.num_experts // model.experts_per_token, (k, n) == gate_up
+            shape = f"{model.num_experts} experts, {rows} rows each, {k} -> {n}{', gated' if is_up else ''}"
+            prepare = _gemm(ops, model, tokens, bound, gather=is_up, gated=is_up)
+            yield Case("grouped_gemm", model.name, shape, bound, prepare, goal)
+        for rows, (k, n) in product(() if model.num_experts else (1, 8, 64, 512), (gate_up, down)):
+            bound = "bandwidth" if rows <= 8 else "matmul"
+            prepare = _linear(ops, rows, k, n, by_bytes=bound == "bandwidth")
+            yield Case("linear", model.name, f"{rows} rows, {k} -> {n}", bound, prepare)
+
+
 def _linear(ops: Operations, num_tokens: int, k: int, n: int, *, by_bytes: bool) -> Prepare:
     def prepare(device: torch.device) -> Workload:
         x, weight = random(num_tokens, k, device=device), ops.pack(random(n, k, device=device))
         amount = 2 * (n * k + num_tokens * (k + n)) if by_bytes else 2 * num_tokens * n * k
-        formula = "bandwidth: 2 (N K + T K + T N) bytes; matmul: 2 T N K FLOP; it is a library call itself (cuBLASLt)"
+        formula = "bandwidth: 2 (N K + T K + T N) bytes; matmul: 2 T N K FLOP; on a GPU a library call (cuBLASLt)"
         return Workload(amount, formula, lambda: ops.linear(x, weight))
 
     return prepare
@@ -133,7 +155,7 @@ def expert_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) ->
             for name, gather in (("gate_up", True), ("down", False)):
                 prepare = _gemm(ops, model, tokens, bound, gather=gather)
                 yield Case("grouped_gemm", model.name, f"{name}, T {tokens}, {experts}", bound, prepare)
-        for tokens, goal in ((few, None), (many, ELEMENTWISE_GOAL_PERCENT)):
+        for tokens, goal in ((few, None), (many, sizes.pass_goal_percent)):
             shape = f"T {tokens}, {experts}"
             yield Case("route_topk", model.name, shape, "bandwidth", _route(ops, model, tokens))
             yield Case("sort_tokens_by_expert", model.name, shape, "bandwidth", _sort(ops, model, tokens))
@@ -178,17 +200,19 @@ def _small_batch(ops: Operations, model: ModelShape, num_tokens: int) -> Prepare
     return prepare
 
 
-def _gemm(ops: Operations, model: ModelShape, num_tokens: int, bound: Bound, *, gather: bool) -> Prepare:
+def _gemm(
+    ops: Operations, model: ModelShape, num_tokens: int, bound: Bound, *, gather: bool, gated: bool = False
+) -> Prepare:
     def prepare(device: torch.device) -> Workload:
         inputs = ExpertInputs(model, num_tokens, device)
         weight = ops.pack(inputs.gate_up if gather else inputs.down)
         _, n, k = weight.shape
         x = inputs.x if gather else random(inputs.num_pairs, k, device=device)
-        num_bytes = 2 * (inputs.num_reached * n * k + x.numel() + inputs.num_pairs * n)
+        num_bytes = 2 * (inputs.num_reached * n * k + x.numel() + inputs.num_pairs * (n // 2 if gated else n))
         return Workload(
             2 * inputs.num_pairs * n * k if bound == "matmul" else num_bytes,
             "bandwidth: 2 (E' N K + x + T top_k N) bytes, E': experts with tokens; matmul: 2 T top_k N K FLOP",
-            lambda: ops.grouped_gemm(x, weight, inputs.layout, gather=gather),
+            lambda: ops.grouped_gemm(x, weight, inputs.layout, gather=gather, gated=gated),
             {"gather, F.grouped_mm": inputs.grouped_gate_up}
             if gather
             else {"F.grouped_mm": lambda: inputs.grouped_down(x)},

@@ -11,9 +11,11 @@ import torch
 
 from kernels import cpu
 from kernels.dispatch import operation_names
+from kernels.native.operations import Bfloat16Operations
 from tests.benchmarks import machine
-from tests.benchmarks.kernel_inputs import MODELS, Case, ModelShape, Sizes, Workload
-from tests.benchmarks.kernels import all_cases, as_table, main, measure, measure_all, parse
+from tests.benchmarks.kernel_inputs import MODELS, Case, ModelShape, Sizes, Workload, beside
+from tests.benchmarks.kernels import all_cases, as_table, cpu_cases, main, measure, measure_all, parse
+from tests.benchmarks.layer_cases import cpu_product_cases
 from tests.benchmarks.machine import Checkout, Machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +25,8 @@ TINY = (
     ModelShape("experts", 64, 4, 2, 32, 300, head_dim=32, num_experts=8, experts_per_token=2, qk_norm=False),
 )
 SMALL = Sizes(few_tokens=8, many_tokens=40, context_tokens=64, chunk_tokens=16, penalised_tokens=20)
-MACHINE = Machine("GPU", "1", "13", "2", "3", Checkout("abc", True), 4e12, 8e14, 2.0)
+MACHINE = Machine("GPU", "1", "13", "2", "3", Checkout("abc", True), 4e12, 8e14, 2.0, "by a clock")
+NATIVE = Bfloat16Operations.__module__
 DRAWS = {"gumbel_argmax"}  # ours and the library's draw differently
 
 
@@ -66,6 +69,21 @@ def test_every_operation_has_a_case_for_every_model() -> None:
         assert any(model.name in case.models and case.operation == "paged_decode_attention" for case in cases)
     goals = {case.operation.split("+")[0] for case in cases if case.goal_percent is not None}
     assert {"paged_decode_attention", "paged_prefill_attention", "route_topk", "rms_norm", "silu_and_mul"} <= goals
+
+
+def test_all_that_is_native_is_measured_on_a_cpu() -> None:
+    natively = {name for name in operation_names() if getattr(Bfloat16Operations, name).__module__ == NATIVE}
+    assert {case.operation for case in cpu_cases(cpu)} == natively - {"pack", "moe_small_batch"}  # which runs others
+
+
+@pytest.mark.parametrize("case", list(cpu_product_cases(cpu, TINY)), ids=lambda c: f"{c.operation}-{c.shape}-{c.bound}")
+def test_on_a_cpu_each_side_has_inputs_of_its_own(case: Case) -> None:
+    work = beside(case, case).prepare(CPU)
+    assert work.amount > 0
+    (theirs,) = work.libraries.values()
+    ours, others = work.run(), theirs()
+    assert ours.shape == others.shape
+    assert not torch.equal(ours, others)
 
 
 @pytest.mark.parametrize(
