@@ -87,29 +87,13 @@ inline __attribute__((always_inline)) f32x16 sums_over(const Make& make) {
     }
 }
 
-// e^x of x <= 0, within 2e-7 of itself; 0 below -87, where it is less than 1e-37. NaN gives NaN. Without the bounds of
-// `exp` it takes two thirds of its time.
+// e^x of x <= 0. Below MIN_EXPONENT, where less than 1e-37 is left, 0 or that. NaN gives NaN.
 inline f32x16 weight_of(f32x16 x) {
-    const f32x16 magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
-    const f32x16 shifted = x * 1.44269504f + magic;
-    const f32x16 n = shifted - magic;
-    const f32x16 r = x - n * 0.693359375f + n * 2.12194440e-4f;  // x - n ln 2, in two parts
-    f32x16 p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.f;
-    p *= (f32x16)(((u32x16)shifted << 23) + 0x3f800000);  // times 2^n
-    return x < -87.f ? f32x16{} : p;
-}
-
-inline float largest(f32x16 x) {
-    x = max(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-    x = max(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-    x = max(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-    return max(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14))[0];
+#ifdef __AVX512F__
+    return exp_between(max(splat(MIN_EXPONENT), x));
+#else
+    return x < MIN_EXPONENT ? f32x16{} : exp_between(x);
+#endif
 }
 
 }  // namespace VARIANT

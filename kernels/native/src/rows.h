@@ -13,16 +13,19 @@ namespace VARIANT {
 constexpr int64_t PARALLEL_ELEMENTS = 1 << 14;
 
 template <class T>
-inline void normalise(const T* x, const T* weight, float eps, int64_t width, T* out) {
+inline float inverse_rms(const T* x, float eps, int64_t width) {
     f32x16 squares = {};
     for_vectors(width, [&](int64_t i, int64_t n) {
         const f32x16 v = load(x + i, n);
         squares += v * v;
     });
-    const float scale = 1 / std::sqrt(sum(squares) / width + eps);
-    for_vectors(width, [&](int64_t i, int64_t n) {
-        store(out + i, rounded(load(x + i, n) * scale, x) * load(weight + i, n), n);
-    });
+    return 1 / std::sqrt(sum(squares) / width + eps);
+}
+
+// n elements from x on, times the inverse of their root mean square and times their weights.
+template <class T>
+inline f32x16 normed(const T* x, float scale, const T* weight, int64_t n) {
+    return rounded(load(x, n) * scale, x) * load(weight, n);
 }
 
 template <class T>
@@ -37,16 +40,23 @@ void norm(const NormArgs& g) {
             });
             x = residual;
         }
-        normalise(x, (const T*)g.weight, g.eps, g.width, (T*)g.out + r * g.width);
+        T* out = (T*)g.out + r * g.width;
+        const float scale = inverse_rms(x, g.eps, g.width);
+        for_vectors(g.width, [&](int64_t i, int64_t n) {
+            store(out + i, normed(x + i, scale, (const T*)g.weight + i, n), n);
+        });
     }
 }
 
-// The two halves of a head are the parts of dim / 2 complex numbers.
+// A head, normed where there are weights, whose two halves are the parts of dim / 2 complex numbers.
 template <class T>
-inline void rotate(const T* x, const float* cos_sin, int64_t dim, T* out) {
+inline void rotate(const T* x, float scale, const T* weight, const float* cos_sin, int64_t dim, T* out) {
     const int64_t half = dim / 2;
     for_vectors(half, [&](int64_t i, int64_t n) {
-        const f32x16 a = load(x + i, n), b = load(x + half + i, n);
+        const auto part = [&](int64_t from) {
+            return weight ? rounded(normed(x + from, scale, weight + from, n), x) : load(x + from, n);
+        };
+        const f32x16 a = part(i), b = part(half + i);
         const f32x16 c = load(cos_sin + i, n), s = load(cos_sin + half + i, n);
         store(out + i, a * c - b * s, n);
         store(out + half + i, b * c + a * s, n);
@@ -55,26 +65,24 @@ inline void rotate(const T* x, const float* cos_sin, int64_t dim, T* out) {
 
 template <class T>
 void rope(const RopeArgs& g) {
-    const int64_t heads = g.heads + 2 * g.kv_heads;
-#pragma omp parallel for if (g.tokens * heads * g.dim >= PARALLEL_ELEMENTS)
+    const int64_t all_heads = g.heads + 2 * g.kv_heads;
+#pragma omp parallel for if (g.tokens * all_heads * g.dim >= PARALLEL_ELEMENTS)
     for (int64_t t = 0; t < g.tokens; t++) {
-        static thread_local Scratch<T> normed_of_thread;
-        T* normed = normed_of_thread.reserve(g.dim);
+        static thread_local Scratch<float> scales_of_thread;
+        float* scales = scales_of_thread.reserve(g.heads + g.kv_heads);
         const T* x = (const T*)g.qkv + t * g.qkv_stride;
         const float* cos_sin = g.cos_sin + g.positions[t] * g.dim;
-        const int64_t slot = g.slots[t];
-        const int64_t row = slot * g.kv_heads * g.dim;
-        for (int64_t h = 0; h < g.heads + (slot < 0 ? 0 : g.kv_heads); h++, x += g.dim) {
+        const int64_t slot = g.slots[t], row = slot * g.kv_heads * g.dim;
+        const int64_t rotated = g.heads + (slot < 0 ? 0 : g.kv_heads);
+        // Of all heads first: each waits for its sum, its root and a division, which so overlap.
+        for (int64_t h = 0; g.q_weight && h < rotated; h++) scales[h] = inverse_rms(x + h * g.dim, g.eps, g.dim);
+        for (int64_t h = 0; h < rotated; h++) {
             const bool is_query = h < g.heads;
-            const T* head = x;
-            if (g.q_weight) {
-                normalise(x, (const T*)(is_query ? g.q_weight : g.k_weight), g.eps, g.dim, normed);
-                head = normed;
-            }
+            const T* weight = (const T*)(is_query ? g.q_weight : g.k_weight);
             T* out = is_query ? (T*)g.q_out + (t * g.heads + h) * g.dim : (T*)g.k_cache + row + (h - g.heads) * g.dim;
-            rotate(head, cos_sin, g.dim, out);
+            rotate(x + h * g.dim, scales[h], weight, cos_sin, g.dim, out);
         }
-        if (slot >= 0) memcpy((T*)g.v_cache + row, x, g.kv_heads * g.dim * sizeof(T));
+        if (slot >= 0) memcpy((T*)g.v_cache + row, x + rotated * g.dim, g.kv_heads * g.dim * sizeof(T));
     }
 }
 

@@ -107,17 +107,51 @@ inline void for_vectors(int64_t size, F f) {
 inline f32x16 rounded(f32x16 x, const float*) { return x; }
 inline f32x16 rounded(f32x16 x, const bf16*) { return widen(narrow(x)); }
 
+// b where either is NaN.
+#ifdef __AVX512F__
+inline f32x16 max(f32x16 a, f32x16 b) { return (f32x16)_mm512_max_ps((__m512)a, (__m512)b); }
+inline f32x16 min(f32x16 a, f32x16 b) { return (f32x16)_mm512_min_ps((__m512)a, (__m512)b); }
+#else
 inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+inline f32x16 min(f32x16 a, f32x16 b) { return a < b ? a : b; }
+#endif
 
-inline float sum(f32x16 x) {
-    for (int half = 8; half >= 1; half /= 2)
-        for (int i = 0; i < half; i++) x[i] += x[i + half];
-    return x[0];
+// f over all elements: halves, then quarters and so on of the vector change places.
+template <class F>
+inline float reduce(f32x16 x, F f) {
+    x = f(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    x = f(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    x = f(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    return f(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14))[0];
 }
 
-// Relative error 2e-7 between -87 and 88, clamped outside. NaN gives NaN.
-inline f32x16 exp(f32x16 x) {
-    x = x < -87.f ? splat(-87.f) : x > 88.f ? splat(88.f) : x;
+inline float sum(f32x16 x) {
+    return reduce(x, [](f32x16 a, f32x16 b) { return a + b; });
+}
+
+inline float largest(f32x16 x) { return reduce(x, max); }
+
+// e^x, relative error 2e-7, for x from MIN_EXPONENT to MAX_EXPONENT; at the lower end it is 0 or less than 1e-37. NaN gives
+// NaN.
+#ifdef __AVX512F__
+constexpr float MIN_EXPONENT = -110, MAX_EXPONENT = 87;
+
+inline f32x16 exp_between(f32x16 x) {
+    const f32x16 log2_e = splat(1.44269502f);  // less 1.9e-8
+    const f32x16 n = (f32x16)_mm512_roundscale_ps((__m512)(x * log2_e), 8);  // to the nearest integer
+    const f32x16 r = (f32x16)_mm512_fmsub_ps((__m512)x, (__m512)log2_e, (__m512)n) + x * 1.92596299e-8f;
+    f32x16 p = splat(1.32647273e-3f);
+    p = p * r + 9.67151299e-3f;
+    p = p * r + 5.55073359e-2f;
+    p = p * r + 2.40222424e-1f;
+    p = p * r + 6.93147004e-1f;
+    p = p * r + 1.f;
+    return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)n);  // p * 2^n
+}
+#else
+constexpr float MIN_EXPONENT = -87, MAX_EXPONENT = 87;
+
+inline f32x16 exp_between(f32x16 x) {
     const f32x16 magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
     const f32x16 shifted = x * 1.44269504f + magic;
     const f32x16 n = shifted - magic;
@@ -131,8 +165,19 @@ inline f32x16 exp(f32x16 x) {
     p = p * r * r + r + 1.f;
     return p * (f32x16)(((u32x16)shifted << 23) + 0x3f800000);  // times 2^n
 }
+#endif
 
-inline f32x16 silu(f32x16 x) { return x / (exp(-x) + 1.f); }
+// x / (1 + e^-x).
+inline f32x16 silu(f32x16 x) {
+    const f32x16 divisor = exp_between(min(splat(MAX_EXPONENT), max(splat(MIN_EXPONENT), -x))) + 1.f;
+#ifdef __AVX512F__
+    // A division takes as long as ten products: its estimate, within 2^-14, is made better once.
+    const f32x16 inverse = (f32x16)_mm512_rcp14_ps((__m512)divisor);
+    return x * (inverse * (2.f - divisor * inverse));
+#else
+    return x / divisor;
+#endif
+}
 
 // Rows of 16 words become columns, in place.
 inline void transpose(u32x16* x) {
