@@ -18,6 +18,7 @@ pytestmark = needs_native
 DTYPES = [torch.float32, torch.bfloat16]
 PRODUCT_VARIANTS = [name for name in native_variants() if name in ("avx512_bf16", "amx", "amx_emulated")]
 EPS = 1e-6
+QKV_SHAPES = [(1, 1, 1), (7, 8, 1), (19, 6, 2), (70, 4, 4)]
 
 
 @pytest.fixture(params=native_variants())
@@ -45,7 +46,7 @@ def in_poison(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (1, 40), (3, 80), (17, 1000), (0, 64), (300, 129), (5, 7, 96)])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 40), (3, 80), (17, 1000), (0, 64), (4096, 33), (5, 7, 96)])
 def test_rms_norm_agrees_with_the_reference(ops: Operations, shape: Sequence[int], dtype: torch.dtype) -> None:
     x, weight = random(*shape, dtype=dtype) * 3, random(shape[-1], dtype=dtype, seed=1)
     given = in_poison(x) if x.dim() == 2 else x
@@ -55,7 +56,7 @@ def test_rms_norm_agrees_with_the_reference(ops: Operations, shape: Sequence[int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 64), (3, 80), (17, 1000), (0, 64), (300, 129)])
+@pytest.mark.parametrize("shape", [(1, 64), (3, 80), (17, 1000), (0, 64), (4096, 33)])
 def test_fused_add_rms_norm_agrees_and_updates_the_residual(
     ops: Operations, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
@@ -69,7 +70,7 @@ def test_fused_add_rms_norm_agrees_and_updates_the_residual(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 2), (3, 130), (17, 1000), (0, 64), (40, 2048)])
+@pytest.mark.parametrize("shape", [(1, 2), (3, 130), (17, 1000), (0, 64), (40, 2048), (4096, 66)])
 def test_silu_and_mul_agrees_with_the_reference(ops: Operations, shape: tuple[int, int], dtype: torch.dtype) -> None:
     gate_up = random(*shape, dtype=dtype) * 4
     assert_close(ops.silu_and_mul(in_poison(gate_up)), reference.silu_and_mul(gate_up))
@@ -88,12 +89,17 @@ def test_silu_of_extreme_and_missing_values_is_the_references(ops: Operations, d
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("head_dim", [2, 40, 64, 80, 96, 128, 200, 256])
-@pytest.mark.parametrize(("num_tokens", "num_heads", "num_kv_heads"), [(1, 1, 1), (7, 8, 1), (19, 6, 2), (70, 4, 4)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "num_kv_heads", "head_dim"),
+    [
+        *((*shape, head_dim) for shape in QKV_SHAPES for head_dim in (2, 40, 64, 80, 96, 128, 200, 256)),
+        *((0, 2, 1, 40), (4096, 2, 1, 40)),
+    ],
+)
 def test_queries_keys_and_values_agree_with_the_reference(
     ops: Operations, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, normed: bool, dtype: torch.dtype
 ) -> None:
-    blocks, block_size = 12, 8
+    blocks, block_size = num_tokens // 8 + 4, 8
     generator = torch.Generator().manual_seed(num_tokens)
     qkv = random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     angles = torch.arange(50)[:, None] * 0.1 ** torch.linspace(0, 3, head_dim // 2)
@@ -116,7 +122,8 @@ def test_queries_keys_and_values_agree_with_the_reference(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "top_k"), [(1, 8, 2), (13, 5, 3), (6, 128, 8), (33, 4, 4), (0, 8, 2), (40, 200, 1)]
+    ("num_tokens", "num_experts", "top_k"),
+    [(1, 8, 2), (13, 5, 3), (6, 128, 8), (33, 4, 4), (0, 8, 2), (40, 200, 1), (4096, 9, 2)],
 )
 def test_routing_agrees_with_the_reference(
     ops: Operations, num_tokens: int, num_experts: int, top_k: int, renormalise: bool, dtype: torch.dtype
@@ -158,7 +165,9 @@ def routed_to(num_tokens: int, num_experts: int, top_k: int) -> tuple[RoutedExpe
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 8, 2), (13, 5, 3), (6, 128, 8), (0, 4, 2)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k"), [(1, 8, 2), (13, 5, 3), (6, 128, 8), (0, 4, 2), (4096, 9, 2)]
+)
 @pytest.mark.parametrize("width", [1, 40, 512])
 def test_combining_agrees_with_the_reference(
     ops: Operations, num_tokens: int, num_experts: int, top_k: int, width: int, dtype: torch.dtype
@@ -171,7 +180,8 @@ def test_combining_agrees_with_the_reference(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("m", "n", "k"), [(0, 32, 32), (1, 1, 1), (1, 96, 64), (5, 33, 80), (70, 7, 300), (33, 129, 1100), (530, 64, 40)]
+    ("m", "n", "k"),
+    [(0, 32, 32), (1, 1, 1), (1, 96, 64), (5, 33, 80), (70, 7, 300), (33, 129, 1100), (530, 64, 40)],
 )
 def test_a_product_of_any_shape_agrees_with_the_reference(
     products: Operations, m: int, n: int, k: int, dtype: torch.dtype
@@ -192,7 +202,7 @@ def test_a_product_of_many_rows_agrees_with_the_reference(products: Operations, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("hidden", "inner"), [(72, 40), (64, 32), (33, 17)])
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "top_k"), [(0, 8, 2), (1, 8, 2), (13, 5, 3), (6, 128, 8), (70, 4, 4)]
+    ("num_tokens", "num_experts", "top_k"), [(0, 8, 2), (1, 8, 2), (13, 5, 3), (6, 128, 8), (70, 4, 4), (4096, 9, 2)]
 )
 def test_the_layer_of_experts_agrees_with_the_reference(
     products: Operations, num_tokens: int, num_experts: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype
@@ -203,13 +213,14 @@ def test_the_layer_of_experts_agrees_with_the_reference(
     down = (random(num_experts, hidden, inner, seed=7) / inner**0.5).to(dtype)
     expected = reference.moe_small_batch(x, reference.pack(gate_up), reference.pack(down), routed)
     packed = products.pack(gate_up), products.pack(down)
-    assert_close(products.moe_small_batch(in_poison(x), *packed, routed), expected)
+    steps = None if dtype is torch.float32 else 8.0  # three roundings on the way, and up to 294,912 elements
+    assert_close(products.moe_small_batch(in_poison(x), *packed, routed), expected, max_steps=steps)
     rows = products.grouped_gemm(in_poison(x), packed[0], layout, gather=True)
     assert_close(rows, reference.grouped_gemm(x, reference.pack(gate_up), layout, gather=True))
     gated = products.grouped_gemm(in_poison(x), packed[0], layout, gather=True, gated=True)
     assert_close(gated, reference.grouped_gemm(x, reference.pack(gate_up), layout, gather=True, gated=True))
     sorted_rows = products.grouped_gemm(in_poison(products.silu_and_mul(rows)), packed[1], layout, gather=False)
-    assert_close(products.combine_experts(sorted_rows, layout, routed.weights), expected)
+    assert_close(products.combine_experts(sorted_rows, layout, routed.weights), expected, max_steps=steps)
 
 
 def test_a_nan_stays_in_its_row_of_a_product(products: Operations) -> None:
