@@ -176,6 +176,9 @@ inline f32x16 dot(f32x16 sum, uint32_t left, u32x16 right) {
 template <class T, int ROWS, int COLUMNS, int64_t STRIDE>
 inline void vector_block(Left<T> a, const T* b, const T* right, int64_t steps, float* c, int64_t ldc, bool add) {
     const int64_t stride = STRIDE ? STRIDE : a.stride;
+    // Few rows wait for the weight, which the CPU by itself fetches no further than to the end of a page. More rows take
+    // longer with each line of it.
+    constexpr int64_t FETCHED = (ROWS > 2 ? 4096 : 2048) / sizeof(T);
     f32x16 sums[ROWS][COLUMNS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) {
@@ -186,6 +189,8 @@ inline void vector_block(Left<T> a, const T* b, const T* right, int64_t steps, f
         const T* left = a.first + s * a.step;
         for (int64_t k = 0; k < 16; k++) {
             const int64_t at = s * TILE<T> + k * LANES * PACK<T>;
+            __builtin_prefetch(b + at + FETCHED, 0, 2);
+            if constexpr (COLUMNS > 1) __builtin_prefetch(right + at + FETCHED, 0, 2);
             const u32x16 words[2] = {read<u32x16>(b + at), COLUMNS > 1 ? read<u32x16>(right + at) : u32x16{}};
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {

@@ -9,7 +9,7 @@ import torch
 
 from kernels import cpu, reference
 from kernels.interface import Operations
-from kernels.native.operations import native_operations
+from kernels.native.operations import HUGE_PAGE_BYTES, native_operations
 from kernels.operands import ExpertLayout, RoutedExperts
 from tests.support.tensors import assert_close, native_variants, needs_native
 
@@ -181,7 +181,7 @@ def test_combining_agrees_with_the_reference(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("m", "n", "k"),
-    [(0, 32, 32), (1, 1, 1), (1, 96, 64), (5, 33, 80), (70, 7, 300), (33, 129, 1100), (530, 64, 40)],
+    [(0, 32, 32), (1, 1, 1), (1, 96, 64), (5, 33, 80), (70, 7, 300), (33, 129, 1100), (530, 64, 40), (3, 1040, 1100)],
 )
 def test_a_product_of_any_shape_agrees_with_the_reference(
     products: Operations, m: int, n: int, k: int, dtype: torch.dtype
@@ -221,6 +221,13 @@ def test_the_layer_of_experts_agrees_with_the_reference(
     assert_close(gated, reference.grouped_gemm(x, reference.pack(gate_up), layout, gather=True, gated=True))
     sorted_rows = products.grouped_gemm(in_poison(products.silu_and_mul(rows)), packed[1], layout, gather=False)
     assert_close(products.combine_experts(sorted_rows, layout, routed.weights), expected, max_steps=steps)
+
+
+def test_a_large_weight_begins_with_a_huge_page(products: Operations) -> None:
+    weight = products.pack(random(3, 1040, 1100, dtype=torch.bfloat16))
+    (part,) = weight.parts
+    assert part.data_ptr() % HUGE_PAGE_BYTES == 0
+    assert part.nbytes == 3 * 1056 * 1120 * 2  # filled up to whole tiles, and no further
 
 
 def test_a_nan_stays_in_its_row_of_a_product(products: Operations) -> None:
