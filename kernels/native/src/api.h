@@ -124,7 +124,7 @@ struct Kernels {  // one variant's
     void (*gemm)(const GemmArgs*);
     void (*norm)(const NormArgs*);
     void (*rope)(const RopeArgs*);
-    void (*attention)(const AttentionArgs*);
+    void (*attention)(const AttentionArgs*);  // null in base and avx2
     void (*silu_and_mul)(const SiluArgs*);
     void (*combine)(const CombineArgs*);
     void (*route)(const RouteArgs*);

@@ -1,4 +1,4 @@
-"""Native attention agrees with the reference, in every variant that this machine runs.
+"""Native attention agrees with the reference, in every variant that has it and that this machine runs.
 
 Caches of these tests hold NaN wherever no token is: past a row's length, in the null block, in blocks of nobody.
 """
@@ -24,16 +24,16 @@ pytestmark = needs_native
 DTYPES = [torch.float32, torch.bfloat16]
 RAGGED = [(1, 133), (5, 18), (37, 37), (1, 1), (16, 48), (2, 2), (0, 40), (1, 16), (3, 20), (1, 17)]
 DECODE = [(1, kv_len) for kv_len in (133, 1, 16, 17, 48, 0, 131, 15, 64)]
+# 1 to 8 query heads a KV head, and more than a stream's 16 or a unit's 64 lanes take.
+HEADS = [(4, 4), (4, 2), (3, 1), (8, 2), (5, 1), (12, 2), (7, 1), (16, 2), (9, 1), (16, 1), (17, 1), (71, 1)]
 NUM_RANDOM_STEPS = 40
 
-
-# Those whose operations attend in native code; the kernels of the others are tested all the same.
 ATTENDING = [name for name in native_variants() if name.startswith(("avx512", "amx"))]
 
 
-@pytest.fixture(params=native_variants())
+@pytest.fixture(params=ATTENDING)
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """Each variant in turn."""
+    """Each variant that attends in turn."""
     return load(request.param)
 
 
@@ -109,13 +109,13 @@ def test_attention_is_native_from_avx512_on() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (7, 1), (14, 2), (9, 1), (71, 1)])
+@pytest.mark.parametrize("heads", HEADS)
 def test_ragged_chunks_agree_with_the_reference(kernels: Kernels, heads: tuple[int, int], dtype: torch.dtype) -> None:
     check(kernels, Step(tuple(RAGGED), heads, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (7, 1), (16, 1), (9, 1), (17, 1), (71, 1)])
+@pytest.mark.parametrize("heads", HEADS)
 def test_ragged_decode_agrees_with_the_reference(kernels: Kernels, heads: tuple[int, int], dtype: torch.dtype) -> None:
     check(kernels, Step(tuple(DECODE), heads, dtype=dtype))
 
@@ -134,6 +134,17 @@ def test_every_block_size_agrees_with_the_reference(kernels: Kernels, block_size
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_chunk_that_takes_several_rounds_of_keys_agrees(kernels: Kernels, dtype: torch.dtype) -> None:
     check(kernels, Step(((70, 600), (30, 257), (130, 130)), (4, 2), 32, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_4096_decode_rows_agree_with_the_reference(kernels: Kernels, dtype: torch.dtype) -> None:
+    check(kernels, Step(tuple((1, row % 37) for row in range(4096)), (2, 1), 8, dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_prompt_of_4096_tokens_agrees_with_the_reference(kernels: Kernels, dtype: torch.dtype) -> None:
+    check(kernels, Step(((4096, 4096),), (2, 1), 8, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
