@@ -95,10 +95,15 @@ class MoeSettings(SettingsGroup):
     """How mixture-of-experts layers run."""
 
     bucketed: bool = Field(
-        default=True, description="Sort tokens by expert and multiply once per expert; off: token by token, to compare."
+        default=True,
+        description="Sort tokens by expert and multiply once per expert; off: token by token, to compare. Native "
+        "products of bfloat16 sort them either way.",
     )
     bucketed_min_tokens: Tokens = Field(
-        default=4, ge=1, le=1_048_576, description="Fewest tokens in a step that are sorted by expert."
+        default=4,
+        ge=1,
+        le=1_048_576,
+        description="Fewest tokens in a step that are sorted by expert; native products of bfloat16 sort any number.",
     )
 
 
