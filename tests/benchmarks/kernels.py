@@ -29,8 +29,10 @@ from tests.benchmarks.machine import CpuTimer, GpuTimer, Machine, measure_cpu, m
 MedianUs = Callable[[Callable[[], object], Callable[[], None] | None], float]
 
 # What is native on a CPU beside attention and products.
-CPU_PASSES = ("rms_norm", "fused_add_rms_norm", "qk_norm_rope_store_kv", "silu_and_mul")
-CPU_PASSES += ("route_topk", "combine_experts", "argmax")
+CPU_PASSES = (
+    *("rms_norm", "fused_add_rms_norm", "qk_norm_rope_store_kv", "silu_and_mul"),
+    *("route_topk", "combine_experts", "argmax"),
+)
 
 HEADER = ("operation", "models", "shape", "library us", "library", "time us", "ratio", "rate", "of bound", "goal")
 RATE_UNITS: dict[Bound, str] = {"bandwidth": "GB/s", "matmul": "GFLOP/s"}

@@ -286,7 +286,8 @@ def _machine(device: torch.device) -> Machine:
         finally:
             free_memory(device)  # its buffers would count as taken when the first model is loaded
     rates = (H200_BYTES_PER_S, H200_FLOP_PER_S)
-    return Machine("none", "none", "none", torch.__version__, triton.__version__, Checkout.read(), *rates, 0.0)
+    about = ("none", "none", "none", torch.__version__, triton.__version__, Checkout.read())
+    return Machine(*about, *rates, event_floor_us=0.0, timing="none")
 
 
 def _write(path: Path | None, machine: Machine | None, results: Sequence[GpuResult], about: dict[str, Any]) -> None:
