@@ -229,7 +229,7 @@ def _lapsed(registry: TestRegistry, *, of: str = "holder") -> UnitRef:
     shard = UnitRef.shard(registry.running_job([0, 1]), 0)
     must_claim(registry.leases(owner=of), shard)
     time.sleep(0.002)  # the holder has announced itself before
-    registry.redis.hset(registry.keys.unit(shard), "lease", round(registry.time_s() * 1000))
+    registry.redis.hset(registry.keys.unit(shard), "lease", int(registry.time_s() * 1000))  # never a moment ahead
     registry.make_due()
     return shard
 
