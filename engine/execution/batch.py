@@ -6,7 +6,7 @@ A token that only the device knows yet stands in the plan as a negative number a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from engine.execution.prefix_groups import Gate, find_prefix_groups
-from engine.models.decoder import ForwardBatch
+from engine.models.decoder import ForwardBatch, LastTokens
 from kernels.operands import AttentionRows, PrefixGroup
 
 Int32 = npt.NDArray[np.int32]
@@ -70,11 +70,13 @@ class PlannedBatch:
     token_ids: Int64  # [T]
     positions: Int64  # [T]
     slot_mapping: Int64  # [T], block_id * block_size + offset
-    logits_indices: Int64  # [S], into T, in the order of the items
+    logits_indices: Int64  # [S], into T or the rows of `last`, in the order of the items
     hidden_indices: Int64  # [W], into T, item after item
     hidden_lens: tuple[int, ...]  # tokens of each item that wants hidden states; W in all
     decode: PlannedRows | None  # None: no row has one query
     prefill: PlannedRows | None  # None: every row has
+    last: PlannedRows | None = None  # see `LastTokens`
+    last_indices: Int64 = field(default_factory=_NO_TOKENS.copy)
 
     @property
     def num_tokens(self) -> int:
@@ -93,7 +95,8 @@ class PlannedBatch:
         """What a device needs, in the order `on_device` takes it back."""
         own = (self.token_ids, self.positions, self.slot_mapping, self.logits_indices, self.hidden_indices)
         decode, prefill = (() if rows is None else rows.arrays for rows in (self.decode, self.prefill))
-        return (*own, *decode, *prefill)
+        last = () if self.last is None else (*self.last.arrays, self.last_indices)
+        return (*own, *decode, *prefill, *last)
 
     def on_device(self, tensors: Sequence[torch.Tensor]) -> ForwardBatch:
         """The batch over `tensors`, one for each of `arrays`."""
@@ -108,6 +111,7 @@ class PlannedBatch:
             decode=None if self.decode is None else self.decode.on_device(following),
             prefill=None if self.prefill is None else self.prefill.on_device(following),
             num_decode_tokens=0 if self.decode is None else int(self.decode.seq_lens.shape[0]),
+            last=None if self.last is None else LastTokens(self.last.on_device(following), next(following)),
         )
 
 
@@ -122,12 +126,19 @@ class _Part:
     rows: PlannedRows | None  # None: no items
 
 
-def plan_batch(items: Sequence[ForwardItem], block_size: int, gates: tuple[Gate, Gate] | None = None) -> PlannedBatch:
+def plan_batch(
+    items: Sequence[ForwardItem],
+    block_size: int,
+    gates: tuple[Gate, Gate] | None = None,
+    *,
+    narrows: bool = False,
+) -> PlannedBatch:
     """Plan one forward pass over `items`, which must not be empty. Nothing touches a device.
 
     Rows with one query go first, so that each attention kernel works on one contiguous run of tokens.
     gates: for rows with one query, and for chunks. Rows that share a prefix which passes the gate become neighbours and
     are pointed out to the kernels as a group. None: no groups, rows in the order of the items.
+    narrows: where there are chunks of which only logits are wanted, the last layer ends with `LastTokens`.
     """
     decode_gate, prefill_gate = gates or (None, None)
     is_decode = [len(item.token_ids) == 1 for item in items]
@@ -136,21 +147,40 @@ def plan_batch(items: Sequence[ForwardItem], block_size: int, gates: tuple[Gate,
     decode = _part(items, decode_ids, block_size, decode_gate)
     prefill = _part(items, prefill_ids, block_size, prefill_gate)
     item_ids = [*decode.item_ids, *prefill.item_ids]
-    last_token = np.empty(len(items), dtype=np.int64)
-    last_token[item_ids] = np.cumsum([len(items[i].token_ids) for i in item_ids]) - 1
+    last_indices = np.cumsum([len(items[i].token_ids) for i in item_ids]) - 1
+    last_token, row = np.empty(len(items), dtype=np.int64), np.empty(len(items), dtype=np.int64)
+    last_token[item_ids], row[item_ids] = last_indices, np.arange(len(items))
     wanted = [i for i, item in enumerate(items) if item.wants_logits]
     hidden = {i: len(item.token_ids) for i, item in enumerate(items) if item.wants_hidden}
+    last = _last_rows(decode.rows, prefill.rows) if narrows and prefill.rows is not None and not hidden else None
     hidden_tokens = [np.arange(last_token[i] + 1 - count, last_token[i] + 1) for i, count in hidden.items()]
     return PlannedBatch(
         token_ids=np.concatenate((decode.token_ids, prefill.token_ids)),
         positions=np.concatenate((decode.positions, prefill.positions)),
         slot_mapping=np.concatenate((decode.slots, prefill.slots)),
-        logits_indices=last_token[wanted],
+        logits_indices=(last_token if last is None else row)[wanted],
         hidden_indices=np.concatenate([_NO_TOKENS, *hidden_tokens]),
         hidden_lens=tuple(hidden.values()),
         decode=decode.rows,
         prefill=prefill.rows,
+        last=last,
+        last_indices=last_indices,
     )
+
+
+def _last_rows(decode: PlannedRows | None, prefill: PlannedRows) -> PlannedRows:
+    """The rows of both with the last of their queries alone."""
+    parts = [rows for rows in (decode, prefill) if rows is not None]
+    seq_lens = np.concatenate([rows.seq_lens for rows in parts])
+    tables = np.zeros((seq_lens.shape[0], max(rows.block_tables.shape[1] for rows in parts)), dtype=np.int32)
+    groups: list[PrefixGroup] = []
+    first = 0
+    for rows in parts:
+        end = first + rows.seq_lens.shape[0]
+        tables[first:end, : rows.block_tables.shape[1]] = rows.block_tables
+        groups += (group._replace(first_row=group.first_row + first) for group in rows.prefix_groups)
+        first = end
+    return PlannedRows(tables, np.arange(first + 1, dtype=np.int32), seq_lens, tuple(groups))
 
 
 def _part(all_items: Sequence[ForwardItem], item_ids: list[int], block_size: int, gate: Gate | None) -> _Part:

@@ -85,7 +85,9 @@ class StepExecutor:
         return result.logits.clone(), result.hidden  # a replay for the next item would write the same logits
 
     def _forward(self, items: Sequence[ForwardItem], chosen: torch.Tensor | None) -> ForwardResult:
-        planned = plan_batch(items, self.kv_cache.spec.block_size, self._gates)
+        # On a GPU it would be launches that the warm-up has not compiled, and no GPU has measured it.
+        narrows = self.model.device.type == "cpu"
+        planned = plan_batch(items, self.kv_cache.spec.block_size, self._gates, narrows=narrows)
         if self._settings.trace_steps:
             self._trace(items)
         number = self.num_forward_passes

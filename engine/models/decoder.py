@@ -19,18 +19,30 @@ from kernels.operands import AttentionRows, PackedWeight
 
 
 @dataclass(frozen=True, eq=False)
+class LastTokens:
+    """The last token of each item, one row of attention each: all that is wanted of a step's last layer, once it has
+    written its keys and values, where no item wants hidden states.
+    """
+
+    rows: AttentionRows  # R rows with one query each
+    indices: torch.Tensor  # [R], int64, into T
+
+
+@dataclass(frozen=True, eq=False)
 class ForwardBatch:
     """One forward pass as a value: T tokens, those of rows with one query (decode) first, then the chunks."""
 
     token_ids: torch.Tensor  # [T], int64
     positions: torch.Tensor  # [T], int64
     slot_mapping: torch.Tensor  # [T], int64, block_id * block_size + offset
-    logits_indices: torch.Tensor  # [S], int64, into T: whose logits are wanted, in the order of the items
+    # [S], int64, into T or, where `last` is given, its R rows: whose logits are wanted, in the order of the items
+    logits_indices: torch.Tensor
     hidden_indices: torch.Tensor  # [W], int64, into T: whose hidden states are wanted, item after item
     hidden_lens: tuple[int, ...]  # tokens of each item that wants them; W in all
     decode: AttentionRows | None  # the first `num_decode_tokens` tokens; None when there are none
     prefill: AttentionRows | None  # the others
     num_decode_tokens: int
+    last: LastTokens | None = None  # None: the last layer is like the others
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -60,9 +72,14 @@ class AttentionLayer:
     head_dim: int
 
     def forward(
-        self, x: torch.Tensor, batch: ForwardBatch, k_cache: torch.Tensor, v_cache: torch.Tensor
+        self,
+        x: torch.Tensor,
+        batch: ForwardBatch,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        last: LastTokens | None = None,
     ) -> torch.Tensor:
-        """x [T, H] -> [T, H]; writes this step's keys and values into the layer's caches."""
+        """x [T, H] -> [T, H], or [R, H] of the last tokens; writes this step's keys and values into the caches."""
         ops = self.ops
         qkv = ops.linear(x, self.qkv_proj)
         q = ops.qk_norm_rope_store_kv(
@@ -71,10 +88,14 @@ class AttentionLayer:
         scale = self.head_dim**-0.5
         split = batch.num_decode_tokens
         parts: list[torch.Tensor] = []
-        if batch.decode is not None:
-            parts.append(ops.paged_decode_attention(q[:split], k_cache, v_cache, batch.decode, scale))
-        if batch.prefill is not None:
-            parts.append(ops.paged_prefill_attention(q[split:], k_cache, v_cache, batch.prefill, scale))
+        if last is not None:
+            q = q.index_select(0, last.indices)
+            parts.append(ops.paged_decode_attention(q, k_cache, v_cache, last.rows, scale))
+        else:
+            if batch.decode is not None:
+                parts.append(ops.paged_decode_attention(q[:split], k_cache, v_cache, batch.decode, scale))
+            if batch.prefill is not None:
+                parts.append(ops.paged_prefill_attention(q[split:], k_cache, v_cache, batch.prefill, scale))
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         return ops.linear(attended.reshape(attended.shape[0], -1), self.o_proj)
 
@@ -135,12 +156,17 @@ class DecoderLayer:
         batch: ForwardBatch,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
-    ) -> torch.Tensor:
-        """x [T, H], the previous layer's output, is added to residual [T, H] in place; returns this layer's output."""
+        last: LastTokens | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, H], the previous layer's output, is added to residual [T, H] in place; returns this layer's output and
+        the residual, both [R, H] where the last tokens alone are wanted.
+        """
         normed = self.ops.fused_add_rms_norm(x, residual, self.input_norm, self.eps)
-        attended = self.attention.forward(normed, batch, k_cache, v_cache)
+        attended = self.attention.forward(normed, batch, k_cache, v_cache, last)
+        if last is not None:
+            residual = residual.index_select(0, last.indices)
         normed = self.ops.fused_add_rms_norm(attended, residual, self.post_attention_norm, self.eps)
-        return self.mlp.forward(normed)
+        return self.mlp.forward(normed), residual
 
 
 class StreamedLayers:
@@ -199,7 +225,8 @@ class DecoderModel:
         if observer is not None:
             observer.after(-1)
         for index, layer in enumerate(self.layers):
-            x = layer.forward(x, residual, batch, kv_cache.keys[index], kv_cache.values[index])
+            last = batch.last if index == len(self.layers) - 1 else None
+            x, residual = layer.forward(x, residual, batch, kv_cache.keys[index], kv_cache.values[index], last)
             if observer is not None:
                 observer.after(index)
         residual += x

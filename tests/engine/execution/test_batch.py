@@ -47,6 +47,26 @@ def test_decode_rows_go_first_and_logits_keep_the_order_of_the_items() -> None:
     assert _lists(batch.prefill) == ([[5, 3], [2, 0]], [0, 3, 5], [5, 2])
 
 
+def test_the_last_layer_of_a_step_with_chunks_ends_with_last_tokens() -> None:
+    items = [
+        ForwardItem([10, 11, 12], start=2, block_table=[5, 3], wants_logits=True),
+        ForwardItem([20], start=8, block_table=[7, 1, 9], wants_logits=True),
+        ForwardItem([30, 31], start=4, block_table=[5, 2], wants_logits=True),
+    ]
+    batch = plan_batch(items, 4, narrows=True)
+    assert _lists(batch.last) == ([[7, 1, 9], [5, 3, 0], [5, 2, 0]], [0, 1, 2, 3], [9, 5, 6])
+    assert batch.last_indices.tolist() == [0, 3, 5]  # into the tokens
+    assert batch.logits_indices.tolist() == [1, 0, 2]  # into the rows
+    grouped = plan_batch([items[1], *items], 4, (_always, lambda *_: False), narrows=True)
+    assert grouped.last is not None
+    assert grouped.last.prefix_groups == (PrefixGroup(0, 2, 8),)
+
+
+def test_where_hidden_states_are_wanted_the_last_layer_is_like_others() -> None:
+    assert plan_batch(ITEMS, 4, narrows=True).last is None
+    assert plan_batch([ITEMS[0], ITEMS[2]], 4, narrows=True).last is None  # decode alone
+
+
 def test_a_batch_of_one_kind_has_no_rows_of_the_other() -> None:
     decode_only = plan_batch([ForwardItem([1], 0, [1], True)], 16)
     assert decode_only.prefill is None

@@ -136,9 +136,9 @@ class Seen:
         self.passes: list[tuple[Groups, Groups]] = []
 
     def plan(
-        self, items: Sequence[ForwardItem], block_size: int, gates: tuple[Gate, Gate] | None = None
+        self, items: Sequence[ForwardItem], block_size: int, gates: tuple[Gate, Gate] | None = None, *, narrows: bool
     ) -> PlannedBatch:
-        batch = planner.plan_batch(items, block_size, gates)
+        batch = planner.plan_batch(items, block_size, gates, narrows=narrows)
         decode, prefill = (rows.prefix_groups if rows else () for rows in (batch.decode, batch.prefill))
         self.passes.append((decode, prefill))
         return batch
