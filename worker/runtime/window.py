@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, ResumeState
@@ -33,7 +33,9 @@ class AdmissionWindow:
     gets a turn of `ageing_s`, in which its prompts go in with the best priority. And a prompt that goes in does not
     overtake, in the engine's strict order, a request that has been there for `ageing_s` for each step between.
 
-    A choice costs O(shards held). Not thread-safe: to be used under the lock of its EngineThread.
+    A choice costs O(shards held). Where all of them are of one tenant and priority it stands for every prompt of the
+    feed that sorts before those of the others: shards cut from one job follow one another. Not thread-safe: to be used
+    under the lock of its EngineThread.
     """
 
     def __init__(self, max_open: int, *, ageing_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -74,9 +76,13 @@ class AdmissionWindow:
             if found is None:
                 break
             feed, priority = found
-            request = replace(self._sweeps[feed.priority, feed.tenant].take(feed), priority=self._rank(priority))
-            self._enter(request, feed.tenant)
-            taken.append((request, feed))
+            rank = self._rank(priority)
+            for request in self._sweeps[feed.priority, feed.tenant].take(feed):
+                ranked = replace(request, priority=rank)
+                self._enter(ranked, feed.tenant)
+                taken.append((ranked, feed))
+                if len(self._sweeps) > 1 or self._room_taken >= self._max_open:
+                    break
         return taken
 
     def end(self, request_id: str) -> None:
@@ -201,15 +207,21 @@ class FeedSweep:
             self._from = ()
         return min(ahead or feeds, key=lambda feed: feed.next_key)
 
-    def take(self, feed: PromptFeed) -> AnyRequest:
-        """The next prompt of the feed that is due."""
-        key, request = feed.take()
-        self._num_taken += 1
+    def take(self, feed: PromptFeed) -> Iterator[AnyRequest]:
+        """Take the next prompt of the feed that is due, and those after it as long as the feed stays due."""
         del self._last_turns[feed]
-        self._last_turns[feed] = self._num_taken
-        if self._from:
-            self._from = key
-        return request
+        others = self._last_turns.copy()
+        end = min((other.next_key for other in others if other.is_live), default=None)
+        last = min(others.values(), default=self._num_taken) + self._max_overtakes
+        is_due = True
+        while is_due:
+            key, request = feed.take()
+            self._num_taken += 1
+            self._last_turns[feed] = self._num_taken
+            if self._from:
+                self._from = key
+            yield request
+            is_due = feed.num_waiting > 0 and (end is None or feed.next_key < end) and self._num_taken < last
 
 
 class PromptFeed:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from itertools import islice
 
 import pytest
 
@@ -10,7 +12,7 @@ from engine.request import AnyRequest, EmbeddingRequest, Request
 from engine.sampling_params import SamplingParams
 from tests.support.fake_engine import make_feed, prompts
 from worker.requests.step_engine import request_room
-from worker.runtime.window import LOW_WATER, OVERTAKES, AdmissionWindow, PromptFeed
+from worker.runtime.window import LOW_WATER, OVERTAKES, AdmissionWindow, FeedSweep, PromptFeed
 
 AGEING_S = 10.0
 
@@ -86,6 +88,26 @@ def test_a_shard_is_passed_by_so_many_and_then_goes_on_to_its_end() -> None:
     harness.feed("a" * (4 * OVERTAKES))
     order = harness.run()
     assert order == "a" * (OVERTAKES + 1) + "xyz" + "a" * (3 * OVERTAKES - 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prompts_taken_in_one_go_are_those_taken_one_by_one(seed: int) -> None:
+    draw = random.Random(seed)
+    shards = ["".join(sorted(draw.choices("abcdef", k=draw.randint(1, 30)))) for _ in range(draw.randint(1, 6))]
+    max_overtakes = draw.randint(1, 20)
+
+    def order(num_together: int) -> list[str]:
+        sweep, feeds = FeedSweep(max_overtakes), [make_feed(f"{number}") for number in range(len(shards))]
+        taken: list[str] = []
+        for feed, texts in zip(feeds, shards, strict=True):
+            sweep.add(feed)
+            feed.offer(prompts(texts), is_last=True)
+        while sweep.is_ready:
+            due = sweep.due()
+            taken += [due.tenant + request.request_id[0] for request in islice(sweep.take(due), num_together)]
+        return taken
+
+    assert order(1000) == order(1)
 
 
 def test_no_more_than_the_window_is_in_the_engine() -> None:
