@@ -130,7 +130,7 @@ class GrammarFields(ServiceFields):
 
     @model_validator(mode="after")
     def _has_one_grammar(self) -> Self:
-        if not self.model_fields_set.isdisjoint(_NAMES):  # on few lines
+        if self._names_grammar:
             params = [given.param for given in self._grammars()]
             if len(params) > 1:
                 accepted = f"a line without it, or without {params[0]}"
@@ -140,7 +140,12 @@ class GrammarFields(ServiceFields):
     @property
     def grammar(self) -> GivenGrammar | None:
         """What the answer is held to."""
-        return next(iter(self._grammars()), None)
+        return next(iter(self._grammars()), None) if self._names_grammar else None
+
+    @property
+    def _names_grammar(self) -> bool:
+        """Whether it may have a grammar: on few lines."""
+        return not self.model_fields_set.isdisjoint(_NAMES)
 
     def _grammars(self) -> list[GivenGrammar]:
         forms = (self.response_format, self.structured_outputs)
