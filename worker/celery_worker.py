@@ -50,8 +50,8 @@ def run_worker(
     parts = WorkerParts(app, settings, lambda: load_engine(effective), on_failure=_ask_celery_to_stop)
     runtime = WorkerRuntime(parts)
     runtime.load()
-    # Collections took 8 us a prompt in a queue without a model, 3 since they pass over the 90,000 objects that stay (more
-    # with torch) and come more rarely than with every 700 more lists and tuples.
+    # Collections took 8 us a prompt in a queue without a model, 3 since they pass over the 90,000 objects that stay
+    # (more with torch) and come more rarely than with every 700 more lists and tuples.
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)

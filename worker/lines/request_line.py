@@ -16,6 +16,7 @@ RequestBody = GeneratingBody | EmbeddingBody
 HEAD_BYTES = 1024  # compared byte by byte
 # Beyond the head, prompts that agree up to one of these lengths are put side by side, in no particular order.
 LEVELS_BYTES = (4_096, 16_384, 65_536)
+_NO_LEVELS = (b"",) * len(LEVELS_BYTES)  # of a prompt that its head holds
 
 PrefixKey = tuple[bytes, ...]
 
@@ -81,5 +82,7 @@ def prefix_sort_key(prompt_key: str) -> PrefixKey:
     The keys of a job are all in memory at once: 50 000 prompts of 256 KiB would be 13 GB, their keys are 60 MB.
     """
     data = prompt_key.encode("utf-8", "surrogatepass")
-    levels = (data[:length] if len(data) > HEAD_BYTES else b"" for length in LEVELS_BYTES)
-    return (data[:HEAD_BYTES], *(hashlib.blake2b(level, digest_size=8).digest() if level else b"" for level in levels))
+    if len(data) <= HEAD_BYTES:
+        return (data, *_NO_LEVELS)
+    levels = (hashlib.blake2b(data[:length], digest_size=8).digest() for length in LEVELS_BYTES)
+    return (data[:HEAD_BYTES], *levels)
