@@ -38,6 +38,9 @@ _BODIES: dict[Endpoint, type[RequestBody]] = {
     Endpoint.EMBEDDINGS: EmbeddingBody,
 }
 
+# What a line may have too many of, but for inputs. Without these it has none of them, and one answer.
+_COUNTED = frozenset({"tools", "n", "stop", "stop_token_ids", "logit_bias", "logprobs", "top_logprobs"})
+
 _PREFIX = "Input should be "
 _ACCEPTED = {
     "int_type": "a whole number",
@@ -227,6 +230,8 @@ def _beyond_limits(body: RequestBody, limits: LimitSettings) -> Iterator[Refusal
     """Faults of what costs memory or time out of proportion to the line's size."""
     if isinstance(body, EmbeddingBody):
         counts = [("input", len(body.input), limits.max_embedding_inputs, "max_embedding_inputs")]
+    elif body.model_fields_set.isdisjoint(_COUNTED):
+        return
     else:
         logprobs, tools = ("top_logprobs", body.tools) if isinstance(body, ChatBody) else ("logprobs", ())
         counts = [
