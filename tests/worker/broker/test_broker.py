@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import uuid
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ from kombu import Message
 from pydantic import SecretStr
 
 from settings import RedisSettings, Settings
-from tests.chaos.frames import FAR_FUTURE, TWENTY_THREE, body, put, spoiled, valid_frame
+from tests.chaos.frames import FAR_FUTURE, TWENTY_THREE, body, encoded, put, spoiled, valid_frame
 from tests.support.processes import wait_until
 from tests.support.registry import TestRegistry, running_units
 from tests.support.workers import FAKE_WORKER_STOP_TIMEOUT_S, worker_processes
@@ -57,8 +58,15 @@ UNSENDABLE = [put("properties", "delivery_tag", to=tag) for tag in UNSENDABLE_TA
 # What breaks Celery's code around a task: each would keep one of a worker's six slots for ever.
 SLOT_KEEPING = [put("body", to=body([["s0-*"], {}, 7]))] * 8
 
-# What would be unpacked, or is larger than any message of ours.
-UNPACKABLE = [put("headers", "compression", to="application/x-gzip"), put("body", to="A" * MAX_MESSAGE_BYTES)]
+
+def _compress(frame: dict[str, Any]) -> None:
+    """As Celery does: it would be unpacked and run."""
+    frame["body"] = encoded(zlib.compress(base64.b64decode(frame["body"])))
+    frame["headers"]["compression"] = "application/x-gzip"
+
+
+# Messages but for what they would be unpacked to, or for their size.
+UNPACKABLE = [_compress, put("headers", "argsrepr", to="A" * MAX_MESSAGE_BYTES)]
 
 CHANNELS = "/0.celeryev/*"
 
