@@ -74,6 +74,10 @@ class GuardedChannel(Channel):  # type: ignore[misc]  # kombu has no types
     _last_frame: bytes | None = None  # what BRPOP returned last
 
     def _create_client(self, asynchronous: bool = False) -> Untyped:
+        if self.connection is None:
+            # A reset while a queue is declared has kombu close this channel, and publish on it all the same. With this
+            # error it opens another; its own, an AttributeError, ended a worker whose reaper announced, with code 70.
+            raise redis.ConnectionError("the channel is closed")
         client = super()._create_client(asynchronous=asynchronous)
         if asynchronous:
             self._remember_frames(client)

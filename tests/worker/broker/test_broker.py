@@ -32,11 +32,14 @@ from worker.broker.messages import (
     MAX_FRAMES,
     MAX_MESSAGE_BYTES,
     RUN_SHARD_TASK,
+    Announcer,
+    GuardedChannel,
     MessageEnd,
     bury,
 )
 from worker.client import BatchClient
 from worker.registry.keys import UnitRef
+from worker.registry.queues import queue_of
 from worker.runtime.held_units import HeldUnit
 from worker.runtime.runtime import WorkerRuntime
 from worker.runtime.unit_runner import UnitRunner
@@ -109,6 +112,24 @@ def test_a_text_that_speaks_of_compression_is_a_message_all_the_same(
         app.send_task("millrace.submit", args=[job_id, 1], kwargs={"metadata": metadata})
         wait_until(lambda: registry.redis.hget(registry.keys.job(job_id), "st") == b"done")
     assert client.status(job_id).metadata == metadata
+
+
+def test_a_reset_while_a_queue_is_declared_costs_no_message(
+    registry: TestRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resets = [redis.ConnectionError("reset")]
+    bind = GuardedChannel.queue_bind
+
+    def bind_or_reset(channel: GuardedChannel, *arguments: Any, **options: Any) -> None:
+        if resets:
+            raise resets.pop()
+        bind(channel, *arguments, **options)
+
+    monkeypatch.setattr(GuardedChannel, "queue_bind", bind_or_reset)
+    announcer = Announcer(create_app(Settings(redis=registry.settings)))
+    announcer.announce(UnitRef.shard("s0-1", 0), 0, "declared-anew")
+    assert not resets
+    assert registry.redis.llen(queue_of("declared-anew")) == 1
 
 
 def test_the_dead_list_is_bounded(registry: TestRegistry) -> None:
