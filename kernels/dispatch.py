@@ -126,7 +126,8 @@ def implementation_names(ops: Operations, device: torch.device) -> Mapping[str, 
         own = f"{package} ({version}): {reason}"
         names[name] = LIBRARY_CALLS.get(name, own) if package == "triton" else own
         if package == "native":
-            names[name] = f"native ({cast('NativeOperations', ops).variant}): {reason}"
+            native = cast("NativeOperations", ops)
+            names[name] = native.library_calls.get(name, f"native ({native.variant}): {reason}")
     return names
 
 

@@ -33,8 +33,11 @@ class Operations(Protocol):
         keep_dtype: do not quantise it (a router, whose rounding would send tokens to other experts).
         """
 
-    def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """`x @ weight.T`. x [T, K] model dtype, weight [N, K] -> [T, N] model dtype."""
+    def linear(self, x: Tensor, weight: PackedWeight, *, gated: bool = False) -> Tensor:
+        """`x @ weight.T`. x [T, K] model dtype, weight [N, K] -> [T, N] model dtype.
+
+        gated: `silu_and_mul` of the product is returned, [T, N / 2].
+        """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm over the last dimension (arXiv 1910.07467): x * rsqrt(mean(x^2) + eps) in float32, cast to the

@@ -110,8 +110,7 @@ class DenseMLP:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, H]."""
-        ops = self.ops
-        return ops.linear(ops.silu_and_mul(ops.linear(x, self.gate_up_proj)), self.down_proj)
+        return self.ops.linear(self.ops.linear(x, self.gate_up_proj, gated=True), self.down_proj)
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,9 +26,10 @@ def pack(weight: torch.Tensor, *, keep_dtype: bool = False) -> PackedWeight:
     return PackedWeight(tuple(matrices), tuple(weight.shape))
 
 
-def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: PackedWeight, *, gated: bool = False) -> torch.Tensor:
     """See `Operations.linear`."""
-    return product(x, weight.parts[0])
+    out = product(x, weight.parts[0])
+    return silu_and_mul(out) if gated else out
 
 
 def product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

@@ -34,9 +34,10 @@ def pack(weight: torch.Tensor, *, keep_dtype: bool = False) -> PackedWeight:
     return PackedWeight.unchanged(weight)
 
 
-def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: PackedWeight, *, gated: bool = False) -> torch.Tensor:
     """See `Operations.linear`."""
-    return product(x, weight.tensor)
+    out = product(x, weight.tensor)
+    return silu_and_mul(out) if gated else out
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -34,11 +34,12 @@ def is_quantised(weight: PackedWeight) -> bool:
     return weight.parts[0].dtype is torch.int8
 
 
-def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: PackedWeight, *, gated: bool = False) -> torch.Tensor:
     """See `Operations.linear`."""
     if not is_quantised(weight):
-        return dense.linear(x, weight)
-    return product(quantise_rows(x), weight, 0, x.dtype)
+        return dense.linear(x, weight, gated=gated)
+    out = product(quantise_rows(x), weight, 0, x.dtype)
+    return dense.silu_and_mul(out) if gated else out
 
 
 def product(x: QuantisedRows, weight: PackedWeight, index: int, dtype: torch.dtype) -> torch.Tensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Mapping
 from contextlib import suppress
 from ctypes import byref
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -35,6 +37,10 @@ DTYPES = (torch.float32, torch.bfloat16)  # float16 is left to kernels.cpu: the 
 
 class NativeOperations:
     """The operations on a CPU. An operation that a variant does not do, or not in a dtype, is `kernels.cpu`'s."""
+
+    # Operation -> the library that does its larger part: PyTorch's products are faster where a CPU has no instructions
+    # for bfloat16.
+    library_calls: Mapping[str, str] = MappingProxyType({"linear": "oneDNN through PyTorch; the gate: native"})
 
     def __init__(self, variant: str) -> None:
         """variant: see `kernels.native.library`. Raises KernelsUnavailable."""
@@ -72,6 +78,11 @@ class NativeOperations:
             is_float=x.dtype is torch.float32,
         )
         self._kernels.norm(byref(args))
+
+    def linear(self, x: Tensor, weight: PackedWeight, *, gated: bool = False) -> Tensor:
+        """See `Operations.linear`. The product is PyTorch's."""
+        out = cpu.linear(x, weight)
+        return self.silu_and_mul(out) if gated else out
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `Operations.silu_and_mul`."""
@@ -190,10 +201,8 @@ class NativeOperations:
         self._kernels.argmax(byref(args))
         return ids
 
-    # By PyTorch, and so named by `implementation_names`: its products are faster where a CPU has no
-    # instructions for bfloat16.
+    # By PyTorch, and so named by `implementation_names`.
     pack = staticmethod(cpu.pack)
-    linear = staticmethod(cpu.linear)
     grouped_gemm = staticmethod(cpu.grouped_gemm)
     moe_small_batch = staticmethod(cpu.moe_small_batch)
     sort_tokens_by_expert = staticmethod(cpu.sort_tokens_by_expert)
@@ -241,6 +250,8 @@ class Bfloat16Operations(Avx512Operations):
     (kernels/DESIGN.md has the figures).
     """
 
+    library_calls: Mapping[str, str] = MappingProxyType({})
+
     def pack(self, weight: Tensor, *, keep_dtype: bool = False) -> PackedWeight:
         """See `Operations.pack`. bfloat16 in 16 x 16 tiles, padded with zeros; float32 as `kernels.cpu` does."""
         if weight.dtype is not torch.bfloat16:
@@ -256,11 +267,11 @@ class Bfloat16Operations(Avx512Operations):
             self._kernels.pack_weight(matrix.data_ptr(), num_rows, depth, out.data_ptr())
         return NativePacked((packed,), tuple(weight.shape))
 
-    def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """See `Operations.linear`."""
+    def linear(self, x: Tensor, weight: PackedWeight, *, gated: bool = False) -> Tensor:
+        """See `Operations.linear`. The gate is applied within the product."""
         if not isinstance(weight, NativePacked):
-            return cpu.linear(x, weight)
-        return self._gemm(_rows(x), weight, x.shape[0])
+            return super().linear(x, weight, gated=gated)
+        return self._gated_gemm(x, weight, x.shape[0], gated=gated)
 
     def grouped_gemm(
         self, x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool, gated: bool = False
@@ -272,10 +283,7 @@ class Bfloat16Operations(Avx512Operations):
         expected = num_pairs // layout.top_k if gather else num_pairs
         if x.shape[0] != expected:
             raise ValueError(f"x has {x.shape[0]} rows; accepted: {expected}, as the layout has")
-        # The gate's columns must end where a tile does, so that those of the up projection begin with one.
-        fused = gated and weight.shape[1] % (2 * GATED_STEP) == 0
-        rows = self._gemm(_rows(x), weight, num_pairs, layout=layout, gather=gather, gated=fused)
-        return self.silu_and_mul(rows) if gated and not fused else rows
+        return self._gated_gemm(x, weight, num_pairs, layout=layout, gather=gather, gated=gated)
 
     def moe_small_batch(self, x: Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> Tensor:
         """See `Operations.moe_small_batch`. Sorted all the same: the products read the rows where they lie."""
@@ -284,6 +292,21 @@ class Bfloat16Operations(Avx512Operations):
         layout = self.sort_tokens_by_expert(routed.expert_ids, gate_up.shape[0])
         hidden = self.grouped_gemm(x, gate_up, layout, gather=True, gated=True)
         return self.combine_experts(self.grouped_gemm(hidden, down, layout, gather=False), layout, routed.weights)
+
+    def _gated_gemm(
+        self,
+        x: Tensor,
+        weight: NativePacked,
+        num_rows: int,
+        *,
+        layout: ExpertLayout | None = None,
+        gather: bool = False,
+        gated: bool,
+    ) -> Tensor:
+        # The gate's columns must end where a tile does, so that those of the up projection begin with one.
+        fused = gated and weight.shape[-2] % (2 * GATED_STEP) == 0
+        rows = self._gemm(_rows(x), weight, num_rows, layout=layout, gather=gather, gated=fused)
+        return self.silu_and_mul(rows) if gated and not fused else rows
 
     def _gemm(
         self,
@@ -328,20 +351,23 @@ class AmxOperations(Bfloat16Operations):
     GB/s. But it makes a primitive, 1 to 2 ms, for each new number of rows: rows are filled up to multiples of 32.
     """
 
+    library_calls = NativeOperations.library_calls
+
     def pack(self, weight: Tensor, *, keep_dtype: bool = False) -> PackedWeight:
         """See `Operations.pack`. Experts in bfloat16 in tiles, the rest as `kernels.cpu` does."""
         if weight.dim() == 3:
             return super().pack(weight, keep_dtype=keep_dtype)
         return cpu.pack(weight, keep_dtype=keep_dtype)
 
-    def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
+    def linear(self, x: Tensor, weight: PackedWeight, *, gated: bool = False) -> Tensor:
         """See `Operations.linear`."""
         num_rows = x.shape[0]
-        if x.dtype is not torch.bfloat16 or num_rows % ROWS_STEP == 0:
-            return cpu.linear(x, weight)
-        filled = x.new_zeros(_round_up(num_rows, ROWS_STEP), x.shape[1])
-        filled[:num_rows] = x
-        return cpu.linear(filled, weight)[:num_rows]
+        if x.dtype is torch.bfloat16 and num_rows % ROWS_STEP:
+            filled = x.new_zeros(_round_up(num_rows, ROWS_STEP), x.shape[1])
+            filled[:num_rows] = x
+            x = filled
+        out = cpu.linear(x, weight)[:num_rows]
+        return self.silu_and_mul(out) if gated else out
 
 
 def native_operations(variant: str) -> NativeOperations:

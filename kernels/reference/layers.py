@@ -14,9 +14,10 @@ def pack(weight: torch.Tensor, *, keep_dtype: bool = False) -> PackedWeight:
     return PackedWeight.unchanged(weight)
 
 
-def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    """`x @ weight.T`."""
-    return product(x, weight.tensor)
+def linear(x: torch.Tensor, weight: PackedWeight, *, gated: bool = False) -> torch.Tensor:
+    """`x @ weight.T`, or its `silu_and_mul`."""
+    out = product(x, weight.tensor)
+    return silu_and_mul(out) if gated else out
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ def pack(weight: torch.Tensor, *, keep_dtype: bool = False) -> PackedWeight:
     return PackedWeight.unchanged(weight)
 
 
-def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: PackedWeight, *, gated: bool = False) -> torch.Tensor:
     """See `Operations.linear`. One call of cuBLASLt through PyTorch, not a Triton kernel.
 
     Nothing is gathered and nothing is fused, so a kernel of ours could only win by being a better GEMM, and Triton's
@@ -40,7 +40,8 @@ def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     `torch.backends.cuda.matmul.allow_{bf16,fp16}_reduced_precision_reduction` and `allow_tf32` are off; PyTorch has the
     first two on. They are settings of the process, so the loading of the model switches them off.
     """
-    return F.linear(x, weight.tensor)
+    out = F.linear(x, weight.tensor)
+    return silu_and_mul(out) if gated else out
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -181,14 +181,27 @@ def test_combining_agrees_with_the_reference(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("m", "n", "k"),
-    [(0, 32, 32), (1, 1, 1), (1, 96, 64), (5, 33, 80), (70, 7, 300), (33, 129, 1100), (530, 64, 40), (3, 1040, 1100)],
+    [
+        (0, 32, 32),
+        (1, 1, 1),
+        (1, 96, 64),
+        (5, 33, 80),
+        (9, 40, 96),
+        (70, 7, 300),
+        (33, 129, 1100),
+        (530, 64, 40),
+        (3, 1040, 1100),
+    ],
 )
 def test_a_product_of_any_shape_agrees_with_the_reference(
     products: Operations, m: int, n: int, k: int, dtype: torch.dtype
 ) -> None:
     x, weight = random(m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1)
-    expected = reference.linear(x, reference.pack(weight))
-    assert_close(products.linear(in_poison(x), products.pack(in_poison(weight))), expected)
+    packed, expected = products.pack(in_poison(weight)), reference.pack(weight)
+    assert_close(products.linear(in_poison(x), packed), reference.linear(x, expected))
+    if n % 2 == 0:
+        gated = products.linear(in_poison(x), packed, gated=True)
+        assert_close(gated, reference.linear(x, expected, gated=True))
 
 
 @pytest.mark.slow
