@@ -42,7 +42,7 @@ class Sampler:
         """unknown_ids [U], int64: ids without a token in the vocabulary; never chosen."""
         self._ops = ops
         self._staging = ArrayStaging(device)
-        self._unknown_ids = unknown_ids
+        self._unknown_ids = unknown_ids if unknown_ids is not None and unknown_ids.shape[0] else None
         self._masks = TokenMasks(torch.get_num_threads())
         # On the device, because some operations would copy a Python number there and wait for it.
         self._minus_infinity = torch.full((), -torch.inf, device=device)
@@ -63,6 +63,8 @@ class Sampler:
         parts = row_arrays(rows, logits.shape[1])
         if forbidden is not None:
             parts["forbidden"] = forbidden
+        if not parts and self._unknown_ids is None:
+            return self._choose_greedily(logits, rows)
         given = arrays_to_tensors(parts, self._staging.send)
         is_finite = torch.isfinite(logits.amax(dim=-1))  # NaN propagates through amax
         scored = given["logprobs"][0] if "logprobs" in given else None
@@ -73,6 +75,13 @@ class Sampler:
         if scored is not None and raw is not None:
             tensors += _logprobs(raw, token_ids.index_select(0, scored), [count for count, _ in scored_rows(rows)])
         return ChosenTokens(token_ids, PendingResult(tuple(tensors), lambda on_host: _answers(on_host, rows, failures)))
+
+    def _choose_greedily(self, logits: torch.Tensor, rows: Rows) -> ChosenTokens:
+        """Where nothing is edited or drawn, a row's largest logit says whether it is finite: one pass over them."""
+        token_ids = self._ops.argmax(logits)  # a NaN counts as the largest
+        is_finite = torch.isfinite(logits.gather(1, token_ids.unsqueeze(1)).squeeze(1))
+        chosen = torch.where(is_finite, token_ids, self._not_finite)
+        return ChosenTokens(token_ids, PendingResult((chosen,), lambda on_host: _answers(on_host, rows, {})))
 
     def _masks_of(self, rows: Rows) -> tuple[Arrays | None, Mapping[int, GrammarFailed]]:
         """Rows with a grammar and what it forbids [n, V], None where no row has one; and the failures by row, whose
