@@ -42,6 +42,7 @@ BUDGET_S = 0.5  # of GPU time for the runs of one measurement
 WARM_UP_RUNS = 3  # the first compiles
 
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
+UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}  # flag -> what multiplies bfloat16, the fastest first
 
 PACKAGES = ("celery", "redis", "pydantic", "tokenizers")
 
@@ -223,6 +224,7 @@ class PeersMachine:
 
     cpu: str
     num_cpus: int
+    unit: str  # that multiplies bfloat16: AMX, AVX512-BF16 or none
     features: tuple[str, ...]  # of those that decide how fast a type is
     load: float  # runnable processes over the minute before
     torch: str
@@ -236,6 +238,7 @@ class PeersMachine:
         return cls(
             cpu=_value(info, "model name"),
             num_cpus=usable_cores(),
+            unit=next((name for flag, name in UNITS.items() if flag in flags), "none"),
             features=tuple(name for name in FEATURES if name in flags),
             load=os.getloadavg()[0],
             torch=torch.__version__,
@@ -244,7 +247,8 @@ class PeersMachine:
 
     def __str__(self) -> str:
         return (
-            f"{self.cpu}, {self.num_cpus} CPUs ({' '.join(self.features)}), load before {self.load:.2f}\n"
+            f"{self.cpu}, {self.num_cpus} CPUs ({' '.join(self.features)}; bfloat16 unit: {self.unit}), load before "
+            f"{self.load:.2f}\n"
             f"torch {self.torch}, {self.checkout}"
         )
 

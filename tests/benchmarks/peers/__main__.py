@@ -6,6 +6,7 @@ Figures are tables for people and JSON for programs.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import tempfile
@@ -15,11 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
+from engine.loading.derived_settings import usable_cores
 from tests.benchmarks.machine import PeersMachine, write_figures
 from tests.benchmarks.peers.floor import FORMULA
 from tests.benchmarks.peers.sides import PEERS, PeerMissing, TrialServerFailed
 from tests.benchmarks.peers.trials import Comparison, Distance, MachineBusy, PeersRun
-from tests.benchmarks.peers.workload import WORKLOADS
+from tests.benchmarks.peers.workload import MAX_POSITIONS, WORKLOADS
 
 DTYPES = ("bfloat16", "float32")
 DESCRIPTION = """\
@@ -47,6 +49,7 @@ FLOOR_HEADER = (
 )
 
 EXIT_CODE_TERMINATED = 143
+MAX_PROMPT_TOKENS = 8000
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -54,8 +57,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.peers", description=DESCRIPTION)
     _add_what_is_compared(parser)
     parser.add_argument("--workload", default=",".join(WORKLOADS), metavar="NAMES", help=f"of {', '.join(WORKLOADS)}")
-    parser.add_argument("--requests", type=int, default=64, metavar="N", help="in a trial; a multiple of 4")
+    parser.add_argument("--requests", type=int, default=64, metavar="N", help="in a trial; shared: a multiple of 4")
+    parser.add_argument("--prompt-tokens", type=int, default=448, metavar="N", help="of each request, 32 to 8000")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="that each request generates")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPUs that both sides may use; else all")
     parser.add_argument("--trials", type=int, default=3, metavar="N", help="of each side, after one that warms up")
     again = "run a pair of trials again if the hypervisor took a larger share of the CPUs, 0 to 1"
     parser.add_argument("--max-stolen", type=float, default=1.0, metavar="SHARE", help=again)
@@ -99,10 +104,15 @@ def _refusal(options: argparse.Namespace) -> str | None:
 def _refused_number(options: argparse.Namespace) -> str | None:
     if options.trials < 3:
         return "--trials: accepted: 3 or more"
-    if options.requests < 4 or options.requests % 4:
-        return "--requests: accepted: multiples of 4"
-    if options.max_tokens < 2:
-        return "--max-tokens: accepted: 2 or more"
+    groups = max(WORKLOADS[name].num_groups for name in options.workloads) or 1
+    if options.requests < groups or options.requests % groups:
+        return f"--requests: accepted: multiples of {groups}"
+    if not 32 <= options.prompt_tokens <= MAX_PROMPT_TOKENS:
+        return f"--prompt-tokens: accepted: 32 to {MAX_PROMPT_TOKENS}"
+    if options.max_tokens < 2 or options.prompt_tokens + options.max_tokens > MAX_POSITIONS:
+        return f"--max-tokens: accepted: 2 or more, with the prompt's at most {MAX_POSITIONS}"
+    if options.threads is not None and not 1 <= options.threads <= usable_cores():
+        return f"--threads: accepted: 1 to {usable_cores()}"
     if not 0 <= options.max_stolen <= 1:
         return "--max-stolen: accepted: 0 to 1"
     return None
@@ -181,6 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.peer is not None:
             PEERS[options.peer].python(options.venv)
+        if options.threads is not None:  # what is started from here on inherits it
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
         with _cache(options.cache) as cache:
             run = PeersRun(options, cache)
             print(run.machine, flush=True)

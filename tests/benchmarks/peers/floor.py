@@ -22,7 +22,8 @@ FORMULA = """\
 floor   = prefill + M - 1 decode steps, each the larger of its arithmetic and its reading:
           FLOP of products / rate + FLOP of attention / rate of the activations' type, and bytes / read bandwidth
 prefill : 2 W T + 2 V H R + 4 L N D (pairs of a token and a key it sees) FLOP; T tokens, each shared prefix once;
-          W weights that a token passes through; the head only for the R requests' last tokens. Bytes: weights, once
+          W weights that a token passes through; the head, and of the last layer all but keys and values, only for
+          the R requests' last tokens. Bytes: weights, once
 decode  : R (2 W + 2 V H) + 4 L N D (keys of all requests) FLOP a step. Bytes: weights (of experts those that R tokens
           choose) and 2 L N_kv D elements of KV a token, a shared prefix once per group
 Norms, rotary, activations, sampling, writing to memory and scheduling count as nothing."""
@@ -104,6 +105,8 @@ class ModelCost:
     kv_elements_per_token: int  # all layers
     num_experts: int  # 0: dense
     experts_per_token: int
+    num_layers: int = 1
+    ending_flop_per_token: int = 0  # of the last layer's products behind its keys and values
 
     @classmethod
     def of(cls, config: ModelConfig) -> ModelCost:
@@ -125,6 +128,9 @@ class ModelCost:
             layers=tuple(products),
             head=Product(config.vocab_size, hidden, 1, 1),
             attention_flop_per_pair=4 * attended * layers,
+            num_layers=layers,
+            ending_flop_per_token=sum(product.flop_per_token for product in products) // layers
+            - 4 * config.num_kv_heads * head_dim * hidden,
             kv_elements_per_token=2 * config.num_kv_heads * head_dim * layers,
             num_experts=0 if moe is None else moe.num_experts,
             experts_per_token=0 if moe is None else moe.experts_per_token,
@@ -158,9 +164,12 @@ class Arithmetic:
         """FLOP up to the first token of every request."""
         load, cost = self.workload, self.cost
         products = load.num_prefill_tokens * cost.layer_flop_per_token + load.num_requests * cost.head.flop_per_token
+        products -= (load.num_prefill_tokens - load.num_requests) * cost.ending_flop_per_token
         own_pairs = load.own_tokens * load.prefix_tokens + _triangle(load.own_tokens)
         pairs = load.num_groups * _triangle(load.prefix_tokens) + load.num_requests * own_pairs
-        return Flop(products, pairs * cost.attention_flop_per_pair)
+        ending_pairs = load.num_requests * load.prompt_tokens
+        attention = ((cost.num_layers - 1) * pairs + ending_pairs) * cost.attention_flop_per_pair / cost.num_layers
+        return Flop(products, attention)
 
     def decode_step(self, step: int) -> Flop:
         """FLOP of a step that gives every request a token, `step` tokens after its prompt (1 is the first)."""

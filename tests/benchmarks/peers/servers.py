@@ -21,8 +21,6 @@ from typing import TypedDict
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 
-MAX_MODEL_LEN = 2048
-
 PRECISIONS = {"bfloat16": "bf16", "float32": "f32"}
 CACHE_GB = 4
 
@@ -84,16 +82,16 @@ def load_millrace(model: str, assignments: Sequence[str]) -> tuple[Generate, dic
     return generate, {"engine": f"Millrace, torch {torch.__version__}", "dtype": dtype}
 
 
-def load_vllm(model: str, dtype: str) -> tuple[Generate, dict[str, str]]:
+def load_vllm(model: str, dtype: str, max_num_seqs: int, max_model_len: int) -> tuple[Generate, dict[str, str]]:
     """Load vLLM, compiled (the default and the fastest), with prefix caching. It does not detokenise; we do."""
     vllm = importlib.import_module("vllm")
     llm = vllm.LLM(
         model,
         dtype=dtype,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=64,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
         enable_prefix_caching=True,
-        max_num_batched_tokens=4096,
+        max_num_batched_tokens=max(4096, max_model_len),
     )
 
     def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
@@ -105,7 +103,9 @@ def load_vllm(model: str, dtype: str) -> tuple[Generate, dict[str, str]]:
     return generate, {"engine": f"vLLM {vllm.__version__}, compiled, torch {torch}", "dtype": dtype}
 
 
-def load_transformers(model: str, dtype: str) -> tuple[Generate, dict[str, str]]:
+def load_transformers(
+    model: str, dtype: str, _max_num_seqs: int, _max_model_len: int
+) -> tuple[Generate, dict[str, str]]:
     """Load transformers; `generate` takes one rectangular batch, so the prompts must be equally long."""
     import torch
     import transformers
@@ -130,14 +130,14 @@ def load_transformers(model: str, dtype: str) -> tuple[Generate, dict[str, str]]
     return generate, {"engine": about, "dtype": dtype}
 
 
-def load_openvino(model: str, dtype: str) -> tuple[Generate, dict[str, str]]:
+def load_openvino(model: str, dtype: str, max_num_seqs: int, max_model_len: int) -> tuple[Generate, dict[str, str]]:
     """Load OpenVINO GenAI with continuous batching and prefix caching."""
     genai, openvino = importlib.import_module("openvino_genai"), importlib.import_module("openvino")
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = CACHE_GB
     scheduler.enable_prefix_caching = True
-    scheduler.max_num_seqs = 64
-    scheduler.max_num_batched_tokens = 4096
+    scheduler.max_num_seqs = max_num_seqs
+    scheduler.max_num_batched_tokens = max(4096, max_model_len)
     precision = PRECISIONS[dtype]
     properties = {"INFERENCE_PRECISION_HINT": precision}
     pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
@@ -158,10 +158,14 @@ def _row(prompt: list[int]) -> object:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve the side. Arguments: SIDE MODEL, then assignments if it is ours, else the dtype."""
+    """Serve the side. Arguments: SIDE MODEL, then assignments if it is ours, else dtype, requests at once, length."""
     side, model, *rest = arguments
     peers = {"vllm": load_vllm, "transformers": load_transformers, "openvino": load_openvino}
-    serve(lambda: load_millrace(model, rest) if side == "millrace" else peers[side](model, *rest))
+    if side == "millrace":
+        serve(lambda: load_millrace(model, rest))
+    else:
+        dtype, max_num_seqs, max_model_len = rest
+        serve(lambda: peers[side](model, dtype, int(max_num_seqs), int(max_model_len)))
 
 
 if __name__ == "__main__":

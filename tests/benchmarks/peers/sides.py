@@ -54,9 +54,10 @@ class Peer:
             raise PeerMissing(f"{self.name}: {venv} has no {self.package}; install it with: {self.install}")
         return python
 
-    def command(self, venv: Path, model: Path, dtype: str) -> list[str]:
-        """The command that serves trials on the checkpoint `model`."""
-        return [str(self.python(venv)), "-m", SERVERS, self.name, str(self._exported(venv, model)), dtype]
+    def command(self, venv: Path, model: Path, dtype: str, max_num_seqs: int, max_model_len: int) -> list[str]:
+        """The command that serves trials on the checkpoint `model`: so many requests at once, of so many tokens."""
+        limits = (str(max_num_seqs), str(max_model_len))
+        return [str(self.python(venv)), "-m", SERVERS, self.name, str(self._exported(venv, model)), dtype, *limits]
 
     def _exported(self, venv: Path, model: Path) -> Path:
         if self.exporter is None:
@@ -77,7 +78,7 @@ def _vllm_environment(venv: Path) -> dict[str, str]:
     wanted = [venv / "lib" / "libiomp5.so", Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")]
     return {
         "VLLM_CPU_KVCACHE_SPACE": "4",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
         "LD_PRELOAD": ":".join(str(library) for library in wanted if library.exists()),
     }
 

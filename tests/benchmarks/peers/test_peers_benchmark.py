@@ -21,7 +21,7 @@ from tests.benchmarks.peers.workload import MODELS, VOCAB_SIZE, WORKLOADS, Workl
 from tests.support.tiny_checkpoint import make_checkpoint
 
 RATES = MachineRates({"float32": 1e9, "bfloat16": 2e9, "int8": 4e9}, 1e9)
-MACHINE = PeersMachine("a CPU", 2, ("avx2",), 0.5, "2.13", Checkout("abc", False))
+MACHINE = PeersMachine("a CPU", 2, "none", ("avx2",), 0.5, "2.13", Checkout("abc", False))
 
 TINY = Workload("tiny", "dense", num_groups=2, prefix_tokens=3, own_tokens=2, num_requests=4, max_tokens=3)
 FLOAT32 = ("float32", "float32")
@@ -54,6 +54,13 @@ def test_shared_prompts_fall_into_four_groups_and_no_trial_repeats_another() -> 
     assert len({tuple(prompt) for prompt in first}) == 64
     assert {len(prompt) for prompt in first} == {448}
     assert not {tuple(prompt[:16]) for prompt in first} & {tuple(prompt[:16]) for prompt in second}
+
+
+@pytest.mark.parametrize(("tokens", "prefix"), [(448, 384), (64, 48), (4096, 3504)])
+def test_a_longer_prompt_shares_as_large_a_part_in_whole_blocks(tokens: int, prefix: int) -> None:
+    workload = WORKLOADS["dense-shared"].sized(64, 64, tokens)
+    assert (workload.prefix_tokens, workload.own_tokens) == (prefix, tokens - prefix)
+    assert WORKLOADS["dense-unshared"].sized(1, 64, tokens).own_tokens == tokens
 
 
 def test_unshared_prompts_share_no_block() -> None:
@@ -152,7 +159,11 @@ def test_without_a_peer_there_is_no_ratio() -> None:
         (["--workload", "dense-shared,other"], "other; accepted: dense-shared"),
         (["--trials", "2"], "--trials: accepted: 3"),
         (["--requests", "6"], "--requests: accepted: multiples of 4"),
+        (["--workload", "moe-unshared", "--requests", "0"], "--requests: accepted: multiples of 1"),
+        (["--prompt-tokens", "31"], "--prompt-tokens: accepted: 32 to 8000"),
+        (["--prompt-tokens", "8000", "--max-tokens", "193"], "with the prompt's at most 8192"),
         (["--max-tokens", "1"], "--max-tokens: accepted: 2"),
+        (["--threads", "0"], "--threads: accepted: 1 to"),
         (["--max-stolen", "1.1"], "--max-stolen: accepted: 0 to 1"),
         (["--peer", "vllm"], "--venv: needed"),
         (["--sorted"], "--sorted: needs --peer"),
@@ -206,14 +217,17 @@ def test_one_token_reads_only_the_experts_it_chooses() -> None:
 
 
 def test_arithmetic_is_what_counting_token_by_token_gives() -> None:
-    cost = ModelCost((Product(5, 7, 1, 1),), Product(11, 7, 1, 1), 13, 2, 0, 0)
+    # Two layers; of the second's products, 40 FLOP a token are not for its keys and values.
+    cost = ModelCost((Product(5, 7, 2, 2),), Product(11, 7, 1, 1), 26, 2, 0, 0, num_layers=2, ending_flop_per_token=40)
     products = pairs = 0
     for _group in range(2):
         for position in range(3):
-            products, pairs = products + 2 * 5 * 7, pairs + position + 1
+            products, pairs = products + 2 * 2 * 5 * 7 - 40, pairs + position + 1
     for _request in range(4):
         for position in range(3, 3 + 2 + 2):  # two of its own, and two more that it generated
-            products, pairs = products + 2 * 5 * 7, pairs + position + 1
+            is_sampled = position >= 4
+            products += 2 * 2 * 5 * 7 - (0 if is_sampled else 40)
+            pairs += (position + 1) * (2 if is_sampled else 1)
         products += 3 * 2 * 11 * 7  # three tokens sampled
     assert Arithmetic(TINY, cost).total() == (products, pairs * 13)
 

@@ -20,6 +20,7 @@ from tests.benchmarks.peers.workload import WORKLOADS, Workload, checkpoint
 from tests.support.tiny_checkpoint import decoder_config
 
 MAX_REPEATS = 4  # for each pair that is wanted
+LEAST_MODEL_LEN = 2048  # tokens that a request may have: of both sides, so that no run is sized for its workload alone
 
 
 class Side(Protocol):
@@ -170,7 +171,7 @@ class PeersRun:
 
     def _measure(self, workload: Workload, cost: ModelCost, ours: Side, other: Side | None) -> Comparison:
         options, products = self._options, (*cost.layers, cost.head)
-        workload = workload.sized(options.requests, options.max_tokens)
+        workload = workload.sized(options.requests, options.max_tokens, options.prompt_tokens)
         weights = options.dtype if options.quantization == "none" else options.quantization
         dtypes = tuple(dict.fromkeys(("float32", "bfloat16", weights)))
         before = MachineRates.measure(products, usable_cores(), dtypes)
@@ -202,11 +203,17 @@ class PeersRun:
         if options.peer is None:
             return nullcontext()
         peer = PEERS[options.peer]
-        command = peer.command(options.venv, model, options.peer_dtype)
+        command = peer.command(options.venv, model, options.peer_dtype, options.requests, self._max_model_len)
         return trial_server(command, peer.environment(options.venv), self._cache / f"{peer.name}.log")
 
     def _assignments(self) -> list[str]:
         options = self._options
         quantization = [] if options.quantization == "none" else [f"engine.quantization={options.quantization}"]
         threads = f"engine.num_threads={usable_cores()}"
-        return [f"engine.dtype={options.dtype}", threads, *quantization, *options.set]
+        limits = [f"engine.max_num_seqs={options.requests}", f"engine.max_model_len={self._max_model_len}"]
+        return [f"engine.dtype={options.dtype}", threads, *limits, *quantization, *options.set]
+
+    @property
+    def _max_model_len(self) -> int:
+        prompt_tokens: int = self._options.prompt_tokens
+        return max(LEAST_MODEL_LEN, prompt_tokens + int(self._options.max_tokens))

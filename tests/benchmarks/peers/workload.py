@@ -19,12 +19,14 @@ from tests.support.tiny_checkpoint import Family, make_model
 from tests.support.tiny_tokenizer import SPECIAL_TOKENS, tokenizer_config
 
 VOCAB_SIZE = 32_768
+MAX_POSITIONS = 8192
+BLOCK_TOKENS = 16  # that both engines share or do not share together
 NUM_RESERVED_IDS = 3  # the tokenizer's last ids are special tokens; a prompt holds none
 
 _BOTH: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "num_hidden_layers": 8,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": MAX_POSITIONS,
     "initializer_range": 0.02,
     "dtype": "bfloat16",
 }
@@ -93,9 +95,18 @@ class Workload:
         generator.shuffle(prompts)
         return prompts
 
-    def sized(self, num_requests: int, max_tokens: int) -> Workload:
-        """This workload with other numbers of requests and tokens."""
-        return replace(self, num_requests=num_requests, max_tokens=max_tokens)
+    def sized(self, num_requests: int, max_tokens: int, prompt_tokens: int | None = None) -> Workload:
+        """This workload with other numbers of requests and tokens. The same share of a prompt is its own, in blocks."""
+        prefix = self.prefix_tokens
+        if prompt_tokens is not None:
+            prefix = prompt_tokens * prefix // self.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        return replace(
+            self,
+            num_requests=num_requests,
+            max_tokens=max_tokens,
+            prefix_tokens=prefix,
+            own_tokens=(prompt_tokens or self.prompt_tokens) - prefix,
+        )
 
 
 def _tokens(generator: random.Random, count: int) -> list[int]:
