@@ -117,7 +117,8 @@ def predict(model: Qwen3MoeForCausalLM, batch: Batch) -> tuple[torch.Tensor, tup
     for layer in cache.layers:
         layer.keys = layer.keys.expand(size, -1, -1, -1)
         layer.values = layer.values.expand(size, -1, -1, -1)
-    output = model.model(batch.ids[:, :-1], past_key_values=cache, use_cache=True, output_router_logits=True)
+    # By place: transformers 5.24 calls the fourth argument `cache`, and warns of `past_key_values`, as 5.23 calls it.
+    output = model.model(batch.ids[:, :-1], None, None, cache, use_cache=True, output_router_logits=True)
     return model.lm_head(output.last_hidden_state[batch.foretells]), output.router_logits
 
 
