@@ -45,6 +45,17 @@ WORKER_SETTINGS = (
 )  # fmt: skip
 SYSTEM = "You answer in the style of a miller who has seen every river and trusts none of them. "
 
+# What a scrape sees only while jobs run, as conditions.
+SEEN_UNDER_WAY = (
+    "min_over_time(millrace_engine_free_kv_blocks[10m]) < max_over_time(millrace_engine_kv_blocks[10m])",
+    "max_over_time(millrace_engine_running_sequences[10m]) > 0",
+    "max(max_over_time(millrace_queue_open_prompts[10m]))"
+    ' > max(max_over_time(millrace_queue_tenant_open_prompts{tenant="shop"}[10m])) > 0',
+    'max_over_time(millrace_queue_waiting_shards{tenant="shop",priority="5"}[10m]) > 0',
+    'max_over_time(millrace_queue_waiting_shards{tenant="press",priority="2"}[10m]) > 0',
+)
+UNDER_WAY_TIMEOUT_S = 120.0
+
 SCRAPE_TIMEOUT_S = 5.0
 
 PROMETHEUS_START_TIMEOUT_S = 30.0
@@ -96,7 +107,7 @@ def monitored_run(directory: Path, model: Path) -> Iterator[MonitoredRun]:
         wait_until(client.workers, timeout_s=START_TIMEOUT_S)
         wait_until(lambda: instant(prometheus_url, "millrace_healthy == 1"), timeout_s=START_TIMEOUT_S)
         started_s = time.time()
-        _run_jobs(client)
+        _run_jobs(client, prometheus_url)
         # Two more scrapes: the last records are in them.
         ended_s = time.time()
         wait_until(lambda: instant(prometheus_url, f"timestamp(millrace_healthy) > {ended_s + 1}"))
@@ -118,20 +129,27 @@ def status_of(url: str, authorization: str | None = None, *, method: str = "GET"
         return None
 
 
-def _run_jobs(client: BatchClient) -> None:
-    def lines(name: str, count: int) -> list[dict[str, object]]:
-        return [
-            {"prompt": f"{SYSTEM}{name} asks question {number}.", "max_tokens": 32, "temperature": 0}
-            for number in range(count)
-        ]
+def _run_jobs(client: BatchClient, prometheus_url: str) -> None:
+    """Run jobs of two tenants until Prometheus saw such under way: a fast machine ends them between two scrapes."""
+    client.wait(client.submit([{"prompt": "Hello", "no_such_parameter": 1}] * 5, tenant="press"), timeout_s=100.0)
 
-    jobs = [
-        client.submit(lines("A customer", 80), tenant="shop"),
-        client.submit(lines("A reader", 80), tenant="press", priority=2),
-        client.submit([{"prompt": "Hello", "no_such_parameter": 1}] * 5, tenant="press"),
+    def are_seen() -> bool:
+        jobs = [
+            client.submit(_lines("A customer", 80), tenant="shop"),
+            client.submit(_lines("A reader", 80), tenant="press", priority=2),
+        ]
+        for job in jobs:
+            client.wait(job, timeout_s=100.0)
+        return all(instant(prometheus_url, condition) for condition in SEEN_UNDER_WAY)
+
+    wait_until(are_seen, timeout_s=UNDER_WAY_TIMEOUT_S)
+
+
+def _lines(name: str, count: int) -> list[dict[str, object]]:
+    return [
+        {"prompt": f"{SYSTEM}{name} asks question {number}.", "max_tokens": 32, "temperature": 0}
+        for number in range(count)
     ]
-    for job in jobs:
-        client.wait(job, timeout_s=100.0)
 
 
 @contextmanager
