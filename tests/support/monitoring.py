@@ -7,7 +7,9 @@ it.
 
 from __future__ import annotations
 
+import itertools
 import json
+import operator
 import os
 import re
 import shutil
@@ -130,13 +132,18 @@ def status_of(url: str, authorization: str | None = None, *, method: str = "GET"
 
 
 def _run_jobs(client: BatchClient, prometheus_url: str) -> None:
-    """Run jobs of two tenants until Prometheus saw such under way: a fast machine ends them between two scrapes."""
+    """Run jobs of two tenants until Prometheus saw such under way.
+
+    A fast machine ends them between two scrapes: the next ones have twice the prompts.
+    """
     client.wait(client.submit([{"prompt": "Hello", "no_such_parameter": 1}] * 5, tenant="press"), timeout_s=100.0)
+    sizes = itertools.accumulate(itertools.repeat(2), operator.mul, initial=80)
 
     def are_seen() -> bool:
+        size = next(sizes)
         jobs = [
-            client.submit(_lines("A customer", 80), tenant="shop"),
-            client.submit(_lines("A reader", 80), tenant="press", priority=2),
+            client.submit(_lines("A customer", size), tenant="shop"),
+            client.submit(_lines("A reader", size), tenant="press", priority=2),
         ]
         for job in jobs:
             client.wait(job, timeout_s=100.0)
