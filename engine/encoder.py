@@ -7,19 +7,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 
+from engine.checkpoint.embedding_config import EmbeddingConfig
 from engine.embedding import EmbeddingRequests, EmbeddingState, pool
 from engine.engine import StepLoop
 from engine.errors import InvalidRequest
+from engine.execution.forward import EncoderExecutor
 from engine.kv_cache.block_manager import BlockHashChain
 from engine.out_of_memory import step_failure
-from engine.parts import EncoderParts
 from engine.request import AnyRequest, EmbeddingRequest, ResumeState
 from engine.scheduling.waiting_queue import SchedulerLimits, WaitingQueue
 from engine.stats import EngineStats
+from engine.text.tokenizer import Tokenizer
 from engine.validation import check_embedding_request
+from settings import EffectiveSettings
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderParts:
+    """What the engine of an encoder is built from: loaded, warmed up."""
+
+    effective: EffectiveSettings  # fully derived
+    executor: EncoderExecutor
+    tokenizer: Tokenizer
+    embedding: EmbeddingConfig
+    max_model_len: int  # tokens of one input
 
 
 class EncoderEngine(StepLoop):

@@ -15,11 +15,10 @@ import torch
 from engine.embedding import EmbeddingRequests
 from engine.errors import EngineFatal, InvalidRequest, NonFiniteLogits
 from engine.execution.model_runner import ModelRunner, StepInFlight
-from engine.generation import GenerationRequests
+from engine.generation import EngineParts, GenerationRequests
 from engine.model_interface import ModelInterface
 from engine.out_of_memory import is_out_of_memory
 from engine.outputs import FinishedRequests, OutputProcessor
-from engine.parts import EngineParts
 from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, ResumeState
 from engine.sampler import Sampler
 from engine.scheduling.scheduler import ScheduledBatch, Scheduler

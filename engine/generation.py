@@ -12,12 +12,14 @@ import time
 from array import array
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from engine.checkpoint.embedding_config import EmbeddingConfig
 from engine.errors import EngineError, EngineFatal, InvalidRequest
+from engine.execution.forward import StepExecutor
 from engine.kv_cache.block_manager import BlockManager
+from engine.model_interface import ModelInterface
 from engine.outputs import FinishedRequests, OutputProcessor
-from engine.parts import EngineParts
 from engine.request import FinishReason, PromptLogprobs, Request, RequestOutput, ResumeState
 from engine.resume import ResumeStates
 from engine.sampler import SampledToken
@@ -25,11 +27,26 @@ from engine.scheduling.sequence import RequestState, TokenCounts
 from engine.structured.compiler import GrammarCompiler
 from engine.structured.grammar import Grammar
 from engine.structured.matcher import CompiledGrammar
+from engine.text.tokenizer import Tokenizer
 from engine.unfinished import KEY_BYTES, RequestGroup, SequenceQueue, UnfinishedRequests
+from settings import EffectiveSettings
 
 SEED_STRIDE = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: keeps the streams of a request's n sequences apart
 
 WAIT_S = 0.01  # for a grammar, in a step that has nothing to run
+
+
+@dataclass(frozen=True, eq=False)
+class EngineParts:
+    """What an engine is built from: loaded, warmed up, with one block manager."""
+
+    effective: EffectiveSettings  # fully derived
+    executor: StepExecutor
+    model_interface: ModelInterface
+    block_manager: BlockManager
+    tokenizer: Tokenizer
+    eos_token_ids: frozenset[int]
+    embedding: EmbeddingConfig
 
 
 class GenerationRequests(UnfinishedRequests[Request, RequestState, RequestGroup, SampledToken | FinishReason]):

@@ -17,17 +17,21 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from settings.engine import EngineSettings
 from settings.fields import (
     BOOLEAN_FORMS,
+    MASK,
     NONE_WORD,
     Accepted,
     SettingsGroup,
     Unit,
+    mask_refused_url,
+    mask_url,
+    mask_userinfo,
     read_boolean,
     read_number,
     read_whole_number,
+    show,
     write,
 )
 from settings.limits import LimitSettings
-from settings.masking import MASK, mask_refused_url, mask_url, mask_userinfo, show
 from settings.model import ModelSettings
 from settings.observability import LogSettings, MetricsSettings, TracingSettings
 from settings.redis import RedisSettings

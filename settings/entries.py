@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from settings.errors import SettingsError
-from settings.masking import mask_userinfo, show
+from settings.fields import mask_userinfo, show
 
 ENV_PREFIX = "MILLRACE_"
 ENV_DELIMITER = "__"

@@ -1,4 +1,4 @@
-"""The types that settings are declared with, and how each kind of value is read from text and written as text."""
+"""The types that settings are declared with; how values are read from text, written, and shown without passwords."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ BOOLEAN_FORMS = f"{', '.join(TRUE_WORDS)} or {', '.join(FALSE_WORDS)}"
 # At most 19 digits: more than any setting holds, and far below the 4300 at which int() itself refuses.
 _WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,18})")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,40})?([eE][+-]?[0-9]{1,3})?")
+
+MASK = "***"
+_LONGEST_SHOWN = 120
+# Up to the *last* @: a password with an unescaped @ or / in it must not leave its tail behind.
+_USERINFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<user>[^:@/?]*)(?P<password>:.*)?@", re.DOTALL)
+_QUERY_PASSWORD = re.compile(r"([?&][^=&]*(?:pass|secret|token)[^=&]*=)[^&#]*", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"pass|secret|credential|auth|api_?key|url", re.IGNORECASE)
 
 
 class SettingsGroup(BaseModel):
@@ -112,3 +119,42 @@ def write(value: object) -> str:
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
     return str(value)
+
+
+def mask_url(url: str) -> str:
+    """A URL without its passwords: `redis://user:***@host/0`. What is no URL is hidden whole."""
+    if "://" not in url:
+        return MASK
+    return mask_userinfo(url)
+
+
+def mask_refused_url(url: str) -> str:
+    """What may be shown of a URL that was not understood: its scheme, since the password may be anywhere after it."""
+    scheme, separator, _ = url.partition("://")
+    return f"{scheme}://{MASK}" if separator and scheme.isalpha() else MASK
+
+
+def mask_userinfo(text: str) -> str:
+    """Any text, without the passwords of a URL that may be in it."""
+    masked = _USERINFO.sub(_without_password, text)
+    return _QUERY_PASSWORD.sub(rf"\1{MASK}", masked)
+
+
+def _without_password(match: re.Match[str]) -> str:
+    if match["password"] is None:
+        # redis://TOKEN@host: to Redis that is a user name, but people put a token there.
+        return f"{match['scheme']}{MASK}@"
+    return f"{match['scheme']}{match['user']}:{MASK}@"
+
+
+def sounds_secret(name: str) -> bool:
+    """Whether to hide an unknown setting's value, since its name may be that of a secret, mistyped."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def show(value: object) -> str:
+    """A name or value on one line: as written where that is readable, else quoted with escapes; long ones are cut."""
+    text = value if isinstance(value, str) else write(value)
+    if text == "" or " " in text or not text.isprintable():
+        text = repr(text)
+    return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "..."

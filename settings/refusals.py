@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from settings.catalogue import Catalogue, SettingSpec
 from settings.entries import PROFILE_VARIABLE, Entry, Origin, Source
 from settings.errors import FieldOrderError, SettingsError
-from settings.masking import MASK, mask_userinfo, show, sounds_secret
+from settings.fields import MASK, mask_userinfo, show, sounds_secret
 
 # What Kubernetes injects into every pod of a namespace that has a Service named millrace or millrace-something.
 _SERVICE_LINK = re.compile(r"MILLRACE_([A-Z0-9_]+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")

@@ -21,7 +21,7 @@ from pydantic_settings import PydanticBaseSettingsSource
 from settings.catalogue import Catalogue, Settings
 from settings.entries import ENV_PREFIX, PROFILE_VARIABLE, Entry, Origin, Source
 from settings.errors import SettingsError
-from settings.masking import show
+from settings.fields import show
 from settings.refusals import read_entry
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")

@@ -8,12 +8,13 @@ from pathlib import Path
 from engine.checkpoint.embedding_config import EmbeddingConfig
 from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_config, read_eos_token_ids
 from engine.checkpoint.weights import Checkpoint
-from engine.encoder import EncoderEngine
+from engine.encoder import EncoderEngine, EncoderParts
 from engine.engine import Engine
 from engine.errors import EngineFatal
 from engine.execution.decode_graphs import make_decode_graphs
 from engine.execution.forward import EncoderExecutor, StepExecutor
 from engine.execution.profile import PassTrace
+from engine.generation import EngineParts
 from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.tensors import KVCacheTensors
 from engine.loading.derived_settings import derive_for, model_path
@@ -33,7 +34,6 @@ from engine.models.decoder import DecoderModel
 from engine.models.load import load_decoder, load_encoder
 from engine.models.placement import prepare_placement
 from engine.out_of_memory import POOL_SETTINGS, WEIGHTS_ADVICE, naming_settings
-from engine.parts import EncoderParts, EngineParts
 from engine.text.tokenizer import Tokenizer
 from settings import EffectiveSettings, Source
 

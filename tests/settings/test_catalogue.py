@@ -13,7 +13,7 @@ import pytest
 import settings
 from settings import RedisSettings, SettingRow, SettingsError, load_settings, parse_assignments
 from settings.catalogue import Catalogue
-from settings.masking import mask_url
+from settings.fields import mask_url
 
 SPECS = list(Catalogue.read().specs.values())
 UNITS_BY_SUFFIX = {"_s": "s", "_bytes": "bytes", "_tokens": "tokens", "_seqs": "sequences", "_blocks": "blocks"}

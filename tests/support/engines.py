@@ -19,12 +19,12 @@ import torch
 from engine.engine import Engine
 from engine.execution.decode_graphs import DecodeGraphs, DecodeRun
 from engine.execution.profile import PassTrace
+from engine.generation import EngineParts
 from engine.kv_cache.block_manager import BlockManager
 from engine.kv_cache.tensors import KVCacheTensors
 from engine.loading import load
 from engine.model_interface import ErrorResult, ItemResult, LogitsResult, ModelInterface
 from engine.models.decoder import DecoderModel
-from engine.parts import EngineParts
 from engine.request import AnyRequest, FinishReason, Request, RequestOutput, ResumeState
 from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler

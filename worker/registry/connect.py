@@ -21,7 +21,7 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
 from settings import RedisSettings, SettingsError
-from settings.masking import mask_url
+from settings.fields import mask_url
 from settings.redis import Ack
 from worker.registry.errors import NotDurable
 from worker.registry.exchange import AsyncRegistryRedis, RegistryRedis, Scripts, ask

@@ -1,0 +1,101 @@
+"""The kernels of a layer but attention, as compiled for sm_80 and sm_90: over rows, and of the experts."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.kernels.aot.table import launch_elementwise, launch_experts
+from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
+
+ROW_KERNELS = {"rms_norm_kernel", "silu_and_mul_kernel", "qk_norm_rope_store_kv_kernel"}
+EXPERT_KERNELS = {
+    "_route_topk_kernel",
+    "_scan_expert_kernel",
+    "_count_kernel",
+    "_place_kernel",
+    "_grouped_gemm_kernel",
+    "_gate_up_silu_kernel",
+    "_down_combine_kernel",
+    "_invert_kernel",
+    "_combine_experts_kernel",
+}
+LOAD = r"ld\.global(?:\.\w+(?:::\w+)?)*?\.(v\d\.)?b(\d+)"
+STORE = r"st\.global(?:\.\w+(?:::\w+)?)*?\.(v\d\.)?b(\d+)"
+# 65,536 registers of a multiprocessor: up to so many a thread, four programs of 128 threads and two of 256 fit.
+MAX_REGISTERS = 128
+
+
+@pytest.fixture(scope="module", params=[80, 90])
+def over_rows(request: pytest.FixtureRequest) -> list[CompiledKernel]:
+    with compiling_for(request.param) as kernels:
+        launch_elementwise()
+    return kernels
+
+
+def widths_bytes(pattern: str, kernel: CompiledKernel) -> list[int]:
+    """Bytes each of a kernel's global loads or stores moves for one thread."""
+    return [int(vector[1:-1] or 1) * int(bits) // 8 if vector else int(bits) // 8
+            for vector, bits in re.findall(pattern, kernel.ptx)]  # fmt: skip
+
+
+def test_every_kernel_over_rows_compiles_without_spills(over_rows: list[CompiledKernel]) -> None:
+    assert {kernel.name for kernel in over_rows} == ROW_KERNELS
+    for kernel in over_rows:
+        assert kernel.spill_bytes == 0, kernel
+        assert kernel.shared_bytes <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
+        assert kernel.registers <= MAX_REGISTERS, kernel
+
+
+def test_every_access_of_a_row_moves_16_bytes_a_thread(over_rows: list[CompiledKernel]) -> None:
+    # Hidden sizes that are no multiple of 16 elements are read element by element; no model has one.
+    rows = [k for k in over_rows if k.name != "qk_norm_rope_store_kv_kernel" and k.constants.get("HIDDEN_SIZE") != 1000]
+    assert len(rows) >= 20
+    for kernel in rows:
+        assert set(widths_bytes(LOAD, kernel)) == {16}, kernel
+        assert set(widths_bytes(STORE, kernel)) == {16}, kernel
+
+
+def test_heads_are_read_and_written_16_bytes_a_thread(over_rows: list[CompiledKernel]) -> None:
+    heads = [k for k in over_rows if k.name == "qk_norm_rope_store_kv_kernel" and k.constants["HEAD_DIM"] != 64]
+    assert len(heads) >= 6
+    for kernel in heads:
+        assert widths_bytes(LOAD, kernel).count(16) >= 6, kernel  # two halves of queries, of keys, of values
+        assert set(widths_bytes(STORE, kernel)) == {16}, kernel
+
+
+@pytest.fixture(scope="module", params=[80, 90])
+def of_experts(request: pytest.FixtureRequest) -> list[CompiledKernel]:
+    with compiling_for(request.param) as kernels:
+        launch_experts()
+    return kernels
+
+
+def gemms(of_experts: list[CompiledKernel]) -> list[CompiledKernel]:
+    return [kernel for kernel in of_experts if kernel.name == "_grouped_gemm_kernel"]
+
+
+def test_every_kernel_of_experts_compiles_without_spills(of_experts: list[CompiledKernel]) -> None:
+    assert {kernel.name for kernel in of_experts} == EXPERT_KERNELS
+    for kernel in of_experts:
+        assert kernel.spill_bytes == 0, kernel
+        assert kernel.shared_bytes <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
+
+
+def test_every_tile_is_compiled(of_experts: list[CompiledKernel]) -> None:
+    tiles = {(kernel.constants["BLOCK_M"], kernel.constants["GATHER"]) for kernel in gemms(of_experts)}
+    assert tiles == {(rows, gather) for rows in (16, 32, 64, 128) for gather in (False, True)}
+
+
+def test_matrix_products_copy_16_bytes_at_a_time_while_they_multiply(of_experts: list[CompiledKernel]) -> None:
+    streaming = ("_gate_up_silu_kernel", "_down_combine_kernel")
+    for kernel in [*gemms(of_experts), *(kernel for kernel in of_experts if kernel.name in streaming)]:
+        assert kernel.num_async_copies > 0, kernel
+
+
+def test_every_matrix_product_uses_wgmma_on_hopper(of_experts: list[CompiledKernel]) -> None:
+    """The small ones too: their operands are swapped, so the weight's 64 or more columns are the rows wgmma wants."""
+    for kernel in gemms(of_experts):
+        assert kernel.uses_wgmma == (kernel.capability == 90), kernel
+        assert kernel.constants["SWAP_AB"] == (kernel.capability == 90 and kernel.constants["BLOCK_M"] < 64), kernel
