@@ -41,6 +41,8 @@ class _Event(Protocol):
 
     def record(self) -> None: ...
 
+    def query(self) -> bool: ...
+
     def synchronize(self) -> None: ...
 
 
@@ -49,6 +51,10 @@ class _NoEvent:
 
     def record(self) -> None:
         """Nothing is under way."""
+
+    def query(self) -> bool:
+        """It is over."""
+        return True
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
@@ -77,7 +83,8 @@ class StagingBuffer:
         """Tensors of the same shapes and types on the device, good until this buffer sends again."""
         ends = list(accumulate(-(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for array in arrays))
         starts = [0, *ends[:-1]]
-        self._copied.synchronize()
+        if not self._copied.query():  # the copy of two steps before: long over, and asking does not wait
+            self._copied.synchronize()
         self._reserve(ends[-1])
         host = self._on_host.numpy()
         for start, array in zip(starts, arrays, strict=True):

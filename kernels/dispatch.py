@@ -17,7 +17,7 @@ from kernels.native.operations import NativeOperations
 
 OLDEST_CAPABILITY = (8, 0)  # Ampere: asynchronous copies and bfloat16; the kernels are compiled for 8.0 and 9.0
 NATIVE_OFF = "off"  # in place of a variant: PyTorch alone
-LIBRARY_CALLS = {"linear": "cuBLASLt through PyTorch: a dense product, nothing to fuse or to gather"}
+LIBRARY_CALLS = {"linear": "cuBLAS through PyTorch: a dense product, nothing to fuse or to gather"}
 
 
 def operations(device: torch.device) -> Operations:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -68,8 +70,9 @@ class DecodeGraphs:
         started_s = time.monotonic()
         if not self._untried:
             return
-        while self._untried:
-            self._capture(self._untried.pop())
+        with _no_garbage_collection():
+            while self._untried:
+                self._capture(self._untried.pop())
         _log.info(
             "decode_graphs_captured",
             batch_sizes=list(self.stats().captured_sizes),
@@ -118,6 +121,21 @@ class DecodeGraphs:
     def _run(self, kv_lens: tuple[int, ...]) -> None:
         batch = self._buffers.batch(kv_lens)
         self._model.forward(batch, self._kv_cache, logits_out=self._logits[: len(kv_lens)])
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Collect now, and not before the end: a graph or a stream that a collection finalises within a capture makes calls
+    that break it, and torch.cuda.graph no longer collects first.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def make_decode_graphs(

@@ -1,4 +1,4 @@
-"""The dense operations of a layer: matrix products by cuBLASLt, RMSNorm and the gated activation as kernels.
+"""The dense operations of a layer: matrix products by cuBLAS, RMSNorm and the gated activation as kernels.
 
 Norms and the activation read rows once and are bound by memory, so what counts is bytes in flight: an H200 moves
 4.3 TB/s at about 0.8 us of latency, that is 3.4 MB in flight or 26 KB on each of its 132 multiprocessors. A tile of
@@ -26,15 +26,19 @@ MIN_GATE_WIDTH = 256
 
 
 def pack(weight: torch.Tensor, *, keep_dtype: bool = False) -> PackedWeight:
-    """See `Operations.pack`. The tensor itself: cuBLASLt and the Triton kernels read it as it lies in any dtype."""
+    """See `Operations.pack`. The tensor itself: cuBLAS and the Triton kernels read it as it lies in any dtype."""
     return PackedWeight.unchanged(weight)
 
 
 def linear(x: torch.Tensor, weight: PackedWeight, *, gated: bool = False) -> torch.Tensor:
-    """See `Operations.linear`. One call of cuBLASLt through PyTorch, not a Triton kernel.
+    """See `Operations.linear`. One call of a library through PyTorch, not a Triton kernel.
 
     Nothing is gathered and nothing is fused, so a kernel of ours could only win by being a better GEMM, and Triton's
-    come near cuBLASLt's and not past them. At up to 64 tokens both are bound by reading the weight.
+    come near the library's and not past them. At up to 64 tokens both are bound by reading the weight.
+
+    Without a bias PyTorch calls cuBLAS, whose heuristics choose the kernel; it calls cuBLASLt only for a bias in the
+    epilogue, or where `torch.backends.cuda.preferred_blas_library("cublaslt")` asks for it. Which is faster at the
+    shapes of a decode step is not measured.
 
     Sums are float32, as the interface asks, only where
     `torch.backends.cuda.matmul.allow_{bf16,fp16}_reduced_precision_reduction` and `allow_tf32` are off; PyTorch has the

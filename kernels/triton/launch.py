@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
+from triton.backends.driver import DriverBase
 from triton.runtime import driver
 
 INTERPRETED_CAPABILITY = 90  # the interpreter has no GPU to ask: launches take Hopper's parameters
@@ -16,7 +18,13 @@ def compute_capability() -> int:
     """Compute capability of the current target, such as 90; the interpreter counts as Hopper."""
     if triton.knobs.runtime.interpret:
         return INTERPRETED_CAPABILITY
-    return int(driver.active.get_current_target().arch)
+    return _capability(driver.active, driver.active.get_current_device())
+
+
+@lru_cache(maxsize=8)
+def _capability(active: DriverBase, _device: int) -> int:
+    """Asked once a device, not before each of the 144 launches of a step of 48 layers that need it."""
+    return int(active.get_current_target().arch)
 
 
 def num_multiprocessors(device: torch.device) -> int:

@@ -89,7 +89,7 @@ def _linear(ops: Operations, num_tokens: int, k: int, n: int, *, by_bytes: bool)
     def prepare(device: torch.device) -> Workload:
         x, weight = random(num_tokens, k, device=device), ops.pack(random(n, k, device=device))
         amount = 2 * (n * k + num_tokens * (k + n)) if by_bytes else 2 * num_tokens * n * k
-        formula = "bandwidth: 2 (N K + T K + T N) bytes; matmul: 2 T N K FLOP; on a GPU a library call (cuBLASLt)"
+        formula = "bandwidth: 2 (N K + T K + T N) bytes; matmul: 2 T N K FLOP; on a GPU a library call (cuBLAS)"
         return Workload(amount, formula, lambda: ops.linear(x, weight))
 
     return prepare

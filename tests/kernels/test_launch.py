@@ -6,6 +6,8 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
+from triton.runtime import driver
 
 import kernels.triton
 from kernels.dispatch import launch_class_of, operations
@@ -19,7 +21,7 @@ from kernels.triton.grouped_gemm import (
     grouped_gemm_launch,
 )
 from kernels.triton.gumbel import gumbel_launch
-from kernels.triton.launch import TileLaunch, power_of_two_from
+from kernels.triton.launch import TileLaunch, compute_capability, power_of_two_from
 from kernels.triton.launch_class import launch_class
 from kernels.triton.moe_small_batch import down_launch, gate_up_launch
 from kernels.triton.rope_kv_store import rope_launch
@@ -47,6 +49,17 @@ def is_power_of_two(value: int) -> bool:
 @pytest.mark.parametrize(("value", "expected"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
 def test_the_next_power_of_two(value: int, expected: int) -> None:
     assert power_of_two_from(value) == expected
+
+
+def test_the_gpu_is_asked_once_for_its_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    active = mock.Mock()
+    active.get_current_target.return_value.arch = 80
+    monkeypatch.setattr(driver, "_active", active)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    for device in (0, 0, 1, 0):
+        active.get_current_device.return_value = device
+        assert compute_capability() == 80
+    assert active.get_current_target.call_count == 2  # once a device
 
 
 def test_qwen3_30b_a3b_takes_the_tuned_line_nearest_to_its_tokens() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import shlex
 import signal
@@ -217,7 +218,10 @@ def _load_engine(effective: EffectiveSettings, trace: PassTrace | None) -> tuple
 
     started_s = time.monotonic()
     with refusals_in_a_line():
-        return load_engine(effective, trace), time.monotonic() - started_s
+        engine = load_engine(effective, trace)
+    gc.collect()
+    gc.freeze()  # as a worker does: no collection goes through the model and its graphs again
+    return engine, time.monotonic() - started_s
 
 
 def _run(

@@ -166,11 +166,15 @@ def test_one_alone_is_not_copied() -> None:
 
 
 class RecordingEvent:
-    def __init__(self) -> None:
+    def __init__(self, *, is_over: bool = False) -> None:
         self.calls: list[str] = []
+        self._is_over = is_over
 
     def record(self) -> None:
         self.calls.append("record")
+
+    def query(self) -> bool:
+        return self._is_over
 
     def synchronize(self) -> None:
         self.calls.append("wait")
@@ -199,6 +203,15 @@ def test_nothing_is_written_before_the_last_copy_out_of_the_buffer_is_over() -> 
     buffer.send(_arrays(0, (3,)))
     buffer.send(_arrays(1, (3,)))
     assert event.calls == ["wait", "record"] * 2
+
+
+def test_a_copy_that_is_over_is_not_waited_for() -> None:
+    event = RecordingEvent(is_over=True)
+    buffer = StagingBuffer(CPU, event)
+    for seed in range(3):
+        (sent,) = buffer.send(_arrays(seed, (3,)))
+        assert torch.equal(sent, torch.from_numpy(_arrays(seed, (3,))[0]))
+    assert event.calls == ["record"] * 3
 
 
 def test_a_pair_leaves_the_tensors_of_the_step_before_alone() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +15,13 @@ import torch
 
 from engine.errors import EngineFatal
 from engine.execution import decode_graphs as module
-from engine.execution.decode_graphs import CudaGraphBackend, decode_graph_sizes, make_decode_graphs
+from engine.execution.decode_graphs import (
+    CudaGraphBackend,
+    DecodeGraphs,
+    DecodeRun,
+    decode_graph_sizes,
+    make_decode_graphs,
+)
 from settings import CudaGraphSettings, EngineSettings
 from tests.support.engines import StaticRunner, load_engine
 
@@ -189,6 +197,26 @@ def test_the_sizes_are_those_set_or_the_usual_ones_and_off_means_none(
     assert sizes() is None
     model = replace(model, lm_head=None)
     assert sizes(enabled=True) is None
+
+
+def test_no_garbage_is_collected_while_graphs_are_captured(moe_checkpoint: Path) -> None:
+    executor = load_engine(moe_checkpoint).parts.executor
+    seen: list[bool] = []
+
+    class Watching(StaticRunner):
+        def capture(self, run: DecodeRun, kv_len_bounds: tuple[int, ...]) -> DecodeRun:
+            seen.append(gc.isenabled())
+            assert garbage() is None  # it was collected before
+            return super().capture(run, kv_len_bounds)
+
+    ring: list[object] = []
+    ring.append(Watching())
+    ring.append(ring)
+    garbage = weakref.ref(ring[0])
+    del ring
+    DecodeGraphs(executor.model, executor.kv_cache, Watching(failing=(2,)), (1, 2, 4), 64).capture_all()
+    assert seen == [False] * 3
+    assert gc.isenabled()
 
 
 def test_on_a_cpu_none_are_made(moe_checkpoint: Path) -> None:
