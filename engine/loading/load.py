@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,9 +51,24 @@ def load_engine(effective: EffectiveSettings, pass_trace: PassTrace | None = Non
     path = model_path(effective)
     config = read_config(path)
     effective = derive_for(effective, path, config)
+    engine: Engine | EncoderEngine
     if isinstance(config, EncoderConfig):
-        return EncoderEngine(load_encoder_parts(effective, path, config, pass_trace))
-    return Engine(load_decoder_parts(effective, path, config, pass_trace))
+        engine = EncoderEngine(load_encoder_parts(effective, path, config, pass_trace))
+    else:
+        engine = Engine(load_decoder_parts(effective, path, config, pass_trace))
+    give_back_freed_memory()
+    return engine
+
+
+def give_back_freed_memory() -> None:
+    """Let the system have what was freed; nothing where the C library is not glibc.
+
+    Weights are packed into memory of their own, and glibc keeps what they were packed from for later: 78 MiB after a
+    model of 159 M parameters in bfloat16 was loaded.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def load_decoder_parts(

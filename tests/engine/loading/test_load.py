@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import kernels.triton
 from engine.encoder import EncoderEngine
 from engine.engine import Engine
 from engine.errors import NonFiniteLogits
-from engine.loading.load import load_engine
+from engine.loading.load import give_back_freed_memory, load_engine
 from engine.loading.warm_up import compiling_steps, first_of_each, largest_steps
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -156,3 +157,30 @@ def test_rows_read_and_write_one_block_whatever_their_length() -> None:
     assert [item.wants_hidden for item in items] == [False, False, False, True]
     assert all(item.wants_logits for item in items)
     assert not any(item.wants_logits for item in mixed.items(16, generates=False))
+
+
+def test_what_was_freed_goes_back_to_the_system() -> None:
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_trim"):
+        pytest.skip("no glibc")
+    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_size_t],
+        [ctypes.c_void_p],
+    )
+    pieces = [libc.malloc(4096) for _ in range(20_000)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, 4096)
+    # The last one stays, so that the heap does not end before what is freed.
+    for piece in pieces[:-1]:
+        libc.free(piece)
+    before = _resident_bytes()
+
+    give_back_freed_memory()
+
+    assert before - _resident_bytes() > 40 << 20  # of 82 MB
+    libc.free(pieces[-1])
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
