@@ -44,7 +44,6 @@ struct ValuePairs {
 };
 
 inline ValuePairs pair_values(u32x16 a, u32x16 b) {
-    typedef uint16_t u16x32 __attribute__((vector_size(64)));
     const u16x32 x = (u16x32)a, y = (u16x32)b;
     // Halves of each 16 bytes: one instruction on every x86-64.
     return {(u32x16)__builtin_shufflevector(x, y, 0, 32, 1, 33, 2, 34, 3, 35, 8, 40, 9, 41, 10, 42, 11, 43, 16, 48, 17,

@@ -158,7 +158,7 @@ class Gemm {
             const f32x16 left = load(sums + r * 32), right = load(sums + r * 32 + 16);
             const int64_t n = columns_ - column;
             if (g_.gated) {
-                store(out, rounded(silu(rounded(left, out)), out) * rounded(right, out), std::min<int64_t>(n, 16));
+                store(out, rounded(silu(rounded(left, out), out), out) * rounded(right, out), std::min<int64_t>(n, 16));
             } else {
                 store(out, left, std::min<int64_t>(n, 16));
                 if (n > 16) store(out + 16, right, std::min<int64_t>(n - 16, 16));
