@@ -62,9 +62,11 @@ class StopReason(IntEnum):
 
     metric_label: str
     log_text: str
+    closing_mode: RunMode | None  # what records of prompts that were not run say; None: another worker runs them
 
-    CANCELLED = 1, "cancelled", "cancelled"  # its job was cancelled: prompts without a record get one that says so
-    EXPIRED = 2, "expired", "expired"  # its job's deadline passed: likewise
+    # Its job was cancelled: prompts without a record get one that says so. Its deadline passed: likewise.
+    CANCELLED = 1, "cancelled", "cancelled", RunMode.CANCELLED
+    EXPIRED = 2, "expired", "expired", RunMode.EXPIRED
     # A suspect is to have this worker alone: the unit goes back once the engine has let go of it.
     SENT_AWAY = 3, "sent_away", "given back"
     RELEASED = 4, "released", "given back"  # this worker stops: the unit goes back, for another worker
@@ -77,10 +79,11 @@ class StopReason(IntEnum):
     # Another worker has the unit, or the job is over, or Redis takes no record of it: nothing more is written.
     FENCED = 8, "lease_lost", "no longer ours"
 
-    def __new__(cls, value: int, metric_label: str, log_text: str) -> Self:
-        """A reason, with what metrics and logs say of the unit then."""
+    def __new__(cls, value: int, metric_label: str, log_text: str, closing_mode: RunMode | None = None) -> Self:
+        """A reason, with what metrics and logs say of the unit then, and how its holder closes it."""
         reason = int.__new__(cls, value)
         reason._value_, reason.metric_label, reason.log_text = value, metric_label, log_text
+        reason.closing_mode = closing_mode
         return reason
 
     @property
@@ -92,8 +95,3 @@ class StopReason(IntEnum):
     def is_loss(self) -> bool:
         """Whether the unit is not ours any more: nothing more is written."""
         return self >= StopReason.REWOUND
-
-    @property
-    def closing_mode(self) -> RunMode | None:
-        """What the records of the prompts that were not run say; None: they are for another worker to run."""
-        return RunMode(self.log_text) if self <= StopReason.EXPIRED else None
