@@ -159,7 +159,7 @@ def _has_its_logprobs(sequence: SequenceResumeState, *, is_asked: bool) -> bool:
 def _warn_dropped(request: Request, fault: str) -> None:
     fields = {"request_id": request.request_id}
     logger.warning(
-        "the checkpoint of request %s is dropped, it starts over: %s", request.request_id, fault, extra=fields
+        "the resume state of request %s is dropped, it starts over: %s", request.request_id, fault, extra=fields
     )
 
 

@@ -231,7 +231,7 @@ class EngineSettings(SettingsGroup):
         default=256,
         ge=1,
         le=1_048_576,
-        description="Tokens a sequence generates between checkpoints of its request in Redis; none: no checkpoints.",
+        description="Tokens a sequence generates between resume states of its request in Redis; none: keeps none.",
     )
     deterministic: bool = Field(
         default=False,

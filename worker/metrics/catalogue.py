@@ -170,7 +170,7 @@ WORKER_METRICS = (
         "Of these, not computed: found in the prefix cache, or a duplicate's.",
     ),
     Metric("millrace_output_tokens_total", "counter", "Tokens of the answers in those records."),
-    Metric("millrace_resumed_tokens_total", "counter", "Of these, taken over from a checkpoint of another worker."),
+    Metric("millrace_resumed_tokens_total", "counter", "Of these, taken over from a resume state of another worker."),
     Metric("millrace_reasoning_tokens_total", "counter", "Of the answers' tokens, reasoning."),
     Metric(
         "millrace_attempts_total",
@@ -188,7 +188,7 @@ WORKER_METRICS = (
     Metric("millrace_held_units", "gauge", "Plans and shards this worker holds a lease on.", ("unit",)),
     Metric("millrace_shard_slots", "gauge", "Shards it may hold at once (worker.concurrency)."),
     Metric("millrace_open_requests", "gauge", "Prompts handed to the engine that have no answer yet."),
-    Metric("millrace_unwritten_items", "gauge", "Records and checkpoints that wait for Redis."),
+    Metric("millrace_unwritten_items", "gauge", "Records and resume states that wait for Redis."),
     Metric("millrace_unwritten_bytes", "gauge", "Their size; at 64 MiB, or at 2,000 results, shards wait."),
 )
 

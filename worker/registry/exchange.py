@@ -322,7 +322,7 @@ class Scripts:
     PLANNED = Script("planned", "job_id token grace_ms ageing_ms endpoints model traceparent", row="indices head model")
     PUT = Script("put", "job_id unit token num_known", row=_RECORD)
     PUT_AT_END = Script("put", "job_id unit token num_known", row=_RECORD, allow_oom=True)
-    PUT_RESUME_STATES = Script("checkpoint", "job_id unit token", row="index state")
+    PUT_RESUME_STATES = Script("put_resume_states", "job_id unit token", row="index state")
     RELEASE = Script("release", "job_id unit token grace_ms count_attempt", allow_oom=True)
     RENEW = Script("renew", "job_id unit token lease_ms num_known", allow_oom=True)
     SUSPECT = Script("suspect", is_reading=True)

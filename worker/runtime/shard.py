@@ -176,7 +176,7 @@ class ShardRun:
         try:
             return decode_resume_state(resume_state)
         except ValueError as error:
-            logger.warning("the checkpoint of a prompt is dropped: %s", error, extra={"index": index})
+            logger.warning("the resume state of a prompt is dropped: %s", error, extra={"index": index})
             return None
 
     def _put_resume_state(self, request_id: str, resume_state: ResumeState) -> None:

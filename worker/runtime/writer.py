@@ -162,7 +162,7 @@ class ResultWriter:
         try:
             is_ours = self._leases.put_resume_states(held.claim, resume_states)
         except redis.RedisError as error:
-            logger.warning("could not keep %d checkpoints: %s", len(resume_states), error)
+            logger.warning("could not keep %d resume states: %s", len(resume_states), error)
             return
         if not is_ours and not held.is_written:
             held.stop(StopReason.FENCED)

@@ -109,8 +109,8 @@ def test_pythons_own_warnings_are_events() -> None:
 def test_an_event_about_a_request_has_its_job_and_shard() -> None:
     stream = logged(LogSettings())
 
-    logging.getLogger("engine").warning("a checkpoint is dropped", extra={"request_id": "s0-1/17/3.ab12"})
-    logging.getLogger("engine").warning("a checkpoint is dropped", extra={"request_id": "r"})
+    logging.getLogger("engine").warning("a resume state is dropped", extra={"request_id": "s0-1/17/3.ab12"})
+    logging.getLogger("engine").warning("a resume state is dropped", extra={"request_id": "r"})
 
     event, other = map(json.loads, stream.getvalue().splitlines())
     assert (event["job_id"], event["shard"], event["index"]) == ("s0-1", 3, 17)

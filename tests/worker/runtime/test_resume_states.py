@@ -250,7 +250,7 @@ def test_a_resume_state_that_cannot_be_read_means_the_prompt_starts_over(
         assert units.leases.put_resume_states(held.claim, [PromptResumeState(1, '{"identity": 1}')])
         units.leases.release(held.claim, count_attempt=False)
     assert _finish(registry, held.claim.ref).resumed == [0, 0, 0]
-    [dropped] = [record for record in caplog.records if "checkpoint of a prompt" in record.message]
+    [dropped] = [record for record in caplog.records if "resume state of a prompt" in record.message]
     assert dropped.__dict__["index"] == 1
 
 

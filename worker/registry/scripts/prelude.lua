@@ -1,10 +1,10 @@
 -- Put before every script about a unit: those to which exchange.py gives `_UNIT_KEYS`, in this order. Keys that are known
 -- only from the job's own fields lie in the same hash slot: the tenant's admission counters, its queued shards, the
 -- idempotency key.
-local JOB, RES, ORD, IN, UNIT, PLAN, OPEN, ADM, DEAD, CKPT, QUEUED
+local JOB, RES, ORD, IN, UNIT, PLAN, OPEN, ADM, DEAD, RESUME, QUEUED
 -- A library's functions share these variables; Redis runs one at a time, to its end.
 local function use_keys(KEYS)
-  JOB, RES, ORD, IN, UNIT, PLAN, OPEN, ADM, DEAD, CKPT, QUEUED =
+  JOB, RES, ORD, IN, UNIT, PLAN, OPEN, ADM, DEAD, RESUME, QUEUED =
     KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 end
 -- Behind every priority: of a shard that was announced in no lane.
@@ -172,7 +172,7 @@ local function close(job_id, state, reason, prompts, now)
   redis.call('HSET', JOB, 'st', state, 'reason', reason, 'fin', now)
   redis.call('HINCRBY', ADM, 'end_' .. state, 1)
   redis.call('ZREM', OPEN, job_id .. '/plan')
-  redis.call('UNLINK', PLAN, CKPT)
+  redis.call('UNLINK', PLAN, RESUME)
   if prompts == 0 and job[5] ~= '0' then redis.call('PEXPIRE', IN, job[3]) else redis.call('UNLINK', IN) end
   local tenant = ADM .. ':t:' .. job[2]
   give_back(ADM, prompts, tonumber(job[1]), 1)

@@ -1,7 +1,7 @@
 -- Write records of a unit, each once, with their counters; finish unit and job with their last one. The line of a prompt
 -- that has its answer goes; what failed can be submitted again, see close.
 -- ARGV job id, unit, token, records of it that its holder knows of, then eight a record: index, outcome (ok|error|cancelled|expired|lost), JSON,
--- prompt tokens, cached tokens, output tokens, how many of these came from a checkpoint, and how many are thinking.
+-- prompt tokens, cached tokens, output tokens, how many of these came from a resume state, and how many are thinking.
 local job_id, unit, token = ARGV[1], ARGV[2], ARGV[3]
 local held = held_under(token, UNIT, 'n', 'model')
 if not held then return {'fenced', ''} end
@@ -11,12 +11,12 @@ if not is_open(job[1]) then return {'fenced', ''} end
 local now = now_ms()
 if is_rewound(job_id .. '/' .. unit, ARGV[4], now) then return {'rewound', ''} end
 local added, sums = 0, {ok = 0, err = 0, exp = 0, can = 0, tokp = 0, tokc = 0, toko = 0, tokr = 0, tokt = 0, resb = 0}
-local has_checkpoints = redis.call('EXISTS', CKPT) == 1
+local has_resume_states = redis.call('EXISTS', RESUME) == 1
 for i = 5, #ARGV, 8 do
   if redis.call('HSETNX', RES, ARGV[i], ARGV[i + 2]) == 1 then
     redis.call('RPUSH', ORD, ARGV[i])
     added = added + 1
-    if has_checkpoints then redis.call('HDEL', CKPT, ARGV[i]) end
+    if has_resume_states then redis.call('HDEL', RESUME, ARGV[i]) end
     local outcome = ARGV[i + 1]
     if outcome == 'ok' then
       sums.ok = sums.ok + 1
