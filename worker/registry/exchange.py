@@ -288,8 +288,7 @@ class Script:
     @cached_property
     def source(self) -> str:
         """Its text as a script."""
-        prelude = script_source("prelude") if self.is_about_unit else ""
-        return f"{_ALLOW_OOM * self.allow_oom}{prelude}{self.body}"
+        return f"{_ALLOW_OOM * self.allow_oom}{script_source('prelude')}{self.body}"
 
     @cached_property
     def body(self) -> str:

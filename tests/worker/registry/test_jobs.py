@@ -222,13 +222,29 @@ def test_a_script_reads_as_many_keys_and_arguments_as_are_declared() -> None:
     declared = {script.name: script for script in vars(Scripts).values() if isinstance(script, Script)}
     for name, script in declared.items():
         source = script_source(name)
-        assert _largest(r"KEYS\[(\d+)\]", script.source) == len(script.keys), name
+        assert _largest(r"KEYS\[(\d+)\]", script.source if script.is_about_unit else source) == len(script.keys), name
         if not script.row:
             assert _largest(r"ARGV\[(\d+)\]", source) <= len(script.arguments), name
         for first, step in re.findall(r"for i = (\d+), #ARGV, (\d+) do", source):
             assert (int(first), int(step)) == (len(script.arguments) + 1, len(script.row)), name
     files = resources.files("worker.registry").joinpath("scripts").iterdir()
     assert {f"{name}.lua" for name in [*declared, "prelude"]} == {file.name for file in files}
+
+
+def test_scripts_that_are_about_no_unit_call_nothing_that_names_its_keys() -> None:
+    """In the library these keys would be those of whatever call came before."""
+    prelude = script_source("prelude")
+    keys = re.findall(r"\b[A-Z]+\b", prelude.partition("local JOB")[2].partition("\n")[0])
+    bodies = dict(re.findall(r"^local function (\w+)\(.*?\)\n(.*?)^end$", prelude, re.DOTALL | re.MULTILINE))
+    names = {"JOB", *keys}
+    for function, body in bodies.items():  # a function stands behind those that it calls
+        if names & set(re.findall(r"\w+", body)):
+            names.add(function)
+    assert {"enqueue", "requeue", "finish"} <= names
+    for script in {script for script in vars(Scripts).values() if isinstance(script, Script)}:
+        source = script_source(script.name)
+        called = names & set(re.findall(r"\b(\w+)\(", source)) - set(re.findall(r"local function (\w+)", source))
+        assert script.is_about_unit or not called, script.name
 
 
 def _largest(pattern: str, source: str) -> int:

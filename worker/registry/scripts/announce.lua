@@ -3,8 +3,7 @@
 -- stays known, 1 to look only: then the model is noted as one to wait for. Returns {'ok', whether it was said before}, or
 -- whose name it is: {'checkpoint'|'name', worker, its model, the name}.
 local SERVED, KNOWN, worker = KEYS[1], KEYS[2], ARGV[1]
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local now = now_ms()
 
 -- Its name and aliases; nothing of what this version does not write.
 local function read(text)

@@ -5,8 +5,7 @@
 -- Returns a member of the queued shards; 'hint': that of the message; 'none': all that are queued may not come.
 local UNIT, QUEUED, JOB, prefix = KEYS[1], KEYS[2], KEYS[3], ARGV[1]
 local MOST_TENANTS, MOST_SHARDS = 1000, 64 -- looked at, of a model and of a tenant: bounds the script's time
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local now = now_ms()
 
 -- A suspect, or one that becomes a suspect when it is claimed: whoever is to run alone should not wait for a turn too.
 local hint = redis.call('HMGET', UNIT, 'st', 'lease', 'att', 'model', 'judged')

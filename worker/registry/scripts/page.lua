@@ -12,9 +12,8 @@ local most_records, most_bytes = math.min(tonumber(ARGV[4]), MOST_RECORDS), tonu
 local state, lines, ok, err, fin, retain, deadline =
   unpack(redis.call('HMGET', JOB, 'st', 'n', 'ok', 'err', 'fin', 'retain', 'deadline'))
 if not state then return false end
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local has_ended = state ~= 'queued' and state ~= 'running'
+local now = now_ms()
+local has_ended = not is_open(state)
 local num_lines, num_records = tonumber(lines), ok + err
 local num_written, num_ordered = redis.call('HLEN', RES), redis.call('LLEN', ORD)
 

@@ -1,6 +1,6 @@
--- Put before every script about a unit: those to which exchange.py gives `_UNIT_KEYS`, in this order. Keys that are known
--- only from the job's own fields lie in the same hash slot: the tenant's admission counters, its queued shards, the
--- idempotency key.
+-- Put before every script. These keys are set for scripts about a unit alone, those to which exchange.py gives `_UNIT_KEYS`,
+-- in this order: others must call nothing that names one. Keys that are known only from the job's own fields lie in the same
+-- hash slot: the tenant's admission counters, its queued shards, the idempotency key.
 local JOB, RES, ORD, IN, UNIT, PLAN, OPEN, ADM, DEAD, RESUME, QUEUED
 -- A library's functions share these variables; Redis runs one at a time, to its end.
 local function use_keys(KEYS)

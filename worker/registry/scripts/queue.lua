@@ -7,8 +7,7 @@
 local OPEN, QUEUED, ADM, DEAD, prefix = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
 local most_rows, unread_budget = tonumber(ARGV[2]), tonumber(ARGV[3])
 local MOST_TENANTS = 200 -- of a model, looked at, those that have waited longest: bounds the script's time
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local now = now_ms()
 
 local sizes, tenants, num_tenants = {}, {}, 0
 local function look(set, model, of_model)

@@ -11,8 +11,7 @@ local unserved, plan_priority, ageing = tonumber(ARGV[6]), tonumber(ARGV[7]), to
 local steps, messages = cjson.decode(ARGV[9]), {}
 local patience, ttl = tonumber(ARGV[10]), tonumber(ARGV[11])
 for i = 12, #ARGV, 2 do messages[ARGV[i]] = cjson.decode(ARGV[i + 1]) end
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local now = now_ms()
 local out = {}
 
 -- Lanes are strict: the lower step is taken first. A shard that was announced in none is behind them all.
@@ -60,9 +59,9 @@ end
 -- worker that hangs does not. It is gone if it was silent for `patience` of time in which others looked: a look counts for
 -- a quarter at most, so that the time in which nobody could reach Redis does not. Else it is looked at again soon, and may
 -- still renew its lease. `doubt` is that lease, and when the looks began, when the last was, how much silence they saw.
-local function is_judged(member, key, held)
+local function judge(member, key, held)
   local lease, judged, step = held[2], held[11], patience / 4
-  if judged == lease .. ' gone' or judged == lease .. ' alive' then return true end
+  if is_judged(lease, judged) then return true end
   local of, began, last, silence = string.match(held[10] or '', '^(%S+) (%d+) (%d+) (%d+)$')
   if of ~= lease or tonumber(last) > now then began, last, silence = now, now, 0 end
   silence = silence + math.min(now - last, step)
@@ -96,15 +95,14 @@ for _, member in ipairs(due) do
   local key = base .. ':s:' .. name
   local job = redis.call('HMGET', base .. ':job', 'st', 'cancel', 'deadline', 'pri')
   local held = redis.call('HMGET', key, 'st', 'lease', 'rp', 'since', 'first', 'lane', 'model', 'own', 'term', 'doubt', 'judged')
-  local is_over = tonumber(held[2] or 0) <= now or (held[9] and tonumber(held[2]) > now + held[9])
-  if not held[1] or (job[1] ~= 'queued' and job[1] ~= 'running') then
+  if not held[1] or not is_open(job[1]) then
     redis.call('ZREM', OPEN, member)
-  elseif held[1] == 'running' and not is_over then
+  elseif held[1] == 'running' and not is_over(held[2], held[9], now) then
     redis.call('ZADD', OPEN, held[2], member)
   elseif job[2] ~= '0' or (job[3] ~= '0' and tonumber(job[3]) <= now) then
     redis.call('ZADD', OPEN, now + grace, member)
     act(member, 'close', job[4], '')
-  elseif held[1] == 'running' and not is_judged(member, key, held) then
+  elseif held[1] == 'running' and not judge(member, key, held) then
     num_looked = num_looked - 1
   elseif not messages[held[7] or ''] then
     local look = now + unserved

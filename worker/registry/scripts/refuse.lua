@@ -6,8 +6,7 @@ if state and state ~= 'refused' then
   if KEYS[3] ~= string.sub(KEYS[1], 1, -4) .. 'in' then redis.call('PEXPIRE', KEYS[3], ARGV[6]) end
   return 0
 end
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local now = now_ms()
 redis.call('HSET', KEYS[1], 'v', 1, 'st', 'refused', 'n', 0, 'ok', 0, 'err', 0, 'exp', 0, 'bytes', 0,
   'tenant', ARGV[4], 'pri', 0, 'spec', '{}', 'created', now, 'started', 0, 'deadline', 0, 'cancel', 0, 'fin', now,
   'reason', ARGV[2], 'errors', ARGV[3], 'ns', 0, 'sd', 0, 'tokp', 0, 'tokc', 0, 'toko', 0, 'retain', ARGV[5], 'idem', '', 'lost_plan', 0)

@@ -4,8 +4,7 @@
 local JOB, IN, PLAN, OPEN, ADM, TENANT, JOBS, STAGED, IDEM =
   KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7], KEYS[8], KEYS[9]
 local a = cjson.decode(ARGV[1])
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local now = now_ms()
 
 local state = redis.call('HGET', JOB, 'st')
 local is_known = state and state ~= 'refused'
@@ -14,7 +13,7 @@ local is_known = state and state ~= 'refused'
 local function refuse(reply)
   if STAGED ~= IN or not is_known then
     redis.call('PEXPIRE', STAGED, a.staging_ms)
-  elseif state ~= 'queued' and state ~= 'running' then
+  elseif not is_open(state) then
     redis.call('PEXPIRE', IN, a.retain_ms)
   end
   return reply
