@@ -143,6 +143,14 @@ def test_a_shard_whose_worker_died_is_claimed_on_its_own_message(registry: TestR
     assert Worker(registry, queued).choose() == queued
 
 
+def test_a_shard_its_holder_lost_is_found_although_the_clock_went_back(registry: TestRegistry) -> None:
+    lost, _ = _job(registry, ["b", "a"])
+    must_claim(registry.leases(), lost)
+    lease = round(registry.time_s() * 1000) + 24 * 3600 * 1000
+    registry.redis.hset(registry.keys.unit(lost), mapping={"lease": lease, "judged": f"{lease} alive"})
+    assert Worker(registry, lost).choose() == lost
+
+
 def test_names_of_shards_that_are_no_more_are_dropped(registry: TestRegistry) -> None:
     [shard] = _job(registry, ["a"])
     registry.redis.delete(registry.keys.unit(shard))

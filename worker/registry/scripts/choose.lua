@@ -8,9 +8,9 @@ local MOST_TENANTS, MOST_SHARDS = 1000, 64 -- looked at, of a model and of a ten
 local now = now_ms()
 
 -- A suspect, or one that becomes a suspect when it is claimed: whoever is to run alone should not wait for a turn too.
-local hint = redis.call('HMGET', UNIT, 'st', 'lease', 'att', 'model', 'judged')
+local hint = redis.call('HMGET', UNIT, 'st', 'lease', 'att', 'model', 'judged', 'term')
 if hint[1] == 'queued' and tonumber(hint[3]) > 0 then return 'hint' end
-if hint[1] == 'running' and hint[5] and tonumber(hint[2]) <= now then return 'hint' end
+if hint[1] == 'running' and hint[5] and is_over(hint[2], hint[6], now) then return 'hint' end
 -- Nobody would ever choose it: planned by an older worker, or taken out by one that does not know its job's version.
 local tenant = redis.call('HGET', JOB, 'tenant')
 if hint[1] == 'queued' and tenant then
