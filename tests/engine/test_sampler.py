@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from engine.errors import GrammarFailed, NonFiniteLogits
-from engine.sampler import SampledToken, Sampler, SamplingRow
+from engine.sampler import SampledToken, Sampler, SamplingRow, row_arrays
 from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import TokenCounts
 from engine.structured.grammar import Grammar
@@ -50,11 +50,20 @@ CHAINS: list[tuple[dict[str, Any], list[Any]]] = [
 ]
 
 
+# Parameter -> a value that changes what a greedy row gets; the others leave that as it is, or come as another argument.
+ASKED_OF_GREEDY_ROWS: dict[str, Any] = {
+    "repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 1.0, "logit_bias": {3: 1.0}, "logprobs": 0,
+}  # fmt: skip
+OF_DRAWS = {"temperature", "top_k", "top_p", "min_p", "seed"}
+OF_TEXTS = {"max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "grammar", "prompt_logprobs"}
+
+
 def _row(seed: int = 0, banned: tuple[int, ...] = (), **params: Any) -> SamplingRow:
-    counts = TokenCounts(PROMPT)
+    given = SamplingParams(**params)
+    counts = TokenCounts(PROMPT)  # which the engine makes only where there are penalties
     for token_id in OUTPUT:
         counts.add(token_id)
-    return SamplingRow(SamplingParams(**params), len(PROMPT) + len(OUTPUT), seed, counts, banned)
+    return SamplingRow(given, len(PROMPT) + len(OUTPUT), seed, counts if given.has_penalties else None, banned)
 
 
 def _logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
@@ -98,6 +107,15 @@ def test_greedy_takes_the_best_after_bias_and_penalties() -> None:
     assert _sample(logits, [_row(temperature=0.0, frequency_penalty=0.3)]) == [20]
     assert _sample(logits, [_row(temperature=0.0, presence_penalty=0.6)]) == [20]
     assert _sample(logits, [_row(temperature=0.0, presence_penalty=0.6, logit_bias={30: 0.2})]) == [30]
+
+
+@pytest.mark.parametrize(("name", "value"), ASKED_OF_GREEDY_ROWS.items())
+def test_a_greedy_row_that_asks_for_nothing_else_is_looked_at(name: str, value: Any) -> None:
+    assert row_arrays([_row(temperature=0.0, **{name: value})], VOCAB)
+
+
+def test_every_parameter_says_whether_greedy_rows_ask_for_it() -> None:
+    assert {field.name for field in fields(SamplingParams)} == ASKED_OF_GREEDY_ROWS.keys() | OF_DRAWS | OF_TEXTS
 
 
 def test_only_the_repetition_penalty_counts_the_prompt_too() -> None:
