@@ -1,4 +1,7 @@
-"""Chooses the implementation of the operations for a device. Each device has one, and nothing falls back in silence."""
+"""Finds the operations for a device, and its native kernels, which engine/models/placement.py chooses between.
+
+Nothing falls back in silence.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ LIBRARY_CALLS = {"linear": "cuBLAS through PyTorch: a dense product, nothing to 
 def operations(device: torch.device) -> Operations:
     """The implementation for tensors of `device`: `kernels.cpu` on a CPU, `kernels.triton` on an NVIDIA GPU.
 
+    On a CPU an engine mostly has native ones instead: `choose_native`, and `choose_operations` of its placement.py.
     Raises KernelsUnavailable for a device without one.
     """
     if device.type == "cpu":
