@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from engine.engine import Engine
-from engine.execution.decode_graphs import DecodeGraphs, DecodeRun
+from engine.execution.decode_graphs import DecodeGraphs, DecodeRun, GraphBackend
 from engine.execution.profile import PassTrace
 from engine.generation import EngineParts
 from engine.kv_cache.block_manager import BlockManager
@@ -168,7 +168,7 @@ class StaticRunner:
 
 def load_static_engine(
     path: Path,
-    backend: StaticRunner,
+    backend: GraphBackend,
     overrides: Mapping[str, object] | None = None,
     batch_sizes: Sequence[int] = (1, 2, 4, 8),
 ) -> OpenEngine:
