@@ -14,12 +14,15 @@ from engine.text.tokenizer import Tokenizer
 
 
 class OutputProcessor:
-    """Appends tokens, detokenises as they come, and decides when a sequence has ended."""
+    """Appends tokens and decides when a sequence has ended.
+
+    Text is made when a sequence ends; as the tokens come only where stop strings are looked for.
+    """
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
-        self._texts: dict[str, tuple[IncrementalDetokenizer, StopStrings]] = {}
+        self._texts: dict[str, tuple[IncrementalDetokenizer, StopStrings]] = {}  # of sequences with stop strings
 
     def banned_token_ids(self, state: RequestState, position: int) -> tuple[int, ...]:
         """Tokens that, chosen for this position, would end the sequence before its min_tokens."""
@@ -31,24 +34,24 @@ class OutputProcessor:
 
     def append(self, state: RequestState, sampled: SampledToken) -> None:
         """Add a token to the sequence; sets its finish_reason if that ends it."""
-        token_id = sampled.token_id
+        token_id, params = sampled.token_id, state.request.params
         state.token_ids.append(token_id)
         if state.counts is not None:
             state.counts.add(token_id)
         if sampled.logprobs is not None:
             state.logprobs.append(sampled.logprobs)
-        params = state.request.params
         if token_id in self._eos_token_ids and not params.ignore_eos:
             state.finish_reason = FinishReason.STOP
         elif token_id in params.stop_token_ids:
             state.finish_reason, state.stop_reason = FinishReason.STOP, token_id
         else:
-            self._append_text(state, token_id)
+            if params.stop:
+                self._append_text(state, token_id)
             if state.matcher is not None:
                 self._follow_grammar(state, state.matcher, [token_id])
-        if state.finish_reason is None and state.num_output_tokens >= state.max_tokens:
+        if state.finish_reason is None and len(state.token_ids) >= state.max_len:
             state.finish_reason = FinishReason.LENGTH
-        if state.is_finished:
+        if state.finish_reason is not None:
             self.flush(state)
 
     def constrain(self, state: RequestState, grammar: CompiledGrammar) -> None:
@@ -104,11 +107,24 @@ class OutputProcessor:
 
     def flush(self, state: RequestState) -> None:
         """End the sequence: release the text that was withheld, unless a stop string was found."""
+        if not state.request.params.stop:
+            state.text_parts = [self._whole_text(state)]
+            return
         detokenizer, stops = self._text(state)
         if stops.matched is None:
             self._feed(state, stops, detokenizer.flush())
         if stops.matched is None:
             state.text_parts.append(stops.flush())
+
+    def _whole_text(self, state: RequestState) -> str:
+        """The text of all tokens but one that ended it."""
+        token_ids, params = state.output_token_ids, state.request.params
+        if token_ids and (
+            token_ids[-1] in params.stop_token_ids or (token_ids[-1] in self._eos_token_ids and not params.ignore_eos)
+        ):
+            token_ids.pop()
+        detokenizer = self._tokenizer.new_detokenizer()
+        return "".join((*map(detokenizer.append, token_ids), detokenizer.flush()))
 
 
 class StopStrings:

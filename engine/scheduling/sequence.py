@@ -116,11 +116,13 @@ class RequestState(SequenceState):
     text_parts: list[str] = field(default_factory=list)  # output processor: text released so far
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    num_prompt_tokens: int = field(init=False)  # these two are asked for with each token
+    max_len: int = field(init=False)  # tokens at which it ends, prompt and output together
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        SequenceState.__post_init__(self)  # super() does not know a class with slots
+        self.num_prompt_tokens = len(self.request.prompt_token_ids)
+        self.max_len = self.num_prompt_tokens + self.max_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -135,14 +137,17 @@ class RequestState(SequenceState):
     @property
     def num_uncomputed_tokens(self) -> int:
         """See SequenceState. A pending token counts, unless the sequence ends with it."""
-        known, pending = len(self.token_ids) - self.num_computed_tokens, self.num_pending_tokens
-        return known + pending if pending and self.num_output_tokens + pending < self.max_tokens else known
+        num_known, pending = len(self.token_ids), self.num_pending_tokens
+        if pending and num_known + pending < self.max_len:
+            num_known += pending
+        return num_known - self.num_computed_tokens
 
     @property
     def needs_answer(self) -> bool:
         """See SequenceState. Penalties and grammars need each token, and a prompt is scored in order."""
-        follows_tokens = self.counts is not None or self.matcher is not None
-        return self.scores_prompt or (follows_tokens and self.num_pending_tokens > 0)
+        if self.num_pending_tokens > 0 and (self.counts is not None or self.matcher is not None):
+            return True
+        return self.prompt_logprobs is not None and self.scores_prompt
 
     @property
     def max_cached_tokens(self) -> int | None:

@@ -33,6 +33,7 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._bytes: dict[int, bytes] = {}  # of the tokens that were asked for
         self.chat_template = chat_template
         self.special_token_ids = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
@@ -105,8 +106,11 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for inside a text; none for an id the tokenizer does not know."""
-        token = self._tokenizer.id_to_token(token_id)
-        return b"" if token is None else self._decoder.token_bytes(token)
+        found = self._bytes.get(token_id)
+        if found is None:
+            token = self._tokenizer.id_to_token(token_id)
+            found = self._bytes[token_id] = b"" if token is None else self._decoder.token_bytes(token)
+        return found
 
     def new_detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
         """Decoding of one sequence as its tokens come."""
