@@ -15,7 +15,7 @@ r"""Names the registry's keys, all of one hash slot, `millrace:{s0}:`, and the u
     j:<job>:s:<k>   HASH  shard k, until its prompts have records /  (claims so far), att, rp (re-published), since,
                           alone, guilty, term (ms of its lease), doubt, judged (of its holder, see reap.lua); a shard:
                           first, lane, head, turn, model (none: planned by version 2 or before)
-    open            ZSET  <job>/<unit> -> next look, ms: lease end, or announced + grace
+    open            ZSET  <job>/<unit> -> next look, ms: when half of the lease is over, or announced + grace
     queued@<model>  ZSET  tenant -> when the first of its shards was queued, ms; queued@: likewise the models
     queued:<tenant>@<model>   ZSET  those shards by turn. Of shards without a model: queued, and queued:<tenant>
     adm:served      HASH  worker -> until when, ms, and what it serves, JSON

@@ -258,15 +258,54 @@ def test_the_unit_of_a_holder_that_still_announces_itself_is_no_suspect(registry
     assert must_claim(registry.leases(), shard).attempts == 0
 
 
-def test_the_time_in_which_nobody_looked_is_no_silence(registry: TestRegistry) -> None:
-    shard = _lapsed(registry)
-    for _ in range(3):
+def _looks_after_hours(registry: TestRegistry, shard: UnitRef, *, num_looks: int) -> int:
+    """Look so many times, with an hour between two; how many ms of silence were counted."""
+    silence = b""
+    for _ in range(num_looks):
+        registry.make_due()
         assert _announced(registry, 1000) == []
         lease, began, last, silence = cast(bytes, registry.redis.hget(registry.keys.unit(shard), "doubt")).split()
-        an_hour_ago = int(last) - 3_600_000  # Redis was away since
+        an_hour_ago = int(last) - 3_600_000
         registry.redis.hset(registry.keys.unit(shard), "doubt", b"%s %s %d %s" % (lease, began, an_hour_ago, silence))
+    return int(silence)
+
+
+def test_the_time_in_which_nobody_looked_is_no_silence(registry: TestRegistry) -> None:
+    shard = _lapsed(registry)  # and Redis was away between the looks
+    assert _looks_after_hours(registry, shard, num_looks=3) == 2 * 250_000
+
+
+def test_a_holder_silent_for_half_its_lease_is_judged_when_it_ends(registry: TestRegistry) -> None:
+    shard = UnitRef.shard(registry.running_job([0, 1]), 0)
+    must_claim(registry.leases(owner="holder"), shard)
+    registry.let_pass(shard, 20.0)
+    assert _looks_after_hours(registry, shard, num_looks=5) == 4 * 250_000
+    assert registry.leases().claim(shard) is ClaimRefusal.BUSY
+    doubt = cast(bytes, registry.redis.hget(registry.keys.unit(shard), "doubt")).split()
+    ended = b"%d" % (registry.time_s() * 1000)
+    registry.redis.hset(registry.keys.unit(shard), mapping={"lease": ended, "doubt": b" ".join([ended, *doubt[1:]])})
+    registry.make_due()
+    assert _announced(registry, 1000) == [shard]
+    assert registry.leases().claim(shard) is ClaimRefusal.SUSPECT
+
+
+def test_a_holder_that_announces_itself_under_its_lease_is_not_silent(registry: TestRegistry) -> None:
+    registry.serve("fake", "holder")
+    shard = UnitRef.shard(registry.running_job([0, 1]), 0)
+    must_claim(registry.leases(owner="holder"), shard)
+    registry.let_pass(shard, 20.0)
+    assert _looks_after_hours(registry, shard, num_looks=3) == 2 * 250_000
+    registry.serve("fake", "holder")
+    assert _looks_after_hours(registry, shard, num_looks=1) == 0
+
+
+def test_a_lease_is_not_looked_at_before_half_of_it_is_over(registry: TestRegistry) -> None:
+    shard = UnitRef.shard(registry.running_job([0, 1]), 0)
+    must_claim(registry.leases(owner="holder"), shard)
+    for _ in range(2):
         registry.make_due()
-    assert int(silence) == 2 * 250_000
+        assert _announced(registry, 1000) == []
+    assert registry.redis.hget(registry.keys.unit(shard), "doubt") is None
 
 
 def test_a_holder_that_comes_back_in_time_goes_on(registry: TestRegistry) -> None:

@@ -89,7 +89,7 @@ if not is_ours then token = redis.call('HINCRBY', UNIT, 'fence', 1) .. ':' .. no
 redis.call('HSET', UNIT, 'st', 'running', 'own', worker, 'tok', token, 'lease', now + lease, 'term', lease,
   'att', attempts, 'alone', 0, 'guilty', is_guilty and 1 or 0)
 redis.call('HDEL', UNIT, 'doubt', 'judged')
-redis.call('ZADD', OPEN, now + lease, member)
+redis.call('ZADD', OPEN, now + lease / 2, member) -- see reap
 dequeue(job[6], model, member)
 return {'ok', token, mode, time_left(job[3], now), attempts, tonumber(job[4]), tonumber(job[5]), job[6],
   tonumber(job[7]), held[4], done, held[9] or '', job[9] == '1' and 1 or 0, job[10] or '', job[11] or '',

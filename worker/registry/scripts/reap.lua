@@ -55,25 +55,29 @@ local function of_unit(key, name, held, base)
   return unit
 end
 
--- Whether it is known what became of the holder of a lease that is over. It is alive if it has announced itself since: a
--- worker that hangs does not. It is gone if it was silent for `patience` of time in which others looked: a look counts for
--- a quarter at most, so that the time in which nobody could reach Redis does not. Else it is looked at again soon, and may
--- still renew its lease. `doubt` is that lease, and when the looks began, when the last was, how much silence they saw.
-local function judge(member, key, held)
+-- Whether a lease is over and it is known what became of its holder. It is alive if it has announced itself since: a worker
+-- that hangs does not. It is gone if it was silent for `patience` of time in which others looked: a look counts for a
+-- quarter at most, so that the time in which nobody could reach Redis does not. Else it is looked at again soon, and may
+-- still renew its lease. The looks begin when half of the lease is over: as shipped, a dead holder's silence has lasted
+-- long enough when its lease ends. `doubt` is that lease, and since when the holder is silent, when the last look was, how
+-- much silence they saw.
+local function judge(member, key, held, has_ended)
   local lease, judged, step = held[2], held[11], patience / 4
-  if is_judged(lease, judged) then return true end
+  if has_ended and is_judged(lease, judged) then return true end
   local of, began, last, silence = string.match(held[10] or '', '^(%S+) (%d+) (%d+) (%d+)$')
   if of ~= lease or tonumber(last) > now then began, last, silence = now, now, 0 end
   silence = silence + math.min(now - last, step)
   local ends = string.match(redis.call('HGET', SERVED, held[8]) or '', '^(%d+) ')
   local spoke = ends and ends - ttl
-  if spoke and spoke >= math.min(tonumber(lease), tonumber(began)) and spoke <= now then
+  local is_alive = spoke and spoke >= math.min(tonumber(lease), tonumber(began)) and spoke <= now
+  if has_ended and is_alive then
     judged = lease .. ' alive'
-  elseif silence >= patience then
+  elseif has_ended and silence >= patience then
     judged = lease .. ' gone'
   else
+    if is_alive then began, silence = now, 0 end
     redis.call('HSET', key, 'doubt', string.format('%s %.0f %.0f %.0f', lease, began, now, silence))
-    redis.call('ZADD', OPEN, now + step, member)
+    redis.call('ZADD', OPEN, has_ended and now + step or math.min(now + step, tonumber(lease)), member)
     return false
   end
   redis.call('HSET', key, 'judged', judged)
@@ -98,11 +102,13 @@ for _, member in ipairs(due) do
   if not held[1] or not is_open(job[1]) then
     redis.call('ZREM', OPEN, member)
   elseif held[1] == 'running' and not is_over(held[2], held[9], now) then
-    redis.call('ZADD', OPEN, held[2], member)
+    local half = held[2] - (held[9] or 0) / 2
+    if now < half then redis.call('ZADD', OPEN, half, member) else judge(member, key, held, false) end
+    num_looked = num_looked - 1
   elseif job[2] ~= '0' or (job[3] ~= '0' and tonumber(job[3]) <= now) then
     redis.call('ZADD', OPEN, now + grace, member)
     act(member, 'close', job[4], '')
-  elseif held[1] == 'running' and not judge(member, key, held) then
+  elseif held[1] == 'running' and not judge(member, key, held, true) then
     num_looked = num_looked - 1
   elseif not messages[held[7] or ''] then
     local look = now + unserved

@@ -5,5 +5,5 @@ local now = now_ms()
 if is_rewound(ARGV[1] .. '/' .. ARGV[2], ARGV[5], now) then return {'rewound', '', 0} end
 local lease = now + tonumber(ARGV[4])
 redis.call('HSET', UNIT, 'lease', lease, 'term', ARGV[4])
-redis.call('ZADD', OPEN, lease, ARGV[1] .. '/' .. ARGV[2])
+redis.call('ZADD', OPEN, lease - tonumber(ARGV[4]) / 2, ARGV[1] .. '/' .. ARGV[2]) -- see reap
 return {'open', verdict(job[1], job[2], now), time_left(job[2], now)}
