@@ -40,7 +40,7 @@ from worker.runtime.engine_thread import EngineThread
 from worker.runtime.held_units import HeldUnit, HeldUnits
 from worker.runtime.planner import Planner
 from worker.runtime.quarantine import Quarantine
-from worker.runtime.shard import ShardParts, ShardPrompts, ShardRun
+from worker.runtime.shard import ShardParts, ShardPrompts, ShardRun, Turn
 from worker.runtime.unit_runner import ShardSlots, UnitRunner
 from worker.runtime.window import AdmissionWindow
 from worker.runtime.writer import ResultWriter, refused_record
@@ -253,7 +253,7 @@ class Units:
             self.leases,
             self.closer,
             self.held_units,
-            ShardSlots(self.registry.shard_queue(), self.held_units, self.announcer, max_shards),
+            ShardSlots(self.registry.shard_queue(), self.held_units, self.announcer, max_shards, turn=Turn()),
             Quarantine(self.held_units.send_shards_away, lambda: True),
             is_well=is_well,
         )

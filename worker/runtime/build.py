@@ -78,18 +78,19 @@ class WorkerParts:
         )
         self._closer = UnitCloser(self._leases, limits)
         self._writer = ResultWriter(self._leases, batch_size=worker.result_batch_size, replace_refused=refused_record)
+        self._shard_parts = ShardParts(self._leases, self.engine, self._writer, self._closer)
         self.runner = self._make_runner()
         self.planner = Planner(
             self._leases, self._announcer, self._closer, self.directory, settings=worker, limits=limits
         )
-        self.shards = ShardRunner(ShardParts(self._leases, self.engine, self._writer, self._closer), limits=limits)
+        self.shards = ShardRunner(self._shard_parts, limits=limits)
         self.staged_jobs = StagedJobs(JobIntake(self.client, self._keys, settings), self._keys, self._announcer)
         self._make_threads()
 
     def _make_runner(self) -> UnitRunner:
         worker = self.settings.worker
         queue = ShardQueue(self.client, self._keys, ageing_s=worker.ageing_s, models=self.announcement.names)
-        slots = ShardSlots(queue, self.held_units, self._announcer, worker.concurrency)
+        slots = ShardSlots(queue, self.held_units, self._announcer, worker.concurrency, turn=self._shard_parts.turn)
         return UnitRunner(
             self._leases,
             self._closer,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import redis
@@ -19,6 +18,7 @@ from worker.registry.lifecycle import ClaimRefusal, RunMode, StopReason
 from worker.registry.queues import ShardQueue
 from worker.runtime.held_units import HeldUnit, HeldUnits, reported
 from worker.runtime.quarantine import Quarantine
+from worker.runtime.shard import Turn
 from worker.schemas import DEFAULT_PRIORITY
 from worker.unit_closer import UnitCloser
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 # One slot in so many is kept for tenants that have no shard here: a shard may run for an hour, and one tenant's shards
 # in all slots would keep another tenant waiting for that long.
 SLOTS_PER_RESERVED = 8
-CONFIRM_S = 0.2  # between two looks that find the same shard waiting without a message
+CONFIRM_S = 0.1  # between two looks that find the same shard waiting without a message
 # For how long a shard may wait beside a free slot while messages do, which bring workers to shards too: with the time
 # between two looks of the reaper, at most 0.5 s as shipped, less than a second.
 PATIENCE_S = 2 * CONFIRM_S
@@ -161,7 +161,7 @@ class UnitRunner:
         the message of another one, which then has none.
         """
         refused: UnitRef | None = None
-        with self._slots.choosing(SLOT_WAIT_S) as may_choose:
+        with self._slots.turn.to_claim(SLOT_WAIT_S) as may_choose:  # each choice depends on the last
             if not may_choose:
                 return MessageEnd.REQUEUE
             for _ in range(MAX_CHOICES):
@@ -290,7 +290,9 @@ class _WaitingShard:
 class ShardSlots:
     """Limits how many shards run in this worker at the same time, and chooses the next. Thread-safe."""
 
-    def __init__(self, queue: ShardQueue, held_units: HeldUnits, announcer: Announcer, max_shards: int) -> None:
+    def __init__(
+        self, queue: ShardQueue, held_units: HeldUnits, announcer: Announcer, max_shards: int, *, turn: Turn
+    ) -> None:
         self._queue = queue
         self._held_units = held_units
         self._announcer = announcer
@@ -299,7 +301,7 @@ class ShardSlots:
         self._num_shared = max_shards - max_shards // SLOTS_PER_RESERVED
         self._slots = threading.BoundedSemaphore(max_shards)
         self._waiting: set[int] = set()  # threads that wait for a slot
-        self._choosing = threading.Lock()
+        self.turn = turn
 
     def take(self, timeout_s: float) -> bool:
         """Take a slot until `give`; False if none becomes free within `timeout_s`."""
@@ -320,16 +322,6 @@ class ShardSlots:
     def give(self) -> None:
         """Give back the slot that `take` got."""
         self._slots.release()
-
-    @contextmanager
-    def choosing(self, timeout_s: float) -> Iterator[bool]:
-        """Let one thread choose at a time, since each choice depends on the last. False after `timeout_s`."""
-        has_lock = self._choosing.acquire(timeout=timeout_s)
-        try:
-            yield has_lock
-        finally:
-            if has_lock:
-                self._choosing.release()
 
     def choose(self, hint: UnitRef | None) -> UnitRef | None:
         """The shard to claim on a message about `hint`, or on none, see ShardQueue.choose. Raises redis.RedisError."""

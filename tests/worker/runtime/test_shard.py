@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.support.fake_engine import FAIL, REFUSE, FakeEngine, GatedEngine, answer
-from tests.support.processes import wait_until
+from tests.support.processes import is_waiting, wait_until
 from tests.support.registry import RecordingAnnouncer, TestRegistry, Units, must_claim, ok, running_units
 from worker.registry.keys import UnitRef
 from worker.registry.leases import Claim, NewShard
 from worker.registry.lifecycle import PutStatus, StopReason
 from worker.runtime.held_units import HeldUnit, HeldUnits
-from worker.runtime.shard import MAX_READ_AHEAD, READ_AHEAD
+from worker.runtime.shard import MAX_READ_AHEAD, READ_AHEAD, Turn
 from worker.runtime.unit_runner import SLOTS_PER_RESERVED, ShardSlots
 from worker.schemas import JobState, SubmitOptions
 
@@ -250,7 +251,7 @@ def test_prompts_of_two_shards_go_into_the_engine_side_by_side(
 
 
 def _slots(registry: TestRegistry, held_units: HeldUnits, max_shards: int) -> ShardSlots:
-    return ShardSlots(registry.shard_queue(), held_units, RecordingAnnouncer(), max_shards)
+    return ShardSlots(registry.shard_queue(), held_units, RecordingAnnouncer(), max_shards, turn=Turn())
 
 
 def test_one_tenant_never_has_the_last_slot(registry: TestRegistry) -> None:
@@ -283,12 +284,36 @@ def test_no_more_slots_are_taken_than_there_are(registry: TestRegistry) -> None:
     assert slots.take(0.01)
 
 
-def test_one_thread_chooses_at_a_time(registry: TestRegistry) -> None:
-    slots = _slots(registry, HeldUnits(), 1)
-    with slots.choosing(0.01) as first:
-        with slots.choosing(0.01) as second:
+def test_a_thread_that_claims_goes_before_those_that_make_requests() -> None:
+    turn, order = Turn(), []
+
+    def claim() -> None:
+        with turn.to_claim(30.0) as has_turn:
+            assert has_turn
+            order.append("claims")
+
+    def make() -> None:
+        with turn.to_make_requests():
+            order.append("makes requests")
+
+    threads = [threading.Thread(target=target) for target in (make, make, claim, claim)]
+    with turn.to_claim(0.0), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("worker.runtime.shard.TURN_WAIT_S", 30.0)
+        for thread in threads:
+            thread.start()
+            wait_until(partial(is_waiting, thread))
+    for thread in threads:
+        thread.join()
+    assert order == ["claims"] * 2 + ["makes requests"] * 2
+
+
+def test_one_thread_claims_at_a_time_and_requests_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.runtime.shard.TURN_WAIT_S", 0.01)
+    turn = Turn()
+    with turn.to_claim(0.01) as first:
+        with turn.to_claim(0.01) as second, turn.to_make_requests():  # as if that claim waited for Redis
             assert (first, second) == (True, False)
-        with slots.choosing(0.01) as third:
+        with turn.to_claim(0.01) as third:
             assert not third
-    with slots.choosing(0.01) as later:
-        assert later
+    with turn.to_claim(0.01) as last:
+        assert last

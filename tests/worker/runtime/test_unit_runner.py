@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pytest
 import redis
 
+from settings import WorkerSettings
 from tests.support.processes import is_waiting, wait_until
 from tests.support.registry import TestRegistry, Units, must_claim, ok, running_units
 from worker.broker.messages import MessageEnd
@@ -17,6 +18,7 @@ from worker.registry.keys import UnitRef
 from worker.registry.leases import Claim
 from worker.registry.lifecycle import ClaimRefusal, StopReason
 from worker.runtime.held_units import HeldUnit
+from worker.runtime.shard import Turn
 from worker.runtime.unit_runner import CONFIRM_S, PATIENCE_S, ShardSlots, UnitFailed
 from worker.schemas import JobState, SubmitOptions
 
@@ -80,15 +82,15 @@ def test_a_message_whose_shard_was_taken_runs_the_one_that_was_left(
 def test_a_shard_that_waits_without_a_message_is_announced_to_a_free_slot(registry: TestRegistry) -> None:
     first, second = (UnitRef.shard(registry.running_job([0]), 0) for _ in range(2))
     with running_units(registry) as units:
-        slots = ShardSlots(registry.shard_queue(), units.held_units, units.announcer, 1)
+        slots = _slots(registry, units, max_shards=1)
         _look_twice(slots)
         assert (units.announcer.announced, units.announcer.models) == ([(first, 5)], ["fake"])
         units.hold(first)
         _look_twice(slots)  # no slot is free
         assert len(units.announcer.announced) == 1
-        _look_twice(ShardSlots(registry.shard_queue(models=["other"]), units.held_units, units.announcer, 9))
+        _look_twice(_slots(registry, units, model="other"))
         assert len(units.announcer.announced) == 1  # not its model
-        free = ShardSlots(registry.shard_queue(), units.held_units, units.announcer, 9)
+        free = _slots(registry, units)
         registry.redis.lpush("millrace", "a plan's message")  # which brings nobody to a shard
         _look_twice(free)
         assert units.announcer.announced[1:] == [(second, 5)]
@@ -102,8 +104,9 @@ def test_messages_that_wait_hide_a_lost_wake_up_for_less_than_a_second(registry:
     lost = UnitRef.shard(registry.running_job([0]), 0)
     registry.redis.lpush(lane, "a message about another shard")
     with running_units(registry) as units:
-        slots = ShardSlots(registry.shard_queue(), units.held_units, units.announcer, 9)
+        slots = _slots(registry, units)
         assert _looks(slots, units, [0.0, CONFIRM_S, 1.01 * PATIENCE_S]) == [[], [], [(lost, 5)]]
+        assert WorkerSettings().reap_interval_s + PATIENCE_S <= 0.75  # and a quarter of a second to claim it
         # Each announcement adds a message: it waits for twice as long before the next.
         later = [times * PATIENCE_S for times in (2.9, 3.1, 6.9, 7.2)]
         assert [len(found) for found in _looks(slots, units, later)] == [1, 2, 2, 3]
@@ -113,10 +116,16 @@ def test_a_shard_that_others_take_while_messages_wait_is_not_announced(registry:
     job_id = registry.running_job([0], [1], [2])
     registry.redis.lpush("millrace.fake", "a message")
     with running_units(registry) as units:
-        slots = ShardSlots(registry.shard_queue(), units.held_units, units.announcer, 9)
+        slots = _slots(registry, units)
         for number in range(3):
-            assert _looks(slots, units, [number * 0.3, number * 0.3 + 0.2]) == [[], []]
+            at_s = 1.5 * number * PATIENCE_S
+            assert _looks(slots, units, [at_s, at_s + 0.9 * PATIENCE_S]) == [[], []]
             units.hold(UnitRef.shard(job_id, number))
+
+
+def _slots(registry: TestRegistry, units: Units, *, max_shards: int = 9, model: str = "fake") -> ShardSlots:
+    queue = registry.shard_queue(models=[model])
+    return ShardSlots(queue, units.held_units, units.announcer, max_shards, turn=Turn())
 
 
 def _looks(slots: ShardSlots, units: Units, at_s: Sequence[float]) -> list[list[tuple[UnitRef, int]]]:
@@ -142,7 +151,7 @@ def _look_twice(slots: ShardSlots) -> None:
 def test_a_shard_whose_message_may_be_on_its_way_is_not_announced(registry: TestRegistry) -> None:
     shard = UnitRef.shard(registry.running_job([0]), 0)
     with running_units(registry) as units:
-        slots = ShardSlots(registry.shard_queue(), units.held_units, units.announcer, 9)
+        slots = _slots(registry, units)
         with pytest.MonkeyPatch.context() as now:
             at = time.monotonic()
             now.setattr(time, "monotonic", lambda: at)
