@@ -57,12 +57,14 @@ The engine answers at once: its checks, scheduling, model, sampling and detokeni
 
 WAITS_EXPLANATION = """\
 time: from the jobs' acceptance to their last record
-wait: how long a shard lay in Redis unclaimed while a worker that may run it had a free slot, by Redis' clock. Redis is
-looked at {rate:.0f} times a second, and a wait is taken to reach from the look before the first that saw it to the look
-that saw it no more: never less than it was. Longest time between two looks: {gap_s:.2f} s."""
+wait: how long a shard lay in Redis unclaimed while a worker that may run it had a free slot, by Redis' clock; where its
+worker died, since another may claim it: when the lease is over and the reapers know of the death. Redis is looked at
+{rate:.0f} times a second, and a wait is taken to reach from the look before the first that saw it to the look that saw
+it no more: never less than it was. Longest time between two looks: {gap_s:.2f} s."""
 MOST_TIMES_MEDIAN, MOST_WAIT_S = 1.5, 1.0  # what the longest run and the longest wait may come to
 NUM_SUSPECTS = 3  # shards of each run whose first worker dies
-DEAD_LEASE_S = 0.2  # of that worker
+# Of all workers where some die: a lease is renewed six times as shipped, and of 30 s each run would last as long.
+LEASE_S, RENEWALS = 3.0, 6
 
 # The jobs of a run, by what decides whose turn it is.
 RULES: Mapping[str, Sequence[SubmitArguments]] = {
@@ -220,13 +222,21 @@ class WaitMeasurement:
 
     total_s: float  # from acceptance to the last record
     longest_wait_s: float  # of a shard that nobody held though a worker that may run it had a free slot
+    longest_held_by_dead_s: float  # of a shard whose worker died, until another might claim it
     longest_gap_s: float  # between two looks, so the least that could be told
     num_looks: int
     num_suspects: int  # shards whose first worker died
 
 
-def run_waits(rule: str, num_workers: int, num_prompts: int, repeats: int) -> Iterator[WaitMeasurement]:
-    """Run the jobs again and again, one for each worker, `num_prompts` prompts in all, on the same workers."""
+def run_waits(
+    rule: str, num_workers: int, num_prompts: int, repeats: int, *, lease_s: float = LEASE_S
+) -> Iterator[WaitMeasurement]:
+    """Run the jobs again and again, one for each worker, `num_prompts` prompts in all, on the same workers.
+
+    `lease_s`: of the workers, where some die.
+    """
+    dying = WorkerSettings(lease_s=lease_s, renew_interval_s=lease_s / RENEWALS)
+    settings = [f"worker.{name}={getattr(dying, name)}" for name in ("lease_s", "renew_interval_s")]
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         make_tokenizer(directory / "model")
@@ -234,16 +244,18 @@ def run_waits(rule: str, num_workers: int, num_prompts: int, repeats: int) -> It
             private_redis(directory, port=free_port()) as url,
             BatchClient(url) as client,
             Redis.from_url(url) as redis,
-            queue_workers(url, directory, num_workers),
+            queue_workers(url, directory, num_workers, settings if rule == "suspects" else ()),
         ):
             wait_until(lambda: len(client.workers()) == num_workers, timeout_s=START_TIMEOUT_S)
             for number in range(-1, repeats):
-                measured = _run_watched(client, redis, rule, _parts(num_prompts, num_workers))
+                measured = _run_watched(client, redis, rule, _parts(num_prompts, num_workers), dying)
                 if number >= 0:  # the first warms up
                     yield measured
 
 
-def _run_watched(client: BatchClient, redis: Redis, rule: str, sizes: Sequence[int]) -> WaitMeasurement:
+def _run_watched(
+    client: BatchClient, redis: Redis, rule: str, sizes: Sequence[int], dying: WorkerSettings
+) -> WaitMeasurement:
     workers = {worker.id: worker.model for worker in client.workers()}
     watch = WaitWatch(redis, workers.keys(), WorkerSettings().concurrency)
     job_ids = _submit_together(client, sizes, lambda: None, RULES[rule])
@@ -251,7 +263,7 @@ def _run_watched(client: BatchClient, redis: Redis, rule: str, sizes: Sequence[i
     with ThreadPoolExecutor(1) as pool:
         watching = pool.submit(watch.run, job_ids, stopping)
         try:
-            suspects = _make_suspects(redis, job_ids, next(iter(workers.values()))) if rule == "suspects" else []
+            suspects = _make_suspects(redis, job_ids, next(iter(workers.values())), dying) if rule == "suspects" else []
             jobs = [client.wait(job_id, RUN_TIMEOUT_S) for job_id in job_ids]
         finally:
             stopping.set()
@@ -263,15 +275,15 @@ def _run_watched(client: BatchClient, redis: Redis, rule: str, sizes: Sequence[i
     return WaitMeasurement(
         total_s=max(job.finished_at or 0.0 for job in jobs) - min(job.created_at for job in jobs),
         longest_wait_s=watch.longest_wait_s,
+        longest_held_by_dead_s=watch.longest_held_by_dead_s,
         longest_gap_s=watch.longest_gap_s,
         num_looks=watch.num_looks,
         num_suspects=len(suspects),
     )
 
 
-def _make_suspects(redis: Redis, job_ids: Sequence[str], model: str) -> list[Claim]:
+def _make_suspects(redis: Redis, job_ids: Sequence[str], model: str, settings: WorkerSettings) -> list[Claim]:
     """Claim shards as a worker that dies at once."""
-    settings = WorkerSettings(lease_s=DEAD_LEASE_S, renew_interval_s=DEAD_LEASE_S / 2)
     leases = UnitLeases(redis, Keys(), owner="dead", settings=settings, models=[model])
     claims: list[Claim] = []
     left = set(job_ids)
@@ -290,7 +302,10 @@ def _report_waits(rule: str, runs: Sequence[WaitMeasurement]) -> bool:
     """Print what the runs came to; whether it is within the bounds."""
     times, wait_s = [run.total_s for run in runs], max(run.longest_wait_s for run in runs)
     middle = median(times)
-    suspects = f", {sum(run.num_suspects for run in runs)} suspects" if rule == "suspects" else ""
+    suspects = ""
+    if rule == "suspects":
+        held_s = max(run.longest_held_by_dead_s for run in runs)
+        suspects = f", {sum(run.num_suspects for run in runs)} shards whose worker died, held for {held_s:.2f} s by it"
     print(
         f"\n{rule}: {len(runs)} runs{suspects}; median {middle:.2f} s, longest {max(times):.2f} s, "
         f"{max(times) / middle:.2f} times the median (at most {MOST_TIMES_MEDIAN}); longest wait {wait_s:.2f} s "
@@ -306,7 +321,7 @@ def _parts(total: int, count: int) -> list[int]:
 
 
 @contextmanager
-def queue_workers(redis_url: str, directory: Path, count: int) -> Iterator[list[int]]:
+def queue_workers(redis_url: str, directory: Path, count: int, settings: Sequence[str] = ()) -> Iterator[list[int]]:
     """Start workers with the tokenizer in `directory`/model and stop them at the end; their process ids."""
     command = [
         sys.executable,
@@ -314,6 +329,7 @@ def queue_workers(redis_url: str, directory: Path, count: int) -> Iterator[list[
         "tests.benchmarks.queue_worker",
         str(directory / "model"),
         f"redis.url={redis_url}",
+        *settings,
     ]
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -370,9 +386,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main_waits(options: argparse.Namespace, machine: QueueMachine) -> int:
     [num_workers] = options.workers
     runs: list[WaitMeasurement] = []
-    for run in run_waits(options.rule, num_workers, options.prompts, options.repeats):
+    for run in run_waits(options.rule, num_workers, options.prompts, options.repeats, lease_s=options.lease_s):
         runs.append(run)
-        print(f"{run.total_s:.2f} s, longest wait {run.longest_wait_s:.2f} s", flush=True)
+        held = f", held by the dead {run.longest_held_by_dead_s:.2f} s" if run.num_suspects else ""
+        print(f"{run.total_s:.2f} s, longest wait {run.longest_wait_s:.2f} s{held}", flush=True)
     is_within = _report_waits(options.rule, runs)
     if options.json is not None:
         figures = {"machine": asdict(machine), "rule": options.rule, "runs": [asdict(run) for run in runs]}
@@ -388,10 +405,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=2, metavar="N", help="runs of each number of workers")
     parser.add_argument("--waits", action="store_true", help="run after run on workers that stay: how long shards wait")
     parser.add_argument("--rule", choices=RULES, default="plain", help="with --waits: what decides whose turn it is")
+    parser.add_argument("--lease-s", type=float, default=LEASE_S, metavar="S", help="with --rule suspects: of workers")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
     options = parser.parse_args(arguments)
     if min(options.workers) < 1 or options.repeats < 1:
         parser.error("--workers and --repeats: at least 1")
+    if not 0.5 <= options.lease_s <= RUN_TIMEOUT_S / 2:
+        parser.error(f"--lease-s: 0.5 to {RUN_TIMEOUT_S / 2:g}")
     if options.waits and len(options.workers) != 1:
         parser.error("--workers: one number with --waits")
     if not max(options.workers) <= options.prompts <= 50_000 * min(options.workers):

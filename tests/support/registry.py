@@ -27,7 +27,7 @@ from worker.lines.errors import LineError
 from worker.records.failure import Failure, error_record, line_error_record
 from worker.records.record import BatchFile, RecordContext, encode_record
 from worker.registry.connect import connect
-from worker.registry.exchange import perform, text
+from worker.registry.exchange import perform, script_source, text
 from worker.registry.intake import JobIntake
 from worker.registry.jobs import JobControl, JobQueries, ResultOrder
 from worker.registry.keys import Keys, UnitRef
@@ -44,7 +44,7 @@ from worker.runtime.shard import ShardParts, ShardPrompts, ShardRun, Turn
 from worker.runtime.unit_runner import ShardSlots, UnitRunner
 from worker.runtime.window import AdmissionWindow
 from worker.runtime.writer import ResultWriter, refused_record
-from worker.schemas import JobState, JobStatus, JobUsage, RequestCounts, SubmitOptions, WorkerInfo, batch_object
+from worker.schemas import JobState, JobStatus, SubmitOptions, WorkerInfo, batch_object
 from worker.unit_closer import UnitCloser
 
 BODIES: dict[str, type[BaseModel]] = {
@@ -344,43 +344,24 @@ def _error(record: dict[str, Any]) -> ErrorObject | BatchError:
     return ErrorObject.model_validate(record["response"]["body"]["error"], strict=True)
 
 
-def job_status(
-    status: JobState, completed: int = 0, failed: int = 0, error: str | None = None, *, output_tokens: int = 7
-) -> JobStatus:
-    """The status of a job of ten prompts; a quarter of their tokens came from the prefix cache."""
-    return JobStatus(
-        id="s0-1",
-        status=status,
-        created_at=0.0,
-        request_counts=RequestCounts(total=10, completed=completed, failed=failed),
-        usage=JobUsage(
-            input_tokens=100, cached_tokens=25, output_tokens=output_tokens, total_tokens=100 + output_tokens
-        ),
-        shards_total=1,
-        shards_done=0,
-        priority=5,
-        tenant="default",
-        metadata={},
-        error=error,
-    )
-
-
 LOOK_INTERVAL_S = 0.03
 
-# All shards of some jobs at one moment. ARGV what keys begin with, then job ids. Returns the time in us, then for each
-# shard that is not done: its name, its tenant, who holds it (nobody: empty) and how many workers died over it.
+# All shards of some jobs at one moment, behind the registry's own prelude: a shard is held until claim.lua would give
+# it to another worker. ARGV what keys begin with, then job ids. Returns the time in us, then for each shard that is not
+# done: its name, its tenant, who holds it (nobody: empty) and how many workers died over it.
 _SHARDS = """
-local time, rows = redis.call('TIME'), {}
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local rows, time = {}, redis.call('TIME')
+local now = now_ms()
 for i = 2, #ARGV do
   local job = redis.call('HMGET', ARGV[1] .. 'j:' .. ARGV[i] .. ':job', 'ns', 'tenant')
   for number = 0, tonumber(job[1] or 0) - 1 do
-    local unit = redis.call('HMGET', ARGV[1] .. 'j:' .. ARGV[i] .. ':s:' .. number, 'st', 'own', 'lease', 'att')
-    local is_held = unit[1] == 'running' and tonumber(unit[3]) > now
-    local has_crashed = unit[1] == 'running' and not is_held
+    local key = ARGV[1] .. 'j:' .. ARGV[i] .. ':s:' .. number
+    local unit = redis.call('HMGET', key, 'st', 'own', 'lease', 'att', 'term', 'judged')
     if unit[1] then
-      local deaths = tonumber(unit[4]) + (has_crashed and 1 or 0)
-      rows[#rows + 1] = {ARGV[i] .. '/' .. number, job[2], is_held and unit[2] or '', deaths}
+      local may_be_claimed = is_over(unit[3], unit[5], now) and is_judged(unit[3], unit[6])
+      local is_held = unit[1] == 'running' and not may_be_claimed
+      local has_died = unit[1] == 'running' and may_be_claimed and is_gone(unit[3], unit[6])
+      rows[#rows + 1] = {ARGV[i] .. '/' .. number, job[2], is_held and unit[2] or '', unit[4] + (has_died and 1 or 0)}
     end
   end
 end
@@ -420,28 +401,45 @@ def idle_waits(shards: Sequence[OpenShard], workers: Collection[str], slots: int
 
 
 class WaitWatch:
-    """Looks at the shards of some jobs again and again, for the longest that one of them waited beside a free slot."""
+    """Looks at the shards of some jobs again and again, for the longest that one of them waited beside a free slot.
+
+    Likewise for the longest that one was held by a worker that is not there, so that no other might claim it.
+    """
 
     def __init__(self, client: redis.Redis, workers: Collection[str], slots: int) -> None:
         self.longest_wait_s = 0.0
+        self.longest_held_by_dead_s = 0.0
         self.longest_gap_s = 0.0  # between two looks
         self.num_looks = 0
-        self._look = client.register_script(_SHARDS)
+        self._look = client.register_script(script_source("prelude") + _SHARDS)
         self._workers = workers
         self._slots = slots
 
     def run(self, job_ids: Sequence[str], stopping: threading.Event) -> None:
         """Look until told to stop."""
-        since: dict[str, float] = {}  # by shard that waits: the last look that did not see it wait
+        waits, held_by_dead = _Spells(), _Spells()
         before: float | None = None
         while not stopping.wait(LOOK_INTERVAL_S):
             seconds, micros, rows = self._look(args=[Keys().prefix, *job_ids])
             now = int(seconds) + int(micros) / 1e6
             before = now if before is None else before
             shards = [OpenShard(name.decode(), tenant.decode(), worker.decode(), n) for name, tenant, worker, n in rows]
-            waiting = idle_waits(shards, self._workers, self._slots)
-            ended = [since.pop(name) for name in since.keys() - waiting]
-            since = {name: since.get(name, before) for name in waiting}
-            self.longest_wait_s = max((self.longest_wait_s, *(now - begun for begun in (*ended, *since.values()))))
+            waits.look(idle_waits(shards, self._workers, self._slots), before, now)
+            held_by_dead.look({s.name for s in shards if s.worker not in ("", *self._workers)}, before, now)
             self.longest_gap_s, before = max(self.longest_gap_s, now - before), now
             self.num_looks += 1
+        self.longest_wait_s, self.longest_held_by_dead_s = waits.longest_s, held_by_dead.longest_s
+
+
+class _Spells:
+    """The longest time for which something was so, from the last look before it was to the first after it."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._since_s: dict[str, float] = {}
+
+    def look(self, names: Collection[str], before_s: float, now_s: float) -> None:
+        """Note of which it is so now; `before_s`: the time of the look before."""
+        ended = [self._since_s.pop(name) for name in self._since_s.keys() - set(names)]
+        self._since_s = {name: self._since_s.get(name, before_s) for name in names}
+        self.longest_s = max((self.longest_s, *(now_s - begun for begun in (*ended, *self._since_s.values()))))

@@ -1,5 +1,5 @@
 """Makes request lines and reads the records that answer them, among them a file of 1,000 lines of which 20 are bad in
-10 ways.
+10 ways; and the status of a job of such lines.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from worker.lines.errors import LineError
 from worker.lines.parse import parse_request_line
 from worker.lines.request_line import GeneratingBody, RequestLine
 from worker.requests.builder import RequestBuilder
+from worker.schemas import JobState, JobStatus, JobUsage, RequestCounts
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -161,3 +162,24 @@ def check_thousand_records(records: list[dict[str, Any]]) -> None:
     assert len(results) == NUM_LINES - len(bad)
     assert len({record["custom_id"] for record in results}) == len(results)
     assert all(record["response"]["status_code"] == 200 for record in results)
+
+
+def job_status(
+    status: JobState, completed: int = 0, failed: int = 0, error: str | None = None, *, output_tokens: int = 7
+) -> JobStatus:
+    """The status of a job of ten prompts; a quarter of their tokens came from the prefix cache."""
+    return JobStatus(
+        id="s0-1",
+        status=status,
+        created_at=0.0,
+        request_counts=RequestCounts(total=10, completed=completed, failed=failed),
+        usage=JobUsage(
+            input_tokens=100, cached_tokens=25, output_tokens=output_tokens, total_tokens=100 + output_tokens
+        ),
+        shards_total=1,
+        shards_done=0,
+        priority=5,
+        tenant="default",
+        metadata={},
+        error=error,
+    )

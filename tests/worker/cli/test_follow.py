@@ -17,7 +17,8 @@ from redis.exceptions import NoPermissionError
 
 from settings import RedisSettings
 from tests.support.processes import WarmProcess, wait_until, warm_interpreter
-from tests.support.registry import TestRegistry, job_status, must_claim, ok
+from tests.support.registry import TestRegistry, must_claim, ok
+from tests.support.request_lines import job_status
 from tests.support.workers import CLI, millrace
 from worker.cli import follow as module
 from worker.cli.exit_codes import CommandError

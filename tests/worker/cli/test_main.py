@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.redis_servers import free_port
-from tests.support.registry import job_status
+from tests.support.request_lines import job_status
 from tests.support.workers import COMMAND, ROOT, millrace
 from worker.cli import jobs as errors
 from worker.cli.main import LazyCommand, LazyGroup, cli

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.registry import job_status
+from tests.support.request_lines import job_status
 from worker.cli import progress as module
 from worker.cli.progress import (
     WINDOW_S,
