@@ -155,9 +155,9 @@ def test_ack_of_a_disk_waits_for_it(tmp_path: Path, executable: str) -> None:
 def test_a_disk_that_does_not_confirm_is_an_error_with_the_job(tmp_path: Path, executable: str) -> None:
     # It leaves that to the kernel, and never says so.
     with kept(tmp_path, executable, appendfsync="no") as server, _acked(server, "disk", 0.5) as client:
-        for _ in range(2):  # nor the second time, when the job is known and nothing was written for it
-            with pytest.raises(NotDurable) as caught:
-                client.submit(LINES, idempotency_key="a")
+        for _ in range(2):  # nor the second time, when the job is known and its connection has written nothing for it
+            with _acked(server, "disk", 0.5) as other, pytest.raises(NotDurable) as caught:
+                other.submit(LINES, idempotency_key="a")
             job_id = caught.value.job_id
             assert [job.id for job in client.jobs()] == [job_id]
         assert str(caught.value) == (
