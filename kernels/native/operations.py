@@ -201,7 +201,7 @@ class NativeOperations:
         self._kernels.argmax(byref(args))
         return ids
 
-    # By PyTorch, and so named by `implementation_names`.
+    # By PyTorch, and so named by `implementation_names`; subclasses below have native ones of some.
     pack = staticmethod(cpu.pack)
     grouped_gemm = staticmethod(cpu.grouped_gemm)
     moe_small_batch = staticmethod(cpu.moe_small_batch)
