@@ -14,6 +14,7 @@ namespace VARIANT {
 constexpr int64_t GROUP_KEYS = 16;
 constexpr int64_t CHUNK_KEYS = 128;          // one update of the softmax; the scores of 16 heads take 8 KiB
 constexpr int64_t AHEAD_BYTES = 8 << 10;     // of keys or values, fetched before they are needed: 500 ns of memory
+constexpr int64_t MAX_TIMES = 3;             // that a line is fetched
 
 template <class T>
 class Stream {
@@ -29,6 +30,7 @@ class Stream {
         largest_ = reinterpret_cast<float*>(weights_ + heads * CHUNK_KEYS);
         const int64_t group_bytes = GROUP_KEYS * args_.kv_heads * args_.dim * sizeof(T);
         distance_ = std::clamp<int64_t>(AHEAD_BYTES / group_bytes, 1, CHUNK_KEYS / GROUP_KEYS) * GROUP_KEYS;
+        times_ = std::clamp<int64_t>(2 * attention_.vectors / attention_.group, 1, MAX_TIMES);
     }
 
     static int64_t num_floats(const Attention<T>& attention) {
@@ -60,42 +62,53 @@ class Stream {
         int64_t offsets[GROUP_KEYS];
     };
 
-    // Fetches a group in the order of memory, a few lines a step: all of it while another group is read.
+    // Fetches groups in the order of memory, a few lines a step: all of them while another group is read. Of what is asked
+    // of a CPU whose queue is full it drops a part: the sooner lines are read, the more often each is asked for, first far
+    // ahead, then nearer.
     class Ahead {
       public:
-        Ahead(const Group& group, int64_t token_bytes, int64_t steps) : group_(group), token_bytes_(token_bytes) {
-            lines_ = (GROUP_KEYS * ((token_bytes + 63) / 64) + steps - 1) / steps;
-            at_ = token(0);
+        Ahead(const Group* groups, int64_t times, int64_t token_bytes, int64_t steps)
+            : groups_(groups), times_(times), token_bytes_(token_bytes) {
+            bytes_ = (GROUP_KEYS * ((token_bytes + 63) / 64) + steps - 1) / steps * 64;
+            enter();
         }
 
         inline __attribute__((always_inline)) void step() {
-            // Into the second cache: keys a power of two apart push one another out of the first (twice the time).
-            for (int64_t line = 0; line < lines_; line++) __builtin_prefetch(at_ + line * 64, 0, 2);
-            at_ += lines_ * 64;
-            const int64_t over = at_ - token(key_) - token_bytes_;
-            if (over >= 0 && key_ + 1 < GROUP_KEYS) at_ = token(++key_) + over;
-        }
-
-        void go_on_from(const Ahead& other) {
-            at_ = other.at_;
-            key_ = other.key_;
+#pragma GCC unroll 1
+            for (int64_t i = 0; i < times_; i++) {
+                // Into the second cache: keys a power of two apart push one another out of the first (twice the time).
+                const char* from = at_[i] + done_;
+#pragma GCC unroll 1
+                for (const char* end = from + bytes_; from < end; from += 64) __builtin_prefetch(from, 0, 2);
+            }
+            done_ += bytes_;
+            if (done_ >= token_bytes_ && key_ + 1 < GROUP_KEYS) {
+                done_ -= token_bytes_;
+                key_++;
+                enter();
+            }
         }
 
       private:
-        const char* token(int64_t key) const {
-            return reinterpret_cast<const char*>(group_.cache + group_.offsets[key]);
+        void enter() {
+#pragma GCC unroll 1
+            for (int64_t i = 0; i < times_; i++) {
+                at_[i] = reinterpret_cast<const char*>(groups_[i].cache + groups_[i].offsets[key_]);
+            }
         }
 
-        const Group& group_;
+        const Group* groups_;
+        int64_t times_;
         int64_t token_bytes_;  // of all KV heads
-        int64_t lines_;
-        int64_t key_ = 0;
-        const char* at_;
+        int64_t bytes_;        // a step
+        int64_t key_ = 0, done_ = 0;
+        const char* at_[MAX_TIMES] = {};
     };
 
     // What one pass over the values of a group reads.
     struct Values {
         const T* first;
+        int64_t words;  // of a vector that is alone
         const int64_t* offsets;
         int64_t num_keys;
         const T* weights;  // of the first of its heads
@@ -104,6 +117,7 @@ class Stream {
     const Attention<T>& attention_;
     const AttentionArgs& args_;
     int64_t distance_;                // keys between what is read and what is fetched
+    int64_t times_;                   // that it is fetched, each time as much further ahead
     const Unit* unit_ = nullptr;
     int64_t heads_ = 0;               // of the unit; of each:
     float* sums_;                     // [width]
@@ -139,78 +153,99 @@ class Stream {
         for (int64_t i = num_keys; i < GROUP_KEYS; i++) group.offsets[i] = group.offsets[num_keys - 1];
     }
 
-    // What will be read after `distance_` keys more than the chunk's first k: of a chunk the keys come first, then the
+    void find_next(bool is_values, int64_t k, Group* next) const {
+        for (int64_t i = 0; i < times_; i++) find_next(is_values, k, (i + 1) * distance_, next[i]);
+    }
+
+    // What will be read after `distance` keys more than the chunk's first k: of a chunk the keys come first, then the
     // values, then the next chunk.
-    void find_next(bool is_values, int64_t k, Group& next) const {
+    void find_next(bool is_values, int64_t k, int64_t distance, Group& next) const {
         const int64_t padded = (count_ + GROUP_KEYS - 1) / GROUP_KEYS * GROUP_KEYS;
-        k += distance_;
+        k += distance;
         if (k < padded) return find(is_values, from_ + k, next);
         k -= padded;
         if (is_values) return find(false, std::min(from_ + CHUNK_KEYS + k, unit_->end - 1), next);
         find(true, from_ + std::min(k, padded - GROUP_KEYS), next);
     }
 
-    // Calls f(first vector, number of vectors, whether it is the last one and short) for a head's 4, 2 or 1 at a time.
+    // Calls f(first vector, number of vectors, words of each) for a head's 4, 2 or 1 at a time; the last one may be short.
     template <class F>
     void for_parts(F f) const {
         const int64_t whole = attention_.vectors - (attention_.tail_words ? 1 : 0);
         for (int64_t v = 0; v < whole;) {
             const int64_t count = whole - v >= 4 ? 4 : whole - v >= 2 ? 2 : 1;
-            f(v, count, false);
+            f(v, count, LANES);
             v += count;
         }
-        if (attention_.tail_words) f(whole, 1, true);
+        if (attention_.tail_words) f(whole, 1, attention_.tail_words);
     }
+
+    // Over the keys or values of a group: two heads of a KV head at a time.
+    int64_t passes() const { return unit_->num_kv_heads * ((unit_->num_heads + 1) / 2); }
+
     int64_t num_parts() const {
         int64_t parts = 0;
-        for_parts([&](int64_t, int64_t, bool) { parts++; });
+        for_parts([&](int64_t, int64_t, int64_t) { parts++; });
         return parts;
     }
 
     // Scores of the group at the chunk's key k, all heads.
     void score(int64_t k) {
-        Group group, next;
+        Group group;
         find(false, from_ + k, group);
+        Group next[MAX_TIMES];
         find_next(false, k, next);
-        Ahead ahead(next, token_bytes_, heads_ * num_parts() * GROUP_KEYS);
-        for (int64_t head = 0; head < heads_; head++) {
-            const T* keys = group.cache + head / unit_->num_heads * args_.head_stride;
-            const uint32_t* query = queries_ + head * attention_.vectors * LANES;
-            f32x16 sums = {};
-            for_parts([&](int64_t v, int64_t count, bool is_short) {
-                const T* from = keys + v * STEP<T>;
-                const uint32_t* q = query + v * LANES;
-                if (is_short) sums += score<1, true>(from, group.offsets, q, ahead);
-                else if (count == 4) sums += score<4, false>(from, group.offsets, q, ahead);
-                else if (count == 2) sums += score<2, false>(from, group.offsets, q, ahead);
-                else sums += score<1, false>(from, group.offsets, q, ahead);
-            });
-            store(scores_ + head * CHUNK_KEYS + k, sums * args_.scale);
+        Ahead ahead(next, times_, token_bytes_, passes() * num_parts() * GROUP_KEYS);
+        for (int64_t kv_head = 0; kv_head < unit_->num_kv_heads; kv_head++) {
+            const T* keys = group.cache + kv_head * args_.head_stride;
+            for (int64_t h = 0; h < unit_->num_heads; h += 2) {
+                const int64_t head = kv_head * unit_->num_heads + h;
+                if (h + 1 < unit_->num_heads) score<2>(keys, group.offsets, head, k, ahead);
+                else score<1>(keys, group.offsets, head, k, ahead);
+            }
         }
     }
 
-    // Some vectors of one head of 16 keys; element i of the result is of key i. IS_SHORT: the one vector is.
-    template <int VECTORS, bool IS_SHORT>
-    f32x16 score(const T* keys, const int64_t* offsets, const uint32_t* query, Ahead& ahead) const {
-        u32x16 q[VECTORS];
+    template <int HEADS>
+    void score(const T* keys, const int64_t* offsets, int64_t head, int64_t k, Ahead& ahead) {
+        Scores<HEADS> sums = {};
+        for_parts([&](int64_t v, int64_t count, int64_t words) {
+            const T* from = keys + v * STEP<T>;
+            const uint32_t* q = queries_ + (head * attention_.vectors + v) * LANES;
+            if (count == 4) sums += score<HEADS, 4>(from, words, offsets, q, ahead);
+            else if (count == 2) sums += score<HEADS, 2>(from, words, offsets, q, ahead);
+            else sums += score<HEADS, 1>(from, words, offsets, q, ahead);
+        });
+        for (int h = 0; h < HEADS; h++) store(scores_ + (head + h) * CHUNK_KEYS + k, sums.of[h] * args_.scale);
+    }
+
+    // Some vectors of 16 keys, by as many heads; element i of a result is of key i. words: of one vector that is alone.
+    template <int HEADS, int VECTORS>
+    Scores<HEADS> score(const T* keys, int64_t words, const int64_t* offsets, const uint32_t* query, Ahead& ahead) const {
+        u32x16 q[HEADS][VECTORS];
+#pragma GCC unroll 2
+        for (int h = 0; h < HEADS; h++) {
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) q[v] = read<u32x16>(query + v * LANES);
-        Ahead next = ahead;  // of its own, which the compiler keeps in registers
-        const f32x16 scores = sums_over<0, 16>([&](int k) __attribute__((always_inline)) {
-            next.step();
+            for (int v = 0; v < VECTORS; v++) q[h][v] = read<u32x16>(query + (h * attention_.vectors + v) * LANES);
+        }
+        const Scores<HEADS> scores = sums_over<0, 16>([&](int k) __attribute__((always_inline)) {
+            ahead.step();
             const T* key = keys + offsets[k];
-            f32x16 sums = {};
+            Scores<HEADS> sums = {};
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) sums = multiply_add(sums, read_part<IS_SHORT>(key, v), q[v], key);
+            for (int v = 0; v < VECTORS; v++) {
+                const u32x16 part = read_part<VECTORS>(key, v, words);
+#pragma GCC unroll 2
+                for (int h = 0; h < HEADS; h++) sums.of[h] = multiply_add(sums.of[h], part, q[h][v], key);
+            }
             return sums;
         });
-        ahead.go_on_from(next);
         return scores;
     }
 
-    template <bool IS_SHORT>
-    inline __attribute__((always_inline)) u32x16 read_part(const T* from, int v) const {
-        return IS_SHORT ? read_words(from, attention_.tail_words) : read<u32x16>(from + v * STEP<T>);
+    template <int VECTORS>
+    static inline __attribute__((always_inline)) u32x16 read_part(const T* from, int v, int64_t words) {
+        return VECTORS == 1 ? read_words(from, words) : read<u32x16>(from + v * STEP<T>);
     }
 
     // Turns the chunk's scores of one head into weights, exp(score - largest); what was summed before shrinks to the
@@ -244,41 +279,39 @@ class Stream {
     // Adds the values of the group at the chunk's key k: two heads of a KV head and four vectors at a time, whose sums
     // fit into registers.
     void add_values(int64_t k) {
-        Group group, next;
+        Group group;
         find(true, from_ + k, group);
-        find_next(true, k, next);
         const int64_t num_keys = std::min(GROUP_KEYS, count_ - k);
-        const int64_t passes = unit_->num_kv_heads * ((unit_->num_heads + 1) / 2) * num_parts();
-        Ahead ahead(next, token_bytes_, passes * (GROUP_KEYS / PACK<T>));
+        Group next[MAX_TIMES];
+        find_next(true, k, next);
+        Ahead ahead(next, times_, token_bytes_, passes() * num_parts() * (GROUP_KEYS / PACK<T>));
         for (int64_t kv_head = 0; kv_head < unit_->num_kv_heads; kv_head++) {
             const T* first = group.cache + kv_head * args_.head_stride;
             for (int64_t h = 0; h < unit_->num_heads; h += 2) {
                 const int64_t head = kv_head * unit_->num_heads + h;
                 const T* weights = weights_ + head * CHUNK_KEYS + k;
                 float* sums = sums_ + head * attention_.width;
-                for_parts([&](int64_t v, int64_t count, bool is_short) {
-                    const Values values{first + v * STEP<T>, group.offsets, num_keys, weights};
+                for_parts([&](int64_t v, int64_t count, int64_t words) {
+                    const Values values{first + v * STEP<T>, words, group.offsets, num_keys, weights};
                     float* to = sums + v * STEP<T>;
-                    if (h + 1 < unit_->num_heads) add_values<2>(count, is_short, values, to, ahead);
-                    else add_values<1>(count, is_short, values, to, ahead);
+                    if (h + 1 < unit_->num_heads) add_values<2>(count, values, to, ahead);
+                    else add_values<1>(count, values, to, ahead);
                 });
             }
         }
     }
 
     template <int HEADS>
-    void add_values(int64_t vectors, bool is_short, const Values& values, float* sums, Ahead& ahead) const {
-        if (is_short) add_values<HEADS, 1, true>(values, sums, ahead);
-        else if (vectors == 4) add_values<HEADS, 4, false>(values, sums, ahead);
-        else if (vectors == 2) add_values<HEADS, 2, false>(values, sums, ahead);
-        else add_values<HEADS, 1, false>(values, sums, ahead);
+    void add_values(int64_t vectors, const Values& values, float* sums, Ahead& ahead) const {
+        if (vectors == 4) add_values<HEADS, 4>(values, sums, ahead);
+        else if (vectors == 2) add_values<HEADS, 2>(values, sums, ahead);
+        else add_values<HEADS, 1>(values, sums, ahead);
     }
 
-    template <int HEADS, int VECTORS, bool IS_SHORT>
+    template <int HEADS, int VECTORS>
     void add_values(const Values& values, float* sums, Ahead& ahead) const {
         constexpr int KEYS = PACK<T>;  // of one word, and vectors of sums for one vector of values
         const int64_t width = attention_.width;
-        Ahead next = ahead;  // of its own, which the compiler keeps in registers
         f32x16 acc[HEADS][VECTORS * KEYS];
 #pragma GCC unroll 2
         for (int h = 0; h < HEADS; h++) {
@@ -286,7 +319,7 @@ class Stream {
             for (int i = 0; i < VECTORS * KEYS; i++) acc[h][i] = load(sums + h * width + i * LANES);
         }
         for (int64_t k = 0; k < values.num_keys; k += KEYS) {
-            next.step();
+            ahead.step();
             const T* a = values.first + values.offsets[k];
             // An odd last key is its own partner, whose weight is 0: what lies behind it may be NaN.
             const T* b = values.first + values.offsets[k + KEYS - 1];
@@ -297,8 +330,8 @@ class Stream {
             }
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) {
-                ValuePairs pairs{read_part<IS_SHORT>(a, v), {}};
-                if constexpr (KEYS == 2) pairs = pair_values(pairs.first, read_part<IS_SHORT>(b, v));
+                ValuePairs pairs{read_part<VECTORS>(a, v, values.words), {}};
+                if constexpr (KEYS == 2) pairs = pair_values(pairs.first, read_part<VECTORS>(b, v, values.words));
 #pragma GCC unroll 2
                 for (int h = 0; h < HEADS; h++) {
                     f32x16* to = acc[h] + v * KEYS;
@@ -312,7 +345,6 @@ class Stream {
 #pragma GCC unroll 8
             for (int i = 0; i < VECTORS * KEYS; i++) store(sums + h * width + i * LANES, acc[h][i]);
         }
-        ahead.go_on_from(next);
     }
 };
 
