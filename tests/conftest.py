@@ -1,5 +1,7 @@
 """What all tests share: hypothesis without deadlines, a Redis that is empty at the start of each test, restored logs,
 no threads left behind, and the account of the parity tests, which is printed at the end of every run.
+
+Nothing of Redis or the worker is imported here: a machine with a GPU may have neither.
 """
 
 from __future__ import annotations
@@ -12,11 +14,9 @@ from typing import Any
 
 import hypothesis
 import pytest
-import redis
 import structlog
 
 from tests.support.processes import PROCESS_WIDE, STARTED_LATE, leaving_no_threads
-from tests.support.redis_servers import free_port, private_redis
 
 TIES = pytest.StashKey[dict[str, int]]()
 _OF_WORKER = "parity"  # where a process of pytest-xdist leaves its account
@@ -123,12 +123,16 @@ def redis_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def redis_server_url(redis_directory: Path) -> Iterator[str]:
+    from tests.support.redis_servers import free_port, private_redis
+
     with private_redis(redis_directory, port=free_port()) as url:
         yield url
 
 
 @pytest.fixture
 def redis_url(redis_server_url: str) -> str:
+    import redis
+
     with redis.Redis.from_url(redis_server_url) as client:
         client.flushall()
     return redis_server_url

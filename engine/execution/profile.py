@@ -85,7 +85,8 @@ class PassTrace:
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        with profile(activities=activities) as profiler, record_function(name):
+        # acc_events: else torch 2.11 warns of cycles that begin anew, of which there is one.
+        with profile(activities=activities, acc_events=True) as profiler, record_function(name):
             yield
         try:
             self._append(profiler)

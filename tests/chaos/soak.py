@@ -46,10 +46,9 @@ from tests.chaos.jobs import (
 )
 from tests.chaos.real_engines import POOL_IS_WHOLE
 from tests.chaos.worker_program import WorkerOptions
-from tests.support.engines import CHECKPOINT, GOAL, ticket_lines
 from tests.support.processes import wait_until
 from tests.support.redis_servers import RestartableRedis, restartable_redis, tcp_proxy
-from tests.support.request_lines import read_records
+from tests.support.request_lines import CHECKPOINT, GOAL, read_records, ticket_lines
 from tests.support.workers import millrace
 from worker.client import BatchClient
 from worker.demo.tickets import GradedAnswers, Ticket, make_tickets

@@ -14,8 +14,9 @@ from tests.chaos.fleet import running_fleet
 from tests.chaos.jobs import check_invariants, check_nothing_is_left, check_records, contents
 from tests.chaos.real_engines import SIZES, Run, differing, make_requests, run
 from tests.chaos.worker_program import WorkerOptions
-from tests.support.engines import CHECKPOINT, GOAL, load_engine, run_lines, ticket_lines
+from tests.support.engines import load_engine
 from tests.support.processes import wait_until
+from tests.support.request_lines import CHECKPOINT, GOAL, run_lines, ticket_lines
 from tests.support.tensors import needs_vnni
 from tests.support.tiny_checkpoint import VOCAB_SIZE, Family, make_checkpoint
 from worker.client import BatchClient

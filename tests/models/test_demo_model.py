@@ -15,7 +15,8 @@ from engine.engine import Engine
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from tests.demo_model.tasks import Task, all_tasks
-from tests.support.engines import CHECKPOINT, GOAL, load_engine, run_all, run_lines, ticket_lines, tokens_of
+from tests.support.engines import load_engine, run_all, tokens_of
+from tests.support.request_lines import CHECKPOINT, GOAL, run_lines, ticket_lines
 from worker.demo.tickets import GradedAnswers, answer_text, numbered_tickets
 
 MAX_BYTES = 8_000_000

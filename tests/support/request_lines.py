@@ -1,22 +1,29 @@
 """Makes request lines and reads the records that answer them, among them a file of 1,000 lines of which 20 are bad in
-10 ways; and the status of a job of such lines.
+10 ways, and the demo's tickets, whose right answers are known: wrong bytes anywhere show as wrong answers. And the
+status of a job of such lines.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from engine.engine import Engine
 from engine.request import AnyRequest
-from settings import LimitSettings
+from settings import LimitSettings, ModelSettings
+from worker.demo.run import CHECKPOINT, GOAL
+from worker.demo.tickets import Ticket, demo_lines
 from worker.lines.bodies import EmbeddingBody
 from worker.lines.errors import LineError
 from worker.lines.parse import parse_request_line
 from worker.lines.request_line import GeneratingBody, RequestLine
+from worker.offline import LineFeed, OfflineRun
 from worker.requests.builder import RequestBuilder
 from worker.schemas import JobState, JobStatus, JobUsage, RequestCounts
+
+__all__ = ["CHECKPOINT", "GOAL", "ticket_lines", "run_lines"]
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -183,3 +190,22 @@ def job_status(
         metadata={},
         error=error,
     )
+
+
+def ticket_lines(tickets: Mapping[str, Ticket], *, by_schema: bool = True) -> list[dict[str, Any]]:
+    """The demo's lines for these tickets; without the schema nothing holds the model to JSON."""
+    lines: list[dict[str, Any]] = list(demo_lines(tickets))
+    if not by_schema:
+        for line in lines:
+            del line["body"]["response_format"]
+    return lines
+
+
+def run_lines(engine: Engine, lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The records of these lines, as `millrace run` makes them, in this process."""
+    records: list[Mapping[str, Any]] = []
+    run = OfflineRun(engine, ModelSettings(name=CHECKPOINT.name), window=64, write=records.append)
+    feed = LineFeed([json.dumps(line).encode() for line in lines], LimitSettings(), capacity=64, by_prefix=True)
+    feed.start()
+    run.run(feed, lambda: False, lambda: None)
+    return records

@@ -265,7 +265,9 @@ def count_steps(step: Callable[[], object], num_steps: int, device: torch.device
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
         torch.cuda.synchronize(device)
-    with profile(activities=activities) as profiler:
+    with profile(
+        activities=activities, acc_events=True
+    ) as profiler:  # else torch 2.11 warns of cycles, of which there is one
         for _ in range(num_steps):
             with record_function(STEP):
                 step()

