@@ -9,6 +9,7 @@
 #   make test-interop  a producer in another language; needs node and npm
 #   make test-browser  the dashboard and Flower in Chromium while a worker runs; needs chromium and prometheus
 #   make test-compose  compose.yaml with real containers; needs Docker; some 10 minutes, most of them the build
+#   make test-triton36 what the kernels compile to under triton 3.6.0, PyTorch 2.11's: 190 MB, then some 3 minutes
 #   make sanitize      the tests of the native kernels with sanitizers of addresses and of undefined behaviour
 #   make pages         writes the pages that are made from the code: settings, metrics, commands
 #   make clean         removes .venv and .demo
@@ -21,7 +22,7 @@ IN_PARALLEL := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 # Waiting threads sleep: spinning ones would take the other process's core.
 ONE_THREAD := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
-.PHONY: demo test tests sanitize chaos slow structured test-interop test-browser test-compose check pages clean
+.PHONY: demo test tests test-triton36 sanitize chaos slow structured test-interop test-browser test-compose check pages clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/millrace demo
@@ -34,6 +35,15 @@ tests: $(VENV)/.test-installed
 	$(ONE_THREAD) $(BIN)/python -m pytest $(IN_PARALLEL) tests --ignore=tests/test_house_rules.py
 	# Triton chooses its interpreter when a kernel is decorated: a run of its own.
 	$(ONE_THREAD) TRITON_INTERPRET=1 $(BIN)/python -m pytest $(IN_PARALLEL) tests/kernels/triton
+
+# The compiler of PyTorch 2.11, which a machine with a GPU may have, before the installed one. Its own cache: it names neither.
+TRITON36 := $(VENV)/triton36
+test-triton36: $(VENV)/.triton36-installed
+	$(ONE_THREAD) PYTHONPATH=$(TRITON36) $(BIN)/python -m pytest $(IN_PARALLEL) tests/kernels/aot
+
+$(VENV)/.triton36-installed: | $(VENV)/.test-installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade --target $(TRITON36) triton==3.6.0
+	touch $@
 
 chaos: $(VENV)/.test-installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos -m "chaos or not chaos"

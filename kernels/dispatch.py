@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 import torch
 
 from kernels import cpu, deterministic, int8
-from kernels.interface import KernelsUnavailable, Operations, StepShape
+from kernels.interface import CompiledAhead, KernelsUnavailable, Operations, StepShape
 from kernels.native.library import VARIANTS, available
 from kernels.native.operations import NativeOperations
 
@@ -95,7 +95,25 @@ def launch_class_of(ops: Operations, shape: StepShape) -> Callable[[int], Hashab
     """
     if getattr(ops, "__name__", "") != "kernels.triton":
         return None
-    return partial(importlib.import_module("kernels.triton.launch_class").launch_class, shape=shape)
+    return partial(importlib.import_module("kernels.triton.compilation").launch_class, shape=shape)
+
+
+def compile_ahead_of(ops: Operations) -> Callable[[Callable[[], None], int], CompiledAhead] | None:
+    """A function that compiles what a run launches, in as many processes as it is told.
+
+    None for an implementation that compiles nothing at first use.
+    """
+    if getattr(ops, "__name__", "") != "kernels.triton":
+        return None
+    compilation = importlib.import_module("kernels.triton.compilation")
+    return cast("Callable[[Callable[[], None], int], CompiledAhead]", compilation.compile_ahead)
+
+
+def blas_library_of(ops: Operations) -> str | None:
+    """PyTorch's name of the library that was measured to multiply faster on this GPU; None: nothing was measured."""
+    if getattr(ops, "__name__", "") != "kernels.triton":
+        return None
+    return cast("str | None", importlib.import_module("kernels.triton.launch").tuned("blas_library"))
 
 
 def has_operations(device: torch.device) -> bool:

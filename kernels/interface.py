@@ -176,6 +176,16 @@ class StepShape:
     bucketed_min_tokens: int | None = None  # tokens from which experts are sorted; None: never
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledAhead:
+    """What was compiled before it was launched."""
+
+    num_kernels: int  # that the run launches and this process has not loaded
+    num_cached: int  # of them: found on the disk, compiled by an earlier process
+    num_processes: int
+    failures: tuple[str, ...]  # kernel and error of those that will be compiled, or fail, where they are launched
+
+
 class KernelsUnavailable(Exception):
     """No implementation of the operations exists for a device. There is no fallback: it would be a silent slowdown."""
 

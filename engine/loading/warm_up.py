@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -13,6 +14,7 @@ import torch
 from engine.execution.batch import ForwardItem, plan_batch
 from engine.execution.decode_graphs import DecodeGraphs
 from engine.kv_cache.tensors import KVCacheSpec, KVCacheTensors
+from engine.loading.derived_settings import usable_cores
 from engine.loading.kv_pool import DeviceMemory, expected_step_bytes
 from engine.model_status import MemoryProfile
 from engine.models.decoder import DecoderModel, ForwardResult, weights_bytes
@@ -23,7 +25,7 @@ from engine.sampler import Sampler, SamplingRow
 from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import TokenCounts
 from engine.staging import ArrayStaging
-from kernels.dispatch import launch_class_of
+from kernels.dispatch import compile_ahead_of, launch_class_of
 from kernels.interface import StepShape
 from settings import EngineSettings
 
@@ -61,6 +63,22 @@ class WarmUp:
         self._staging = ArrayStaging(model.device)
         self._sampler = Sampler(model.ops, model.device)
         self._scorer = PromptScorer(model)
+
+    def compile_ahead(self) -> None:
+        """Compile the kernels of all steps below in a process a core, where kernels are compiled at all: one after the
+        other they take minutes.
+        """
+        compile_ahead = compile_ahead_of(self._model.ops)
+        if compile_ahead is None:
+            return
+        started_s = time.monotonic()
+        compiled = compile_ahead(self._run_all, usable_cores())
+        log = _log.warning if compiled.failures else _log.info
+        log("kernels_compiled", **asdict(compiled), seconds=round(time.monotonic() - started_s, 1))
+
+    def _run_all(self) -> None:
+        self.run_largest()
+        self.run_compiling()
 
     def run_largest(self) -> None:
         """Run the steps that take the most memory, sampled and scored with everything that can be asked for."""
@@ -234,6 +252,7 @@ def measure_memory(
     expected_bytes = expected_step_bytes(model.config, settings)
     what = f"a step of {settings.max_num_batched_tokens} tokens and {settings.max_num_seqs} sequences"
     with naming_settings(f"{what}, beside the weights", expected_bytes, f"lower {STEP_SETTINGS}"):
+        warm_up.compile_ahead()
         activations_bytes = _steps_bytes(warm_up, memory)
     with naming_settings("the decode graphs, beside the weights", expected_bytes, "lower engine.max_num_seqs"):
         graphs_bytes = _graphs_bytes(warm_up, memory, make_graphs)

@@ -13,6 +13,7 @@ from kernels import reference
 from kernels.dispatch import (
     NATIVE_OFF,
     NativeChoice,
+    blas_library_of,
     choose_native,
     deterministic_operations,
     int8_operations,
@@ -51,10 +52,13 @@ def prepare_placement(settings: EngineSettings, *, max_positions: int) -> ModelP
     device = torch.device(settings.device)
     choice = explain_native(settings, device)
     _log.info("kernels", native=choice.variant, reason=choice.reason)
+    ops = choose_operations(settings, device)
+    if library := blas_library_of(ops):
+        torch.backends.cuda.preferred_blas_library(library)
     return ModelPlacement(
         device=device,
         dtype=DTYPES[settings.dtype],
-        ops=choose_operations(settings, device),
+        ops=ops,
         max_positions=max_positions,
         bucketed_min_tokens=settings.moe.bucketed_min_tokens if settings.moe.bucketed else None,
     )

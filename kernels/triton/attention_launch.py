@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kernels.triton.launch import tuned
+
 _MIN_DOT_SIZE = 16  # tl.dot takes no smaller dimension
 # Two tiles: a program with fewer mostly starts up. With 8 query heads a KV head and 128 dims, the result of such a
 # split (4 KiB in float32, written and read again) is an eighth of the keys and values it read.
@@ -76,7 +78,7 @@ def decode_launch(element_bytes: int) -> AttentionLaunch:
     """
     if element_bytes == 4:  # exact products without tensor cores: larger ones spill
         return AttentionLaunch(block_m=16, tile=16, num_warps=8, num_stages=1)
-    return AttentionLaunch(block_m=16, tile=64, num_warps=4, num_stages=2)
+    return AttentionLaunch(block_m=16, **(tuned("decode_attention") or {"tile": 64, "num_warps": 4, "num_stages": 2}))
 
 
 def decode_splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) -> DecodeSplits:
@@ -85,13 +87,14 @@ def decode_splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) 
 
     num_programs: programs of an unsplit launch; max_kv_len: tokens of the longest row, or a bound.
     """
+    least, most = tuned("decode_splits") or (_MIN_SPLIT_TOKENS, _MAX_SPLIT_TOKENS)
     is_full = num_programs >= 2 * num_multiprocessors
     num_splits = 1 if is_full else -(-4 * num_multiprocessors // num_programs)
-    split_tokens = min(max(-(-max_kv_len // num_splits), _MIN_SPLIT_TOKENS), _MAX_SPLIT_TOKENS)
+    split_tokens = min(max(-(-max_kv_len // num_splits), least), most)
     split_tokens = -(-split_tokens // SPLIT_MULTIPLE) * SPLIT_MULTIPLE
     return DecodeSplits(
         num_splits=max(-(-max_kv_len // split_tokens), 1),
-        min_split_tokens=_MAX_SPLIT_TOKENS if is_full else _MIN_SPLIT_TOKENS,
+        min_split_tokens=most if is_full else least,
     )
 
 
@@ -106,8 +109,8 @@ def prefill_launch(head_dim: int, element_bytes: int, capability: int) -> Attent
     is_wide, is_hopper = padded_head_dim(head_dim) > 128, capability == 90
     if element_bytes == 4:  # exact products without tensor cores: larger ones spill
         return AttentionLaunch(block_m=16 if is_wide else 32, tile=16, num_warps=8, num_stages=1)
-    if is_wide:  # the sums alone take 128 registers a thread at 128 rows
-        return AttentionLaunch(block_m=128 if is_hopper else 64, tile=32, num_warps=8, num_stages=3 if is_hopper else 2)
+    if is_wide:  # the sums alone take 128 registers a thread at 128 rows, where triton 3.6.0 spills 48 bytes on sm_90
+        return AttentionLaunch(block_m=64, tile=32, num_warps=8, num_stages=3 if is_hopper else 2)
     tile = 64 if is_hopper or padded_head_dim(head_dim) <= 64 else 32
     return AttentionLaunch(block_m=128, tile=tile, num_warps=8, num_stages=3)
 

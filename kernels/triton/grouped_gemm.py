@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,7 @@ import triton.language as tl
 
 from kernels.operands import ExpertLayout, PackedWeight
 from kernels.triton.dense import silu_and_mul
-from kernels.triton.launch import compute_capability, power_of_two_from
+from kernels.triton.launch import compute_capability, power_of_two_from, tuned
 
 SHARED_MEMORY_BYTES = {80: 166_912, 90: 232_448}
 # Of every other NVIDIA GPU since Ampere (sm_86, sm_89, sm_120 have this, the others more).
@@ -198,18 +199,21 @@ def grouped_gemm_launch(
 ) -> GroupedGemmLaunch:
     """num_pairs rows in all, top_k of them a token; itemsize of the model dtype in bytes."""
     num_tokens = num_pairs // top_k
+    table = tuned("grouped_gemm") or {}  # by experts and choices, then by number of tokens: lines as of _H200_TABLE
     if itemsize == 4:  # float32 has no tensor cores at full precision: a tile that plain multiply-adds can hold
         launch = GroupedGemmLaunch(16 if num_tokens <= 64 else 32, 64, 32, 1, 4, 2, swap_ab=False)
+    elif lines := table.get(f"{num_experts}, {top_k}"):
+        launch = _nearest({int(tokens): line for tokens, line in lines.items()}, num_tokens)
     elif capability == 90 and (num_experts, top_k) == (128, 8):
-        launch = _tuned(num_tokens)
+        launch = _nearest(_H200_TABLE, num_tokens)
     else:
         launch = _derived(num_tokens, num_pairs / num_experts, capability)
     return _within_shared_memory(launch, itemsize, capability)
 
 
-def _tuned(num_tokens: int) -> GroupedGemmLaunch:
-    nearest = min(_H200_TABLE, key=lambda tokens: abs(tokens - num_tokens))
-    block_m, block_n, block_k, group_m, num_warps, num_stages = _H200_TABLE[nearest]
+def _nearest(table: Mapping[int, Sequence[int]], num_tokens: int) -> GroupedGemmLaunch:
+    """The line for the nearest number of tokens."""
+    block_m, block_n, block_k, group_m, num_warps, num_stages = table[min(table, key=lambda n: abs(n - num_tokens))]
     return GroupedGemmLaunch(block_m, block_n, block_k, group_m, num_warps, num_stages, swap_ab=block_m < 64)
 
 

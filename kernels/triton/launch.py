@@ -1,9 +1,13 @@
-"""Sizes of a launch: the GPU it is for, and the tile of one program."""
+"""Sizes of a launch: the GPU it is for, what was measured to be best on it, and the tile of one program."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -12,6 +16,25 @@ from triton.runtime import driver
 
 INTERPRETED_CAPABILITY = 90  # the interpreter has no GPU to ask: launches take Hopper's parameters
 DEFAULT_MULTIPROCESSORS = 132  # of an H200: where no GPU can be asked (interpreter, compilation ahead of time)
+
+
+# By name of the GPU: what sweeps on it found (`python -m tests.benchmarks.gpu.first_contact` writes it). Without the
+# file, and on GPUs that are not in it, the rules of the launch functions hold.
+TUNED = Path(__file__).with_name("tuned.json")
+
+
+def tuned(launch: str) -> Any:
+    """What was measured to be best on this GPU for that launch, as its launch function reads it; None: nothing was."""
+    return read_tuned().get(launch)
+
+
+@lru_cache(maxsize=1)
+def read_tuned(path: Path = TUNED) -> Mapping[str, Any]:
+    """The launches tuned for this GPU; none where there is no GPU."""
+    if not torch.cuda.is_available() or not path.exists():
+        return {}
+    found: Mapping[str, Any] = json.loads(path.read_text()).get(torch.cuda.get_device_name(), {})
+    return found
 
 
 def compute_capability() -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,8 +12,10 @@ import triton
 from triton.runtime import driver
 
 import kernels.triton
-from kernels.dispatch import launch_class_of, operations
+from kernels.dispatch import blas_library_of, launch_class_of, operations
 from kernels.interface import StepShape
+from kernels.triton.attention_launch import AttentionLaunch, DecodeSplits, decode_launch, decode_splits
+from kernels.triton.compilation import launch_class
 from kernels.triton.dense import MANY_ROWS, gate_launch, norm_launch
 from kernels.triton.experts import combine_launch, expert_count_launch, expert_scan_launch
 from kernels.triton.grouped_gemm import (
@@ -21,8 +25,7 @@ from kernels.triton.grouped_gemm import (
     grouped_gemm_launch,
 )
 from kernels.triton.gumbel import gumbel_launch
-from kernels.triton.launch import TileLaunch, compute_capability, power_of_two_from
-from kernels.triton.launch_class import launch_class
+from kernels.triton.launch import TileLaunch, compute_capability, power_of_two_from, read_tuned
 from kernels.triton.moe_small_batch import down_launch, gate_up_launch
 from kernels.triton.rope_kv_store import rope_launch
 from kernels.triton.sampling import argmax_launch, best_of_blocks_launch, penalties_launch
@@ -208,7 +211,7 @@ def test_every_block_is_a_power_of_two_and_gives_each_thread_work(vocab_size: in
 
 
 def _num_classes(shape: StepShape, tokens: range) -> int:
-    with mock.patch("kernels.triton.launch_class.compute_capability", return_value=90):
+    with mock.patch("kernels.triton.compilation.compute_capability", return_value=90):
         return len({launch_class(count, shape) for count in tokens})
 
 
@@ -227,3 +230,35 @@ def test_only_what_compiles_has_classes() -> None:
     found = launch_class_of(kernels.triton, DENSE)
     assert found is not None
     assert found(1) == found(4095) != found(4096)
+
+
+TUNED = {
+    "grouped_gemm": {"128, 8": {"1": [16, 64, 64, 1, 4, 3], "64": [16, 128, 64, 1, 8, 2]}},
+    "decode_attention": {"tile": 128, "num_warps": 8, "num_stages": 3},
+    "decode_splits": [256, 1024],
+    "blas_library": "cublaslt",
+}
+
+
+def test_what_was_measured_on_this_gpu_goes_before_the_rules(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({"GPU of these tests": TUNED}))
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.get_device_name", return_value="GPU of these tests") as name,
+    ):
+        found = read_tuned.__wrapped__(path)
+        name.return_value = "another GPU"
+        assert read_tuned.__wrapped__(path) == read_tuned.__wrapped__(tmp_path / "no file") == {}
+    assert read_tuned.__wrapped__(path) == {}  # no GPU
+    rules = grouped_gemm_launch(8 * 64, 8, 64, itemsize=2, capability=90)
+    with mock.patch("kernels.triton.launch.read_tuned", return_value=found):
+        assert grouped_gemm_launch(8 * 60, 8, 128, itemsize=2, capability=90).num_warps == 8
+        assert grouped_gemm_launch(8 * 64, 8, 64, itemsize=2, capability=90) == rules  # other experts
+        assert decode_launch(2) == AttentionLaunch(block_m=16, tile=128, num_warps=8, num_stages=3)
+        assert decode_launch(4).tile == 16  # float32, in which nothing is tuned
+        assert decode_splits(1, 100_000, 132) == DecodeSplits(391, 256)
+        assert decode_splits(264, 100_000, 132) == DecodeSplits(98, 1024)
+        assert blas_library_of(kernels.triton) == "cublaslt"
+    assert blas_library_of(kernels.triton) is None
+    assert blas_library_of(operations(torch.device("cpu"))) is None

@@ -1,18 +1,23 @@
 """Launches every operation at the shapes of the supported models, and tables what each kernel takes of a GPU.
 
-`python -m tests.kernels.aot.table` prints the Markdown table that kernels/DESIGN.md keeps. It needs no GPU: the kernels
-are compiled for sm_80 and sm_90, or taken from triton's cache where their code has not changed. Launched are attention
+`python -m tests.kernels.aot.table --write` writes the Markdown table into the document that keeps it for the triton
+that is installed; without --write it is printed. It needs no GPU: the kernels are compiled for sm_80 and sm_90, or
+taken from triton's cache where their code has not changed. Launched are attention
 and elementwise operations at the shapes of four models and at the head sizes none of them has, experts at those of
 Qwen3-30B-A3B and of other expert layers, sampling at two sizes of vocabulary.
 """
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+import triton
 
 from kernels.operands import AttentionRows, ExpertLayout, PrefixGroup, RoutedExperts
 from kernels.triton.decode_attention import paged_decode_attention
@@ -27,6 +32,11 @@ from kernels.triton.rope_kv_store import qk_norm_rope_store_kv
 from kernels.triton.sampling import apply_penalties, argmax
 from kernels.triton.truncation import mask_top_k_top_p_min_p
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
+
+_KERNELS = Path(__file__).resolve().parents[3] / "kernels"
+# triton -> the document with its table: the one that the tests install, and that of PyTorch 2.11.
+DOCUMENTS = {"3.7.1": _KERNELS / "DESIGN.md", "3.6.0": _KERNELS / "TRITON_3_6.md"}
+TABLE = re.compile(r"^\| kernel \|.*(?:\n\|.*)*", re.MULTILINE)
 
 BLOCK_SIZE = 16
 
@@ -323,9 +333,18 @@ def _join(words: Iterable[str]) -> str:
 
 
 def main() -> None:
-    """Print the table of both architectures."""
-    kernels = [kernel for capability in SHARED_MEMORY_LIMIT_BYTES for kernel in compile_all(capability)]
-    print(markdown(table_rows(kernels)))
+    """Print the table of both architectures, or write it into its document."""
+    parser = argparse.ArgumentParser(prog="python -m tests.kernels.aot.table")
+    parser.add_argument("--write", action="store_true", help="write the table into the document that keeps it")
+    writes = parser.parse_args().write
+    if writes and triton.__version__ not in DOCUMENTS:
+        parser.error(f"--write: no document keeps the table of triton {triton.__version__}; accepted: {[*DOCUMENTS]}")
+    table = markdown(table_rows(k for capability in SHARED_MEMORY_LIMIT_BYTES for k in compile_all(capability)))
+    if not writes:
+        print(table)
+        return
+    document = DOCUMENTS[triton.__version__]
+    document.write_text(TABLE.sub(lambda _: table, document.read_text(), count=1))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,22 @@
-"""The table of compiled kernels, and that kernels/DESIGN.md holds the one printed."""
+"""The table of compiled kernels, that a document holds the one printed, and kernels compiled ahead in processes."""
 
 from __future__ import annotations
 
 import ast
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import triton
 
 import kernels.triton
-from tests.kernels.aot.table import HEADINGS, compile_all, markdown, table_rows
-from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel
+from kernels.triton.compilation import compile_ahead
+from kernels.triton.dense import rms_norm, silu_and_mul
+from kernels.triton.sampling import argmax
+from tests.kernels.aot.table import DOCUMENTS, HEADINGS, compile_all, markdown, table_rows
+from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, found_on_disk, on_a_new_device
 
 SOURCES = sorted(Path(kernels.triton.__file__).parent.glob("*.py"))
 # Compiles what the other tests here did not: minutes with an empty cache of triton, seconds with a full one.
@@ -67,9 +73,9 @@ def test_the_table_has_a_row_for_every_kernel_launch_and_architecture(compiled: 
     assert {line.count("|") for line in lines} == {len(HEADINGS) + 1}
 
 
-def test_the_table_kept_in_the_design_document_is_the_one_printed(compiled: list[CompiledKernel]) -> None:
-    design = (Path(kernels.triton.__file__).parents[1] / "DESIGN.md").read_text()
-    assert markdown(table_rows(compiled)) in design, "paste the output of python -m tests.kernels.aot.table"
+def test_the_table_kept_of_this_triton_is_the_one_printed(compiled: list[CompiledKernel]) -> None:
+    kept = DOCUMENTS[triton.__version__].read_text()
+    assert markdown(table_rows(compiled)) in kept, "run python -m tests.kernels.aot.table --write"
 
 
 def test_kernels_that_differ_in_shape_constants_share_a_row() -> None:
@@ -86,3 +92,52 @@ def test_kernels_that_differ_in_shape_constants_share_a_row() -> None:
 
 def kernel_of(registers: int = 40, **constants: int) -> CompiledKernel:
     return CompiledKernel("k", 90, 4, 2, constants, registers, spill_bytes=0, shared_bytes=1024, ptx="")
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton is untyped
+def broken_kernel(x_ptr: Any) -> None:
+    x_ptr.nothing_of_this_name()
+
+
+def launch_three() -> torch.Tensor:
+    x = torch.ones(3, 256)
+    silu_and_mul(x)
+    return argmax(rms_norm(x, torch.ones(256), 1e-6))
+
+
+def launch_and_use_what_was_written() -> None:
+    token_ids = launch_three()
+    assert token_ids.tolist() == [0, 0, 0]  # not what lay in the memory: it is an index of what follows
+
+
+def test_launches_are_compiled_ahead_in_processes_for_all_later_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with on_a_new_device(90):
+        first = compile_ahead(launch_and_use_what_was_written, 2)
+    with found_on_disk(90) as found:
+        launch_three()
+    with on_a_new_device(90):
+        again = compile_ahead(launch_and_use_what_was_written, 2)
+    assert (first.num_cached, first.num_processes, first.failures) == (0, 2, ())
+    assert found == [True] * first.num_kernels
+    assert (again.num_kernels, again.num_cached, again.num_processes) == (len(found), len(found), 0)
+
+
+def test_what_a_process_cannot_compile_is_named_and_costs_itself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def launch() -> None:
+        broken_kernel[(1,)](torch.ones(1))
+        silu_and_mul(torch.ones(3, 256))
+
+    with on_a_new_device(80):
+        compiled = compile_ahead(launch, 1)
+    (failure,) = compiled.failures
+    assert failure.startswith("broken_kernel: CompilationError: ")
+    with found_on_disk(80) as found:
+        silu_and_mul(torch.ones(3, 256))
+    assert found == [True]
