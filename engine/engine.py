@@ -248,8 +248,8 @@ class Engine(StepLoop):
             return
         answers = self._runner.collect(self._in_flight)
         self._in_flight = None
-        outcomes = (*answers.tokens, *answers.vectors)
-        self._scheduler.commit(item for item, _, answer in outcomes if not isinstance(answer, NonFiniteLogits))
+        outcomes = [*answers.tokens, *answers.vectors]
+        self._scheduler.commit([item for item, _, answer in outcomes if not isinstance(answer, NonFiniteLogits)])
         for _, embedded, vector in answers.vectors:
             self._embeddings.take(embedded, vector)
         for _, state, answer in answers.tokens:

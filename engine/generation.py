@@ -141,13 +141,13 @@ class GenerationRequests(UnfinishedRequests[Request, RequestState, RequestGroup,
     def _apply(self, state: RequestState, answer: SampledToken | FinishReason) -> bool:
         if isinstance(answer, FinishReason):
             state.finish_reason = answer  # its prompt was to be scored, not continued
-        else:
-            self._outputs.append(state, answer)
-            if state.first_token_s is None:
-                state.first_token_s = time.monotonic()
-            self.num_generated_tokens += 1
-            self._resume_states.note_token(state)
-        return state.is_finished
+            return True
+        self._outputs.append(state, answer)
+        if state.first_token_s is None:
+            state.first_token_s = time.monotonic()
+        self.num_generated_tokens += 1
+        self._resume_states.note_token(state)
+        return state.finish_reason is not None
 
     def _end(self, state: RequestState) -> None:
         self._outputs.flush(state)

@@ -38,7 +38,7 @@ class ResumeStates:
 
     def note_token(self, state: RequestState) -> None:
         """Count a token that a sequence got."""
-        if state.num_output_tokens - state.num_saved_tokens >= self._interval_tokens:
+        if len(state.token_ids) - state.num_prompt_tokens - state.num_saved_tokens >= self._interval_tokens:
             self._due[state.arrival] = None
 
     def forget(self, group: RequestGroup) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -87,7 +87,11 @@ class Sampler:
         """Rows with a grammar and what it forbids [n, V], None where no row has one; and the failures by row, whose
         tokens do not count.
         """
-        matchers = {index: row.matcher for index, row in enumerate(rows) if row is not None and row.matcher is not None}
+        matchers = {
+            index: row.matcher
+            for index, row in enumerate(rows)
+            if row is not GREEDY_ROW and row is not None and row.matcher is not None
+        }
         if not matchers:
             return None, {}
         masks, faults = self._masks.forbidden(list(matchers.values()))
@@ -152,6 +156,8 @@ def _answers(
 ) -> list[SampledToken | EngineError | None]:
     chosen, *scores = on_host
     token_ids = chosen.tolist()
+    if not scores and not failures and NOT_FINITE not in token_ids and None not in rows:  # as in most steps
+        return [SampledToken(token_id, None) for token_id in token_ids]
     logprobs = _read_logprobs(scores, rows, token_ids) if scores else {}
     return [
         NonFiniteLogits(f"the logits of row {index} are not finite")
@@ -175,9 +181,8 @@ def _read_logprobs(scores: Sequence[torch.Tensor], rows: Rows, token_ids: Sequen
     }
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """What the sampler must know about one row of logits."""
+class SamplingRow(NamedTuple):
+    """What the sampler must know about one row of logits. A tuple: it is made for each row of each step."""
 
     params: SamplingParams
     position: int  # of the token to be drawn: with the seed it decides the draw
@@ -187,8 +192,11 @@ class SamplingRow:
     matcher: GrammarMatcher | None = None  # where the sequence stands in its grammar
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+# Rows from which the best token is taken, and nothing else is asked for; equal in all steps.
+GREEDY_ROW = SamplingRow(SamplingParams(temperature=0.0), position=0, seed=0)
+
+
+class SampledToken(NamedTuple):
     """One chosen token, with its log-probabilities where the request asked for them."""
 
     token_id: int
@@ -219,7 +227,7 @@ def row_arrays(rows: Rows, vocab_size: int) -> dict[Part, Arrays]:
     asking = [  # most steps have only greedy rows: one look at each
         (index, row)
         for index, row in enumerate(rows)
-        if row is not None
+        if row is not None and row is not GREEDY_ROW
         and (row.params.temperature or row.params.logprobs is not None or row.params.logit_bias
              or row.counts is not None or row.banned_token_ids)
     ]  # fmt: skip

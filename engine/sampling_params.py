@@ -87,6 +87,12 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def takes_best(self) -> bool:
+        """Whether the best of the raw logits is taken at each position, and nothing else is asked for of them."""
+        is_raw = not (self.logit_bias or self.has_penalties or self.min_tokens or self.grammar is not None)
+        return self.is_greedy and is_raw and self.logprobs is None
+
+    @property
     def has_penalties(self) -> bool:
         """Whether counts of earlier tokens change the logits."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,8 @@ Array = npt.NDArray[Any]
 _NO_TOKENS: Int64 = np.empty(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardItem:
-    """Tokens to run for one sequence, and where its KV lies."""
+class ForwardItem(NamedTuple):
+    """Tokens to run for one sequence, and where its KV lies. A tuple: it is made for each sequence of each step."""
 
     token_ids: Sequence[int]  # not empty; one that only the device knows yet as `pending_token` writes it
     start: int  # position of token_ids[0]; everything before it is in KV
@@ -208,10 +207,8 @@ def _part(all_items: Sequence[ForwardItem], item_ids: list[int], block_size: int
 def _block_tables(items: Sequence[ForwardItem], num_blocks: Int64) -> npt.NDArray[np.int32]:
     """[num_items, most blocks], 0, the null block, past the blocks of an item."""
     tables = np.zeros((len(items), int(num_blocks.max())), dtype=np.int32)
-    used = (item.block_table[:count] for item, count in zip(items, num_blocks.tolist(), strict=True))
-    tables[np.arange(tables.shape[1]) < num_blocks[:, None]] = np.fromiter(
-        chain.from_iterable(used), np.int32, int(num_blocks.sum())
-    )
+    for row, item, count in zip(tables, items, num_blocks.tolist(), strict=True):
+        row[:count] = item.block_table[:count]
     return tables
 
 

@@ -19,7 +19,7 @@ from engine.out_of_memory import step_failure
 from engine.outputs import OutputProcessor
 from engine.prompt_logprobs import PromptScorer
 from engine.request import FinishReason
-from engine.sampler import ChosenTokens, SampledToken, Sampler, SamplingRow
+from engine.sampler import GREEDY_ROW, ChosenTokens, SampledToken, Sampler, SamplingRow
 from engine.scheduling.scheduler import ScheduledBatch, ScheduledItem
 from engine.scheduling.sequence import RequestState, SequenceState
 from engine.staging import DeviceStream, HostCopy, PendingResult
@@ -91,9 +91,9 @@ class ModelRunner:
             vectors = _read(step.vectors, on_host)
         return StepAnswers(
             tokens=[
-                (item, state, _answer(item, answer, is_bad=state.sequence_id in bad_prompts))
-                if bad_prompts or not isinstance(answer, SampledToken)
-                else (item, state, answer)
+                (item, state, answer)
+                if type(answer) is SampledToken and not bad_prompts
+                else (item, state, _answer(item, answer, is_bad=state.sequence_id in bad_prompts))
                 for (item, state), answer in zip(step.generating, tokens, strict=True)
             ],
             vectors=vectors,
@@ -123,14 +123,14 @@ class ModelRunner:
     def _forward_item(self, item: ScheduledItem, row: int | None) -> ForwardItem:
         """row: of the step before, which chooses the item's only token; None: the host knows its tokens."""
         state = item.state
-        known = state.token_ids[item.start : item.start + item.num_scheduled_tokens]
+        start = item.start
         return ForwardItem(
-            known if row is None else (pending_token(row),),
-            item.start,
+            state.token_ids[start : start + item.num_scheduled_tokens] if row is None else (pending_token(row),),
+            start,
             self._blocks.block_table(state.sequence_id),
-            wants_logits=state.wants_logits,
-            wants_hidden=state.wants_hidden,
-            is_final=item.samples,
+            state.wants_logits,
+            state.wants_hidden,
+            item.samples,
         )
 
     def _score(self, hidden: Sequence[tuple[ScheduledItem, torch.Tensor]]) -> PendingResult[set[str]]:
@@ -159,6 +159,8 @@ class ModelRunner:
         )
 
     def _sampling_row(self, state: RequestState, position: int) -> SamplingRow:
+        if state.takes_best:
+            return GREEDY_ROW
         return SamplingRow(
             params=state.request.params,
             position=position,

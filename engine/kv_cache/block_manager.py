@@ -9,7 +9,7 @@ import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.errors import EngineFatal, InvalidRequest, KVPoolExhausted
 from engine.kv_cache.block_pool import BlockPool, CachedBlock
@@ -102,7 +102,7 @@ class BlockManager:
             for block in reversed(hits):
                 self._pool.release(block.block_id)
             raise
-        table = [block.block_id for block in hits] + fresh
+        table = array("i", (*(block.block_id for block in hits), *fresh))
         self._sequences[sequence_id] = SequenceBlocks(chain, len(hits), table)
         for digest in chain.digests[len(hits) :]:
             self._computing.setdefault(digest, sequence_id)
@@ -142,8 +142,8 @@ class BlockManager:
             self._no_longer_computing(digest, sequence_id)
         sequence.num_committed_blocks = full
 
-    def block_table(self, sequence_id: str) -> Sequence[int]:
-        """The sequence's blocks in order."""
+    def block_table(self, sequence_id: str) -> array[int]:
+        """The sequence's blocks in order: 4 bytes each, which a step's arrays take over without a look at each."""
         return self._sequence(sequence_id).block_table
 
     def free(self, sequence_id: str) -> None:
@@ -219,7 +219,7 @@ class BlockManager:
             hits.append(block)
         return hits
 
-    def _share_twin(self, table: list[int], index: int, block: CachedBlock) -> None:
+    def _share_twin(self, table: array[int], index: int, block: CachedBlock) -> None:
         """Where another sequence has computed the same block, use that one: parents and children stay together."""
         twin = self._pool.lookup(block.digest)
         if twin is None or twin.token_ids != block.token_ids or twin.parent != block.parent:
@@ -269,5 +269,5 @@ class SequenceBlocks:
     """The blocks of one sequence. Written by BlockManager alone."""
 
     chain: BlockHashChain
-    num_committed_blocks: int = 0  # leading blocks known to hold good KV; registered where their digest was new
-    block_table: list[int] = field(default_factory=list)
+    num_committed_blocks: int  # leading blocks known to hold good KV; registered where their digest was new
+    block_table: array[int]

@@ -6,6 +6,7 @@ import time
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.errors import EngineFatal, KVPoolExhausted
 from engine.kv_cache.block_manager import BlockManager
@@ -90,11 +91,12 @@ class Scheduler:
 
         Sequences that ended meanwhile have no blocks and are left out.
         """
-        for item in items:
-            state = item.state
+        block_size = self._blocks.block_size
+        for state, start, count, samples in items:
             if not state.is_finished:
-                state.num_pending_tokens -= item.samples
-                self._blocks.commit(state.sequence_id, state.token_ids, item.start + item.num_scheduled_tokens)
+                state.num_pending_tokens -= samples
+                if start % block_size + count >= block_size:  # the end of a block is among them
+                    self._blocks.commit(state.sequence_id, state.token_ids, start + count)
 
     def finish(self, state: SequenceState, *, kv_is_good: bool = True) -> None:
         """Take out an unfinished sequence and free its blocks at once."""
@@ -127,27 +129,36 @@ class Scheduler:
 
     def _schedule_mixed(self) -> list[ScheduledItem]:
         preempted_before = self.num_preemptions
-        items = self._schedule_decodes()
+        items, others = self._schedule_decodes()
         budget = self._limits.max_num_batched_tokens - len(items)
-        items += self._schedule_prefills(budget, may_admit=self.num_preemptions == preempted_before)
+        items += self._schedule_prefills(others, budget, may_admit=self.num_preemptions == preempted_before)
         return items
 
     def _schedule_one_phase(self) -> list[ScheduledItem]:
         """Prefill before decode: a sequence that decodes sooner fills later batches."""
-        prefills = self._schedule_prefills(self._limits.max_num_batched_tokens, may_admit=True)
-        return prefills or self._schedule_decodes()
+        prefills = self._schedule_prefills(self._running, self._limits.max_num_batched_tokens, may_admit=True)
+        return prefills or self._schedule_decodes()[0]
 
-    def _schedule_decodes(self) -> list[ScheduledItem]:
+    def _schedule_decodes(self) -> tuple[list[ScheduledItem], list[SequenceState]]:
+        """A token of each sequence that decodes; and the others that it came by, none of which was preempted."""
         items: list[ScheduledItem] = []
-        position = 0
-        while position < len(self._running) and len(items) < self._limits.max_num_batched_tokens:
-            state = self._running[position]
-            position += 1
-            if state.num_uncomputed_tokens == 1:
-                if not self._grow_or_preempt(state):
-                    break  # it was last in rank itself: all after it have been preempted already
-                items.append(self._item(state, 1))
-        return items
+        others: list[SequenceState] = []
+        block_size, is_charged = self._blocks.block_size, len(self._waiting) > 0
+        for state in self._running:  # may lose its last ones on the way, which are not come to then
+            if len(items) == self._limits.max_num_batched_tokens:
+                break
+            if state.num_uncomputed_tokens != 1:
+                others.append(state)
+                continue
+            start = state.num_computed_tokens
+            if start % block_size == 0 and not self._grow_or_preempt(state):
+                break  # it was last in rank itself: all after it have been preempted already
+            if is_charged:
+                self._waiting.charge(state, 1)
+            state.num_computed_tokens = start + 1
+            state.num_pending_tokens += 1
+            items.append(ScheduledItem(state, start, 1, True))
+        return items, others
 
     def _grow_or_preempt(self, state: SequenceState) -> bool:
         """Make room for a decoding sequence's next token at the cost of those after it; False: it was preempted."""
@@ -170,9 +181,12 @@ class Scheduler:
         self.num_preemptions += 1
         self.add(state)
 
-    def _schedule_prefills(self, budget: int, *, may_admit: bool) -> list[ScheduledItem]:
+    def _schedule_prefills(
+        self, states: Iterable[SequenceState], budget: int, *, may_admit: bool
+    ) -> list[ScheduledItem]:
+        """The next chunk of those of `states` that are in prefill, then admissions."""
         items: list[ScheduledItem] = []
-        for state in self._running:
+        for state in states:
             if budget == 0:
                 return items
             if state.num_uncomputed_tokens > 1:
@@ -245,9 +259,11 @@ def _rank(state: SequenceState) -> tuple[int, int]:
     return state.rank
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledItem:
-    """One sequence's share of a step: tokens `start .. start + num_scheduled_tokens` are run."""
+class ScheduledItem(NamedTuple):
+    """One sequence's share of a step: tokens `start .. start + num_scheduled_tokens` are run.
+
+    A tuple: it is made for each sequence of each step.
+    """
 
     state: SequenceState
     start: int  # = num_computed_tokens before the step; len(state.token_ids) if its token is pending

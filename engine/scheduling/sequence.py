@@ -116,13 +116,15 @@ class RequestState(SequenceState):
     text_parts: list[str] = field(default_factory=list)  # output processor: text released so far
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    num_prompt_tokens: int = field(init=False)  # these two are asked for with each token
+    num_prompt_tokens: int = field(init=False)  # these are asked for with each token
     max_len: int = field(init=False)  # tokens at which it ends, prompt and output together
+    takes_best: bool = field(init=False)  # see SamplingParams
 
     def __post_init__(self) -> None:
         SequenceState.__post_init__(self)  # super() does not know a class with slots
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
         self.max_len = self.num_prompt_tokens + self.max_tokens
+        self.takes_best = self.request.params.takes_best
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -169,7 +171,7 @@ class RequestState(SequenceState):
     @property
     def wants_hidden(self) -> bool:
         """As long as its prompt is scored."""
-        return self.scores_prompt
+        return self.prompt_logprobs is not None and self.scores_prompt
 
     @property
     def is_finished(self) -> bool:

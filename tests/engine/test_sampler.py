@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -183,7 +183,7 @@ def test_a_grammar_leaves_the_other_rows_bits_as_they_were() -> None:
     logits = torch.randn(3, 256, generator=torch.Generator().manual_seed(5))
     held, alone = logits.clone(), logits.clone()
     row, sampler = _row(temperature=0.0, repetition_penalty=1.3), _sampler()
-    results = sampler.sample(held, [row, replace(row, matcher=grammar.new_matcher(())), row]).answers.now()
+    results = sampler.sample(held, [row, row._replace(matcher=grammar.new_matcher(())), row]).answers.now()
     sampler.sample(alone, [row, row, row])
     assert torch.equal(held[[0, 2]], alone[[0, 2]])
     allowed = [ord("x"), ord("y")]
@@ -197,7 +197,7 @@ def test_each_row_keeps_to_its_grammar_and_a_dead_end_fails_alone() -> None:
     logits = torch.randn(3, 256, generator=torch.Generator().manual_seed(6))
     matchers = [_grammar(regex).new_matcher(()) for regex in ("[ab]", "c", "[de]")]
     matchers[1].accept(ord("z"))
-    rows = [replace(_row(), matcher=matcher) for matcher in matchers]
+    rows = [_row()._replace(matcher=matcher) for matcher in matchers]
     first, failed, last = _sampler().sample(logits, rows).answers.now()
     assert isinstance(failed, GrammarFailed)
     assert isinstance(first, SampledToken)
