@@ -137,6 +137,7 @@ class Gemm {
                 Right<bf16> b{first + s * TILE<bf16>, second + s * TILE<bf16>};
                 b.ahead = ahead + (s * (height / 32) + r / 32 * pass) * lines * 64;
                 b.lines = lines;
+                b.jump = g_.gated || s + DEPTH < steps ? 0 : tile_row;  // over the other 16 columns of the strip
                 product<bf16>({a, n < 32 ? nullptr : a + tile_row, STEP<bf16>, TILE<bf16>}, b, pass, sums + r * 32, 32,
                               s > 0, task.rows - r);
                 if (s + DEPTH >= steps && r > unfinished) {

@@ -5,6 +5,7 @@
 // dimension. The result is 16 x 16 float32.
 #pragma once
 #include <algorithm>
+#include <type_traits>
 
 #include "vectors.h"
 
@@ -34,6 +35,7 @@ struct Right {
     const T* second;  // the right 16 columns; null: there are none
     const char* ahead = nullptr;
     int64_t lines = 0;
+    int64_t jump = 0;  // elements from the end of these tiles to those that come next
 };
 
 #ifdef USE_AMX
@@ -174,11 +176,13 @@ inline f32x16 dot(f32x16 sum, uint32_t left, u32x16 right) {
 // ROWS rows times 16 or 32 columns. Where STRIDE is not 0 it is the left side's, known to the compiler: with 16 different
 // addresses in registers the products wait for spills.
 template <class T, int ROWS, int COLUMNS, int64_t STRIDE>
-inline void vector_block(Left<T> a, const T* b, const T* right, int64_t steps, float* c, int64_t ldc, bool add) {
+inline void vector_block(Left<T> a, Right<T> b, int64_t steps, float* c, int64_t ldc, bool add) {
     const int64_t stride = STRIDE ? STRIDE : a.stride;
     // Few rows wait for the weight, which the CPU by itself fetches no further than to the end of a page. More rows take
-    // longer with each line of it.
-    constexpr int64_t FETCHED = (ROWS > 2 ? 4096 : 2048) / sizeof(T);
+    // longer with each line of it. Two to four take lines so fast that a CPU whose queue of fetches is full drops some: those
+    // are asked for twice.
+    constexpr int64_t NEAR = (ROWS > 4 ? 4096 : 2048) / sizeof(T), FAR = 4096 / sizeof(T);
+    constexpr bool TWICE = ROWS > 1 && ROWS <= 4;
     f32x16 sums[ROWS][COLUMNS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) {
@@ -187,11 +191,16 @@ inline void vector_block(Left<T> a, const T* b, const T* right, int64_t steps, f
     }
     for (int64_t s = 0; s < steps; s++) {
         const T* left = a.first + s * a.step;
+        const auto ahead = [&](int64_t by) { return by + (s * TILE<T> + by < steps * TILE<T> ? 0 : b.jump); };
+        const int64_t near = ahead(NEAR), far = ahead(FAR);
         for (int64_t k = 0; k < 16; k++) {
             const int64_t at = s * TILE<T> + k * LANES * PACK<T>;
-            __builtin_prefetch(b + at + FETCHED, 0, 2);
-            if constexpr (COLUMNS > 1) __builtin_prefetch(right + at + FETCHED, 0, 2);
-            const u32x16 words[2] = {read<u32x16>(b + at), COLUMNS > 1 ? read<u32x16>(right + at) : u32x16{}};
+            __builtin_prefetch(b.first + at + near, 0, 2);
+            if constexpr (COLUMNS > 1) __builtin_prefetch(b.second + at + near, 0, 2);
+            if constexpr (TWICE) __builtin_prefetch(b.first + at + far, 0, 2);
+            if constexpr (TWICE && COLUMNS > 1) __builtin_prefetch(b.second + at + far, 0, 2);
+            const u32x16 words[2] = {read<u32x16>(b.first + at),
+                                     COLUMNS > 1 ? read<u32x16>(b.second + at) : u32x16{}};
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
                 const uint32_t word = read<uint32_t>(left + r * stride + k * PACK<T>);
@@ -207,20 +216,25 @@ inline void vector_block(Left<T> a, const T* b, const T* right, int64_t steps, f
     }
 }
 
-// `rows` rows, at most 16, in blocks of BLOCK_ROWS and of halves of that.
-template <class T, int ROWS, int COLUMNS>
-inline void vector_rows(Left<T> a, const T* b, const T* right, int64_t steps, float* c, int64_t ldc, bool add,
-                        int64_t rows) {
-    for (; rows >= ROWS; rows -= ROWS, a.first += ROWS * a.stride, c += ROWS * ldc) {
+// `rows` rows, at most 16 (of the left side there are 16), in blocks; a row too many costs less than the weight once more.
+template <class T, int COLUMNS>
+inline void vector_rows(Left<T> a, Right<T> b, int64_t steps, float* c, int64_t ldc, bool add, int64_t rows) {
+    const auto block = [&](auto size) {
+        constexpr int ROWS = decltype(size)::value;
         if (a.stride == STEP<T>) {
-            vector_block<T, ROWS, COLUMNS, STEP<T>>(a, b, right, steps, c, ldc, add);
+            vector_block<T, ROWS, COLUMNS, STEP<T>>(a, b, steps, c, ldc, add);
         } else {
-            vector_block<T, ROWS, COLUMNS, 0>(a, b, right, steps, c, ldc, add);
+            vector_block<T, ROWS, COLUMNS, 0>(a, b, steps, c, ldc, add);
         }
+        rows -= ROWS, a.first += ROWS * a.stride, c += ROWS * ldc;
+    };
+    while (rows >= BLOCK_ROWS - 1) block(std::integral_constant<int, BLOCK_ROWS>());
+    if constexpr (BLOCK_ROWS > 4) {
+        if (rows > 4) block(std::integral_constant<int, 6>());
+        else if (rows > 2) block(std::integral_constant<int, 4>());
     }
-    if constexpr (ROWS > 1) {
-        if (rows > 0) vector_rows<T, ROWS / 2, COLUMNS>(a, b, right, steps, c, ldc, add, rows);
-    }
+    if (rows > 1) block(std::integral_constant<int, 2>());
+    else if (rows > 0) block(std::integral_constant<int, 1>());
 }
 
 // c [rows, 16 or 32] = a b, or c += a b; c's rows are ldc apart. rows: those of a that count, at most 32 or, without a
@@ -235,10 +249,10 @@ inline void product(Left<T> a, Right<T> b, int64_t steps, float* c, int64_t ldc,
         const int64_t n = std::min<int64_t>(rows - 16 * i, 16);
         float* to = c + i * 16 * ldc;
         if (b.second && BLOCK_COLUMNS > 1) {
-            vector_rows<T, BLOCK_ROWS, BLOCK_COLUMNS>(half, b.first, b.second, steps, to, ldc, add, n);
+            vector_rows<T, BLOCK_COLUMNS>(half, b, steps, to, ldc, add, n);
         } else {
-            vector_rows<T, BLOCK_ROWS, 1>(half, b.first, b.first, steps, to, ldc, add, n);
-            if (b.second) vector_rows<T, BLOCK_ROWS, 1>(half, b.second, b.second, steps, to + 16, ldc, add, n);
+            vector_rows<T, 1>(half, b, steps, to, ldc, add, n);
+            if (b.second) vector_rows<T, 1>(half, {b.second, nullptr}, steps, to + 16, ldc, add, n);
         }
     }
 }
