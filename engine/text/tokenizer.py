@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+import threading
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any, Self
 
 import tokenizers
 
@@ -19,6 +23,16 @@ CONFIG_FILE = "tokenizer_config.json"
 MAX_TOKENIZER_CONFIG_BYTES = 16 << 20  # the largest published ones, thousands of added tokens, are below 2 MB
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+
+MAX_KEPT_CHARACTERS = 1_000_000  # of encoded parts, twice that for a while: at most some 30 MB with their ids
+# What of the library changes a piece of text by the piece alone, but for where a text begins, and without chance.
+_PIECEWISE = frozenset(
+    {
+        "Sequence", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip", "StripAccents", "Replace", "Prepend", "Nmt",
+        "Precompiled", "BertNormalizer", "ByteLevel", "Metaspace", "Split", "Whitespace", "WhitespaceSplit",
+        "Punctuation", "Digits", "BertPreTokenizer", "CharDelimiterSplit",
+    }
+)  # fmt: skip
 
 
 class Tokenizer:
@@ -34,6 +48,7 @@ class Tokenizer:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._bytes: dict[int, bytes] = {}  # of the tokens that were asked for
+        self._part_encoder = None if chat_template is None else PartEncoder.of(tokenizer, chat_template)
         self.chat_template = chat_template
         self.special_token_ids = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
@@ -89,10 +104,13 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of each text, but cheaper: on all cores, without offsets, and other Python threads run meanwhile.
 
-        Raises InvalidRequest if any of them has a lone surrogate.
+        What conversations share, such as a system prompt, is encoded once where that is exact, see PartEncoder. Raises
+        InvalidRequest if any of them has a lone surrogate.
         """
         for text in texts:
             check_encodable(text, param="prompt")
+        if self._part_encoder is not None and not (add_special_tokens and self._part_encoder.others_add_tokens):
+            return self._part_encoder.encode_batch(texts)
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
@@ -126,6 +144,120 @@ class Tokenizer:
     def _is_byte(self, token_id: int) -> bool:
         token = self._tokenizer.id_to_token(token_id)
         return token is not None and self._decoder.is_byte_token(token)
+
+
+class PartEncoder:
+    """Encodes conversations in parts and remembers the parts: of most only the question is new. Thread-safe.
+
+    A text is cut before each of the special tokens that the chat template writes. This is exact: the library takes
+    added tokens out of a text before all else, and then normalises, splits and encodes what stands between them piece
+    by piece, each by itself alone, but for that at the text's beginning (Metaspace's prefix may be for it only). That
+    one stays the first: each other part begins with its token. `of` reads off a tokenizer whether all this is so.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, tokens: Collection[str], *, others_add_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = re.compile("|".join(map(re.escape, tokens)))
+        self.others_add_tokens = others_add_tokens  # whether a text with `add_special_tokens` would get some
+        self._lock = threading.Lock()
+        self._kept: dict[str, tuple[int, ...]] = {}
+        self._kept_before: dict[str, tuple[int, ...]] = {}  # given up when `_kept` is full again, but for what was used
+        self._num_kept_characters = 0
+
+    @classmethod
+    def of(cls, tokenizer: tokenizers.Tokenizer, template: ChatTemplate) -> Self | None:
+        """The encoder of parts; None where it would not be exact for all texts, or no token is known to cut before."""
+        states = [part.__getstate__() for part in (tokenizer.normalizer, tokenizer.pre_tokenizer) if part is not None]
+        kinds = {kind for state in states for kind in re.findall(r'"type":"(\w+)"', state.decode())}
+        ends = _post_processors(tokenizer)
+        is_exact = (
+            kinds <= _PIECEWISE
+            and not tokenizer.encode_special_tokens  # which takes them for text
+            and not getattr(tokenizer.model, "dropout", None)
+            and all(_keeps_order(end) for end in ends)
+        )
+        tokens = [token for token in _certain_tokens(tokenizer) if template.writes(token)] if is_exact else []
+        others_add_tokens = any(end["type"] != "ByteLevel" for end in ends)
+        return cls(tokenizer, tokens, others_add_tokens=others_add_tokens) if tokens else None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of each text, without tokens that the tokenizer puts around it."""
+        cut = [self._parts(text) for text in texts]
+        wanted = dict.fromkeys(part for parts in cut for part in parts)
+        known = self._known(wanted)
+        new = [part for part in wanted if part not in known]
+        if new:
+            encodings = self._tokenizer.encode_batch_fast(new, add_special_tokens=False)
+            found = {part: tuple(encoding.ids) for part, encoding in zip(new, encodings, strict=True)}
+            known |= found
+            # A text that is one part is no conversation: it hardly comes again.
+            whole = {parts[0] for parts in cut if len(parts) == 1}
+            self._keep({part: ids for part, ids in found.items() if part not in whole})
+        return [list(chain.from_iterable(map(known.__getitem__, parts))) for parts in cut]
+
+    def _parts(self, text: str) -> list[str]:
+        starts = [match.start() for match in self._tokens.finditer(text)]
+        return [text[start:end] for start, end in pairwise((0, *starts, len(text))) if start < end] or [text]
+
+    def _known(self, wanted: Collection[str]) -> dict[str, tuple[int, ...]]:
+        known: dict[str, tuple[int, ...]] = {}
+        again: dict[str, tuple[int, ...]] = {}
+        with self._lock:
+            for part in wanted:
+                if part in self._kept:
+                    known[part] = self._kept[part]
+                elif part in self._kept_before:
+                    again[part] = self._kept_before[part]
+        self._keep(again)
+        return known | again
+
+    def _keep(self, encoded: Mapping[str, tuple[int, ...]]) -> None:
+        with self._lock:
+            for part, ids in encoded.items():
+                if self._num_kept_characters + len(part) > MAX_KEPT_CHARACTERS:
+                    self._kept_before, self._kept, self._num_kept_characters = self._kept, {}, 0
+                if len(part) <= MAX_KEPT_CHARACTERS and part not in self._kept:
+                    self._kept[part] = ids
+                    self._num_kept_characters += len(part)
+
+
+def _post_processors(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    if tokenizer.post_processor is None:
+        return []
+    state: dict[str, Any] = json.loads(tokenizer.post_processor.__getstate__())
+    return list(state["processors"]) if state["type"] == "Sequence" else [state]
+
+
+def _keeps_order(post_processor: Mapping[str, Any]) -> bool:
+    """Whether it leaves a text's ids as they are where no special tokens are added."""
+    if post_processor["type"] == "TemplateProcessing":
+        return sum("Sequence" in piece for piece in post_processor["single"]) == 1
+    return post_processor["type"] in ("ByteLevel", "BertProcessing", "RobertaProcessing")
+
+
+def _certain_tokens(tokenizer: tokenizers.Tokenizer) -> list[str]:
+    """Special tokens that are found wherever a text has them, and change nothing in front of them.
+
+    Those that need a border of a word, take spaces in front or are looked for only in normalised text are none of them,
+    nor one that an other token may overlap, which would be found in its place.
+    """
+    added = [token for token in tokenizer.get_added_tokens_decoder().values() if not token.normalized]
+    texts = [token.content for token in added]
+    return [
+        token.content
+        for token in added
+        if token.special
+        and not (token.single_word or token.lstrip)
+        and re.match(r"[!-/:-@\[-^`{-~]", token.content)  # no letter: a token before it may end with a word's end
+        and not any(_may_cover(other, token.content) for other in texts)
+    ]
+
+
+def _may_cover(other: str, token: str) -> bool:
+    """Whether `other` may lie over the beginning of `token` in a text."""
+    if other != token and token in other:
+        return True
+    return any(token.startswith(other[start:]) for start in range(1, len(other)))
 
 
 def _read(file: Path) -> tokenizers.Tokenizer:

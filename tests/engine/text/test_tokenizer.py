@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as LibraryTokenizer
-from tokenizers import models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from engine.errors import CheckpointError, InvalidRequest
-from engine.text.tokenizer import MAX_TOKENIZER_BYTES, Tokenizer
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import MAX_TOKENIZER_BYTES, PartEncoder, Tokenizer
 from tests.support.tiny_tokenizer import (
+    CHAT_TEMPLATE,
     SPECIAL_TOKENS,
     build_sentencepiece_tokenizer,
     build_tokenizer,
@@ -240,6 +242,127 @@ def test_a_batch_is_encoded_as_its_texts_are() -> None:
         ids = BYTE_LEVEL.encode_batch(texts, add_special_tokens=special)
         assert ids == [BYTE_LEVEL.encode(text, add_special_tokens=special) for text in texts]
     assert BYTE_LEVEL.encode_batch([]) == []
+
+
+def with_components(
+    *, normalizer: normalizers.Normalizer | None = None, pre_tokenizer: pre_tokenizers.PreTokenizer | None = None
+) -> LibraryTokenizer:
+    tokenizer = build_tokenizer()
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    if pre_tokenizer is not None:
+        tokenizer.pre_tokenizer = pre_tokenizer
+    return tokenizer
+
+
+def with_tokens(*tokens: AddedToken, base: LibraryTokenizer | None = None) -> LibraryTokenizer:
+    tokenizer = base or build_tokenizer()
+    tokenizer.add_special_tokens(list(tokens))
+    return tokenizer
+
+
+def unigram() -> LibraryTokenizer:
+    """What T5's and Gemma's kind is made of, with the prefix at the text's beginning only."""
+    pieces = [
+        ("<unk>", 0.0),
+        *((piece, -float(len(piece))) for piece in ("▁", "▁the", "▁a", "a", "b", "the", "▁b", "\n")),
+    ]
+    tokenizer = LibraryTokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Strip()])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    return with_tokens(*(AddedToken(token, normalized=False) for token in SPECIAL_TOKENS), base=tokenizer)
+
+
+LLAMA_LIKE = pre_tokenizers.Sequence(
+    [
+        pre_tokenizers.Split(Regex(r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+)
+IN_PARTS = {
+    "bytes": build_tokenizer(),
+    "token in front": with_begin_of_text(),
+    "prefix space": with_components(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "regex": with_components(pre_tokenizer=LLAMA_LIKE),
+    "normalizers": with_components(
+        normalizer=normalizers.Sequence([normalizers.NFC(), normalizers.Strip(), normalizers.Lowercase()])
+    ),
+    "prepend": with_tokens(
+        *(AddedToken(token, normalized=False) for token in SPECIAL_TOKENS), base=build_sentencepiece_tokenizer()
+    ),
+    "metaspace": with_tokens(
+        *(AddedToken(token, normalized=False) for token in SPECIAL_TOKENS),
+        base=build_sentencepiece_tokenizer(metaspace=True),
+    ),
+    "unigram": unigram(),
+    "flagged neighbours": with_tokens(
+        AddedToken("<a>", normalized=False, lstrip=True),
+        AddedToken("<b>", normalized=False, rstrip=True),
+        AddedToken("the", normalized=False, single_word=True),
+        AddedToken("YOU", normalized=True),
+        AddedToken("\n\n", normalized=False),
+    ),
+    "overlapped": with_tokens(AddedToken("x<|im_start|>", normalized=False), AddedToken("a<|", normalized=False)),
+    "one overlapped": with_tokens(AddedToken("<|im_end|>x", normalized=False)),
+}
+FRAGMENTS = (
+    *SPECIAL_TOKENS, "<|im_", "start|>", "<a>", "<b>", " ", "  ", "\n", "\n\n", "\t", "\u3000",
+    "the", " the you", "YOU", "x", "a", "é", "e\u0301", "123", "'s", "▁", "漢字", "😀", ".",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+@given(texts=st.lists(st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join), max_size=6))
+def test_a_batch_in_parts_has_the_ids_of_its_whole_texts(name: str, texts: list[str]) -> None:
+    tokenizer = Tokenizer(IN_PARTS[name], ChatTemplate({"default": CHAT_TEMPLATE}, {}))
+    for special in (False, True):
+        whole = [IN_PARTS[name].encode(text, add_special_tokens=special).ids for text in texts]
+        assert tokenizer.encode_batch(texts, add_special_tokens=special) == whole
+        assert tokenizer.encode_batch(texts, add_special_tokens=special) == whole  # from what is remembered
+
+
+class RecordingTokenizer:
+    """The library's, with the texts that it was given."""
+
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+        self._tokenizer = build_tokenizer()
+
+    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[Any]:
+        self.encoded += texts
+        return self._tokenizer.encode_batch_fast(texts, add_special_tokens)
+
+
+def test_a_part_that_comes_again_is_not_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.text.tokenizer.MAX_KEPT_CHARACTERS", 100)
+    library = RecordingTokenizer()
+    parts = PartEncoder(cast("LibraryTokenizer", library), ["<|im_start|>"], others_add_tokens=False)
+    system = "<|im_start|>system\nBe brief<|im_end|>\n"
+    questions = [f"<|im_start|>user\n{number}" for number in range(20)]
+    for question in questions:
+        assert parts.encode_batch([system + question, "alone"]) == [
+            build_tokenizer().encode(text).ids for text in (system + question, "alone")
+        ]
+    assert library.encoded.count(system) == 1  # it was used again and again
+    assert [text for text in library.encoded if text in questions] == questions
+    assert library.encoded.count("alone") == len(questions)  # no conversation: not remembered
+    parts.encode_batch([questions[0]])
+    assert library.encoded.count(questions[0]) == 2  # long ago
+
+
+def test_a_text_is_cut_only_where_that_is_exact() -> None:
+    template = ChatTemplate({"default": CHAT_TEMPLATE}, {})
+    kept, split, twice, unknown = (build_tokenizer() for _ in range(4))
+    split.encode_special_tokens = True
+    twice.post_processor = processors.TemplateProcessing(single="$A $A", pair="$A $B", special_tokens=[])
+    unknown.pre_tokenizer = pre_tokenizers.UnicodeScripts()
+    by_chance = with_components()
+    by_chance.model = models.BPE(vocab={"a": 0}, merges=[], dropout=0.5)
+    assert PartEncoder.of(kept, template) is not None
+    for tokenizer in (split, twice, unknown, by_chance, IN_PARTS["overlapped"]):
+        assert PartEncoder.of(tokenizer, template) is None
+    assert PartEncoder.of(IN_PARTS["one overlapped"], template) is not None
+    assert PartEncoder.of(kept, ChatTemplate({"default": "{{ messages }}"}, {})) is None
 
 
 def test_a_batch_with_a_lone_surrogate_is_refused() -> None:
