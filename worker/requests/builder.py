@@ -41,6 +41,7 @@ class RequestBuilder:
         *,
         created_s: int,
         tenant: str = "",
+        priority: int = 0,
         is_resolved: bool = False,
     ) -> list[AnyRequest | Exception]:
         """The engine's request for each (line, request id), or what is wrong with the line.
@@ -48,13 +49,16 @@ class RequestBuilder:
         An InvalidRequest is what only the model can judge: another model's name, an endpoint it cannot serve, no chat
         template, a conversation its template refuses, a prompt longer than the context. Another exception is our own
         fault. Token ids are the engine's to check. Texts are tokenised together. `created_s`: see ChatPrompts.text.
+        `priority`: the engine's, lower runs first.
         `is_resolved`: the lines mean this model, whatever they name.
         """
         bodies = [line.body for line, _ in lines]
         found = [attempt(self._inputs, body, created_s, is_resolved) for body in bodies]
         inputs = self._encode_all(bodies, found)
         return [
-            given if isinstance(given, Exception) else attempt(self._request, line.body, given, request_id, tenant)
+            given
+            if isinstance(given, Exception)
+            else attempt(self._request, line.body, given, request_id, tenant, priority)
             for (line, request_id), given in zip(lines, inputs, strict=True)
         ]
 
@@ -92,11 +96,16 @@ class RequestBuilder:
         ]
 
     def _request(
-        self, body: RequestBody, inputs: Sequence[Sequence[int] | Exception], request_id: str, tenant: str
+        self,
+        body: RequestBody,
+        inputs: Sequence[Sequence[int] | Exception],
+        request_id: str,
+        tenant: str,
+        priority: int,
     ) -> AnyRequest:
         if isinstance(body, EmbeddingBody):
             checked = [self._checked_input(ids, body.param_of(index)) for index, ids in enumerate(inputs)]
-            return EmbeddingRequest(request_id, checked, body.dimensions, tenant=tenant)
+            return EmbeddingRequest(request_id, checked, body.dimensions, priority, tenant)
         (token_ids,) = inputs
         if isinstance(token_ids, Exception):
             raise token_ids
@@ -105,7 +114,7 @@ class RequestBuilder:
         if max_tokens is None and not isinstance(body, ChatBody):
             max_tokens = min(DEFAULT_MAX_TOKENS, self._max_model_len - len(token_ids))
         params = _sampling_params(body, max_tokens, self._grammar(body))
-        return Request(request_id, list(token_ids), params, tenant=tenant)
+        return Request(request_id, list(token_ids), params, priority, tenant)
 
     def _checked_input(self, token_ids: Sequence[int] | Exception, param: str) -> Sequence[int]:
         if isinstance(token_ids, Exception):

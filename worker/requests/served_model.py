@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from engine.checkpoint.files import model_directory
 from engine.errors import EngineError, EngineFatal, EngineUnavailable, InvalidRequest
@@ -55,12 +56,14 @@ class ServedModel:
             engine, prompts, CallGrammar(prompts, token_text.special_marks), names=served_names(settings)
         )
 
-    def job(self, job_id: str, *, created_s: int, tenant: str = "", is_resolved: bool = False) -> ServedJob:
+    def job(
+        self, job_id: str, *, created_s: int, tenant: str = "", priority: int = 0, is_resolved: bool = False
+    ) -> ServedJob:
         """The requests and records of one job; `created_s`: its Unix time.
 
         `is_resolved`: its lines were found to mean this model, whatever they name.
         """
-        return ServedJob(self, RecordContext(job_id, self._name, created_s), tenant, is_resolved)
+        return ServedJob(self, RecordContext(job_id, self._name, created_s), tenant, priority, is_resolved=is_resolved)
 
 
 def served_model_name(model: ModelSettings) -> str:
@@ -91,20 +94,25 @@ class Unrunnable:
 class ServedJob:
     """Translates for one job: its lines to requests, and the engine's outputs and errors to records."""
 
-    def __init__(self, model: ServedModel, context: RecordContext, tenant: str, is_resolved: bool) -> None:
+    def __init__(
+        self, model: ServedModel, context: RecordContext, tenant: str, priority: int, *, is_resolved: bool
+    ) -> None:
         self._model = model
         self._context = context
-        self._tenant = tenant
-        self._is_resolved = is_resolved
+        self._build_all = partial(
+            model.requests.build_all,
+            created_s=context.created_s,
+            tenant=tenant,
+            priority=priority,
+            is_resolved=is_resolved,
+        )
 
     def prepare(
         self, lines: Sequence[RequestLine | LineError], request_id: Callable[[RequestLine], str]
     ) -> list[Prepared | Unrunnable]:
         """For each line what to run, or the record that says why not. Many together are cheaper than one by one."""
         good = [(line, request_id(line)) for line in lines if isinstance(line, RequestLine)]
-        build_all = self._model.requests.build_all
-        created_s, is_resolved = self._context.created_s, self._is_resolved
-        built = iter(build_all(good, created_s=created_s, tenant=self._tenant, is_resolved=is_resolved))
+        built = iter(self._build_all(good))
         return [
             Unrunnable(line.index, line_error_record(line, self._context))
             if isinstance(line, LineError)

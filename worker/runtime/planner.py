@@ -13,7 +13,7 @@ from worker.broker.messages import Announcer
 from worker.lines.errors import LineError
 from worker.lines.files import FileChecks, refusal
 from worker.lines.parse import parse_request_line
-from worker.lines.request_line import PrefixKey, RequestLine, prefix_sort_key, shard_head
+from worker.lines.request_line import Endpoint, PrefixKey, RequestLine, prefix_sort_key, shard_head
 from worker.records.failure import line_error_record
 from worker.records.record import RecordContext, encode_record
 from worker.registry.keys import UnitRef
@@ -233,6 +233,7 @@ class JobLines:
         self._first_name: str | None = None  # that a good line gives
         self._first_model: str | None = None  # of a good line
         self._job_model = None if job_model is None else served.resolve(job_model)
+        self._of_endpoints = {endpoint: served.of_endpoint(endpoint) for endpoint in Endpoint}
         self.has_names = False  # whether a line has named a model
         self.error: LineError | None = None  # why no line can run
         if job_model is not None and self._job_model is None:
@@ -275,7 +276,7 @@ class JobLines:
         return model
 
     def _only_one(self, line: RequestLine) -> str:
-        models = self._served.of_endpoint(line.endpoint)
+        models = self._of_endpoints[line.endpoint]
         if len(models) == 1:
             return models[0]
         named = ", ".join(map(repr, models))

@@ -299,7 +299,11 @@ class ShardPrompts:
         self._claim = claim
         self._limits = limits
         self._job = model.job(
-            claim.ref.job_id, created_s=claim.created_s, tenant=claim.tenant, is_resolved=claim.model != ""
+            claim.ref.job_id,
+            created_s=claim.created_s,
+            tenant=claim.tenant,
+            priority=claim.priority,
+            is_resolved=claim.model != "",
         )
 
     def prepare(self, raw_lines: Iterable[tuple[int, bytes | None]]) -> list[Prepared | PromptRecord]:

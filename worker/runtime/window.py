@@ -78,7 +78,7 @@ class AdmissionWindow:
             feed, priority = found
             rank = self._rank(priority)
             for request in self._sweeps[feed.priority, feed.tenant].take(feed):
-                ranked = replace(request, priority=rank)
+                ranked = request if request.priority == rank else replace(request, priority=rank)
                 self._enter(ranked, feed.tenant)
                 taken.append((ranked, feed))
                 if len(self._sweeps) > 1 or self._room_taken >= self._max_open:
