@@ -1,8 +1,13 @@
-"""What operations take beside tensors: packed weights, the rows of an attention call, and tokens routed to experts."""
+"""What operations take beside tensors: packed weights, the rows of an attention call, and tokens routed to experts.
+
+And the memory that weights and the KV cache of a CPU lie in.
+"""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -11,6 +16,7 @@ from typing import NamedTuple, Self, TypeVar, cast
 import torch
 
 Plan = TypeVar("Plan")
+HUGE_PAGE_BYTES = 2 << 20  # of Linux on x86-64; and on arm64 with pages of 4 KiB
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,3 +175,25 @@ class ExpertLayout:
     def run_lens(self) -> list[int]:
         """Number of rows of each run."""
         return [run.num_rows for run in self.runs]
+
+
+def in_huge_pages(num_bytes: int) -> torch.Tensor:
+    """Zeros, [num_bytes] uint8, that begin with a huge page where the system has them; what does not fill one lies in
+    small ones. A page takes memory when it is first written. Raises MemoryError.
+
+    What is read in order from huge pages does not stop at each 4 KiB. They need a mapping of their own, since memory
+    that was in use has small pages; less than one is PyTorch's.
+    """
+    whole = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if whole == 0:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+    mapped_bytes = num_bytes + HUGE_PAGE_BYTES
+    try:
+        mapping = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{mapped_bytes} bytes: {error}") from error
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping
+    start = -memory.data_ptr() % HUGE_PAGE_BYTES
+    with suppress(AttributeError, OSError):  # no Linux, or one without huge pages: small ones serve, more slowly
+        mapping.madvise(mmap.MADV_HUGEPAGE, start, whole)
+    return memory[start : start + num_bytes]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
-from contextlib import suppress
 from ctypes import byref
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -25,10 +23,9 @@ from kernels.native.library import (
     load,
     pointer,
 )
-from kernels.operands import AttentionRows, ExpertLayout, PackedWeight, RoutedExperts
+from kernels.operands import AttentionRows, ExpertLayout, PackedWeight, RoutedExperts, in_huge_pages
 
 Tensor = torch.Tensor
-HUGE_PAGE_BYTES = 2 << 20
 TILE = 32  # a packed weight's rows and columns are filled up to multiples of it
 GATED_STEP = 16  # columns of one tile
 ROWS_STEP = 32  # with AMX, the same of rows that oneDNN multiplies
@@ -262,7 +259,7 @@ class Bfloat16Operations(Avx512Operations):
         num_rows, depth = weight.shape[-2:]
         matrices = weight.contiguous().view(-1, num_rows, depth)
         size = _round_up(num_rows, TILE) * _round_up(depth, TILE)
-        packed = _in_huge_pages(matrices.shape[0] * size).view(-1, size)
+        packed = in_huge_pages(weight.itemsize * matrices.shape[0] * size).view(weight.dtype).view(-1, size)
         for matrix, out in zip(matrices, packed, strict=True):
             self._kernels.pack_weight(matrix.data_ptr(), num_rows, depth, out.data_ptr())
         return NativePacked((packed,), tuple(weight.shape))
@@ -376,27 +373,6 @@ def native_operations(variant: str) -> NativeOperations:
         return AmxOperations(variant)
     by_variant = {"avx512_bf16": Bfloat16Operations, "avx512": Avx512Operations}
     return by_variant.get(variant, NativeOperations)(variant)
-
-
-def _in_huge_pages(num_elements: int) -> Tensor:
-    """bfloat16, [num_elements], in huge pages: what is read in order then does not stop at each 4 KiB.
-
-    They need a mapping of their own, since memory that was in use has small pages. What does not fill one lies in small
-    ones, so that it takes no more memory than without. Raises MemoryError.
-    """
-    num_bytes = 2 * num_elements
-    whole = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    if whole == 0:
-        return torch.empty(num_elements, dtype=torch.bfloat16)
-    try:
-        mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"{num_bytes} bytes: {error}") from error
-    memory = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping
-    start = -memory.data_ptr() % HUGE_PAGE_BYTES
-    with suppress(OSError):  # a system without huge pages: small ones serve, more slowly
-        mapping.madvise(mmap.MADV_HUGEPAGE, start, whole)
-    return memory[start : start + num_bytes].view(torch.bfloat16)
 
 
 def _round_up(size: int, step: int) -> int:

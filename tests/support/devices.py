@@ -101,7 +101,7 @@ def simulated_device(total_bytes: int, held_bytes: int = 0) -> Iterator[Simulate
         for module in (derived_settings, load):
             patch.setattr(module, "device_memory", lambda _: memory)
         # Pages mapped by hand, which the cache of a CPU is made of, are no operation of PyTorch.
-        patch.setattr("engine.kv_cache.tensors._untouched_memory", lambda n: torch.zeros(n, dtype=torch.uint8))
+        patch.setattr("engine.kv_cache.tensors.in_huge_pages", lambda n: torch.zeros(n, dtype=torch.uint8))
         yield memory
 
 

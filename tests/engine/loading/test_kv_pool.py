@@ -165,10 +165,10 @@ def test_a_pool_that_the_system_refuses_is_a_memory_error(monkeypatch: pytest.Mo
     def refuse(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("engine.kv_cache.tensors.mmap.mmap", refuse)
+    monkeypatch.setattr("kernels.operands.mmap.mmap", refuse)
     spec = KVCacheSpec(num_layers=3, block_size=16, num_kv_heads=2, head_dim=8, dtype=torch.float32)
     with pytest.raises(MemoryError, match="Cannot allocate memory"):
-        KVCacheTensors.allocate(spec, num_blocks=5, device=torch.device("cpu"))
+        KVCacheTensors.allocate(spec, num_blocks=5000, device=torch.device("cpu"))
 
 
 def _huge_bytes(tensor: torch.Tensor) -> int:

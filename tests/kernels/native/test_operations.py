@@ -9,8 +9,8 @@ import torch
 
 from kernels import cpu, reference
 from kernels.interface import Operations
-from kernels.native.operations import HUGE_PAGE_BYTES, native_operations
-from kernels.operands import ExpertLayout, RoutedExperts
+from kernels.native.operations import native_operations
+from kernels.operands import HUGE_PAGE_BYTES, ExpertLayout, RoutedExperts
 from tests.support.tensors import assert_close, native_variants, needs_native
 
 pytestmark = needs_native
