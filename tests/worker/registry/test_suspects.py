@@ -300,12 +300,23 @@ def test_a_holder_that_announces_itself_under_its_lease_is_not_silent(registry: 
 
 
 def test_a_lease_is_not_looked_at_before_half_of_it_is_over(registry: TestRegistry) -> None:
-    shard = UnitRef.shard(registry.running_job([0, 1]), 0)
-    must_claim(registry.leases(owner="holder"), shard)
-    for _ in range(2):
-        registry.make_due()
-        assert _announced(registry, 1000) == []
+    shard, leases = UnitRef.shard(registry.running_job([0, 1]), 0), registry.leases(owner="holder")
+    claim = must_claim(leases, shard)
+    looks_s = [_next_look_s(registry, shard)]
+    leases.renew([claim])
+    looks_s.append(_next_look_s(registry, shard))
+    registry.make_due()
+    assert _announced(registry, 1000) == []
+    looks_s.append(_next_look_s(registry, shard))
     assert registry.redis.hget(registry.keys.unit(shard), "doubt") is None
+    assert looks_s == [pytest.approx(15.0)] * 3  # before the end of 30 s
+
+
+def _next_look_s(registry: TestRegistry, shard: UnitRef) -> float:
+    """How long before the end of the shard's lease the reapers look."""
+    score = registry.redis.zscore(registry.keys.open, str(shard))
+    assert score is not None
+    return float(cast(bytes, registry.redis.hget(registry.keys.unit(shard), "lease"))) / 1000 - score / 1000
 
 
 def test_a_holder_that_comes_back_in_time_goes_on(registry: TestRegistry) -> None:
