@@ -284,7 +284,7 @@ def test_no_more_slots_are_taken_than_there_are(registry: TestRegistry) -> None:
     assert slots.take(0.01)
 
 
-def test_a_thread_that_claims_goes_before_those_that_make_requests() -> None:
+def test_a_thread_that_claims_goes_before_those_that_make_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     turn, order = Turn(), []
 
     def claim() -> None:
@@ -296,15 +296,16 @@ def test_a_thread_that_claims_goes_before_those_that_make_requests() -> None:
         with turn.to_make_requests():
             order.append("makes requests")
 
+    monkeypatch.setattr("worker.runtime.shard.TURN_WAIT_S", 30.0)
     threads = [threading.Thread(target=target) for target in (make, make, claim, claim)]
-    with turn.to_claim(0.0), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("worker.runtime.shard.TURN_WAIT_S", 30.0)
+    with turn.to_claim(0.0):
         for thread in threads:
             thread.start()
             wait_until(partial(is_waiting, thread))
+    make()  # nor does this thread, though those that were told of their turn have not woken up yet
     for thread in threads:
         thread.join()
-    assert order == ["claims"] * 2 + ["makes requests"] * 2
+    assert order == ["claims"] * 2 + ["makes requests"] * 3
 
 
 def test_one_thread_claims_at_a_time_and_requests_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
