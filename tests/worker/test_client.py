@@ -306,7 +306,7 @@ def test_waiting_ends_with_the_job_or_the_time(client: BatchClient, registry: Te
         client.wait(job_id, timeout_s=0.05)
     leases = registry.leases()
     leases.put(must_claim(leases, UnitRef.shard(job_id, 0)), [ok(0)])
-    assert client.wait(job_id).status is JobState.COMPLETED
+    assert client.wait(job_id, timeout_s=60).status is JobState.COMPLETED
 
 
 def test_jobs_are_listed_newest_first_without_the_forgotten(client: BatchClient, registry: TestRegistry) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -31,7 +32,7 @@ def _overdue(registry: TestRegistry) -> str:
 
 LOOKS: dict[str, Callable[[BatchClient, str], object]] = {
     "status": lambda client, job_id: client.status(job_id),
-    "wait": lambda client, job_id: client.wait(job_id, timeout_s=60),
+    "wait": lambda client, job_id: client.wait(job_id, timeout_s=30),
     "follow": lambda client, job_id: list(client.results(job_id, follow=True)),
     "follow in input order": lambda client, job_id: list(client.results(job_id, follow=True, order="input")),
 }
@@ -42,7 +43,11 @@ def test_without_a_worker_a_deadline_ends_the_job_of_whoever_looks(
     client: BatchClient, registry: TestRegistry, look: Callable[[BatchClient, str], object]
 ) -> None:
     job_id = _overdue(registry)
+    rescue = threading.Timer(30.0, client.cancel, [job_id])  # of a follower that would wait for ever
+    rescue.start()
     look(client, job_id)
+    rescue.cancel()
+    rescue.join()
     [job] = client.jobs()
     assert (job.status, job.request_counts.expired, job.request_counts.completed) == (JobState.EXPIRED, 2, 1)
     assert not registry.redis.zcard(registry.keys.open)
@@ -52,7 +57,7 @@ def test_a_queued_job_expires_without_a_worker(client: BatchClient, registry: Te
     job_id = client.submit([{"prompt": "a"}, b"{bad"], deadline_s=60)
     assert client.status(job_id).status is JobState.VALIDATING
     registry.expire(job_id)
-    job = client.wait(job_id)
+    job = client.wait(job_id, timeout_s=30)
     assert (job.status, job.request_counts.failed, job.request_counts.expired) == (JobState.EXPIRED, 2, 1)
     assert [record["custom_id"] for record in client.results(job_id)] == ["line-1", None]
 
