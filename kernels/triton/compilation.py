@@ -60,6 +60,8 @@ def compile_ahead(run: Callable[[], None], num_processes: int) -> CompiledAhead:
     `run` is called once, and its launches are left out: whatever they would have written is zeros. None of the
     processes touches the GPU. What one of them cannot compile fails where it is launched, with its own error.
     """
+    if knobs.runtime.interpret:  # which compiles nothing
+        return CompiledAhead(0, 0, 0, ())
     launches: list[Launch] = []
     with _noting(launches), _Zeroed():
         run()
@@ -96,16 +98,18 @@ def _noting(launches: list[Launch]) -> Iterator[None]:
 class _Zeroed(TorchFunctionMode):
     """Makes tensors of zeros where uninitialised ones are asked for: what no kernel writes may be read as an index."""
 
-    INSTEAD: Mapping[Callable[..., Any], Callable[..., Any]] = {
-        torch.empty: torch.zeros,
-        torch.empty_like: torch.zeros_like,
-        torch.Tensor.new_empty: torch.Tensor.new_zeros,
-    }
+    def __init__(self) -> None:
+        super().__init__()
+        self._instead: Mapping[Callable[..., Any], Callable[..., Any]] = {
+            torch.empty: torch.zeros,
+            torch.empty_like: torch.zeros_like,
+            torch.Tensor.new_empty: torch.Tensor.new_zeros,
+        }
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return self.INSTEAD.get(func, func)(*args, **(kwargs or {}))
+        return self._instead.get(func, func)(*args, **(kwargs or {}))
 
 
 def _is_cached(launch: Launch) -> bool:

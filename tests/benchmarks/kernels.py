@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,17 @@ from kernels.interface import Operations
 from kernels.native.library import NAMED_VARIANTS, VARIANTS
 from kernels.native.operations import native_operations
 from tests.benchmarks.attention_cases import attention_cases, cpu_attention_cases, rope_cases, shared_prefix_cases
-from tests.benchmarks.kernel_inputs import CPU_MODELS, CPU_SIZES, MODELS, Bound, Case, ModelShape, Sizes, beside
+from tests.benchmarks.kernel_inputs import (
+    CPU_MODELS,
+    CPU_SIZES,
+    MODELS,
+    Bound,
+    Case,
+    ModelShape,
+    OperationCase,
+    Sizes,
+    beside,
+)
 from tests.benchmarks.layer_cases import cpu_product_cases, elementwise_cases, expert_cases, sampling_cases
 from tests.benchmarks.machine import CpuTimer, GpuTimer, Machine, measure_cpu, measure_machine
 
@@ -149,6 +160,26 @@ def _record(machine: Machine, m: Measurement) -> dict[str, object]:
         "error": m.error,
         "failed_libraries": m.failed_libraries,
     }
+
+
+def check_operation(case: OperationCase, ops: Operations, device: torch.device, repeats: int) -> dict[str, Any]:
+    """Whether the results of these operations are close to the reference's and equal to themselves."""
+    error, differing = "", 0
+    try:
+        expected = case.run(case.peer, torch.device("cpu"))
+        first = [tensor.cpu() for tensor in case.run(ops, device)]
+        for found, wanted in zip(first, expected, strict=True):
+            case.compare(found, wanted)
+        for _ in range(repeats - 1):
+            again = [tensor.cpu() for tensor in case.run(ops, device)]
+            differing += any(not _same_bits(x, y) for x, y in zip(again, first, strict=True))
+    except Exception as raised:  # a seam: a driver, a compiler and torch raise what they raise
+        error = _one_line(raised)
+    return {"ok": not error and not differing, "differing_repeats": differing, **({"error": error} if error else {})}
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -62,6 +62,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--model", action="append", choices=tuple(MODELS), metavar="NAME", help=f"of {', '.join(MODELS)}; repeatable"
     )
+    parser.add_argument(
+        "--batch",
+        action="append",
+        type=int,
+        metavar="N",
+        help="a batch of decode steps, in place of all; repeatable",
+    )
+    parser.add_argument("--graphs", action="store_true", help="leave out the visits without CUDA graphs")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an engine's setting")
     parser.add_argument(
         "--budget-s", type=float, default=BUDGET_S, metavar="S", help="nothing is begun after so many seconds"
@@ -77,6 +85,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--device cpu: needs --tiny")
     if options.budget_s <= 0:
         parser.error("--budget-s: accepted: more than 0")
+    if any(batch < 1 for batch in options.batch or ()):
+        parser.error(f"--batch: {min(options.batch)}; accepted: at least 1")
     options.sections = tuple(options.only or SECTIONS)
     options.models = tuple(name for name in MODELS if not options.model or name in options.model)
     return options
@@ -108,7 +118,9 @@ class GpuRun:
         self._machine = machine
         self._directory = directory
         self._device = torch.device(options.device)
-        self._sizes = GpuSizes.tiny() if options.tiny else GpuSizes()
+        sizes = GpuSizes.tiny() if options.tiny else GpuSizes()
+        batches = tuple(sorted(set(options.batch or sizes.batches), reverse=True))
+        self._sizes = replace(sizes, batches=batches)
         self._deadline = deadline
 
     def measure(self) -> Iterator[GpuResult]:
@@ -121,7 +133,8 @@ class GpuRun:
         if "peer" in wanted and PEER_MODEL in self._options.models:
             yield from self._guarded("peer", PEER_MODEL, None, self._peer)
             free_memory(self._device)
-        yield from self._visits(WITHOUT_GRAPHS)
+        if not self._options.graphs:
+            yield from self._visits(WITHOUT_GRAPHS)
 
     def _visits(self, visits: tuple[_Visit, ...]) -> Iterator[GpuResult]:
         for visit in visits:
@@ -262,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _write(options.json, None, results, about)
         print("no CUDA GPU: nothing was measured", file=sys.stderr)
         return 1
-    machine = _machine(torch.device(options.device))
+    machine = describe_machine(torch.device(options.device))
     print(machine if is_measurement else TRIAL, flush=True)
     with tempfile.TemporaryDirectory(prefix="millrace-gpu-") as folder:
         for result in GpuRun(options, machine, Path(folder), deadline).measure():
@@ -279,7 +292,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(result.figure is None for result in results) else 0
 
 
-def _machine(device: torch.device) -> Machine:
+def describe_machine(device: torch.device) -> Machine:
+    """The GPU and its measured rates; on a CPU, where nothing is measured, an H200's rates."""
     if device.type == "cuda":
         try:
             return measure_machine(GpuTimer(device), device)

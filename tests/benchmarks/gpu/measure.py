@@ -34,6 +34,7 @@ GRAPH_LAUNCHES = re.compile(r"cu(da)?GraphLaunch\w*")
 SYNCS = re.compile(r"cu(da)?(Stream|Event|Device|Ctx)Synchronize\w*|cudaMemcpy|cuMemcpy(DtoH|HtoD)_v2")
 ALLOCATIONS = re.compile(r"cu(da)?(Malloc|HostAlloc|MemAlloc|MemHostAlloc|MemCreate)\w*")
 COPY_TO_HOST = "Memcpy DtoH"
+DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,7 @@ class StepCounts:
     syncs: float  # calls in which the host waits
     copies_to_host: float
     driver_allocations: float  # cudaMalloc, cudaHostAlloc and their like
+    idle_percent: float  # of the time of these steps in which the GPU did nothing; the profiler makes the host slower
 
     @classmethod
     def of_trace(cls, events: Sequence[dict[str, Any]]) -> StepCounts | None:
@@ -228,7 +230,17 @@ class StepCounts:
             syncs=mean(SYNCS),
             copies_to_host=sum(name.startswith(COPY_TO_HOST) for name in copies) / len(steps),
             driver_allocations=mean(ALLOCATIONS),
+            idle_percent=_idle_percent([event for event in events if event.get("cat") in DEVICE_WORK], begin, end),
         )
+
+
+def _idle_percent(work: Sequence[dict[str, Any]], begin: float, end: float) -> float:
+    """The share of the time from `begin`, to `end` or the end of the last work, that no work covers."""
+    busy, until = 0.0, begin
+    for first, last in sorted((event["ts"], event["ts"] + event["dur"]) for event in work):
+        busy += max(last - max(first, until), 0.0)
+        until = max(until, last)
+    return 100 * (1 - busy / (max(until, end) - begin))
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ from tests.benchmarks.machine import Machine
 
 TRIAL = "tiny shapes, to try the script: no figure is a measurement"
 WIDTHS = {"section": 14, "model": 14, "graphs": 7}
-DECODE_HEADER = (
-    "batch  context  ms a step (range)          tok/s  limit ms  % limit  replays kernels launches waits to-host allocs"
-)
+DECODE_HEADER = "batch  context  ms a step (range)          tok/s  limit ms  % limit  "
+DECODE_HEADER += "replays kernels launches waits to-host allocs idle %"
 WORKLOAD_HEADER = "seconds  output tok/s  limit s  % limit  steps  preemptions  cached tokens"
 
 NOT_MEASURED = "not measured"
@@ -103,7 +102,8 @@ def _decode(cell: DecodeCell) -> str:
     times = f"{cell.median_ms:.3f} ({min(cell.step_ms):.3f} to {max(cell.step_ms):.3f})"
     counts = cell.counts
     seen = (None,) * 4 if counts is None else (counts.kernels, counts.launches, counts.syncs, counts.copies_to_host)
-    columns = zip((cell.replays, *seen, cell.allocations), (7, 7, 8, 5, 7, 6), strict=True)
+    idle = None if counts is None else counts.idle_percent
+    columns = zip((cell.replays, *seen, cell.allocations, idle), (7, 7, 8, 5, 7, 6, 6), strict=True)
     return (
         f"{cell.batch:5}  {cell.context_tokens:7.0f}  {times:24} {cell.tokens_per_s:7,.0f}  {cell.limit_ms:8.3f}  "
         f"{cell.percent:7.1f}  " + " ".join(_count(value, width) for value, width in columns)

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from engine.loading.warm_up import compiling_steps, first_of_each, largest_steps
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from settings import EffectiveSettings, EngineSettings, SettingsError, load_settings
-from tests.support.compiled_kernels import recorded_specialisations
+from tests.support.compiled_kernels import on_a_new_device, recorded_specialisations
 from tests.support.devices import simulated_device
 from tests.support.engines import load_engine as load_decoder
 from tests.support.engines import run_all
@@ -115,6 +116,28 @@ def test_no_job_leads_to_a_compilation_after_the_warm_up(
         assert len(warmed_up) == len(set(warmed_up)) >= 15
         run_all(engine, [_request(rng, number, prefix) for number in range(40)])
     assert compiled == warmed_up
+
+
+class _Stopped(Exception):
+    """The warm-up would launch its first kernel now."""
+
+
+def test_the_warm_up_notes_every_kernel_before_it_launches_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=1, **EXPERTS)
+    monkeypatch.setattr("engine.models.placement.operations", lambda _: kernels.triton)
+    with recorded_specialisations(90) as needed, simulated_device(1 << 33):
+        load_decoder(tmp_path, SETTINGS)
+    noted: list[str] = []
+
+    def is_cached(launch: tuple[Any, Any]) -> bool:
+        noted.append(launch[0].__name__)
+        return True  # or processes would compile it
+
+    monkeypatch.setattr("kernels.triton.compilation._is_cached", is_cached)
+    monkeypatch.setattr("engine.loading.warm_up._steps_bytes", mock.Mock(side_effect=_Stopped))
+    with on_a_new_device(90), simulated_device(1 << 33), pytest.raises(_Stopped):
+        load_decoder(tmp_path, SETTINGS)
+    assert sorted(noted) == sorted(name.partition(" ")[0] for name in needed)
 
 
 def _engine_settings(**values: object) -> EngineSettings:

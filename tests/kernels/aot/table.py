@@ -269,10 +269,19 @@ def _sample(num_rows: int, vocab_size: int) -> None:
     mask_top_k_top_p_min_p(logits, ids, number, number)
 
 
+LAUNCHES = (launch_attention, launch_elementwise, launch_experts, launch_sampling)
+
+
+def launch_small() -> None:
+    """A few launches that compile in seconds."""
+    _sample(1, VOCAB_SIZES[0])
+    rms_norm(torch.empty(1, 1024, dtype=DTYPE), torch.empty(1024, dtype=DTYPE), 1e-6)
+
+
 def compile_all(capability: int) -> list[CompiledKernel]:
     """Every kernel that any case launches, in the order of the launches."""
     with compiling_for(capability) as kernels:
-        for launch in (launch_attention, launch_elementwise, launch_experts, launch_sampling):
+        for launch in LAUNCHES:
             launch()
     return kernels
 
