@@ -121,7 +121,7 @@ class Engine(StepLoop):
         self._executor = parts.executor
         self._blocks = parts.block_manager
         limits = SchedulerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.unified_prefill)
-        self._scheduler = Scheduler(limits, parts.block_manager)
+        self._scheduler = Scheduler(limits, parts.block_manager, settings.speculation)
         device = parts.executor.model.device
         self._is_on_host = device.type == "cpu"
         unknown_ids = torch.tensor(parts.tokenizer.unknown_ids(self.vocab_size), dtype=torch.int64)
@@ -194,6 +194,8 @@ class Engine(StepLoop):
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting) + self._generation.num_waiting_for_grammar,
             generated_tokens=self._generation.num_generated_tokens,
+            drafted_tokens=self._scheduler.num_drafted_tokens,
+            accepted_tokens=self._scheduler.num_accepted_tokens,
             num_preemptions=self._scheduler.num_preemptions,
             num_blocks=self._blocks.num_blocks,
             num_free_blocks=self._blocks.num_free_blocks,

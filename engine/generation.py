@@ -22,7 +22,7 @@ from engine.model_interface import ModelInterface
 from engine.outputs import FinishedRequests, OutputProcessor
 from engine.request import FinishReason, PromptLogprobs, Request, RequestOutput, ResumeState
 from engine.resume import ResumeStates
-from engine.sampler import SampledToken
+from engine.sampler import SampledToken, VerifiedTokens
 from engine.scheduling.sequence import RequestState, TokenCounts
 from engine.structured.compiler import GrammarCompiler
 from engine.structured.grammar import Grammar
@@ -49,7 +49,9 @@ class EngineParts:
     embedding: EmbeddingConfig
 
 
-class GenerationRequests(UnfinishedRequests[Request, RequestState, RequestGroup, SampledToken | FinishReason]):
+class GenerationRequests(
+    UnfinishedRequests[Request, RequestState, RequestGroup, SampledToken | VerifiedTokens | FinishReason]
+):
     """Makes sequences of requests for tokens, takes what is generated for them and hands their outputs out.
 
     Requests are equal if they have the same tenant, prompt and parameters, and are greedy or have an explicit seed. All
@@ -138,7 +140,9 @@ class GenerationRequests(UnfinishedRequests[Request, RequestState, RequestGroup,
         if not self._waiting_room.release(group):
             super()._dequeue(group)
 
-    def _apply(self, state: RequestState, answer: SampledToken | FinishReason) -> bool:
+    def _apply(self, state: RequestState, answer: SampledToken | VerifiedTokens | FinishReason) -> bool:
+        if isinstance(answer, VerifiedTokens):  # an end among them drops the rest
+            return any(self._apply(state, sampled) for sampled in answer.tokens)
         if isinstance(answer, FinishReason):
             state.finish_reason = answer  # its prompt was to be scored, not continued
             return True

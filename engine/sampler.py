@@ -203,6 +203,13 @@ class SampledToken(NamedTuple):
     logprobs: TokenLogprobs | None
 
 
+@dataclass(frozen=True, slots=True)
+class VerifiedTokens:
+    """The tokens of a sequence with drafts: those that agree with what was drafted, and the one behind them."""
+
+    tokens: tuple[SampledToken, ...]
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class ChosenTokens:
     """The token of each row, on the device and to be read from there."""

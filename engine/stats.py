@@ -47,6 +47,8 @@ class EngineStats:
     cached_tokens: int = 0  # of these, found in the prefix cache at first admission, or all of a duplicate's
     output_tokens: int = 0  # of requests that have ended, with those from a resume state or an equal request
     generated_tokens: int = 0  # sampled by this engine, also for requests that failed or were aborted
+    drafted_tokens: int = 0  # by speculation, and verified
+    accepted_tokens: int = 0  # of these, those that would have been chosen: steps saved
     num_preemptions: int = 0
     num_blocks: int = 0  # the null block included
     num_free_blocks: int = 0

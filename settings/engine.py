@@ -152,6 +152,32 @@ class SharedPrefixSettings(SettingsGroup):
     )
 
 
+class SpeculationSettings(SettingsGroup):
+    """Drafts by prompt lookup: what followed the last tokens where they occurred before, verified in one step."""
+
+    enabled: bool = Field(
+        default=False,
+        description="Draft a sequence's next tokens by what followed its last ones earlier in prompt or output, and "
+        "verify all in one step. Tokens stay the same; outputs that copy take fewer steps. Not with "
+        "engine.async_scheduling.",
+    )
+    ngram_min: Tokens = Field(default=2, ge=1, le=64, description="Fewest last tokens that are looked up.")
+    ngram_max: Tokens = Field(default=4, ge=1, le=64, description="Most last tokens that are looked up, tried first.")
+    max_draft_tokens: Tokens = Field(
+        default=8,
+        ge=1,
+        le=64,
+        description="Most tokens drafted for a sequence in a step: fewer after drafts that failed, and all steps' "
+        "drafts and sequences together at most engine.max_num_seqs.",
+    )
+
+    @model_validator(mode="after")
+    def _some_number_is_looked_up(self) -> SpeculationSettings:
+        if self.ngram_min > self.ngram_max:
+            raise FieldOrderError("ngram_min", "ngram_max")
+        return self
+
+
 class StructuredOutputSettings(SettingsGroup):
     """What a request's grammar may cost; one that costs more fails its request alone."""
 
@@ -241,7 +267,7 @@ class EngineSettings(SettingsGroup):
     async_scheduling: bool | None = Field(
         default=None,
         description="Schedule a step while the device runs the one before it; none: on a GPU, unless "
-        "engine.decode.batched is off, which has the host wait. A CPU gains nothing.",
+        "engine.decode.batched is off or engine.speculation.enabled on, which have the host wait. A CPU gains nothing.",
     )
     deduplicate: bool = Field(
         default=True,
@@ -260,6 +286,7 @@ class EngineSettings(SettingsGroup):
     prefix_cache: PrefixCacheSettings = Field(default_factory=PrefixCacheSettings)
     shared_prefix: SharedPrefixSettings = Field(default_factory=SharedPrefixSettings)
     decode: DecodeSettings = Field(default_factory=DecodeSettings)
+    speculation: SpeculationSettings = Field(default_factory=SpeculationSettings)
     structured_output: StructuredOutputSettings = Field(default_factory=StructuredOutputSettings)
     moe: MoeSettings = Field(default_factory=MoeSettings)
     cuda_graphs: CudaGraphSettings = Field(default_factory=CudaGraphSettings)

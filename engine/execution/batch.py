@@ -34,6 +34,7 @@ class ForwardItem(NamedTuple):
     wants_logits: bool  # of its last token
     wants_hidden: bool = False  # the final-norm hidden states of all its tokens
     is_final: bool = True  # its last token is the sequence's last so far: no chunk with more to come
+    wants_all_logits: bool = False  # of all its tokens: those behind the first are drafts
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +70,7 @@ class PlannedBatch:
     token_ids: Int64  # [T]
     positions: Int64  # [T]
     slot_mapping: Int64  # [T], block_id * block_size + offset
-    logits_indices: Int64  # [S], into T or the rows of `last`, in the order of the items
+    logits_indices: Int64  # [S], into T or the rows of `last`, in the order of the items; several for one with drafts
     hidden_indices: Int64  # [W], into T, item after item
     hidden_lens: tuple[int, ...]  # tokens of each item that wants hidden states; W in all
     decode: PlannedRows | None  # None: no row has one query
@@ -137,7 +138,7 @@ def plan_batch(
     Rows with one query go first, so that each attention kernel works on one contiguous run of tokens.
     gates: for rows with one query, and for chunks. Rows that share a prefix which passes the gate become neighbours and
     are pointed out to the kernels as a group. None: no groups, rows in the order of the items.
-    narrows: where there are chunks of which only logits are wanted, the last layer ends with `LastTokens`.
+    narrows: where there are chunks of which only the last logits are wanted, the last layer ends with `LastTokens`.
     """
     decode_gate, prefill_gate = gates or (None, None)
     is_decode = [len(item.token_ids) == 1 for item in items]
@@ -149,15 +150,21 @@ def plan_batch(
     last_indices = np.cumsum([len(items[i].token_ids) for i in item_ids]) - 1
     last_token, row = np.empty(len(items), dtype=np.int64), np.empty(len(items), dtype=np.int64)
     last_token[item_ids], row[item_ids] = last_indices, np.arange(len(items))
+    drafted = {i: len(item.token_ids) for i, item in enumerate(items) if item.wants_all_logits}
     wanted = [i for i, item in enumerate(items) if item.wants_logits]
     hidden = {i: len(item.token_ids) for i, item in enumerate(items) if item.wants_hidden}
-    last = _last_rows(decode.rows, prefill.rows) if narrows and prefill.rows is not None and not hidden else None
+    narrows = narrows and prefill.rows is not None and not hidden and not drafted
+    last = _last_rows(decode.rows, prefill.rows) if narrows and prefill.rows is not None else None
+    logits_indices = (last_token if last is None else row)[wanted]
+    if drafted:
+        ends = [(last_token[i] + 1, drafted.get(i, 1)) for i in wanted]
+        logits_indices = np.concatenate([np.arange(end - count, end) for end, count in ends])
     hidden_tokens = [np.arange(last_token[i] + 1 - count, last_token[i] + 1) for i, count in hidden.items()]
     return PlannedBatch(
         token_ids=np.concatenate((decode.token_ids, prefill.token_ids)),
         positions=np.concatenate((decode.positions, prefill.positions)),
         slot_mapping=np.concatenate((decode.slots, prefill.slots)),
-        logits_indices=(last_token if last is None else row)[wanted],
+        logits_indices=logits_indices,
         hidden_indices=np.concatenate([_NO_TOKENS, *hidden_tokens]),
         hidden_lens=tuple(hidden.values()),
         decode=decode.rows,

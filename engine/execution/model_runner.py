@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -19,7 +19,7 @@ from engine.out_of_memory import step_failure
 from engine.outputs import OutputProcessor
 from engine.prompt_logprobs import PromptScorer
 from engine.request import FinishReason
-from engine.sampler import GREEDY_ROW, ChosenTokens, SampledToken, Sampler, SamplingRow
+from engine.sampler import GREEDY_ROW, ChosenTokens, SampledToken, Sampler, SamplingRow, VerifiedTokens
 from engine.scheduling.scheduler import ScheduledBatch, ScheduledItem
 from engine.scheduling.sequence import RequestState, SequenceState
 from engine.staging import DeviceStream, HostCopy, PendingResult
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 # None: not its last chunk. A reason: it ends here without a token.
-TokenAnswer = tuple[ScheduledItem, RequestState, SampledToken | FinishReason | EngineError | None]
+TokenAnswer = tuple[ScheduledItem, RequestState, SampledToken | VerifiedTokens | FinishReason | EngineError | None]
 VectorAnswer = tuple[ScheduledItem, EmbeddingState, "array[float] | EngineError | None"]  # see `pool`
 
 
@@ -80,6 +80,7 @@ class ModelRunner:
                 scores,
                 vectors,
                 self._stream.copy_back((*answers, *scores.tensors, *vectors.tensors)),
+                sum(len(item.drafted) for item in batch.items),
             )
 
     def collect(self, step: StepInFlight) -> StepAnswers:
@@ -95,7 +96,9 @@ class ModelRunner:
                 if type(answer) is SampledToken and not bad_prompts
                 else (item, state, _answer(item, answer, is_bad=state.sequence_id in bad_prompts))
                 for (item, state), answer in zip(step.generating, tokens, strict=True)
-            ],
+            ]
+            if step.num_drafted == 0
+            else _verified(step.generating, iter(tokens), bad_prompts),
             vectors=vectors,
         )
 
@@ -122,15 +125,16 @@ class ModelRunner:
 
     def _forward_item(self, item: ScheduledItem, row: int | None) -> ForwardItem:
         """row: of the step before, which chooses the item's only token; None: the host knows its tokens."""
-        state = item.state
-        start = item.start
+        state, start, count, samples, drafted = item
+        token_ids = state.token_ids[start : start + count] if row is None else (pending_token(row),)
         return ForwardItem(
-            state.token_ids[start : start + item.num_scheduled_tokens] if row is None else (pending_token(row),),
+            (*token_ids, *drafted) if drafted else token_ids,
             start,
             self._blocks.block_table(state.sequence_id),
             state.wants_logits,
             state.wants_hidden,
-            item.samples,
+            samples,
+            len(drafted) > 0,
         )
 
     def _score(self, hidden: Sequence[tuple[ScheduledItem, torch.Tensor]]) -> PendingResult[set[str]]:
@@ -147,16 +151,30 @@ class ModelRunner:
         return result.then(lambda are_good: {i for i, is_good in zip(ids, are_good, strict=True) if not is_good})
 
     def _sample(self, generating: Sequence[tuple[ScheduledItem, RequestState]], logits: torch.Tensor) -> ChosenTokens:
-        """Choose tokens for the items that generate. logits [S, V]: a row for each of them."""
-        return self._sampler.sample(
-            logits,
-            [
-                self._sampling_row(state, item.start + item.num_scheduled_tokens)
-                if item.samples and state.max_tokens > 0
-                else None
-                for item, state in generating
-            ],
-        )
+        """Choose tokens for the items that generate. logits [S, V]: a row for each of them, and for each draft."""
+        rows: list[SamplingRow | None] = []
+        for item, state in generating:
+            first = item.start + item.num_scheduled_tokens - len(item.drafted)
+            row = self._sampling_row(state, first) if item.samples and state.max_tokens > 0 else None
+            rows.append(row)
+            if item.drafted and row is not None:
+                rows += self._rows_behind(state, row, item.drafted)
+        return self._sampler.sample(logits, rows)
+
+    def _rows_behind(self, state: RequestState, row: SamplingRow, drafted: Sequence[int]) -> Iterator[SamplingRow]:
+        """A row for each draft, as it will be once this one and those before it have been chosen."""
+        for position, token_id in enumerate(drafted, start=row.position + 1):
+            if row is not GREEDY_ROW:
+                matcher = None if row.matcher is None else row.matcher.copy()
+                if matcher is not None:
+                    matcher.accept(token_id)
+                row = row._replace(
+                    position=position,
+                    counts=None if row.counts is None else row.counts.with_tokens((token_id,)),
+                    banned_token_ids=self._outputs.banned_token_ids(state, position),
+                    matcher=matcher,
+                )
+            yield row
 
     def _sampling_row(self, state: RequestState, position: int) -> SamplingRow:
         if state.takes_best:
@@ -195,6 +213,45 @@ def _answer(
     return FinishReason.LENGTH if answer is None and item.samples else answer
 
 
+def _verified(
+    generating: Sequence[tuple[ScheduledItem, RequestState]],
+    answers: Iterator[SampledToken | EngineError | None],
+    bad_prompts: Collection[str],
+) -> list[TokenAnswer]:
+    """What the items of a step with drafts answer. answers: one for each item, and for each draft."""
+    found: list[TokenAnswer] = []
+    for item, state in generating:
+        first, *others = islice(answers, 1 + len(item.drafted))
+        if others:
+            found.append(_verified_item(item, state, [first, *others]))
+        else:
+            found.append((item, state, _answer(item, first, is_bad=state.sequence_id in bad_prompts)))
+    return found
+
+
+def _verified_item(
+    item: ScheduledItem, state: RequestState, answers: Sequence[SampledToken | EngineError | None]
+) -> TokenAnswer:
+    """The item with as many tokens as are in KV for good, and what it answers.
+
+    A row whose draft is what was chosen before it is as it would have been alone. A fault there is met again in the
+    next step, unless it is the first. Where values are not finite a wrong draft may have made them so: the last token
+    is run again without any.
+    """
+    if any(isinstance(answer, NonFiniteLogits) for answer in answers):
+        return item._replace(num_scheduled_tokens=0), state, None
+    tokens: list[SampledToken] = []
+    for answer, drafted in zip(answers, (*item.drafted, None), strict=True):
+        if not isinstance(answer, SampledToken):
+            break
+        tokens.append(answer)
+        if answer.token_id != drafted:
+            break
+    if not tokens:
+        return item._replace(num_scheduled_tokens=1), state, answers[0] if isinstance(answers[0], EngineError) else None
+    return item._replace(num_scheduled_tokens=len(tokens)), state, VerifiedTokens(tuple(tokens))
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class StepInFlight:
     """A launched step, and how its answers are read once their one copy is on the host."""
@@ -204,6 +261,7 @@ class StepInFlight:
     scores: PendingResult[set[str]]  # the ids of the sequences whose prompt's logits are not finite
     vectors: PendingResult[list[VectorAnswer]]
     copy: HostCopy  # of the tensors of the three, in this order
+    num_drafted: int = 0  # tokens that are guessed: each has a row of its own behind its item's
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from settings import EffectiveSettings, EngineSettings, Source
 
 # With 512 the prefill kernel would need 262,400 bytes of shared memory; an H100 has 232,448.
 MAX_CUDA_HEAD_DIM = 256
+
+MAX_SPECULATION_VOCAB = sys.maxunicode + 1  # tokens are looked up as the characters of a string
 
 X86 = frozenset({"x86_64", "amd64"})
 
@@ -65,7 +68,8 @@ def derive_for(
             # Decoded one by one, each sequence is staged by itself, and the third waits for the first.
             "engine.async_scheduling": device.type == "cuda"
             and isinstance(config, ModelConfig)
-            and effective.settings.engine.decode.batched,
+            and effective.settings.engine.decode.batched
+            and not effective.settings.engine.speculation.enabled,
         }
     )
     if isinstance(config, EncoderConfig):
@@ -117,6 +121,8 @@ def _check_capabilities(
             f"or engine.device=cpu"
         )
     _check_memory(effective, device)
+    if settings.speculation.enabled:
+        _check_speculation(settings, config)
     if settings.deterministic:
         _check_deterministic(settings, device)
     if settings.quantization == "int8":
@@ -159,6 +165,21 @@ def _check_encoder(settings: EngineSettings) -> None:
     if settings.quantization != "none":
         raise CapabilityError(
             f"engine.quantization={settings.quantization}: not available for an encoder; accepted: none"
+        )
+
+
+def _check_speculation(settings: EngineSettings, config: ModelConfig | EncoderConfig) -> None:
+    if isinstance(config, EncoderConfig):
+        raise CapabilityError("engine.speculation.enabled=true: an encoder decodes nothing; accepted: false")
+    if settings.async_scheduling:
+        raise CapabilityError(
+            "engine.speculation.enabled=true: not together with engine.async_scheduling=true, since a draft begins "
+            "with the answer of the step before; accepted: false, or engine.async_scheduling=none"
+        )
+    if config.vocab_size > MAX_SPECULATION_VOCAB:
+        raise CapabilityError(
+            f"engine.speculation.enabled=true: the vocabulary has {config.vocab_size} ids; accepted: up to "
+            f"{MAX_SPECULATION_VOCAB}"
         )
 
 

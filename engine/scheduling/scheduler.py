@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from engine.errors import EngineFatal, KVPoolExhausted
 from engine.kv_cache.block_manager import BlockManager
-from engine.scheduling.sequence import SequenceState
+from engine.scheduling.sequence import MOST_DRAFTED, SequenceState
 from engine.scheduling.waiting_queue import SchedulerLimits, WaitingQueue
+from settings.engine import SpeculationSettings
 
 
 class Scheduler:
@@ -29,13 +30,18 @@ class Scheduler:
     are scheduled by their position. Blocks are offered to the prefix cache only once their step has proved good.
     """
 
-    def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, block_manager: BlockManager, speculation: SpeculationSettings | None = None
+    ) -> None:
+        """speculation: None: nothing is drafted. Drafts do not go with steps that are scheduled ahead."""
         self._limits = limits
         self._blocks = block_manager
+        self._speculation = speculation if speculation is not None and speculation.enabled else None
         self._waiting: WaitingQueue[SequenceState] = WaitingQueue(limits)
         self._running: list[SequenceState] = []  # in rank order
         self._num_admitted = 0
         self.num_preemptions = 0
+        self.num_drafted_tokens = self.num_accepted_tokens = 0
 
     @property
     def running(self) -> Sequence[SequenceState]:
@@ -77,6 +83,8 @@ class Scheduler:
         if not self.has_work or (is_ahead and not self._can_run_ahead()):
             return None
         items = self._schedule_mixed() if self._limits.unified_prefill else self._schedule_one_phase()
+        if self._speculation is not None and not is_ahead:
+            items = self._with_drafts(items, self._speculation)
         if not items and is_ahead:
             return None
         if not items:
@@ -89,14 +97,58 @@ class Scheduler:
     def commit(self, items: Iterable[ScheduledItem]) -> None:
         """These ran and their KV is good: offer their full blocks to later hits. Their tokens are no longer pending.
 
-        Sequences that ended meanwhile have no blocks and are left out.
+        Of an item with drafts, num_scheduled_tokens are those that were verified. Sequences that ended meanwhile have
+        no blocks and are left out.
         """
         block_size = self._blocks.block_size
-        for state, start, count, samples in items:
+        for state, start, count, samples, drafted in items:
             if not state.is_finished:
                 state.num_pending_tokens -= samples
+                if drafted:
+                    self._note_verified(state, start, count, drafted)
                 if start % block_size + count >= block_size:  # the end of a block is among them
-                    self._blocks.commit(state.sequence_id, state.token_ids, start + count)
+                    known = [*state.token_ids, *drafted[: count - 1]] if drafted else state.token_ids
+                    self._blocks.commit(state.sequence_id, known, start + count)
+
+    def _note_verified(self, state: SequenceState, start: int, count: int, drafted: Sequence[int]) -> None:
+        """Of the last token and its drafts `count` are in KV for good; what lies behind them will be written again.
+
+        The next draft is at most twice as long and one more. After 0, where a draft made the values of them all no
+        numbers, there is none.
+        """
+        state.num_computed_tokens = start + count
+        state.max_drafted = min(MOST_DRAFTED, 2 * count - 1) if count else 0
+        self.num_drafted_tokens += len(drafted)
+        self.num_accepted_tokens += max(0, count - 1)
+
+    def _with_drafts(self, items: list[ScheduledItem], speculation: SpeculationSettings) -> list[ScheduledItem]:
+        """The items, with drafts where a sequence's last tokens occurred before, as far as tokens are left in the step.
+
+        Rows of logits stay below max_num_seqs, for which memory was measured, and blocks are taken for drafts only
+        while each running sequence could still take one.
+        """
+        budget = self._limits.max_num_batched_tokens - sum(item.num_scheduled_tokens for item in items)
+        budget = min(budget, self._limits.max_num_seqs - len(items))
+        found: list[ScheduledItem] = []
+        for item in items:
+            state = item.state
+            drafted: tuple[int, ...] = ()
+            most = min(budget, state.max_drafted, speculation.max_draft_tokens, state.num_draftable_tokens)
+            if item.samples and item.num_scheduled_tokens == 1 and most > 0:
+                drafted = self._with_room(state, look_up(state, speculation, most))
+            budget -= len(drafted)
+            count = item.num_scheduled_tokens + len(drafted)
+            found.append(item._replace(num_scheduled_tokens=count, drafted=drafted) if drafted else item)
+        return found
+
+    def _with_room(self, state: SequenceState, drafted: tuple[int, ...]) -> tuple[int, ...]:
+        """As many of the drafts as there are blocks for."""
+        num_known = len(state.token_ids)
+        missing = self._blocks.missing_blocks(state.sequence_id, num_known + len(drafted))
+        if missing and missing + len(self._running) > self._blocks.num_free_blocks:
+            return drafted[: -num_known % self._blocks.block_size]
+        self._blocks.grow(state.sequence_id, num_known + len(drafted))
+        return drafted
 
     def finish(self, state: SequenceState, *, kv_is_good: bool = True) -> None:
         """Take out an unfinished sequence and free its blocks at once."""
@@ -255,6 +307,23 @@ class Scheduler:
         return True
 
 
+def look_up(state: SequenceState, speculation: SpeculationSettings, count: int) -> tuple[int, ...]:
+    """The `count` tokens that followed where the sequence's last tokens occurred last before, most of them first; none
+    where they did not. A continuation that reaches the end goes on with itself.
+
+    Tokens are kept as the characters of a string: it is searched backwards in C (some 2 us for 1,000 tokens).
+    """
+    new = state.token_ids[len(state.looked_up) :]
+    text = state.looked_up = state.looked_up + "".join(map(chr, new))
+    for length in range(min(speculation.ngram_max, len(text) - 1), speculation.ngram_min - 1, -1):
+        place = text.rfind(text[-length:], 0, len(text) - 1)
+        if place >= 0:
+            following = text[place + length :]
+            repeats = -(-count // len(following))
+            return tuple(map(ord, (following * repeats)[:count]))
+    return ()
+
+
 def _rank(state: SequenceState) -> tuple[int, int]:
     return state.rank
 
@@ -269,6 +338,7 @@ class ScheduledItem(NamedTuple):
     start: int  # = num_computed_tokens before the step; len(state.token_ids) if its token is pending
     num_scheduled_tokens: int  # >= 1
     samples: bool  # the last token so far is among them: its logits give the next one
+    drafted: tuple[int, ...] = ()  # the last of the tokens: guessed, and verified by the step
 
 
 @dataclass(frozen=True, slots=True)

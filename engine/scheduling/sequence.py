@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from engine.kv_cache.block_manager import BlockHashChain
 from engine.request import AnyRequest, FinishReason, PromptLogprobs, Request, TokenLogprobs
 from engine.structured.matcher import GrammarMatcher
+
+MOST_DRAFTED = 64  # what the settings accept
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -25,6 +27,8 @@ class SequenceState(ABC):
     num_pending_tokens: int = 0  # after these: chosen by steps whose answers are not known yet
     num_computed_tokens: int = 0  # in KV once the steps scheduled so far have run; 0 while waiting
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    looked_up: str = ""  # the tokens that speculation has seen so far, as characters
+    max_drafted: int = MOST_DRAFTED  # tokens that speculation drafts next at most: follows what was accepted
     admission: int | None = None  # order of first admission over the engine's life; None before
     num_preemptions: int = 0
     arrived_s: float = field(default_factory=time.monotonic)
@@ -69,6 +73,11 @@ class SequenceState(ABC):
         return False
 
     @property
+    def num_draftable_tokens(self) -> int:
+        """Tokens that may be drafted behind those that are known; 0 where none is generated."""
+        return 0
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens to be run that are not in KV: 1 in decode, more in prefill."""
         return len(self.token_ids) - self.num_computed_tokens
@@ -95,6 +104,14 @@ class TokenCounts:
 
     def __init__(self, prompt_token_ids: Sequence[int]) -> None:
         self.generated = dict.fromkeys(prompt_token_ids, 0)
+
+    def with_tokens(self, token_ids: Iterable[int]) -> TokenCounts:
+        """A copy that has these, too."""
+        copy = TokenCounts(())
+        copy.generated = self.generated.copy()
+        for token_id in token_ids:
+            copy.add(token_id)
+        return copy
 
     def add(self, token_id: int) -> None:
         """Count a generated token."""
@@ -143,6 +160,11 @@ class RequestState(SequenceState):
         if pending and num_known + pending < self.max_len:
             num_known += pending
         return num_known - self.num_computed_tokens
+
+    @property
+    def num_draftable_tokens(self) -> int:
+        """See SequenceState. None where a token would be beyond its end, or while its prompt is scored."""
+        return 0 if self.wants_hidden else max(0, self.max_len - len(self.token_ids) - 1)
 
     @property
     def needs_answer(self) -> bool:

@@ -6,6 +6,10 @@ GPU (a step ahead, decode graphs, two copies; a replay does nothing) and as on a
 shared prefixes). Beside it threads as a worker has them, waiting mostly and reading and writing some JSON, say what the
 interpreter's lock costs. Milliseconds a step, medians: the thread's processor time, and by the clock.
 
+speculation: requests of 96 tokens behind 256, 1 and 8 at a time; 8 layers of width 512 that count upwards, one thread;
+what the outputs are to the prompts decides what prompt lookup finds. With engine.speculation over without, by turns,
+`--rounds` times. Tokens must be equal.
+
 duplicates: 200 shuffled prompts of one tenant, of which 60 equal one of the other 140; greedy and seeded in turn; one
 thread, 16 sequences at a time. Tokens are those that the model's forward passes take in.
 
@@ -25,11 +29,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.engine import Engine
 from engine.execution.batch import ForwardItem
@@ -205,6 +210,93 @@ def measure_duplicates(path: Path, trial: int) -> dict[str, dict[str, float]]:
     }
 
 
+@dataclass(frozen=True)
+class Run:
+    """Some requests on an engine: their tokens, and what they cost."""
+
+    tokens: dict[str, list[int]]
+    processor_s: float
+    num_steps: int
+    accepted: int
+    drafted: int
+
+
+def timed_run(engine: OpenEngine, requests: Sequence[Request]) -> Run:
+    """Run the requests and count."""
+    before, began = engine.stats(), time.process_time()
+    outputs = run_all(engine, requests)
+    processor_s, after = time.process_time() - began, engine.stats()
+    return Run(
+        {name: tokens_of(output) for name, output in outputs.items()},
+        processor_s,
+        after.num_steps - before.num_steps,
+        after.accepted_tokens - before.accepted_tokens,
+        after.drafted_tokens - before.drafted_tokens,
+    )
+
+
+def make_counting_model(path: Path) -> Path:
+    """A model of 8 layers of width 512 that answers each token with the next id: it goes on as a rising prompt does."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "head_dim": 64}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    make_checkpoint(path, "qwen3", initializer_range=0.02, **sizes, **heads)
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    embedding = 50 * weights["model.embed_tokens.weight"]  # the layers change little of it
+    weights |= {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.roll(1, 0).contiguous()}
+    save_file(weights, file, {"format": "pt"})
+    return path
+
+
+def make_counting(outputs: str, count: int) -> list[Request]:
+    """Greedy requests of 96 tokens, which count on from the last token of 256 to 320."""
+    rng = random.Random(outputs)
+    requests = []
+    for number in range(count):
+        ids = list(range(rng.randrange(100), 290))
+        if outputs == "copy the prompt":
+            prompt = [*ids, *rng.choices(ids, k=max(0, 256 - len(ids))), *ids[:4]]
+        elif outputs == "copy nothing":
+            prompt = [*(token for token in reversed(range(256))), rng.randrange(180)]
+        else:  # each two tokens occurred before, and were followed by another
+            prompt = [*(token for first in range(60, 160) for token in (first, first + 1, 300)), 60]
+        params = SamplingParams(max_tokens=96, temperature=0.0, ignore_eos=True)
+        requests.append(Request(str(number), prompt, params))
+    return requests
+
+
+def report_speculation(folder: Path, options: argparse.Namespace) -> bool:
+    """Print the table; whether drafts changed no token, and saved time where outputs copy."""
+    path = make_counting_model(folder / "model")
+    print("| outputs | running | tokens a sequence and step | of drafts accepted | processor time: with / without |")
+    print("|---|---|---|---|---|")
+    copying: list[float] = []
+    for outputs in ("copy the prompt", "copy nothing", "differ from each draft"):
+        for running in (1, 8):
+            requests = make_counting(outputs, running)
+            ratios, last = zip(*(compare(path, requests) for _ in range(options.rounds)), strict=True)
+            num_tokens = 96 * running
+            accepted = f"{last[-1].accepted} of {last[-1].drafted}"
+            a_step = num_tokens / (num_tokens - last[-1].accepted)
+            middle = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            print(f"| {outputs} | {running} | {a_step:.2f} | {accepted} | {middle} |", flush=True)
+            copying += ratios if outputs == "copy the prompt" else []
+    return max(copying) < 1
+
+
+def compare(path: Path, requests: Sequence[Request]) -> tuple[float, Run]:
+    """Time with drafts over that without, and the run with them. Raises where they changed a token."""
+    runs = []
+    for switch in ("off", "on"):
+        engine = load_engine(path, {"engine.speculation.enabled": switch, "engine.deduplicate": "off"})
+        runs.append(timed_run(engine, requests))
+        engine.close()
+    without, with_drafts = runs
+    if without.tokens != with_drafts.tokens:
+        raise RuntimeError("drafts changed tokens")
+    return with_drafts.processor_s / without.processor_s, with_drafts
+
+
 def report_duplicates(folder: Path, options: argparse.Namespace) -> bool:
     """Print the table; whether the work was done once, to 1 %."""
     path = make_checkpoint(folder / "tiny", "qwen3", initializer_range=0.6)
@@ -236,7 +328,7 @@ def report_host(folder: Path, options: argparse.Namespace) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables asked for. Returns 0 if all goals are reached, else 1."""
-    reports = {"host": report_host, "duplicates": report_duplicates}
+    reports = {"host": report_host, "speculation": report_speculation, "duplicates": report_duplicates}
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks.engine_steps",
         description=__doc__,
@@ -244,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("what", choices=reports)
     parser.add_argument("--rows", type=int, default=256, metavar="N", help="host: sequences that decode together")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="host: turns of alone and beside threads")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="host, speculation: turns of the two ways")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="host: steps in each half of a round")
     parser.add_argument("--profile", metavar="FILE", help="host: write cProfile's counts of 40 steps to FILE.WAY")
     options = parser.parse_args(arguments)

@@ -70,6 +70,8 @@ ENGINE_METRICS = (
     Metric(
         "millrace_engine_generated_tokens_total", "counter", "Tokens sampled, as they come, whatever became of them."
     ),
+    Metric("millrace_engine_drafted_tokens_total", "counter", "Tokens drafted by engine.speculation, and verified."),
+    Metric("millrace_engine_accepted_tokens_total", "counter", "Of these, chosen in the end: steps saved."),
     Metric("millrace_engine_finished_requests_total", "counter", "Requests that ended."),
     Metric(
         "millrace_engine_duplicate_requests_total", "counter", "Of these, given what was generated for an equal one."

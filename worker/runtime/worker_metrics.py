@@ -161,6 +161,8 @@ def _engine_figures(worker: WatchedWorker, stats: EngineStats) -> dict[str, Figu
         "millrace_engine_kv_blocks": max(stats.num_blocks - 1, 0),  # less the null block
         "millrace_engine_free_kv_blocks": stats.num_free_blocks,
         "millrace_engine_generated_tokens_total": stats.generated_tokens,
+        "millrace_engine_drafted_tokens_total": stats.drafted_tokens,
+        "millrace_engine_accepted_tokens_total": stats.accepted_tokens,
         "millrace_engine_finished_requests_total": stats.num_finished_requests,
         "millrace_engine_duplicate_requests_total": stats.num_duplicates,
         "millrace_engine_prefix_queried_tokens_total": cache.queried_tokens if cache else 0,

@@ -180,6 +180,8 @@ def test_the_engines_own_figures_of_a_job_whose_prompts_share_a_prefix(
         "millrace_cached_tokens_total": 3 * 32,
         "millrace_output_tokens_total": 4 * 4,
         "millrace_engine_generated_tokens_total": 4 * 4,
+        "millrace_engine_drafted_tokens_total": 0,
+        "millrace_engine_accepted_tokens_total": 0,
         "millrace_engine_finished_requests_total": 4,
         "millrace_engine_duplicate_requests_total": 0,
         "millrace_engine_prefix_queried_tokens_total": 4 * 33 + 1,  # and the warm-up's

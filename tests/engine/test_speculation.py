@@ -1,0 +1,187 @@
+"""Prompt lookup: drafts save steps, and tokens stay what they are without any."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.errors import CapabilityError
+from engine.execution.batch import ForwardItem
+from engine.kv_cache.block_manager import BlockManager
+from engine.models.decoder import ForwardResult
+from engine.request import Request, RequestOutput
+from engine.sampling_params import SamplingParams
+from engine.scheduling.scheduler import Scheduler, look_up
+from engine.structured.grammar import Grammar
+from settings.engine import SpeculationSettings
+from tests.support.engines import OpenEngine, load_engine, make_request, make_state, run_all, tokens_of
+
+ON: dict[str, object] = {"engine.speculation.enabled": "on", "engine.speculation.ngram_min": "1"}
+PIECE = (5, 9, 5, 7, 11, 9, 5, 3)
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 0.6, "top_p": 0.9, "n": 3},
+    {"temperature": 0.3, "repetition_penalty": 1.1},
+    {"temperature": 0.0, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    {"temperature": 0.5, "min_tokens": 12, "ignore_eos": False},
+    {"temperature": 0.2, "stop": ("a", "th", "9 ")},
+    {"temperature": 0.0, "logit_bias": {7: 2.0, 9: -3.0}},
+    {"temperature": 0.4, "prompt_logprobs": 1},
+    {"temperature": 0.3, "grammar": Grammar("regex", "([ab]{2}c){1,12}"), "ignore_eos": False},
+    {"temperature": 1.0, "grammar": Grammar("json_schema", '{"type":"array","items":{"enum":["aa","bb"]}}'),
+     "ignore_eos": False},
+]  # fmt: skip
+
+
+def _workload(seed: int, count: int = 24) -> list[Request]:
+    """Prompts that repeat themselves, of all kinds."""
+    rng = random.Random(seed)
+    requests = []
+    for number in range(count):
+        kind = {"ignore_eos": True, "seed": number} | KINDS[number % len(KINDS)]
+        piece = [rng.choice(PIECE) for _ in range(rng.randint(3, 12))]
+        prompt = (*(PIECE * 3 if number % 3 else ()), *piece * rng.randint(1, 6))
+        requests.append(Request(str(number), prompt, SamplingParams(max_tokens=rng.randint(12, 40), **kind)))
+    return requests
+
+
+def _read(output: RequestOutput) -> Any:
+    assert output.error is None, output.error
+    scores = [None if entry is None else entry.token_id for entry in output.prompt_logprobs or ()]
+    texts = [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in output.completions]
+    scored = [c.logprobs or () for c in output.completions]
+    chosen = [[(e.token_id, round(e.logprob, 3), *(i for i, _ in e.top)) for e in entries] for entries in scored]
+    return texts, chosen, scores
+
+
+def _answers(engine: OpenEngine, requests: list[Request]) -> dict[str, Any]:
+    return {name: _read(output) for name, output in run_all(engine, requests).items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"engine.kv_cache.num_blocks": "24", "engine.kv_cache.block_size": "8", "engine.max_num_seqs": "16"},
+        {"engine.max_num_batched_tokens": "16", "engine.max_num_seqs": "12", "engine.unified_prefill": "off"},
+        {"engine.deterministic": "on"},
+        {"engine.prefix_cache.enabled": "off", "engine.decode.batched": "off", "engine.speculation.ngram_max": "1"},
+    ],
+    ids=["usual", "preempted", "small steps", "deterministic", "one by one"],
+)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_tokens_are_those_without_drafts(tiny_model: Path, options: dict[str, object], seed: int) -> None:
+    requests = _workload(seed)
+    without = load_engine(tiny_model, {k: v for k, v in options.items() if "speculation" not in k})
+    expected = _answers(without, requests)
+    engine = load_engine(tiny_model, ON | options)
+    assert _answers(engine, requests) == expected
+    stats, before = engine.stats(), without.stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert stats.generated_tokens == before.generated_tokens
+    if "engine.kv_cache.num_blocks" in options:
+        assert stats.num_preemptions > 0
+    assert _answers(engine, requests) == expected  # with what the first time left in the prefix cache
+
+
+def test_drafts_that_agree_save_steps_and_are_counted(tiny_model: Path) -> None:
+    bias: dict[str, Any] = {"temperature": 0.0, "logit_bias": {5: 100.0}, "ignore_eos": True}
+    request = Request("a", (5, 5, 5, 5), SamplingParams(max_tokens=28, **bias))
+    engine = load_engine(tiny_model, ON)
+    assert tokens_of(run_all(engine, [request])["a"]) == [5] * 28
+    stats = engine.stats()
+    assert stats.num_steps == 1 + 3  # the prompt, then nine at a time
+    assert (stats.drafted_tokens, stats.accepted_tokens, stats.generated_tokens) == (24, 24, 28)
+
+
+def test_an_end_among_the_accepted_tokens_drops_the_rest(tiny_model: Path) -> None:
+    engine, plain = load_engine(tiny_model, ON), load_engine(tiny_model)
+    params = SamplingParams(max_tokens=30, temperature=0.0, logit_bias={70: 100.0}, stop=("f" * 5,))
+    request = Request("a", (70,) * 6, params)
+    found, expected = (run_all(e, [request])["a"].completions for e in (engine, plain))
+    assert found == expected
+    assert engine.stats().generated_tokens == plain.stats().generated_tokens == len(found[0].token_ids)
+
+
+def test_rejected_drafts_reach_no_other_request(tiny_model: Path) -> None:
+    """The prefix cache offers only blocks whose tokens were chosen."""
+    engine, plain = load_engine(tiny_model, ON), load_engine(tiny_model)
+    first = Request("a", PIECE * 4, SamplingParams(max_tokens=40, temperature=0.9, seed=3, ignore_eos=True))
+    whole = (*first.prompt_token_ids, *tokens_of(run_all(engine, [first])["a"]))
+    assert engine.stats().accepted_tokens < engine.stats().drafted_tokens
+    second = Request("b", whole, SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, prompt_logprobs=0))
+    third = replace(second, request_id="c", params=replace(second.params, prompt_logprobs=None))
+    expected = tokens_of(run_all(plain, [second])["b"])
+    found = run_all(engine, [third])["c"]
+    assert found.num_cached_tokens >= len(whole) - 17
+    assert tokens_of(found) == expected
+
+
+def test_values_that_a_wrong_draft_spoils_fail_nobody(tiny_model: Path) -> None:
+    engine, plain = load_engine(tiny_model, ON), load_engine(tiny_model)
+    request = Request("a", PIECE * 3, SamplingParams(max_tokens=6, temperature=0.0, logit_bias={5: 99.0}))
+    expected = tokens_of(run_all(plain, [request])["a"])
+    execute = engine.parts.executor.execute
+
+    @torch.inference_mode()
+    def spoiling(items: Sequence[ForwardItem], *chosen: torch.Tensor | None) -> ForwardResult:
+        result = execute(items, *chosen)
+        if items[0].wants_all_logits:  # as a draft would whose values overflow
+            result.logits.fill_(torch.nan)
+        return result
+
+    engine.parts.executor.execute = spoiling  # type: ignore[method-assign,assignment]  # no weights here do so
+    assert tokens_of(run_all(engine, [request])["a"]) == expected
+    assert engine.stats().drafted_tokens > 0 == engine.stats().accepted_tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([1, 2, 3, 4, 1, 2], [3, 4, 1]),
+        ([1, 2, 9, 1, 2, 8, 1, 2], [8, 1, 2]),  # the last occurrence
+        ([7, 1, 2, 9, 3, 1, 2, 8, 7, 1, 2], [9, 3, 1]),  # but a longer one first
+        ([4, 4, 4], [4, 4, 4]),
+        ([1, 2, 1, 2], [1, 2, 1]),  # goes on with itself
+        ([1, 2, 3], []),
+        ([1], []),
+    ],
+)
+def test_a_draft_is_what_followed_the_last_tokens(tokens: list[int], expected: list[int]) -> None:
+    state = make_state(make_request("a", tokens), BlockManager(2, 16, prefix_caching=False))
+    settings = SpeculationSettings(enabled=True, ngram_min=2, ngram_max=3)
+    assert list(look_up(state, settings, 3)) == expected
+    state.token_ids.append(6)
+    assert look_up(state, settings, 3) == ()
+
+
+def test_a_step_has_no_more_rows_than_sequences_may_run(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[tuple[int, int]] = []
+    schedule = Scheduler.schedule
+
+    def noted(scheduler: Scheduler, **kwargs: bool) -> Any:
+        batch = schedule(scheduler, **kwargs)
+        if batch is not None:
+            drafted = sum(len(item.drafted) for item in batch.items)
+            rows.append((len(batch.items) + drafted, batch.num_tokens))
+        return batch
+
+    monkeypatch.setattr(Scheduler, "schedule", noted)
+    limits: dict[str, object] = {"engine.max_num_seqs": "12", "engine.max_num_batched_tokens": "20"}
+    run_all(load_engine(tiny_model, ON | limits), _workload(4))
+    assert max(count for count, _ in rows) == 12
+    assert max(tokens for _, tokens in rows) <= 20
+
+
+def test_it_is_refused_beside_steps_scheduled_ahead(tiny_model: Path) -> None:
+    with pytest.raises(CapabilityError, match=r"engine.speculation.enabled=true.*async_scheduling"):
+        load_engine(tiny_model, ON | {"engine.async_scheduling": "on"})
