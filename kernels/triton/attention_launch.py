@@ -107,8 +107,8 @@ def prefill_launch(head_dim: int, element_bytes: int, capability: int) -> Attent
     rows and 4 warps. A fourth stage changes nothing; a fifth, not measured, fetches two tiles ahead (129 KiB on sm_90).
     """
     is_wide, is_hopper = padded_head_dim(head_dim) > 128, capability == 90
-    if element_bytes == 4:  # exact products without tensor cores: larger ones spill
-        return AttentionLaunch(block_m=16 if is_wide else 32, tile=16, num_warps=8, num_stages=1)
+    if element_bytes == 4:  # exact products without tensor cores: 32 rows spill 16 bytes under triton 3.6.0
+        return AttentionLaunch(block_m=16, tile=16, num_warps=8, num_stages=1)
     if is_wide:  # the sums alone take 128 registers a thread at 128 rows, where triton 3.6.0 spills 48 bytes on sm_90
         return AttentionLaunch(block_m=64, tile=32, num_warps=8, num_stages=3 if is_hopper else 2)
     tile = 64 if is_hopper or padded_head_dim(head_dim) <= 64 else 32

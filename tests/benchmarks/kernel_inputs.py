@@ -268,8 +268,13 @@ class OperationCase:
     most_different: int | None = None  # elements that may differ at all; None: close to rounding
 
     def run(self, ops: Any, device: torch.device) -> Results:
-        """The results of an implementation, from fresh copies of the inputs."""
-        return self.call(ops, *(_on_device(value, device) for value in self.inputs))
+        """The results of an implementation, from copies of the inputs."""
+        return self.on(device)(ops)
+
+    def on(self, device: torch.device) -> Callable[[Any], Results]:
+        """Move the inputs, once; the function is `run` there, each time from fresh copies."""
+        held = [Framed(v.tensor.to(device)) if isinstance(v, Framed) else _on_device(v, device) for v in self.inputs]
+        return lambda ops: self.call(ops, *(_on_device(value, device) for value in held))
 
     def compare(self, found: torch.Tensor, wanted: torch.Tensor) -> None:
         """Raise AssertionError where a result is not what it must be."""

@@ -167,11 +167,12 @@ def check_operation(case: OperationCase, ops: Operations, device: torch.device, 
     error, differing = "", 0
     try:
         expected = case.run(case.peer, torch.device("cpu"))
-        first = [tensor.cpu() for tensor in case.run(ops, device)]
+        run = case.on(device)
+        first = [tensor.cpu() for tensor in run(ops)]
         for found, wanted in zip(first, expected, strict=True):
             case.compare(found, wanted)
         for _ in range(repeats - 1):
-            again = [tensor.cpu() for tensor in case.run(ops, device)]
+            again = [tensor.cpu() for tensor in run(ops)]
             differing += any(not _same_bits(x, y) for x, y in zip(again, first, strict=True))
     except Exception as raised:  # a seam: a driver, a compiler and torch raise what they raise
         error = _one_line(raised)

@@ -43,9 +43,9 @@ def test_decode_packs_16_heads() -> None:
         (128, 2, 80, AttentionLaunch(128, 32, 8, 3)),
         (128, 2, 89, AttentionLaunch(128, 32, 8, 3)),
         (64, 2, 80, AttentionLaunch(128, 64, 8, 3)),
-        (256, 2, 90, AttentionLaunch(128, 32, 8, 3)),
+        (256, 2, 90, AttentionLaunch(64, 32, 8, 3)),
         (256, 2, 80, AttentionLaunch(64, 32, 8, 2)),
-        (128, 4, 90, AttentionLaunch(32, 16, 8, 1)),
+        (128, 4, 90, AttentionLaunch(16, 16, 8, 1)),
         (256, 4, 80, AttentionLaunch(16, 16, 8, 1)),
     ],
 )

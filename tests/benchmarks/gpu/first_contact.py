@@ -46,16 +46,16 @@ class Stage:
 # Together the budget. What decides whether anything else can be believed comes first, then figures, then choices.
 STAGES = (
     Stage("machine", 25, "versions, rate of a copy and of a product"),
-    Stage("compile", 110, "every launch, in parallel; registers, spills and shared memory against the kept table"),
+    Stage("compile", 100, "every launch, in parallel; registers, spills and shared memory against the kept table"),
     Stage("operations", 75, "every operation against the reference, padding NaN, 20 times the same bits", True),
-    Stage("parity", 50, "tiny models against transformers, float32 and bfloat16"),
-    Stage("graphs", 40, "tokens with graphs and without, waits of the host in a step"),
+    Stage("parity", 45, "tiny models against transformers, float32 and bfloat16"),
+    Stage("graphs", 35, "tokens with graphs and without, waits of the host in a step"),
     Stage("warm-up", 30, "what is compiled after the warm-up: nothing"),
     Stage("Qwen3-0.6B", 75, "decode at 64 and 256, nano-vllm's workload"),
     Stage("Qwen3-8B", 55, "decode at 64 and 256"),
     Stage("Qwen3-30B-A3B", 70, "decode at 64 and 256"),
-    Stage("moe-tiles", 30, "tiles of the experts' products", True),
-    Stage("decode-stages", 15, "tile and stages of decode attention", True),
+    Stage("moe-tiles", 45, "tiles of the experts' products", True),
+    Stage("decode-stages", 20, "tile and stages of decode attention", True),
     Stage("split-thresholds", 15, "how decode attention splits rows", True),
     Stage("blas", 10, "cuBLAS or cuBLASLt for products without a bias"),
 )

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -68,7 +68,7 @@ LIBRARIES = ("cublas", "cublaslt")
 PRODUCTS = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))  # [N, K] of Qwen3-8B
 
 
-@dataclass(frozen=True)
+@dataclass
 class Place:
     """Where a stage runs."""
 
@@ -89,10 +89,14 @@ class Place:
         """What a figure ran on."""
         return self.gpu if self.has_gpu else without_gpu
 
+    @cached_property
+    def _timer(self) -> GpuTimer:
+        return GpuTimer(self.device)
+
     def median_us(self, run: Callable[[], object]) -> float:
         """Time of a run on the GPU; without one the time of a single run, which means nothing."""
         if self.has_gpu:
-            return GpuTimer(self.device).median_us(run)
+            return self._timer.median_us(run)
         begin = time.perf_counter()
         run()
         return (time.perf_counter() - begin) * 1e6
@@ -104,13 +108,8 @@ def stage_figures(name: str, device: str, out: Path, *, is_tiny: bool) -> Figure
 
 
 def _machine(place: Place) -> Figures:
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "transformers": transformers.__version__,
-        "cores": usable_cores(),
-    }
+    versions = {m.__name__: m.__version__ for m in (torch, triton, transformers)}
+    versions |= {"python": platform.python_version(), "cores": str(usable_cores())}
     yield {"figure": "versions", **versions, "headline": " ".join(f"{k} {v}" for k, v in versions.items())}
     if not place.has_gpu:
         yield {"figure": "rates", "ran_on": "no GPU", "headline": "rates not measured"}
@@ -293,8 +292,16 @@ def _choose(place: Place, name: str, tried: Mapping[str, Any], run: Callable[[],
     """Time `run` with each choice for the launch `name`, and with the rules that hold where nothing was tuned."""
     times_us: dict[str, float] = {}
     errors: dict[str, str] = {}
-    for label, choice in {"rules": None, **tried}.items():
-        with mock.patch.object(launch, "read_tuned", lambda choice=choice: {} if choice is None else {name: choice}):
+    choices = {"rules": {}, **{label: {name: choice} for label, choice in tried.items()}}
+
+    def launch_each() -> None:
+        for chosen in choices.values():
+            with mock.patch.object(launch, "read_tuned", return_value=chosen):
+                run()
+
+    compile_ahead(launch_each, usable_cores())
+    for label, chosen in choices.items():
+        with mock.patch.object(launch, "read_tuned", return_value=chosen):
             try:
                 times_us[label] = place.median_us(run)
             except Exception as raised:  # the seam: a tile may not fit
