@@ -124,8 +124,9 @@ class Engine(StepLoop):
         self._scheduler = Scheduler(limits, parts.block_manager, settings.speculation)
         device = parts.executor.model.device
         self._is_on_host = device.type == "cpu"
-        unknown_ids = torch.tensor(parts.tokenizer.unknown_ids(self.vocab_size), dtype=torch.int64)
-        self._sampler = Sampler(parts.executor.model.ops, device, unknown_ids.to(device))
+        unknown_ids = torch.tensor(parts.tokenizer.unknown_ids(self.vocab_size), dtype=torch.int64).to(device)
+        self._sampler = Sampler(parts.executor.model.ops, device, unknown_ids)
+        parts.executor.never_choose(unknown_ids)
         outputs = OutputProcessor(parts.tokenizer, parts.eos_token_ids)
         stream, on_failure = make_device_stream(device), self.model_interface.mark_failed
         self._runner = ModelRunner(parts.executor, on_failure, parts.block_manager, outputs, self._sampler, stream)

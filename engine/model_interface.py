@@ -181,7 +181,7 @@ class ModelInterface:
             logits = self._executor.execute(
                 [ForwardItem(chunk, forward.start + first, forward.block_table, wants_logits=is_last, is_final=is_last)]
             ).logits
-        return self._settle(item.cache_id, logits[0], wants_token=False)
+        return self._settle(item.cache_id, logits[0].float(), wants_token=False)
 
     def _run(self, items: Sequence[UnifiedItem], full_logits: bool, *, may_open: bool) -> list[ItemResult | None]:
         results: list[ItemResult | None] = [None] * len(items)
@@ -196,7 +196,7 @@ class ModelInterface:
             except EngineError as error:
                 results[index] = ErrorResult(error)
         try:
-            logits = self._executor.execute([forward for _, forward in ready]).logits
+            logits = self._executor.execute([forward for _, forward in ready]).logits.float()
         except BaseException:
             for index, _ in ready:
                 self._drop(items[index].cache_id, trusted=False)

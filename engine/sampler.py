@@ -43,16 +43,20 @@ class Sampler:
         self._ops = ops
         self._staging = ArrayStaging(device)
         self._unknown_ids = unknown_ids if unknown_ids is not None and unknown_ids.shape[0] else None
+        self._is_known: torch.Tensor | None = None  # [V] bool, made with the first logits
         self._masks = TokenMasks(torch.get_num_threads())
         # On the device, because some operations would copy a Python number there and wait for it.
         self._minus_infinity = torch.full((), -torch.inf, device=device)
         self._not_finite = torch.full((), NOT_FINITE, device=device)
 
     def sample(self, logits: torch.Tensor, rows: Rows) -> ChosenTokens:
-        """Choose a token for each row of logits [S, V], float32, which are overwritten; none where the row is None.
+        """Choose a token for each row of logits [S, V], which are overwritten; none where the row is None.
 
         A row that is not finite (NonFiniteLogits), or whose grammar fails (GrammarFailed), fails alone.
         """
+        draws = plain_draws(rows)
+        if draws is not None:
+            return self._choose_plainly(logits, rows, draws)
         return self.sample_masked(logits, rows, *self._masks_of(rows))  # made while the device works on the logits
 
     @torch.inference_mode()
@@ -60,11 +64,10 @@ class Sampler:
         self, logits: torch.Tensor, rows: Rows, forbidden: Arrays | None, failures: Mapping[int, GrammarFailed]
     ) -> ChosenTokens:
         """The same with the grammars' part given: rows, what is forbidden in each [n, V], and the rows that failed."""
+        logits = logits.float()
         parts = row_arrays(rows, logits.shape[1])
         if forbidden is not None:
             parts["forbidden"] = forbidden
-        if not parts and self._unknown_ids is None:
-            return self._choose_greedily(logits, rows)
         given = arrays_to_tensors(parts, self._staging.send)
         is_finite = torch.isfinite(logits.amax(dim=-1))  # NaN propagates through amax
         scored = given["logprobs"][0] if "logprobs" in given else None
@@ -76,12 +79,11 @@ class Sampler:
             tensors += _logprobs(raw, token_ids.index_select(0, scored), [count for count, _ in scored_rows(rows)])
         return ChosenTokens(token_ids, PendingResult(tuple(tensors), lambda on_host: _answers(on_host, rows, failures)))
 
-    def _choose_greedily(self, logits: torch.Tensor, rows: Rows) -> ChosenTokens:
-        """Where nothing is edited or drawn, a row's largest logit says whether it is finite: one pass over them."""
-        token_ids = self._ops.argmax(logits)  # a NaN counts as the largest
-        is_finite = torch.isfinite(logits.gather(1, token_ids.unsqueeze(1)).squeeze(1))
-        chosen = torch.where(is_finite, token_ids, self._not_finite)
-        return ChosenTokens(token_ids, PendingResult((chosen,), lambda on_host: _answers(on_host, rows, {})))
+    @torch.inference_mode()
+    def _choose_plainly(self, logits: torch.Tensor, rows: Rows, draws: Arrays) -> ChosenTokens:
+        if self._is_known is None:
+            self._is_known = known_tokens(logits.shape[1], self._unknown_ids, logits.device)
+        return chosen_plainly(self._ops.choose_tokens(logits, self._is_known, *self._staging.send(draws)), rows)
 
     def _masks_of(self, rows: Rows) -> tuple[Arrays | None, Mapping[int, GrammarFailed]]:
         """Rows with a grammar and what it forbids [n, V], None where no row has one; and the failures by row, whose
@@ -220,6 +222,38 @@ class ChosenTokens:
 
 Rows = Sequence[SamplingRow | None]
 _Owned = list[tuple[int, SamplingRow]]  # index and row
+
+
+def plain_draws(rows: Rows) -> Arrays | None:
+    """Temperatures (0: greedy), seeds and positions [S], as `Operations.choose_tokens` takes them, where no row asks
+    for more than a choice among all tokens; None where some do. None among the rows: a greedy one, not read.
+    """
+    draws = [(0.0, 0, 0)] * len(rows)
+    for index, row in enumerate(rows):
+        if row is None:
+            continue
+        params = row.params
+        if (
+            params.logprobs is not None or params.logit_bias or row.banned_token_ids
+            or row.matcher is not None or (params.temperature and params.truncates)
+            or (row.counts is not None and params.has_penalties)
+        ):  # fmt: skip
+            return None
+        if params.temperature:
+            draws[index] = (params.temperature, row.seed, row.position)
+    temperatures, seeds, positions = zip(*draws, strict=True) if draws else ((), (), ())
+    return _float32(temperatures), _int64(seeds), _int64(positions)
+
+
+def chosen_plainly(chosen: torch.Tensor, rows: Rows) -> ChosenTokens:
+    """What `Operations.choose_tokens` chose, [2, S], for these rows."""
+    return ChosenTokens(chosen[0], PendingResult((chosen[1],), lambda on_host: _answers(on_host, rows, {})))
+
+
+def known_tokens(vocab_size: int, unknown_ids: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Whether each id may be chosen, [V] bool."""
+    is_known = torch.ones(vocab_size, dtype=torch.bool, device=device)
+    return is_known if unknown_ids is None else is_known.index_fill_(0, unknown_ids, False)
 
 
 def row_arrays(rows: Rows, vocab_size: int) -> dict[Part, Arrays]:

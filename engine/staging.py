@@ -140,8 +140,9 @@ class CpuStream:
     """On a CPU what has been launched has run already, and lies on the host."""
 
     def copy_back(self, tensors: Sequence[torch.Tensor]) -> HostCopy:
-        """See `DeviceStream.copy_back`."""
-        return lambda: tensors
+        """See `DeviceStream.copy_back`. A copy here too: the next step may write where these lie."""
+        copies = [tensor.clone() for tensor in tensors]
+        return lambda: copies
 
 
 class CudaStream:

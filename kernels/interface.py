@@ -159,6 +159,17 @@ class Operations(Protocol):
         logits [N, V] float32 (-inf: never drawn), seeds [N] int64, positions [N] int64 -> [N] int64.
         """
 
+    def choose_tokens(
+        self, logits: Tensor, is_known: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
+    ) -> Tensor:
+        """The next token of each row, of those that is_known [V] bool allows: `argmax` where the temperature is 0, else
+        `gumbel_argmax` of (logits - their maximum) / temperature.
+
+        logits [N, V] float32 or model dtype, which may be overwritten; temperatures [N] float32; seeds, positions [N]
+        int64 -> [2, N] int64: a valid id for every row, and the same with -1 for a row that holds a NaN or an infinity
+        above all, known or not, or no known token above -inf.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class StepShape:

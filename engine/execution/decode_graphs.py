@@ -7,16 +7,17 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 import torch
 
 from engine.errors import EngineFatal
 from engine.execution.batch import PlannedBatch, fill_in
 from engine.kv_cache.tensors import KVCacheTensors
-from engine.models.decoder import DecoderModel, ForwardBatch
+from engine.models.decoder import DecoderModel, ForwardBatch, ForwardResult
 from engine.out_of_memory import is_out_of_memory
 from engine.staging import StagingBuffer
 from engine.stats import DecodeGraphStats
@@ -27,6 +28,9 @@ _log = structlog.get_logger(__name__)
 
 # Steps of a hundred rows and more keep a GPU busy for milliseconds; the launches saved no longer count beyond this.
 MAX_DEFAULT_SIZE = 512
+
+# Temperatures float32 (0: greedy), seeds and positions int64 of a step's rows [n]: see `Operations.choose_tokens`.
+Draws = tuple[npt.NDArray[Any], ...]
 
 # Runs a step over static buffers; told the lengths of its rows, tokens in KV after the step.
 DecodeRun = Callable[[tuple[int, ...]], None]
@@ -53,7 +57,10 @@ class DecodeGraphs:
         self._backend = backend
         self._max_model_len = max_model_len
         self._buffers = DecodeBuffers(largest, -(-max_model_len // kv_cache.spec.block_size), model.device)
-        self._logits = torch.zeros((largest, model.config.vocab_size), dtype=torch.float32, device=model.device)
+        vocab_size = model.config.vocab_size
+        self._logits = torch.zeros((largest, vocab_size), dtype=model.dtype, device=model.device)
+        self._chosen = torch.zeros((2, largest), dtype=torch.int64, device=model.device)
+        self._is_known = torch.ones(vocab_size, dtype=torch.bool, device=model.device)
         self._untried = sorted(set(batch_sizes))
         self._captured: dict[int, DecodeRun] = {}
         self._failed: list[int] = []
@@ -80,11 +87,18 @@ class DecodeGraphs:
             duration_s=round(time.monotonic() - started_s, 3),
         )
 
-    def replay(self, planned: PlannedBatch, chosen: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Logits [num_rows, V] float32 of a decode step, in the order of its items; None: to be run eagerly.
+    def never_choose(self, unknown_ids: torch.Tensor) -> None:
+        """Keep these ids [U] int64 out of every choice from now on."""
+        self._is_known.index_fill_(0, unknown_ids, False)
 
-        The logits are a view of one buffer that every replay writes. The sampler reads them on the same stream before
-        the next replay; what is to last longer must be copied. chosen: see `StepExecutor.execute`.
+    def replay(
+        self, planned: PlannedBatch, chosen: torch.Tensor | None = None, draws: Draws | None = None
+    ) -> ForwardResult | None:
+        """Logits [num_rows, V] of a decode step, in the order of its items, and, where draws are given, the tokens that
+        they choose; None: to be run eagerly.
+
+        Both are views of buffers that every replay writes. They are read on the same stream before the next replay;
+        what is to last longer must be copied. chosen, draws: see `StepExecutor.execute`.
         """
         if planned.prefill is not None:
             return None
@@ -94,11 +108,13 @@ class DecodeGraphs:
             self._num_eager_decode_steps += 1
             return None
         size = sizes[place]
-        self._buffers.fill(planned, size, chosen)
+        is_own = chosen is not None and chosen.data_ptr() == self._chosen.data_ptr()  # the graph itself fills them in
+        self._buffers.fill(planned, size, None if is_own else chosen, draws)
         kv_lens = planned.decode.seq_lens.tolist()
         self._captured[size]((*kv_lens, *[1] * (size - len(kv_lens))))
         self._num_replays += 1
-        return self._logits[: len(kv_lens)]
+        rows = len(kv_lens)
+        return ForwardResult(self._logits[:rows], (), None if draws is None else self._chosen[:, :rows])
 
     def stats(self) -> DecodeGraphStats:
         """Counters since the model was loaded."""
@@ -118,9 +134,15 @@ class DecodeGraphs:
             self._failed.append(size)
             _log.warning("decode_graph_capture_failed", batch_size=size, error=f"{type(error).__name__}: {error}")
 
+    @torch.inference_mode()
     def _run(self, kv_lens: tuple[int, ...]) -> None:
+        size = len(kv_lens)
         batch = self._buffers.batch(kv_lens)
-        self._model.forward(batch, self._kv_cache, logits_out=self._logits[: len(kv_lens)])
+        fill_in(batch.token_ids, self._chosen[0])
+        logits = self._model.forward(batch, self._kv_cache).logits
+        self._logits[:size].copy_(logits)
+        chosen = self._model.ops.choose_tokens(logits, self._is_known, *self._buffers.draws(size))
+        self._chosen[:, :size].copy_(chosen)
 
 
 @contextmanager
@@ -169,31 +191,38 @@ class DecodeBuffers:
 
     def __init__(self, max_rows: int, max_blocks: int, device: torch.device) -> None:
         self._max_rows = max_rows
-        width = max_rows + max_rows % 2  # 16 bytes: each line of `_state` is aligned
+        self._width = width = -(-max_rows // 4) * 4  # 16 bytes: each half of a line of `_state` is aligned
         self._staging = StagingBuffer.pair(device)
-        # Token ids, positions, slots, and in the first half of the last line the lengths, int32: one copy for all.
-        self._state = torch.zeros((4, width), dtype=torch.int64, device=device)
-        self._seq_lens = self._state[3].view(torch.int32)[:max_rows]
+        # Token ids, positions, slots, seeds and positions of draws, lengths as int32 and temperatures as float32 in the
+        # halves of the last line: one copy for all.
+        self._state = torch.zeros((6, width), dtype=torch.int64, device=device)
+        self._seq_lens = self._state[5].view(torch.int32)[:max_rows]
         self._seq_lens.fill_(1)
+        self._temperatures = self._state[5].view(torch.float32)[width : width + max_rows]
         self._block_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
         self._cu_seqlens_q = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(max_rows, dtype=torch.int64, device=device)
 
-    def fill(self, planned: PlannedBatch, size: int, chosen: torch.Tensor | None = None) -> None:
+    def fill(
+        self, planned: PlannedBatch, size: int, chosen: torch.Tensor | None = None, draws: Draws | None = None
+    ) -> None:
         """Write a plain decode step (`PlannedBatch.is_plain_decode`) and padding up to `size` rows.
 
         One copy to the device and two on it, in the order of the current stream. Of the block tables only as many
         columns are written as the longest row has blocks: nobody reads a table past its row's length.
-        chosen: see `StepExecutor.execute`.
+        chosen, draws: see `StepExecutor.execute`; without draws rows are greedy.
         """
         rows, count = planned.decode, planned.num_tokens
         if rows is None or not count <= size <= self._max_rows:
             raise EngineFatal(f"a decode step of {count} rows does not go into a graph of {size}")
         state = np.zeros(self._state.shape, dtype=np.int64)
         state[:3, :count] = planned.token_ids, planned.positions, planned.slot_mapping
-        seq_lens = state[3].view(np.int32)[: self._max_rows]
+        seq_lens = state[5].view(np.int32)[: self._max_rows]
         seq_lens[:] = 1
         seq_lens[:count] = rows.seq_lens
+        if draws is not None:
+            temperatures, state[3, :count], state[4, :count] = draws
+            state[5].view(np.float32)[self._width : self._width + count] = temperatures
         tables = np.zeros((size, rows.block_tables.shape[1]), dtype=np.int32)
         tables[:count] = rows.block_tables
         staged_state, staged_tables = next(self._staging).send([state, tables])
@@ -201,6 +230,10 @@ class DecodeBuffers:
         if chosen is not None:
             fill_in(self._state[0], chosen)
         self._block_tables[:size, : tables.shape[1]].copy_(staged_tables)
+
+    def draws(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Temperatures, seeds and positions of the first rows."""
+        return self._temperatures[:size], self._state[3, :size], self._state[4, :size]
 
     def batch(self, kv_lens: tuple[int, ...]) -> ForwardBatch:
         """The batch over the first len(kv_lens) rows. kv_lens: the rows' lengths, or bounds of them."""

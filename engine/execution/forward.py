@@ -10,7 +10,7 @@ import torch
 
 from engine.errors import NonFiniteLogits
 from engine.execution.batch import ForwardItem, PlannedBatch, fill_in, plan_batch
-from engine.execution.decode_graphs import DecodeGraphs
+from engine.execution.decode_graphs import DecodeGraphs, Draws
 from engine.execution.prefix_groups import DECODE_GATE, PREFILL_GATE
 from engine.execution.profile import ObservedPasses, PassTrace
 from engine.kv_cache.tensors import KVCacheTensors
@@ -46,9 +46,11 @@ class StepExecutor:
         self._graphs = graphs
         self._gates = (DECODE_GATE, PREFILL_GATE) if settings.shared_prefix.enabled else None
 
-    def execute(self, items: Sequence[ForwardItem], chosen: torch.Tensor | None = None) -> ForwardResult:
+    def execute(
+        self, items: Sequence[ForwardItem], chosen: torch.Tensor | None = None, draws: Draws | None = None
+    ) -> ForwardResult:
         """Run the items in one forward pass. chosen [S] int64: what the step before chose, for items with a
-        `pending_token` of it.
+        `pending_token` of it. draws: of the items; where a graph replays them, it chooses their tokens, too.
 
         A step that only decodes runs a sequence at a time where it has fewer than `engine.decode.batch_threshold`, or
         `engine.decode.batched` is off. Where decode graphs replay a step, its logits last until the next step.
@@ -61,7 +63,17 @@ class StepExecutor:
         if is_decode and len(items) > 1 and not is_batched:
             logits, hidden = zip(*(self._run_alone(item, chosen) for item in items), strict=True)
             return ForwardResult(torch.cat(logits), tuple(chain.from_iterable(hidden)))
-        return self._forward(items, chosen)
+        return self._forward(items, chosen, draws)
+
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether some steps choose their tokens themselves, if they are given draws."""
+        return self._graphs is not None
+
+    def never_choose(self, unknown_ids: torch.Tensor) -> None:
+        """Keep these ids [U] int64 out of every choice from now on."""
+        if self._graphs is not None:
+            self._graphs.never_choose(unknown_ids)
 
     def capture_graphs(self) -> None:
         """Capture the decode graphs that were not tried yet: at start, before the first step."""
@@ -84,7 +96,9 @@ class StepExecutor:
         result = self._forward([item], chosen)
         return result.logits.clone(), result.hidden  # a replay for the next item would write the same logits
 
-    def _forward(self, items: Sequence[ForwardItem], chosen: torch.Tensor | None) -> ForwardResult:
+    def _forward(
+        self, items: Sequence[ForwardItem], chosen: torch.Tensor | None, draws: Draws | None = None
+    ) -> ForwardResult:
         # On a GPU it would be launches that the warm-up has not compiled, and no GPU has measured it.
         narrows = self.model.device.type == "cpu"
         planned = plan_batch(items, self.kv_cache.spec.block_size, self._gates, narrows=narrows)
@@ -92,7 +106,7 @@ class StepExecutor:
             self._trace(items)
         number = self.num_forward_passes
         result = self._passes.run(
-            lambda observer: self._run(planned, chosen, observer),
+            lambda observer: self._run(planned, chosen, draws, observer),
             num_tokens=planned.num_tokens,
             num_seqs=len(items),
         )
@@ -100,11 +114,18 @@ class StepExecutor:
             self._trace_candidates(number, result.logits)
         return result
 
-    def _run(self, planned: PlannedBatch, chosen: torch.Tensor | None, observer: LayerObserver | None) -> ForwardResult:
+    def _run(
+        self,
+        planned: PlannedBatch,
+        chosen: torch.Tensor | None,
+        draws: Draws | None,
+        observer: LayerObserver | None,
+    ) -> ForwardResult:
         """Replay a graph where one serves the step, unless an observer is to see the layers one by one."""
-        logits = None if self._graphs is None or observer is not None else self._graphs.replay(planned, chosen)
-        if logits is not None:
-            return ForwardResult(logits, ())
+        if self._graphs is not None and observer is None:
+            replayed = self._graphs.replay(planned, chosen, draws)
+            if replayed is not None:
+                return replayed
         batch = planned.on_device(self._staging.send(planned.arrays))
         if chosen is not None:
             fill_in(batch.token_ids, chosen)
@@ -122,7 +143,7 @@ class StepExecutor:
 
     def _trace_candidates(self, number: int, logits: torch.Tensor) -> None:
         """Log the best candidates of each row; NaN counts as worst, and the vocabulary may be smaller than five."""
-        safe = torch.nan_to_num(logits, nan=-torch.inf)
+        safe = torch.nan_to_num(logits.float(), nan=-torch.inf)
         values, token_ids = safe.topk(min(TRACED_CANDIDATES, safe.shape[-1]))
         _log.info("candidates", forward_pass=number, token_ids=token_ids.tolist(), logits=values.tolist())
 

@@ -15,11 +15,22 @@ from engine.errors import EngineError, NonFiniteLogits
 from engine.execution.batch import ForwardItem, pending_token
 from engine.execution.forward import StepExecutor
 from engine.kv_cache.block_manager import BlockManager
+from engine.models.decoder import ForwardResult
 from engine.out_of_memory import step_failure
 from engine.outputs import OutputProcessor
 from engine.prompt_logprobs import PromptScorer
 from engine.request import FinishReason
-from engine.sampler import GREEDY_ROW, ChosenTokens, SampledToken, Sampler, SamplingRow, VerifiedTokens
+from engine.sampler import (
+    GREEDY_ROW,
+    ChosenTokens,
+    Rows,
+    SampledToken,
+    Sampler,
+    SamplingRow,
+    VerifiedTokens,
+    chosen_plainly,
+    plain_draws,
+)
 from engine.scheduling.scheduler import ScheduledBatch, ScheduledItem
 from engine.scheduling.sequence import RequestState, SequenceState
 from engine.staging import DeviceStream, HostCopy, PendingResult
@@ -67,12 +78,14 @@ class ModelRunner:
         """
         with self._failing():
             items, chosen = self._forward_items(batch, before)
-            result = self._executor.execute(items, chosen)
+            generating = [(item, item.state) for item in batch.items if isinstance(item.state, RequestState)]
+            rows = self._sampling_rows(generating)
+            draws = plain_draws(rows) if self._executor.chooses_tokens else None
+            result = self._executor.execute(items, chosen, draws)
             wanting = [item for item, forward in zip(batch.items, items, strict=True) if forward.wants_hidden]
             hidden = list(zip(wanting, result.hidden, strict=True))
             scores, vectors = self._score(hidden), _pool(hidden)
-            generating = [(item, item.state) for item in batch.items if isinstance(item.state, RequestState)]
-            tokens = self._sample(generating, result.logits) if generating else None
+            tokens = self._sample(rows, result) if generating else None
             answers = () if tokens is None else tokens.answers.tensors
             return StepInFlight(
                 generating,
@@ -150,8 +163,14 @@ class ModelRunner:
         ids = [sequence_id for sequence_id, _ in scored]  # without the rows, which would outlive the next launch
         return result.then(lambda are_good: {i for i, is_good in zip(ids, are_good, strict=True) if not is_good})
 
-    def _sample(self, generating: Sequence[tuple[ScheduledItem, RequestState]], logits: torch.Tensor) -> ChosenTokens:
-        """Choose tokens for the items that generate. logits [S, V]: a row for each of them, and for each draft."""
+    def _sample(self, rows: Rows, result: ForwardResult) -> ChosenTokens:
+        """Choose tokens for the rows of the logits, unless the step has done so itself."""
+        if result.chosen is not None:
+            return chosen_plainly(result.chosen, rows)
+        return self._sampler.sample(result.logits, rows)
+
+    def _sampling_rows(self, generating: Sequence[tuple[ScheduledItem, RequestState]]) -> Rows:
+        """A row for each of the items that generate, and for each draft."""
         rows: list[SamplingRow | None] = []
         for item, state in generating:
             first = item.start + item.num_scheduled_tokens - len(item.drafted)
@@ -159,7 +178,7 @@ class ModelRunner:
             rows.append(row)
             if item.drafted and row is not None:
                 rows += self._rows_behind(state, row, item.drafted)
-        return self._sampler.sample(logits, rows)
+        return rows
 
     def _rows_behind(self, state: RequestState, row: SamplingRow, drafted: Sequence[int]) -> Iterator[SamplingRow]:
         """A row for each draft, as it will be once this one and those before it have been chosen."""

@@ -67,4 +67,4 @@ def _logits(model: DecoderModel, spec: KVCacheSpec) -> torch.Tensor:
         items.append(ForwardItem(row, 0, range(first, first + blocks_each), wants_logits=True))
     kv_cache = KVCacheTensors.allocate(spec, 1 + NUM_SEQUENCES * blocks_each, model.device)
     planned = plan_batch(items, spec.block_size)
-    return model.forward(planned.on_device(ArrayStaging(model.device).send(planned.arrays)), kv_cache).logits
+    return model.forward(planned.on_device(ArrayStaging(model.device).send(planned.arrays)), kv_cache).logits.float()

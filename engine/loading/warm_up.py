@@ -95,7 +95,9 @@ class WarmUp:
             return
         for step in compiling_steps(self._settings, self._max_model_len, launch_class):
             logits = self._run(step).logits
-        # Draws have the same kernels for any number of rows; greedy choices have some for few and some for many.
+        # Choices without edits have the same kernels for any number of rows, and so have draws; greedy choices among
+        # edited logits have some for few and some for many.
+        self._sampler.sample(logits, [None] * logits.shape[0])
         self._sample(logits[:1], GREEDY)
         self._sample(self._run(largest_steps(self._settings, self._max_model_len)[-1]).logits, GREEDY)
 

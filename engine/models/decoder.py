@@ -49,8 +49,9 @@ class ForwardBatch:
 class ForwardResult:
     """Logits and hidden states of those items that want them, each in the order of the items."""
 
-    logits: torch.Tensor  # [S, V], float32: of the last token of each of the S items that want logits
+    logits: torch.Tensor  # [S, V], model dtype: of the last token of each of the S items that want logits
     hidden: tuple[torch.Tensor, ...]  # one [n, H] an item that wants them, model dtype: final norm, all its n tokens
+    chosen: torch.Tensor | None = None  # [2, S] where a graph has chosen tokens: see `Operations.choose_tokens`
 
 
 class LayerObserver(Protocol):
@@ -211,13 +212,11 @@ class DecoderModel:
         batch: ForwardBatch,
         kv_cache: KVCacheTensors,
         observer: LayerObserver | None = None,
-        *,
-        logits_out: torch.Tensor | None = None,
     ) -> ForwardResult:
         """Run the batch, writing its keys and values into the cache.
 
-        Logits are computed for the tokens of `batch.logits_indices` alone, into logits_out [S, V] float32 where it is
-        given. Raises CapabilityError where any are wanted and the model has no head.
+        Logits are computed for the tokens of `batch.logits_indices` alone. Raises CapabilityError where any are
+        wanted and the model has no head.
         """
         x = torch.nn.functional.embedding(batch.token_ids, self.embed_tokens)
         residual = torch.zeros_like(x)
@@ -229,10 +228,7 @@ class DecoderModel:
             if observer is not None:
                 observer.after(index)
         residual += x
-        logits = self._logits(residual, batch)
-        if logits_out is not None:
-            logits = logits_out.copy_(logits)
-        result = ForwardResult(logits.float(), self._hidden(residual, batch))
+        result = ForwardResult(self._logits(residual, batch), self._hidden(residual, batch))
         if observer is not None:
             observer.after(len(self.layers))
         return result

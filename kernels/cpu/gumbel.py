@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kernels import gumbel_noise as spec
@@ -25,6 +27,44 @@ def gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Te
     for row in tops.isfinite().nonzero().flatten().tolist():  # row by row: one vocabulary stays in the L2 cache
         drawn[row] = _draw(logits[row], keys[:, row], bounds[row])
     return drawn
+
+
+def choose_tokens(
+    logits: torch.Tensor,
+    is_known: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """See `Operations.choose_tokens`."""
+    return choose_tokens_by(argmax, logits, is_known, (temperatures, seeds, positions))
+
+
+def choose_tokens_by(
+    find_best: Callable[[torch.Tensor], torch.Tensor],
+    logits: torch.Tensor,
+    is_known: torch.Tensor,
+    draws: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """`choose_tokens` with another argmax. draws: temperatures, seeds, positions."""
+    logits = logits.float()
+    unknown = is_known.logical_not().nonzero().squeeze(1)
+    is_sound = torch.ones(logits.shape[0], dtype=torch.bool)
+    if unknown.shape[0]:
+        is_sound = logits.index_select(1, unknown).amax(-1) < torch.inf  # a NaN propagates, and is below nothing
+        logits = logits.index_fill_(1, unknown, -torch.inf)
+    token_ids = find_best(logits)  # a NaN counts as the largest, so one look at it says whether a row is finite
+    tops = logits.gather(1, token_ids.unsqueeze(1))
+    is_sound &= tops.isfinite().squeeze(1)
+    drawn = (draws[0] > 0).nonzero().squeeze(1)
+    if drawn.shape[0] == logits.shape[0]:
+        scores = logits.sub_(tops).div_(draws[0].unsqueeze(1))
+        token_ids = gumbel_argmax(scores, *draws[1:])
+    elif drawn.shape[0]:
+        temperatures, seeds, places = (tensor.index_select(0, drawn) for tensor in draws)
+        scores = logits.index_select(0, drawn).sub_(tops.index_select(0, drawn)).div_(temperatures.unsqueeze(1))
+        token_ids.index_copy_(0, drawn, gumbel_argmax(scores, seeds, places))
+    return torch.stack((token_ids, torch.where(is_sound, token_ids, -1)))
 
 
 def _draw(logits: torch.Tensor, key: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:

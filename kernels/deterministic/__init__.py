@@ -11,6 +11,7 @@ from __future__ import annotations
 from kernels.cpu import (
     apply_penalties,
     argmax,
+    choose_tokens,
     combine_experts,
     fused_add_rms_norm,
     gumbel_argmax,

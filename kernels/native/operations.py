@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 
 from kernels import cpu
+from kernels.cpu.gumbel import choose_tokens_by
 from kernels.native.attention import is_attended, paged_attention
 from kernels.native.library import (
     ArgmaxArgs,
@@ -197,6 +198,12 @@ class NativeOperations:
         )
         self._kernels.argmax(byref(args))
         return ids
+
+    def choose_tokens(
+        self, logits: Tensor, is_known: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor
+    ) -> Tensor:
+        """See `Operations.choose_tokens`."""
+        return choose_tokens_by(self.argmax, logits, is_known, (temperatures, seeds, positions))
 
     # By PyTorch, and so named by `implementation_names`; subclasses below have native ones of some.
     pack = staticmethod(cpu.pack)

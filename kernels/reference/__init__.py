@@ -23,4 +23,4 @@ from kernels.reference.layers import (
     silu_and_mul,
     sort_tokens_by_expert,
 )
-from kernels.reference.sampling import apply_penalties, argmax, gumbel_argmax, mask_top_k_top_p_min_p
+from kernels.reference.sampling import apply_penalties, argmax, choose_tokens, gumbel_argmax, mask_top_k_top_p_min_p

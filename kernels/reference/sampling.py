@@ -5,6 +5,7 @@ The draws are `kernels.gumbel_noise` line by line, in Python integers and floats
 
 from __future__ import annotations
 
+import math
 import struct
 
 import torch
@@ -68,6 +69,30 @@ def gumbel_argmax(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Te
         noise = torch.tensor([gumbel_noise(seed, position, token) for token in range(logits.shape[1])])
         drawn[row] = (logits[row] + noise).argmax()
     return drawn
+
+
+def choose_tokens(
+    logits: torch.Tensor,
+    is_known: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> torch.Tensor:
+    """See `Operations.choose_tokens`. A row at a time."""
+    chosen = torch.zeros(2, logits.shape[0], dtype=torch.int64)
+    chosen[1] = -1
+    for row, temperature in enumerate(temperatures.tolist()):
+        values = [float(value) for value in logits[row]]
+        known = [value if is_token else -math.inf for value, is_token in zip(values, is_known.tolist(), strict=True)]
+        if not all(value < math.inf for value in values) or max(known) == -math.inf:
+            continue
+        scores = torch.tensor([known])
+        if temperature:
+            scores = (scores - max(known)) / temperatures[row]
+            chosen[:, row] = gumbel_argmax(scores, seeds[row : row + 1], positions[row : row + 1])
+        else:
+            chosen[:, row] = argmax(scores)
+    return chosen
 
 
 def gumbel_noise(seed: int, position: int, token: int) -> float:

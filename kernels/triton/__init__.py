@@ -6,7 +6,7 @@ from kernels.triton.decode_attention import paged_decode_attention
 from kernels.triton.dense import fused_add_rms_norm, linear, pack, rms_norm, silu_and_mul
 from kernels.triton.experts import combine_experts, route_topk, sort_tokens_by_expert
 from kernels.triton.grouped_gemm import grouped_gemm
-from kernels.triton.gumbel import gumbel_argmax
+from kernels.triton.gumbel import choose_tokens, gumbel_argmax
 from kernels.triton.moe_small_batch import moe_small_batch
 from kernels.triton.prefill_attention import paged_prefill_attention
 from kernels.triton.rope_kv_store import qk_norm_rope_store_kv

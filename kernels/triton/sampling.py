@@ -18,6 +18,7 @@ INFINITY_KEY = tl.constexpr(0x7F800000)
 MINUS_ZERO_KEY = tl.constexpr(-1)
 MINUS_INFINITY_KEY = tl.constexpr(-0x7F800001)
 LOWEST_KEY = tl.constexpr(-0x80000000)  # below the key of every float
+LOWEST_RANK = tl.constexpr(-(2**63))  # below what `ranked` makes of any token
 
 WIDE_BLOCK = 8192  # tokens; vLLM's block of Gumbel-max, see argmax_launch
 NARROW_BLOCK = 2048
@@ -113,7 +114,7 @@ def _best_of_blocks_kernel(
     """Grid: (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCK)
-    ranks = tl.load(ranks_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=-(2**63))
+    ranks = tl.load(ranks_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=LOWEST_RANK)
     tl.store(tokens_ptr + row, token_of_rank(tl.max(ranks)))
 
 

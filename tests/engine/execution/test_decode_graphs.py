@@ -5,22 +5,26 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 from structlog.testing import capture_logs
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from engine.engine import Engine
 from engine.errors import CapabilityError
 from engine.model_interface import DecodeItem
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from engine.staging import CpuStream
 from engine.stats import DecodeGraphStats
 from tests.support.engines import (
     OpenEngine,
+    StaticRun,
     StaticRunner,
     greedy_request,
     load_engine,
@@ -252,6 +256,72 @@ def test_the_engine_gives_the_tokens_of_eager_steps(moe_checkpoint: Path, option
     assert {4, 8} <= set(backend.sizes)
     if "engine.kv_cache.num_blocks" in options:
         assert static.stats().num_preemptions > 0
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the operations that make a tensor with memory of its own, except in functions that it passes over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self._is_paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._is_paused:
+            known = set(_addresses((args, kwargs)))
+            self.names += [str(func) for address in _addresses(result) if address not in known]
+        return result
+
+    def passing_over(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            self._is_paused = True
+            try:
+                return function(*args)
+            finally:
+                self._is_paused = False
+
+        return run
+
+
+def _addresses(values: object) -> list[int]:
+    leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [leaf.untyped_storage().data_ptr() for leaf in leaves]
+
+
+@pytest.mark.parametrize("runs_ahead", ["on", "off"])
+def test_a_replayed_step_allocates_nothing(
+    moe_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, runs_ahead: str
+) -> None:
+    """Passed over: what a graph runs, with memory of its own, and the copy of the answers, in memory of the host."""
+    backend, counted = StaticRunner(), Allocations()
+    engine = load_static_engine(moe_checkpoint, backend, {"engine.async_scheduling": runs_ahead})
+    for i, temperature in enumerate((0.0, 0.8, 0.0)):
+        params = SamplingParams(max_tokens=9, temperature=temperature, seed=i, ignore_eos=True)
+        engine.add_request(Request(str(i), (5, i), params))
+    for _ in range(3):
+        engine.step()
+    for owner, name in ((StaticRun, "__call__"), (CpuStream, "copy_back")):
+        monkeypatch.setattr(owner, name, counted.passing_over(getattr(owner, name)))
+    with counted:
+        for _ in range(4):
+            engine.step()
+    assert backend.sizes[-4:] == [4] * 4
+    assert counted.names == []
+
+
+def test_rows_that_ask_for_more_than_a_draw_get_it_after_a_replay(moe_checkpoint: Path) -> None:
+    params = [
+        SamplingParams(max_tokens=7, temperature=0.0, logprobs=2, ignore_eos=True),
+        SamplingParams(max_tokens=8, temperature=0.9, seed=3, top_k=5, ignore_eos=True),
+        SamplingParams(max_tokens=9, temperature=0.9, seed=4, ignore_eos=True),
+    ]
+    requests = [Request(str(i), (5, i), one) for i, one in enumerate(params)]
+    for options in ({}, {"engine.async_scheduling": "on"}):
+        backend = StaticRunner()
+        static = load_static_engine(moe_checkpoint, backend, options)
+        assert _tokens(static, requests) == _tokens(load_engine(moe_checkpoint), requests)
+        assert len(backend.sizes) >= 8  # the last steps, of one row, are chosen by the graph
 
 
 @pytest.mark.gpu

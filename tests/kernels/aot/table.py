@@ -24,7 +24,7 @@ from kernels.triton.decode_attention import paged_decode_attention
 from kernels.triton.dense import MANY_ROWS, fused_add_rms_norm, pack, rms_norm, silu_and_mul
 from kernels.triton.experts import combine_experts, route_topk, sort_tokens_by_expert
 from kernels.triton.grouped_gemm import grouped_gemm
-from kernels.triton.gumbel import gumbel_argmax
+from kernels.triton.gumbel import choose_tokens, gumbel_argmax
 from kernels.triton.moe_small_batch import moe_small_batch
 from kernels.triton.partial_attention import merge_attention_states
 from kernels.triton.prefill_attention import paged_prefill_attention
@@ -265,6 +265,7 @@ def _sample(num_rows: int, vocab_size: int) -> None:
     pairs = torch.empty(1000, dtype=torch.int64)
     argmax(logits)
     gumbel_argmax(logits, ids, ids)
+    choose_tokens(logits.to(DTYPE), torch.empty(vocab_size, dtype=torch.bool), number, ids, ids)
     apply_penalties(logits, pairs, pairs, pairs.int(), number, number, number)
     mask_top_k_top_p_min_p(logits, ids, number, number)
 

@@ -13,6 +13,9 @@ KERNELS = {
     "_argmax_kernel",
     "_best_of_blocks_kernel",
     "_gumbel_argmax_kernel",
+    "_rank_kernel",
+    "_draw_kernel",
+    "_pick_kernel",
     "_apply_penalties_kernel",
     "_collect_candidates_kernel",
     "_find_thresholds_kernel",
@@ -43,7 +46,7 @@ def test_a_multiprocessor_holds_at_least_one_program_of_each_kernel(compiled: li
 
 
 def test_what_is_specified_to_the_bit_has_no_fused_multiply_add(compiled: list[CompiledKernel]) -> None:
-    exact = [k for k in compiled if k.name in ("_gumbel_argmax_kernel", "_apply_penalties_kernel")]
+    exact = [k for k in compiled if k.name in ("_gumbel_argmax_kernel", "_draw_kernel", "_apply_penalties_kernel")]
     assert len(exact) >= 2
     for kernel in exact:
         assert not FUSED_MULTIPLY_ADD.search(kernel.ptx), kernel

@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 
 from kernels import cpu, reference
 from kernels.cpu import gumbel
+from kernels.dispatch import operations
 from kernels.gumbel_noise import MAX_NOISE
 from kernels.interface import Operations
 from kernels.reference.sampling import gumbel_noise
@@ -323,3 +324,26 @@ def test_rows_that_are_not_finite_are_decided_as_in_the_reference() -> None:
 
 def test_no_rows_draw_nothing() -> None:
     assert draw(cpu, torch.empty(0, 7), seed=1).shape == (0,)
+
+
+@pytest.mark.parametrize("ops", [cpu, operations(torch.device("cpu"))], ids=["cpu", "chosen"])
+@pytest.mark.parametrize("vocab", [1, 97, 5003])
+def test_tokens_are_chosen_as_by_the_reference(ops: Operations, vocab: int) -> None:
+    num_rows = 9
+    logits = random_logits(num_rows, vocab, seed=vocab)
+    logits[0, vocab // 2] = torch.nan
+    logits[1, -1] = torch.inf
+    logits[2] = -torch.inf
+    is_known = torch.rand(vocab, generator=torch.Generator().manual_seed(1)) < 0.8
+    is_known[0] = True
+    seeds, positions = torch.tensor((SEEDS * 2)[:num_rows]), torch.arange(num_rows)
+    for temperatures in (torch.zeros(num_rows), torch.arange(num_rows) % 3 * 0.7, torch.full((num_rows,), 0.9)):
+        for known in (is_known, torch.ones(vocab, dtype=torch.bool)):
+            draws = (known, temperatures, seeds, positions)
+            expected = reference.choose_tokens(logits, *draws)
+            chosen = ops.choose_tokens(logits.clone(), *draws)
+            assert chosen[1].tolist() == expected[1].tolist()
+            assert ((chosen[0] >= 0) & (chosen[0] < vocab)).all()
+            half = ops.choose_tokens(logits.bfloat16(), *draws)[1]
+            assert half.tolist() == reference.choose_tokens(logits.bfloat16(), *draws)[1].tolist()
+    assert expected[1, :3].tolist() == [-1] * 3

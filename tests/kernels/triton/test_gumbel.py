@@ -12,7 +12,7 @@ import triton.language as tl
 
 from kernels import cpu, reference
 from kernels.reference.sampling import gumbel_noise
-from kernels.triton.gumbel import gumbel_argmax, token_noise
+from kernels.triton.gumbel import choose_tokens, gumbel_argmax, token_noise
 from tests.support.tensors import assert_close
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -171,3 +171,74 @@ def test_draws_over_a_real_vocabulary_are_those_of_the_cpu(device: torch.device)
     logits = randn(64, 151_936, seed=6) * 3
     seeds, positions = torch.arange(64) - 32, torch.arange(64) * 1001
     assert draw(logits, seeds, positions, device) == cpu.gumbel_argmax(logits, seeds, positions).tolist()
+
+
+def chosen_of(logits: torch.Tensor, draws: tuple[torch.Tensor, ...], unknown: range, device: torch.device) -> Any:
+    """Both lines of what is chosen by the kernels, which must leave the logits as they are."""
+    is_known = torch.ones(logits.shape[1], dtype=torch.bool)
+    is_known[list(unknown)] = False
+    given = framed(logits, device)
+    chosen = choose_tokens(given, is_known.to(device), *(tensor.to(device) for tensor in draws))
+    assert_close(given.cpu(), logits, max_steps=0, rms_steps=0)
+    expected = reference.choose_tokens(logits, is_known, *draws)
+    assert chosen.cpu().tolist() == expected.tolist()
+    return expected[1].tolist()
+
+
+def plain_draws(temperatures: list[float]) -> tuple[torch.Tensor, ...]:
+    count = len(temperatures)
+    seeds, positions = (torch.tensor((values * 9)[:count]) for values in (SEEDS, POSITIONS))
+    return torch.tensor(temperatures), seeds, positions
+
+
+@pytest.mark.parametrize("vocab", [1, 3, 700, 2048, 5003])
+def test_tokens_are_chosen_as_by_the_reference(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+    logits = (randn(7, vocab, seed=vocab) * 3).to(dtype)
+    chosen = chosen_of(logits, plain_draws([0.0, 1.0, 0.01, 2.0, 0.0, 0.7, 1.3]), range(0), device)
+    assert all(0 <= token < vocab for token in chosen)
+
+
+def test_bfloat16_logits_are_read_as_they_are(device: torch.device) -> None:
+    logits = (randn(6, 2500) * 4).bfloat16()  # with ties
+    chosen_of(logits, plain_draws([0.0, 0.9, 0.4, 0.0, 1.0, 1e-3]), range(0), device)
+
+
+def test_tokens_are_those_of_the_draw_of_edited_logits_to_the_bit(device: torch.device) -> None:
+    logits = randn(5, 4099, seed=3) * 5
+    temperatures, seeds, positions = plain_draws([0.3, 1.0, 0.77, 1.9, 0.05])
+    edited = logits.clone()
+    edited[:, 4000:] = -torch.inf
+    edited -= edited.amax(-1, keepdim=True)
+    edited /= temperatures.unsqueeze(1)
+    expected = draw(edited, seeds, positions, device)
+    assert chosen_of(logits, (temperatures, seeds, positions), range(4000, 4099), device) == expected
+
+
+def test_tokens_that_mean_nothing_are_never_chosen(device: torch.device) -> None:
+    logits = randn(4, 2100)
+    logits[:, 2050:] = 90.0
+    logits[1, 7] = 80.0
+    logits[2, :2050] = -torch.inf  # what may be chosen is nothing
+    chosen = chosen_of(logits, plain_draws([0.0, 0.0, 1.0, 0.5]), range(2050, 2100), device)
+    assert chosen[1:3] == [7, -1]
+    assert max(chosen) < 2050
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_rows_that_are_not_finite_choose_nothing(temperature: float, device: torch.device) -> None:
+    logits = randn(7, 2100)
+    logits[0, 2090] = torch.nan  # not known, and yet the row is unsound
+    logits[1, 5] = torch.nan
+    logits[2, 2099] = torch.inf
+    logits[3, 2047] = torch.inf
+    logits[4] = -torch.inf
+    logits[5, 1:] = -torch.inf
+    chosen = chosen_of(logits, plain_draws([temperature] * 7), range(2080, 2100), device)
+    assert chosen[:6] == [-1, -1, -1, -1, -1, 0]
+    assert chosen[6] >= 0
+
+
+def test_no_rows_choose_nothing(device: torch.device) -> None:
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    is_known = torch.ones(5, dtype=torch.bool, device=device)
+    assert choose_tokens(none.float().view(0, 5), is_known, none.float(), none, none).shape == (2, 0)
