@@ -232,10 +232,14 @@ class EngineSettings(SettingsGroup):
         ge=1,
         le=65_536,
         description="Most sequences that run at the same time: each of n completions, each input of an embedding "
-        "request, is one.",
+        "request, is one. Not set, a GPU of 16 GiB and more has 256, of 100 GiB and more 512.",
     )
     max_num_batched_tokens: Tokens = Field(
-        default=2048, ge=1, le=1_048_576, description="Most tokens in one step; longer prompts are prefilled in chunks."
+        default=2048,
+        ge=1,
+        le=1_048_576,
+        description="Most tokens in one step; longer prompts are prefilled in chunks. Not set, a GPU of 16 GiB and "
+        "more has 8192.",
     )
     num_threads: Annotated[int, Unit("threads")] | None = Field(
         default=None, ge=1, le=1024, description="CPU threads for tensor operations; none: one per usable core."

@@ -27,6 +27,13 @@ MAX_CUDA_HEAD_DIM = 256
 
 MAX_SPECULATION_VOCAB = sys.maxunicode + 1  # tokens are looked up as the characters of a string
 
+# GPUs: below, steps stay as small as a CPU's; from there on they have more sequences, since a step reads all weights
+# once however many there are. An expert model's tokens a second grow almost with the sequences up to some 500 (an
+# estimate: no GPU has measured it), which only the larger GPUs have KV for.
+MIN_LARGE_STEP_BYTES = 16 << 30
+MIN_LARGEST_STEP_BYTES = 100 << 30
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = "engine.max_num_seqs", "engine.max_num_batched_tokens"
+
 X86 = frozenset({"x86_64", "amd64"})
 
 CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
@@ -75,13 +82,29 @@ def derive_for(
     if isinstance(config, EncoderConfig):
         _check_encoder(effective.settings.engine)  # first: no machine makes a difference to it
     _check_capabilities(effective, config, device)
+    memory = device_memory(device)
+    if memory is not None:
+        effective = _with_step_limits(effective, memory.total_bytes)
     if isinstance(config, EncoderConfig):
         return effective.with_derived({"engine.max_model_len": config.default_max_len})
     num_blocks = effective.settings.engine.kv_cache.num_blocks
     if num_blocks is not None:
         return with_pool(effective, config, num_blocks)
     with open_checkpoint(path) as checkpoint:
-        return derive_pool(effective, checkpoint, config, device_memory(device))
+        return derive_pool(effective, checkpoint, config, memory)
+
+
+def _with_step_limits(effective: EffectiveSettings, gpu_bytes: int) -> EffectiveSettings:
+    """Fill in how many sequences and tokens a step of a GPU has, each within what is set of the other."""
+    if gpu_bytes < MIN_LARGE_STEP_BYTES:
+        return effective
+    settings = effective.settings.engine
+    num_seqs, num_tokens = 512 if gpu_bytes >= MIN_LARGEST_STEP_BYTES else 256, 8192
+    if effective.source_of(MAX_NUM_BATCHED_TOKENS) is not Source.DEFAULT:
+        num_seqs = min(num_seqs, settings.max_num_batched_tokens)
+    if effective.source_of(MAX_NUM_SEQS) is not Source.DEFAULT:
+        num_tokens = max(num_tokens, settings.max_num_seqs)
+    return effective.with_derived({MAX_NUM_SEQS: num_seqs, MAX_NUM_BATCHED_TOKENS: num_tokens})
 
 
 def model_path(effective: EffectiveSettings) -> Path:

@@ -53,6 +53,44 @@ def test_steps_run_ahead_on_a_gpu_that_decodes_in_batches(
     assert effective.source_of("engine.async_scheduling") is source
 
 
+@pytest.mark.parametrize(
+    ("gib", "overrides", "expected"),
+    [
+        (8, {}, (64, 2048)),
+        (24, {}, (256, 8192)),
+        (80, {}, (256, 8192)),
+        (140, {}, (512, 8192)),
+        (140, {"engine.max_num_seqs": "9"}, (9, 8192)),
+        (140, {"engine.max_num_seqs": "9000", "engine.max_num_batched_tokens": "9001"}, (9000, 9001)),
+        (140, {"engine.max_num_batched_tokens": "100"}, (100, 100)),
+        (140, {"engine.max_num_batched_tokens": "2048"}, (512, 2048)),
+    ],
+)
+def test_steps_of_a_gpu_are_as_large_as_its_memory_allows(
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gib: int,
+    overrides: dict[str, str],
+    expected: tuple[int, int],
+) -> None:
+    monkeypatch.setattr(derived_settings, "operations", lambda _: None)
+    values = {"model.path": str(tiny_model), "engine.device": "cuda", "engine.kv_cache.num_blocks": "99", **overrides}
+    with simulated_device(gib << 30):
+        effective = derive_settings(load_settings(values, environ={}, dotenv_path=Path(os.devnull)))
+    settings = effective.settings.engine
+    assert (settings.max_num_seqs, settings.max_num_batched_tokens) == expected
+    for key in ("engine.max_num_seqs", "engine.max_num_batched_tokens"):
+        assert (effective.source_of(key) is Source.DERIVED) is (key not in overrides and gib > 8)
+
+
+def test_steps_of_a_cpu_keep_their_defaults(tiny_model: Path) -> None:
+    values = {"model.path": str(tiny_model), "engine.device": "cpu"}
+    effective = derive_settings(load_settings(values, environ={}, dotenv_path=Path(os.devnull)))
+    for key, value in (("engine.max_num_seqs", 64), ("engine.max_num_batched_tokens", 2048)):
+        assert effective.source_of(key) is Source.DEFAULT
+        assert next(row for row in effective.rows() if row.key == key).value == value
+
+
 @pytest.mark.parametrize(("text", "cores"), [("50000 100000", 1), ("100000 100000", 1), ("max 100000", None)])
 def test_a_quota_bounds_the_threads(tmp_path: Path, text: str, cores: int | None) -> None:
     (tmp_path / "cpu.max").write_text(text + "\n")
