@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -29,6 +28,10 @@ _log = structlog.get_logger(__name__)
 # Steps of a hundred rows and more keep a GPU busy for milliseconds; the launches saved no longer count beyond this.
 MAX_DEFAULT_SIZE = 512
 
+# A capture knows only a bound of the lengths. Up to this one attention splits no row where there are enough of them
+# (`kernels.triton.attention_launch`): no room for parts and no merge. Longer rows have graphs of their own.
+SHORT_ROW_TOKENS = 8192
+
 # Temperatures float32 (0: greedy), seeds and positions int64 of a step's rows [n]: see `Operations.choose_tokens`.
 Draws = tuple[npt.NDArray[Any], ...]
 
@@ -37,7 +40,8 @@ DecodeRun = Callable[[tuple[int, ...]], None]
 
 
 class DecodeGraphs:
-    """One graph a batch size, all over one set of buffers; a step runs in the smallest graph that its rows fit into.
+    """One graph a batch size, and further ones where rows may be long, all over one set of buffers; a step runs in the
+    smallest graph that its rows fit into.
 
     Lives as long as the model. Nothing here drops a graph or moves a buffer: a replay may be queued at any time.
     """
@@ -55,14 +59,13 @@ class DecodeGraphs:
         self._model = model
         self._kv_cache = kv_cache
         self._backend = backend
-        self._max_model_len = max_model_len
         self._buffers = DecodeBuffers(largest, -(-max_model_len // kv_cache.spec.block_size), model.device)
         vocab_size = model.config.vocab_size
         self._logits = torch.zeros((largest, vocab_size), dtype=model.dtype, device=model.device)
         self._chosen = torch.zeros((2, largest), dtype=torch.int64, device=model.device)
         self._is_known = torch.ones(vocab_size, dtype=torch.bool, device=model.device)
-        self._untried = sorted(set(batch_sizes))
-        self._captured: dict[int, DecodeRun] = {}
+        self._untried = graph_kinds(batch_sizes, max_model_len)
+        self._captured: dict[tuple[int, int], DecodeRun] = {}  # by batch size and most tokens of a row
         self._failed: list[int] = []
         self._num_replays = 0
         self._num_eager_decode_steps = 0
@@ -79,7 +82,7 @@ class DecodeGraphs:
             return
         with _no_garbage_collection():
             while self._untried:
-                self._capture(self._untried.pop())
+                self._capture(*self._untried.pop())
         _log.info(
             "decode_graphs_captured",
             batch_sizes=list(self.stats().captured_sizes),
@@ -102,16 +105,15 @@ class DecodeGraphs:
         """
         if planned.prefill is not None:
             return None
-        sizes = sorted(self._captured)
-        place = bisect_left(sizes, planned.num_tokens)
-        if not planned.is_plain_decode or place == len(sizes) or planned.decode is None:
+        kind = self._smallest(planned)
+        if kind is None or planned.decode is None:
             self._num_eager_decode_steps += 1
             return None
-        size = sizes[place]
+        size = kind[0]
         is_own = chosen is not None and chosen.data_ptr() == self._chosen.data_ptr()  # the graph itself fills them in
         self._buffers.fill(planned, size, None if is_own else chosen, draws)
         kv_lens = planned.decode.seq_lens.tolist()
-        self._captured[size]((*kv_lens, *[1] * (size - len(kv_lens))))
+        self._captured[kind]((*kv_lens, *[1] * (size - len(kv_lens))))
         self._num_replays += 1
         rows = len(kv_lens)
         return ForwardResult(self._logits[:rows], (), None if draws is None else self._chosen[:, :rows])
@@ -119,20 +121,31 @@ class DecodeGraphs:
     def stats(self) -> DecodeGraphStats:
         """Counters since the model was loaded."""
         return DecodeGraphStats(
-            captured_sizes=tuple(sorted(self._captured)),
-            failed_sizes=tuple(sorted(self._failed)),
+            captured_sizes=tuple(sorted({size for size, _ in self._captured})),
+            failed_sizes=tuple(sorted(set(self._failed))),
             num_replays=self._num_replays,
             num_eager_decode_steps=self._num_eager_decode_steps,
         )
 
-    def _capture(self, size: int) -> None:
+    def _smallest(self, planned: PlannedBatch) -> tuple[int, int] | None:
+        if not planned.is_plain_decode or planned.decode is None:
+            return None
+        num_rows, longest = planned.num_tokens, int(planned.decode.seq_lens.max())
+        return min(((n, bound) for n, bound in self._captured if n >= num_rows and bound >= longest), default=None)
+
+    def _capture(self, size: int, bound: int) -> None:
         try:
-            self._captured[size] = self._backend.capture(self._run, (self._max_model_len,) * size)
+            self._captured[size, bound] = self._backend.capture(self._run, (bound,) * size)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise  # eager steps would run out as well, later
             self._failed.append(size)
-            _log.warning("decode_graph_capture_failed", batch_size=size, error=f"{type(error).__name__}: {error}")
+            _log.warning(
+                "decode_graph_capture_failed",
+                batch_size=size,
+                row_tokens=bound,
+                error=f"{type(error).__name__}: {error}",
+            )
 
     @torch.inference_mode()
     def _run(self, kv_lens: tuple[int, ...]) -> None:
@@ -170,6 +183,16 @@ def make_decode_graphs(
         return None
     sizes = settings.cuda_graphs.sizes or decode_graph_sizes(settings.max_num_seqs)
     return DecodeGraphs(model, kv_cache, CudaGraphBackend(model.device), sizes, max_model_len)
+
+
+def graph_kinds(batch_sizes: Sequence[int], max_model_len: int) -> list[tuple[int, int]]:
+    """Batch size and most tokens of a row of each graph, rising: all sizes for short rows; where rows may be longer,
+    the powers of two and the largest size for rows of any length, since reading such rows takes most of a step.
+    """
+    short = min(SHORT_ROW_TOKENS, max_model_len)
+    kinds = {(size, short) for size in batch_sizes}
+    kinds |= {(size, max_model_len) for size in batch_sizes if size & (size - 1) == 0 or size == max(batch_sizes)}
+    return sorted(kinds)
 
 
 def decode_graph_sizes(max_num_seqs: int) -> tuple[int, ...]:

@@ -28,7 +28,8 @@ def paged_decode_attention(
     """See `Operations.paged_decode_attention`.
 
     What is read, and how a row is split, depends on the lengths on the device alone. Those on the host size the grid
-    and the room for parts; they may be bounds, as where a launch is captured once for all lengths.
+    and the room for parts; they may be bounds, as where a launch is captured once for all lengths. A row that needs one
+    split writes its output itself, and is not combined.
     Shared prefixes are attended once a group, as further parts of each member. scale must be above 0.
 
     Raises ValueError if there are not as many queries as rows, or if the caches differ in layout.
@@ -59,7 +60,7 @@ def paged_decode_attention(
     if plan is not None:
         attend_shared_prefixes(parts, lse, q, k_cache, v_cache, rows.block_tables, plan, scale)
     _decode_kernel[num_rows, head_blocks, splits.num_splits](
-        *(parts, lse, q, k_cache, v_cache, rows.block_tables, rows.seq_lens, own_starts),
+        *(output, parts, lse, q, k_cache, v_cache, rows.block_tables, rows.seq_lens, own_starts),
         *(scale * LOG2E, splits.min_split_tokens, shared_split_tokens, num_heads, num_parts),
         *(*q.stride()[:2], *k_cache.stride()[:3], rows.block_tables.stride(0)),
         **launch.options(q.shape, k_cache.shape),
@@ -80,6 +81,12 @@ def paged_decode_attention(
 
 
 @triton.jit
+def _store_rows(ptr, places, dims, values, mask, HEAD_DIM: tl.constexpr):
+    """values [BLOCK_M, BLOCK_D] float32 to rows `places` of [.., HEAD_DIM] at ptr, in its dtype."""
+    tl.store(ptr + places[:, None] * HEAD_DIM + dims[None, :], values.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _split_tokens(num_tokens, num_splits, min_split_tokens):
     """Keys of one split of a row with num_tokens own keys: see `DecodeSplits`."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_tokens, num_splits), MULTIPLE) * MULTIPLE, min_split_tokens)
@@ -92,7 +99,8 @@ def _split_tokens(num_tokens, num_splits, min_split_tokens):
     do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "own_starts_ptr"],
 )
 def _decode_kernel(
-    output_ptr,  # [num_rows, num_heads, num_parts, HEAD_DIM], dtype of q, or float32 where IS_PART
+    output_ptr,  # [num_rows, num_heads, HEAD_DIM], model dtype: of rows in one part
+    part_ptr,  # [num_rows, num_heads, num_parts, HEAD_DIM], float32: of rows in several; not touched unless IS_PART
     lse_ptr,  # [num_rows, num_heads, num_parts], float32, base 2
     q_ptr,  # [num_rows, num_heads, HEAD_DIM], model dtype
     k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], model dtype
@@ -122,7 +130,8 @@ def _decode_kernel(
 ):
     """Attention of the query heads of one KV head over one split of a row's own keys.
 
-    Splits past the end of a row write nothing. Rows run fastest, so that rows with the same blocks meet in the L2.
+    Splits past the end of a row write nothing; the only part of a row is its output. Rows run
+    fastest, so that rows with the same blocks meet in the L2.
     A row's own splits follow the parts of its shared prefix, which `_shared_prefix_kernel` writes.
 
     Grid: (num_rows, num_kv_heads * cdiv(GROUP_SIZE, BLOCK_M), num_splits).
@@ -132,6 +141,7 @@ def _decode_kernel(
     kv_head = tl.program_id(1) // HEAD_BLOCKS
     start, end = 0, tl.load(seq_lens_ptr + row)
     part = tl.program_id(2)
+    is_whole = part == 0
     if IS_PART:
         own_start = 0
         if HAS_PREFIX:
@@ -141,6 +151,7 @@ def _decode_kernel(
         start = own_start + tl.program_id(2) * split_tokens
         if (start >= end) & (tl.program_id(2) > 0):
             return
+        is_whole = (part == 0) & (start + split_tokens >= end)
         end = tl.minimum(start + split_tokens, end)
     group = tl.program_id(1) % HEAD_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
     heads, is_head = kv_head * GROUP_SIZE + group, group < GROUP_SIZE
@@ -162,12 +173,16 @@ def _decode_kernel(
     # store sm_90 takes 112 registers instead of 96 with 16 heads a KV head, and spills in float32.
     lse = tl.where(is_empty, -float("inf"), top + tl.log2(mass))
     places = row64 * num_heads + heads
-    if IS_PART:
-        places = places * num_parts + part
-    tl.store(lse_ptr + places, lse, mask=is_head)
+    tl.store(lse_ptr + places * num_parts + part, lse, mask=is_head)
     acc = acc / mass[:, None]
-    output_offsets = places[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(output_ptr + output_offsets, acc.to(output_ptr.dtype.element_ty), mask=is_head[:, None] & is_dim[None, :])
+    is_element = is_head[:, None] & is_dim[None, :]
+    if IS_PART:
+        if is_whole:
+            _store_rows(output_ptr, places, dims, acc, is_element, HEAD_DIM)
+        else:
+            _store_rows(part_ptr, places * num_parts + part, dims, acc, is_element, HEAD_DIM)
+    else:
+        _store_rows(output_ptr, places, dims, acc, is_element, HEAD_DIM)
 
 
 @triton.jit(
@@ -201,6 +216,8 @@ def _combine_kernel(
         num_shared = tl.cdiv(own_start, shared_split_tokens)
     split_tokens = _split_tokens(num_tokens, num_splits, min_split_tokens)
     num_filled = num_shared + tl.maximum(tl.cdiv(num_tokens, split_tokens), 1)
+    if num_filled == 1:  # the row has written its output itself
+        return
     place = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM

@@ -126,12 +126,14 @@ def error_of(result: ItemResult | None) -> Exception:
 class StaticRun:
     """Stands for a captured graph: runs the step again, with the lengths of this replay, which CPU kernels read."""
 
-    def __init__(self, runner: StaticRunner, run: DecodeRun) -> None:
+    def __init__(self, runner: StaticRunner, run: DecodeRun, bound: int) -> None:
         self._runner = runner
         self._run = run
+        self._bound = bound
 
     def __call__(self, kv_lens: tuple[int, ...]) -> None:
         self._runner.replays.append(kv_lens)
+        self._runner.bounds.append(self._bound)
         self._run(kv_lens)
 
 
@@ -143,6 +145,7 @@ class StaticRunner:
         self.captures: list[tuple[int, ...]] = []  # bounds of each attempt
         self.runs: list[StaticRun] = []
         self.replays: list[tuple[int, ...]] = []  # lengths of each
+        self.bounds: list[int] = []  # of the lengths in each replay
 
     @property
     def sizes(self) -> list[int]:
@@ -154,7 +157,7 @@ class StaticRunner:
         if len(kv_len_bounds) in self._failing:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         run((1,) * len(kv_len_bounds))  # as the run before a capture: over padding alone
-        self.runs.append(StaticRun(self, run))
+        self.runs.append(StaticRun(self, run, max(kv_len_bounds)))
         return self.runs[-1]
 
 

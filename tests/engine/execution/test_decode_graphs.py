@@ -147,6 +147,19 @@ def test_sizes_are_captured_once_largest_first_bound_by_the_longest_row(moe_chec
     assert engine.model_interface.capabilities().cuda_graphs
 
 
+def test_rows_that_are_long_have_graphs_of_their_own(moe_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.execution.decode_graphs.SHORT_ROW_TOKENS", 20)
+    backend = StaticRunner()
+    engine = load_static_engine(moe_checkpoint, backend, {"engine.max_model_len": "50"}, batch_sizes=(1, 2, 3, 6))
+    kinds = [(len(bounds), bounds[0]) for bounds in backend.captures]
+    assert kinds == [(6, 50), (6, 20), (3, 20), (2, 50), (2, 20), (1, 50), (1, 20)]
+    requests = [greedy_request(str(i), [i, *range(2 + 9 * (i == 1))], 12) for i in range(3)]
+    assert _tokens(engine, requests) == _tokens(load_engine(moe_checkpoint), requests)
+    found = list(zip(backend.sizes, backend.bounds, strict=True))
+    assert {(3, 20), (6, 50)} <= set(found)  # three rows: first all of them short, then one of them long
+    assert all(max(lens) <= bound for lens, bound in zip(backend.replays, backend.bounds, strict=True))
+
+
 def test_a_size_not_captured_runs_in_a_larger_graph_or_eagerly(
     moe_checkpoint: Path,
 ) -> None:
