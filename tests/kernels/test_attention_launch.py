@@ -23,7 +23,7 @@ from kernels.triton.shared_prefix import SharedPrefixPlan, plan_decode, plan_pre
 
 H200 = 132
 
-LAUNCH = AttentionLaunch(block_m=16, tile=64, num_warps=4, num_stages=2)
+LAUNCH = AttentionLaunch(block_m=16, tile=32, num_warps=4, num_stages=5)
 
 
 def test_a_head_dim_is_padded_to_a_power_of_two_a_product_takes() -> None:
@@ -31,7 +31,7 @@ def test_a_head_dim_is_padded_to_a_power_of_two_a_product_takes() -> None:
 
 
 def test_decode_packs_16_heads() -> None:
-    assert decode_launch(2) == AttentionLaunch(block_m=16, tile=64, num_warps=4, num_stages=2)
+    assert decode_launch(2) == AttentionLaunch(block_m=16, tile=32, num_warps=4, num_stages=5)
     assert decode_launch(4).tile == 16
 
 
