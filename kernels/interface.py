@@ -101,6 +101,9 @@ class Operations(Protocol):
     def sort_tokens_by_expert(self, expert_ids: Tensor, num_experts: int) -> ExpertLayout:
         """Order the (token, choice) pairs by expert, stable. expert_ids [T, K] int64."""
 
+    def route_and_sort(self, router_logits: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, ExpertLayout]:
+        """`route_topk`, whose weights it returns, and `sort_tokens_by_expert` of its experts."""
+
     def grouped_gemm(
         self, x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool, gated: bool = False
     ) -> Tensor:

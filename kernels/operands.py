@@ -164,6 +164,8 @@ class ExpertLayout:
     pair_ids: torch.Tensor  # [num_tokens * top_k], int64: pairs ordered by expert, stable within one expert
     expert_offsets: torch.Tensor  # [num_experts + 1], int64: expert e owns pair_ids[offsets[e]:offsets[e+1]]
     top_k: int
+    places: torch.Tensor | None = None  # [num_tokens * top_k], int32: the row of each pair; None: not wanted
+    tiles: torch.Tensor | None = None  # which rows each program of a product takes; only `kernels.triton` has them
 
     @cached_property
     def runs(self) -> tuple[ExpertRun, ...]:

@@ -129,13 +129,14 @@ class MoeMLP:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, H]."""
         ops = self.ops
-        routed = ops.route_topk(ops.linear(x, self.router), self.top_k, renormalise=self.renormalise)
+        router_logits = ops.linear(x, self.router)
         if self.bucketed_min_tokens is None or x.shape[0] < self.bucketed_min_tokens:
+            routed = ops.route_topk(router_logits, self.top_k, renormalise=self.renormalise)
             return ops.moe_small_batch(x, self.gate_up_proj, self.down_proj, routed)
-        layout = ops.sort_tokens_by_expert(routed.expert_ids, self.router.shape[0])
+        weights, layout = ops.route_and_sort(router_logits, self.top_k, renormalise=self.renormalise)
         hidden = ops.grouped_gemm(x, self.gate_up_proj, layout, gather=True, gated=True)
         rows = ops.grouped_gemm(hidden, self.down_proj, layout, gather=False)
-        return ops.combine_experts(rows, layout, routed.weights)
+        return ops.combine_experts(rows, layout, weights)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,13 @@ from kernels.cpu.dense import (
     rms_norm,
     silu_and_mul,
 )
-from kernels.cpu.experts import combine_experts, grouped_gemm, moe_small_batch, route_topk, sort_tokens_by_expert
+from kernels.cpu.experts import (
+    combine_experts,
+    grouped_gemm,
+    moe_small_batch,
+    route_and_sort,
+    route_topk,
+    sort_tokens_by_expert,
+)
 from kernels.cpu.gumbel import choose_tokens, gumbel_argmax
 from kernels.cpu.sampling import apply_penalties, argmax, mask_top_k_top_p_min_p

@@ -133,3 +133,9 @@ def plain_gemm(x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, g
         else:  # `products` is a transposed view, for which PyTorch has the BLAS multiply the transposed matrices
             torch.mm(matrix, mine, out=products)
     return out
+
+
+def route_and_sort(router_logits: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, ExpertLayout]:
+    """See `Operations.route_and_sort`."""
+    routed = route_topk(router_logits, top_k, renormalise=renormalise)
+    return routed.weights, sort_tokens_by_expert(routed.expert_ids, router_logits.shape[1])

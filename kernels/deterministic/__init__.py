@@ -21,4 +21,12 @@ from kernels.cpu import (
     sort_tokens_by_expert,
 )
 from kernels.deterministic.attention import paged_decode_attention, paged_prefill_attention
-from kernels.deterministic.products import grouped_gemm, linear, moe_small_batch, pack, route_topk, silu_and_mul
+from kernels.deterministic.products import (
+    grouped_gemm,
+    linear,
+    moe_small_batch,
+    pack,
+    route_and_sort,
+    route_topk,
+    silu_and_mul,
+)

@@ -152,3 +152,9 @@ def grouped_gemm(
 def moe_small_batch(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> torch.Tensor:
     """See `Operations.moe_small_batch`. The bits are those of sorted tokens, so the choice between them is free."""
     return experts.products_by_pair(x, gate_up, down, routed, product)
+
+
+def route_and_sort(router_logits: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, ExpertLayout]:
+    """See `Operations.route_and_sort`."""
+    routed = route_topk(router_logits, top_k, renormalise=renormalise)
+    return routed.weights, experts.sort_tokens_by_expert(routed.expert_ids, router_logits.shape[1])

@@ -205,6 +205,11 @@ class NativeOperations:
         """See `Operations.choose_tokens`."""
         return choose_tokens_by(self.argmax, logits, is_known, (temperatures, seeds, positions))
 
+    def route_and_sort(self, router_logits: Tensor, top_k: int, *, renormalise: bool) -> tuple[Tensor, ExpertLayout]:
+        """See `Operations.route_and_sort`."""
+        routed = self.route_topk(router_logits, top_k, renormalise=renormalise)
+        return routed.weights, self.sort_tokens_by_expert(routed.expert_ids, router_logits.shape[1])
+
     # By PyTorch, and so named by `implementation_names`; subclasses below have native ones of some.
     pack = staticmethod(cpu.pack)
     grouped_gemm = staticmethod(cpu.grouped_gemm)

@@ -19,6 +19,7 @@ from kernels.reference.layers import (
     paged_prefill_attention,
     qk_norm_rope_store_kv,
     rms_norm,
+    route_and_sort,
     route_topk,
     silu_and_mul,
     sort_tokens_by_expert,

@@ -184,3 +184,9 @@ def combine_experts(rows: torch.Tensor, layout: ExpertLayout, weights: torch.Ten
         token, choice = divmod(pair, top_k)
         out[token] += weights[token, choice] * rows[row].float()
     return out.to(rows.dtype)
+
+
+def route_and_sort(router_logits: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, ExpertLayout]:
+    """See `Operations.route_and_sort`."""
+    routed = route_topk(router_logits, top_k, renormalise=renormalise)
+    return routed.weights, sort_tokens_by_expert(routed.expert_ids, router_logits.shape[1])

@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction, get_cache_invalidating_env_vars
 
 from kernels.interface import CompiledAhead, StepShape
 from kernels.triton.dense import gate_launch, norm_launch
-from kernels.triton.experts import MAX_PAIRS_PER_EXPERT_SCAN, combine_launch, expert_count_launch, expert_scan_launch
+from kernels.triton.experts import MAX_PAIRS_OF_ONE_PROGRAM, combine_launch, expert_count_launch, sort_launch
 from kernels.triton.grouped_gemm import grouped_gemm_launch
 from kernels.triton.launch import compute_capability
 
@@ -42,14 +42,15 @@ def launch_class(num_tokens: int, shape: StepShape) -> Hashable:
     if shape.bucketed_min_tokens is None or num_tokens < shape.bucketed_min_tokens:
         return (*rows, "pair by pair")
     num_pairs = num_tokens * shape.top_k
-    is_scan = num_pairs <= MAX_PAIRS_PER_EXPERT_SCAN
+    is_one_program = num_pairs <= MAX_PAIRS_OF_ONE_PROGRAM
+    sizes, itemsize = (num_pairs, shape.top_k, shape.num_experts), shape.itemsize
     return (
         *rows,
-        expert_scan_launch(num_pairs) if is_scan else expert_count_launch(),
-        grouped_gemm_launch(
-            num_pairs, shape.top_k, shape.num_experts, itemsize=shape.itemsize, capability=compute_capability()
+        sort_launch(num_pairs) if is_one_program else expert_count_launch(),
+        *(
+            grouped_gemm_launch(*sizes, itemsize=itemsize, capability=compute_capability(), gather=gather)
+            for gather in (True, False)
         ),
-        gate_launch(num_pairs, shape.expert_size),
         combine_launch(num_tokens, shape.hidden_size),
     )
 

@@ -5,43 +5,41 @@ None of the launch parameters is measured yet.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Self
+
 import torch
 import triton
 import triton.language as tl
 
 from kernels.operands import ExpertLayout, RoutedExperts
+from kernels.triton.grouped_gemm import TILE_FIELDS, max_row_tiles, row_tile
 from kernels.triton.launch import TileLaunch, power_of_two_from
 
-INVERT_BLOCK = 256
+# Up to here one program sorts all pairs, the last one that has routed a token: eight a thread, some 2 us (an estimate).
+# With more, each program reads a block and a second launch places it.
+MAX_PAIRS_OF_ONE_PROGRAM = 1024
 
-# Up to here one program an expert reads all ids (at most 32 KB, from L2) and one launch sorts them. With more, each
-# program reads a block and a second launch places it. Others' kernels of this kind change over at some 4k ids too.
-MAX_PAIRS_PER_EXPERT_SCAN = 4096
+FIELDS = tl.constexpr(TILE_FIELDS)
 
 
 @triton.jit
-def _route_topk_kernel(
-    logits_ptr,  # [T, E], model dtype
-    weights_ptr,  # [T, TOP_K], float32
-    expert_ids_ptr,  # [T, TOP_K], int64
+def _route(
+    logits_ptr,  # [E], model dtype: of one token
+    weights_ptr,  # [TOP_K], float32: of the token
+    expert_ids_ptr,  # [TOP_K], int64: of the token
     num_experts,
-    stride_logits_token,
     stride_logits_expert,
     TOP_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_CHOICES: tl.constexpr,
 ):
-    """Softmax over the experts of one token, then TOP_K times the largest that is left.
-
-    Grid: (T,)
-    """
-    token = tl.program_id(0).to(tl.int64)
+    """Softmax over the experts of one token, then TOP_K times the largest that is left."""
     experts = tl.arange(0, BLOCK_E)
     is_expert = experts < num_experts
-    logits = tl.load(
-        logits_ptr + token * stride_logits_token + experts * stride_logits_expert, mask=is_expert, other=-float("inf")
-    ).to(tl.float32)
+    logits = tl.load(logits_ptr + experts * stride_logits_expert, mask=is_expert, other=-float("inf")).to(tl.float32)
     exponentials = tl.exp(logits - tl.max(logits, 0))
     total = tl.sum(exponentials, 0)
     is_sound = total >= 1.0  # the largest adds exp(0); a NaN or an infinity makes the total NaN, which is not >= 1
@@ -63,8 +61,29 @@ def _route_topk_kernel(
     weights = tl.where(is_sound, weights, float("nan"))
     expert_ids = tl.where(is_sound, expert_ids, choices)
     is_choice = choices < TOP_K
-    tl.store(weights_ptr + token * TOP_K + choices, weights, mask=is_choice)
-    tl.store(expert_ids_ptr + token * TOP_K + choices, expert_ids, mask=is_choice)
+    tl.store(weights_ptr + choices, weights, mask=is_choice)
+    tl.store(expert_ids_ptr + choices, expert_ids, mask=is_choice)
+
+
+@triton.jit
+def _route_topk_kernel(
+    logits_ptr,  # [T, E], model dtype
+    weights_ptr,  # [T, TOP_K], float32
+    expert_ids_ptr,  # [T, TOP_K], int64
+    num_experts,
+    stride_logits_token,
+    stride_logits_expert,
+    TOP_K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_CHOICES: tl.constexpr,
+):
+    """Grid: (T,)"""
+    token = tl.program_id(0).to(tl.int64)
+    _route(
+        *(logits_ptr + token * stride_logits_token, weights_ptr + token * TOP_K, expert_ids_ptr + token * TOP_K),
+        *(num_experts, stride_logits_expert, TOP_K, RENORMALISE, BLOCK_E, BLOCK_CHOICES),
+    )
 
 
 def route_topk(router_logits: torch.Tensor, top_k: int, *, renormalise: bool) -> RoutedExperts:
@@ -89,35 +108,121 @@ def route_topk(router_logits: torch.Tensor, top_k: int, *, renormalise: bool) ->
     return RoutedExperts(weights, expert_ids)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
-def _scan_expert_kernel(
+@triton.jit
+def _write_tiles(
+    tiles_ptr,  # [max_tiles, TILE_FIELDS], int32, output
+    starts,  # [BLOCK_E], int32: first row of each expert
+    counts,  # [BLOCK_E], int32: rows of each expert
+    max_tiles,
+    BLOCK_M: tl.constexpr,
+):
+    """The tiles of BLOCK_M rows, expert after expert: expert, first row, end of the expert's rows; -1 past the last."""
+    experts = tl.arange(0, counts.shape[0])
+    num_tiles = tl.cdiv(counts, BLOCK_M)
+    firsts = tl.cumsum(num_tiles, 0) - num_tiles
+    for index in range(tl.max(num_tiles, 0)):
+        tile_ptrs = tiles_ptr + (firsts + index) * FIELDS
+        is_tile = index < num_tiles
+        tl.store(tile_ptrs, experts, mask=is_tile)
+        tl.store(tile_ptrs + 1, starts + index * BLOCK_M, mask=is_tile)
+        tl.store(tile_ptrs + 2, starts + counts, mask=is_tile)
+    for first in range(tl.sum(num_tiles, 0), max_tiles, counts.shape[0]):
+        tl.store(tiles_ptr + (first + experts) * FIELDS, -1, mask=first + experts < max_tiles)
+
+
+@triton.jit
+def _sort_few(
     expert_ids_ptr,  # [P], int64
     pair_ids_ptr,  # [P], int64
+    places_ptr,  # [P], int32
     expert_offsets_ptr,  # [E + 1], int64
+    tiles_ptr,  # as of `_write_tiles`
     num_pairs,
+    num_experts,
+    max_tiles,
     BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
-    """One expert: count the pairs of lower experts, then write its own after them, in their order.
-
-    Grid: (E,)
-    """
-    expert = tl.program_id(0)
+    """Sort up to BLOCK pairs in one program: an integer holds an expert and, below it, a pair."""
     lanes = tl.arange(0, BLOCK)
-    num_lower = tl.zeros([BLOCK], dtype=tl.int32)
-    for start in range(0, num_pairs, BLOCK):
-        pairs = start + lanes
-        ids = tl.load(expert_ids_ptr + pairs, mask=pairs < num_pairs, other=0x7FFFFFFF)
-        num_lower += (ids < expert).to(tl.int32)
-    place = tl.sum(num_lower, 0)
-    if expert == 0:
-        tl.store(expert_offsets_ptr, tl.zeros([], dtype=tl.int64))
-    for start in range(0, num_pairs, BLOCK):
-        pairs = start + lanes
-        ids = tl.load(expert_ids_ptr + pairs, mask=pairs < num_pairs, other=0x7FFFFFFF)
-        is_mine = (ids == expert).to(tl.int32)
-        tl.store(pair_ids_ptr + place + tl.cumsum(is_mine, 0) - 1, pairs.to(tl.int64), mask=is_mine > 0)
-        place += tl.sum(is_mine, 0)
-    tl.store(expert_offsets_ptr + expert + 1, place.to(tl.int64))
+    is_pair = lanes < num_pairs
+    # Past the L1: other programs may have written them a moment ago.
+    ids = tl.load(expert_ids_ptr + lanes, mask=is_pair, other=0, cache_modifier=".cg").to(tl.int32)
+    keys = tl.sort(tl.where(is_pair, ids * BLOCK + lanes, 0x7FFFFFFF))
+    pairs = keys % BLOCK
+    tl.store(pair_ids_ptr + lanes, pairs.to(tl.int64), mask=is_pair)
+    tl.store(places_ptr + pairs, lanes, mask=is_pair)
+    experts = tl.arange(0, BLOCK_E)
+    counts = tl.histogram(ids, BLOCK_E, mask=is_pair)
+    starts = tl.cumsum(counts, 0) - counts
+    tl.store(expert_offsets_ptr + experts, starts.to(tl.int64), mask=experts < num_experts)
+    tl.store(expert_offsets_ptr + num_experts, num_pairs.to(tl.int64))
+    _write_tiles(tiles_ptr, starts, counts, max_tiles, BLOCK_M)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
+def _sort_kernel(
+    expert_ids_ptr,  # these and the others: as of `_sort_few`
+    pair_ids_ptr,
+    places_ptr,
+    expert_offsets_ptr,
+    tiles_ptr,
+    num_pairs,
+    num_experts,
+    max_tiles,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Grid: (1,)"""
+    _sort_few(
+        *(expert_ids_ptr, pair_ids_ptr, places_ptr, expert_offsets_ptr, tiles_ptr),
+        *(num_pairs, num_experts, max_tiles, BLOCK, BLOCK_E, BLOCK_M),
+    )
+
+
+@triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
+def _route_and_sort_kernel(
+    logits_ptr,  # [T, E], model dtype
+    weights_ptr,  # [T, TOP_K], float32
+    expert_ids_ptr,  # [T, TOP_K], int64
+    num_routed_ptr,  # [1], int32: 0 before and after
+    pair_ids_ptr,  # these and the following: as of `_sort_few`
+    places_ptr,
+    expert_offsets_ptr,
+    tiles_ptr,
+    num_pairs,
+    num_experts,
+    max_tiles,
+    stride_logits_token,
+    stride_logits_expert,
+    TOP_K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_CHOICES: tl.constexpr,
+):
+    """Route one token; the program that comes last sorts the pairs of all.
+
+    Grid: (T,)
+    """
+    token = tl.program_id(0).to(tl.int64)
+    _route(
+        *(logits_ptr + token * stride_logits_token, weights_ptr + token * TOP_K, expert_ids_ptr + token * TOP_K),
+        *(num_experts, stride_logits_expert, TOP_K, RENORMALISE, BLOCK_E, BLOCK_CHOICES),
+    )
+    tl.debug_barrier()  # all of this program has written before its arrival is counted, which releases and acquires
+    num_before = tl.atomic_add(num_routed_ptr, 1, sem="acq_rel", scope="gpu")
+    if num_before < tl.num_programs(0) - 1:
+        return
+    tl.debug_barrier()
+    tl.store(num_routed_ptr, 0)  # for the next launch
+    _sort_few(
+        *(expert_ids_ptr, pair_ids_ptr, places_ptr, expert_offsets_ptr, tiles_ptr),
+        *(num_pairs, num_experts, max_tiles, BLOCK, BLOCK_E, BLOCK_M),
+    )
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -141,17 +246,21 @@ def _count_kernel(
     tl.store(counts_ptr + block * num_experts + experts, counts, mask=experts < num_experts)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
 def _place_kernel(
     expert_ids_ptr,  # [P], int64
     counts_ptr,  # [num_blocks, E], int32
-    pair_ids_ptr,  # [P], int64
-    expert_offsets_ptr,  # [E + 1], int64
+    pair_ids_ptr,  # these and the following: as of `_sort_few`
+    places_ptr,
+    expert_offsets_ptr,
+    tiles_ptr,
     num_pairs,
     num_experts,
+    max_tiles,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
     """Write one block's pairs: after lower experts, after their own expert's pairs of earlier blocks, in their order.
 
@@ -172,6 +281,7 @@ def _place_kernel(
     if block == 0:
         tl.store(expert_offsets_ptr + experts, starts.to(tl.int64), mask=experts < num_experts)
         tl.store(expert_offsets_ptr + num_experts, num_pairs.to(tl.int64))
+        _write_tiles(tiles_ptr, starts, totals, max_tiles, BLOCK_M)
 
     lanes = tl.arange(0, BLOCK)
     pairs = block * BLOCK + lanes
@@ -184,46 +294,96 @@ def _place_kernel(
         ranks += tl.sum(is_before.to(tl.int32), 1)
     places = tl.gather(starts + earlier, ids, 0) + ranks
     tl.store(pair_ids_ptr + places, pairs.to(tl.int64), mask=pairs < num_pairs)
+    tl.store(places_ptr + pairs, places, mask=pairs < num_pairs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """The tensors of an `ExpertLayout` before they are written, and sizes that go with them."""
+
+    pair_ids: torch.Tensor  # [P], int64
+    places: torch.Tensor  # [P], int32
+    offsets: torch.Tensor  # [E + 1], int64
+    tiles: torch.Tensor  # [max_tiles, TILE_FIELDS], int32
+    sizes: tuple[int, int, int]  # num_pairs, num_experts, max_tiles
+    blocks: dict[str, int]  # BLOCK_E and BLOCK_M
+
+    @classmethod
+    def empty(cls, num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> Self:
+        num_pairs = num_tokens * top_k
+        block_m = row_tile(num_pairs, top_k, num_experts)
+        max_tiles = max_row_tiles(num_pairs, num_experts, block_m)
+        return cls(
+            pair_ids=torch.empty(num_pairs, dtype=torch.int64, device=device),
+            places=torch.empty(num_pairs, dtype=torch.int32, device=device),
+            offsets=torch.empty(num_experts + 1, dtype=torch.int64, device=device),
+            tiles=torch.empty(max_tiles, TILE_FIELDS, dtype=torch.int32, device=device),
+            sizes=(num_pairs, num_experts, max_tiles),
+            blocks={"BLOCK_E": power_of_two_from(num_experts), "BLOCK_M": block_m},
+        )
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """In the order of the kernels."""
+        return self.pair_ids, self.places, self.offsets, self.tiles
+
+    def sorted(self, top_k: int) -> ExpertLayout:
+        """Once it is written."""
+        return ExpertLayout(self.pair_ids, self.offsets, top_k, self.places, self.tiles)
 
 
 def sort_tokens_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertLayout:
     """See `Operations.sort_tokens_by_expert`. Other ids than 0 .. num_experts - 1 are not refused: the host would have
     to wait for the GPU.
     """
-    num_pairs, device = expert_ids.numel(), expert_ids.device
-    ids = expert_ids.contiguous()
-    pair_ids = torch.empty(num_pairs, dtype=torch.int64, device=device)
-    offsets = torch.empty(num_experts + 1, dtype=torch.int64, device=device)
-    if num_pairs <= MAX_PAIRS_PER_EXPERT_SCAN:
-        launch = expert_scan_launch(num_pairs)
-        _scan_expert_kernel[(num_experts,)](
-            ids, pair_ids, offsets, num_pairs, BLOCK=launch.columns, num_warps=launch.num_warps
+    layout = _Layout.empty(*expert_ids.shape, num_experts, expert_ids.device)
+    _sort(expert_ids.contiguous(), layout)
+    return layout.sorted(expert_ids.shape[1])
+
+
+def _sort(ids: torch.Tensor, layout: _Layout) -> None:
+    num_pairs, num_experts, _ = layout.sizes
+    if num_pairs <= MAX_PAIRS_OF_ONE_PROGRAM:
+        launch = sort_launch(num_pairs)
+        _sort_kernel[(1,)](
+            *(ids, *layout.tensors, *layout.sizes), **layout.blocks, BLOCK=launch.columns, num_warps=launch.num_warps
         )
-    else:
-        launch = expert_count_launch()
-        blocks = {"BLOCK": launch.columns, "BLOCK_E": power_of_two_from(num_experts), "num_warps": launch.num_warps}
-        grid = (triton.cdiv(num_pairs, launch.columns),)
-        counts = torch.empty(grid[0], num_experts, dtype=torch.int32, device=device)
-        _count_kernel[grid](ids, counts, num_pairs, num_experts, **blocks)
-        _place_kernel[grid](ids, counts, pair_ids, offsets, num_pairs, num_experts, CHUNK=launch.rows, **blocks)
-    return ExpertLayout(pair_ids, offsets, expert_ids.shape[1])
+        return
+    launch = expert_count_launch()
+    grid = (triton.cdiv(num_pairs, launch.columns),)
+    counts = torch.empty(grid[0], num_experts, dtype=torch.int32, device=ids.device)
+    options = {"BLOCK": launch.columns, "num_warps": launch.num_warps}
+    _count_kernel[grid](ids, counts, num_pairs, num_experts, BLOCK_E=layout.blocks["BLOCK_E"], **options)
+    _place_kernel[grid](*(ids, counts, *layout.tensors, *layout.sizes), **layout.blocks, CHUNK=launch.rows, **options)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
-def _invert_kernel(
-    pair_ids_ptr,  # [P], int64
-    places_ptr,  # [P], int32
-    num_pairs,
-    BLOCK: tl.constexpr,
-):
-    """The row at which each pair lies.
+def route_and_sort(router_logits: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, ExpertLayout]:
+    """See `Operations.route_and_sort`. Up to MAX_PAIRS_OF_ONE_PROGRAM pairs take one launch."""
+    num_tokens, num_experts = router_logits.shape
+    if not 0 < num_tokens * top_k <= MAX_PAIRS_OF_ONE_PROGRAM:
+        routed = route_topk(router_logits, top_k, renormalise=renormalise)
+        return routed.weights, sort_tokens_by_expert(routed.expert_ids, num_experts)
+    device = router_logits.device
+    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
+    expert_ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=device)
+    layout, launch = _Layout.empty(num_tokens, top_k, num_experts, device), sort_launch(num_tokens * top_k)
+    _route_and_sort_kernel[(num_tokens,)](
+        *(router_logits, weights, expert_ids, _num_routed(device), *layout.tensors, *layout.sizes),
+        *router_logits.stride(),
+        TOP_K=top_k,
+        RENORMALISE=renormalise,
+        BLOCK=launch.columns,
+        **layout.blocks,
+        BLOCK_CHOICES=power_of_two_from(top_k),
+        num_warps=launch.num_warps,
+    )
+    return weights, layout.sorted(top_k)
 
-    Grid: (cdiv(P, BLOCK),)
-    """
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_row = rows < num_pairs
-    pairs = tl.load(pair_ids_ptr + rows, mask=is_row, other=0)
-    tl.store(places_ptr + pairs, rows, mask=is_row)
+
+@lru_cache(maxsize=16)
+def _num_routed(device: torch.device) -> torch.Tensor:
+    """A device's count of programs that have routed, which each launch leaves at 0: zeroing it would be one more."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 @triton.jit
@@ -257,18 +417,14 @@ def _combine_experts_kernel(
 def combine_experts(rows: torch.Tensor, layout: ExpertLayout, weights: torch.Tensor) -> torch.Tensor:
     """See `Operations.combine_experts`."""
     num_tokens, top_k = weights.shape
-    num_pairs, hidden_size = rows.shape
+    hidden_size = rows.shape[1]
     out = torch.empty(num_tokens, hidden_size, dtype=rows.dtype, device=rows.device)
     if num_tokens == 0:
         return out
-    places = torch.empty(num_pairs, dtype=torch.int32, device=rows.device)
-    _invert_kernel[(triton.cdiv(num_pairs, INVERT_BLOCK),)](
-        layout.pair_ids, places, num_pairs, BLOCK=INVERT_BLOCK, num_warps=4
-    )
     launch = combine_launch(num_tokens, hidden_size)
     _combine_experts_kernel[(num_tokens, triton.cdiv(hidden_size, launch.columns))](
         rows,
-        places,
+        layout.places,
         weights.contiguous(),
         out,
         hidden_size,
@@ -280,9 +436,9 @@ def combine_experts(rows: torch.Tensor, layout: ExpertLayout, weights: torch.Ten
     return out
 
 
-def expert_scan_launch(num_pairs: int) -> TileLaunch:
-    """One program an expert: columns = ids read at once."""
-    return TileLaunch(1, min(max(power_of_two_from(num_pairs), 128), 1024), 4)
+def sort_launch(num_pairs: int) -> TileLaunch:
+    """One program: columns = pairs, up to eight a thread; the 128 experts of a token are one a thread."""
+    return TileLaunch(1, max(power_of_two_from(num_pairs), 16), 4)
 
 
 def expert_count_launch() -> TileLaunch:

@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
 )
 
 from engine.errors import GrammarFailed, NonFiniteLogits
-from engine.sampler import SampledToken, Sampler, SamplingRow, row_arrays
+from engine.sampler import SampledToken, Sampler, SamplingRow, plain_draws, row_arrays
 from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import TokenCounts
 from engine.structured.grammar import Grammar
@@ -111,7 +111,17 @@ def test_greedy_takes_the_best_after_bias_and_penalties() -> None:
 
 @pytest.mark.parametrize(("name", "value"), ASKED_OF_GREEDY_ROWS.items())
 def test_a_greedy_row_that_asks_for_nothing_else_is_looked_at(name: str, value: Any) -> None:
-    assert row_arrays([_row(temperature=0.0, **{name: value})], VOCAB)
+    rows = [_row(temperature=0.0, **{name: value})]
+    assert row_arrays(rows, VOCAB)
+    assert plain_draws(rows) is None
+
+
+@pytest.mark.parametrize("params", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
+def test_a_drawn_row_with_less_than_all_tokens_is_no_plain_draw(params: dict[str, Any]) -> None:
+    assert plain_draws([_row(temperature=0.7, **params)]) is None
+    greedy = plain_draws([_row(temperature=0.0, **params), None, _row(temperature=0.5, seed=9)])
+    assert greedy is not None
+    assert [array.tolist() for array in greedy] == [[0.0, 0.0, 0.5], [0, 0, 9], [0, 0, 7]]
 
 
 def test_every_parameter_says_whether_greedy_rows_ask_for_it() -> None:

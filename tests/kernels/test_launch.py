@@ -17,12 +17,13 @@ from kernels.interface import StepShape
 from kernels.triton.attention_launch import AttentionLaunch, DecodeSplits, decode_launch, decode_splits
 from kernels.triton.compilation import launch_class
 from kernels.triton.dense import MANY_ROWS, gate_launch, norm_launch
-from kernels.triton.experts import combine_launch, expert_count_launch, expert_scan_launch
+from kernels.triton.experts import MAX_PAIRS_OF_ONE_PROGRAM, combine_launch, expert_count_launch, sort_launch
 from kernels.triton.grouped_gemm import (
     LEAST_SHARED_MEMORY_BYTES,
     SHARED_MEMORY_BYTES,
     GroupedGemmLaunch,
     grouped_gemm_launch,
+    row_tile,
 )
 from kernels.triton.gumbel import gumbel_launch
 from kernels.triton.launch import TileLaunch, compute_capability, power_of_two_from, read_tuned
@@ -41,8 +42,8 @@ DENSE = StepShape(hidden_size=1024, intermediate_size=3072, itemsize=2)
 EXPERTS = StepShape(2048, 6144, 2, num_experts=128, top_k=8, expert_size=768, bucketed_min_tokens=4)
 
 
-def qwen3_moe(num_tokens: int, capability: int = 90, itemsize: int = 2) -> GroupedGemmLaunch:
-    return grouped_gemm_launch(num_tokens * 8, 8, 128, itemsize=itemsize, capability=capability)
+def qwen3_moe(num_tokens: int, capability: int = 90, *, gather: bool = True) -> GroupedGemmLaunch:
+    return grouped_gemm_launch(num_tokens * 8, 8, 128, itemsize=2, capability=capability, gather=gather)
 
 
 def is_power_of_two(value: int) -> bool:
@@ -67,15 +68,18 @@ def test_the_gpu_is_asked_once_for_its_capability(monkeypatch: pytest.MonkeyPatc
 
 def test_qwen3_30b_a3b_takes_the_tuned_line_nearest_to_its_tokens() -> None:
     assert qwen3_moe(1) == GroupedGemmLaunch(16, 64, 64, 1, 4, 5, swap_ab=True)
-    assert qwen3_moe(64) == GroupedGemmLaunch(16, 256, 128, 1, 8, 2, swap_ab=True)
+    assert qwen3_moe(64) == GroupedGemmLaunch(16, 128, 128, 1, 4, 3, swap_ab=True)
+    assert qwen3_moe(64, gather=False) == GroupedGemmLaunch(16, 256, 64, 1, 8, 3, swap_ab=True)
+    assert qwen3_moe(16, gather=False) == qwen3_moe(16)
     assert qwen3_moe(55) == qwen3_moe(48)
     assert qwen3_moe(57) == qwen3_moe(64)
     assert qwen3_moe(100_000) == qwen3_moe(2048) == GroupedGemmLaunch(128, 256, 64, 16, 8, 4, swap_ab=False)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 4096])
-def test_the_derived_rule_gives_the_rows_of_the_tuned_line(num_tokens: int) -> None:
-    assert qwen3_moe(num_tokens, capability=80).block_m == qwen3_moe(num_tokens, capability=90).block_m
+def test_both_products_have_the_rows_of_the_layout_s_tiles(num_tokens: int) -> None:
+    launches = [qwen3_moe(num_tokens, capability, gather=gather) for capability in (80, 90) for gather in (False, True)]
+    assert {launch.block_m for launch in launches} == {row_tile(num_tokens * 8, 8, 128)}
 
 
 @pytest.mark.parametrize("capability", [80, 86, 90, 100])
@@ -84,7 +88,9 @@ def test_the_derived_rule_gives_the_rows_of_the_tuned_line(num_tokens: int) -> N
 def test_every_launch_can_run(num_experts: int, top_k: int, itemsize: int, capability: int) -> None:
     limit_bytes = SHARED_MEMORY_BYTES.get(capability, LEAST_SHARED_MEMORY_BYTES)
     for num_tokens in TOKENS:
-        launch = grouped_gemm_launch(num_tokens * top_k, top_k, num_experts, itemsize=itemsize, capability=capability)
+        launch = grouped_gemm_launch(
+            num_tokens * top_k, top_k, num_experts, itemsize=itemsize, capability=capability, gather=num_tokens % 2 == 0
+        )
         assert min(launch.block_m, launch.block_n, launch.block_k) >= 16  # of tl.dot
         assert all(is_power_of_two(size) for size in (launch.block_m, launch.block_n, launch.block_k))
         assert launch.num_stages >= 1
@@ -94,12 +100,11 @@ def test_every_launch_can_run(num_experts: int, top_k: int, itemsize: int, capab
         assert not launch.swap_ab or (launch.block_m < 64 <= launch.block_n and capability == 90 and itemsize == 2)
 
 
-@pytest.mark.parametrize("num_pairs", [0, 1, 8, 129, 1024, 4096])
-def test_few_ids_are_read_at_once(num_pairs: int) -> None:
-    launch = expert_scan_launch(num_pairs)
+@pytest.mark.parametrize("num_pairs", [1, 8, 129, 1000, MAX_PAIRS_OF_ONE_PROGRAM])
+def test_one_program_sorts_few_pairs(num_pairs: int) -> None:
+    launch = sort_launch(num_pairs)
     assert is_power_of_two(launch.columns)
-    assert 128 <= launch.columns <= 1024
-    assert launch.columns >= min(num_pairs, 1024)
+    assert max(num_pairs, 16) <= launch.columns <= 8 * 32 * launch.num_warps
 
 
 def test_a_block_of_ids_is_compared_in_whole_parts() -> None:
@@ -251,10 +256,10 @@ def test_what_was_measured_on_this_gpu_goes_before_the_rules(tmp_path: Path) -> 
         name.return_value = "another GPU"
         assert read_tuned.__wrapped__(path) == read_tuned.__wrapped__(tmp_path / "no file") == {}
     assert read_tuned.__wrapped__(path) == {}  # no GPU
-    rules = grouped_gemm_launch(8 * 64, 8, 64, itemsize=2, capability=90)
+    rules = grouped_gemm_launch(8 * 64, 8, 64, itemsize=2, capability=90, gather=True)
     with mock.patch("kernels.triton.launch.read_tuned", return_value=found):
-        assert grouped_gemm_launch(8 * 60, 8, 128, itemsize=2, capability=90).num_warps == 8
-        assert grouped_gemm_launch(8 * 64, 8, 64, itemsize=2, capability=90) == rules  # other experts
+        assert grouped_gemm_launch(8 * 60, 8, 128, itemsize=2, capability=90, gather=True).num_warps == 8
+        assert grouped_gemm_launch(8 * 64, 8, 64, itemsize=2, capability=90, gather=True) == rules  # other experts
         assert decode_launch(2) == AttentionLaunch(block_m=16, tile=128, num_warps=8, num_stages=3)
         assert decode_launch(4).tile == 16  # float32, in which nothing is tuned
         assert decode_splits(1, 100_000, 132) == DecodeSplits(391, 256)

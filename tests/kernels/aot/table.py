@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 import triton
 
-from kernels.operands import AttentionRows, ExpertLayout, PrefixGroup, RoutedExperts
+from kernels.operands import AttentionRows, PrefixGroup, RoutedExperts
 from kernels.triton.decode_attention import paged_decode_attention
 from kernels.triton.dense import MANY_ROWS, fused_add_rms_norm, pack, rms_norm, silu_and_mul
-from kernels.triton.experts import combine_experts, route_topk, sort_tokens_by_expert
+from kernels.triton.experts import combine_experts, route_and_sort, route_topk, sort_tokens_by_expert
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.gumbel import choose_tokens, gumbel_argmax
 from kernels.triton.moe_small_batch import moe_small_batch
@@ -215,22 +215,21 @@ def _store(model: _Model, num_tokens: int) -> None:
 
 
 def _run_gemms(num_tokens: int, num_experts: int, top_k: int) -> None:
-    layout = ExpertLayout(
-        torch.empty(num_tokens * top_k, dtype=torch.int64), torch.empty(num_experts + 1, dtype=torch.int64), top_k
-    )
+    layout = sort_tokens_by_expert(torch.empty(num_tokens, top_k, dtype=torch.int64), num_experts)
     gate_up = torch.empty(num_experts, 2 * INTERMEDIATE, HIDDEN, dtype=torch.bfloat16, device="meta")
     down = torch.empty(num_experts, HIDDEN, INTERMEDIATE, dtype=torch.bfloat16, device="meta")
-    grouped_gemm(torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16), pack(gate_up), layout, gather=True)
+    grouped_gemm(torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16), pack(gate_up), layout, gather=True, gated=True)
     hidden = torch.empty(num_tokens * top_k, INTERMEDIATE, dtype=torch.bfloat16)
     grouped_gemm(hidden, pack(down), layout, gather=False)
 
 
 def _run_others(num_tokens: int) -> None:
     for renormalise in (False, True):
-        routed = route_topk(torch.empty(num_tokens, EXPERTS, dtype=torch.bfloat16), TOP_K, renormalise=renormalise)
-    layout = sort_tokens_by_expert(routed.expert_ids, EXPERTS)
+        logits = torch.empty(num_tokens, EXPERTS, dtype=torch.bfloat16)
+        weights, layout = route_and_sort(logits, TOP_K, renormalise=renormalise)
+        route_topk(logits, TOP_K, renormalise=renormalise)
     rows = torch.empty(num_tokens * TOP_K, HIDDEN, dtype=torch.bfloat16)
-    combine_experts(rows, layout, routed.weights)
+    combine_experts(rows, layout, weights)
 
 
 def _run_short_cut(num_tokens: int) -> None:

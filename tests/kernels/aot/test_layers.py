@@ -12,13 +12,13 @@ from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKe
 ROW_KERNELS = {"rms_norm_kernel", "silu_and_mul_kernel", "qk_norm_rope_store_kv_kernel"}
 EXPERT_KERNELS = {
     "_route_topk_kernel",
-    "_scan_expert_kernel",
+    "_sort_kernel",
+    "_route_and_sort_kernel",
     "_count_kernel",
     "_place_kernel",
     "_grouped_gemm_kernel",
     "_gate_up_silu_kernel",
     "_down_combine_kernel",
-    "_invert_kernel",
     "_combine_experts_kernel",
 }
 LOAD = r"ld\.global(?:\.\w+(?:::\w+)?)*?\.(v\d\.)?b(\d+)"
@@ -92,6 +92,20 @@ def test_matrix_products_copy_16_bytes_at_a_time_while_they_multiply(of_experts:
     streaming = ("_gate_up_silu_kernel", "_down_combine_kernel")
     for kernel in [*gemms(of_experts), *(kernel for kernel in of_experts if kernel.name in streaming)]:
         assert kernel.num_async_copies > 0, kernel
+
+
+def test_a_multiprocessor_holds_two_programs_of_a_step_of_48_to_256_tokens(of_experts: list[CompiledKernel]) -> None:
+    """Of 65,536 registers and 228 KiB on Hopper, of which each program takes one KiB more than it asks for."""
+    lines = [(16, 128, 128, 3), (16, 256, 64, 3), (32, 128, 64, 4)]
+    found = set()
+    for kernel in gemms(of_experts):
+        line = (*(kernel.constants[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K")), kernel.num_stages)
+        if kernel.capability == 90 and line in lines:
+            found.add(line)
+            assert 2 * kernel.registers * kernel.num_warps * 32 <= 65_536, kernel
+            assert 2 * (kernel.shared_bytes + 1024) <= 233_472, kernel
+    if of_experts[0].capability == 90:
+        assert found == set(lines)
 
 
 def test_every_matrix_product_uses_wgmma_on_hopper(of_experts: list[CompiledKernel]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,12 @@ from kernels import reference
 from kernels.operands import ExpertLayout, RoutedExperts
 from kernels.triton import experts
 from kernels.triton.dense import pack
-from kernels.triton.experts import combine_experts, route_topk, sort_tokens_by_expert
-from kernels.triton.grouped_gemm import grouped_gemm
+from kernels.triton.experts import combine_experts, route_and_sort, route_topk, sort_tokens_by_expert
+from kernels.triton.grouped_gemm import grouped_gemm, row_tile
 from kernels.triton.moe_small_batch import moe_small_batch
 from tests.support.devices import GuardedMemory, past_int32_storage
-from tests.support.tensors import SHAPES, assert_close, expert_weights, framed, layout_of, on_cpu, randn, routing
+from tests.support.tensors import SHAPES, assert_close, expert_weights, framed, on_cpu, randn, routing
+from tests.support.tensors import layout_of as reference_layout_of
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -31,9 +33,18 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     guarded.check()
 
 
+def layout_of(expert_ids: torch.Tensor, num_experts: int) -> ExpertLayout:
+    """The reference's order of the pairs, with the places and tiles of these kernels."""
+    expected = reference_layout_of(expert_ids, num_experts)
+    found = sort_tokens_by_expert(expert_ids, num_experts)
+    return replace(expected, places=found.places, tiles=found.tiles)
+
+
 def assert_gemm_agrees(x: torch.Tensor, weight: torch.Tensor, layout: ExpertLayout, *, gather: bool) -> None:
-    actual = grouped_gemm(x, pack(weight), layout, gather=gather)
-    assert_close(actual.cpu(), reference.grouped_gemm(x.cpu(), pack(weight.cpu()), on_cpu(layout), gather=gather))
+    for gated in (False, True) if weight.shape[1] % 2 == 0 else (False,):
+        actual = grouped_gemm(x, pack(weight), layout, gather=gather, gated=gated)
+        expected = reference.grouped_gemm(x.cpu(), pack(weight.cpu()), on_cpu(layout), gather=gather, gated=gated)
+        assert_close(actual.cpu(), expected)
 
 
 # grouped_gemm
@@ -281,12 +292,31 @@ def assert_sorted(expert_ids: torch.Tensor, num_experts: int) -> None:
     assert_close(actual.pair_ids.cpu(), expected.pair_ids)
     assert_close(actual.expert_offsets.cpu(), expected.expert_offsets)
     assert actual.top_k == expected.top_k
+    assert_is_complete(actual, num_experts)
+
+
+def assert_is_complete(layout: ExpertLayout, num_experts: int) -> None:
+    """Each pair has its place, and each row is in one tile of its expert."""
+    assert layout.places is not None
+    assert layout.tiles is not None
+    num_pairs = layout.pair_ids.shape[0]
+    assert layout.places[layout.pair_ids].tolist() == list(range(num_pairs))
+    rows, offsets = [], layout.expert_offsets.tolist()
+    height = row_tile(num_pairs, layout.top_k, num_experts)
+    tiles = layout.tiles.tolist()
+    used = [tile for tile in tiles if tile[0] >= 0]
+    assert tiles[: len(used)] == used
+    for expert, first, end, _ in used:
+        assert offsets[expert] <= first < end == offsets[expert + 1]
+        rows += range(first, min(first + height, end))
+    assert rows == list(range(num_pairs))
 
 
 @pytest.fixture(params=[False, True], ids=["one launch", "two launches"])
 def several_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Both ways to sort, whatever the number of pairs."""
-    monkeypatch.setattr(experts, "MAX_PAIRS_PER_EXPERT_SCAN", 0 if request.param else 1 << 20)
+    """Both ways to sort, where one launch could."""
+    if request.param:
+        monkeypatch.setattr(experts, "MAX_PAIRS_OF_ONE_PROGRAM", 0)
     return bool(request.param)
 
 
@@ -303,13 +333,43 @@ def test_sorting_when_one_expert_takes_every_pair(expert: int, device: torch.dev
     assert_sorted(torch.full((150, 2), expert, device=device), 6)
 
 
-def test_sorting_reads_its_ids_over_several_steps(device: torch.device) -> None:
-    ids = torch.randint(4, (1300, 2), generator=torch.Generator().manual_seed(7)).to(device)
-    assert_sorted(ids, 4)
-
-
 def test_more_pairs_than_one_launch_takes_are_sorted_in_two(device: torch.device) -> None:
     assert_sorted(torch.randint(3, (4111, 1), generator=torch.Generator().manual_seed(8)).to(device), 3)
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [*SHAPES, (4, 60, 6), (2, 256, 8)])
+def test_routing_and_sorting_in_one_launch_is_both(
+    num_tokens: int, num_experts: int, top_k: int, renormalise: bool, device: torch.device, dtype: torch.dtype
+) -> None:
+    logits = framed(randn(num_tokens, num_experts, seed=3, device=device, dtype=dtype))
+    for _ in range(2):  # the count of programs is back at 0
+        weights, layout = route_and_sort(logits, top_k, renormalise=renormalise)
+        routed = reference.route_topk(logits.cpu(), top_k, renormalise=renormalise)
+        assert_close(weights.cpu(), routed.weights)
+        expected = reference.sort_tokens_by_expert(routed.expert_ids, num_experts)
+        assert_close(layout.pair_ids.cpu(), expected.pair_ids)
+        assert_close(layout.expert_offsets.cpu(), expected.expert_offsets)
+        assert_is_complete(layout, num_experts)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5])
+def test_pairs_that_one_program_does_not_sort_are_routed_first(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(experts, "MAX_PAIRS_OF_ONE_PROGRAM", 9)
+    logits = randn(num_tokens, 7, seed=3, device=device)
+    weights, layout = route_and_sort(logits, 2, renormalise=True)
+    expected_weights, expected = reference.route_and_sort(logits.cpu(), 2, renormalise=True)
+    assert_close(weights.cpu(), expected_weights)
+    assert_close(layout.pair_ids.cpu(), expected.pair_ids)
+    assert_close(layout.expert_offsets.cpu(), expected.expert_offsets)
+
+
+def test_a_product_wants_tiles(device: torch.device) -> None:
+    layout = reference_layout_of(torch.zeros(3, 1, dtype=torch.int64, device=device), 2)
+    with pytest.raises(ValueError, match=r"no tiles; accepted: one that kernels\.triton has sorted"):
+        grouped_gemm(torch.zeros(3, 8, device=device), pack(torch.zeros(2, 16, 8, device=device)), layout, gather=True)
 
 
 def test_sorting_no_tokens_gives_offsets_of_zero(device: torch.device) -> None:
