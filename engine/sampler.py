@@ -228,9 +228,10 @@ def plain_draws(rows: Rows) -> Arrays | None:
     """Temperatures (0: greedy), seeds and positions [S], as `Operations.choose_tokens` takes them, where no row asks
     for more than a choice among all tokens; None where some do. None among the rows: a greedy one, not read.
     """
-    draws = [(0.0, 0, 0)] * len(rows)
+    temperatures = np.zeros(len(rows), dtype=np.float32)
+    seeds, positions = (np.zeros(len(rows), dtype=np.int64) for _ in range(2))
     for index, row in enumerate(rows):
-        if row is None:
+        if row is GREEDY_ROW or row is None:
             continue
         params = row.params
         if (
@@ -240,9 +241,8 @@ def plain_draws(rows: Rows) -> Arrays | None:
         ):  # fmt: skip
             return None
         if params.temperature:
-            draws[index] = (params.temperature, row.seed, row.position)
-    temperatures, seeds, positions = zip(*draws, strict=True) if draws else ((), (), ())
-    return _float32(temperatures), _int64(seeds), _int64(positions)
+            temperatures[index], seeds[index], positions[index] = params.temperature, row.seed, row.position
+    return temperatures, seeds, positions
 
 
 def chosen_plainly(chosen: torch.Tensor, rows: Rows) -> ChosenTokens:

@@ -13,6 +13,8 @@ class DecodeGraphStats:
     failed_sizes: tuple[int, ...]  # whose capture failed, rising: such steps run in a larger graph or eagerly
     num_replays: int
     num_eager_decode_steps: int  # steps of decode rows only that no graph could serve
+    captured_chunk_tokens: tuple[int, ...] = ()  # of graphs with chunks, rising
+    num_chunk_replays: int = 0  # of the replays, those with chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,14 @@ class CudaGraphSettings(SettingsGroup):
         "are not captured. none: 1, 2, 4, every 8 to 64, every 16 to 256, every 32 to 512, up to engine.max_num_seqs.",
     )
 
+    chunk_tokens: Tokens = Field(
+        default=2048,
+        ge=0,
+        le=1_048_576,
+        description="Steps with up to so many tokens of prompts are captured too, in sizes of half octaves from 256 "
+        "on: larger ones keep the GPU busy for longer than their launches take. 0: none.",
+    )
+
     @property
     def sizes(self) -> tuple[int, ...] | None:
         """`batch_sizes` as numbers."""

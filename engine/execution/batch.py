@@ -84,11 +84,12 @@ class PlannedBatch:
         return int(self.token_ids.shape[0])
 
     @property
-    def is_plain_decode(self) -> bool:
-        """Whether each item is one query of which logits alone are wanted, and rows are in the order of the items."""
-        if self.decode is None or self.prefill is not None or self.decode.prefix_groups or self.hidden_lens:
+    def is_plain(self) -> bool:
+        """Whether logits alone are wanted of each item, and no prefixes are shared."""
+        parts = [part for part in (self.decode, self.prefill) if part is not None]
+        if self.hidden_lens or self.last is not None or any(part.prefix_groups for part in parts):
             return False
-        return int(self.logits_indices.shape[0]) == self.num_tokens
+        return int(self.logits_indices.shape[0]) == sum(int(part.seq_lens.shape[0]) for part in parts)
 
     @property
     def arrays(self) -> tuple[Array, ...]:

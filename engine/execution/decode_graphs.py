@@ -1,4 +1,4 @@
-"""Captures decode steps once, as CUDA graphs of fixed sizes, and replays them."""
+"""Captures steps once, as CUDA graphs of fixed sizes, and replays them: of decode rows, and of these and chunks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +32,17 @@ MAX_DEFAULT_SIZE = 512
 # (`kernels.triton.attention_launch`): no room for parts and no merge. Longer rows have graphs of their own.
 SHORT_ROW_TOKENS = 8192
 
+# A step with chunks has room for one of so many tokens, on average: with more of them it runs eagerly.
+TOKENS_OF_A_CHUNK = 64
+LEAST_CHUNKS = 4
+LEAST_CHUNK_TOKENS = 256
+CHUNK_ROWS = (16, 64, 256)  # decode rows beside chunks: fewer sizes, since their padding is little beside the chunks
+
 # Temperatures float32 (0: greedy), seeds and positions int64 of a step's rows [n]: see `Operations.choose_tokens`.
 Draws = tuple[npt.NDArray[Any], ...]
 
-# Runs a step over static buffers; told the lengths of its rows, tokens in KV after the step.
+# Runs a step over static buffers; told the lengths of its rows, tokens in KV after the step. Where it has chunks, their
+# numbers of queries and their lengths follow.
 DecodeRun = Callable[[tuple[int, ...]], None]
 
 
@@ -53,21 +60,27 @@ class DecodeGraphs:
         backend: GraphBackend,
         batch_sizes: Sequence[int],
         max_model_len: int,
+        chunk_sizes: Sequence[int] = (),
     ) -> None:
-        """Allocates the buffers and captures nothing yet. max_model_len: most tokens of a row."""
-        largest = max(batch_sizes)
+        """Allocates the buffers and captures nothing yet. max_model_len: most tokens of a row; chunk_sizes: numbers of
+        tokens of all chunks of a step.
+        """
+        self._untried = graph_kinds(batch_sizes, max_model_len, chunk_sizes)
+        largest = max(kind.num_choices for kind in self._untried)
         self._model = model
         self._kv_cache = kv_cache
         self._backend = backend
-        self._buffers = DecodeBuffers(largest, -(-max_model_len // kv_cache.spec.block_size), model.device)
+        max_blocks = -(-max_model_len // kv_cache.spec.block_size)
+        self._buffers = DecodeBuffers(max(batch_sizes), max_blocks, model.device)
+        with_chunks = [kind for kind in self._untried if kind.chunk_tokens]
+        self._chunk_buffers = ChunkBuffers(with_chunks, max_blocks, model.device) if with_chunks else None
         vocab_size = model.config.vocab_size
         self._logits = torch.zeros((largest, vocab_size), dtype=model.dtype, device=model.device)
         self._chosen = torch.zeros((2, largest), dtype=torch.int64, device=model.device)
         self._is_known = torch.ones(vocab_size, dtype=torch.bool, device=model.device)
-        self._untried = graph_kinds(batch_sizes, max_model_len)
-        self._captured: dict[tuple[int, int], DecodeRun] = {}  # by batch size and most tokens of a row
+        self._captured: dict[GraphKind, DecodeRun] = {}
         self._failed: list[int] = []
-        self._num_replays = 0
+        self._num_replays = self._num_chunk_replays = 0
         self._num_eager_decode_steps = 0
 
     def capture_all(self) -> None:
@@ -82,7 +95,7 @@ class DecodeGraphs:
             return
         with _no_garbage_collection():
             while self._untried:
-                self._capture(*self._untried.pop())
+                self._capture(self._untried.pop())
         _log.info(
             "decode_graphs_captured",
             batch_sizes=list(self.stats().captured_sizes),
@@ -97,64 +110,76 @@ class DecodeGraphs:
     def replay(
         self, planned: PlannedBatch, chosen: torch.Tensor | None = None, draws: Draws | None = None
     ) -> ForwardResult | None:
-        """Logits [num_rows, V] of a decode step, in the order of its items, and, where draws are given, the tokens that
-        they choose; None: to be run eagerly.
+        """Logits [num_rows, V] of a step, in the order of its items, and, where draws are given, the tokens that they
+        choose; None: to be run eagerly.
 
         Both are views of buffers that every replay writes. They are read on the same stream before the next replay;
         what is to last longer must be copied. chosen, draws: see `StepExecutor.execute`.
         """
-        if planned.prefill is not None:
-            return None
         kind = self._smallest(planned)
-        if kind is None or planned.decode is None:
-            self._num_eager_decode_steps += 1
+        if kind is None:
+            self._num_eager_decode_steps += planned.prefill is None
             return None
-        size = kind[0]
         is_own = chosen is not None and chosen.data_ptr() == self._chosen.data_ptr()  # the graph itself fills them in
-        self._buffers.fill(planned, size, None if is_own else chosen, draws)
-        kv_lens = planned.decode.seq_lens.tolist()
-        self._captured[kind]((*kv_lens, *[1] * (size - len(kv_lens))))
+        others, rows = None if is_own else chosen, int(planned.logits_indices.shape[0])
+        if kind.chunk_tokens and self._chunk_buffers is not None:
+            lens = self._chunk_buffers.fill(planned, kind, others, draws)
+        else:
+            lens = self._buffers.fill(planned, kind.num_rows, others, draws)
+        self._captured[kind](lens)
         self._num_replays += 1
-        rows = len(kv_lens)
+        self._num_chunk_replays += kind.chunk_tokens > 0
         return ForwardResult(self._logits[:rows], (), None if draws is None else self._chosen[:, :rows])
 
     def stats(self) -> DecodeGraphStats:
         """Counters since the model was loaded."""
         return DecodeGraphStats(
-            captured_sizes=tuple(sorted({size for size, _ in self._captured})),
+            captured_sizes=tuple(sorted({kind.num_rows for kind in self._captured if not kind.chunk_tokens})),
             failed_sizes=tuple(sorted(set(self._failed))),
             num_replays=self._num_replays,
             num_eager_decode_steps=self._num_eager_decode_steps,
+            captured_chunk_tokens=tuple(sorted({kind.chunk_tokens for kind in self._captured} - {0})),
+            num_chunk_replays=self._num_chunk_replays,
         )
 
-    def _smallest(self, planned: PlannedBatch) -> tuple[int, int] | None:
-        if not planned.is_plain_decode or planned.decode is None:
+    def _smallest(self, planned: PlannedBatch) -> GraphKind | None:
+        if not planned.is_plain:
             return None
-        num_rows, longest = planned.num_tokens, int(planned.decode.seq_lens.max())
-        return min(((n, bound) for n, bound in self._captured if n >= num_rows and bound >= longest), default=None)
+        rows, chunks = ((0, 0) if part is None else (part.seq_lens.shape[0], int(part.seq_lens.max()))
+                        for part in (planned.decode, planned.prefill))  # fmt: skip
+        wanted = GraphKind(planned.num_tokens - rows[0], rows[0], max(rows[1], chunks[1]))
+        holding = (kind for kind in self._captured if kind.holds(wanted, chunks[0]))
+        return min(holding, key=lambda kind: (kind.num_tokens, kind.row_tokens), default=None)
 
-    def _capture(self, size: int, bound: int) -> None:
+    def _capture(self, kind: GraphKind) -> None:
+        if kind.chunk_tokens and self._chunk_buffers is not None:
+            self._chunk_buffers.clear(kind)
         try:
-            self._captured[size, bound] = self._backend.capture(self._run, (bound,) * size)
+            self._captured[kind] = self._backend.capture(lambda lens: self._run(kind, lens), kind.lens)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise  # eager steps would run out as well, later
-            self._failed.append(size)
+            if not kind.chunk_tokens:
+                self._failed.append(kind.num_rows)
             _log.warning(
                 "decode_graph_capture_failed",
-                batch_size=size,
-                row_tokens=bound,
+                batch_size=kind.num_rows,
+                chunk_tokens=kind.chunk_tokens,
+                row_tokens=kind.row_tokens,
                 error=f"{type(error).__name__}: {error}",
             )
 
     @torch.inference_mode()
-    def _run(self, kv_lens: tuple[int, ...]) -> None:
-        size = len(kv_lens)
-        batch = self._buffers.batch(kv_lens)
-        fill_in(batch.token_ids, self._chosen[0])
+    def _run(self, kind: GraphKind, lens: tuple[int, ...]) -> None:
+        size = kind.num_choices
+        if kind.chunk_tokens and self._chunk_buffers is not None:
+            batch, draws = self._chunk_buffers.batch(kind, lens), self._chunk_buffers.draws(size)
+        else:
+            batch, draws = self._buffers.batch(lens), self._buffers.draws(size)
+        fill_in(batch.token_ids[: kind.num_rows], self._chosen[0])
         logits = self._model.forward(batch, self._kv_cache).logits
         self._logits[:size].copy_(logits)
-        chosen = self._model.ops.choose_tokens(logits, self._is_known, *self._buffers.draws(size))
+        chosen = self._model.ops.choose_tokens(logits, self._is_known, *draws)
         self._chosen[:, :size].copy_(chosen)
 
 
@@ -182,17 +207,67 @@ def make_decode_graphs(
     if not settings.cuda_graphs.enabled or model.lm_head is None:
         return None
     sizes = settings.cuda_graphs.sizes or decode_graph_sizes(settings.max_num_seqs)
-    return DecodeGraphs(model, kv_cache, CudaGraphBackend(model.device), sizes, max_model_len)
+    chunk_sizes = chunk_graph_sizes(min(settings.cuda_graphs.chunk_tokens, settings.max_num_batched_tokens))
+    return DecodeGraphs(model, kv_cache, CudaGraphBackend(model.device), sizes, max_model_len, chunk_sizes)
 
 
-def graph_kinds(batch_sizes: Sequence[int], max_model_len: int) -> list[tuple[int, int]]:
-    """Batch size and most tokens of a row of each graph, rising: all sizes for short rows; where rows may be longer,
-    the powers of two and the largest size for rows of any length, since reading such rows takes most of a step.
+class GraphKind(NamedTuple):
+    """What a graph has room for."""
+
+    chunk_tokens: int  # of all chunks together; 0: it is a decode step's
+    num_rows: int  # with one query
+    row_tokens: int  # most tokens of a row in KV
+
+    @property
+    def max_chunks(self) -> int:
+        """Most chunks."""
+        return max(self.chunk_tokens // TOKENS_OF_A_CHUNK, LEAST_CHUNKS) if self.chunk_tokens else 0
+
+    @property
+    def num_choices(self) -> int:
+        """Rows of logits."""
+        return self.num_rows + self.max_chunks
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step, padding included."""
+        return self.num_rows + self.chunk_tokens
+
+    @property
+    def lens(self) -> tuple[int, ...]:
+        """What a capture is told: bounds of rows' lengths, and chunks of which the last, padding, has all tokens."""
+        chunks = (*[0] * self.max_chunks, self.chunk_tokens, *[0] * (self.max_chunks + 1)) if self.chunk_tokens else ()
+        return (*[self.row_tokens] * self.num_rows, *chunks)
+
+    def holds(self, wanted: GraphKind, num_chunks: int) -> bool:
+        """Whether a step of so many tokens, rows and chunks goes into it."""
+        is_alike = bool(self.chunk_tokens) == bool(wanted.chunk_tokens) and num_chunks <= self.max_chunks
+        return is_alike and all(mine >= other for mine, other in zip(self, wanted, strict=True))
+
+
+def graph_kinds(batch_sizes: Sequence[int], max_model_len: int, chunk_sizes: Sequence[int] = ()) -> list[GraphKind]:
+    """The graphs, in the order of their size: decode steps of all batch sizes for short rows; where rows may be longer,
+    of the powers of two and the largest size for rows of any length, since reading such rows takes most of a step; and
+    each number of tokens in chunks beside a few numbers of rows.
     """
-    short = min(SHORT_ROW_TOKENS, max_model_len)
-    kinds = {(size, short) for size in batch_sizes}
-    kinds |= {(size, max_model_len) for size in batch_sizes if size & (size - 1) == 0 or size == max(batch_sizes)}
+    largest = max(batch_sizes)
+    kinds = {GraphKind(0, size, min(SHORT_ROW_TOKENS, max_model_len)) for size in batch_sizes}
+    kinds |= {GraphKind(0, size, max_model_len) for size in batch_sizes if size & (size - 1) == 0 or size == largest}
+    beside = {size for size in batch_sizes if size in CHUNK_ROWS or size == largest}
+    kinds |= {GraphKind(tokens, size, max_model_len) for tokens in chunk_sizes for size in beside}
     return sorted(kinds)
+
+
+def chunk_graph_sizes(max_tokens: int) -> tuple[int, ...]:
+    """256, 384, 512, 768, 1024 and on, up to max_tokens, which is the last; none below 256.
+
+    A step pads to the next: less than half of its tokens, a fifth on average.
+    """
+    if max_tokens < LEAST_CHUNK_TOKENS:
+        return ()
+    powers = [1 << exponent for exponent in range(LEAST_CHUNK_TOKENS.bit_length() - 1, max_tokens.bit_length())]
+    sizes = (size for power in powers for size in (power, power + power // 2))
+    return (*(size for size in sizes if size < max_tokens), max_tokens)
 
 
 def decode_graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -228,8 +303,8 @@ class DecodeBuffers:
 
     def fill(
         self, planned: PlannedBatch, size: int, chosen: torch.Tensor | None = None, draws: Draws | None = None
-    ) -> None:
-        """Write a plain decode step (`PlannedBatch.is_plain_decode`) and padding up to `size` rows.
+    ) -> tuple[int, ...]:
+        """Write a plain decode step and padding up to `size` rows; returns the rows' lengths.
 
         One copy to the device and two on it, in the order of the current stream. Of the block tables only as many
         columns are written as the longest row has blocks: nobody reads a table past its row's length.
@@ -253,6 +328,7 @@ class DecodeBuffers:
         if chosen is not None:
             fill_in(self._state[0], chosen)
         self._block_tables[:size, : tables.shape[1]].copy_(staged_tables)
+        return (*rows.seq_lens.tolist(), *[1] * (size - count))
 
     def draws(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Temperatures, seeds and positions of the first rows."""
@@ -279,6 +355,120 @@ class DecodeBuffers:
             prefill=None,
             num_decode_tokens=size,
         )
+
+
+class ChunkBuffers:
+    """Inputs of steps with chunks at addresses that never change: the tokens of rows with one query and their padding,
+    then those of the chunks and theirs, which is a last chunk that sees no key and writes to the null block.
+    """
+
+    def __init__(self, kinds: Sequence[GraphKind], max_blocks: int, device: torch.device) -> None:
+        """Room for each of these kinds."""
+        num_choices, num_rows = max(kind.num_choices for kind in kinds), max(kind.num_rows for kind in kinds)
+        num_chunks = max(kind.max_chunks for kind in kinds) + 1
+        self._staging = StagingBuffer.pair(device)
+        self._tokens = torch.zeros(  # ids, positions, slots; each line starts at a multiple of 16 bytes
+            (3, -(-max(kind.num_tokens for kind in kinds) // 2) * 2), dtype=torch.int64, device=device
+        )
+        # Logits indices, seeds and positions of draws.
+        self._choices = torch.zeros((3, -(-num_choices // 2) * 2), dtype=torch.int64, device=device)
+        self._temperatures = torch.zeros(num_choices, dtype=torch.float32, device=device)
+        self._row_lens = torch.ones(num_rows, dtype=torch.int32, device=device)
+        self._chunk_lens = torch.zeros(num_chunks, dtype=torch.int32, device=device)
+        self._chunk_starts = torch.zeros(num_chunks + 1, dtype=torch.int32, device=device)
+        self._row_starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        self._tables = torch.zeros((num_rows + num_chunks, max_blocks), dtype=torch.int32, device=device)
+
+    def clear(self, kind: GraphKind) -> None:
+        """Nothing but padding."""
+        for tensor in (self._tokens, self._choices, self._temperatures, self._chunk_lens, self._chunk_starts):
+            tensor.zero_()
+        self._row_lens.fill_(1)
+        self._tables.zero_()
+        self._chunk_starts[kind.max_chunks + 1 :].fill_(kind.chunk_tokens)
+
+    def fill(
+        self, planned: PlannedBatch, kind: GraphKind, chosen: torch.Tensor | None, draws: Draws | None
+    ) -> tuple[int, ...]:
+        """Write a step and padding; returns what its run is told. chosen, draws: see `StepExecutor.execute`."""
+        rows, chunks = planned.decode, planned.prefill
+        if chunks is None or not planned.is_plain:
+            raise EngineFatal("a step without chunks, or with more than logits, does not go into a graph with chunks")
+        num_rows = 0 if rows is None else int(rows.seq_lens.shape[0])
+        num_chunks, size = int(chunks.seq_lens.shape[0]), kind.num_rows
+        row_lens = np.ones(size, dtype=np.int32)
+        chunk_lens = np.zeros(kind.max_chunks + 1, dtype=np.int32)
+        starts = np.full(kind.max_chunks + 2, chunks.cu_seqlens_q[-1], dtype=np.int32)
+        chunk_lens[:num_chunks], starts[:num_chunks], starts[-1] = chunks.seq_lens, chunks.cu_seqlens_q[:-1], kind[0]
+        width = max(part.block_tables.shape[1] for part in (rows, chunks) if part is not None)
+        tables = np.zeros((size + kind.max_chunks + 1, width), dtype=np.int32)
+        tables[size : size + num_chunks, : chunks.block_tables.shape[1]] = chunks.block_tables
+        if rows is not None:
+            row_lens[:num_rows] = rows.seq_lens
+            tables[:num_rows, : rows.block_tables.shape[1]] = rows.block_tables
+        tokens, choices, temperatures = _padded(planned, num_rows, kind, draws)
+        staged = next(self._staging).send((tokens, choices, temperatures, row_lens, chunk_lens, starts, tables))
+        self._take(staged)
+        if chosen is not None:
+            fill_in(self._tokens[0, :size], chosen)
+        return (*row_lens.tolist(), *np.diff(starts).tolist(), *chunk_lens.tolist())
+
+    def _take(self, staged: Sequence[torch.Tensor]) -> None:
+        places = (self._tokens, self._choices, self._temperatures, self._row_lens, self._chunk_lens)
+        for place, values in zip((*places, self._chunk_starts, self._tables), staged, strict=True):
+            target = place[: values.shape[0]] if values.dim() == 1 else place[: values.shape[0], : values.shape[1]]
+            target.copy_(values)
+
+    def draws(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Temperatures, seeds and positions of the first rows of logits."""
+        return self._temperatures[:size], self._choices[1, :size], self._choices[2, :size]
+
+    def batch(self, kind: GraphKind, lens: tuple[int, ...]) -> ForwardBatch:
+        """The batch of a kind. lens: what `fill` returned, or `GraphKind.lens`."""
+        size, num_chunks = kind.num_rows, kind.max_chunks + 1
+        token_ids, positions, slot_mapping = self._tokens[:, : kind.num_tokens]
+        return ForwardBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            logits_indices=self._choices[0, : kind.num_choices],
+            hidden_indices=self._choices[0, :0],
+            hidden_lens=(),
+            decode=AttentionRows(
+                block_tables=self._tables[:size],
+                cu_seqlens_q=self._row_starts[: size + 1],
+                seq_lens=self._row_lens[:size],
+                query_lens=(1,) * size,
+                kv_lens=lens[:size],
+            ),
+            prefill=AttentionRows(
+                block_tables=self._tables[size : size + num_chunks],
+                cu_seqlens_q=self._chunk_starts[: num_chunks + 1],
+                seq_lens=self._chunk_lens[:num_chunks],
+                query_lens=lens[size : size + num_chunks],
+                kv_lens=lens[size + num_chunks :],
+            ),
+            num_decode_tokens=size,
+        )
+
+
+def _padded(
+    planned: PlannedBatch, num_rows: int, kind: GraphKind, draws: Draws | None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Tokens (ids, positions, slots), choices (logits indices, seeds, positions) and temperatures, rows and chunks each
+    followed by their padding.
+    """
+    first, end = kind.num_rows, kind.num_rows + planned.num_tokens - num_rows
+    tokens = np.zeros((3, kind.num_tokens), dtype=np.int64)
+    for line, values in zip(tokens, (planned.token_ids, planned.positions, planned.slot_mapping), strict=True):
+        line[:num_rows], line[first:end] = values[:num_rows], values[num_rows:]
+    indices, choices = planned.logits_indices, np.zeros((3, kind.num_choices), dtype=np.int64)
+    count = indices.shape[0]
+    choices[0, :count] = np.where(indices < num_rows, indices, indices + first - num_rows)
+    temperatures = np.zeros(kind.num_choices, dtype=np.float32)
+    if draws is not None:
+        temperatures[:count], choices[1, :count], choices[2, :count] = draws
+    return tokens, choices, temperatures
 
 
 class GraphBackend(Protocol):

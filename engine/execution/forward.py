@@ -100,7 +100,7 @@ class StepExecutor:
         self, items: Sequence[ForwardItem], chosen: torch.Tensor | None, draws: Draws | None = None
     ) -> ForwardResult:
         # On a GPU it would be launches that the warm-up has not compiled, and no GPU has measured it.
-        narrows = self.model.device.type == "cpu"
+        narrows = self.model.device.type == "cpu" and self._graphs is None
         planned = plan_batch(items, self.kv_cache.spec.block_size, self._gates, narrows=narrows)
         if self._settings.trace_steps:
             self._trace(items)

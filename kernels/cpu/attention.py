@@ -87,7 +87,8 @@ def paged_prefill_attention(
     end = 0
     for row, (query_len, kv_len) in enumerate(zip(rows.query_lens, rows.kv_lens, strict=True)):
         start, end = end, end + query_len
-        if query_len > 1:
+        start += max(query_len - kv_len, 0)  # queries without keys, which have 0
+        if query_len > 1 and start < end:
             tokens = (rows.own_starts[row], kv_len)
             state = _attend_chunk(q[start:end], reader, rows.block_tables[row].long(), tokens, scale)
             own.output[start:end], own.lse[start:end] = state.output, state.lse

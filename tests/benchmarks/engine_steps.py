@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -168,10 +169,10 @@ def run_counted(engine: OpenEngine, requests: Sequence[Request]) -> tuple[int, f
     num_tokens = 0
     execute = engine.parts.executor.execute
 
-    def counting(items: Sequence[ForwardItem], *chosen: torch.Tensor | None) -> object:
+    def counting(items: Sequence[ForwardItem], *others: Any) -> object:
         nonlocal num_tokens
         num_tokens += sum(len(item.token_ids) for item in items)
-        return execute(items, *chosen)
+        return execute(items, *others)
 
     engine.parts.executor.execute = counting  # type: ignore[method-assign,assignment]  # a hook of this benchmark alone
     begin = time.perf_counter()

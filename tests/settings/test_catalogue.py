@@ -79,7 +79,7 @@ def test_a_row_carries_all_that_a_table_needs() -> None:
         accepted="a whole number, 1 to 65536",
         unit="sequences",
         description="Most sequences that run at the same time: each of n completions, each input of an embedding "
-        "request, is one.",
+        "request, is one. Not set, a GPU of 16 GiB and more has 256, of 100 GiB and more 512.",
         default=64,
         default_text="64",
     )

@@ -156,7 +156,7 @@ class StaticRunner:
         self.captures.append(kv_len_bounds)
         if len(kv_len_bounds) in self._failing:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-        run((1,) * len(kv_len_bounds))  # as the run before a capture: over padding alone
+        run(kv_len_bounds)  # as the run before a capture: over padding alone, all of it in the null block
         self.runs.append(StaticRun(self, run, max(kv_len_bounds)))
         return self.runs[-1]
 
@@ -166,11 +166,12 @@ def load_static_engine(
     backend: GraphBackend,
     overrides: Mapping[str, object] | None = None,
     batch_sizes: Sequence[int] = (1, 2, 4, 8),
+    chunk_sizes: Sequence[int] = (),
 ) -> OpenEngine:
-    """`load_engine` with decode graphs of `backend`."""
+    """`load_engine` with graphs of `backend`."""
 
     def make(model: DecoderModel, kv_cache: KVCacheTensors, _: EngineSettings, max_model_len: int) -> DecodeGraphs:
-        return DecodeGraphs(model, kv_cache, backend, batch_sizes, max_model_len)
+        return DecodeGraphs(model, kv_cache, backend, batch_sizes, max_model_len, chunk_sizes)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "make_decode_graphs", make)

@@ -122,13 +122,14 @@ def test_without_gates_rows_that_begin_alike_are_left_where_they_are() -> None:
     assert batch.decode.prefix_groups == ()
 
 
-def test_a_plain_decode_is_one_query_an_item_whose_logits_alone_are_wanted() -> None:
+def test_a_plain_step_wants_the_logits_of_each_item_and_nothing_else() -> None:
     def is_plain(*items: ForwardItem, gates: tuple[Gate, Gate] | None = None) -> bool:
-        return plan_batch(items, 4, gates).is_plain_decode
+        return plan_batch(items, 4, gates).is_plain
 
     row = ForwardItem([1], 5, [1, 2], wants_logits=True)
     assert is_plain(row, ForwardItem([2], 8, [3, 4, 5], wants_logits=True))
-    assert not is_plain(row, ForwardItem([2, 3], 8, [3, 4, 5], wants_logits=True))
+    assert is_plain(row, ForwardItem([2, 3], 8, [3, 4, 5], wants_logits=True))
+    assert not plan_batch([row, ForwardItem([2, 3], 8, [3, 4, 5], wants_logits=True)], 4, narrows=True).is_plain
     assert not is_plain(row, ForwardItem([2], 8, [3, 4, 5], wants_logits=False))
     assert not is_plain(row, ForwardItem([2], 8, [3, 4, 5], wants_logits=True, wants_hidden=True))
     assert not is_plain(row, ForwardItem([2], 8, [1, 4, 5], wants_logits=True), gates=(_always, _always))

@@ -271,11 +271,64 @@ def test_the_engine_gives_the_tokens_of_eager_steps(moe_checkpoint: Path, option
         assert static.stats().num_preemptions > 0
 
 
-class Allocations(TorchDispatchMode):
+CHUNK_SIZES = (8, 24, 40, 64)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"engine.async_scheduling": "on"},
+        {"engine.kv_cache.num_blocks": "12", "engine.max_model_len": "128"},
+        {"engine.prefix_cache.enabled": "off", "engine.max_num_batched_tokens": "40", "engine.max_num_seqs": "6"},
+    ],
+    ids=["together", "ahead", "preempted", "narrow"],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_with_chunks_leave_the_tokens_and_kv_of_eager_ones(
+    checkpoint: Path, options: dict[str, str], seed: int
+) -> None:
+    given = {"engine.max_num_batched_tokens": "64", "engine.shared_prefix.enabled": "off", **options}
+    requests = _workload(seed)
+    backend = StaticRunner()
+    static = load_static_engine(checkpoint, backend, given, batch_sizes=(4, 12), chunk_sizes=CHUNK_SIZES)
+    eager = load_engine(checkpoint, given)
+    assert _tokens(static, requests) == _tokens(eager, requests)
+    for mine, theirs in zip(_caches(static), _caches(eager), strict=True):
+        torch.testing.assert_close(mine[1:], theirs[1:], rtol=1e-4, atol=1e-4)  # block 0 is the null block
+    stats = _stats(static)
+    assert stats.captured_chunk_tokens == CHUNK_SIZES
+    assert stats.num_chunk_replays >= 3
+    assert stats.num_replays == len(backend.replays) > stats.num_chunk_replays
+
+
+def test_a_step_with_more_chunks_or_tokens_than_any_graph_runs_eagerly(moe_checkpoint: Path) -> None:
+    options = {"engine.shared_prefix.enabled": "off", "engine.prefix_cache.enabled": "off"}
+    engine = load_static_engine(moe_checkpoint, StaticRunner(), options, chunk_sizes=(8, 32))
+    for chunks, num_replays in (([2] * 4, 1), ([2] * 5, 0), ([9, 20], 1), ([9, 24], 0)):
+        before = _stats(engine).num_chunk_replays
+        for i, length in enumerate(chunks):
+            engine.add_request(greedy_request(f"{chunks} {i}", range(40 + i, 40 + i + length), 1))
+        while engine.has_unfinished():
+            engine.step()
+        assert _stats(engine).num_chunk_replays - before == num_replays
+
+
+def test_hidden_states_of_prompts_are_computed_eagerly(moe_checkpoint: Path) -> None:
+    engine = load_static_engine(
+        moe_checkpoint, StaticRunner(), {"engine.shared_prefix.enabled": "off"}, chunk_sizes=(64,)
+    )
+    scored = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=1)
+    requests = [Request("scored", tuple(range(9)), scored), greedy_request("plain", range(20, 30), 2)]
+    assert _tokens(engine, requests) == _tokens(load_engine(moe_checkpoint), requests)
+    assert _stats(engine).num_chunk_replays == 0
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
     """Counts the operations that make a tensor with memory of its own, except in functions that it passes over."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.names: list[str] = []
         self._is_paused = False
 

@@ -19,7 +19,9 @@ from engine.execution.decode_graphs import (
     CudaGraphBackend,
     DecodeGraphs,
     DecodeRun,
+    chunk_graph_sizes,
     decode_graph_sizes,
+    graph_kinds,
     make_decode_graphs,
 )
 from settings import CudaGraphSettings, EngineSettings
@@ -175,6 +177,25 @@ def test_beyond_512_rows_nothing_is_captured() -> None:
     assert max((min(size for size in sizes if size >= m) - m) / m for m in rows) < 0.8
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "expected"),
+    [(0, ()), (255, ()), (256, (256,)), (400, (256, 384, 400)), (2048, (256, 384, 512, 768, 1024, 1536, 2048))],
+)
+def test_numbers_of_tokens_in_chunks_grow_by_half_octaves(max_tokens: int, expected: tuple[int, ...]) -> None:
+    assert chunk_graph_sizes(max_tokens) == expected
+
+
+def test_graphs_with_chunks_have_few_numbers_of_rows() -> None:
+    kinds = graph_kinds(decode_graph_sizes(300), 40_960, (256, 2048))
+    with_chunks = [kind for kind in kinds if kind.chunk_tokens]
+    assert [kind[:2] for kind in with_chunks] == [
+        (tokens, rows) for tokens in (256, 2048) for rows in (16, 64, 256, 300)
+    ]
+    assert {kind.row_tokens for kind in with_chunks} == {40_960}
+    assert [kind.max_chunks for kind in with_chunks] == [4] * 4 + [32] * 4
+    assert all(len(kind.lens) == kind.num_rows + 2 * (kind.max_chunks + 1) for kind in with_chunks)
+
+
 def test_the_sizes_are_those_set_or_the_usual_ones_and_off_means_none(
     moe_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +205,7 @@ def test_the_sizes_are_those_set_or_the_usual_ones_and_off_means_none(
     def sizes(**options: object) -> list[int] | None:
         backend = StaticRunner()
         monkeypatch.setattr(module, "CudaGraphBackend", lambda _: backend)
+        options = {"chunk_tokens": 0, **options}
         settings = EngineSettings(max_num_seqs=4, cuda_graphs=CudaGraphSettings.model_validate(options))
         graphs = make_decode_graphs(model, kv_cache, settings, 64)
         if graphs is None:

@@ -117,6 +117,17 @@ def test_a_row_without_queries_is_passed_over() -> None:
     check_prefill(case, 0.25)
 
 
+@pytest.mark.parametrize("kv_len", [0, 1, 4])
+def test_queries_before_all_keys_of_their_row_get_zero(kv_len: int) -> None:
+    case = make_paged_cache(
+        [(3, 9), (0, 0), (7, kv_len)], num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32
+    )
+    check_prefill(case, 0.25)
+    output = cpu.paged_prefill_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.25)
+    assert (output[3 : 10 - kv_len] == 0).all()
+    assert (output[10 - kv_len :] != 0).any(-1).all()
+
+
 def test_no_rows_give_no_queries() -> None:
     case = make_paged_cache([], num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
     assert cpu.paged_decode_attention(case.q, case.k_cache, case.v_cache, case.rows, 1.0).shape == (0, 2, 16)

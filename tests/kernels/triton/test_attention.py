@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -136,6 +137,27 @@ def test_rows_without_queries_and_without_keys(dtype: torch.dtype, device: torch
     case = make_paged_cache([(1, 0), (1, 0)], num_heads=2, num_kv_heads=1, head_dim=16, dtype=dtype)
     output = run(paged_decode_attention, case, 0.25, device)
     assert (output == 0).all()
+
+
+@pytest.mark.parametrize("kv_len", [0, 1, 40])
+def test_queries_before_all_keys_of_their_row_get_zero(kv_len: int, device: torch.device) -> None:
+    """As padding has them, behind the chunks of a captured step."""
+    lens = [(3, 9), (0, 0), (70, kv_len)]
+    case = make_paged_cache(lens, num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    check(paged_prefill_attention, case, device, 0.25)
+    assert (run(paged_prefill_attention, case, 0.25, device)[3 : 73 - kv_len] == 0).all()
+
+
+def test_a_row_in_one_part_is_written_without_a_merge(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    split_every(monkeypatch, 64)
+    lens = [(1, 300), (1, 64), (1, 65), (1, 1), (1, 0)]
+    case = make_paged_cache(lens, num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    expected = reference.paged_decode_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.25)
+    monkeypatch.setattr(decode_attention, "_combine_kernel", mock.MagicMock())  # it launches nothing
+    found = run(paged_decode_attention, case, 0.25, device)
+    whole = [1, 3, 4]
+    assert_close(found[whole], expected[whole])
+    assert found[[0, 2]].isnan().all()
 
 
 def test_no_rows_give_no_queries(device: torch.device) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from engine.execution.batch import ForwardItem
@@ -288,10 +287,10 @@ def test_a_broken_engine_leaves_a_record_for_what_ran_a_summary_and_exit_1(
     requests.write_bytes(b"\n".join([completion_line(max_tokens=1), completion_line(max_tokens=9, ignore_eos=True)]))
     execute, calls = StepExecutor.execute, itertools.count()
 
-    def break_down(self: StepExecutor, items: Sequence[ForwardItem], *chosen: torch.Tensor | None) -> ForwardResult:
+    def break_down(self: StepExecutor, items: Sequence[ForwardItem], *others: Any) -> ForwardResult:
         if any(item.start > 0 for item in items) and next(calls) > 0:
             raise MemoryError("the device is full")
-        return execute(self, items, *chosen)
+        return execute(self, items, *others)
 
     monkeypatch.setattr(StepExecutor, "execute", break_down)
     arguments = ["-i", str(requests), "-o", str(results), "--summary", str(summary), "--model", str(checkpoint)]
