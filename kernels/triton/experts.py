@@ -336,9 +336,10 @@ def sort_tokens_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertL
     """See `Operations.sort_tokens_by_expert`. Other ids than 0 .. num_experts - 1 are not refused: the host would have
     to wait for the GPU.
     """
-    layout = _Layout.empty(*expert_ids.shape, num_experts, expert_ids.device)
+    num_tokens, top_k = expert_ids.shape
+    layout = _Layout.empty(num_tokens, top_k, num_experts, expert_ids.device)
     _sort(expert_ids.contiguous(), layout)
-    return layout.sorted(expert_ids.shape[1])
+    return layout.sorted(top_k)
 
 
 def _sort(ids: torch.Tensor, layout: _Layout) -> None:

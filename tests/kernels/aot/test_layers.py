@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import re
+from typing import Any, cast
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
 
+import kernels.triton
+from engine.models.decoder import AttentionLayer, DecoderLayer, DenseMLP, ForwardBatch, MoeMLP
+from kernels.interface import Operations
+from kernels.operands import AttentionRows
+from kernels.triton.dense import pack
 from tests.kernels.aot.table import launch_elementwise, launch_experts
-from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
+from tests.support.compiled_kernels import (
+    SHARED_MEMORY_LIMIT_BYTES,
+    CompiledKernel,
+    compiling_for,
+    recorded_specialisations,
+)
 
 ROW_KERNELS = {"rms_norm_kernel", "silu_and_mul_kernel", "qk_norm_rope_store_kv_kernel"}
 EXPERT_KERNELS = {
@@ -113,3 +127,80 @@ def test_every_matrix_product_uses_wgmma_on_hopper(of_experts: list[CompiledKern
     for kernel in gemms(of_experts):
         assert kernel.uses_wgmma == (kernel.capability == 90), kernel
         assert kernel.constants["SWAP_AB"] == (kernel.capability == 90 and kernel.constants["BLOCK_M"] < 64), kernel
+
+
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+    """Names what a GPU would be given: kernels of ours, and operations of PyTorch that compute or copy."""
+
+    FREE = (
+        "empty",
+        "zeros",
+        "view",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "slice",
+        "select",
+        "split",
+        "detach",
+        "expand",
+        "reshape",
+    )
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self.names: list[str] = []
+        patch.setattr(JITFunction, "run", lambda kernel, *_, **__: self.names.append(kernel.fn.__name__))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in self.FREE:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def launches_of_a_layer(mlp: DenseMLP | MoeMLP, num_rows: int, patch: pytest.MonkeyPatch) -> list[str]:
+    """Of a decode step of rows of at most 8,192 tokens, as captured: hidden size 64, 8 KV heads."""
+    ops = cast("Operations", kernels.triton)
+    qkv, out = (pack(torch.zeros(*shape, dtype=torch.bfloat16)) for shape in ((24 * 16, 64), (64, 8 * 16)))
+    norm = torch.ones(64, dtype=torch.bfloat16)
+    attention = AttentionLayer(ops, qkv, out, (norm[:16], norm[:16], 1e-6), torch.zeros(99, 16), 16)
+    layer = DecoderLayer(ops, norm, attention, norm, mlp, 1e-6)
+    rows = AttentionRows(
+        block_tables=torch.zeros(num_rows, 512, dtype=torch.int32),
+        cu_seqlens_q=torch.arange(num_rows + 1, dtype=torch.int32),
+        seq_lens=torch.ones(num_rows, dtype=torch.int32),
+        query_lens=(1,) * num_rows,
+        kv_lens=(8192,) * num_rows,
+    )
+    ids = torch.zeros(num_rows, dtype=torch.int64)
+    batch = ForwardBatch(ids, ids, ids, ids, ids[:0], (), rows, None, num_rows)
+    x, residual = (torch.zeros(num_rows, 64, dtype=torch.bfloat16) for _ in range(2))
+    keys, values = (torch.zeros(8, 16, 8, 16, dtype=torch.bfloat16) for _ in range(2))
+    with torch.inference_mode(), recorded_specialisations(90), Launches(patch) as launches:
+        layer.forward(x, residual, batch, keys, values)
+    names: list[str] = launches.names
+    return names
+
+
+def test_a_dense_layer_is_nine_launches_of_a_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = cast("Operations", kernels.triton)
+    gate_up, down = (pack(torch.zeros(*shape, dtype=torch.bfloat16)) for shape in ((512, 64), (64, 256)))
+    names = launches_of_a_layer(DenseMLP(ops, gate_up, down), 64, monkeypatch)
+    assert names == [
+        *("rms_norm_kernel", "linear", "qk_norm_rope_store_kv_kernel", "_decode_kernel", "linear"),
+        *("rms_norm_kernel", "linear", "silu_and_mul_kernel", "linear"),
+    ]
+
+
+@pytest.mark.parametrize("num_rows", [64, 128])
+def test_an_expert_layer_is_eleven_launches_of_a_captured_step(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = cast("Operations", kernels.triton)
+    shapes = ((32, 64), (32, 64, 64), (32, 64, 32))
+    router, gate_up, down = (pack(torch.zeros(*shape, dtype=torch.bfloat16)) for shape in shapes)
+    names = launches_of_a_layer(MoeMLP(ops, router, gate_up, down, 8, True, 4), num_rows, monkeypatch)
+    assert names == [
+        *("rms_norm_kernel", "linear", "qk_norm_rope_store_kv_kernel", "_decode_kernel", "linear"),
+        *("rms_norm_kernel", "linear", "_route_and_sort_kernel", "_grouped_gemm_kernel", "_grouped_gemm_kernel"),
+        "_combine_experts_kernel",
+    ]

@@ -301,7 +301,8 @@ def assert_is_complete(layout: ExpertLayout, num_experts: int) -> None:
     assert layout.tiles is not None
     num_pairs = layout.pair_ids.shape[0]
     assert layout.places[layout.pair_ids].tolist() == list(range(num_pairs))
-    rows, offsets = [], layout.expert_offsets.tolist()
+    rows: list[int] = []
+    offsets = layout.expert_offsets.tolist()
     height = row_tile(num_pairs, layout.top_k, num_experts)
     tiles = layout.tiles.tolist()
     used = [tile for tile in tiles if tile[0] >= 0]
