@@ -166,6 +166,7 @@ class ExpertLayout:
     top_k: int
     places: torch.Tensor | None = None  # [num_tokens * top_k], int32: the row of each pair; None: not wanted
     tiles: torch.Tensor | None = None  # which rows each program of a product takes; only `kernels.triton` has them
+    tile_rows: int = 0  # most rows of a tile
 
     @cached_property
     def runs(self) -> tuple[ExpertRun, ...]:

@@ -20,7 +20,7 @@ DOCSTRING_ONLY = ("kernels", "engine", "engine/*", "worker", "worker/*")  # sett
 
 MAX_FILE_LINES = 450
 MAX_MODULES = 191  # one of which holds only names
-MAX_CODE_LINES = 35_800  # of all modules that hold more than names
+MAX_CODE_LINES = 36_700  # of all modules that hold more than names
 MAX_TEST_FILES = 190
 MAX_OTHER_TEST_FILES = 73  # three are a GPU's: its wheels, the order of its first stages, the stages
 # Lines -> the share of modules that may be shorter: a small file is opened for next to nothing.

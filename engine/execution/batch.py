@@ -1,4 +1,4 @@
-"""Plans one forward pass on the host, as arrays, and brings it to the device.
+"""Plans one forward pass on the host, as arrays, and brings it to the device, also at addresses that never change.
 
 A token that only the device knows yet stands in the plan as a negative number and is filled in there.
 """
@@ -14,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.errors import EngineFatal
 from engine.execution.prefix_groups import Gate, find_prefix_groups
 from engine.models.decoder import ForwardBatch, LastTokens
+from engine.staging import StagingBuffer
 from kernels.operands import AttentionRows, PrefixGroup
 
 Int32 = npt.NDArray[np.int32]
@@ -23,6 +25,12 @@ Int64 = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
 
 _NO_TOKENS: Int64 = np.empty(0, dtype=np.int64)
+
+# A step with chunks has room for one of so many tokens, on average: with more of them it runs eagerly.
+TOKENS_OF_A_CHUNK = 64
+LEAST_CHUNKS = 4
+# Temperatures float32 (0: greedy), seeds and positions int64 of a step's rows [n]: see `Operations.choose_tokens`.
+Draws = tuple[npt.NDArray[Any], ...]
 
 
 class ForwardItem(NamedTuple):
@@ -233,3 +241,151 @@ def fill_in(token_ids: torch.Tensor, chosen: torch.Tensor) -> None:
     """
     rows = token_ids.bitwise_not().clamp_(min=0)  # ~x is -1 - x
     torch.where(token_ids < 0, chosen.index_select(0, rows), token_ids, out=token_ids)
+
+
+class GraphKind(NamedTuple):
+    """What a graph has room for."""
+
+    chunk_tokens: int  # of all chunks together; 0: it is a decode step's
+    num_rows: int  # with one query
+    row_tokens: int  # most tokens of a row in KV
+
+    @property
+    def max_chunks(self) -> int:
+        """Most chunks."""
+        return max(self.chunk_tokens // TOKENS_OF_A_CHUNK, LEAST_CHUNKS) if self.chunk_tokens else 0
+
+    @property
+    def num_choices(self) -> int:
+        """Rows of logits."""
+        return self.num_rows + self.max_chunks
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step, padding included."""
+        return self.num_rows + self.chunk_tokens
+
+    @property
+    def lens(self) -> tuple[int, ...]:
+        """What a capture is told: bounds of rows' lengths, and chunks of which the last, padding, has all tokens."""
+        chunks = (*[0] * self.max_chunks, self.chunk_tokens, *[0] * (self.max_chunks + 1)) if self.chunk_tokens else ()
+        return (*[self.row_tokens] * self.num_rows, *chunks)
+
+    def holds(self, wanted: GraphKind, num_chunks: int) -> bool:
+        """Whether a step of so many tokens, rows and chunks goes into it."""
+        is_alike = bool(self.chunk_tokens) == bool(wanted.chunk_tokens) and num_chunks <= self.max_chunks
+        return is_alike and all(mine >= other for mine, other in zip(self, wanted, strict=True))
+
+
+class ChunkBuffers:
+    """Inputs of steps with chunks at addresses that never change: the tokens of rows with one query and their padding,
+    then those of the chunks and theirs, which is a last chunk that sees no key and writes to the null block.
+    """
+
+    def __init__(self, kinds: Sequence[GraphKind], max_blocks: int, device: torch.device) -> None:
+        """Room for each of these kinds."""
+        num_choices, num_rows = max(kind.num_choices for kind in kinds), max(kind.num_rows for kind in kinds)
+        num_chunks = max(kind.max_chunks for kind in kinds) + 1
+        self._staging = StagingBuffer.pair(device)
+        self._tokens = torch.zeros(  # ids, positions, slots; each line starts at a multiple of 16 bytes
+            (3, -(-max(kind.num_tokens for kind in kinds) // 2) * 2), dtype=torch.int64, device=device
+        )
+        # Logits indices, seeds and positions of draws.
+        self._choices = torch.zeros((3, -(-num_choices // 2) * 2), dtype=torch.int64, device=device)
+        self._temperatures = torch.zeros(num_choices, dtype=torch.float32, device=device)
+        self._row_lens = torch.ones(num_rows, dtype=torch.int32, device=device)
+        self._chunk_lens = torch.zeros(num_chunks, dtype=torch.int32, device=device)
+        self._chunk_starts = torch.zeros(num_chunks + 1, dtype=torch.int32, device=device)
+        self._row_starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        self._tables = torch.zeros((num_rows + num_chunks, max_blocks), dtype=torch.int32, device=device)
+
+    def clear(self, kind: GraphKind) -> None:
+        """Nothing but padding."""
+        for tensor in (self._tokens, self._choices, self._temperatures, self._chunk_lens, self._chunk_starts):
+            tensor.zero_()
+        self._row_lens.fill_(1)
+        self._tables.zero_()
+        self._chunk_starts[kind.max_chunks + 1 :].fill_(kind.chunk_tokens)
+
+    def fill(
+        self, planned: PlannedBatch, kind: GraphKind, chosen: torch.Tensor | None, draws: Draws | None
+    ) -> tuple[int, ...]:
+        """Write a step and padding; returns what its run is told. chosen, draws: see `StepExecutor.execute`."""
+        rows, chunks = planned.decode, planned.prefill
+        if chunks is None or not planned.is_plain:
+            raise EngineFatal("a step without chunks, or with more than logits, does not go into a graph with chunks")
+        num_rows = 0 if rows is None else int(rows.seq_lens.shape[0])
+        num_chunks, size = int(chunks.seq_lens.shape[0]), kind.num_rows
+        row_lens = np.ones(size, dtype=np.int32)
+        chunk_lens = np.zeros(kind.max_chunks + 1, dtype=np.int32)
+        starts = np.full(kind.max_chunks + 2, chunks.cu_seqlens_q[-1], dtype=np.int32)
+        chunk_lens[:num_chunks], starts[:num_chunks], starts[-1] = chunks.seq_lens, chunks.cu_seqlens_q[:-1], kind[0]
+        width = max(part.block_tables.shape[1] for part in (rows, chunks) if part is not None)
+        tables = np.zeros((size + kind.max_chunks + 1, width), dtype=np.int32)
+        tables[size : size + num_chunks, : chunks.block_tables.shape[1]] = chunks.block_tables
+        if rows is not None:
+            row_lens[:num_rows] = rows.seq_lens
+            tables[:num_rows, : rows.block_tables.shape[1]] = rows.block_tables
+        tokens, choices, temperatures = _padded(planned, num_rows, kind, draws)
+        staged = next(self._staging).send((tokens, choices, temperatures, row_lens, chunk_lens, starts, tables))
+        self._take(staged)
+        if chosen is not None:
+            fill_in(self._tokens[0, :size], chosen)
+        return (*row_lens.tolist(), *np.diff(starts).tolist(), *chunk_lens.tolist())
+
+    def _take(self, staged: Sequence[torch.Tensor]) -> None:
+        places = (self._tokens, self._choices, self._temperatures, self._row_lens, self._chunk_lens)
+        for place, values in zip((*places, self._chunk_starts, self._tables), staged, strict=True):
+            target = place[: values.shape[0]] if values.dim() == 1 else place[: values.shape[0], : values.shape[1]]
+            target.copy_(values)
+
+    def draws(self, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Temperatures, seeds and positions of the first rows of logits."""
+        return self._temperatures[:size], self._choices[1, :size], self._choices[2, :size]
+
+    def batch(self, kind: GraphKind, lens: tuple[int, ...]) -> ForwardBatch:
+        """The batch of a kind. lens: what `fill` returned, or `GraphKind.lens`."""
+        size, num_chunks = kind.num_rows, kind.max_chunks + 1
+        token_ids, positions, slot_mapping = self._tokens[:, : kind.num_tokens]
+        return ForwardBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            logits_indices=self._choices[0, : kind.num_choices],
+            hidden_indices=self._choices[0, :0],
+            hidden_lens=(),
+            decode=AttentionRows(
+                block_tables=self._tables[:size],
+                cu_seqlens_q=self._row_starts[: size + 1],
+                seq_lens=self._row_lens[:size],
+                query_lens=(1,) * size,
+                kv_lens=lens[:size],
+            ),
+            prefill=AttentionRows(
+                block_tables=self._tables[size : size + num_chunks],
+                cu_seqlens_q=self._chunk_starts[: num_chunks + 1],
+                seq_lens=self._chunk_lens[:num_chunks],
+                query_lens=lens[size : size + num_chunks],
+                kv_lens=lens[size + num_chunks :],
+            ),
+            num_decode_tokens=size,
+        )
+
+
+def _padded(
+    planned: PlannedBatch, num_rows: int, kind: GraphKind, draws: Draws | None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Tokens (ids, positions, slots), choices (logits indices, seeds, positions) and temperatures, rows and chunks each
+    followed by their padding.
+    """
+    first, end = kind.num_rows, kind.num_rows + planned.num_tokens - num_rows
+    tokens = np.zeros((3, kind.num_tokens), dtype=np.int64)
+    for line, values in zip(tokens, (planned.token_ids, planned.positions, planned.slot_mapping), strict=True):
+        line[:num_rows], line[first:end] = values[:num_rows], values[num_rows:]
+    indices, choices = planned.logits_indices, np.zeros((3, kind.num_choices), dtype=np.int64)
+    count = indices.shape[0]
+    choices[0, :count] = np.where(indices < num_rows, indices, indices + first - num_rows)
+    temperatures = np.zeros(kind.num_choices, dtype=np.float32)
+    if draws is not None:
+        temperatures[:count], choices[1, :count], choices[2, :count] = draws
+    return tokens, choices, temperatures

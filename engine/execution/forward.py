@@ -9,8 +9,8 @@ import structlog
 import torch
 
 from engine.errors import NonFiniteLogits
-from engine.execution.batch import ForwardItem, PlannedBatch, fill_in, plan_batch
-from engine.execution.decode_graphs import DecodeGraphs, Draws
+from engine.execution.batch import Draws, ForwardItem, PlannedBatch, fill_in, plan_batch
+from engine.execution.decode_graphs import DecodeGraphs
 from engine.execution.prefix_groups import DECODE_GATE, PREFILL_GATE
 from engine.execution.profile import ObservedPasses, PassTrace
 from engine.kv_cache.tensors import KVCacheTensors

@@ -83,19 +83,17 @@ def derive_for(
         _check_encoder(effective.settings.engine)  # first: no machine makes a difference to it
     _check_capabilities(effective, config, device)
     memory = device_memory(device)
-    if memory is not None:
-        effective = _with_step_limits(effective, memory.total_bytes)
+    effective = _with_step_limits(effective, 0 if memory is None else memory.total_bytes)
     if isinstance(config, EncoderConfig):
         return effective.with_derived({"engine.max_model_len": config.default_max_len})
-    num_blocks = effective.settings.engine.kv_cache.num_blocks
-    if num_blocks is not None:
+    if (num_blocks := effective.settings.engine.kv_cache.num_blocks) is not None:
         return with_pool(effective, config, num_blocks)
     with open_checkpoint(path) as checkpoint:
         return derive_pool(effective, checkpoint, config, memory)
 
 
 def _with_step_limits(effective: EffectiveSettings, gpu_bytes: int) -> EffectiveSettings:
-    """Fill in how many sequences and tokens a step of a GPU has, each within what is set of the other."""
+    """Fill in how many sequences and tokens a step of a GPU has, each within what is set of the other. 0: a CPU."""
     if gpu_bytes < MIN_LARGE_STEP_BYTES:
         return effective
     settings = effective.settings.engine

@@ -14,14 +14,12 @@ import triton
 import triton.language as tl
 
 from kernels.operands import ExpertLayout, RoutedExperts
-from kernels.triton.grouped_gemm import TILE_FIELDS, max_row_tiles, row_tile
+from kernels.triton.grouped_gemm import TILE_FIELDS, max_row_tiles, row_tile, write_tiles
 from kernels.triton.launch import TileLaunch, power_of_two_from
 
 # Up to here one program sorts all pairs, the last one that has routed a token: eight a thread, some 2 us (an estimate).
 # With more, each program reads a block and a second launch places it.
 MAX_PAIRS_OF_ONE_PROGRAM = 1024
-
-FIELDS = tl.constexpr(TILE_FIELDS)
 
 
 @triton.jit
@@ -109,34 +107,12 @@ def route_topk(router_logits: torch.Tensor, top_k: int, *, renormalise: bool) ->
 
 
 @triton.jit
-def _write_tiles(
-    tiles_ptr,  # [max_tiles, TILE_FIELDS], int32, output
-    starts,  # [BLOCK_E], int32: first row of each expert
-    counts,  # [BLOCK_E], int32: rows of each expert
-    max_tiles,
-    BLOCK_M: tl.constexpr,
-):
-    """The tiles of BLOCK_M rows, expert after expert: expert, first row, end of the expert's rows; -1 past the last."""
-    experts = tl.arange(0, counts.shape[0])
-    num_tiles = tl.cdiv(counts, BLOCK_M)
-    firsts = tl.cumsum(num_tiles, 0) - num_tiles
-    for index in range(tl.max(num_tiles, 0)):
-        tile_ptrs = tiles_ptr + (firsts + index) * FIELDS
-        is_tile = index < num_tiles
-        tl.store(tile_ptrs, experts, mask=is_tile)
-        tl.store(tile_ptrs + 1, starts + index * BLOCK_M, mask=is_tile)
-        tl.store(tile_ptrs + 2, starts + counts, mask=is_tile)
-    for first in range(tl.sum(num_tiles, 0), max_tiles, counts.shape[0]):
-        tl.store(tiles_ptr + (first + experts) * FIELDS, -1, mask=first + experts < max_tiles)
-
-
-@triton.jit
 def _sort_few(
     expert_ids_ptr,  # [P], int64
     pair_ids_ptr,  # [P], int64
     places_ptr,  # [P], int32
     expert_offsets_ptr,  # [E + 1], int64
-    tiles_ptr,  # as of `_write_tiles`
+    tiles_ptr,  # as of `write_tiles`
     num_pairs,
     num_experts,
     max_tiles,
@@ -158,7 +134,7 @@ def _sort_few(
     starts = tl.cumsum(counts, 0) - counts
     tl.store(expert_offsets_ptr + experts, starts.to(tl.int64), mask=experts < num_experts)
     tl.store(expert_offsets_ptr + num_experts, num_pairs.to(tl.int64))
-    _write_tiles(tiles_ptr, starts, counts, max_tiles, BLOCK_M)
+    write_tiles(tiles_ptr, starts, counts, max_tiles, BLOCK_M)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
@@ -281,7 +257,7 @@ def _place_kernel(
     if block == 0:
         tl.store(expert_offsets_ptr + experts, starts.to(tl.int64), mask=experts < num_experts)
         tl.store(expert_offsets_ptr + num_experts, num_pairs.to(tl.int64))
-        _write_tiles(tiles_ptr, starts, totals, max_tiles, BLOCK_M)
+        write_tiles(tiles_ptr, starts, totals, max_tiles, BLOCK_M)
 
     lanes = tl.arange(0, BLOCK)
     pairs = block * BLOCK + lanes
@@ -329,7 +305,7 @@ class _Layout:
 
     def sorted(self, top_k: int) -> ExpertLayout:
         """Once it is written."""
-        return ExpertLayout(self.pair_ids, self.offsets, top_k, self.places, self.tiles)
+        return ExpertLayout(self.pair_ids, self.offsets, top_k, self.places, self.tiles, self.blocks["BLOCK_M"])
 
 
 def sort_tokens_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertLayout:

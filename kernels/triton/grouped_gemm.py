@@ -136,13 +136,35 @@ def _grouped_gemm_kernel(
     tl.store(out_ptrs, out, mask=(rows < end)[:, None] & (columns < num_columns)[None, :])
 
 
+@triton.jit
+def write_tiles(
+    tiles_ptr,  # [max_tiles, TILE_FIELDS], int32, output
+    starts,  # [BLOCK_E], int32: first row of each expert
+    counts,  # [BLOCK_E], int32: rows of each expert
+    max_tiles,
+    BLOCK_M: tl.constexpr,
+):
+    """The tiles of BLOCK_M rows, expert after expert: expert, first row, end of the expert's rows; -1 past the last."""
+    experts = tl.arange(0, counts.shape[0])
+    num_tiles = tl.cdiv(counts, BLOCK_M)
+    firsts = tl.cumsum(num_tiles, 0) - num_tiles
+    for index in range(tl.max(num_tiles, 0)):
+        tile_ptrs = tiles_ptr + (firsts + index) * FIELDS
+        is_tile = index < num_tiles
+        tl.store(tile_ptrs, experts, mask=is_tile)
+        tl.store(tile_ptrs + 1, starts + index * BLOCK_M, mask=is_tile)
+        tl.store(tile_ptrs + 2, starts + counts, mask=is_tile)
+    for first in range(tl.sum(num_tiles, 0), max_tiles, counts.shape[0]):
+        tl.store(tiles_ptr + (first + experts) * FIELDS, -1, mask=first + experts < max_tiles)
+
+
 def grouped_gemm(
     x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool, gated: bool = False
 ) -> torch.Tensor:
     """See `Operations.grouped_gemm`. The gate is applied to a tile before it is written: products are rounded as
     without, so that the result is that of `silu_and_mul`.
 
-    Raises ValueError for a layout without tiles: it must come from this package's sort.
+    Raises ValueError for a layout without tiles, or with others than the launch's: this package's sort makes them.
     """
     num_pairs = layout.pair_ids.shape[0]
     num_experts, num_columns, depth = weight.shape
@@ -155,6 +177,8 @@ def grouped_gemm(
     launch = grouped_gemm_launch(
         num_pairs, layout.top_k, num_experts, itemsize=x.itemsize, capability=compute_capability(), gather=gather
     )
+    if launch.block_m != layout.tile_rows:
+        raise ValueError(f"the layout's tiles have {layout.tile_rows} rows; accepted: the launch's {launch.block_m}")
     num_tiles_n = triton.cdiv(num_outputs, launch.block_n // 2 if gated else launch.block_n)
     _grouped_gemm_kernel[(layout.tiles.shape[0] * num_tiles_n,)](
         x,

@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812  (the customary name)
 from engine.kv_cache.tensors import KVCacheSpec, KVCacheTensors
 from kernels import cpu, reference
 from kernels.operands import AttentionRows, ExpertLayout, PrefixGroup, RoutedExperts
-from tests.support.tensors import assert_close, framed, layout_of, make_paged_cache, routing
+from tests.support.tensors import assert_close, framed, make_paged_cache, routing
 
 Bound = Literal["bandwidth", "matmul"]
 
@@ -297,8 +297,6 @@ def _on_device(value: Any, device: torch.device) -> Any:
         return value.to(device, copy=True)
     if isinstance(value, RoutedExperts):
         return RoutedExperts(*(tensor.to(device) for tensor in value))
-    if isinstance(value, ExpertLayout):
-        return ExpertLayout(value.pair_ids.to(device), value.expert_offsets.to(device), value.top_k)
     if isinstance(value, AttentionRows):
         tensors = (value.block_tables.to(device), value.cu_seqlens_q.to(device), value.seq_lens.to(device))
         return AttentionRows(*tensors, value.query_lens, value.kv_lens, value.prefix_groups)
@@ -389,7 +387,6 @@ def _experts(dtype: torch.dtype, is_tiny: bool) -> Iterator[OperationCase]:
     for tokens in (2, 520) if is_tiny else (1, 64, 1024):
         x, logits = _normal(tokens, hidden, dtype=dtype), _normal(tokens, experts, seed=9, dtype=dtype)
         routed = routing(tokens, experts, top_k, torch.device("cpu"))
-        layout = layout_of(routed.expert_ids, experts)
         rows = _normal(tokens * top_k, hidden, seed=10, dtype=dtype)
         yield _case(f"route_topk {tokens}", (logits,), lambda ops, x: [*ops.route_topk(x, top_k, renormalise=True)])
         yield _case(
@@ -399,15 +396,19 @@ def _experts(dtype: torch.dtype, is_tiny: bool) -> Iterator[OperationCase]:
         )
         yield _case(
             f"combine_experts {tokens}",
-            (rows, layout, routed.weights),
-            lambda ops, *given: [ops.combine_experts(*given)],
+            (rows, routed),
+            lambda ops, rows, routed: [
+                ops.combine_experts(rows, ops.sort_tokens_by_expert(routed.expert_ids, experts), routed.weights)
+            ],
         )
         if tokens == 520:
             continue  # products of so many rows take the interpreter minutes
         yield _case(
             f"grouped_gemm {tokens}",
-            (Framed(x), gate_up, layout),
-            lambda ops, x, w, layout: [ops.grouped_gemm(x, ops.pack(w), layout, gather=True, gated=True)],
+            (Framed(x), gate_up, routed.expert_ids),
+            lambda ops, x, w, ids: [
+                ops.grouped_gemm(x, ops.pack(w), ops.sort_tokens_by_expert(ids, experts), gather=True, gated=True)
+            ],
         )
         if tokens < 64:
             yield _case(

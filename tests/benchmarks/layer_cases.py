@@ -208,11 +208,12 @@ def _gemm(
         weight = ops.pack(inputs.gate_up if gather else inputs.down)
         _, n, k = weight.shape
         x = inputs.x if gather else random(inputs.num_pairs, k, device=device)
+        layout = ops.sort_tokens_by_expert(inputs.routed.expert_ids, inputs.num_experts)
         num_bytes = 2 * (inputs.num_reached * n * k + x.numel() + inputs.num_pairs * (n // 2 if gated else n))
         return Workload(
             2 * inputs.num_pairs * n * k if bound == "matmul" else num_bytes,
             "bandwidth: 2 (E' N K + x + T top_k N) bytes, E': experts with tokens; matmul: 2 T top_k N K FLOP",
-            lambda: ops.grouped_gemm(x, weight, inputs.layout, gather=gather, gated=gated),
+            lambda: ops.grouped_gemm(x, weight, layout, gather=gather, gated=gated),
             {"gather, F.grouped_mm": inputs.grouped_gate_up}
             if gather
             else {"F.grouped_mm": lambda: inputs.grouped_down(x)},
@@ -251,10 +252,11 @@ def _combine(ops: Operations, model: ModelShape, num_tokens: int) -> Prepare:
     def prepare(device: torch.device) -> Workload:
         inputs = ExpertInputs(model, num_tokens, device)
         rows = random(inputs.num_pairs, model.hidden_size, device=device)
+        layout = ops.sort_tokens_by_expert(inputs.routed.expert_ids, inputs.num_experts)
         return Workload(
             2 * (rows.numel() + inputs.x.numel()) + 12 * inputs.num_pairs,
             "2 (T top_k H + T H) + 12 T top_k bytes",
-            lambda: ops.combine_experts(rows, inputs.layout, inputs.routed.weights),
+            lambda: ops.combine_experts(rows, layout, inputs.routed.weights),
             {"torch scatter, bmm": lambda: inputs.combine(rows)},
         )
 

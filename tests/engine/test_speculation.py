@@ -133,8 +133,8 @@ def test_values_that_a_wrong_draft_spoils_fail_nobody(tiny_model: Path) -> None:
     execute = engine.parts.executor.execute
 
     @torch.inference_mode()
-    def spoiling(items: Sequence[ForwardItem], *chosen: torch.Tensor | None) -> ForwardResult:
-        result = execute(items, *chosen)
+    def spoiling(items: Sequence[ForwardItem], *others: Any) -> ForwardResult:
+        result = execute(items, *others)
         if items[0].wants_all_logits:  # as a draft would whose values overflow
             result.logits.fill_(torch.nan)
         return result

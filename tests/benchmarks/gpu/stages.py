@@ -340,9 +340,9 @@ def _moe_tiles(place: Place) -> Figures:
         x = torch.randn(tokens, hidden, device=place.device).to(dtype)
         scores = torch.rand(tokens, num_experts, device=place.device).to(dtype)
         routed = kernels.triton.route_topk(scores, top_k, renormalise=True)
-        layout = kernels.triton.sort_tokens_by_expert(routed.expert_ids, num_experts)
 
-        def run(x: torch.Tensor = x, layout: Any = layout) -> torch.Tensor:
+        def run(x: torch.Tensor = x, ids: torch.Tensor = routed.expert_ids) -> torch.Tensor:
+            layout = kernels.triton.sort_tokens_by_expert(ids, num_experts)  # into the tiles that are tried
             inner = kernels.triton.grouped_gemm(x, gate_up, layout, gather=True, gated=True)
             return kernels.triton.grouped_gemm(inner, down, layout, gather=False)
 
@@ -359,7 +359,7 @@ def _moe_tiles(place: Place) -> Figures:
 
 def _ruled_tile(tokens: int, num_experts: int, top_k: int) -> list[int]:
     capability = launch.compute_capability()
-    found = grouped_gemm_launch(tokens * top_k, top_k, num_experts, itemsize=2, capability=capability)
+    found = grouped_gemm_launch(tokens * top_k, top_k, num_experts, itemsize=2, capability=capability, gather=True)
     tile = [found.block_m, found.block_n, found.block_k, found.group_m]
     return [*tile, found.num_warps, found.num_stages]
 

@@ -37,7 +37,7 @@ def layout_of(expert_ids: torch.Tensor, num_experts: int) -> ExpertLayout:
     """The reference's order of the pairs, with the places and tiles of these kernels."""
     expected = reference_layout_of(expert_ids, num_experts)
     found = sort_tokens_by_expert(expert_ids, num_experts)
-    return replace(expected, places=found.places, tiles=found.tiles)
+    return replace(expected, places=found.places, tiles=found.tiles, tile_rows=found.tile_rows)
 
 
 def assert_gemm_agrees(x: torch.Tensor, weight: torch.Tensor, layout: ExpertLayout, *, gather: bool) -> None:
