@@ -24,9 +24,12 @@ import torch
 
 from engine.engine import Engine
 from engine.errors import EngineFatal
+from engine.execution.model_runner import ModelRunner
 from engine.request import Request
 from engine.sampler import Sampler, SamplingRow
 from engine.sampling_params import SamplingParams
+from engine.scheduling.scheduler import ScheduledItem
+from engine.scheduling.sequence import RequestState
 from settings import EffectiveSettings, load_settings, parse_assignments
 from tests.support.engines import load_decoder_engine, load_engine, run_all, tokens_of
 from worker.celery_worker import run_worker
@@ -129,10 +132,7 @@ class Run:
 
 
 def make_requests(count: int, vocab_size: int) -> list[Request]:
-    """Greedy and seeded in turn, of 1 to 300 tokens; half of the prompts begin with one of four prefixes.
-
-    A request's seed is its number, so that a row of the sampler can be told apart by it.
-    """
+    """Greedy and seeded in turn, of 1 to 300 tokens; half of the prompts begin with one of four prefixes."""
     rng = random.Random(4)
     prefixes = [[rng.randrange(vocab_size) for _ in range(length)] for length in (16, 70, 128, 200)]
     requests = []
@@ -176,21 +176,34 @@ def differing(runs: Sequence[Run]) -> tuple[int, int]:
 
 @contextmanager
 def _recorded_logits() -> Iterator[dict[str, dict[int, bytes]]]:
-    """What every sampler is given, by request and position: the digest of the row of logits."""
+    """What every sampler is given, by request and position: the digest of the row of logits.
+
+    Greedy rows are one object for all requests, so what each row is of is noted where rows are made.
+    """
     record: dict[str, dict[int, bytes]] = {}
-    sample = Sampler.sample
+    sample, make_rows = Sampler.sample, ModelRunner._sampling_rows
+    made: list[tuple[object, list[tuple[str, int]]]] = []
+
+    def noting(runner: ModelRunner, generating: Sequence[tuple[ScheduledItem, RequestState]]) -> object:
+        rows = make_rows(runner, generating)
+        made[:] = [
+            (rows, [(state.request.request_id, item.start + item.num_scheduled_tokens) for item, state in generating])
+        ]
+        return rows
 
     def recording(sampler: Sampler, logits: torch.Tensor, rows: Sequence[SamplingRow | None]) -> object:
-        for row, values in zip(rows, logits, strict=True):  # before the sampler edits them
+        ((made_rows, names),) = made
+        assert rows is made_rows  # those that were made last
+        for row, (request_id, position), values in zip(rows, names, logits, strict=True):  # before they are edited
             if row is None:  # a chunk: nothing is chosen yet
                 continue
-            digest = blake2b(values.numpy().tobytes(), digest_size=16).digest()
-            positions = record.setdefault(f"r{row.params.seed}", {})
-            assert row.position not in positions
-            positions[row.position] = digest
+            positions = record.setdefault(request_id, {})
+            assert position not in positions
+            positions[position] = blake2b(values.view(torch.uint8).numpy(), digest_size=16).digest()
         return sample(sampler, logits, rows)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelRunner, "_sampling_rows", noting)
         patch.setattr(Sampler, "sample", recording)
         yield record
 

@@ -85,12 +85,12 @@ def prepared(step: Step) -> tuple[PagedCache, torch.Tensor]:
     return case, expected
 
 
-def check(kernels: Kernels, step: Step) -> None:
+def check(kernels: Kernels, step: Step, max_steps: float | None = None) -> None:
     case, expected = prepared(step)
     assert is_attended(case.q, case.k_cache, case.v_cache)
     actual = paged_attention(kernels, case.q, case.k_cache, case.v_cache, case.rows, step.scale)
     assert actual.is_contiguous()
-    assert_close(actual, expected)
+    assert_close(actual, expected, max_steps=max_steps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,7 +144,8 @@ def test_4096_decode_rows_agree_with_the_reference(kernels: Kernels, dtype: torc
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_prompt_of_4096_tokens_agrees_with_the_reference(kernels: Kernels, dtype: torch.dtype) -> None:
-    check(kernels, Step(((4096, 4096),), (2, 1), 8, dtype))
+    # Of 65,536 sums over up to 4,096 keys one or two are 66 to 70 steps of float32 off, with each order of summing.
+    check(kernels, Step(((4096, 4096),), (2, 1), 8, dtype), max_steps=128 if dtype is torch.float32 else None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
