@@ -395,6 +395,11 @@ def _experts(dtype: torch.dtype, is_tiny: bool) -> Iterator[OperationCase]:
             lambda ops, ids: [(found := ops.sort_tokens_by_expert(ids, experts)).pair_ids, found.expert_offsets],
         )
         yield _case(
+            f"route_and_sort {tokens}",
+            (logits,),
+            lambda ops, x: [(found := ops.route_and_sort(x, top_k, renormalise=True))[0], found[1].pair_ids],
+        )
+        yield _case(
             f"combine_experts {tokens}",
             (rows, routed),
             lambda ops, rows, routed: [
@@ -427,6 +432,8 @@ def _sampling(is_tiny: bool) -> Iterator[OperationCase]:
     ones = torch.ones(rows)
     yield _case("argmax", (logits,), lambda ops, x: [ops.argmax(x)])
     yield _case("gumbel_argmax", (logits, ids, ids), lambda ops, *given: [ops.gumbel_argmax(*given)], peer=cpu)
+    drawn = (logits, torch.arange(vocab) % 7 > 0, ids % 2 * ones, ids, ids)
+    yield _case("choose_tokens", drawn, lambda ops, *given: [ops.choose_tokens(*given)], peer=cpu)
     yield _case(
         "apply_penalties",
         (logits, pairs[1], pairs[0], pairs[1].int() + 1, 1.2 * ones, 0.5 * ones, 0.25 * ones),

@@ -159,6 +159,7 @@ def expert_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) ->
             shape = f"T {tokens}, {experts}"
             yield Case("route_topk", model.name, shape, "bandwidth", _route(ops, model, tokens))
             yield Case("sort_tokens_by_expert", model.name, shape, "bandwidth", _sort(ops, model, tokens))
+            yield Case("route_and_sort", model.name, shape, "bandwidth", _route_and_sort(ops, model, tokens))
             yield Case("combine_experts", model.name, shape, "bandwidth", _combine(ops, model, tokens), goal)
 
 
@@ -248,6 +249,19 @@ def _sort(ops: Operations, model: ModelShape, num_tokens: int) -> Prepare:
     return prepare
 
 
+def _route_and_sort(ops: Operations, model: ModelShape, num_tokens: int) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        inputs = ExpertInputs(model, num_tokens, device)
+        return Workload(
+            2 * inputs.logits.numel() + 28 * inputs.num_pairs + 8 * (inputs.num_experts + 1),
+            "2 T E + 28 T top_k + 8 (E + 1) bytes",
+            lambda: ops.route_and_sort(inputs.logits, inputs.top_k, renormalise=True)[0],
+            {"torch softmax, topk": lambda: inputs.route().weights},
+        )
+
+    return prepare
+
+
 def _combine(ops: Operations, model: ModelShape, num_tokens: int) -> Prepare:
     def prepare(device: torch.device) -> Workload:
         inputs = ExpertInputs(model, num_tokens, device)
@@ -271,6 +285,7 @@ def sampling_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) 
         shape = f"{rows} x {vocab}"
         yield Case("argmax", names, shape, "bandwidth", _argmax(ops, rows, vocab))
         yield Case("gumbel_argmax", names, shape, "bandwidth", _gumbel(ops, rows, vocab))
+        yield Case("choose_tokens", names, shape, "bandwidth", _choose(ops, rows, vocab))
         num_tokens = min(sizes.penalised_tokens, vocab)
         penalties = _penalties(ops, rows, vocab, num_tokens)
         yield Case("apply_penalties", names, f"{shape}, {num_tokens} tokens a row", "bandwidth", penalties)
@@ -307,6 +322,23 @@ def _gumbel(ops: Operations, rows: int, vocab: int) -> Prepare:
             "4 N V bytes (the noise of all tokens is arithmetic on top)",
             lambda: ops.gumbel_argmax(logits, seeds, positions),
             {"torch softmax, multinomial": lambda: logits.softmax(dim=-1).multinomial(1).squeeze(1)},
+        )
+
+    return prepare
+
+
+def _choose(ops: Operations, rows: int, vocab: int) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        logits = _logits(rows, vocab, device).bfloat16()
+        original = logits.clone()
+        is_known = torch.ones(vocab, dtype=torch.bool, device=device)
+        temperatures = torch.ones(rows, device=device)
+        seeds, positions = (shuffled(rows, device) for _ in range(2))
+        return Workload(
+            2 * 2 * rows * vocab,
+            "2 x 2 N V bytes: logits of 2 bytes, read for the best and for the draw",
+            lambda: ops.choose_tokens(logits, is_known, temperatures, seeds, positions)[0],
+            restore=lambda: _copy(logits, original),
         )
 
     return prepare
