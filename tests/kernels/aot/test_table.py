@@ -110,7 +110,7 @@ def launch_and_use_what_was_written() -> None:
     assert token_ids.tolist() == [0, 0, 0]  # not what lay in the memory: it is an index of what follows
 
 
-# Fails after other files' tests in one process, where one of four launches has another key on the disk; cause not found.
+# Fails after other tests in one process: one of four launches has another key on the disk. Cause not found.
 @pytest.mark.slow
 def test_launches_are_compiled_ahead_in_processes_for_all_later_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
