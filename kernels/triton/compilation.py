@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -63,6 +64,7 @@ def compile_ahead(run: Callable[[], None], num_processes: int) -> CompiledAhead:
     """
     if knobs.runtime.interpret:  # which compiles nothing
         return CompiledAhead(0, 0, 0, ())
+    settle_keys()
     launches: list[Launch] = []
     with _noting(launches), _Zeroed():
         run()
@@ -74,6 +76,30 @@ def compile_ahead(run: Callable[[], None], num_processes: int) -> CompiledAhead:
     with ThreadPoolExecutor(max(num_processes, 1), thread_name_prefix="compile") as threads:
         failures = [error for errors in threads.map(_work_off, [queue] * num_processes) for error in errors]
     return CompiledAhead(len(launches), len(launches) - len(wanted), num_processes, tuple(failures))
+
+
+def settle_keys() -> None:
+    """Give each kernel the key in Triton's cache that it has in every process.
+
+    Triton takes over the constants that a called function uses before it has looked at that function, so the key of a
+    caller depends on which of the two was asked for first, and a process found some of what another had compiled only
+    by chance. Asked for until none changes, which is as often as calls are deep, all are as if callees came first.
+    """
+    package = importlib.import_module(__package__ or "")
+    modules = [
+        importlib.import_module(f"{package.__name__}.{found.name}") for found in pkgutil.iter_modules(package.__path__)
+    ]
+    by_id = {
+        id(value): value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)
+    }
+    before: list[str] = []
+    while (keys := [_new_key(function) for function in by_id.values()]) != before:
+        before = keys
+
+
+def _new_key(function: JITFunction) -> str:
+    function.hash = None  # as before it was first asked for
+    return str(function.cache_key)
 
 
 # A kernel's name, and its specialisation as Triton describes it in JSON.
@@ -170,6 +196,7 @@ def main() -> None:
     target = GPUTarget(**json.loads(sys.argv[1]))
     # Names the target and touches no GPU: a context in each process would take some 500 MB of its memory.
     driver.set_active(SimpleNamespace(get_current_device=lambda: 0, get_current_target=lambda: target))
+    settle_keys()
     for line in sys.stdin:
         module, name, specialisation = json.loads(line)
         error = ""
