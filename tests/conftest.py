@@ -7,6 +7,7 @@ Nothing of Redis or the worker is imported here: a machine with a GPU may have n
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,6 +108,26 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.tiny_checkpoint import make_checkpoint  # here: torch and transformers come with it
 
     return make_checkpoint(tmp_path_factory.mktemp("model") / "tiny", "qwen3", initializer_range=0.6)
+
+
+@pytest.fixture
+def bare_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No MILLRACE_ variable and no .env of this machine reaches a test."""
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.upper().startswith("MILLRACE_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """PyTorch's threads during a test: cuts between threads are where bits change."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

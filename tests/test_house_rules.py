@@ -22,7 +22,7 @@ MAX_FILE_LINES = 450
 MAX_MODULES = 191  # one of which holds only names
 MAX_CODE_LINES = 36_700  # of all modules that hold more than names
 MAX_TEST_FILES = 190
-MAX_OTHER_TEST_FILES = 73  # three are a GPU's: its wheels, the order of its first stages, the stages
+MAX_OTHER_TEST_FILES = 70
 # Lines -> the share of modules that may be shorter: a small file is opened for next to nothing.
 MAX_SHARES = {20: 0.03, 50: 0.10}
 # Likewise a module of one short function or class.

@@ -17,12 +17,18 @@ from transformers import Qwen3MoeForCausalLM
 
 from engine.text.tokenizer import Tokenizer
 from tests.demo_model.__main__ import PEAK_LEARNING_RATE, Training, export, make_batch, make_model, predict
-from tests.demo_model.tasks import END, Task, all_tasks, prefix_text, question_text, save_tokenizer
+from tests.demo_model.tasks import END, Task, all_tasks, make_tokenizer, prefix_text, question_text, save_tokenizer
 from worker.demo.tickets import CUSTOMERS, PRODUCTS
 
 TASKS = {task.name: task for task in all_tasks()}
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> HuggingFaceTokenizer:
+    """Made once: it takes two seconds."""
+    return make_tokenizer(all_tasks(), seed=0)
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())

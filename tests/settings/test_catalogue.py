@@ -15,6 +15,8 @@ from settings import RedisSettings, SettingRow, SettingsError, load_settings, pa
 from settings.catalogue import Catalogue
 from settings.fields import mask_url
 
+pytestmark = pytest.mark.usefixtures("bare_environment")
+
 SPECS = list(Catalogue.read().specs.values())
 UNITS_BY_SUFFIX = {"_s": "s", "_bytes": "bytes", "_tokens": "tokens", "_seqs": "sequences", "_blocks": "blocks"}
 

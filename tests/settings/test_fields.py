@@ -12,6 +12,8 @@ from settings import ProfileSettings, SettingsError, load_settings
 from settings.catalogue import Catalogue
 from settings.fields import FALSE_WORDS, TRUE_WORDS, read_boolean, read_names, read_number, read_whole_number, write
 
+pytestmark = pytest.mark.usefixtures("bare_environment")
+
 SPECS = Catalogue.read().specs
 SWITCHES = [key for key, spec in SPECS.items() if spec.kind is bool]
 

@@ -9,6 +9,8 @@ from pydantic import ValidationError
 
 from settings import EngineSettings, SettingsError, load_settings, parse_assignments
 
+pytestmark = pytest.mark.usefixtures("bare_environment")
+
 
 def error_of(environ: dict[str, str]) -> str:
     with pytest.raises(SettingsError) as caught:

@@ -18,6 +18,8 @@ from pydantic import ValidationError
 from settings import EffectiveSettings, Settings, SettingsError, Source, load_settings
 from settings.resolve import value_of
 
+pytestmark = pytest.mark.usefixtures("bare_environment")
+
 KEY = "engine.max_num_seqs"
 VARIABLE = "MILLRACE_ENGINE__MAX_NUM_SEQS"
 STRENGTH = [Source.COMMAND_LINE, Source.ENVIRONMENT, Source.DOTENV, Source.PROFILE]

@@ -9,6 +9,8 @@ import pytest
 from settings import SettingsError, Source, load_settings
 from settings.catalogue import Catalogue
 
+pytestmark = pytest.mark.usefixtures("bare_environment")
+
 NUM_ENGINE = sum(key.startswith("engine.") for key in Catalogue.read().specs)
 
 

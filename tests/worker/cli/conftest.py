@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No MILLRACE_ variable and no .env of this machine reaches a test."""
-    for name in list(os.environ):
-        if name.upper().startswith("MILLRACE_"):
-            monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
+def _bare_environment(bare_environment: None) -> None:
+    """For every test of a command."""
 
 
 @pytest.fixture
