@@ -72,24 +72,6 @@ inline f32x16 add_halves(f32x16 a, f32x16 b) {
 #undef FROM
 }
 
-// Scores of 16 keys by one head or two.
-template <int HEADS>
-struct Scores {
-    f32x16 of[HEADS];
-
-    void operator+=(const Scores& other) {
-        for (int h = 0; h < HEADS; h++) of[h] += other.of[h];
-    }
-};
-
-template <int N, int HEADS>
-inline __attribute__((always_inline)) Scores<HEADS> add_halves(const Scores<HEADS>& a, const Scores<HEADS>& b) {
-    Scores<HEADS> sums;
-#pragma GCC unroll 2
-    for (int h = 0; h < HEADS; h++) sums.of[h] = add_halves<N>(a.of[h], b.of[h]);
-    return sums;
-}
-
 // Element i of the result is the sum of the vector make(i): 16 vectors in 15 steps of `add_halves`. A vector is added
 // as soon as its partner is there, so that 5 are alive, not 16. Partners come to lie half a vector apart: hence the
 // reversed bits.
