@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from kernels.operands import AttentionRows, ExpertLayout, PackedWeight, RoutedExperts
+from kernels.quantised import QuantisedWeight
 
 Tensor = torch.Tensor
 
@@ -26,11 +27,14 @@ class Operations(Protocol):
     Weights, tables, lengths, positions, slots and other indices are contiguous; other tensors may be views.
     """
 
-    def pack(self, weight: Tensor, *, keep_dtype: bool = False) -> PackedWeight:
+    def pack(self, weight: Tensor | QuantisedWeight, *, keep_dtype: bool = False) -> PackedWeight:
         """Lay a weight out once for all products with it. The caller drops the original; the packed weight may hold it.
 
-        weight [N, K] for `linear`, [E, N, K] for `grouped_gemm` and `moe_small_batch`, in the model dtype;
+        weight [N, K] for `linear`, [E, N, K] for `grouped_gemm` and `moe_small_batch`, in the model dtype or
+        quantised (`kernels.quantised` says what a product with it is; a product may round each of its elements to the
+        model dtype once, and keeps them packed in memory);
         keep_dtype: do not quantise it (a router, whose rounding would send tokens to other experts).
+        Raises KernelsUnavailable for a quantised weight that the implementation has no products for.
         """
 
     def linear(self, x: Tensor, weight: PackedWeight, *, gated: bool = False) -> Tensor:

@@ -11,19 +11,16 @@ from __future__ import annotations
 from kernels.cpu.attention import paged_decode_attention, paged_prefill_attention
 from kernels.cpu.dense import (
     fused_add_rms_norm,
-    linear,
-    pack,
     qk_norm_rope_store_kv,
     rms_norm,
     silu_and_mul,
 )
 from kernels.cpu.experts import (
     combine_experts,
-    grouped_gemm,
-    moe_small_batch,
     route_and_sort,
     route_topk,
     sort_tokens_by_expert,
 )
 from kernels.cpu.gumbel import choose_tokens, gumbel_argmax
+from kernels.cpu.quantised import grouped_gemm, linear, moe_small_batch, pack
 from kernels.cpu.sampling import apply_penalties, argmax, mask_top_k_top_p_min_p

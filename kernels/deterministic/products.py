@@ -9,9 +9,10 @@ import functools
 
 import torch
 
-from kernels.cpu import dense, experts
+from kernels.cpu import dense, experts, quantised
 from kernels.interface import KernelsUnavailable
 from kernels.operands import ExpertLayout, PackedWeight, RoutedExperts
+from kernels.quantised import PackedQuantised, QuantisedWeight
 
 # The product of this many rows defines the bits. MKL (2024.2, AVX-512) takes one path below 16 rows and another from 16
 # on, which is the faster by far for many rows; oneDNN's bfloat16 product is one path from 4 rows on.
@@ -27,17 +28,35 @@ ALIGNMENT_BYTES = 64
 MAX_UNCUT_ELEMENTS = 32_767
 
 
-def pack(weight: torch.Tensor, *, keep_dtype: bool = False) -> PackedWeight:
-    """See `Operations.pack`. The tensor itself, in its dtype: tile heights are probed with plain weights, and nothing
+def pack(weight: torch.Tensor | QuantisedWeight, *, keep_dtype: bool = False) -> PackedWeight:
+    """See `Operations.pack`. The weight itself, in its dtype: tile heights are probed with plain weights, and nothing
     promises that products with a packed one sum in one order.
     """
+    if isinstance(weight, QuantisedWeight):
+        return PackedQuantised.as_loaded(weight)
     return PackedWeight.unchanged(weight)
 
 
 def linear(x: torch.Tensor, weight: PackedWeight, *, gated: bool = False) -> torch.Tensor:
     """See `Operations.linear`."""
-    out = product(x, weight.tensor)
+    out = quantised_product(x, weight.weight) if isinstance(weight, PackedQuantised) else product(x, weight.tensor)
     return silu_and_mul(out) if gated else out
+
+
+def quantised_product(x: torch.Tensor, weight: QuantisedWeight) -> torch.Tensor:
+    """x [T, K] times a quantised matrix [N, K] -> [T, N], a tile of its rows at a time, each as `product` does it."""
+    dtype, x = x.dtype, quantised.prepared(x, weight)
+    num_rows, step = weight.shape[0], quantised.tile_rows(weight)
+    bounds = [(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+    parts = [product(x, _aligned(quantised.dequantise(weight, *tile, x.dtype))) for tile in bounds]
+    return torch.cat(parts, dim=1).to(dtype)
+
+
+def expert_product(x: torch.Tensor, weight: PackedWeight, expert: int) -> torch.Tensor:
+    """x [T, K], weight [E, N, K] -> [T, N]."""
+    if isinstance(weight, PackedQuantised):
+        return quantised_product(x, weight.weight.matrices[expert])
+    return product(x, weight.matrices[expert])
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -145,13 +164,13 @@ def grouped_gemm(
     x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool, gated: bool = False
 ) -> torch.Tensor:
     """See `Operations.grouped_gemm`. Each expert's rows in tiles of their own."""
-    products = experts.products_by_expert(x, weight, layout, product, gather=gather)
+    products = experts.products_by_expert(x, weight, layout, expert_product, gather=gather)
     return silu_and_mul(products) if gated else products
 
 
 def moe_small_batch(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> torch.Tensor:
     """See `Operations.moe_small_batch`. The bits are those of sorted tokens, so the choice between them is free."""
-    return experts.products_by_pair(x, gate_up, down, routed, product)
+    return experts.products_by_pair(x, gate_up, down, routed, expert_product)
 
 
 def route_and_sort(router_logits: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, ExpertLayout]:

@@ -1,8 +1,8 @@
-"""The operations on a CPU with weights of 8 bits: those of `kernels.cpu`, with other matrix products.
+"""The operations on a CPU with weights rounded to 8 bits as they are packed: `kernels.cpu` with another `pack`.
 
-The module itself satisfies `kernels.interface.Operations`. A weight is rounded once, when it is packed, to 8-bit
-integers with one scale per output channel; a row of activations is rounded when it is multiplied, with a scale of its
-own. The sums are integers and so exact: a row's result does not depend on its batch mates.
+The module itself satisfies `kernels.interface.Operations`. A weight gets one scale per output channel, a row of
+activations one of its own when it is multiplied. The sums are integers and so exact: a row's result does not depend on
+its batch mates.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from kernels.cpu import (
     choose_tokens,
     combine_experts,
     fused_add_rms_norm,
+    grouped_gemm,
     gumbel_argmax,
+    linear,
     mask_top_k_top_p_min_p,
+    moe_small_batch,
     paged_decode_attention,
     paged_prefill_attention,
     qk_norm_rope_store_kv,
@@ -24,4 +27,4 @@ from kernels.cpu import (
     silu_and_mul,
     sort_tokens_by_expert,
 )
-from kernels.int8.products import grouped_gemm, linear, moe_small_batch, pack
+from kernels.int8.packing import pack

@@ -25,6 +25,7 @@ from kernels.native.library import (
     pointer,
 )
 from kernels.operands import AttentionRows, ExpertLayout, PackedWeight, RoutedExperts, in_huge_pages
+from kernels.quantised import QuantisedWeight
 
 Tensor = torch.Tensor
 TILE = 32  # a packed weight's rows and columns are filled up to multiples of it
@@ -261,9 +262,9 @@ class Bfloat16Operations(Avx512Operations):
 
     library_calls: Mapping[str, str] = MappingProxyType({})
 
-    def pack(self, weight: Tensor, *, keep_dtype: bool = False) -> PackedWeight:
-        """See `Operations.pack`. bfloat16 in 16 x 16 tiles, padded with zeros; float32 as `kernels.cpu` does."""
-        if weight.dtype is not torch.bfloat16:
+    def pack(self, weight: Tensor | QuantisedWeight, *, keep_dtype: bool = False) -> PackedWeight:
+        """See `Operations.pack`. bfloat16 in 16 x 16 tiles, padded with zeros; others as `kernels.cpu` does."""
+        if isinstance(weight, QuantisedWeight) or weight.dtype is not torch.bfloat16:
             return cpu.pack(weight, keep_dtype=keep_dtype)
         return self._pack(weight)
 
@@ -362,9 +363,9 @@ class AmxOperations(Bfloat16Operations):
 
     library_calls = NativeOperations.library_calls
 
-    def pack(self, weight: Tensor, *, keep_dtype: bool = False) -> PackedWeight:
+    def pack(self, weight: Tensor | QuantisedWeight, *, keep_dtype: bool = False) -> PackedWeight:
         """See `Operations.pack`. Experts in bfloat16 in tiles, the rest as `kernels.cpu` does."""
-        if weight.dim() == 3:
+        if len(weight.shape) == 3:
             return super().pack(weight, keep_dtype=keep_dtype)
         return cpu.pack(weight, keep_dtype=keep_dtype)
 

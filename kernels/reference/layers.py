@@ -7,17 +7,28 @@ import math
 import torch
 
 from kernels.operands import AttentionRows, ExpertLayout, PackedWeight, RoutedExperts
+from kernels.quantised import PackedQuantised, QuantisedWeight
+from kernels.reference.quantised import quantised_product
 
 
-def pack(weight: torch.Tensor, *, keep_dtype: bool = False) -> PackedWeight:
-    """See `Operations.pack`. The tensor itself, whose dtype is kept either way."""
+def pack(weight: torch.Tensor | QuantisedWeight, *, keep_dtype: bool = False) -> PackedWeight:
+    """See `Operations.pack`. The weight itself, whose dtype is kept either way."""
+    if isinstance(weight, QuantisedWeight):
+        return PackedQuantised.as_loaded(weight)
     return PackedWeight.unchanged(weight)
 
 
 def linear(x: torch.Tensor, weight: PackedWeight, *, gated: bool = False) -> torch.Tensor:
     """`x @ weight.T`, or its `silu_and_mul`."""
-    out = product(x, weight.tensor)
+    out = multiply(x, weight)
     return silu_and_mul(out) if gated else out
+
+
+def multiply(x: torch.Tensor, weight: PackedWeight, expert: int | None = None) -> torch.Tensor:
+    """x [T, K] times a packed weight [N, K], or the matrix of an expert of [E, N, K]."""
+    if isinstance(weight, PackedQuantised):
+        return quantised_product(x, weight.weight if expert is None else weight.weight.matrices[expert])
+    return product(x, weight.tensor if expert is None else weight.tensor[expert])
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -162,7 +173,7 @@ def grouped_gemm(
     for expert in range(weight.shape[0]):
         for row in range(int(layout.expert_offsets[expert]), int(layout.expert_offsets[expert + 1])):
             source = int(layout.pair_ids[row]) // layout.top_k if gather else row
-            out[row] = product(x[source : source + 1], weight.tensor[expert])[0]
+            out[row] = multiply(x[source : source + 1], weight, expert)[0]
     return silu_and_mul(out) if gated else out
 
 
@@ -171,8 +182,8 @@ def moe_small_batch(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, 
     out = torch.zeros(x.shape[0], down.shape[1])
     for token in range(x.shape[0]):
         for weight, expert in zip(routed.weights[token], routed.expert_ids[token].tolist(), strict=True):
-            hidden = silu_and_mul(product(x[token : token + 1], gate_up.tensor[expert]))
-            out[token] += weight * product(hidden, down.tensor[expert])[0].float()
+            hidden = silu_and_mul(multiply(x[token : token + 1], gate_up, expert))
+            out[token] += weight * multiply(hidden, down, expert)[0].float()
     return out.to(x.dtype)
 
 

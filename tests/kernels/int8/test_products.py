@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import int8, reference
-from kernels.int8.products import SLAB_ELEMENTS, quantise_rows
+from kernels.cpu.int8 import SLAB_ELEMENTS, quantise_rows
 from kernels.operands import RoutedExperts
 from tests.support.tensors import assert_close, int8_linear, needs_vnni, rounded
 

@@ -1,7 +1,12 @@
-"""Rounds weights and activations to 8 bits and multiplies them, in dense layers and in experts."""
+"""Products of 8-bit weights with activations that are rounded to 8 bits as well, in dense layers and in experts.
+
+A row of activations is rounded when it is multiplied, with a scale of its own. The sums are integers and so exact: a
+row's result does not depend on its batch mates.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -9,40 +14,46 @@ import torch
 from kernels.cpu import dense
 from kernels.cpu.experts import add_choices
 from kernels.operands import ExpertLayout, PackedWeight, RoutedExperts
+from kernels.quantised import LARGEST_INT8 as LARGEST
+from kernels.quantised import LEAST_LARGEST_VALUE, QuantisedWeight
 
 PARTS = 3  # of one matrix: integers in oneDNN's layout, scales [N] float32, zero points [N] int32 (all 0)
 
-LARGEST = 127  # symmetric: -128 is not used, so that a row and its negative round alike
 ZERO_POINT = 128  # oneDNN's products are fast for unsigned activations alone: 800 against 0.2 GOP/s for signed ones
 # Rows are worked on in slabs of 1 MiB of float32, which stay in cache between the passes.
 SLAB_ELEMENTS = 1 << 18
-# With less, 127 / largest would overflow. Such a row becomes zeros: its products are next to nothing.
-LEAST_LARGEST_VALUE = 1e-36
 
 
-def pack(weight: torch.Tensor, *, keep_dtype: bool = False) -> PackedWeight:
-    """See `Operations.pack`. Each output channel is rounded with the scale that makes its largest magnitude 127."""
-    if keep_dtype:
-        return dense.pack(weight)
-    matrices = weight.unbind() if weight.dim() == 3 else (weight,)
-    parts = [part for matrix in matrices for part in _quantise_matrix(matrix)]
-    return PackedWeight(tuple(parts), tuple(weight.shape))
+@dataclass(frozen=True, eq=False)
+class PackedInt8(PackedWeight):
+    """Integers in oneDNN's layout, PARTS parts for each matrix."""
 
 
-def is_quantised(weight: PackedWeight) -> bool:
-    """Whether `pack` rounded it."""
-    return weight.parts[0].dtype is torch.int8
+def is_fast() -> bool:
+    """Whether oneDNN multiplies 8 bits fast and exactly here: with AVX-512 VNNI.
+
+    Without, it adds pairs of 8-bit products in 16 bits, which saturate, or has only a path of a thousandth of the
+    speed.
+    """
+    return bool(torch.cpu._is_vnni_supported())
 
 
-def linear(x: torch.Tensor, weight: PackedWeight, *, gated: bool = False) -> torch.Tensor:
-    """See `Operations.linear`."""
-    if not is_quantised(weight):
-        return dense.linear(x, weight, gated=gated)
-    out = product(quantise_rows(x), weight, 0, x.dtype)
-    return dense.silu_and_mul(out) if gated else out
+def pack(weight: QuantisedWeight) -> PackedInt8:
+    """A weight with one scale a channel and no zero points, in oneDNN's layout."""
+    parts: list[torch.Tensor] = []
+    for matrix in weight.matrices:
+        num_rows, width = matrix.shape
+        packed = torch.ops.onednn.qlinear_prepack(matrix.values, [dense.ROWS_HINT, width])
+        parts += (packed, matrix.scales.float().flatten(), torch.zeros(num_rows, dtype=torch.int32))
+    return PackedInt8(tuple(parts), weight.shape)
 
 
-def product(x: QuantisedRows, weight: PackedWeight, index: int, dtype: torch.dtype) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: PackedInt8) -> torch.Tensor:
+    """x [T, K], weight [N, K] -> [T, N]."""
+    return product(quantise_rows(x), weight, 0, x.dtype)
+
+
+def product(x: QuantisedRows, weight: PackedInt8, index: int, dtype: torch.dtype) -> torch.Tensor:
     """Rows [T, K] times the index-th matrix of a quantised weight -> [T, N] in dtype, rounded to it once.
 
     The integer sums are exact up to a depth of 66,000.
@@ -60,29 +71,18 @@ def product(x: QuantisedRows, weight: PackedWeight, index: int, dtype: torch.dty
     return torch.mul(out, x.scales, out=torch.empty(out.shape, dtype=dtype))
 
 
-def _quantise_matrix(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    wide = matrix.float()
-    scales = wide.abs().amax(1, keepdim=True).clamp_(min=LEAST_LARGEST_VALUE) / LARGEST
-    integers = (wide / scales).round_().to(torch.int8)
-    packed: torch.Tensor = torch.ops.onednn.qlinear_prepack(integers, [dense.ROWS_HINT, matrix.shape[1]])
-    return packed, scales.flatten(), torch.zeros(matrix.shape[0], dtype=torch.int32)
-
-
-def grouped_gemm(
-    x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool, gated: bool = False
-) -> torch.Tensor:
+def grouped_gemm(x: torch.Tensor, weight: PackedInt8, layout: ExpertLayout, *, gather: bool) -> torch.Tensor:
     """See `Operations.grouped_gemm`. Tokens are rounded once, not once for each of their experts."""
     quantised = quantise_rows(x)
     if gather:
         quantised = quantised.select(layout.pair_ids // layout.top_k)
     parts = quantised.split(layout.run_lens)
     products = [product(part, weight, run.expert, x.dtype) for part, run in zip(parts, layout.runs, strict=True)]
-    rows = torch.cat(products) if products else x.new_empty(0, weight.shape[1])
-    return dense.silu_and_mul(rows) if gated else rows
+    return torch.cat(products) if products else x.new_empty(0, weight.shape[1])
 
 
-def moe_small_batch(x: torch.Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> torch.Tensor:
-    """See `Operations.moe_small_batch`."""
+def moe_small_batch(x: torch.Tensor, gate_up: PackedInt8, down: PackedInt8, routed: RoutedExperts) -> torch.Tensor:
+    """See `Operations.moe_small_batch`. A token is rounded once for all of its experts."""
     outputs = []
     for token, experts in enumerate(routed.expert_ids.tolist()):
         row = quantise_rows(x[token : token + 1])
