@@ -16,8 +16,9 @@ from kernels.operands import PackedWeight
 
 Tensor = torch.Tensor
 # How activations are rounded before a product: not at all; to integers or to e4m3 with a scale a token that makes its
-# largest magnitude 127 or 448; to e4m3 with one scale for all, which the checkpoint holds.
-Activations = Literal["none", "int8_token", "float8_token", "float8_tensor"]
+# largest magnitude 127 or 448; to e4m3 with a scale a token and group of inputs; with one scale for all, which the
+# checkpoint holds.
+Activations = Literal["none", "int8_token", "float8_token", "float8_group", "float8_tensor"]
 
 NIBBLE_ZERO = 8  # what an unsigned value of 4 bits stands for zero with, where there are no zero points
 LARGEST_INT8, LARGEST_INT4 = 127, 7  # symmetric rounding: -128 and -8 are not used, so a row and its negative are alike

@@ -19,10 +19,10 @@ BANNED_NAMES = {"utils.py", "misc.py", "common.py", "helpers.py"}
 DOCSTRING_ONLY = ("kernels", "engine", "engine/*", "worker", "worker/*")  # settings and each device's kernels export
 
 MAX_FILE_LINES = 450
-MAX_MODULES = 195  # one of which holds only names
-MAX_CODE_LINES = 37_100  # of all modules that hold more than names
-MAX_TEST_FILES = 191
-MAX_OTHER_TEST_FILES = 70
+MAX_MODULES = 197  # one of which holds only names
+MAX_CODE_LINES = 37_800  # of all modules that hold more than names
+MAX_TEST_FILES = 193
+MAX_OTHER_TEST_FILES = 71
 # Lines -> the share of modules that may be shorter: a small file is opened for next to nothing.
 MAX_SHARES = {20: 0.03, 50: 0.10}
 # Likewise a module of one short function or class.

@@ -16,16 +16,15 @@ from engine.checkpoint.config_reader import (
     weights_dtype,
 )
 from engine.checkpoint.families import BERT, DECODERS, ENCODERS, DecoderFamily
+from engine.checkpoint.quantization_config import QuantizationConfig
 from engine.checkpoint.rope import RopeConfig
 from engine.errors import CheckpointError
 
 _UNQUANTISED = "weights not quantised beforehand: take the model in float32, bfloat16 or float16"
-_INT8 = ", and engine.quantization=int8 quantises it as it is loaded (CPUs with AVX-512 VNNI)"
 
 MUST_BE_FALSE = ("attention_bias", "mlp_bias", "use_sliding_window", "add_cross_attention", "is_encoder_decoder")
 MUST_BE_ABSENT = {
-    "quantization_config": _UNQUANTISED + _INT8,
-    "compression_config": _UNQUANTISED + _INT8,
+    "compression_config": "null: quantization_config is its newer name",
     "auto_map": "null: code from a checkpoint is never run",
     # What other families' attention or residual stream does, found in files that call themselves by these names.
     **dict.fromkeys(
@@ -119,7 +118,8 @@ class ModelConfig:
     tie_word_embeddings: bool
     qk_norm: bool  # RMSNorm over each query and key head
     moe: MoeConfig | None
-    dtype: DtypeName  # of the weights on disk
+    dtype: DtypeName  # of the weights on disk that are not quantised
+    quantization: QuantizationConfig | None = None  # None: no layer is quantised
 
     @classmethod
     def from_hf(cls, data: Mapping[str, object]) -> ModelConfig:
@@ -127,6 +127,7 @@ class ModelConfig:
         config = ConfigReader(data, "config.json")
         family = _decoder_family(config)
         _refuse_unsupported_decoder(config, family)
+        quantization = QuantizationConfig.from_reader(config)
         num_layers = config.integer("num_hidden_layers")
         _check_layer_types(config, num_layers)
         num_heads = config.integer("num_attention_heads")
@@ -148,6 +149,7 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             moe=MoeConfig.from_reader(config, num_layers) if family.has_experts else None,
             dtype=weights_dtype(config),
+            quantization=quantization,
         )
 
     def is_moe_layer(self, layer: int) -> bool:

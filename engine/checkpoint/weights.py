@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Container
+from collections.abc import Collection, Container
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Self, cast
@@ -15,6 +15,15 @@ from engine.checkpoint.files import WeightFiles
 from engine.errors import CheckpointError
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# Of tensors that only quantised layers have, by the names of safetensors; refused elsewhere.
+STORED_DTYPES = {
+    **DTYPES,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 # A header entry takes about 150 bytes: room for 200,000 tensors, where Qwen3-235B has 36,945 over all its files.
 MAX_HEADER_BYTES = 32 << 20
 LENGTH_BYTES = 8  # of the header's length
@@ -60,18 +69,18 @@ class Checkpoint:
         """Dimensions of a tensor. Raises CheckpointError if there is none of this name."""
         return self._shard(name).shape(name)
 
-    def dtype(self, name: str) -> torch.dtype:
+    def dtype(self, name: str, accepted: Collection[str] = tuple(DTYPES)) -> torch.dtype:
         """Dtype of a tensor on disk. Raises CheckpointError as `read` does."""
-        return self._shard(name).dtype(name)
+        return self._shard(name).dtype(name, accepted)
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, accepted: Collection[str] = tuple(DTYPES)) -> torch.Tensor:
         """A tensor in its shape and dtype on disk, memory-mapped: no bytes are read before they are used.
 
         It stays valid after `close`. Writing to it changes a private copy of the touched pages, never the file.
-        Raises CheckpointError if there is none of this name, its dtype is none of float32, bfloat16 and float16, or the
-        checkpoint was closed.
+        accepted: names of STORED_DTYPES. Raises CheckpointError if there is none of this name, its dtype is another, or
+        the checkpoint was closed.
         """
-        return self._shard(name).read(name)
+        return self._shard(name).read(name, accepted)
 
     def close(self) -> None:
         """Close the files. May be called twice."""
@@ -126,16 +135,16 @@ class Shard:
         """Dimensions of a tensor, from the header."""
         return self._tensors[name][0]
 
-    def dtype(self, name: str) -> torch.dtype:
+    def dtype(self, name: str, accepted: Collection[str]) -> torch.dtype:
         """Dtype of a tensor, from the header."""
         stored = self._tensors[name][1]
-        if stored not in DTYPES:
-            raise CheckpointError(f"{self.path}: tensor {name} has dtype {stored}; accepted: {', '.join(DTYPES)}")
-        return DTYPES[stored]
+        if stored not in accepted:
+            raise CheckpointError(f"{self.path}: tensor {name} has dtype {stored}; accepted: {', '.join(accepted)}")
+        return STORED_DTYPES[stored]
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, accepted: Collection[str]) -> torch.Tensor:
         """A tensor that lies in the mapping, which lives as long as the tensor does."""
-        self.dtype(name)  # refuses it
+        self.dtype(name, accepted)  # refuses it
         try:
             tensor = cast(torch.Tensor, self._file.get_tensor(name))
         except SafetensorError as error:

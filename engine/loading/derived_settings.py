@@ -142,6 +142,7 @@ def _check_capabilities(
             f"or engine.device=cpu"
         )
     _check_memory(effective, device)
+    _check_quantised(settings, config, device)
     if settings.speculation.enabled:
         _check_speculation(settings, config)
     if settings.deterministic:
@@ -226,6 +227,22 @@ def _check_int8(settings: EngineSettings, device: torch.device) -> None:
         int8_operations(device)
     except KernelsUnavailable as error:
         raise CapabilityError(f"engine.quantization=int8: {error}, or engine.quantization=none") from error
+
+
+def _check_quantised(settings: EngineSettings, config: ModelConfig | EncoderConfig, device: torch.device) -> None:
+    quantization = None if isinstance(config, EncoderConfig) else config.quantization
+    if quantization is None:
+        return
+    if device.type != "cpu":
+        raise CapabilityError(
+            f"engine.device={device.type}: the weights of the checkpoint are quantised ({quantization}), which only a "
+            "CPU multiplies in this build; accepted: engine.device=cpu, or the model in float32, bfloat16 or float16"
+        )
+    if settings.quantization != "none":
+        raise CapabilityError(
+            f"engine.quantization={settings.quantization}: the weights of the checkpoint are quantised already "
+            f"({quantization}); accepted: none"
+        )
 
 
 def _check_native(settings: EngineSettings, device: torch.device) -> None:

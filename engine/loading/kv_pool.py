@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -11,10 +12,13 @@ from engine.checkpoint.weights import Checkpoint, is_body_alone
 from engine.errors import CapabilityError
 from engine.kv_cache.tensors import KVCacheSpec
 from engine.model_status import MemoryProfile
+from engine.models.decoder import packed_weights
+from engine.models.load import describe_decoder
 from engine.models.placement import DTYPES
 from engine.out_of_memory import POOL_SETTINGS, STEP_SETTINGS
 from engine.prompt_logprobs import MAX_LOGITS_BYTES
 from kernels.cpu.dense import has_blocked_layout
+from kernels.quantised import PackedQuantised
 from settings import EffectiveSettings, EngineSettings, Source
 
 NUM_BLOCKS = "engine.kv_cache.num_blocks"
@@ -133,7 +137,11 @@ def expected_weights_bytes(checkpoint: Checkpoint, config: ModelConfig, settings
     below a hundredth.
     """
     itemsize = DTYPES[settings.dtype].itemsize
-    num_elements = checkpoint.total_bytes // DTYPES[config.dtype].itemsize
+    quantised_bytes = 0
+    if config.quantization is None:
+        num_elements = checkpoint.total_bytes // DTYPES[config.dtype].itemsize
+    else:
+        quantised_bytes, num_elements = _stored_sizes(checkpoint, config)
     embedding = config.vocab_size * config.hidden_size
     has_own_layout = settings.quantization == "int8" or has_blocked_layout(DTYPES[settings.dtype])
     is_packed = settings.device == "cpu" and not settings.deterministic and has_own_layout
@@ -141,7 +149,18 @@ def expected_weights_bytes(checkpoint: Checkpoint, config: ModelConfig, settings
         num_elements += embedding
     if settings.quantization == "int8":
         return embedding * itemsize + (num_elements - embedding)
-    return num_elements * itemsize
+    return quantised_bytes + num_elements * itemsize
+
+
+def _stored_sizes(checkpoint: Checkpoint, config: ModelConfig) -> tuple[int, int]:
+    """Bytes of the quantised weights as they will lie in memory, and elements of the others that products take and of
+    the embedding; from the files' headers.
+    """
+    weights = tuple(packed_weights(describe_decoder(config, checkpoint)))
+    quantised = sum(weight.nbytes for weight in weights if isinstance(weight, PackedQuantised))
+    plain = sum(math.prod(weight.shape) for weight in weights if not isinstance(weight, PackedQuantised))
+    is_separate = not config.tie_word_embeddings or is_body_alone(checkpoint.names())
+    return quantised, plain + (config.vocab_size * config.hidden_size if is_separate else 0)
 
 
 def expected_step_bytes(config: ModelConfig, settings: EngineSettings) -> int:

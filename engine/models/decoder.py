@@ -267,13 +267,18 @@ def weights_bytes(model: DecoderModel) -> int:
 
 def _tensors(model: DecoderModel) -> Iterator[torch.Tensor]:
     yield from (model.embed_tokens, model.final_norm)
-    if model.lm_head is not None:
-        yield from model.lm_head.parts
     for layer in model.layers:
         yield from (layer.input_norm, layer.post_attention_norm)
-        yield from (*layer.attention.qkv_proj.parts, *layer.attention.o_proj.parts)
         if layer.attention.qk_norm is not None:
             yield from layer.attention.qk_norm[:2]
-        for value in vars(layer.mlp).values():
-            if isinstance(value, PackedWeight):
-                yield from value.parts
+    for weight in packed_weights(model):
+        yield from weight.parts
+
+
+def packed_weights(model: DecoderModel) -> Iterator[PackedWeight]:
+    """The weights of all products: the head, and those of each layer."""
+    if model.lm_head is not None:
+        yield model.lm_head
+    for layer in model.layers:
+        yield from (layer.attention.qkv_proj, layer.attention.o_proj)
+        yield from (value for value in vars(layer.mlp).values() if isinstance(value, PackedWeight))

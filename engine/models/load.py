@@ -10,12 +10,14 @@ import torch
 
 from engine.checkpoint.model_config import EncoderConfig, ModelConfig, MoeConfig
 from engine.checkpoint.rope import rope_cos_sin
-from engine.checkpoint.weights import Checkpoint, is_body_alone
+from engine.checkpoint.weights import DTYPES, Checkpoint, is_body_alone
 from engine.errors import CheckpointError
 from engine.models.decoder import AttentionLayer, DecoderLayer, DecoderModel, DenseMLP, MoeMLP, StreamedLayers
 from engine.models.encoder import Affine, EncoderLayer, EncoderModel, GeluForm, LayerNorm
 from engine.models.placement import SHAPES_ONLY, ModelPlacement
+from engine.models.quantised_weights import take_experts, take_weight
 from kernels.operands import PackedWeight
+from kernels.quantised import QuantisedWeight
 
 _GELU_FORMS: dict[str, GeluForm | None] = {
     "gelu": "none",
@@ -39,7 +41,12 @@ def check_decoder(config: ModelConfig, checkpoint: Checkpoint) -> None:
 
     Only `load_decoder` finds out whether a stored head equals the embedding that it is tied to.
     """
-    _fill_decoder(config, ShapeSource(checkpoint), SHAPES_ONLY, is_body=is_body_alone(checkpoint.names()))
+    describe_decoder(config, checkpoint)
+
+
+def describe_decoder(config: ModelConfig, checkpoint: Checkpoint) -> DecoderModel:
+    """The model that `load_decoder` would make, its tensors without values. Raises as `check_decoder` does."""
+    return _fill_decoder(config, ShapeSource(checkpoint), SHAPES_ONLY, is_body=is_body_alone(checkpoint.names()))
 
 
 def stream_decoder(config: ModelConfig, checkpoint: Checkpoint, placement: ModelPlacement) -> DecoderModel:
@@ -73,9 +80,9 @@ def _stream_decoder(
     return DecoderModel(config, placement.ops, embed_tokens, layers, final_norm, lm_head, source.digest())
 
 
-def _head(config: ModelConfig, source: TensorSource, embed_tokens: torch.Tensor) -> torch.Tensor:
+def _head(config: ModelConfig, source: TensorSource, embed_tokens: torch.Tensor) -> torch.Tensor | QuantisedWeight:
     if not config.tie_word_embeddings:
-        return source.take("lm_head.weight", (config.vocab_size, config.hidden_size))
+        return take_weight(source, config.quantization, ["lm_head"], [(config.vocab_size, config.hidden_size)])
     source.drop_equal("lm_head.weight", embed_tokens)
     return embed_tokens
 
@@ -135,13 +142,15 @@ class _DecoderLayers:
         hidden, inner = self.config.hidden_size, moe.intermediate_size
         source, pack = self.source, self.placement.ops.pack
         experts = [f"{prefix}.experts.{expert}" for expert in range(moe.num_experts)]
-        gate_up = [[f"{expert}.{part}_proj.weight" for part in ("gate", "up")] for expert in experts]
-        down = [[f"{expert}.down_proj.weight"] for expert in experts]
+        gate_up = [[f"{expert}.{part}_proj" for part in ("gate", "up")] for expert in experts]
+        down = [[f"{expert}.down_proj"] for expert in experts]
+        quantization = self.config.quantization
+        router = take_weight(source, quantization, [f"{prefix}.gate"], [(moe.num_experts, hidden)])
         return MoeMLP(
             ops=self.placement.ops,
-            router=pack(source.take(f"{prefix}.gate.weight", (moe.num_experts, hidden)), keep_dtype=True),
-            gate_up_proj=pack(source.take_experts(gate_up, [(inner, hidden)] * 2)),
-            down_proj=pack(source.take_experts(down, [(hidden, inner)])),
+            router=pack(router, keep_dtype=True),
+            gate_up_proj=pack(take_experts(source, quantization, gate_up, [(inner, hidden)] * 2)),
+            down_proj=pack(take_experts(source, quantization, down, [(hidden, inner)])),
             top_k=moe.experts_per_token,
             renormalise=moe.norm_topk_prob,
             bucketed_min_tokens=self.placement.bucketed_min_tokens,
@@ -149,8 +158,9 @@ class _DecoderLayers:
 
     def _projection(self, prefix: str, parts: Sequence[str], rows: Sequence[int], width: int) -> PackedWeight:
         """Projections of one input, stacked on top of each other. rows: of each."""
-        names = [f"{prefix}.{part}_proj.weight" for part in parts]
-        return self.placement.ops.pack(self.source.take_fused(names, [(count, width) for count in rows]))
+        modules = [f"{prefix}.{part}_proj" for part in parts]
+        shapes = [(count, width) for count in rows]
+        return self.placement.ops.pack(take_weight(self.source, self.config.quantization, modules, shapes))
 
 
 def load_encoder(config: EncoderConfig, checkpoint: Checkpoint, placement: ModelPlacement) -> EncoderModel:
@@ -249,6 +259,11 @@ class TensorSource:
         """One tensor in the model dtype on the model's device."""
         return self._read(name, shape).to(device=self._device, dtype=self._dtype)
 
+    def take_stored(self, name: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> torch.Tensor:
+        """One tensor of one of these shapes and safetensors' dtypes, as it is on disk, on the model's device."""
+        found = self._checkpoint.shape(name) if name in self._left else shapes[0]
+        return self._read(name, found if found in shapes else shapes[0], dtypes).to(self._device)
+
     def take_fused(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
         """Matrices of one width stacked on top of each other, or vectors put end to end."""
         if len(names) == 1:
@@ -293,10 +308,10 @@ class TensorSource:
             target[row : row + shape[0]].copy_(self._read(name, shape))
             row += shape[0]
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _read(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = tuple(DTYPES)) -> torch.Tensor:
         self._strike_off(name, shape)
-        tensor = self._checkpoint.read(name)
-        self._digest.update(tensor.flatten()[:SAMPLED_ELEMENTS].float().cpu().numpy().tobytes())
+        tensor = self._checkpoint.read(name, dtypes)
+        self._digest.update(tensor.reshape(-1)[:SAMPLED_ELEMENTS].float().cpu().numpy().tobytes())
         return tensor
 
     def _strike_off(self, name: str, shape: tuple[int, ...]) -> None:
@@ -323,9 +338,9 @@ class ShapeSource(TensorSource):
         if self.has(name):
             self.take(name, tuple(other.shape))
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _read(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = tuple(DTYPES)) -> torch.Tensor:
         self._strike_off(name, shape)
-        return torch.empty(shape, dtype=self._checkpoint.dtype(name), device="meta")
+        return torch.empty(shape, dtype=self._checkpoint.dtype(name, dtypes), device="meta")
 
     def _copy_rows(self, target: torch.Tensor, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> None:
         for name, shape in zip(names, shapes, strict=True):

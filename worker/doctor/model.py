@@ -61,7 +61,7 @@ def _of_checkpoint(
         read_eos_token_ids(path, config.vocab_size)
         tokenizer = Tokenizer.from_directory(path)
     num_tensors, size = len(checkpoint.names()), size_text(checkpoint.total_bytes)
-    detail = f"{path}: {config.architecture}, {num_tensors} tensors, {size} in {config.dtype}"
+    detail = f"{path}: {config.architecture}, {num_tensors} tensors, {size} in {_stored_dtype(config)}"
     yield Finding("model", Level.OK, detail)
     yield _tokenizer(tokenizer, config.vocab_size)
     try:
@@ -89,7 +89,7 @@ def _fit(derived: EffectiveSettings, config: ModelConfig, checkpoint: Checkpoint
     weights_bytes = expected_weights_bytes(checkpoint, config, engine)
     num_blocks, longest = engine.kv_cache.num_blocks or 0, engine.max_model_len or 1
     num_tokens = (num_blocks - 1) * engine.kv_cache.block_size
-    weights = f"weights take {size_text(weights_bytes)} in {_weights_dtype(engine)}"
+    weights = f"weights take {size_text(weights_bytes)} in {_weights_dtype(engine, config)}"
     detail = (
         f"{weights}; the KV cache of {size_text(num_blocks * spec.bytes_per_block)} holds {num_tokens} tokens "
         f"({num_blocks} blocks): "
@@ -108,7 +108,15 @@ def _fit(derived: EffectiveSettings, config: ModelConfig, checkpoint: Checkpoint
     return Finding("fit", Level.OK, f"{detail}, estimated: a worker measures what {leaves}")
 
 
-def _weights_dtype(engine: EngineSettings) -> str:
+def _stored_dtype(config: ModelConfig | EncoderConfig) -> str:
+    if isinstance(config, EncoderConfig) or config.quantization is None:
+        return config.dtype
+    return f"{config.quantization}, the rest {config.dtype}"
+
+
+def _weights_dtype(engine: EngineSettings, config: ModelConfig) -> str:
+    if config.quantization is not None:
+        return f"{config.quantization}, the rest {engine.dtype}"
     return engine.dtype if engine.quantization == "none" else engine.quantization
 
 

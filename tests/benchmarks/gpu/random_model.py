@@ -9,7 +9,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,10 +139,10 @@ class RandomShard(Shard):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def dtype(self, name: str) -> torch.dtype:
+    def dtype(self, name: str, accepted: Collection[str]) -> torch.dtype:
         return self._dtype
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, accepted: Collection[str]) -> torch.Tensor:
         """Draw the tensor: matrices around 0; vectors, which are weights of norms, around 1."""
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         shape = self._shapes[name]

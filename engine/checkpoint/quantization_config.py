@@ -1,0 +1,286 @@
+"""Reads how the weights of a checkpoint were rounded out of config.json's `quantization_config`, and refuses the rest.
+
+GPTQ and AWQ files, FP8 files with a scale a block or a tensor, and compressed-tensors' groups. What comes out is data:
+which modules are quantised, by which scheme, and in which layout their tensors lie.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from engine.checkpoint.config_reader import ConfigReader
+from kernels.quantised import Activations, WeightScheme
+
+METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
+# gptq: qweight [K / 8, N], qzeros one too low in `gptq`; awq: qweight [K, N / 8], interleaved; packed: weight_packed
+# [N, K / 8]; plain: weight [N, K] in 8 bits, its scales weight_scale or weight_scale_inv.
+Layout = Literal["gptq", "gptq_v2", "awq", "packed", "plain"]
+FORMATS: dict[str, Layout] = {
+    "pack-quantized": "packed",
+    "int-quantized": "plain",
+    "float-quantized": "plain",
+    "naive-quantized": "plain",
+}
+GROUP_SIZES = "a whole number, at least 1, or -1"
+Has = Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredScheme:
+    """How a module's weight was rounded and in which tensors it lies."""
+
+    scheme: WeightScheme
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class SchemeGroup:
+    """Modules that share a scheme, as compressed-tensors has them."""
+
+    name: str
+    targets: tuple[str, ...]  # names of modules, `re:` patterns of them, or Linear for all
+    stored: StoredScheme
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationConfig:
+    """Which modules are quantised, and how."""
+
+    method: str
+    groups: tuple[SchemeGroup, ...]
+    ignore: tuple[str, ...]  # names of modules, `re:` patterns of them: not quantised
+    # Whether a module without the tensors of a quantised one is not quantised: GPTQ, AWQ and FP8 files name neither
+    # their routers nor their heads, which are left as they were.
+    by_tensors: bool
+
+    @classmethod
+    def from_reader(cls, config: ConfigReader) -> QuantizationConfig | None:
+        """Read `quantization_config`; None where there is none. Raises CheckpointError naming the key."""
+        table = config.table("quantization_config")
+        if table is None:
+            return None
+        method = table.choice("quant_method", METHODS)
+        if method == "compressed-tensors":
+            return _compressed_tensors(table)
+        read = {"gptq": _gptq, "awq": _awq, "fp8": _fp8}[method]
+        return cls(method, (SchemeGroup("all", ("Linear",), read(table)),), (), by_tensors=True)
+
+    def scheme_of(self, module: str, has: Has) -> StoredScheme | None:
+        """How a linear layer is stored, by its name without `.weight`; None: unquantised.
+
+        has: whether the checkpoint has a tensor of this name.
+        """
+        if self.by_tensors:
+            marks = ("qweight", "weight_scale_inv", "weight_scale")
+            return self.groups[0].stored if any(has(f"{module}.{mark}") for mark in marks) else None
+        if any(_matches(module, pattern) for pattern in self.ignore):
+            return None
+        # The most specific first: a name, then patterns, then all linear layers.
+        for rank in (_is_name, _is_pattern, _is_class):
+            for group in self.groups:
+                if any(rank(target) and _matches(module, target) for target in group.targets):
+                    return group.stored
+        return None
+
+    def __str__(self) -> str:
+        schemes = dict.fromkeys(str(group.stored.scheme) for group in self.groups)
+        return f"{self.method}: {'; '.join(schemes)}"
+
+
+def _is_pattern(target: str) -> bool:
+    return target.startswith("re:")
+
+
+def _is_class(target: str) -> bool:
+    return target == "Linear"
+
+
+def _is_name(target: str) -> bool:
+    return not _is_pattern(target) and not _is_class(target)
+
+
+def _matches(module: str, target: str) -> bool:
+    if _is_pattern(target):
+        return re.match(target.removeprefix("re:"), module) is not None
+    return _is_class(target) or target == module
+
+
+def _refuse_keys(table: ConfigReader, accepted: dict[str, str]) -> None:
+    """Refuse keys (key -> what is accepted) that ask for something: neither null, false nor empty."""
+    for key, wanted in accepted.items():
+        if table.data.get(key):
+            raise table.refuse(key, table.data[key], wanted)
+
+
+def _bits(table: ConfigReader, key: str, accepted: tuple[int, ...] = (4, 8)) -> Literal[4, 8]:
+    value = table.integer(key)
+    if value not in accepted:
+        raise table.refuse(key, value, " or ".join(map(str, accepted)))
+    return cast("Literal[4, 8]", value)
+
+
+def _group_size(table: ConfigReader) -> int | None:
+    """None: one group for all inputs of a row."""
+    value = table.data.get("group_size", 128)
+    if not isinstance(value, int) or isinstance(value, bool) or (value < 1 and value != -1):
+        raise table.refuse("group_size", value, GROUP_SIZES)
+    return None if value == -1 else value
+
+
+def _gptq(table: ConfigReader) -> StoredScheme:
+    """Keys of AutoGPTQ and GPTQModel. Whether inputs are reordered (`desc_act`) is what each g_idx says."""
+    rules = table.table("dynamic")
+    for pattern in () if rules is None else rules.data:
+        if not pattern.startswith("-:"):
+            raise table.refuse("dynamic", pattern, "rules that leave modules unquantised, which begin with -:")
+    _refuse_keys(table, {"is_marlin_format": "false: the layout of gptq"})
+    table.choice("pack_dtype", ("int32",), default="int32")
+    table.flag("desc_act", default=False)
+    table.flag("lm_head", default=False)
+    layout = table.choice(table.first_of("format", "checkpoint_format"), ("gptq", "gptq_v2"), default="gptq")
+    scheme = WeightScheme(
+        bits=_bits(table, "bits"),
+        is_float=False,
+        group_size=_group_size(table),
+        symmetric=table.flag("sym", default=True),
+    )
+    return StoredScheme(scheme, cast("Layout", layout))
+
+
+def _awq(table: ConfigReader) -> StoredScheme:
+    """Keys of AutoAWQ."""
+    version = table.data.get(table.first_of("version", "format")) or "gemm"
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise table.refuse("version", version, "gemm")
+    if not table.flag("zero_point", default=True):
+        raise table.refuse("zero_point", False, "true")
+    bits = _bits(table, "bits", (4,))
+    scheme = WeightScheme(bits=bits, is_float=False, group_size=_group_size(table), symmetric=False)
+    return StoredScheme(scheme, "awq")
+
+
+def _fp8(table: ConfigReader) -> StoredScheme:
+    """Keys of DeepSeek's and Qwen's files, and of AutoFP8's."""
+    table.choice("fmt", ("e4m3",), default="e4m3")
+    table.choice("scale_fmt", ("float",), default="float")
+    table.choice("expert_dtype", ("fp8",), default="fp8")
+    is_static = table.choice("activation_scheme", ("dynamic", "static"), default="dynamic") == "static"
+    _refuse_keys(table, {"modules_to_convert": "null: embeddings are not quantised"})
+    block = table.integers("weight_block_size", minimum=1)
+    if block and (len(block) != 2 or is_static):
+        raise table.refuse("weight_block_size", block, "two whole numbers beside activation_scheme dynamic, or null")
+    activations: Activations = "float8_tensor" if is_static else "float8_group" if block else "float8_token"
+    rows, inputs = block or (None, None)
+    return StoredScheme(WeightScheme(8, True, inputs, rows, activations=activations), "plain")
+
+
+def _compressed_tensors(table: ConfigReader) -> QuantizationConfig:
+    sparsity = table.table("sparsity_config")
+    if sparsity is not None and sparsity.data.get("format", "dense") != "dense":
+        raise sparsity.refuse("format", sparsity.data.get("format"), "dense")
+    _refuse_keys(
+        table,
+        {
+            "kv_cache_scheme": "null: the KV cache keeps engine.dtype",
+            "transform_config": "null: rotations of activations are not computed",
+        },
+    )
+    groups = table.table("config_groups")
+    if groups is None or not groups.data:
+        raise table.refuse("config_groups", table.data.get("config_groups"), "an object of groups")
+    read = []
+    for name in groups.data:
+        group = groups.table(name)
+        if group is None:
+            raise groups.refuse(name, None, "an object with targets and weights")
+        read.append(_scheme_group(name, group, table))
+    ignore = _strings(table, "ignore")
+    return QuantizationConfig("compressed-tensors", tuple(read), ignore, by_tensors=False)
+
+
+def _strings(table: ConfigReader, key: str) -> tuple[str, ...]:
+    value = table.data.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise table.refuse(key, value, "a list of names of modules, or patterns that begin with re:")
+    for item in value:
+        try:
+            re.compile(item.removeprefix("re:"))
+        except re.error as error:
+            raise table.refuse(key, item, f"a regular expression ({error})") from error
+    return tuple(value)
+
+
+def _scheme_group(name: str, group: ConfigReader, table: ConfigReader) -> SchemeGroup:
+    targets = _strings(group, "targets")
+    for target in targets:
+        if _is_name(target) and "." not in target and target != "lm_head":
+            raise group.refuse("targets", target, "Linear, names of modules, and patterns that begin with re:")
+    _refuse_keys(group, {"output_activations": "null"})
+    source = group if group.has("format") else table
+    weights = group.table("weights")
+    if weights is None:
+        raise group.refuse("weights", None, "an object")
+    layout = FORMATS[source.choice("format", tuple(FORMATS))]
+    scheme = _weights_scheme(weights, group.table("input_activations"))
+    if layout == "packed" and scheme.is_float:
+        raise source.refuse("format", source.data["format"], "float-quantized beside weights of type float")
+    if layout == "plain" and scheme.bits == 4:
+        raise source.refuse("format", source.data["format"], "pack-quantized beside weights of 4 bits")
+    return SchemeGroup(name, targets, StoredScheme(scheme, layout))
+
+
+def _weights_scheme(weights: ConfigReader, inputs: ConfigReader | None) -> WeightScheme:
+    is_float = weights.choice("type", ("int", "float"), default="int") == "float"
+    bits = _bits(weights, "num_bits", (8,) if is_float else (4, 8))
+    symmetric = weights.flag("symmetric", default=True)
+    if weights.data.get("dynamic"):
+        raise weights.refuse("dynamic", weights.data["dynamic"], "false")
+    if is_float and not symmetric:
+        raise weights.refuse("symmetric", False, "true beside type float")
+    strategy = weights.choice("strategy", ("tensor", "channel", "group", "block"))
+    rows, group = 1, None
+    block: list[int] = []
+    if strategy == "group":
+        group = weights.integer("group_size")
+    elif strategy == "block":
+        block = weights.integers("block_structure", minimum=1)
+        if len(block) != 2 or not is_float:
+            raise weights.refuse("block_structure", block, "two whole numbers, beside type float")
+        rows, group = block
+    activations = _activations(inputs)
+    is_channelwise = strategy in ("tensor", "channel")
+    if activations == "int8_token" and not (bits == 8 and not is_float and symmetric and is_channelwise):
+        raise weights.refuse(
+            "num_bits", bits, "8, symmetric, a scale a channel or tensor, beside input_activations of integers"
+        )
+    if activations.startswith("float8") and not is_float:
+        raise weights.refuse("type", "int", "float beside input_activations of type float")
+    block_rows = None if strategy == "tensor" else rows
+    return WeightScheme(bits, is_float, group, block_rows, symmetric, activations)
+
+
+def _activations(inputs: ConfigReader | None) -> Activations:
+    """What becomes of activations before a product."""
+    if inputs is None:
+        return "none"
+    if inputs.integer("num_bits", default=8) != 8:
+        raise inputs.refuse("num_bits", inputs.data["num_bits"], "8")
+    if not inputs.flag("symmetric", default=True):
+        raise inputs.refuse("symmetric", False, "true")
+    is_float = inputs.choice("type", ("int", "float"), default="int") == "float"
+    is_dynamic = inputs.data.get("dynamic", False)
+    if not isinstance(is_dynamic, bool):
+        raise inputs.refuse("dynamic", is_dynamic, "true or false")
+    if not is_float:
+        strategy = inputs.choice("strategy", ("token",), default="token")
+        if not is_dynamic:
+            raise inputs.refuse("dynamic", is_dynamic, f"true beside type int and strategy {strategy}")
+        return "int8_token"
+    accepted = ("token", "tensor", "group") if is_dynamic else ("tensor",)
+    strategy = inputs.choice("strategy", accepted, default="token" if is_dynamic else "tensor")
+    if not is_dynamic:
+        return "float8_tensor"
+    return "float8_group" if strategy == "group" else "float8_token"

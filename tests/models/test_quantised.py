@@ -1,0 +1,93 @@
+"""Quantised checkpoints of every layout and family against transformers with the same weights, dequantised."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.model_interface import LogitsResult, ModelInterface
+from tests.support.engines import load_engine
+from tests.support.quantised_checkpoint import METHODS, quantise_checkpoint
+from tests.support.tiny_checkpoint import Family, make_checkpoint
+
+# Both sides multiply the same float32 weights: what is left is the order of their sums, as without quantisation.
+LOGITS_TOLERANCE = 1e-4
+# 8-bit activations: a value near the middle of two integers may be rounded to either, and each that is moves a product
+# by one step. Rounding itself is on both sides.
+MEAN_TOLERANCE_OF_INTEGERS = 0.02  # of the logits' standard deviation
+# Where only our side rounds activations, with steps of a 127th of a row's largest: some 0.7 % of a product, of which a
+# token passes 14 to its logits, independent of each other: 0.7 % * sqrt(14), twice.
+MEAN_TOLERANCE_OF_ROUNDING = 0.06
+FAMILIES: dict[str, tuple[Family, dict[str, Any]]] = {
+    "llama": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 2}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+    "moe-mixed-layers": ("qwen3_moe", {"mlp_only_layers": [1]}),
+}
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(256) for _ in range(length)] for length in (1, 9, 40)]
+
+
+def last_logits(interface: ModelInterface, prompt: list[int]) -> torch.Tensor:
+    """Logits of the last token, which was decoded; of those before it, which were prefilled, only the cache is seen."""
+    if len(prompt) > 1:
+        interface.prefill("p", prompt[:-1])
+        result = interface.decode("p", prompt[-1], len(prompt) - 1)
+    else:
+        result = interface.prefill("p", prompt)
+    interface.release("p")
+    assert isinstance(result, LogitsResult)
+    return result.logits
+
+
+def rounding(module: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    (x,) = args
+    scales = x.abs().amax(-1, keepdim=True) / 127
+    return ((x / scales).round() * scales,)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_logits_are_transformers_with_the_weights_dequantised(method: str, family: str, tmp_path: Path) -> None:
+    model_type, options = FAMILIES[family]
+    if method == "w4a16_head" and options.get("tie_word_embeddings"):
+        pytest.skip("a tied head is the embedding, which no layout quantises")
+    plain = make_checkpoint(tmp_path / "plain", model_type, **options)
+    quantised, dense = quantise_checkpoint(plain, tmp_path, METHODS[method], num_files=3)
+    reference = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
+    rounds_integers = method == "w8a8"
+    if rounds_integers and model_type != "qwen3_moe":  # whose experts are no modules
+        for name, module in reference.named_modules():
+            if METHODS[method].is_quantised(name):
+                module.register_forward_pre_hook(rounding)
+    interface = load_engine(quantised, {"engine.dtype": "float32"}).model_interface
+    for prompt in prompts():
+        with torch.inference_mode():
+            expected = reference(torch.tensor([prompt])).logits[0, -1]
+        actual = last_logits(interface, prompt)
+        if rounds_integers:
+            bound = MEAN_TOLERANCE_OF_ROUNDING if model_type == "qwen3_moe" else MEAN_TOLERANCE_OF_INTEGERS
+            assert float((actual - expected).abs().mean()) < bound * float(expected.std())
+        else:
+            torch.testing.assert_close(actual, expected, atol=LOGITS_TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("setting", ["engine.deterministic", "engine.dtype"])
+@pytest.mark.parametrize("method", ["gptq_order", "w8a8", "fp8_blocks"])
+def test_other_kernels_are_near_the_same_logits(method: str, setting: str, tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "qwen3_moe")
+    quantised, _ = quantise_checkpoint(plain, tmp_path, METHODS[method])
+    value = "true" if setting == "engine.deterministic" else "bfloat16"
+    interface = load_engine(quantised, {"engine.dtype": "float32"} | {setting: value}).model_interface
+    expected = load_engine(quantised, {"engine.dtype": "float32"}).model_interface
+    for prompt in prompts():
+        actual, wanted = last_logits(interface, prompt), last_logits(expected, prompt)
+        error = (actual - wanted).abs().mean() / wanted.std()
+        assert float(error) < (0.05 if value == "bfloat16" else 1e-3 if method != "w8a8" else 0.02)
