@@ -41,6 +41,7 @@ FLAGS = (
     "-Wno-unknown-pragmas",
     "-Wno-uninitialized",  # in GCC 12's own header of AVX-512, and so the next
     "-Wno-maybe-uninitialized",
+    "-Wno-unknown-warning-option",  # clang does not know the one before
 )
 _AVX512 = ("-march=x86-64-v4", "-mprefer-vector-width=512")
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-DUSE_AVX512_BF16")
