@@ -17,10 +17,10 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.models.decoder import ForwardResult
 from engine.request import Request, RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.scheduling.scheduler import Scheduler, look_up
+from engine.scheduling.scheduler import ScheduledItem, Scheduler, look_up
 from engine.structured.grammar import Grammar
 from settings.engine import SpeculationSettings
-from tests.support.engines import OpenEngine, load_engine, make_request, make_state, run_all, tokens_of
+from tests.support.engines import OpenEngine, greedy_request, load_engine, make_request, make_state, run_all, tokens_of
 
 ON: dict[str, object] = {"engine.speculation.enabled": "on", "engine.speculation.ngram_min": "1"}
 PIECE = (5, 9, 5, 7, 11, 9, 5, 3)
@@ -124,6 +124,53 @@ def test_rejected_drafts_reach_no_other_request(tiny_model: Path) -> None:
     found = run_all(engine, [third])["c"]
     assert found.num_cached_tokens >= len(whole) - 17
     assert tokens_of(found) == expected
+
+
+def _cached_kv(engine: OpenEngine, tokens: Sequence[int]) -> torch.Tensor:
+    """[layers, keys and values, tokens, ...] of the leading tokens that a request with these finds in the cache."""
+    blocks, kv_cache = engine.parts.block_manager, engine.parts.executor.kv_cache
+    num_tokens = blocks.open("probe", blocks.new_chain(tokens, ""), tokens)
+    table = torch.tensor(blocks.block_table("probe")[: num_tokens // blocks.block_size], dtype=torch.int64)
+    blocks.free("probe")
+    pairs = zip(kv_cache.keys, kv_cache.values, strict=True)
+    return torch.stack([torch.stack((k[table].flatten(0, 1), v[table].flatten(0, 1))) for k, v in pairs])
+
+
+@pytest.mark.parametrize("options", [{}, {"engine.kv_cache.num_blocks": "40"}], ids=["usual", "preempted"])
+def test_what_rejected_drafts_wrote_is_never_found(
+    tiny_model: Path, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that goes on as a rejected draft did, through the block that held it, is as without drafts."""
+    written: set[tuple[int, ...]] = set()  # by steps that rejected the end of a block
+    commit = Scheduler.commit
+
+    def noted(scheduler: Scheduler, items: Sequence[ScheduledItem]) -> None:
+        for item in items:
+            first_rejected = item.start + item.num_scheduled_tokens
+            tokens = (*item.state.token_ids, *item.drafted)
+            if item.drafted and len(tokens) // 8 > first_rejected // 8:
+                written.add(tokens)
+        commit(scheduler, items)
+
+    monkeypatch.setattr(Scheduler, "commit", noted)
+    small: dict[str, object] = {"engine.kv_cache.block_size": "8"}
+    engine = load_engine(tiny_model, ON | small | options | {"engine.speculation.max_draft_tokens": "16"})
+    requests = _workload(5)
+    answers = _answers(engine, requests)
+    assert len(written) >= 10
+    assert (engine.stats().num_preemptions > 0) == bool(options)
+    plain = load_engine(tiny_model, small)
+    assert answers == _answers(plain, requests)
+    if not options:  # nothing was evicted: what was chosen is found as far as without drafts
+        outputs = [(r.prompt_token_ids, tokens) for r in requests for tokens, *_ in answers[r.request_id][0]]
+        for chosen in [(*prompt, *tokens) for prompt, tokens in outputs]:
+            torch.testing.assert_close(_cached_kv(engine, chosen), _cached_kv(plain, chosen))
+    for number, tokens in enumerate(random.Random(0).sample(sorted(written), 10)):
+        found = _cached_kv(engine, (*tokens, 7))
+        later = greedy_request(f"later {number}", (*tokens, 7), 8)
+        expected = tokens_of(run_all(plain, [later])[later.request_id])
+        torch.testing.assert_close(found, _cached_kv(plain, (*tokens, 7))[:, :, : found.shape[2]])
+        assert tokens_of(run_all(engine, [later])[later.request_id]) == expected
 
 
 def test_values_that_a_wrong_draft_spoils_fail_nobody(tiny_model: Path) -> None:
