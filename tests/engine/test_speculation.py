@@ -103,6 +103,37 @@ def test_drafts_that_agree_save_steps_and_are_counted(tiny_model: Path) -> None:
     assert (stats.drafted_tokens, stats.accepted_tokens, stats.generated_tokens) == (24, 24, 28)
 
 
+def test_no_draft_goes_past_the_last_token(tiny_model: Path) -> None:
+    params = SamplingParams(max_tokens=25, temperature=0.0, logit_bias={5: 100.0}, ignore_eos=True)
+    engine = load_engine(tiny_model, ON)
+    assert tokens_of(run_all(engine, [Request("a", (5, 5, 5, 5), params)])["a"]) == [5] * 25
+    assert engine.stats().drafted_tokens == 8 + 8 + 5  # of the 25 one comes with the prompt, one with each step
+
+
+def test_the_last_token_of_a_prompt_that_is_scored_has_no_draft(tiny_model: Path) -> None:
+    """Seventeen tokens in steps of sixteen: the last one alone looks like a step that decodes."""
+    options = ON | {"engine.max_num_batched_tokens": "16", "engine.max_num_seqs": "16"}
+    request = Request("a", (5, 9) * 8 + (5,), SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1))
+    longer = replace(request, request_id="b", params=replace(request.params, max_tokens=9, ignore_eos=True))
+    engine, plain = load_engine(tiny_model, options), load_engine(tiny_model)
+    assert _answers(engine, [request]) == _answers(plain, [request])
+    steps_before = engine.stats().num_steps
+    assert _answers(engine, [longer]) == _answers(plain, [longer])
+    assert engine.stats().num_steps > steps_before
+
+
+def test_an_end_that_is_banned_so_far_is_chosen_where_it_no_longer_is(tiny_model: Path) -> None:
+    engine = load_engine(tiny_model, ON)
+    (end, *_) = engine.eos_token_ids
+    bias = {5: 50.0, end: 100.0}
+    request = Request("a", (5,) * 9, SamplingParams(max_tokens=20, temperature=0.0, logit_bias=bias, min_tokens=6))
+    (found,) = run_all(engine, [request])["a"].completions
+    (expected,) = run_all(load_engine(tiny_model), [request])["a"].completions
+    assert engine.stats().accepted_tokens > 0
+    assert found == expected
+    assert len(found.token_ids) in (6, 7)
+
+
 def test_an_end_among_the_accepted_tokens_drops_the_rest(tiny_model: Path) -> None:
     engine, plain = load_engine(tiny_model, ON), load_engine(tiny_model)
     params = SamplingParams(max_tokens=30, temperature=0.0, logit_bias={70: 100.0}, stop=("f" * 5,))
