@@ -61,7 +61,8 @@ class QuantisedWeight:
     """
 
     scheme: WeightScheme  # its block_rows is a number: a scale for the whole tensor is written for each row
-    # 4 bits: uint8 [.., N, K / 2], the even input in the lower half of each byte; else int8 or float8_e4m3fn [.., N, K]
+    # 4 bits: uint8 [.., N, K / 2], the even input in the lower half of each byte; else [.., N, K] in int8 or, without
+    # NaN, in float8_e4m3fn
     values: Tensor
     scales: Tensor  # [.., R, G], float32, bfloat16 or float16
     # [.., R, G], uint8 beside 4 bits and int8 beside 8; None: symmetric, with 8 beside 4 bits and 0 beside 8
@@ -133,11 +134,11 @@ class PackedQuantised(PackedWeight):
         return cls(weight.tensors, weight.shape, weight)
 
 
-def quantise(weight: Tensor, scheme: WeightScheme) -> QuantisedWeight:
+def quantise(weight: Tensor, scheme: WeightScheme, scales_dtype: torch.dtype = torch.float32) -> QuantisedWeight:
     """Round a weight [N, K] or [E, N, K] of a floating dtype to the nearest of a symmetric scheme with a scale a row.
 
-    Each scale makes the largest magnitude of its group 127, 7 or 448. Raises ValueError for another scheme, or where K
-    is odd beside 4 bits.
+    Each scale, rounded to its dtype first, makes the largest magnitude of its group 127, 7 or 448. Raises ValueError
+    for another scheme, or where K is odd beside 4 bits.
     """
     if not scheme.symmetric or scheme.block_rows != 1 or (scheme.bits == 4 and weight.shape[-1] % 2):
         raise ValueError(f"weight {list(weight.shape)}; accepted: a symmetric scheme with scales a row, not {scheme}")
@@ -146,21 +147,24 @@ def quantise(weight: Tensor, scheme: WeightScheme) -> QuantisedWeight:
     group = scheme.group_size or width
     dtype = torch.float8_e4m3fn if scheme.is_float else torch.int8 if scheme.bits == 8 else torch.uint8
     values = torch.empty(rows.shape[0], width // 2 if scheme.bits == 4 else width, dtype=dtype, device=weight.device)
-    scales = torch.empty(rows.shape[0], _blocks(width, group), device=weight.device)
+    scales = torch.empty(rows.shape[0], _blocks(width, group), dtype=scales_dtype, device=weight.device)
     step = max(SLAB_ELEMENTS // width, 1)
     for start in range(0, rows.shape[0], step):
         slab = slice(start, start + step)
-        values[slab], scales[slab] = _round_rows(rows[slab].float(), group, scheme)
+        values[slab], scales[slab] = _round_rows(rows[slab].float(), group, scheme, scales_dtype)
     return QuantisedWeight(scheme, values.view(*lead, -1), scales.view(*lead, -1))
 
 
-def _round_rows(rows: Tensor, group: int, scheme: WeightScheme) -> tuple[Tensor, Tensor]:
+def _round_rows(rows: Tensor, group: int, scheme: WeightScheme, scales_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Values and scales [n, G] of rows [n, K] float32."""
     num_rows, width = rows.shape
     filled = torch.nn.functional.pad(rows, (0, -width % group)).view(num_rows, -1, group)
     largest = LARGEST_FLOAT8 if scheme.is_float else LARGEST_INT8 if scheme.bits == 8 else LARGEST_INT4
-    scales = filled.abs().amax(2, keepdim=True).clamp_(min=LEAST_LARGEST_VALUE) / largest
-    steps = (filled / scales).view(num_rows, -1)[:, :width]
+    scales = (filled.abs().amax(2, keepdim=True) / largest).to(scales_dtype)
+    # A scale that was rounded down would take the largest one step too far; one of next to nothing is 0 in float16.
+    least = max(LEAST_LARGEST_VALUE / largest, torch.finfo(scales_dtype).tiny)
+    scales = scales.clamp_(min=least)
+    steps = (filled / scales.float()).clamp_(-largest, largest).view(num_rows, -1)[:, :width]
     if scheme.is_float:
         return steps.to(torch.float8_e4m3fn), scales.squeeze(2)
     integers = steps.round().to(torch.int8)

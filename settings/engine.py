@@ -216,17 +216,18 @@ class EngineSettings(SettingsGroup):
         default="auto",
         description="Type of weights and KV cache; auto: the checkpoint's, or float32 where the CPU only emulates it.",
     )
-    quantization: Literal["none", "int8"] = Field(
+    quantization: Literal["none", "int8", "int4"] = Field(
         default="none",
-        description="int8: weights of 8 bits per output channel, activations of 8 bits per token; embedding, norms, "
-        "routers and KV cache keep engine.dtype. millrace doctor --quantization-error measures its error. CPUs with "
-        "AVX-512 VNNI only.",
+        description="Rounds an unquantised checkpoint as it is loaded. int8: weights of 8 bits per output channel, "
+        "activations of 8 bits per token, CPUs with AVX-512 VNNI only; int4: weights of 4 bits in groups of 128, "
+        "activations as they are, CPUs only. Embedding, norms, routers and KV cache keep engine.dtype. millrace doctor "
+        "--quantization-error measures the error.",
     )
     native_kernels: Literal["auto", "off", "base", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated"] = Field(
         default="auto",
         description="Operations in C++ for one of these instruction sets, built when millrace is installed where there "
         "is a compiler; auto: the fastest this CPU has from AVX2 on; off: PyTorch alone, as on a GPU and with "
-        "engine.deterministic or engine.quantization. amx_emulated is for tests.",
+        "engine.deterministic or engine.quantization=int8. amx_emulated is for tests.",
     )
     max_model_len: Tokens | None = Field(
         default=None,

@@ -147,8 +147,8 @@ def _check_capabilities(
         _check_speculation(settings, config)
     if settings.deterministic:
         _check_deterministic(settings, device)
-    if settings.quantization == "int8":
-        _check_int8(settings, device)
+    if settings.quantization != "none":
+        _check_rounding(settings, device)
     if settings.native_kernels != NATIVE_OFF:
         _check_native(settings, device)
     context = config.max_position_embeddings
@@ -217,7 +217,14 @@ def _check_deterministic(settings: EngineSettings, device: torch.device) -> None
         )
 
 
-def _check_int8(settings: EngineSettings, device: torch.device) -> None:
+def _check_rounding(settings: EngineSettings, device: torch.device) -> None:
+    if settings.quantization == "int4":
+        if device.type != "cpu":
+            raise CapabilityError(
+                f"engine.quantization=int4: there are products with weights of 4 bits for CPUs alone, not for "
+                f"{device.type}; accepted: none"
+            )
+        return
     if settings.deterministic:
         raise CapabilityError(
             "engine.quantization=int8: not together with engine.deterministic=true, whose products are not quantised; "
@@ -249,10 +256,8 @@ def _check_native(settings: EngineSettings, device: torch.device) -> None:
     asked = f"engine.native_kernels={settings.native_kernels}"
     if device.type != "cpu":
         raise CapabilityError(f"{asked}: native kernels are for CPUs, not for {device.type}; accepted: auto, off")
-    if settings.deterministic or settings.quantization != "none":
-        other = (
-            "engine.deterministic=true" if settings.deterministic else f"engine.quantization={settings.quantization}"
-        )
+    if settings.deterministic or settings.quantization == "int8":
+        other = "engine.deterministic=true" if settings.deterministic else "engine.quantization=int8"
         raise CapabilityError(f"{asked}: not together with {other}, which has kernels of its own; accepted: auto, off")
     try:
         native_operations(settings.native_kernels)

@@ -14,7 +14,7 @@ from engine.kv_cache.tensors import KVCacheSpec
 from engine.model_status import MemoryProfile
 from engine.models.decoder import packed_weights
 from engine.models.load import describe_decoder
-from engine.models.placement import DTYPES
+from engine.models.placement import DTYPES, INT4
 from engine.out_of_memory import POOL_SETTINGS, STEP_SETTINGS
 from engine.prompt_logprobs import MAX_LOGITS_BYTES
 from kernels.cpu.dense import has_blocked_layout
@@ -27,6 +27,7 @@ MAX_MODEL_LEN = "engine.max_model_len"
 # float32 copies of the logits of all rows: themselves, their log-probabilities, the rows that are drawn, those of them
 # that are truncated.
 LOGITS_COPIES = 4
+SCALE_BYTES = 4  # of a group of weights that are rounded as they are loaded
 MASK_BYTES = 2  # of a token of the vocabulary and a row bound to a grammar: one in each of two buffers
 
 MEMINFO = Path("/proc/meminfo")
@@ -143,12 +144,15 @@ def expected_weights_bytes(checkpoint: Checkpoint, config: ModelConfig, settings
     else:
         quantised_bytes, num_elements = _stored_sizes(checkpoint, config)
     embedding = config.vocab_size * config.hidden_size
-    has_own_layout = settings.quantization == "int8" or has_blocked_layout(DTYPES[settings.dtype])
+    has_own_layout = settings.quantization != "none" or has_blocked_layout(DTYPES[settings.dtype])
     is_packed = settings.device == "cpu" and not settings.deterministic and has_own_layout
     if config.tie_word_embeddings and is_packed and not is_body_alone(checkpoint.names()):
         num_elements += embedding
     if settings.quantization == "int8":
         return embedding * itemsize + (num_elements - embedding)
+    if settings.quantization == "int4":
+        rounded = num_elements - embedding
+        return embedding * itemsize + rounded // 2 + rounded * SCALE_BYTES // (INT4.group_size or 1)
     return quantised_bytes + num_elements * itemsize
 
 

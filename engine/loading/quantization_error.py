@@ -49,7 +49,7 @@ def measure_quantization_error(effective: EffectiveSettings) -> QuantizationErro
     placement = prepare_placement(effective.settings.engine, max_positions=longest_row(effective, config))
     with Checkpoint.open(path) as checkpoint:
         actual = _logits(load_decoder(config, checkpoint, placement), spec)
-        full = stream_decoder(config, checkpoint, replace(placement, ops=operations(placement.device)))
+        full = stream_decoder(config, checkpoint, replace(placement, ops=operations(placement.device), rounded_to=None))
         expected = _logits(full, spec)
     error = (actual - expected).abs() / expected.std(dim=1, keepdim=True)
     same = (actual.argmax(1) == expected.argmax(1)).float().mean()

@@ -76,7 +76,7 @@ def _stream_decoder(
     cos_sin = rope_cos_sin(config.rope, config.head_dim, placement.max_positions).to(placement.device)
     layers = StreamedLayers(_DecoderLayers(config, source, placement, root, cos_sin).load, config.num_layers)
     final_norm = source.take(f"{root}norm.weight", (config.hidden_size,))
-    lm_head = None if is_body else placement.ops.pack(_head(config, source, embed_tokens))
+    lm_head = None if is_body else placement.pack(_head(config, source, embed_tokens))
     return DecoderModel(config, placement.ops, embed_tokens, layers, final_norm, lm_head, source.digest())
 
 
@@ -140,7 +140,7 @@ class _DecoderLayers:
 
     def _moe(self, prefix: str, moe: MoeConfig) -> MoeMLP:
         hidden, inner = self.config.hidden_size, moe.intermediate_size
-        source, pack = self.source, self.placement.ops.pack
+        source, pack = self.source, self.placement.pack
         experts = [f"{prefix}.experts.{expert}" for expert in range(moe.num_experts)]
         gate_up = [[f"{expert}.{part}_proj" for part in ("gate", "up")] for expert in experts]
         down = [[f"{expert}.down_proj"] for expert in experts]
@@ -148,7 +148,7 @@ class _DecoderLayers:
         router = take_weight(source, quantization, [f"{prefix}.gate"], [(moe.num_experts, hidden)])
         return MoeMLP(
             ops=self.placement.ops,
-            router=pack(router, keep_dtype=True),
+            router=self.placement.ops.pack(router, keep_dtype=True),
             gate_up_proj=pack(take_experts(source, quantization, gate_up, [(inner, hidden)] * 2)),
             down_proj=pack(take_experts(source, quantization, down, [(hidden, inner)])),
             top_k=moe.experts_per_token,
@@ -160,7 +160,7 @@ class _DecoderLayers:
         """Projections of one input, stacked on top of each other. rows: of each."""
         modules = [f"{prefix}.{part}_proj" for part in parts]
         shapes = [(count, width) for count in rows]
-        return self.placement.ops.pack(take_weight(self.source, self.config.quantization, modules, shapes))
+        return self.placement.pack(take_weight(self.source, self.config.quantization, modules, shapes))
 
 
 def load_encoder(config: EncoderConfig, checkpoint: Checkpoint, placement: ModelPlacement) -> EncoderModel:

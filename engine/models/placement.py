@@ -21,11 +21,15 @@ from kernels.dispatch import (
 )
 from kernels.interface import Operations
 from kernels.native.operations import native_operations
+from kernels.operands import PackedWeight
+from kernels.quantised import QuantisedWeight, WeightScheme, quantise
 from settings import EngineSettings
 
 _log = structlog.get_logger(__name__)
 
 DTYPES = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16})
+# Symmetric and to the nearest: what needs no data.
+INT4 = WeightScheme(4, is_float=False, group_size=128)
 DTYPE_NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
 
@@ -38,6 +42,13 @@ class ModelPlacement:
     ops: Operations
     max_positions: int  # rows of the rotary table: the longest sequence, in tokens
     bucketed_min_tokens: int | None  # see MoeMLP
+    rounded_to: WeightScheme | None = None  # how weights that are not quantised are rounded as they are loaded
+
+    def pack(self, weight: torch.Tensor | QuantisedWeight) -> PackedWeight:
+        """Round a weight of products where the settings ask for it, and lay it out for them."""
+        if self.rounded_to is not None and not isinstance(weight, QuantisedWeight):
+            weight = quantise(weight, self.rounded_to)
+        return self.ops.pack(weight)
 
 
 def prepare_placement(settings: EngineSettings, *, max_positions: int) -> ModelPlacement:
@@ -61,6 +72,7 @@ def prepare_placement(settings: EngineSettings, *, max_positions: int) -> ModelP
         ops=ops,
         max_positions=max_positions,
         bucketed_min_tokens=settings.moe.bucketed_min_tokens if settings.moe.bucketed else None,
+        rounded_to=INT4 if settings.quantization == "int4" else None,
     )
 
 
@@ -76,8 +88,8 @@ def choose_operations(settings: EngineSettings, device: torch.device) -> Operati
 
 def explain_native(settings: EngineSettings, device: torch.device) -> NativeChoice:
     """Which native kernels these settings use on this device, or none, and why."""
-    if settings.deterministic or settings.quantization != "none":
-        return NativeChoice(NATIVE_OFF, "engine.deterministic and engine.quantization have kernels of their own")
+    if settings.deterministic or settings.quantization == "int8":
+        return NativeChoice(NATIVE_OFF, "engine.deterministic and engine.quantization=int8 have kernels of their own")
     choice = choose_native(device)
     if settings.native_kernels in ("auto", choice.variant):
         return choice

@@ -161,6 +161,8 @@ def _plain(source: StoredTensors, module: str, shape: tuple[int, int], stored: S
     """weight [N, K] in 8 bits; weight_scale_inv or weight_scale, of a tensor, a channel, a group or a block."""
     scheme, (rows, width) = stored.scheme, shape
     values = source.take_stored(f"{module}.weight", [shape], ("F8_E4M3",) if scheme.is_float else ("I8",))
+    if scheme.is_float and not values.is_meta and _has_nan(values):
+        raise CheckpointError(f"tensor {module}.weight holds NaN; accepted: finite weights")
     name = "weight_scale_inv" if source.has(f"{module}.weight_scale_inv") else "weight_scale"
     grid = (rows if scheme.block_rows is None else -(-rows // scheme.block_rows), _groups(scheme, width))
     scales = _scales(source, f"{module}.{name}", grid, scheme)
@@ -172,6 +174,11 @@ def _plain(source: StoredTensors, module: str, shape: tuple[int, int], stored: S
     if scheme.activations == "float8_tensor":
         input_scale = source.take_stored(f"{module}.input_scale", [(1,), ()], FLOATS).float().reshape(())
     return QuantisedWeight(_with_rows(scheme), values.contiguous(), scales, zeros, None, input_scale)
+
+
+def _has_nan(values: Tensor) -> bool:
+    """Whether an e4m3 tensor [N, K] holds one, a few rows at a time: 0x7f, with either sign."""
+    return any(bool(((rows.view(torch.uint8) & 0x7F) == 0x7F).any()) for rows in torch.split(values, 1024))
 
 
 def _scales(source: StoredTensors, name: str, grid: tuple[int, int], scheme: WeightScheme) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.engine import Engine
+from engine.loading.quantize import quantise_checkpoint
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from tests.demo_model.tasks import Task, all_tasks
 from tests.support.engines import load_engine, run_all, tokens_of
 from tests.support.request_lines import CHECKPOINT, GOAL, run_lines, ticket_lines
-from worker.demo.tickets import GradedAnswers, answer_text, numbered_tickets
+from worker.demo.run import NUM_TICKETS, TICKETS_SEED
+from worker.demo.tickets import GradedAnswers, answer_text, demo_lines, numbered_tickets
 
 MAX_BYTES = 8_000_000
 NUM_PROMPTS = 50
@@ -44,6 +47,26 @@ def test_held_out_tickets_are_answered_right(engine: Engine) -> None:
     graded = GradedAnswers.of_records(tickets, run_lines(engine, ticket_lines(tickets)))
 
     assert graded.accuracy >= GOAL, graded.wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [None, "w8a8", "w4a16"])
+def test_quantised_it_still_answers_right(
+    scheme: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tickets, model = numbered_tickets(TICKETS_SEED, NUM_TICKETS), CHECKPOINT  # those of `millrace demo`
+    if scheme is not None:
+        model = tmp_path / scheme
+        quantise_checkpoint(CHECKPOINT, model, scheme, group_size=32)  # its experts have 96 inputs
+    engine = load_engine(model)
+
+    graded = GradedAnswers.of_records(tickets, run_lines(engine, demo_lines(tickets)))
+
+    engine.close()
+    size = (model / "model.safetensors").stat().st_size
+    with capsys.disabled():
+        print(f"\n{scheme or 'bfloat16'}: {graded.accuracy:.1%} right, {size} bytes of weights")
+    assert graded.accuracy >= 0.9
 
 
 @pytest.mark.slow

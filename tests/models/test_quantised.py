@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from engine.errors import CheckpointError
 from engine.model_interface import LogitsResult, ModelInterface
 from tests.support.engines import load_engine
 from tests.support.quantised_checkpoint import METHODS, quantise_checkpoint
@@ -77,6 +81,48 @@ def test_logits_are_transformers_with_the_weights_dequantised(method: str, famil
             assert float((actual - expected).abs().mean()) < bound * float(expected.std())
         else:
             torch.testing.assert_close(actual, expected, atol=LOGITS_TOLERANCE, rtol=0)
+
+
+def respoil(path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    tensors[name] = change(tensors[name])
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("method", "tensor", "change", "message"),
+    [
+        # Written as the other of GPTQ's formats has it: zero points of 8.
+        ("gptq", "qzeros", lambda t: t + 0x11111111, "zero point 9; accepted: 8, since .* sym is true"),
+        ("gptq_order", "g_idx", lambda t: t.clamp(min=1), "groups of unequal sizes; accepted: 16 inputs each"),
+        ("gptq_order", "g_idx", lambda t: t.flip(0), "fused|multiplied together, but their g_idx differ"),
+        ("w4a16", "weight_shape", lambda t: t + 1, r"weight_shape is \[65, 65\]; config.json asks for \[64, 64\]"),
+        (
+            "fp8_static",
+            "weight",
+            lambda t: torch.full_like(t.float(), torch.nan).to(t.dtype),
+            "q_proj.weight holds NaN; accepted: finite weights",
+        ),
+    ],
+)
+def test_values_that_mean_nothing_are_refused_by_name(
+    method: str, tensor: str, change: Callable[[torch.Tensor], torch.Tensor], message: str, tmp_path: Path
+) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama")
+    quantised, _ = quantise_checkpoint(plain, tmp_path, METHODS[method])
+    respoil(quantised, f"model.layers.1.self_attn.q_proj.{tensor}", change)
+    with pytest.raises(CheckpointError, match=message):
+        load_engine(quantised)
+
+
+def test_layers_that_are_fused_must_be_quantised_alike(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama")
+    config = METHODS["w4a16"].config | {"ignore": ["lm_head", "model.layers.0.self_attn.k_proj"]}
+    method = replace(METHODS["w4a16"], config=config, is_quantised=lambda m: m.endswith("_proj") and "k_proj" not in m)
+    quantised, _ = quantise_checkpoint(plain, tmp_path, method)
+    message = r"q_proj \(int4, groups of 32, packed\) and .*k_proj \(unquantised\) are multiplied together"
+    with pytest.raises(CheckpointError, match=message):
+        load_engine(quantised)
 
 
 @pytest.mark.parametrize("setting", ["engine.deterministic", "engine.dtype"])

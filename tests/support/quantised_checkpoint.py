@@ -1,7 +1,7 @@
 """Writes a checkpoint in each published quantised layout, element by element, and the same weights dequantised.
 
-Written from the formats' own descriptions, and shares no code with the loader: `tests/interop` holds what it writes to
-compressed-tensors' reader.
+Written from the formats' own descriptions, and shares no code with the loader: `tests/models/test_quantised_formats.py`
+holds what it writes to the formats' own readers.
 """
 
 from __future__ import annotations

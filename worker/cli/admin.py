@@ -63,7 +63,7 @@ def _derive(effective: EffectiveSettings) -> EffectiveSettings:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of findings.")
 @click.option(
     "--quantization-error", is_flag=True,
-    help="Also load the model and compare it, with engine.quantization=int8, with its full weights.",
+    help="Also load the model and compare it, with engine.quantization set, with its full weights.",
 )  # fmt: skip
 @redis_options
 def doctor(

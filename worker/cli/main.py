@@ -105,6 +105,7 @@ cli = LazyGroup(
         "doctor": LazyCommand(
             "worker.cli.admin", "Check Redis, its workers, this machine and the model; say how to mend what is wrong."
         ),
+        "quantize": LazyCommand("worker.cli.quantize", "Write a checkpoint with weights of 4 or 8 bits."),
         "acl": LazyCommand("worker.cli.admin", "Print the Redis users that producers and workers need."),
         "flower": LazyCommand("worker.monitor.flower", "Serve Celery's own page about the workers, behind a password."),
         "demo": LazyCommand(

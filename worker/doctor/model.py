@@ -131,7 +131,7 @@ def quantization_findings(effective: EffectiveSettings) -> Iterator[Finding]:
     """How far the quantised model's logits are from those of its full weights; loads the model, which takes a while."""
     quantization = effective.settings.engine.quantization
     if quantization == "none":
-        detail, fix = "engine.quantization=none: there is nothing to compare", "set engine.quantization=int8"
+        detail, fix = "engine.quantization=none: there is nothing to compare", "set engine.quantization=int8 or int4"
         yield Finding("quantization", Level.WARNING, detail, fix)
         return
     try:

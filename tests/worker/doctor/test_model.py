@@ -197,7 +197,7 @@ def test_full_weights_have_nothing_to_be_compared_with(whole: Path) -> None:
     finding = compared(whole)
 
     assert finding.level is Level.WARNING
-    assert finding.fix == "set engine.quantization=int8"
+    assert finding.fix == "set engine.quantization=int8 or int4"
 
 
 def test_a_cpu_without_8_bit_products_cannot_compare(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:

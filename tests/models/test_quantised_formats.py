@@ -1,0 +1,75 @@
+"""What tests/support writes in each layout is what the formats' own readers make of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.quantised_checkpoint import METHODS, Method, Rounded, round_matrix, stored_tensors
+
+ROWS, WIDTH = 48, 64
+
+
+def written(name: str) -> tuple[Method, Rounded, dict[str, torch.Tensor]]:
+    weight = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
+    rounded = round_matrix(weight, METHODS[name], seed=1)
+    tensors = stored_tensors("layer", rounded, METHODS[name])
+    return METHODS[name], rounded, {key.removeprefix("layer."): tensor for key, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq_order", "gptq_v2_8bit"])
+def test_gptq_is_what_its_kernels_read(name: str) -> None:
+    """As AutoGPTQ's and GPTQModel's PyTorch kernels unpack: inputs along the words of qweight, outputs of qzeros."""
+    method, rounded, tensors = written(name)
+    shifts = torch.arange(0, 32, method.bits, dtype=torch.int32)
+    top = 2**method.bits - 1
+    qzeros = tensors["qzeros"]
+    if name != "gptq_v2_8bit":
+        qzeros = qzeros + 0b00010001000100010001000100010001
+    zeros = (qzeros.unsqueeze(2) >> shifts & top).reshape(qzeros.shape[0], -1)
+    codes = (tensors["qweight"].unsqueeze(1) >> shifts.view(1, -1, 1) & top).reshape(WIDTH, ROWS)
+    groups = tensors["g_idx"].long()
+    weight = tensors["scales"].float()[groups] * (codes - zeros[groups]).float()
+    torch.testing.assert_close(weight.t(), torch.from_numpy(rounded.dequantised()), atol=0, rtol=0)
+
+
+def test_awq_is_what_its_kernels_read() -> None:
+    """As AutoAWQ unpacks: columns by rising shifts, then each 8 of them in the reverse of its order."""
+    method, rounded, tensors = written("awq")
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    order = torch.arange(ROWS).view(-1, 8)[:, [0, 4, 1, 5, 2, 6, 3, 7]].view(-1)
+    codes, zeros = (
+        (tensors[name][:, :, None] >> shifts).view(tensors[name].shape[0], -1)[:, order] & 15
+        for name in ("qweight", "qzeros")
+    )
+    assert method.group is not None
+    scales = tensors["scales"].float().repeat_interleave(method.group, 0)
+    weight = (codes - zeros.repeat_interleave(method.group, 0)) * scales
+    torch.testing.assert_close(weight.t(), torch.from_numpy(rounded.dequantised()), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["w4a16", "int8", "w8a8", "fp8_dynamic"])
+def test_compressed_tensors_reads_it(name: str) -> None:
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+
+    method, rounded, tensors = written(name)
+    group: dict[str, Any] = dict(method.config["config_groups"]["group_0"])
+    scheme = quantization.QuantizationScheme(**group)
+    reader = compressors.BaseCompressor.load_from_registry(method.config["format"])
+    weight = reader.decompress(dict(tensors), scheme)["weight"]
+    torch.testing.assert_close(weight.float(), torch.from_numpy(rounded.dequantised()), atol=1e-7, rtol=1e-6)
+
+
+def test_compressed_tensors_reads_zero_points() -> None:
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+
+    _, rounded, tensors = written("w4a16_zeros")
+    groups = rounded.zeros.shape[1]
+    zeros = helpers.unpack_from_int32(tensors["weight_zero_point"], 4, torch.Size((ROWS, groups)), packed_dim=0)
+    codes = helpers.unpack_from_int32(tensors["weight_packed"], 4, torch.Size((ROWS, WIDTH)))
+    assert torch.equal(zeros.float() + 8, torch.from_numpy(rounded.zeros))
+    assert torch.equal(codes.float() + 8, torch.from_numpy(rounded.codes))
