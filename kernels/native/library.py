@@ -41,6 +41,27 @@ class GemmArgs(Structure):
         ("ldc", c_int64),
         ("scatter", c_void_p),
         ("gated", c_int64),
+        ("format", c_int64),
+        ("is_float", c_int64),
+        ("group", c_int64),
+        ("scales", c_void_p),
+        ("scale_type", c_int64),
+        ("scale_stride", c_int64),
+        ("zeros", c_void_p),
+        ("column_sums", c_void_p),
+    )
+
+
+class PackArgs(Structure):
+    """See src/api.h."""
+
+    _fields_ = (
+        ("values", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("format", c_int64),
+        ("packed", c_void_p),
+        ("column_sums", c_void_p),
     )
 
 
@@ -176,6 +197,7 @@ class Kernels(Structure):
         ("name", c_char_p),
         ("pack_weight", ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int64, c_void_p)),
         ("gemm", ctypes.CFUNCTYPE(None, POINTER(GemmArgs))),
+        ("pack_quantised", ctypes.CFUNCTYPE(None, POINTER(PackArgs))),
         ("norm", ctypes.CFUNCTYPE(None, POINTER(NormArgs))),
         ("rope", ctypes.CFUNCTYPE(None, POINTER(RopeArgs))),
         ("attention", ctypes.CFUNCTYPE(None, POINTER(AttentionArgs))),

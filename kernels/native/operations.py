@@ -24,6 +24,7 @@ from kernels.native.library import (
     load,
     pointer,
 )
+from kernels.native.quantised import NativeQuantised, is_multiplied, multiply, pack_quantised
 from kernels.operands import (
     AttentionRows,
     ExpertLayout,
@@ -40,6 +41,11 @@ TILE = 32  # a packed weight's rows and columns are filled up to multiples of it
 GATED_STEP = 16  # columns of one tile
 ROWS_STEP = 32  # with AMX, the same of rows that oneDNN multiplies
 DTYPES = (torch.float32, torch.bfloat16)  # float16 is left to kernels.cpu: the engine refuses it on a CPU
+
+
+@dataclass(frozen=True, eq=False)
+class NativePacked(PackedWeight):
+    """A bfloat16 weight as `pack_weight` of src/gemm.h lays it out: one part, [E, elements] for experts."""
 
 
 class NativeOperations:
@@ -86,8 +92,16 @@ class NativeOperations:
         )
         self._kernels.norm(byref(args))
 
+    def pack(self, weight: Tensor | QuantisedWeight, *, keep_dtype: bool = False) -> PackedWeight:
+        """See `Operations.pack`. A quantised weight in strips, another as `kernels.cpu` does."""
+        if isinstance(weight, QuantisedWeight) and is_multiplied(self._kernels, weight):
+            return pack_quantised(self._kernels, weight)
+        return cpu.pack(weight, keep_dtype=keep_dtype)
+
     def linear(self, x: Tensor, weight: PackedWeight, *, gated: bool = False) -> Tensor:
-        """See `Operations.linear`. The product is PyTorch's."""
+        """See `Operations.linear`. The product is PyTorch's unless the weight is quantised."""
+        if isinstance(weight, NativeQuantised):
+            return self._quantised(x, weight, None, gather=False, gated=gated)
         out = cpu.linear(x, weight)
         return self.silu_and_mul(out) if gated else out
 
@@ -228,10 +242,32 @@ class NativeOperations:
         routed = self.route_topk(router_logits, top_k, renormalise=renormalise)
         return routed.weights, self.sort_tokens_by_expert(routed.expert_ids, router_logits.shape[1])
 
+    def grouped_gemm(
+        self, x: Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool, gated: bool = False
+    ) -> Tensor:
+        """See `Operations.grouped_gemm`. PyTorch's unless the weight is quantised."""
+        if isinstance(weight, NativeQuantised):
+            return self._quantised(x, weight, layout, gather=gather, gated=gated)
+        return cpu.grouped_gemm(x, weight, layout, gather=gather, gated=gated)
+
+    def moe_small_batch(self, x: Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> Tensor:
+        """See `Operations.moe_small_batch`. Native products are sorted all the same: they read rows where they lie."""
+        native = (NativeQuantised, NativePacked)
+        if not isinstance(gate_up, native) and not isinstance(down, native):
+            return cpu.moe_small_batch(x, gate_up, down, routed)
+        layout = self.sort_tokens_by_expert(routed.expert_ids, gate_up.shape[0])
+        hidden = self.grouped_gemm(x, gate_up, layout, gather=True, gated=True)
+        return self.combine_experts(self.grouped_gemm(hidden, down, layout, gather=False), layout, routed.weights)
+
+    def _quantised(
+        self, x: Tensor, weight: NativeQuantised, layout: ExpertLayout | None, *, gather: bool, gated: bool
+    ) -> Tensor:
+        # The gate's columns must end where a strip does, so that those of the up projection begin with one.
+        fused = gated and weight.shape[-2] % (2 * GATED_STEP) == 0
+        rows = multiply(self._kernels, x, weight, layout, gather=gather, gated=fused)
+        return self.silu_and_mul(rows) if gated and not fused else rows
+
     # By PyTorch, and so named by `implementation_names`; subclasses below have native ones of some.
-    pack = staticmethod(cpu.pack)
-    grouped_gemm = staticmethod(cpu.grouped_gemm)
-    moe_small_batch = staticmethod(cpu.moe_small_batch)
     sort_tokens_by_expert = staticmethod(cpu.sort_tokens_by_expert)
     paged_decode_attention = staticmethod(cpu.paged_decode_attention)
     paged_prefill_attention = staticmethod(cpu.paged_prefill_attention)
@@ -265,11 +301,6 @@ class Avx512Operations(NativeOperations):
         return paged_attention(self._kernels, q, k_cache, v_cache, rows, scale)
 
 
-@dataclass(frozen=True, eq=False)
-class NativePacked(PackedWeight):
-    """A bfloat16 weight as `pack_weight` of src/gemm.h lays it out: one part, [E, elements] for experts."""
-
-
 class Bfloat16Operations(Avx512Operations):
     """The operations on a CPU that multiplies bfloat16 in hardware: products of that dtype are native too.
 
@@ -282,7 +313,7 @@ class Bfloat16Operations(Avx512Operations):
     def pack(self, weight: Tensor | QuantisedWeight, *, keep_dtype: bool = False) -> PackedWeight:
         """See `Operations.pack`. bfloat16 in 16 x 16 tiles, padded with zeros; others as `kernels.cpu` does."""
         if isinstance(weight, QuantisedWeight) or weight.dtype is not torch.bfloat16:
-            return cpu.pack(weight, keep_dtype=keep_dtype)
+            return super().pack(weight, keep_dtype=keep_dtype)
         return self._pack(weight)
 
     def _pack(self, weight: Tensor) -> PackedWeight:
@@ -305,20 +336,12 @@ class Bfloat16Operations(Avx512Operations):
     ) -> Tensor:
         """See `Operations.grouped_gemm`. Rows are gathered, and the gate applied, within the product."""
         if not isinstance(weight, NativePacked):
-            return cpu.grouped_gemm(x, weight, layout, gather=gather, gated=gated)
+            return super().grouped_gemm(x, weight, layout, gather=gather, gated=gated)
         num_pairs = layout.pair_ids.shape[0]
         expected = num_pairs // layout.top_k if gather else num_pairs
         if x.shape[0] != expected:
             raise ValueError(f"x has {x.shape[0]} rows; accepted: {expected}, as the layout has")
         return self._gated_gemm(x, weight, num_pairs, layout=layout, gather=gather, gated=gated)
-
-    def moe_small_batch(self, x: Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts) -> Tensor:
-        """See `Operations.moe_small_batch`. Sorted all the same: the products read the rows where they lie."""
-        if not isinstance(gate_up, NativePacked):
-            return cpu.moe_small_batch(x, gate_up, down, routed)
-        layout = self.sort_tokens_by_expert(routed.expert_ids, gate_up.shape[0])
-        hidden = self.grouped_gemm(x, gate_up, layout, gather=True, gated=True)
-        return self.combine_experts(self.grouped_gemm(hidden, down, layout, gather=False), layout, routed.weights)
 
     def _gated_gemm(
         self,
@@ -382,12 +405,14 @@ class AmxOperations(Bfloat16Operations):
 
     def pack(self, weight: Tensor | QuantisedWeight, *, keep_dtype: bool = False) -> PackedWeight:
         """See `Operations.pack`. Experts in bfloat16 in tiles, the rest as `kernels.cpu` does."""
-        if len(weight.shape) == 3:
+        if isinstance(weight, QuantisedWeight) or weight.dim() == 3:
             return super().pack(weight, keep_dtype=keep_dtype)
         return cpu.pack(weight, keep_dtype=keep_dtype)
 
     def linear(self, x: Tensor, weight: PackedWeight, *, gated: bool = False) -> Tensor:
         """See `Operations.linear`."""
+        if isinstance(weight, NativeQuantised):
+            return super().linear(x, weight, gated=gated)
         num_rows = x.shape[0]
         if x.dtype is torch.bfloat16 and num_rows % ROWS_STEP:
             filled = x.new_zeros(_round_up(num_rows, ROWS_STEP), x.shape[1])

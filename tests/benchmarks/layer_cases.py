@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
 
 from kernels.interface import Operations
+from kernels.quantised import WeightScheme, quantise
 from tests.benchmarks.kernel_inputs import (
     EPS,
     Bound,
@@ -28,6 +29,12 @@ from tests.benchmarks.kernel_inputs import (
 
 DECODE_GOAL_PERCENT = 75.0
 # Rows an expert on a CPU, and what bounds them: of 8 it is either, depending on the CPU's units for products.
+CPU_SCHEMES = (
+    WeightScheme(bits=4, is_float=False, group_size=128),
+    WeightScheme(bits=8, is_float=False, group_size=None),
+    WeightScheme(bits=8, is_float=False, group_size=None, activations="int8_token"),
+    WeightScheme(bits=8, is_float=True, group_size=None),
+)
 CPU_GROUPED_BOUNDS: tuple[tuple[int, Bound, float | None], ...] = (
     (8, "bandwidth", 80.0),
     (8, "matmul", None),
@@ -83,6 +90,18 @@ def cpu_product_cases(ops: Operations, models: Sequence[ModelShape]) -> Iterator
             bound = "bandwidth" if rows <= 8 else "matmul"
             prepare = _linear(ops, rows, k, n, by_bytes=bound == "bandwidth")
             yield Case("linear", model.name, f"{rows} rows, {k} -> {n}", bound, prepare)
+        for scheme, rows in product(() if model.num_experts else CPU_SCHEMES, (1, 8, 64, 512)):
+            shape, prepare = f"{rows} rows, {hidden} -> {2 * width}, {scheme}", _rounded(ops, scheme, rows, gate_up)
+            yield Case("linear", model.name, shape, "matmul", prepare)
+
+
+def _rounded(ops: Operations, scheme: WeightScheme, num_tokens: int, sizes: tuple[int, int]) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        k, n = sizes
+        x, weight = random(num_tokens, k, device=device), ops.pack(quantise(random(n, k, device=device), scheme))
+        return Workload(2 * num_tokens * n * k, "2 T N K FLOP", lambda: ops.linear(x, weight))
+
+    return prepare
 
 
 def _linear(ops: Operations, num_tokens: int, k: int, n: int, *, by_bytes: bool) -> Prepare:

@@ -19,6 +19,24 @@ struct GemmArgs {  // c = a b^T for each run of rows, with the run's own b; bflo
     int64_t ldc;
     const int64_t* scatter;  // row r is written to c's row scatter[r]; null: row r
     int64_t gated;  // the weight is a gate above an up projection: c [rows, n / 2] is silu(gate) * up
+    // All that follows is of a quantised weight, b_stride then is in bytes.
+    int64_t format;  // 0: not quantised; 1: 4 bits, 2: int8, 3: float8 e4m3, 4: int8 with activations of 8 bits
+    int64_t is_float;  // a and c are float32
+    int64_t group;  // of the summed dimension, shares a scale; a multiple of 16, or k and more
+    const void* scales;  // [runs, strips of 16 columns, groups, 16]; format 4: [runs, columns, rounded up to 32]
+    int64_t scale_type;  // 0: float32, 1: bfloat16, 2: float16; format 4: float32
+    int64_t scale_stride;  // from one run to the next
+    const void* zeros;  // as the scales, uint8 beside 4 bits and int8 beside 8; null: none. Strides as of the scales.
+    const int32_t* column_sums;  // of format 4: [runs, columns, rounded up to 32], strides as of the scales
+};
+
+struct PackArgs {  // values of one quantised matrix -> strips of 16 columns
+    const void* values;  // [n, k / 2] of 4 bits, the even one in the lower half; else [n, k]
+    int64_t n;
+    int64_t k;
+    int64_t format;
+    void* packed;  // [n, rounded up to 32][k, rounded up to 32; format 4: to 64], filled with zeros
+    int32_t* column_sums;  // of format 4
 };
 
 struct NormArgs {  // out = rms_norm(x) or, with a residual, residual += x and out = rms_norm(residual)
@@ -122,6 +140,7 @@ struct Kernels {  // one variant's
     const char* name;
     void (*pack_weight)(const void* weight, int64_t n, int64_t k, void* packed);
     void (*gemm)(const GemmArgs*);
+    void (*pack_quantised)(const PackArgs*);  // null in base on x86-64, whose gemm then takes no quantised weight
     void (*norm)(const NormArgs*);
     void (*rope)(const RopeArgs*);
     void (*attention)(const AttentionArgs*);  // null in base and avx2

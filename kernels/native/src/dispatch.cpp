@@ -26,15 +26,16 @@ struct Variant {
 };
 
 #if defined(__x86_64__)
-bool has_avx512_bf16() {
+bool has_avx512_bf16() {  // and what came with it on all but Cooper Lake: products of bytes, tables of bytes
     unsigned a, b, c, d;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1) && __builtin_cpu_supports("avx512vnni") &&
+           __builtin_cpu_supports("avx512vbmi");
 }
 
-bool has_amx() {  // units for tiles and for bfloat16, and the system's leave for this process to use them
+bool has_amx() {  // units for tiles, for bfloat16 and for bytes, and the system's leave for this process to use them
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, TILE_DATA = 18;
     unsigned a, b, c, d;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1) &&
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1) &&
            syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0;
 }
 #endif

@@ -33,36 +33,18 @@ inline void pack_weight(const bf16* weight, int64_t n, int64_t k, bf16* packed) 
     }
 }
 
-class Gemm {
+// What products of every kind share: who multiplies which rows by which strips, the rows as left tiles, the results.
+// T: of the result; In: of the rows as they are multiplied.
+template <class T, class In = T>
+class GemmTasks {
   public:
-    explicit Gemm(const GemmArgs& args)
+    explicit GemmTasks(const GemmArgs& args)
         : g_(args),
-          depth_(round_up(args.k, STEP<bf16>)),
+          depth_(round_up(args.k, std::max(STEP<In>, STEP<bf16>))),
           columns_(args.gated ? args.n / 2 : args.n),
           strips_(round_up(columns_, args.gated ? 16 : 32) / (args.gated ? 16 : 32)) {}
 
-    void run() {
-        const std::vector<Task> tasks = plan(omp_get_max_threads());
-        std::atomic<size_t> next{0};
-#pragma omp parallel
-        {
-            [[maybe_unused]] Tiles tiles;
-            static thread_local Scratch<bf16> rows_of_thread;
-            static thread_local Scratch<float> sums_of_thread;
-            const Task* packed = nullptr;
-            for (size_t i; (i = next++) < tasks.size();) {
-                const Task& task = tasks[i];
-                const int64_t height = round_up(task.rows, 16);
-                bf16* rows = rows_of_thread.reserve(height * depth_);
-                float* sums = sums_of_thread.reserve(height * 32);
-                if (!packed || packed->run != task.run || packed->row != task.row) pack_rows(task, rows);
-                packed = &task;
-                for (int64_t s = task.strip; s < task.strip + task.strips; s++) multiply(task, s, rows, sums);
-            }
-        }
-    }
-
-  private:
+  protected:
     // A block of one run's rows times some strips of its weight. A strip is 32 columns of the product or, where it is gated,
     // 16 of the gate and the same 16 of the up projection.
     struct Task {
@@ -70,9 +52,32 @@ class Gemm {
     };
 
     static constexpr int64_t MAX_ROWS = 512;
-    static constexpr int64_t BLOCK_ELEMENTS = 1 << 19;  // of a block's rows: 1 MiB, in the second cache
-    static constexpr int64_t DEPTH = 32;  // steps of the summed dimension in one pass over the rows
+    static constexpr int64_t BLOCK_ELEMENTS = (1 << 20) / sizeof(In);  // of a block's rows: 1 MiB, in the second cache
     static constexpr int64_t TASKS_PER_THREAD = 6;  // so that a thread that is late holds up the others by little
+
+    // Calls multiply(task, strip, rows, sums) for all strips of all tasks, on all threads. rows: the task's, as `pack_rows`
+    // lays them out; sums: room for 32 columns of them. begin(task, rows): once for each block of rows before.
+    template <class Begin, class Multiply>
+    void run(Begin begin, Multiply multiply) const {
+        const std::vector<Task> tasks = plan(omp_get_max_threads());
+        std::atomic<size_t> next{0};
+#pragma omp parallel
+        {
+            [[maybe_unused]] Tiles tiles;
+            static thread_local Scratch<In> rows_of_thread;
+            static thread_local Scratch<float> sums_of_thread;
+            const Task* packed = nullptr;
+            for (size_t i; (i = next++) < tasks.size();) {
+                const Task& task = tasks[i];
+                const int64_t height = round_up(task.rows, 16);
+                In* rows = rows_of_thread.reserve(height * depth_);
+                float* sums = sums_of_thread.reserve(height * 32);
+                if (!packed || packed->run != task.run || packed->row != task.row) begin(task, rows);
+                packed = &task;
+                for (int64_t s = task.strip; s < task.strip + task.strips; s++) multiply(task, s, rows, sums);
+            }
+        }
+    }
 
     // Blocks of rows that stay in the second cache; where these are too few for the threads, parts of the columns.
     std::vector<Task> plan(int64_t threads) const {
@@ -100,24 +105,58 @@ class Gemm {
         return tasks;
     }
 
-    // A task's rows as left tiles [rows / 16][K / 32][16][32], zeros past their ends.
-    void pack_rows(const Task& task, bf16* out) const {
-        const int64_t steps = depth_ / STEP<bf16>, whole = g_.k / STEP<bf16>, rest = g_.k % STEP<bf16>;
+    // A row of `a` for a row of the result.
+    int64_t source(int64_t row) const { return g_.gather ? g_.gather[row] / g_.gather_divisor : row; }
+
+    // A task's rows as left tiles [rows / 16][K / STEP][16][STEP], zeros past their ends.
+    void pack_rows(const Task& task, T* out) const {
+        const int64_t steps = depth_ / STEP<T>, whole = g_.k / STEP<T>, rest = g_.k % STEP<T>;
         for (int64_t r = 0; r < round_up(task.rows, 16); r++) {
-            bf16* to = out + r / 16 * 16 * depth_ + r % 16 * STEP<bf16>;
-            if (r >= task.rows) {
-                for (int64_t s = 0; s < steps; s++) memset(to + s * TILE<bf16>, 0, 64);
-                continue;
-            }
+            T* to = out + r / 16 * 16 * depth_ + r % 16 * STEP<T>;
+            const int64_t filled = r < task.rows ? whole : 0;
+            const T* from = r < task.rows ? (const T*)g_.a + source(task.row + r) * g_.lda : nullptr;
+            for (int64_t s = 0; s < filled; s++) memcpy(to + s * TILE<T>, from + s * STEP<T>, 64);
+            for (int64_t s = filled; s < steps; s++) memset(to + s * TILE<T>, 0, 64);
+            if (from && rest) memcpy(to + whole * TILE<T>, from + whole * STEP<T>, rest * sizeof(T));
+        }
+    }
+
+    // Writes rows from .. to - 1 of a task: sums [rows, 32], rounded where kernels.cpu rounds.
+    void finish(const Task& task, int64_t from, int64_t to, int64_t strip, const float* sums) const {
+        const int64_t width = g_.gated ? 16 : 32, column = strip * width;
+        for (int64_t r = from; r < std::min(to, task.rows); r++) {
             const int64_t row = task.row + r;
-            const bf16* from = (const bf16*)g_.a + (g_.gather ? g_.gather[row] / g_.gather_divisor : row) * g_.lda;
-            for (int64_t s = 0; s < whole; s++) memcpy(to + s * TILE<bf16>, from + s * STEP<bf16>, 64);
-            if (rest) {
-                memset(to + whole * TILE<bf16>, 0, 64);
-                memcpy(to + whole * TILE<bf16>, from + whole * STEP<bf16>, rest * sizeof(bf16));
+            T* out = (T*)g_.c + (g_.scatter ? g_.scatter[row] : row) * g_.ldc + column;
+            const f32x16 left = load(sums + r * 32), right = load(sums + r * 32 + 16);
+            const int64_t n = columns_ - column;
+            if (g_.gated) {
+                store(out, rounded(silu(rounded(left, out), out), out) * rounded(right, out), std::min<int64_t>(n, 16));
+            } else {
+                store(out, left, std::min<int64_t>(n, 16));
+                if (n > 16) store(out + 16, right, std::min<int64_t>(n - 16, 16));
             }
         }
     }
+
+    const GemmArgs& g_;
+    const int64_t depth_;    // K rounded up
+    const int64_t columns_;  // of the result
+    const int64_t strips_;
+};
+
+class Gemm : GemmTasks<bf16> {
+  public:
+    using GemmTasks::GemmTasks;
+
+    void run() const {
+        GemmTasks::run([&](const Task& task, bf16* rows) { pack_rows(task, rows); },
+                       [&](const Task& task, int64_t strip, const bf16* rows, float* sums) {
+                           multiply(task, strip, rows, sums);
+                       });
+    }
+
+  private:
+    static constexpr int64_t DEPTH = 32;  // steps of the summed dimension in one pass over the rows
 
     void multiply(const Task& task, int64_t strip, const bf16* rows, float* sums) const {
         const int64_t steps = depth_ / STEP<bf16>, height = round_up(task.rows, 16), tile_row = 16 * depth_;
@@ -149,28 +188,6 @@ class Gemm {
         }
         finish(task, unfinished, task.rows, strip, sums);
     }
-
-    // Writes rows from .. to - 1 of a task: sums [rows, 32], rounded where kernels.cpu rounds.
-    void finish(const Task& task, int64_t from, int64_t to, int64_t strip, const float* sums) const {
-        const int64_t width = g_.gated ? 16 : 32, column = strip * width;
-        for (int64_t r = from; r < std::min(to, task.rows); r++) {
-            const int64_t row = task.row + r;
-            bf16* out = (bf16*)g_.c + (g_.scatter ? g_.scatter[row] : row) * g_.ldc + column;
-            const f32x16 left = load(sums + r * 32), right = load(sums + r * 32 + 16);
-            const int64_t n = columns_ - column;
-            if (g_.gated) {
-                store(out, rounded(silu(rounded(left, out), out), out) * rounded(right, out), std::min<int64_t>(n, 16));
-            } else {
-                store(out, left, std::min<int64_t>(n, 16));
-                if (n > 16) store(out + 16, right, std::min<int64_t>(n - 16, 16));
-            }
-        }
-    }
-
-    const GemmArgs& g_;
-    const int64_t depth_;    // K rounded up
-    const int64_t columns_;  // of the result
-    const int64_t strips_;
 };
 
 inline void gemm(const GemmArgs& args) { Gemm(args).run(); }

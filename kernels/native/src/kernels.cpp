@@ -4,6 +4,10 @@
 #include "attention.h"
 #endif
 #include "gemm.h"
+#if defined(__AVX2__) || !defined(__x86_64__)
+#define HAS_QUANTISED  // older CPUs leave it to PyTorch: pairs of vectors of 64 bytes take long to compile for them
+#include "quantised_gemm.h"
+#endif
 #include "rows.h"
 
 #define QUOTE_(x) #x
@@ -16,7 +20,13 @@ using namespace VARIANT;
 extern "C" const Kernels JOIN(kernels_, VARIANT) = {
     QUOTE(VARIANT),
     [](const void* weight, int64_t n, int64_t k, void* packed) { pack_weight((const bf16*)weight, n, k, (bf16*)packed); },
+#ifdef HAS_QUANTISED
+    [](const GemmArgs* g) { g->format ? quantised_gemm(*g) : gemm(*g); },
+    [](const PackArgs* g) { pack_quantised(*g); },
+#else
     [](const GemmArgs* g) { gemm(*g); },
+    nullptr,
+#endif
     [](const NormArgs* g) { g->is_float ? norm<float>(*g) : norm<bf16>(*g); },
     [](const RopeArgs* g) { g->is_float ? rope<float>(*g) : rope<bf16>(*g); },
 #ifdef HAS_ATTENTION

@@ -1,8 +1,9 @@
 // Products of 16 x 16 tiles: besides a few lines of vectors.h the only code that differs by instruction set.
 //
 // A tile of the left side is 16 rows of 64 bytes: 32 bfloat16 or 16 float32 of the summed dimension. A tile of the right
-// side is 1 KiB: 16 rows of 16 columns of 4 bytes: one float32, or two bfloat16 that are neighbours in the summed
-// dimension. The result is 16 x 16 float32.
+// side is 1 KiB: 16 rows of 16 columns of 4 bytes: one float32, or two bfloat16 or four integers that are neighbours in the
+// summed dimension. The result is 16 x 16 float32 or, of integers (uint8 on the left, int8 on the right), int32 in their
+// place.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -77,16 +78,28 @@ inline void tile_dot(int c, int a, int b) {
     }
 }
 
+inline void tile_dot_integers(int c, int a, int b) {
+    for (int m = 0; m < 16; m++) {
+        for (int n = 0; n < 16; n++) {
+            int32_t sum = read<int32_t>(tile_bytes[c][m] + 4 * n);
+            for (int k = 0; k < 64; k++) sum += tile_bytes[a][m][k] * int8_t(tile_bytes[b][k / 4][4 * n + k % 4]);
+            write(tile_bytes[c][m] + 4 * n, sum);
+        }
+    }
+}
+
 struct Tiles {};
 #define TILE_ZERO tile_zero
 #define TILE_LOAD tile_load
 #define TILE_STORE tile_store
-#define TILE_DOT tile_dot
+#define TILE_DOT_FLOATS tile_dot
+#define TILE_DOT_INTEGERS tile_dot_integers
 #else
 #define TILE_ZERO(tile) _tile_zero(tile)
 #define TILE_LOAD(tile, from, stride) _tile_loadd(tile, from, stride)
 #define TILE_STORE(tile, to, stride) _tile_stored(tile, to, stride)
-#define TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)
+#define TILE_DOT_FLOATS(c, a, b) _tile_dpbf16ps(c, a, b)
+#define TILE_DOT_INTEGERS(c, a, b) _tile_dpbusd(c, a, b)
 
 struct Tiles {  // one in each thread that multiplies, for as long as it does
     Tiles() {
@@ -104,9 +117,15 @@ struct Tiles {  // one in each thread that multiplies, for as long as it does
 };
 #endif
 
+#define TILE_DOT(c, a, b)                                     \
+    do {                                                      \
+        if constexpr (sizeof(T) == 1) TILE_DOT_INTEGERS(c, a, b); \
+        else TILE_DOT_FLOATS(c, a, b);                        \
+    } while (0)
+
 // Tiles 0 to 3 are the result, 4 and 5 the left side, 6 and 7 the right one.
-template <int ROW_TILES, int COLUMN_TILES>
-inline void multiply_tiles(Left<bf16> a, Right<bf16> b, int64_t steps, float* c, int64_t ldc, bool add) {
+template <class T, int ROW_TILES, int COLUMN_TILES>
+inline void multiply_tiles(Left<T> a, Right<T> b, int64_t steps, float* c, int64_t ldc, bool add) {
     constexpr bool LOWER = ROW_TILES > 1, RIGHT = COLUMN_TILES > 1;
     float* lower = c + 16 * ldc;
     if (add) {
@@ -122,15 +141,15 @@ inline void multiply_tiles(Left<bf16> a, Right<bf16> b, int64_t steps, float* c,
     }
     for (int64_t s = 0; s < steps; s++) {
         for (int64_t line = 0; line < b.lines; line++) __builtin_prefetch(b.ahead + (s * b.lines + line) * 64, 0, 2);
-        TILE_LOAD(6, b.first + s * TILE<bf16>, 64);
-        TILE_LOAD(4, a.first + s * a.step, a.stride * 2);
+        TILE_LOAD(6, b.first + s * TILE<T>, 64);
+        TILE_LOAD(4, a.first + s * a.step, a.stride * sizeof(T));
         TILE_DOT(0, 4, 6);
         if constexpr (RIGHT) {
-            TILE_LOAD(7, b.second + s * TILE<bf16>, 64);
+            TILE_LOAD(7, b.second + s * TILE<T>, 64);
             TILE_DOT(1, 4, 7);
         }
         if constexpr (LOWER) {
-            TILE_LOAD(5, a.second + s * a.step, a.stride * 2);
+            TILE_LOAD(5, a.second + s * a.step, a.stride * sizeof(T));
             TILE_DOT(2, 5, 6);
         }
         if constexpr (LOWER && RIGHT) TILE_DOT(3, 5, 7);
@@ -141,11 +160,12 @@ inline void multiply_tiles(Left<bf16> a, Right<bf16> b, int64_t steps, float* c,
     if constexpr (LOWER && RIGHT) TILE_STORE(3, lower + 16, ldc * 4);
 }
 
-inline void tile_product(Left<bf16> a, Right<bf16> b, int64_t steps, float* c, int64_t ldc, bool add) {
-    if (a.second && b.second) return multiply_tiles<2, 2>(a, b, steps, c, ldc, add);
-    if (a.second) return multiply_tiles<2, 1>(a, b, steps, c, ldc, add);
-    if (b.second) return multiply_tiles<1, 2>(a, b, steps, c, ldc, add);
-    multiply_tiles<1, 1>(a, b, steps, c, ldc, add);
+template <class T>
+inline void tile_product(Left<T> a, Right<T> b, int64_t steps, float* c, int64_t ldc, bool add) {
+    if (a.second && b.second) return multiply_tiles<T, 2, 2>(a, b, steps, c, ldc, add);
+    if (a.second) return multiply_tiles<T, 2, 1>(a, b, steps, c, ldc, add);
+    if (b.second) return multiply_tiles<T, 1, 2>(a, b, steps, c, ldc, add);
+    multiply_tiles<T, 1, 1>(a, b, steps, c, ldc, add);
 }
 #else
 struct Tiles {};
@@ -158,10 +178,39 @@ constexpr int BLOCK_ROWS = 8, BLOCK_COLUMNS = 2;
 constexpr int BLOCK_ROWS = 4, BLOCK_COLUMNS = 1;
 #endif
 
-// sum += left * right, where left is one word in every lane.
+// int32 sums += four uint8 of `left` times four int8 of each word of `right`.
+inline u32x16 dot_integers(u32x16 sums, uint32_t left, u32x16 right) {
+#if defined(__AVX512VNNI__)
+    return (u32x16)_mm512_dpbusd_epi32((__m512i)sums, _mm512_set1_epi32(left), (__m512i)right);
+#else
+    const uint32_t even = left & 0xff00ff, odd = left >> 8 & 0xff00ff;  // as pairs of 16 bits
+#if defined(__AVX512BW__)
+    const __m512i w = (__m512i)right, evens = _mm512_srai_epi16(_mm512_slli_epi16(w, 8), 8), odds = _mm512_srai_epi16(w, 8);
+    sums += (u32x16)_mm512_madd_epi16(evens, _mm512_set1_epi32(even));
+    return sums + (u32x16)_mm512_madd_epi16(odds, _mm512_set1_epi32(odd));
+#elif defined(__AVX2__)
+    __m256i halves[2];
+    memcpy(halves, &right, sizeof halves);
+    for (__m256i& w : halves) {
+        const __m256i evens = _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8), odds = _mm256_srai_epi16(w, 8);
+        w = _mm256_add_epi32(_mm256_madd_epi16(evens, _mm256_set1_epi32(even)),
+                             _mm256_madd_epi16(odds, _mm256_set1_epi32(odd)));
+    }
+    return sums + read<u32x16>(halves);
+#else
+    const i32x16 w = (i32x16)right;
+    sums += (u32x16)((w << 24) >> 24) * (even & 0xff) + (u32x16)((w << 8) >> 24) * (even >> 16);
+    return sums + (u32x16)((w << 16) >> 24) * (odd & 0xff) + (u32x16)(w >> 24) * (odd >> 16);
+#endif
+#endif
+}
+
+// sum += left * right, where left is one word in every lane. Of uint8 the sums are int32 in the place of float32.
 template <class T>
 inline f32x16 dot(f32x16 sum, uint32_t left, u32x16 right) {
-    if constexpr (PACK<T> == 1) {
+    if constexpr (PACK<T> == 4) {
+        return (f32x16)dot_integers((u32x16)sum, left, right);
+    } else if constexpr (PACK<T> == 1) {
         return sum + (f32x16)(u32x16{} + left) * (f32x16)right;
     } else {
 #ifdef USE_AVX512_BF16
@@ -242,7 +291,7 @@ inline void vector_rows(Left<T> a, Right<T> b, int64_t steps, float* c, int64_t 
 template <class T>
 inline void product(Left<T> a, Right<T> b, int64_t steps, float* c, int64_t ldc, bool add, int64_t rows = 32) {
 #ifdef USE_AMX
-    if constexpr (sizeof(T) == 2) return tile_product(a, b, steps, c, ldc, add);
+    if constexpr (sizeof(T) <= 2) return tile_product(a, b, steps, c, ldc, add);
 #endif
     for (int i = 0; i < (a.second ? 2 : 1); i++) {
         const Left<T> half{i ? a.second : a.first, nullptr, a.stride, a.step};
