@@ -8,7 +8,6 @@ its batch mates.
 from __future__ import annotations
 
 from kernels.cpu import (
-    add_experts_rms_norm,
     apply_penalties,
     argmax,
     choose_tokens,
@@ -27,6 +26,5 @@ from kernels.cpu import (
     route_topk,
     silu_and_mul,
     sort_tokens_by_expert,
-    store_and_decode,
 )
 from kernels.int8.packing import pack

@@ -19,11 +19,10 @@ from pathlib import Path
 import torch
 import triton
 
-from kernels.operands import AttentionRows, ExpertOutputs, PrefixGroup, ProjectedHeads, RoutedExperts
-from kernels.triton.combine_experts import add_experts_rms_norm, combine_experts
-from kernels.triton.decode_attention import paged_decode_attention, store_and_decode
+from kernels.operands import AttentionRows, PrefixGroup, RoutedExperts
+from kernels.triton.decode_attention import paged_decode_attention
 from kernels.triton.dense import MANY_ROWS, fused_add_rms_norm, pack, rms_norm, silu_and_mul
-from kernels.triton.experts import route_and_sort, route_topk, sort_tokens_by_expert
+from kernels.triton.experts import combine_experts, route_and_sort, route_topk, sort_tokens_by_expert
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.gumbel import choose_tokens, gumbel_argmax
 from kernels.triton.moe_small_batch import moe_small_batch
@@ -137,18 +136,8 @@ def _attend(
             rows = _attention_rows(lens, first_row)
             q = torch.empty(rows.num_queries, heads.num_heads, heads.head_dim, dtype=dtype)
             output = operation(q, k_cache, v_cache, rows, heads.head_dim**-0.5)
-            if operation is paged_decode_attention:
-                _store_and_decode(q, k_cache, v_cache, rows)
             lse = torch.empty(output.shape[:2])
             merge_attention_states(output, lse, torch.empty_like(output), torch.empty_like(lse))
-
-
-def _store_and_decode(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows) -> None:
-    num_heads, head_dim = q.shape[1:]
-    norm, ids = torch.empty(head_dim, dtype=q.dtype), torch.empty(rows.num_rows, dtype=torch.int64)
-    qkv = torch.empty(rows.num_rows, (num_heads + 2 * k_cache.shape[2]) * head_dim, dtype=q.dtype)
-    heads = ProjectedHeads(qkv, (norm, norm, 1e-6), torch.empty(40960, head_dim), ids, k_cache, v_cache, ids)
-    store_and_decode(heads, rows, head_dim**-0.5)
 
 
 def _attend_to_shared_keys(
@@ -241,8 +230,6 @@ def _run_others(num_tokens: int) -> None:
         route_topk(logits, TOP_K, renormalise=renormalise)
     rows = torch.empty(num_tokens * TOP_K, HIDDEN, dtype=torch.bfloat16)
     combine_experts(rows, layout, weights)
-    residual, norm = torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16), torch.empty(HIDDEN, dtype=torch.bfloat16)
-    add_experts_rms_norm(ExpertOutputs(rows, layout, weights), residual, norm, 1e-6)
 
 
 def _run_short_cut(num_tokens: int) -> None:
