@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from engine.checkpoint.config_reader import ConfigReader
+from engine.errors import CheckpointError
 from kernels.quantised import Activations, WeightScheme
 
 METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
@@ -34,6 +35,8 @@ class StoredScheme:
 
     scheme: WeightScheme
     layout: Layout
+    # The group of each input is what a tensor of the file says, g_idx or weight_g_idx: without it there is no reading.
+    needs_groups: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,9 @@ class QuantizationConfig:
 
     method: str
     groups: tuple[SchemeGroup, ...]
-    ignore: tuple[str, ...]  # names of modules, `re:` patterns of them: not quantised
+    # Names of modules, `re:` patterns of them: not quantised. Beside by_tensors parts of names too, whole between dots:
+    # `mlp.gate`, `self_attn`.
+    ignore: tuple[str, ...]
     # Whether a module without the tensors of a quantised one is not quantised: GPTQ, AWQ and FP8 files name neither
     # their routers nor their heads, which are left as they were.
     by_tensors: bool
@@ -66,16 +71,18 @@ class QuantizationConfig:
         if method == "compressed-tensors":
             return _compressed_tensors(table)
         read = {"gptq": _gptq, "awq": _awq, "fp8": _fp8}[method]
-        return cls(method, (SchemeGroup("all", ("Linear",), read(table)),), (), by_tensors=True)
+        stored = read(table)
+        ignore = _rules(table) if method == "gptq" else _left_out(table)
+        return cls(method, (SchemeGroup("all", ("Linear",), stored),), ignore, by_tensors=True)
 
     def scheme_of(self, module: str, has: Has) -> StoredScheme | None:
         """How a linear layer is stored, by its name without `.weight`; None: unquantised.
 
-        has: whether the checkpoint has a tensor of this name.
+        has: whether the checkpoint has a tensor of this name. Raises CheckpointError where by_tensors a module is
+        quantised that config.json leaves out.
         """
         if self.by_tensors:
-            marks = ("qweight", "weight_scale_inv", "weight_scale")
-            return self.groups[0].stored if any(has(f"{module}.{mark}") for mark in marks) else None
+            return self._by_tensors(module, has)
         if any(_matches(module, pattern) for pattern in self.ignore):
             return None
         # The most specific first: a name, then patterns, then all linear layers.
@@ -84,6 +91,19 @@ class QuantizationConfig:
                 if any(rank(target) and _matches(module, target) for target in group.targets):
                     return group.stored
         return None
+
+    def _by_tensors(self, module: str, has: Has) -> StoredScheme | None:
+        marks = ("qweight", "weight_scale_inv", "weight_scale")
+        found = next((mark for mark in marks if has(f"{module}.{mark}")), None)
+        if found is None:
+            return None
+        for entry in self.ignore:
+            if _matches(module, entry) if _is_pattern(entry) else f".{entry}." in f".{module}.":
+                raise CheckpointError(
+                    f"tensor {module}.{found} is there, but quantization_config leaves out {entry!r}; accepted: one of "
+                    "the two, a module that is quantised or one that is left out"
+                )
+        return self.groups[0].stored
 
     def __str__(self) -> str:
         schemes = dict.fromkeys(str(group.stored.scheme) for group in self.groups)
@@ -132,14 +152,10 @@ def _group_size(table: ConfigReader) -> int | None:
 
 def _gptq(table: ConfigReader) -> StoredScheme:
     """Keys of AutoGPTQ and GPTQModel. Whether inputs are reordered (`desc_act`) is what each g_idx says."""
-    rules = table.table("dynamic")
-    for pattern in () if rules is None else rules.data:
-        if not pattern.startswith("-:"):
-            raise table.refuse("dynamic", pattern, "rules that leave modules unquantised, which begin with -:")
     _refuse_keys(table, {"is_marlin_format": "false: the layout of gptq"})
     table.choice("pack_dtype", ("int32",), default="int32")
-    table.flag("desc_act", default=False)
-    table.flag("lm_head", default=False)
+    is_reordered = table.flag("desc_act", default=False)
+    table.flag("lm_head", default=False)  # its tensors say so too
     layout = table.choice(table.first_of("format", "checkpoint_format"), ("gptq", "gptq_v2"), default="gptq")
     scheme = WeightScheme(
         bits=_bits(table, "bits"),
@@ -147,7 +163,23 @@ def _gptq(table: ConfigReader) -> StoredScheme:
         group_size=_group_size(table),
         symmetric=table.flag("sym", default=True),
     )
-    return StoredScheme(scheme, cast("Layout", layout))
+    return StoredScheme(scheme, cast("Layout", layout), is_reordered and scheme.group_size is not None)
+
+
+def _rules(table: ConfigReader) -> tuple[str, ...]:
+    """Of `dynamic` those that leave modules out, as `re:` patterns; the others give modules schemes of their own."""
+    rules = table.table("dynamic")
+    for rule in () if rules is None else rules.data:
+        if not rule.startswith("-:"):
+            raise table.refuse("dynamic", rule, "rules that leave modules unquantised, which begin with -:")
+        _check_expression(table, "dynamic", rule, rule.removeprefix("-:"))
+    return () if rules is None else tuple(f"re:{rule.removeprefix('-:')}" for rule in rules.data)
+
+
+def _left_out(table: ConfigReader) -> tuple[str, ...]:
+    """Modules that are not quantised. `ignored_layers` is AutoFP8's name for them."""
+    keys = ("modules_to_not_convert", "ignored_layers")
+    return tuple(entry.strip(".") for key in keys for entry in _strings(table, key))
 
 
 def _awq(table: ConfigReader) -> StoredScheme:
@@ -205,12 +237,16 @@ def _strings(table: ConfigReader, key: str) -> tuple[str, ...]:
     value = table.data.get(key) or []
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise table.refuse(key, value, "a list of names of modules, or patterns that begin with re:")
-    for item in value:
-        try:
-            re.compile(item.removeprefix("re:"))
-        except re.error as error:
-            raise table.refuse(key, item, f"a regular expression ({error})") from error
+    for item in filter(_is_pattern, value):
+        _check_expression(table, key, item, item.removeprefix("re:"))
     return tuple(value)
+
+
+def _check_expression(table: ConfigReader, key: str, value: str, expression: str) -> None:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise table.refuse(key, value, f"a regular expression ({error})") from error
 
 
 def _scheme_group(name: str, group: ConfigReader, table: ConfigReader) -> SchemeGroup:
@@ -229,7 +265,17 @@ def _scheme_group(name: str, group: ConfigReader, table: ConfigReader) -> Scheme
         raise source.refuse("format", source.data["format"], "float-quantized beside weights of type float")
     if layout == "plain" and scheme.bits == 4:
         raise source.refuse("format", source.data["format"], "pack-quantized beside weights of 4 bits")
-    return SchemeGroup(name, targets, StoredScheme(scheme, layout))
+    needs_groups = layout == "packed" and _is_reordered(weights)
+    return SchemeGroup(name, targets, StoredScheme(scheme, layout, needs_groups))
+
+
+def _is_reordered(weights: ConfigReader) -> bool:
+    """Whether each input has a group of its own choice, and not only was rounded in another order."""
+    order = weights.data.get("actorder") or "weight"
+    accepted = {"group": True, "dynamic": True, True: True, "weight": False, "static": False}
+    if not isinstance(order, str | bool) or order not in accepted:
+        raise weights.refuse("actorder", order, "group, dynamic, true, weight, static, false, null")
+    return accepted[order]
 
 
 def _weights_scheme(weights: ConfigReader, inputs: ConfigReader | None) -> WeightScheme:

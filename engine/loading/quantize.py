@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.checkpoint.config_reader import MAX_CONFIG_BYTES, read_json_object
-from engine.checkpoint.files import CONFIG_FILE, INDEX_FILE, WeightFiles
+from engine.checkpoint.files import CONFIG_FILE, INDEX_FILE, OTHER_FORMATS, WeightFiles
 from engine.checkpoint.model_config import EncoderConfig, read_config
 from engine.checkpoint.weights import Checkpoint
 from engine.errors import CheckpointError
@@ -60,7 +60,9 @@ def quantise_checkpoint(source: Path, target: Path, name: str, group_size: int =
         with Checkpoint.open(source) as checkpoint:
             check_decoder(config, checkpoint)
             _check_widths(checkpoint, scheme)
-            shutil.copytree(source, partial, ignore=shutil.ignore_patterns(*files.file_names, INDEX_FILE))
+            # Nor weights that are not read, such as the 16 GB under original/ in Llama's repositories.
+            weights = [f"*{suffix}" for suffix in (".safetensors", *OTHER_FORMATS)]
+            shutil.copytree(source, partial, ignore=shutil.ignore_patterns(*weights, INDEX_FILE))
             num_bytes = _write_weights(checkpoint, files, partial, scheme)
         data = read_json_object(source / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
         data["quantization_config"] = _description(name, scheme)

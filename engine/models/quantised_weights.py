@@ -101,7 +101,19 @@ def _read(source: StoredTensors, module: str, shape: tuple[int, int], stored: St
     if any(size % per_word for size in packed):
         raise CheckpointError(f"{module}: {list(shape)} in {stored.layout}; accepted: multiples of {per_word}")
     read = {"gptq": _gptq, "gptq_v2": _gptq, "awq": _awq, "packed": _packed, "plain": _plain}[stored.layout]
-    return read(source, module, shape, stored)
+    weight = read(source, module, shape, stored)
+    _check_bias(source, f"{module}.bias", shape[0])
+    return weight
+
+
+def _check_bias(source: StoredTensors, name: str, num_rows: int) -> None:
+    """AutoGPTQ writes zeros as the bias of each layer that has none."""
+    if not source.has(name):
+        return
+    bias = source.take_stored(name, [(num_rows,)], FLOATS)
+    if not bias.is_meta and bool((bias != 0).any()):
+        found = float(bias[bias != 0][0])
+        raise CheckpointError(f"tensor {name} holds {found:g}; accepted: no bias, or zeros")
 
 
 def _gptq(source: StoredTensors, module: str, shape: tuple[int, int], stored: StoredScheme) -> QuantisedWeight:
@@ -116,7 +128,7 @@ def _gptq(source: StoredTensors, module: str, shape: tuple[int, int], stored: St
     zeros = zero_words.contiguous().view(torch.uint8)
     zeros = (_unpack_nibbles(zeros) if bits == 4 else zeros).t().contiguous()
     scales = source.take_stored(f"{module}.scales", [(groups, rows)], FLOATS).t().contiguous()
-    order = _input_order(source, f"{module}.g_idx", width, scheme)
+    order = _input_order(source, f"{module}.g_idx", width, stored)
     zero_points = _checked_zeros(module, zeros, scheme)
     return _made(scheme, values, scales, zero_points, order)
 
@@ -153,7 +165,7 @@ def _packed(source: StoredTensors, module: str, shape: tuple[int, int], stored: 
         unpacked = words.t().contiguous().view(torch.uint8)
         unpacked = _unpack_nibbles(unpacked) if bits == 4 else unpacked
         zeros = unpacked[:, :rows].t().contiguous()
-    order = _input_order(source, f"{module}.weight_g_idx", width, scheme)
+    order = _input_order(source, f"{module}.weight_g_idx", width, stored)
     return _made(scheme, values, scales, zeros, order)
 
 
@@ -230,9 +242,12 @@ def _checked_zeros(module: str, zeros: Tensor, scheme: WeightScheme) -> Tensor |
     return None
 
 
-def _input_order(source: StoredTensors, name: str, width: int, scheme: WeightScheme) -> Tensor | None:
+def _input_order(source: StoredTensors, name: str, width: int, stored: StoredScheme) -> Tensor | None:
     """The inputs [K] int64 ordered by group, from the group of each; None where they are, or the file does not say."""
+    scheme = stored.scheme
     if not source.has(name):
+        if stored.needs_groups:
+            raise CheckpointError(f"tensor {name} is missing, and config.json says that inputs are reordered")
         return None
     groups = source.take_stored(name, [(width,)], ("I32", "I64"))
     if groups.is_meta:

@@ -38,8 +38,16 @@ def is_fast() -> bool:
     return bool(torch.cpu._is_vnni_supported())
 
 
+def is_multiplied(weight: QuantisedWeight) -> bool:
+    """Whether `pack` takes the weight, and its products are fast here."""
+    scheme = weight.scheme
+    is_plain = scheme.bits == 8 and not scheme.is_float and scheme.symmetric and weight.input_order is None
+    is_channelwise = scheme.block_rows == 1 and weight.scales.shape[-1] == 1
+    return scheme.activations == "int8_token" and is_plain and is_channelwise and is_fast()
+
+
 def pack(weight: QuantisedWeight) -> PackedInt8:
-    """A weight with one scale a channel and no zero points, in oneDNN's layout."""
+    """A weight of integers with one scale a channel, no zero points and its inputs in order, in oneDNN's layout."""
     parts: list[torch.Tensor] = []
     for matrix in weight.matrices:
         num_rows, width = matrix.shape

@@ -24,7 +24,7 @@ def pack(weight: Tensor | QuantisedWeight, *, keep_dtype: bool = False) -> Packe
     """See `Operations.pack`. A quantised weight as it is, or in oneDNN's layout where that multiplies it."""
     if not isinstance(weight, QuantisedWeight):
         return dense.pack(weight, keep_dtype=keep_dtype)
-    if weight.scheme.activations == "int8_token" and weight.scales.shape[-1] == 1 and int8.is_fast():
+    if int8.is_multiplied(weight):
         return int8.pack(weight)
     return PackedQuantised.as_loaded(weight)
 
@@ -124,7 +124,8 @@ def _wide(weight: QuantisedWeight, start: int, stop: int) -> Tensor:
     """The values of these rows [n, K], float32."""
     values = weight.values[start:stop]
     if weight.scheme.is_float:
-        # The bits of e4m3 within float16's, whose exponent is 8 higher; 4 times as fast as PyTorch's conversion.
+        # The bits of e4m3 within float16's, whose exponent is 8 higher; twice as fast as PyTorch's conversion (2.0 to
+        # 2.1 times in processor time, 256 x 1024, one thread of a Zen 4).
         bits = values.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(FLOAT16_BITS)
         return bits.view(torch.float16).float().mul_(256)
     if weight.scheme.bits == 8:

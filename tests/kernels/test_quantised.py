@@ -24,6 +24,14 @@ SCHEMES = {
     "int8_zeros": (WeightScheme(8, is_float=False, group_size=64, symmetric=False), True),
     "int8_channel": (WeightScheme(8, is_float=False, group_size=None), False),
     "int8_activations": (WeightScheme(8, is_float=False, group_size=None, activations="int8_token"), False),
+    # What oneDNN does not multiply: rounded all the same, on every CPU.
+    "int8_activations_order": (WeightScheme(8, is_float=False, group_size=None, activations="int8_token"), True),
+    "int8_activations_zeros": (WeightScheme(8, False, None, symmetric=False, activations="int8_token"), False),
+    "int8_activations_groups": (WeightScheme(8, is_float=False, group_size=64, activations="int8_token"), False),
+    "int8_activations_blocks": (
+        WeightScheme(8, is_float=False, group_size=None, block_rows=24, activations="int8_token"),
+        False,
+    ),
     "float8_blocks": (WeightScheme(8, is_float=True, group_size=64, block_rows=24, activations="float8_token"), False),
     "float8_channel": (WeightScheme(8, is_float=True, group_size=None), False),
 }

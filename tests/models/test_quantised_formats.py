@@ -20,7 +20,7 @@ def written(name: str) -> tuple[Method, Rounded, dict[str, torch.Tensor]]:
     return METHODS[name], rounded, {key.removeprefix("layer."): tensor for key, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("name", ["gptq", "gptq_order", "gptq_v2_8bit"])
+@pytest.mark.parametrize("name", ["gptq", "gptq_order", "gptq_8bit", "gptq_v2_8bit"])
 def test_gptq_is_what_its_kernels_read(name: str) -> None:
     """As AutoGPTQ's and GPTQModel's PyTorch kernels unpack: inputs along the words of qweight, outputs of qzeros."""
     method, rounded, tensors = written(name)
@@ -28,7 +28,7 @@ def test_gptq_is_what_its_kernels_read(name: str) -> None:
     top = 2**method.bits - 1
     qzeros = tensors["qzeros"]
     if name != "gptq_v2_8bit":
-        qzeros = qzeros + 0b00010001000100010001000100010001
+        qzeros = qzeros + (0x11111111 if method.bits == 4 else 0x01010101)
     zeros = (qzeros.unsqueeze(2) >> shifts & top).reshape(qzeros.shape[0], -1)
     codes = (tensors["qweight"].unsqueeze(1) >> shifts.view(1, -1, 1) & top).reshape(WIDTH, ROWS)
     groups = tensors["g_idx"].long()

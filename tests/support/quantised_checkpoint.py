@@ -70,6 +70,7 @@ METHODS = {
         symmetric=False,
         order=True,
     ),
+    "gptq_8bit": Method("gptq", {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True}, bits=8, group=32),
     "gptq_v2_8bit": Method(
         "gptq",
         {"quant_method": "gptq", "bits": 8, "group_size": -1, "sym": False, "checkpoint_format": "gptq_v2"},
@@ -87,7 +88,9 @@ METHODS = {
     ),
     "w4a16_zeros": Method(
         "packed",
-        _compressed(_INT4 | {"group_size": 16, "symmetric": False}, None, "pack-quantized", _IGNORE),
+        _compressed(
+            _INT4 | {"group_size": 16, "symmetric": False, "actorder": "group"}, None, "pack-quantized", _IGNORE
+        ),
         group=16,
         symmetric=False,
         order=True,

@@ -23,7 +23,9 @@ from kernels.native.operations import NativeOperations
 from settings import Source, load_settings
 from tests.support.devices import simulated_device
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
+from tests.support.quantised_checkpoint import METHODS, quantise_checkpoint
 from tests.support.tensors import needs_native, needs_vnni
+from tests.support.tiny_checkpoint import make_checkpoint
 
 PROMPT = list(range(40, 90))
 
@@ -144,6 +146,19 @@ def test_it_is_refused_on_a_gpu(moe_checkpoint: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(CapabilityError, match=r"engine\.deterministic=true: not available on cuda.*accepted: false"):
         load_engine(moe_checkpoint, {"engine.deterministic": "true", "engine.device": "cuda"})
+
+
+def test_a_quantised_checkpoint_is_refused_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(derived_settings, "operations", lambda _: None)
+    plain = make_checkpoint(tmp_path / "plain", "qwen3")
+    quantised, _ = quantise_checkpoint(plain, tmp_path, METHODS["gptq"])
+    values = {"model.path": str(quantised), "engine.device": "cuda"}
+    message = (
+        r"engine\.device=cuda: the weights of the checkpoint are quantised \(gptq: int4, groups of 16\).*; "
+        "accepted: engine.device=cpu, or the model in float32, bfloat16 or float16"
+    )
+    with simulated_device(80 << 30), pytest.raises(CapabilityError, match=message):
+        derive_settings(load_settings(values, environ={}, dotenv_path=Path(os.devnull)))
 
 
 def test_no_matrix_product_may_sum_in_less_than_float32() -> None:

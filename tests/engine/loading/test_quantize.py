@@ -143,6 +143,18 @@ def test_a_quantised_checkpoint_is_not_rounded_again(quantization: str, tmp_path
         load_engine(tmp_path / "out", {"engine.quantization": quantization})
 
 
+def test_only_files_that_are_read_are_copied(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "qwen3")
+    (plain / "original").mkdir()
+    for name in ("original/consolidated.00.pth", "consolidated.safetensors", "pytorch_model.bin"):
+        (plain / name).write_bytes(b"weights that are not read")
+    (plain / "original" / "params.json").write_text("{}")
+    quantise_checkpoint(plain, tmp_path / "out", "w8a8")
+    written = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    left_out = {"original/consolidated.00.pth", "consolidated.safetensors", "pytorch_model.bin"}
+    assert written == {str(path.relative_to(plain)) for path in plain.rglob("*") if path.is_file()} - left_out
+
+
 def test_config_json_says_what_was_done(tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", "qwen3_moe")
     quantise_checkpoint(plain, tmp_path / "out", "w8a8")
