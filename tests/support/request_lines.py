@@ -106,8 +106,8 @@ def _good_line(number: int) -> str:
     options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "temperature": 0}
     system = SYSTEM_PROMPTS[number % len(SYSTEM_PROMPTS)]
     if number % 2:
-        return _line(f"line-{number}", prompt=f"{system}Question {number}?", return_token_ids=True, **options)
-    messages = [{"role": "system", "content": system}, {"role": "user", "content": f"Question {number}?"}]
+        return _line(f"line-{number}", prompt=f"{system}Question no. {number}?", return_token_ids=True, **options)
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": f"Question no. {number}?"}]
     return _line(f"line-{number}", url="/v1/chat/completions", messages=messages, **options)
 
 
@@ -118,7 +118,11 @@ def bad_line_numbers() -> dict[int, str]:
 
 
 def thousand_lines() -> list[str]:
-    """The lines of the file of 1,000."""
+    """The lines of the file of 1,000.
+
+    Asked "Question 415?" the tiny model's two best logits lie 3.5e-6 apart, which the order of a sum decides; with
+    these words none of the texts' lie nearer than 1.4e-3.
+    """
     bad = bad_line_numbers()
     return [
         BAD_KINDS[bad[number]][1](f"line-{number}") if number in bad else _good_line(number)
