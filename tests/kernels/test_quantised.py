@@ -134,11 +134,11 @@ def test_experts_agree_with_the_reference(ops: Operations, name: str, dtype: tor
         reference.grouped_gemm(rows, plain[1], layout, gather=False),
     )
     # Rounded once more in half precision than the reference; a value between two integers may go to either.
-    steps = {torch.float32: 64.0, torch.bfloat16: 8.0, torch.float16: 8.0}[dtype]
-    if gate_up.scheme.activations == "int8_token":
-        steps = 0.06 / torch.finfo(dtype).eps
+    steps = {torch.float32: 64.0, torch.bfloat16: 16.0, torch.float16: 16.0}[dtype]
+    if gate_up.scheme.activations == "int8_token":  # of rows larger than most one such integer moves up to a tenth
+        steps = 0.12 / torch.finfo(dtype).eps
     actual = ops.moe_small_batch(x, *packed, routed)
-    assert_close(actual, reference.moe_small_batch(x, *plain, routed), max_steps=steps, rms_steps=steps / 4)
+    assert_close(actual, reference.moe_small_batch(x, *plain, routed), max_steps=steps, rms_steps=steps / 8)
 
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)
