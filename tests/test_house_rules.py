@@ -19,7 +19,7 @@ BANNED_NAMES = {"utils.py", "misc.py", "common.py", "helpers.py"}
 DOCSTRING_ONLY = ("kernels", "engine", "engine/*", "worker", "worker/*")  # settings and each device's kernels export
 
 MAX_FILE_LINES = 450
-MAX_MODULES = 200  # one of which holds only names
+MAX_MODULES = 199  # one of which holds only names
 MAX_CODE_LINES = 38_500  # of all modules that hold more than names
 MAX_TEST_FILES = 198
 MAX_OTHER_TEST_FILES = 71

@@ -13,10 +13,11 @@ import torch
 
 from kernels.cpu import dense, experts, int8
 from kernels.operands import ExpertLayout, PackedWeight, RoutedExperts
-from kernels.quantised import NIBBLE_ZERO, PackedQuantised, QuantisedWeight
+from kernels.quantised import NIBBLE_ZERO, PackedQuantised, QuantisedWeight, WeightScheme, quantise
 
 Tensor = torch.Tensor
 FLOAT16_BITS = ~(1 << 14)  # all but the copy of the sign that widening and shifting leave in the exponent
+INT8_CHANNELS = WeightScheme(bits=8, is_float=False, group_size=None, activations="int8_token")
 TILE_ELEMENTS = 1 << 18  # of a weight, dequantised at a time: 1 MiB of float32, which stays in cache
 
 
@@ -27,6 +28,15 @@ def pack(weight: Tensor | QuantisedWeight, *, keep_dtype: bool = False) -> Packe
     if int8.is_multiplied(weight):
         return int8.pack(weight)
     return PackedQuantised.as_loaded(weight)
+
+
+def round_and_pack(weight: Tensor | QuantisedWeight, *, keep_dtype: bool = False) -> PackedWeight:
+    """`Operations.pack` of `kernels.int8`: each output channel is rounded with the scale that makes its largest
+    magnitude 127.
+    """
+    if keep_dtype or isinstance(weight, QuantisedWeight):
+        return pack(weight, keep_dtype=keep_dtype)
+    return pack(quantise(weight, INT8_CHANNELS))
 
 
 def linear(x: Tensor, weight: PackedWeight, *, gated: bool = False) -> Tensor:

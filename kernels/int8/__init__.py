@@ -27,4 +27,4 @@ from kernels.cpu import (
     silu_and_mul,
     sort_tokens_by_expert,
 )
-from kernels.int8.packing import pack
+from kernels.cpu.quantised import round_and_pack as pack
