@@ -11,6 +11,7 @@ from pathlib import Path
 import torch  # first: its OpenMP runtime serves the library too
 
 from kernels.interface import KernelsUnavailable
+from kernels.operands import ExpertLayout
 
 # From the fastest to the slowest. The first that a machine can run is its own; the other two are chosen by name alone:
 # `base` is for CPUs on which nothing was measured, `amx_emulated` runs the AMX code on plain arrays, for tests.
@@ -208,6 +209,13 @@ class Kernels(Structure):
     )
 
 
+# What crosses the border to C++; src/dispatch.cpp has them in the same order.
+STRUCTURES = (
+    *(GemmArgs, PackArgs, NormArgs, RopeArgs, AttentionArgs),
+    *(SiluArgs, CombineArgs, RouteArgs, ArgmaxArgs, Kernels),
+)
+
+
 def load(variant: str) -> Kernels:
     """The kernels of that name.
 
@@ -241,9 +249,59 @@ def _open(path: Path) -> ctypes.CDLL:
     if not path.exists():
         raise KernelsUnavailable("cpu", f"the native kernels were not built ({path.name}); {HOW_TO_BUILD}")
     try:
-        return ctypes.CDLL(os.fspath(path))
+        library = ctypes.CDLL(os.fspath(path))
     except OSError as error:
         raise KernelsUnavailable("cpu", f"the native kernels cannot be loaded: {error}; {HOW_TO_BUILD}") from error
+    if _struct_bytes(library) != [ctypes.sizeof(each) for each in STRUCTURES]:
+        reason = f"the native kernels ({path.name}) were built from other sources than these, which would crash"
+        raise KernelsUnavailable("cpu", f"{reason}; python -m kernels.native.build, or install millrace again")
+    return library
+
+
+def _struct_bytes(library: ctypes.CDLL) -> list[int]:
+    """Sizes of the structures as the library was compiled with them; none where it does not say."""
+    try:
+        count = c_int64.in_dll(library, "millrace_num_structs").value
+        return list((c_int64 * count).in_dll(library, "millrace_struct_bytes"))
+    except ValueError:
+        return []
+
+
+def gemm_args(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    shape: tuple[int, ...],
+    out: torch.Tensor,
+    layout: ExpertLayout | None,
+    *,
+    gather: bool,
+) -> GemmArgs:
+    """What every product says: x times a packed matrix [N, K] or, with a layout, each expert's rows times its own.
+
+    shape: of the weight, [N, K] or [E, N, K]; out: [rows, N], or [rows, N / 2] where the gate is applied.
+    """
+    *runs, width, depth = shape
+    return GemmArgs(
+        a=x.data_ptr(),
+        lda=x.stride(0),
+        gather=pointer(layout.pair_ids) if layout is not None and gather else None,
+        gather_divisor=1 if layout is None else layout.top_k,
+        b=packed.data_ptr(),
+        b_stride=packed.stride(0),
+        offsets=None if layout is None else pointer(layout.expert_offsets),
+        runs=runs[0] if runs else 1,
+        rows=out.shape[0],
+        n=width,
+        k=depth,
+        c=out.data_ptr(),
+        ldc=out.shape[1],
+        gated=out.shape[1] != width,
+    )
+
+
+def round_up(size: int, step: int) -> int:
+    """The least multiple of step that is not below size."""
+    return -(-size // step) * step
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:

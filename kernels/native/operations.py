@@ -15,14 +15,15 @@ from kernels.native.attention import is_attended, paged_attention
 from kernels.native.library import (
     ArgmaxArgs,
     CombineArgs,
-    GemmArgs,
     Kernels,
     NormArgs,
     RopeArgs,
     RouteArgs,
     SiluArgs,
+    gemm_args,
     load,
     pointer,
+    round_up,
 )
 from kernels.native.quantised import NativeQuantised, is_multiplied, multiply, pack_quantised
 from kernels.operands import AttentionRows, ExpertLayout, PackedWeight, RoutedExperts, in_huge_pages
@@ -302,7 +303,7 @@ class Bfloat16Operations(Avx512Operations):
     def _pack(self, weight: Tensor) -> PackedWeight:
         num_rows, depth = weight.shape[-2:]
         matrices = weight.contiguous().view(-1, num_rows, depth)
-        size = _round_up(num_rows, TILE) * _round_up(depth, TILE)
+        size = round_up(num_rows, TILE) * round_up(depth, TILE)
         packed = in_huge_pages(weight.itemsize * matrices.shape[0] * size).view(weight.dtype).view(-1, size)
         for matrix, out in zip(matrices, packed, strict=True):
             self._kernels.pack_weight(matrix.data_ptr(), num_rows, depth, out.data_ptr())
@@ -352,27 +353,12 @@ class Bfloat16Operations(Avx512Operations):
         gated: bool = False,
     ) -> Tensor:
         """x times a packed matrix or, with a layout, each expert's rows times the expert's matrix -> [num_rows, N]."""
-        *runs, width, depth = weight.shape
+        *_, width, depth = weight.shape
         (packed,) = weight.parts
         if x.shape[1] != depth:
             raise ValueError(f"x has {x.shape[1]} columns; accepted: {depth}, as the weight has")
         out = x.new_empty(num_rows, width // 2 if gated else width)
-        args = GemmArgs(
-            a=x.data_ptr(),
-            lda=x.stride(0),
-            gather=pointer(layout.pair_ids) if layout is not None and gather else None,
-            gather_divisor=1 if layout is None else layout.top_k,
-            b=packed.data_ptr(),
-            b_stride=packed.stride(0),
-            offsets=None if layout is None else pointer(layout.expert_offsets),
-            runs=runs[0] if runs else 1,
-            rows=num_rows,
-            n=width,
-            k=depth,
-            c=out.data_ptr(),
-            ldc=out.shape[1],
-            gated=gated,
-        )
+        args = gemm_args(x, packed, weight.shape, out, layout, gather=gather)
         self._kernels.gemm(byref(args))
         return out
 
@@ -398,7 +384,7 @@ class AmxOperations(Bfloat16Operations):
             return super().linear(x, weight, gated=gated)
         num_rows = x.shape[0]
         if x.dtype is torch.bfloat16 and num_rows % ROWS_STEP:
-            filled = x.new_zeros(_round_up(num_rows, ROWS_STEP), x.shape[1])
+            filled = x.new_zeros(round_up(num_rows, ROWS_STEP), x.shape[1])
             filled[:num_rows] = x
             x = filled
         out = cpu.linear(x, weight)[:num_rows]
@@ -411,10 +397,6 @@ def native_operations(variant: str) -> NativeOperations:
         return AmxOperations(variant)
     by_variant = {"avx512_bf16": Bfloat16Operations, "avx512": Avx512Operations}
     return by_variant.get(variant, NativeOperations)(variant)
-
-
-def _round_up(size: int, step: int) -> int:
-    return -(-size // step) * step
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.native.library import GemmArgs, Kernels, PackArgs, pointer
+from kernels.native.library import Kernels, PackArgs, gemm_args, round_up
 from kernels.operands import ExpertLayout, PackedWeight, in_huge_pages
 from kernels.quantised import QuantisedWeight
 
@@ -56,9 +56,9 @@ def pack_quantised(kernels: Kernels, weight: QuantisedWeight) -> NativeQuantised
     format_ = _format(weight)
     step = INTEGER_DEPTH if format_ == INTEGERS else TILE
     matrices = weight.matrices
-    size = _round_up(num_rows, TILE) * _round_up(depth, step) * weight.scheme.bits // 8
+    size = round_up(num_rows, TILE) * round_up(depth, step) * weight.scheme.bits // 8
     values = in_huge_pages(len(matrices) * size).view(len(matrices), size)
-    sums = torch.zeros(len(matrices), _round_up(num_rows, TILE), dtype=torch.int32)
+    sums = torch.zeros(len(matrices), round_up(num_rows, TILE), dtype=torch.int32)
     for matrix, out, sum_ in zip(matrices, values, sums, strict=True):
         source = matrix.values
         args = PackArgs(
@@ -99,32 +99,13 @@ def multiply(
         x = x.float()
     x = x if x.stride(1) == 1 else x.contiguous()
     values, scales, *others = weight.parts
-    *runs, width, depth = weight.shape
+    width = weight.shape[-2]
     out = x.new_empty(num_rows, width // 2 if gated else width)
-    args = GemmArgs(
-        a=x.data_ptr(),
-        lda=x.stride(0),
-        gather=pointer(layout.pair_ids) if layout is not None and gather else None,
-        gather_divisor=1 if layout is None else layout.top_k,
-        b=values.data_ptr(),
-        b_stride=values.stride(0),
-        offsets=None if layout is None else pointer(layout.expert_offsets),
-        runs=runs[0] if runs else 1,
-        rows=num_rows,
-        n=width,
-        k=depth,
-        c=out.data_ptr(),
-        ldc=out.shape[1],
-        gated=gated,
-        format=weight.format,
-        is_float=x.dtype is torch.float32,
-        group=weight.group_size,
-        scales=scales.data_ptr(),
-        scale_type=SCALE_TYPES[scales.dtype],
-        scale_stride=scales.stride(0),
-        zeros=others[0].data_ptr() if weight.has_zeros else None,
-        column_sums=others[0].data_ptr() if weight.format == INTEGERS else None,
-    )
+    args = gemm_args(x, values, weight.shape, out, layout, gather=gather)
+    args.format, args.is_float, args.group = weight.format, x.dtype is torch.float32, weight.group_size
+    args.scales, args.scale_type, args.scale_stride = scales.data_ptr(), SCALE_TYPES[scales.dtype], scales.stride(0)
+    args.zeros = others[0].data_ptr() if weight.has_zeros else None
+    args.column_sums = others[0].data_ptr() if weight.format == INTEGERS else None
     kernels.gemm(byref(args))
     return out.to(dtype)
 
@@ -140,7 +121,7 @@ def _in_strips(weight: QuantisedWeight, grid: Tensor) -> Tensor:
     num_rows, num_groups = weight.shape[-2], grid.shape[-1]
     block = weight.scheme.block_rows or 1
     rows = grid.reshape(-1, *grid.shape[-2:]).repeat_interleave(block, dim=1)[:, :num_rows]
-    filled = rows.new_zeros(rows.shape[0], _round_up(num_rows, TILE), num_groups)
+    filled = rows.new_zeros(rows.shape[0], round_up(num_rows, TILE), num_groups)
     filled[:, :num_rows] = rows
     return filled.view(rows.shape[0], -1, STRIP, num_groups).transpose(2, 3).contiguous()
 
@@ -165,7 +146,3 @@ def _in_order(x: Tensor, order: Tensor, layout: ExpertLayout | None, *, gather: 
     rows = x.index_select(0, layout.pair_ids // layout.top_k) if gather else x
     experts = torch.repeat_interleave(layout.expert_offsets.diff(), output_size=rows.shape[0])
     return rows.gather(1, order[experts])
-
-
-def _round_up(size: int, step: int) -> int:
-    return -(-size // step) * step

@@ -44,6 +44,14 @@ bool has_amx() {  // units for tiles, for bfloat16 and for bytes, and the system
 
 extern "C" {
 
+// Sizes of what crosses the border to Python, in the order of library.py's STRUCTURES: it refuses a library of others.
+extern __attribute__((visibility("default"))) const int64_t millrace_struct_bytes[], millrace_num_structs;
+const int64_t millrace_struct_bytes[] = {
+    sizeof(GemmArgs), sizeof(PackArgs),    sizeof(NormArgs),  sizeof(RopeArgs),   sizeof(AttentionArgs),
+    sizeof(SiluArgs), sizeof(CombineArgs), sizeof(RouteArgs), sizeof(ArgmaxArgs), sizeof(Kernels),
+};
+const int64_t millrace_num_structs = sizeof(millrace_struct_bytes) / sizeof(int64_t);
+
 // The kernels of that name; null where there are none or this machine cannot run them.
 __attribute__((visibility("default"))) const Kernels* millrace_kernels(const char* name) {
 #if defined(__x86_64__)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
 from kernels import cpu, reference
-from kernels.interface import Operations
+from kernels.interface import KernelsUnavailable, Operations
+from kernels.native import library
 from kernels.native.operations import native_operations
 from kernels.operands import HUGE_PAGE_BYTES, ExpertLayout, RoutedExperts
 from tests.support.tensors import assert_close, native_variants, needs_native
@@ -288,3 +290,21 @@ def test_the_emulated_tiles_give_what_dot_products_give(ops: Operations) -> None
     weight = torch.randint(-8, 9, (40, 96), generator=generator).bfloat16()
     expected = (x.double() @ weight.double().t()).bfloat16()
     assert torch.equal(ops.linear(x, ops.pack(weight)), expected)
+
+
+@pytest.mark.parametrize("case", ["says nothing", "has another size"])
+def test_a_library_of_other_sources_is_refused_before_it_is_called(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Arguments of another size are read past their end, and the process dies of it.
+    path = library.LIBRARY
+    if case == "says nothing":
+        path = Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so"
+    else:
+        monkeypatch.setattr(library, "STRUCTURES", (*library.STRUCTURES[1:], library.GemmArgs))
+    monkeypatch.setattr(library, "LIBRARY", in_other_place(path))
+    with pytest.raises(KernelsUnavailable, match=r"built from other sources .*python -m kernels\.native\.build"):
+        native_operations("base")
+
+
+def in_other_place(path: Path) -> Path:
+    """The same file by another name: a library once opened is not looked at again."""
+    return path.parent / "." / ".." / path.parent.name / path.name
