@@ -10,8 +10,8 @@ import torch
 from kernels import cpu, deterministic, reference
 from kernels.interface import Operations
 from kernels.operands import RoutedExperts
-from kernels.quantised import QuantisedWeight, WeightScheme, pack_nibbles, quantise
-from tests.support.tensors import assert_close
+from kernels.quantised import QuantisedWeight, WeightScheme, quantise
+from tests.support.tensors import assert_close, random_quantised
 
 IMPLEMENTATIONS: list[Operations] = [cpu, deterministic]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -41,25 +41,7 @@ NUM_EXPERTS, TOP_K = 5, 2
 
 def random_weight(name: str, lead: tuple[int, ...] = (), rows: int = NUM_ROWS, width: int = WIDTH) -> QuantisedWeight:
     scheme, is_reordered = SCHEMES[name]
-    generator = torch.Generator().manual_seed(len(name))
-    grid = (*lead, -(-rows // (scheme.block_rows or 1)), -(-width // (scheme.group_size or width)))
-    low, high = (0, 16) if scheme.bits == 4 else (-128, 128)
-    values = torch.randint(low, high, (*lead, rows, width), generator=generator)
-    if scheme.bits == 4:
-        values = pack_nibbles(values)
-    elif scheme.is_float:
-        values = torch.randn(*lead, rows, width, generator=generator).to(torch.float8_e4m3fn)
-    else:
-        values = values.to(torch.int8)
-    zeros = torch.randint(low, high, grid, generator=generator).to(torch.uint8 if scheme.bits == 4 else torch.int8)
-    order = torch.argsort(torch.rand(*lead, width, generator=generator), dim=-1)
-    return QuantisedWeight(
-        scheme,
-        values,
-        torch.rand(grid, generator=generator).to(torch.bfloat16) * 0.01,
-        None if scheme.symmetric else zeros,
-        order if is_reordered else None,
-    )
+    return random_quantised(scheme, (*lead, rows, width), is_reordered=is_reordered)
 
 
 def dense_of(weight: QuantisedWeight) -> torch.Tensor:
@@ -121,7 +103,8 @@ def test_experts_agree_with_the_reference(ops: Operations, name: str, dtype: tor
     down = random_weight(name, (NUM_EXPERTS,), hidden, inner)
     x = random(num_tokens, hidden, dtype=dtype)
     routed = RoutedExperts(
-        torch.rand(num_tokens, TOP_K), torch.arange(num_tokens * TOP_K).view(-1, TOP_K) % (NUM_EXPERTS - 1)
+        torch.rand(num_tokens, TOP_K, generator=torch.Generator().manual_seed(2)),
+        torch.arange(num_tokens * TOP_K).view(-1, TOP_K) % (NUM_EXPERTS - 1),
     )
     layout = reference.sort_tokens_by_expert(routed.expert_ids, NUM_EXPERTS)
     plain = (reference.pack(gate_up), reference.pack(down))
@@ -134,11 +117,11 @@ def test_experts_agree_with_the_reference(ops: Operations, name: str, dtype: tor
         reference.grouped_gemm(rows, plain[1], layout, gather=False),
     )
     # Rounded once more in half precision than the reference; a value between two integers may go to either.
-    steps = {torch.float32: 64.0, torch.bfloat16: 16.0, torch.float16: 16.0}[dtype]
-    if gate_up.scheme.activations == "int8_token":  # of rows larger than most one such integer moves up to a tenth
-        steps = 0.12 / torch.finfo(dtype).eps
+    steps = {torch.float32: 64.0, torch.bfloat16: 8.0, torch.float16: 8.0}[dtype]
+    if gate_up.scheme.activations == "int8_token":
+        steps = 0.06 / torch.finfo(dtype).eps
     actual = ops.moe_small_batch(x, *packed, routed)
-    assert_close(actual, reference.moe_small_batch(x, *plain, routed), max_steps=steps, rms_steps=steps / 8)
+    assert_close(actual, reference.moe_small_batch(x, *plain, routed), max_steps=steps, rms_steps=steps / 4)
 
 
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)
@@ -180,4 +163,4 @@ def test_rounding_to_float8_is_within_a_sixteenth() -> None:
 def test_tensors_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], message: str) -> None:
     weight = quantise(random(8, 16), WeightScheme(4, is_float=False, group_size=8))
     with pytest.raises(ValueError, match=message):
-        replace(weight, **change)  # type: ignore[arg-type]
+        replace(weight, **change)  # type: ignore[arg-type]  # a wrong value is the point

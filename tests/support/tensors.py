@@ -19,6 +19,7 @@ from kernels import reference
 from kernels.interface import KernelsUnavailable
 from kernels.native import library
 from kernels.operands import AttentionRows, ExpertLayout, PrefixGroup, RoutedExperts
+from kernels.quantised import QuantisedWeight, WeightScheme, pack_nibbles
 
 # Allowed error of one element, in units of the dtype's rounding step `eps` times the larger of |expected| and the RMS
 # of all of it (an element near zero is the difference of terms as large as its neighbours, so it carries their error).
@@ -211,6 +212,33 @@ def framed(tensor: torch.Tensor) -> torch.Tensor:
     buffer = tensor.new_full((*tensor.shape[:-2], tensor.shape[-2] + 2, tensor.shape[-1] + 8), torch.nan)
     view = buffer[..., : tensor.shape[-2], : tensor.shape[-1]]
     return view.copy_(tensor)
+
+
+def in_poison(x: torch.Tensor) -> torch.Tensor:
+    """A view with the values of x [n, m] among NaN: rows further apart than they are long, and not aligned."""
+    buffer = torch.full((x.shape[0] + 2, x.shape[1] + 5), torch.nan, dtype=x.dtype)
+    return buffer[1:-1, 3:-2].copy_(x)
+
+
+def random_quantised(
+    scheme: WeightScheme, shape: tuple[int, ...], *, is_reordered: bool, scale_dtype: torch.dtype = torch.bfloat16
+) -> QuantisedWeight:
+    """Any values, the extreme ones too, and scales and zero points that differ from group to group."""
+    *lead, rows, width = shape
+    generator = torch.Generator().manual_seed(rows + width)
+    grid = (*lead, -(-rows // (scheme.block_rows or 1)), -(-width // (scheme.group_size or width)))
+    low, high = (0, 16) if scheme.bits == 4 else (-128, 128)
+    values = torch.randint(low, high, shape, generator=generator)
+    if scheme.bits == 4:
+        values = pack_nibbles(values)
+    elif scheme.is_float:
+        values = (torch.randn(shape, generator=generator) * 50).to(torch.float8_e4m3fn)
+    else:
+        values = values.to(torch.int8)
+    zeros = torch.randint(low, high, grid, generator=generator).to(torch.uint8 if scheme.bits == 4 else torch.int8)
+    scales = (torch.rand(grid, generator=generator) * 0.01 + 1e-4).to(scale_dtype)
+    order = torch.argsort(torch.rand(*lead, width, generator=generator), dim=-1) if is_reordered else None
+    return QuantisedWeight(scheme, values, scales, None if scheme.symmetric else zeros, order)
 
 
 def expert_weights(

@@ -13,7 +13,7 @@ from kernels.interface import KernelsUnavailable, Operations
 from kernels.native import library
 from kernels.native.operations import native_operations
 from kernels.operands import HUGE_PAGE_BYTES, ExpertLayout, RoutedExperts
-from tests.support.tensors import assert_close, native_variants, needs_native
+from tests.support.tensors import assert_close, in_poison, native_variants, needs_native
 
 pytestmark = needs_native
 
@@ -37,14 +37,6 @@ def products(request: pytest.FixtureRequest) -> Operations:
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def in_poison(x: torch.Tensor) -> torch.Tensor:
-    """A view with the values of x [n, m] among NaN: rows further apart than they are long, and not aligned."""
-    buffer = torch.full((x.shape[0] + 2, x.shape[1] + 5), torch.nan, dtype=x.dtype)
-    view = buffer[1:-1, 3:-2]
-    view.copy_(x)
-    return view
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,7 +12,7 @@ from kernels.native.operations import NativeOperations, native_operations
 from kernels.native.quantised import NativeQuantised
 from kernels.operands import RoutedExperts
 from kernels.quantised import PackedQuantised, QuantisedWeight, WeightScheme, pack_nibbles, quantise
-from tests.support.tensors import assert_close, native_variants, needs_native
+from tests.support.tensors import assert_close, in_poison, native_variants, needs_native, random_quantised
 
 pytestmark = needs_native
 
@@ -55,29 +55,9 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> to
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def in_poison(x: torch.Tensor) -> torch.Tensor:
-    """A view with the values of x [n, m] among NaN: rows further apart than they are long, and not aligned."""
-    buffer = torch.full((x.shape[0] + 2, x.shape[1] + 5), torch.nan, dtype=x.dtype)
-    return buffer[1:-1, 3:-2].copy_(x)
-
-
 def random_weight(name: str, lead: tuple[int, ...], rows: int, width: int) -> QuantisedWeight:
-    """Any values, the extreme ones too, and scales and zero points that differ from group to group."""
     scheme, scale_dtype, is_reordered = SCHEMES[name]
-    generator = torch.Generator().manual_seed(rows + width)
-    grid = (*lead, -(-rows // (scheme.block_rows or 1)), -(-width // (scheme.group_size or width)))
-    low, high = (0, 16) if scheme.bits == 4 else (-128, 128)
-    values = torch.randint(low, high, (*lead, rows, width), generator=generator)
-    if scheme.bits == 4:
-        values = pack_nibbles(values)
-    elif scheme.is_float:
-        values = (torch.randn(*lead, rows, width, generator=generator) * 50).to(torch.float8_e4m3fn)
-    else:
-        values = values.to(torch.int8)
-    zeros = torch.randint(low, high, grid, generator=generator).to(torch.uint8 if scheme.bits == 4 else torch.int8)
-    scales = (torch.rand(grid, generator=generator) * 0.01 + 1e-4).to(scale_dtype)
-    order = torch.argsort(torch.rand(*lead, width, generator=generator), dim=-1) if is_reordered else None
-    return QuantisedWeight(scheme, values, scales, None if scheme.symmetric else zeros, order)
+    return random_quantised(scheme, (*lead, rows, width), is_reordered=is_reordered, scale_dtype=scale_dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
