@@ -207,7 +207,8 @@ def check_counters(bare: redis.Redis) -> None:
     counters, work = json.loads(cast(bytes, bare.eval(_OPEN_WORK, 0, Keys().prefix)))
     nothing = [0, 0, 0]
     for name in {*counters, *work}:
-        assert counters.get(name, nothing) == work.get(name, nothing), f"adm{name}: prompts, bytes, jobs"
+        counted, open_ = counters.get(name, nothing), work.get(name, nothing)
+        assert counted == open_, f"adm{name}: prompts, bytes, jobs are {counted}, the open work is {open_}"
 
 
 def check_wholeness(bare: redis.Redis, *, batch_size: int) -> None:
