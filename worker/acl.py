@@ -62,8 +62,11 @@ _JOB_KEYS = tuple(
 _EVENT_CHANNELS = tuple(f"/{database}.celeryev/*" for database in range(16))
 
 # Beside a producer's: taking messages, giving them back, choosing a shard, the reaper's look at what is due,
-# the list of bad frames, how long the queue is (metrics).
-_CONSUMING = ("brpop", "watch", "unwatch", "discard", "zrangebyscore", "zrevrangebyscore", "zscore", "zcard", "ltrim")
+# the list of bad frames, how long the queue is (metrics), a new append-only file.
+_CONSUMING = (
+    *("brpop", "watch", "unwatch", "discard", "zrangebyscore", "zrevrangebyscore", "zscore", "zcard", "ltrim"),
+    "bgrewriteaof",
+)
 
 # Off: nobody can log in as this user, so a client without a name may do nothing. It has every right: Redis 7.2 and 8.0
 # drop, when they load their append-only file, what scripts wrote and this user may not write

@@ -119,7 +119,8 @@ class FileHistory:
 
     def __init__(self, server: RestartableRedis) -> None:
         self.server = server
-        self._sizes: deque[tuple[float, int]] = deque([(time.monotonic(), self.num_bytes)], maxlen=HISTORY_LENGTH)
+        self._sizes: deque[tuple[float, int]] = deque(maxlen=HISTORY_LENGTH)
+        self.begin_again()
 
     @property
     def num_bytes(self) -> int:
@@ -129,6 +130,8 @@ class FileHistory:
     def run(self, stopping: threading.Event) -> None:
         """Note it until told to stop."""
         while not stopping.wait(HISTORY_STEP_S):
+            if self._file.stat().st_ino != self._inode:
+                self.begin_again()
             self._sizes.append((time.monotonic(), self.num_bytes))
 
     def bytes_ago(self, seconds: float) -> int:
@@ -155,7 +158,8 @@ class FileHistory:
         return lost
 
     def begin_again(self) -> None:
-        """Forget the past: what is written from now on has another."""
+        """Forget the past: what is written from now on has another, as Redis went back or wrote its file anew."""
+        self._inode = self._file.stat().st_ino
         self._sizes.clear()
         self._sizes.append((time.monotonic(), self.num_bytes))
 
@@ -163,7 +167,7 @@ class FileHistory:
     def _file(self) -> Path:
         """From Redis 7 on the increment of several files."""
         files = self.server.directory.rglob("appendonly*.aof")
-        return max(files, key=lambda path: (path.name.endswith(".incr.aof"), path.name))
+        return max(files, key=lambda path: (path.name.endswith(".incr.aof"), len(path.name), path.name))
 
 
 @contextmanager
@@ -199,6 +203,12 @@ class RewindingRedis:
         """How much the primary has written."""
         return self._primary.num_bytes
 
+    def wait_renewed(self) -> None:
+        """Wait until workers have had the primary write its file anew, so that no place in it moves any more."""
+        with redis.Redis.from_url(self.url) as primary:
+            wait_until(lambda: _has_renewed(primary))
+        self._primary.begin_again()
+
     def cut(self, keep: int) -> None:
         """Cut its file by 0.1 to 3 s, but to no less than `keep` bytes."""
         past = self._primary.bytes_ago(self._chance.uniform(0.1, 3.0))
@@ -208,7 +218,7 @@ class RewindingRedis:
         """Promote the replica, which lacks the last 0.1 to 1 s, while some clients still write to the old primary."""
         old, new = self._primary.server, self._replica.server
         with redis.Redis.from_url(old.url) as before, redis.Redis.from_url(new.url) as after:
-            before.wait(1, 1000)  # until the replica has what was written so far
+            wait_until(lambda: before.wait(1, 1000))  # until the replica has what was written so far
             with self._link.partition():
                 time.sleep(self._chance.uniform(0.1, 1.0))
                 after.replicaof("NO", "ONE")
@@ -229,6 +239,12 @@ class RewindingRedis:
             replica.replicaof("127.0.0.1", str(self._link.port))
             wait_until(lambda: _has_caught_up(replica.info()))
         self._primary.begin_again()
+
+
+def _has_renewed(client: redis.Redis) -> bool:
+    info = client.info()
+    is_writing = info["aof_rewrite_in_progress"] or info["aof_rewrite_scheduled"]
+    return client.hget(Keys().counters, "run") == info["run_id"].encode() and not is_writing
 
 
 def _has_caught_up(info: Mapping[str, Any]) -> bool:

@@ -327,6 +327,7 @@ class SoakRounds:
     def run(self) -> None:
         """One round; prints what went wrong."""
         began_s, moment = time.monotonic(), self._chance.choice(MOMENTS)
+        self._server.wait_renewed()
         before = self._server.num_bytes
         job_ids = [self._submit(number) for number in range(2)]
         keep = self._server.num_bytes

@@ -36,7 +36,7 @@ OLDER = "older"
 SLOW = {"step_s": 0.05, "slots": 1}  # a prompt takes 50 ms, one after the other
 
 DENIED_TO_BOTH = [
-    "FLUSHALL", "FLUSHDB", "SWAPDB 0 1", "SHUTDOWN NOSAVE", "SAVE", "BGSAVE", "BGREWRITEAOF", "REPLICAOF NO ONE",
+    "FLUSHALL", "FLUSHDB", "SWAPDB 0 1", "SHUTDOWN NOSAVE", "SAVE", "BGSAVE", "REPLICAOF NO ONE",
     "CONFIG GET *", "CONFIG SET dir /tmp", "CONFIG REWRITE", "MODULE LIST", "MODULE LOAD /tmp/x.so", "DEBUG SLEEP 0",
     "ACL LIST", "ACL WHOAMI", "ACL SETUSER me on", "CLIENT LIST", "CLIENT KILL 127.0.0.1:1", "CLIENT PAUSE 1",
     "SCRIPT FLUSH", "SCRIPT KILL", "EVAL return{} 0", "EVAL return{} 1 foreign", f"EVALSHA {'0' * 40} 1 foreign",
@@ -53,9 +53,10 @@ DENIED_BESIDE_FUNCTIONS = [
     "FUNCTION DELETE x", "FCALL x 1 foreign", "FCALL_RO x 1 foreign",
 ]  # fmt: skip
 DENIED_TO_THE_PRODUCER = [
-    "BRPOP millrace 1", "RPOP millrace", "LPOP millrace", "LREM millrace 0 x", "LTRIM millrace 1 0",
-    "HGETALL unacked", "DEL unacked", "ZRANGE unacked_index 0 -1", "DEL unacked_mutex", "HSET unacked x y",
-    "LRANGE millrace:{s0}:deadraw 0 -1", "LPUSH millrace:{s0}:deadraw x", "ZRANGEBYSCORE millrace:{s0}:open 0 1",
+    "BGREWRITEAOF", "BRPOP millrace 1", "RPOP millrace", "LPOP millrace", "LREM millrace 0 x",
+    "LTRIM millrace 1 0", "HGETALL unacked", "DEL unacked", "ZRANGE unacked_index 0 -1", "DEL unacked_mutex",
+    "HSET unacked x y", "LRANGE millrace:{s0}:deadraw 0 -1", "LPUSH millrace:{s0}:deadraw x",
+    "ZRANGEBYSCORE millrace:{s0}:open 0 1",
 ]  # fmt: skip
 # It may not see the queue nor what is in it, and tell workers nothing.
 DENIED_TO_FLOWER = [

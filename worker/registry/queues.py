@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import redis
 
+from worker.registry.connect import AppendOnlyFile
 from worker.registry.exchange import RedisReply, Scripts, ask, ask_one, text
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import Claim
@@ -127,6 +128,7 @@ class ReapQueue:
         self._grace_ms = round(grace_s * 1000)
         self._ageing_ms = round(ageing_s * 1000)  # of waiting, worth one step of priority
         self._patience_ms = round(patience_s * 1000)
+        self.file = AppendOnlyFile(self._client, keys)
 
     def due(self) -> list[DueUnit]:
         """Units that are due now, of models that are served. Each is put off by its grace: only one caller gets it."""

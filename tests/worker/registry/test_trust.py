@@ -15,13 +15,16 @@ import redis
 from click.testing import CliRunner
 
 from settings import SettingsError
+from tests.chaos.faults import FileHistory
 from tests.support.processes import redis_executables, server_version, wait_until
 from tests.support.redis_servers import RestartableRedis, configured, redis_settings
 from tests.support.workers import worker_processes
 from worker.async_client import AsyncBatchClient
 from worker.cli.main import cli
 from worker.client import BatchClient
+from worker.registry.connect import AppendOnlyFile
 from worker.registry.errors import JobReused, NotDurable, RedisFull
+from worker.registry.keys import Keys
 from worker.schemas import JobState
 
 LINES = [b'{"prompt": "a"}']
@@ -250,3 +253,54 @@ def test_a_replica_that_is_gone_is_an_error_with_the_job(tmp_path: Path) -> None
 
 def _acked(server: RestartableRedis, ack: str, socket_timeout_s: float = 10.0) -> BatchClient:
     return BatchClient(redis_settings(server.url, ack=ack, socket_timeout_s=socket_timeout_s))
+
+
+# What a script of put's kind writes, and how many bytes of it a power cut takes: of EXEC, and of its last write too.
+WRITES = (
+    "redis.call('HSETNX', KEYS[1], 'record', 1) redis.call('HINCRBY', KEYS[2], 'done', 1) redis.call('INCR', KEYS[3])"
+)
+
+
+@pytest.mark.parametrize("lost", [1, 20])
+@pytest.mark.parametrize("executable", EXECUTABLES.values(), ids=EXECUTABLES)
+def test_what_was_torn_does_not_come_back_with_the_start_after_next(
+    executable: str, lost: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    keys = Keys()
+    with kept(tmp_path, executable) as server, redis.Redis.from_url(server.url) as client:
+        client.set("before", 1)  # of one command alone there is no transaction, nor where it begins
+        client.eval(WRITES, 3, "records", "unit", "count")
+        FileHistory(server).cut_to(FileHistory(server).num_bytes - lost)
+        assert not client.exists("records", "unit", "count")
+        for _ in range(2):  # of two workers
+            AppendOnlyFile(client, keys).renew_if_started()
+        assert caplog.text.count("writes its append-only file anew") == 1
+        client.eval(WRITES, 3, "records", "unit", "count")
+        wait_until(lambda: not client.info("persistence")["aof_rewrite_in_progress"])
+        server.kill()
+        server.start()
+        assert (client.hgetall("records"), client.hget("unit", "done"), client.get("count")) == (
+            {b"record": b"1"},
+            b"1",
+            b"1",
+        )
+
+
+def test_a_file_that_is_not_there_is_not_written(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with redis.Redis.from_url(redis_url) as client:
+        AppendOnlyFile(client, Keys()).renew_if_started()
+        assert client.info("persistence")["aof_last_rewrite_time_sec"] == -1
+    assert not caplog.text
+
+
+def test_who_may_not_have_it_written_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with kept(tmp_path) as server, redis.Redis.from_url(server.url) as admin:
+        admin.acl_setuser("older", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-bgrewriteaof"])
+        with redis.Redis(port=server.port, username="older", password="any") as client:
+            file = AppendOnlyFile(client, Keys())
+            for _ in range(2):
+                file.renew_if_started()
+    assert caplog.text.count("does not write its append-only file anew") == 1
+    assert "bgrewriteaof" in caplog.text.lower()
