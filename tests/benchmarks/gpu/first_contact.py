@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -120,12 +120,21 @@ class StageRun:
 class FirstContact:
     """Runs the stages one after the other and writes what each says."""
 
-    def __init__(self, options: argparse.Namespace, lines: IO[str], log: IO[bytes]) -> None:
-        """lines: one JSON line a figure and a stage's end. log: what the stages write to stderr."""
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        lines: IO[str],
+        log: IO[bytes],
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """lines: one JSON line a figure and a stage's end. log: what the stages write to stderr. clock_s: seconds since
+        any moment, by which stages are given their time.
+        """
         self._options = options
         self._lines = lines
         self._log = log
-        self._end = time.monotonic() + options.budget_s
+        self._clock_s = clock_s
+        self._end_s = clock_s() + options.budget_s
         self._scale = options.budget_s / BUDGET_S
 
     def run(self) -> Iterator[list[StageRun]]:
@@ -139,7 +148,7 @@ class FirstContact:
             yield runs
 
     def _run(self, stage: Stage, later_s: float, *, blocking: bool) -> StageRun:
-        limit_s = self._end - later_s - time.monotonic()
+        limit_s = self._end_s - later_s - self._clock_s()
         run = StageRun(stage, "not begun", 0.0, blocking, f"{max(limit_s, 0):.0f} s are left for it")
         if limit_s >= LEAST_S * self._scale:
             run = self._in_process(stage, limit_s, blocking=blocking)
@@ -147,7 +156,7 @@ class FirstContact:
         return run
 
     def _in_process(self, stage: Stage, limit_s: float, *, blocking: bool) -> StageRun:
-        started_s, offset = time.monotonic(), self._log.tell()
+        started_s, offset = self._clock_s(), self._log.tell()
         run, is_late = StageRun(stage, "ok", 0.0, blocking), threading.Event()
         with subprocess.Popen(
             self._command(stage),
@@ -169,7 +178,7 @@ class FirstContact:
                 timer.cancel()
                 timer.join()
                 _kill(process)
-        run.seconds = time.monotonic() - started_s
+        run.seconds = self._clock_s() - started_s
         if code:
             run.ended = f"out of time after {limit_s:.0f} s" if is_late.is_set() else f"failed: {_exit(code)}"
             run.error = self._last_words(offset)
