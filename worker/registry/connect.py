@@ -380,8 +380,8 @@ class AppendOnlyFile:
     def renew_if_started(self) -> None:
         """Ask for it if nobody has since Redis started. Raises redis.RedisError when Redis cannot be had."""
         info, noted = ask(self._client, [("INFO", "server"), ("HGET", self._counters, "run")])
-        run_id = str(info["run_id"])
-        is_known = run_id in (self._seen, (noted or b"").decode())
+        run_id = str(info.get("run_id", ""))  # "": of a service that hides it, and looks after its files itself
+        is_known = run_id in ("", self._seen, (noted or b"").decode())
         self._seen = run_id
         if is_known or not RedisServer.of_info(self._client.info()).has_append_only_file:
             return
