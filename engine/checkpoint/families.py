@@ -7,6 +7,17 @@ of a layer in `engine.models` as well, filled from a field here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What a family calls its experts in the weights, and how wide they are in config.json."""
+
+    module: str  # of a layer: the router is its `gate`
+    projections: tuple[str, str, str]  # of one expert: gate, up, down
+    size_key: str  # rows of gate and of up
+    always_renormalises: bool  # the weights of the chosen experts, whatever `norm_topk_prob` says
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +29,21 @@ class DecoderFamily:
 
     model_type: str  # in config.json
     generating_class: str  # in config.json's `architectures`
-    qk_norm: bool  # RMSNorm over each query and key head
-    has_experts: bool
-    default_head_dim: int | None  # None: hidden_size / num_attention_heads
+    qk_norm: bool = False  # RMSNorm over each query and key head
+    qkv_bias: bool = False  # of the projections of queries, keys and values
+    fuses_projections: bool = False  # the file has qkv_proj and gate_up_proj
+    experts: ExpertNames | None = None  # None: every MLP is dense
+    has_multipliers: bool = False  # config.json scales embedding, attention, what layers add, and logits
+    skips_rope: bool = False  # config.json names layers whose queries and keys are not rotated
+    default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    default_theta: float = 10_000.0
+    ties_by_default: bool = False
     # Whether num_key_value_heads may be left out, for one KV head a query head, as Llama 2 files do. transformers gives
     # Qwen3 files without it 32 or 4 heads, whatever the model: there it must be named, or be null.
-    kv_heads_may_be_left_out: bool
-    # Whether `use_sliding_window` says if `sliding_window` is in use; where it does not, the latter must be null.
-    switches_window: bool
+    kv_heads_may_be_left_out: bool = False
+    # What `sliding_window` means: in use where there is one; only where `use_sliding_window` says so; in use also where
+    # it is left out, so that null must be said.
+    window: Literal["named", "switched", "default"] = "named"
 
     @property
     def body_class(self) -> str:
@@ -41,34 +59,38 @@ class EncoderFamily:
     classes: tuple[str, ...]  # in config.json's `architectures`; heads beyond the body are left out
 
 
-LLAMA = DecoderFamily(
-    model_type="llama",
-    generating_class="LlamaForCausalLM",
-    qk_norm=False,
-    has_experts=False,
-    default_head_dim=None,
-    kv_heads_may_be_left_out=True,
-    switches_window=False,
-)
-QWEN3 = DecoderFamily(
-    model_type="qwen3",
-    generating_class="Qwen3ForCausalLM",
-    qk_norm=True,
-    has_experts=False,
-    default_head_dim=128,
-    kv_heads_may_be_left_out=False,
-    switches_window=True,
-)
+LLAMA = DecoderFamily("llama", "LlamaForCausalLM", kv_heads_may_be_left_out=True)
+QWEN2 = DecoderFamily("qwen2", "Qwen2ForCausalLM", qkv_bias=True, window="switched")
+QWEN3 = DecoderFamily("qwen3", "Qwen3ForCausalLM", qk_norm=True, default_head_dim=128, window="switched")
 QWEN3_MOE = DecoderFamily(
-    model_type="qwen3_moe",
-    generating_class="Qwen3MoeForCausalLM",
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
     qk_norm=True,
-    has_experts=True,
-    default_head_dim=None,
-    kv_heads_may_be_left_out=False,
-    switches_window=True,
+    experts=ExpertNames(
+        "mlp", ("gate_proj", "up_proj", "down_proj"), "moe_intermediate_size", always_renormalises=False
+    ),
+    window="switched",
 )
+MISTRAL = DecoderFamily("mistral", "MistralForCausalLM", window="default")
+MIXTRAL = DecoderFamily(
+    "mixtral",
+    "MixtralForCausalLM",
+    experts=ExpertNames("block_sparse_moe", ("w1", "w3", "w2"), "intermediate_size", always_renormalises=True),
+    default_theta=1_000_000.0,
+)
+PHI3 = DecoderFamily("phi3", "Phi3ForCausalLM", fuses_projections=True, kv_heads_may_be_left_out=True)
+SMOLLM3 = DecoderFamily(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    skips_rope=True,
+    default_theta=2_000_000.0,
+    ties_by_default=True,
+    window="switched",
+)
+GRANITE = DecoderFamily("granite", "GraniteForCausalLM", has_multipliers=True, kv_heads_may_be_left_out=True)
 BERT = EncoderFamily(model_type="bert", classes=("BertModel", "BertForMaskedLM", "BertForPreTraining"))
 
-DECODERS = {family.model_type: family for family in (LLAMA, QWEN3, QWEN3_MOE)}
+DECODERS = {
+    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MISTRAL, MIXTRAL, PHI3, SMOLLM3, GRANITE)
+}
 ENCODERS = {family.model_type: family for family in (BERT,)}

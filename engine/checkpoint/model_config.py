@@ -15,7 +15,7 @@ from engine.checkpoint.config_reader import (
     refuse_unsupported,
     weights_dtype,
 )
-from engine.checkpoint.families import BERT, DECODERS, ENCODERS, DecoderFamily
+from engine.checkpoint.families import BERT, DECODERS, ENCODERS, DecoderFamily, ExpertNames
 from engine.checkpoint.quantization_config import QuantizationConfig
 from engine.checkpoint.rope import RopeConfig
 from engine.errors import CheckpointError
@@ -23,21 +23,19 @@ from engine.errors import CheckpointError
 _UNQUANTISED = "weights not quantised beforehand: take the model in float32, bfloat16 or float16"
 
 MUST_BE_FALSE = ("attention_bias", "mlp_bias", "use_sliding_window", "add_cross_attention", "is_encoder_decoder")
+MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
 MUST_BE_ABSENT = {
     "compression_config": "null: quantization_config is its newer name",
     "auto_map": "null: code from a checkpoint is never run",
     # What other families' attention or residual stream does, found in files that call themselves by these names.
     **dict.fromkeys(
         (
+            *MULTIPLIERS,
             "attention_chunk_size",
-            "attention_multiplier",
             "attn_logit_softcapping",
-            "embedding_multiplier",
             "final_logit_softcapping",
-            "logits_scaling",
             "no_rope_layers",
             "qk_layernorm",
-            "residual_multiplier",
         ),
         "null: not part of this architecture here",
     ),
@@ -77,10 +75,11 @@ class MoeConfig:
     intermediate_size: int  # of one expert
     norm_topk_prob: bool  # whether the chosen experts' weights are scaled to sum to 1
     sparse_layers: frozenset[int]  # the layers with experts; the others have a dense MLP
+    names: ExpertNames
 
     @classmethod
-    def from_reader(cls, config: ConfigReader, num_layers: int) -> MoeConfig:
-        """Read Qwen3-MoE's keys, with transformers' defaults. Raises CheckpointError naming the key."""
+    def from_reader(cls, config: ConfigReader, names: ExpertNames, num_layers: int) -> MoeConfig:
+        """Read the keys, with transformers' defaults. Raises CheckpointError naming the key."""
         num_experts = config.integer(config.first_of("num_local_experts", "num_experts"))
         experts_per_token = config.integer("num_experts_per_tok")
         if experts_per_token > num_experts:
@@ -92,11 +91,30 @@ class MoeConfig:
         return cls(
             num_experts=num_experts,
             experts_per_token=experts_per_token,
-            intermediate_size=config.integer("moe_intermediate_size"),
-            norm_topk_prob=config.flag("norm_topk_prob", default=False),
+            intermediate_size=config.integer(names.size_key),
+            norm_topk_prob=names.always_renormalises or config.flag("norm_topk_prob", default=False),
             sparse_layers=frozenset(
                 layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0
             ),
+            names=names,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """What a family scales (Granite): the embedding, what each half of a layer adds, and the logits."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0  # they are divided by it
+
+    @classmethod
+    def from_reader(cls, config: ConfigReader) -> Multipliers:
+        """Read the three keys, 1 where one is left out. Raises CheckpointError naming the key."""
+        return cls(
+            embedding=config.number("embedding_multiplier", default=1.0),
+            residual=config.number("residual_multiplier", default=1.0),
+            logits=config.number("logits_scaling", default=1.0),
         )
 
 
@@ -119,6 +137,11 @@ class ModelConfig:
     qk_norm: bool  # RMSNorm over each query and key head
     moe: MoeConfig | None
     dtype: DtypeName  # of the weights on disk that are not quantised
+    attention_scale: float  # of the products of queries and keys
+    unrotated_layers: frozenset[int] = frozenset()  # whose queries and keys are not rotated by their position
+    multipliers: Multipliers = Multipliers()
+    qkv_bias: bool = False
+    fuses_projections: bool = False  # the file has qkv_proj and gate_up_proj
     quantization: QuantizationConfig | None = None  # None: no layer is quantised
 
     @classmethod
@@ -133,6 +156,7 @@ class ModelConfig:
         num_heads = config.integer("num_attention_heads")
         num_kv_heads = _num_kv_heads(config, family, num_heads)
         max_position_embeddings = config.integer("max_position_embeddings")
+        head_dim = _head_dim(config, family, num_heads)
         return cls(
             architecture=family.model_type,
             vocab_size=config.integer("vocab_size"),
@@ -140,15 +164,20 @@ class ModelConfig:
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=_head_dim(config, family, num_heads),
+            head_dim=head_dim,
             intermediate_size=config.integer("intermediate_size"),
             rms_norm_eps=config.number("rms_norm_eps"),
-            rope=RopeConfig.from_reader(config, max_position_embeddings),
+            rope=RopeConfig.from_reader(config, max_position_embeddings, family.default_theta),
             max_position_embeddings=max_position_embeddings,
-            tie_word_embeddings=config.flag("tie_word_embeddings", default=False),
+            tie_word_embeddings=config.flag("tie_word_embeddings", default=family.ties_by_default),
             qk_norm=family.qk_norm,
-            moe=MoeConfig.from_reader(config, num_layers) if family.has_experts else None,
+            moe=MoeConfig.from_reader(config, family.experts, num_layers) if family.experts else None,
             dtype=weights_dtype(config),
+            attention_scale=_attention_scale(config, family, head_dim),
+            unrotated_layers=_unrotated_layers(config, num_layers) if family.skips_rope else frozenset(),
+            multipliers=Multipliers.from_reader(config) if family.has_multipliers else Multipliers(),
+            qkv_bias=family.qkv_bias,
+            fuses_projections=family.fuses_projections,
             quantization=quantization,
         )
 
@@ -168,8 +197,12 @@ def _decoder_family(config: ConfigReader) -> DecoderFamily:
 
 
 def _refuse_unsupported_decoder(config: ConfigReader, family: DecoderFamily) -> None:
-    refuse_unsupported(config, absent=MUST_BE_ABSENT, false=MUST_BE_FALSE)
-    if config.has("sliding_window") and not family.switches_window:
+    own = {*(MULTIPLIERS if family.has_multipliers else ()), *(("no_rope_layers",) if family.skips_rope else ())}
+    absent = {key: accepted for key, accepted in MUST_BE_ABSENT.items() if key not in own}
+    refuse_unsupported(config, absent=absent, false=MUST_BE_FALSE)
+    if family.window == "default" and "sliding_window" not in config.data:
+        raise CheckpointError("config.json: sliding_window is missing, which means 4096; accepted: null")
+    if config.has("sliding_window") and family.window != "switched":
         raise config.refuse("sliding_window", config.data["sliding_window"], "null")
     config.choice("hidden_act", ("silu",), default="silu")
 
@@ -179,6 +212,23 @@ def _check_layer_types(config: ConfigReader, num_layers: int) -> None:
     layer_types = config.data.get("layer_types")
     if layer_types is not None and layer_types != ["full_attention"] * num_layers:
         raise config.refuse("layer_types", layer_types, f'"full_attention" for each of {num_layers} layers')
+
+
+def _attention_scale(config: ConfigReader, family: DecoderFamily, head_dim: int) -> float:
+    """Granite's is 1 where it is left out, and not that of the head's size."""
+    scale: float = config.number("attention_multiplier", default=1.0) if family.has_multipliers else head_dim**-0.5
+    return scale
+
+
+def _unrotated_layers(config: ConfigReader, num_layers: int) -> frozenset[int]:
+    """`no_rope_layers` has a 0 for each layer that is not rotated; left out, that is every fourth."""
+    if not config.has("no_rope_layers"):
+        interval = config.integer("no_rope_layer_interval", default=4)
+        return frozenset(range(interval - 1, num_layers, interval))
+    flags = config.integers("no_rope_layers")
+    if len(flags) != num_layers or not set(flags) <= {0, 1}:
+        raise config.refuse("no_rope_layers", flags, f"0 or 1 for each of {num_layers} layers")
+    return frozenset(layer for layer, is_rotated in enumerate(flags) if not is_rotated)
 
 
 def _num_kv_heads(config: ConfigReader, family: DecoderFamily, num_heads: int) -> int:

@@ -9,7 +9,6 @@ import torch
 
 from engine.checkpoint.config_reader import ConfigReader
 
-DEFAULT_THETA = 10_000.0  # transformers' value for files that name none (Llama 2)
 ROPE_TYPES = ("default", "llama3")
 _KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 _SCALING_KEYS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
@@ -54,22 +53,24 @@ class RopeConfig:
     scaling: Llama3Scaling | None
 
     @classmethod
-    def from_reader(cls, config: ConfigReader, max_position_embeddings: int) -> RopeConfig:
+    def from_reader(cls, config: ConfigReader, max_position_embeddings: int, default_theta: float) -> RopeConfig:
         """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
+
+        default_theta: the family's, for files that name none.
 
         Raises CheckpointError naming any key this engine has no use for: a scaling left out gives wrong text.
         """
         table = config.table(config.first_of("rope_parameters", "rope_scaling"))
-        if config.has("original_max_position_embeddings"):
+        if table is None:
+            table = ConfigReader({}, config.source)
+        # A table without a type means the default form, as in transformers, which has no use for the context before.
+        rope_type = table.choice(table.first_of("rope_type", "type"), ROPE_TYPES, default="default")
+        if config.has("original_max_position_embeddings") and rope_type != "default":
             raise config.refuse(
                 "original_max_position_embeddings",
                 config.data["original_max_position_embeddings"],
                 "this key inside rope_parameters or rope_scaling only",
             )
-        if table is None:
-            table = ConfigReader({}, config.source)
-        # A table without a type means the default form, as in transformers.
-        rope_type = table.choice(table.first_of("rope_type", "type"), ROPE_TYPES, default="default")
         for key in table.data:
             if key not in KNOWN_KEYS[rope_type] and table.has(key):
                 accepted = ", ".join(sorted(KNOWN_KEYS[rope_type]))
@@ -77,7 +78,7 @@ class RopeConfig:
         for reader in (config, table):
             if reader.number("partial_rotary_factor", default=1.0) != 1.0:
                 raise reader.refuse("partial_rotary_factor", reader.data["partial_rotary_factor"], "1.0")
-        theta = table.number("rope_theta", default=config.number("rope_theta", default=DEFAULT_THETA))
+        theta = table.number("rope_theta", default=config.number("rope_theta", default=default_theta))
         scaling = None
         if rope_type == "llama3":
             scaling = Llama3Scaling.from_reader(table, max_position_embeddings)
@@ -93,6 +94,12 @@ def rope_cos_sin(rope: RopeConfig, head_dim: int, max_positions: int) -> torch.T
     positions = torch.arange(max_positions, dtype=torch.float32)
     angles = positions[:, None] * frequencies[None, :]
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def unrotated_cos_sin(head_dim: int, max_positions: int) -> torch.Tensor:
+    """The table of a layer that has no positions: every angle is 0."""
+    half = torch.ones((max_positions, head_dim // 2))
+    return torch.cat((half, torch.zeros_like(half)), dim=-1)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ from kernels.quantised import QuantisedWeight, WeightScheme, quantise
 
 DEFAULT_GROUP_SIZE = 128
 # Heads and routers are left as they are: their rounding would cost more than their bytes.
-IGNORED = ("lm_head", "re:.*mlp\\.gate$")
+IGNORED = ("lm_head", "re:.*(mlp|block_sparse_moe)\\.gate$")
 _WEIGHTS = {"type": "int", "symmetric": True, "dynamic": False, "observer": "minmax"}
 _INPUTS = {"num_bits": 8, "symmetric": True, "dynamic": True, "strategy": "token", "group_size": None}
 FORMATS: Mapping[str, str] = MappingProxyType(
@@ -75,7 +75,7 @@ def quantise_checkpoint(source: Path, target: Path, name: str, group_size: int =
 
 def _is_linear(name: str) -> bool:
     """Whether a tensor is the weight of a layer that is quantised: those of attention and of MLPs."""
-    return name.endswith("_proj.weight")
+    return name.endswith("_proj.weight") or ".experts." in name
 
 
 def _check_widths(checkpoint: Checkpoint, scheme: WeightScheme) -> None:

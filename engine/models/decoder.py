@@ -1,6 +1,7 @@
-"""The decoder that Llama 3, Qwen3 and Qwen3-MoE share, and what its forward pass takes and answers.
+"""The decoder that all families of `engine.checkpoint.families` share, and what its forward pass takes and answers.
 
-Where the families differ, the loader puts in other parts: a norm for queries and keys, a dense or an expert MLP.
+Where the families differ, the loader puts in other parts and numbers: a norm for queries and keys, a bias, a dense or
+an expert MLP, a multiplier.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ class AttentionLayer:
     qkv_proj: PackedWeight  # [(Hq + 2 Hkv) * D, H]: queries, keys, values
     o_proj: PackedWeight  # [H, Hq * D]
     qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None  # query weight [D], key weight [D], eps
-    cos_sin: torch.Tensor  # [max_positions, D], float32, shared by all layers
-    head_dim: int
+    cos_sin: torch.Tensor  # [max_positions, D], float32, shared by layers
+    scale: float  # of the products of queries and keys
+    qkv_bias: torch.Tensor | None = None  # [(Hq + 2 Hkv) * D]
 
     def forward(
         self,
@@ -83,10 +85,12 @@ class AttentionLayer:
         """x [T, H] -> [T, H], or [R, H] of the last tokens; writes this step's keys and values into the caches."""
         ops = self.ops
         qkv = ops.linear(x, self.qkv_proj)
+        if self.qkv_bias is not None:
+            qkv += self.qkv_bias
         q = ops.qk_norm_rope_store_kv(
             qkv, self.qk_norm, self.cos_sin, batch.positions, k_cache, v_cache, batch.slot_mapping
         )
-        scale = self.head_dim**-0.5
+        scale = self.scale
         split = batch.num_decode_tokens
         parts: list[torch.Tensor] = []
         if last is not None:
@@ -116,7 +120,7 @@ class DenseMLP:
 
 @dataclass(frozen=True, eq=False)
 class MoeMLP:
-    """Routed SwiGLU experts (Qwen3-MoE): softmax over all experts, the top k of them, weights renormalised if asked."""
+    """Routed SwiGLU experts: softmax over all experts, the top k of them, weights renormalised if asked."""
 
     ops: Operations
     router: PackedWeight  # [E, H]
@@ -149,6 +153,7 @@ class DecoderLayer:
     post_attention_norm: torch.Tensor  # [H]
     mlp: DenseMLP | MoeMLP
     eps: float
+    residual_multiplier: float = 1.0  # of what attention and MLP add
 
     def forward(
         self,
@@ -166,8 +171,11 @@ class DecoderLayer:
         attended = self.attention.forward(normed, batch, k_cache, v_cache, last)
         if last is not None:
             residual = residual.index_select(0, last.indices)
-        normed = self.ops.fused_add_rms_norm(attended, residual, self.post_attention_norm, self.eps)
-        return self.mlp.forward(normed), residual
+        normed = self.ops.fused_add_rms_norm(self._scaled(attended), residual, self.post_attention_norm, self.eps)
+        return self._scaled(self.mlp.forward(normed)), residual
+
+    def _scaled(self, added: torch.Tensor) -> torch.Tensor:
+        return added if self.residual_multiplier == 1 else added.mul_(self.residual_multiplier)
 
 
 class StreamedLayers:
@@ -220,6 +228,8 @@ class DecoderModel:
         wanted and the model has no head.
         """
         x = torch.nn.functional.embedding(batch.token_ids, self.embed_tokens)
+        if self.config.multipliers.embedding != 1:
+            x *= self.config.multipliers.embedding
         residual = torch.zeros_like(x)
         if observer is not None:
             observer.after(-1)
@@ -242,7 +252,9 @@ class DecoderModel:
         """The same in the model dtype."""
         if self.lm_head is None:
             raise CapabilityError("the model has no lm_head: it makes embeddings only")
-        return self.ops.linear(normed, self.lm_head)
+        logits = self.ops.linear(normed, self.lm_head)
+        scaling = self.config.multipliers.logits
+        return logits if scaling == 1 else logits.div_(scaling)
 
     def _logits(self, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[S, V], model dtype."""
@@ -271,6 +283,8 @@ def _tensors(model: DecoderModel) -> Iterator[torch.Tensor]:
         yield from (layer.input_norm, layer.post_attention_norm)
         if layer.attention.qk_norm is not None:
             yield from layer.attention.qk_norm[:2]
+        if layer.attention.qkv_bias is not None:
+            yield layer.attention.qkv_bias
     for weight in packed_weights(model):
         yield from weight.parts
 

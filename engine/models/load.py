@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from engine.checkpoint.model_config import EncoderConfig, ModelConfig, MoeConfig
-from engine.checkpoint.rope import rope_cos_sin
+from engine.checkpoint.rope import rope_cos_sin, unrotated_cos_sin
 from engine.checkpoint.weights import DTYPES, Checkpoint, is_body_alone
 from engine.errors import CheckpointError
 from engine.models.decoder import AttentionLayer, DecoderLayer, DecoderModel, DenseMLP, MoeMLP, StreamedLayers
@@ -73,8 +74,7 @@ def _stream_decoder(
     root = "" if is_body else "model."
     vocabulary = (config.vocab_size, config.hidden_size)
     embed_tokens = source.take(f"{root}embed_tokens.weight", vocabulary)
-    cos_sin = rope_cos_sin(config.rope, config.head_dim, placement.max_positions).to(placement.device)
-    layers = StreamedLayers(_DecoderLayers(config, source, placement, root, cos_sin).load, config.num_layers)
+    layers = StreamedLayers(_DecoderLayers(config, source, placement, root).load, config.num_layers)
     final_norm = source.take(f"{root}norm.weight", (config.hidden_size,))
     lm_head = None if is_body else placement.pack(_head(config, source, embed_tokens))
     return DecoderModel(config, placement.ops, embed_tokens, layers, final_norm, lm_head, source.digest())
@@ -95,46 +95,61 @@ class _DecoderLayers:
     source: TensorSource
     placement: ModelPlacement
     root: str  # what the layers' names begin with
-    cos_sin: torch.Tensor
+
+    @cached_property
+    def rotated(self) -> torch.Tensor:
+        """The rotary table, of all layers but those of `unrotated`."""
+        table = rope_cos_sin(self.config.rope, self.config.head_dim, self.placement.max_positions)
+        return table.to(self.placement.device)
+
+    @cached_property
+    def unrotated(self) -> torch.Tensor:
+        """The table of layers that know no positions, made where there are any."""
+        return unrotated_cos_sin(self.config.head_dim, self.placement.max_positions).to(self.placement.device)
 
     def load(self, index: int) -> DecoderLayer:
         config, source = self.config, self.source
         prefix, norm = f"{self.root}layers.{index}", (config.hidden_size,)
         mlp: DenseMLP | MoeMLP
         if config.moe is not None and config.is_moe_layer(index):
-            mlp = self._moe(f"{prefix}.mlp", config.moe)
+            mlp = self._moe(f"{prefix}.{config.moe.names.module}", config.moe)
         else:
             mlp = self._dense(f"{prefix}.mlp")
         return DecoderLayer(
             ops=self.placement.ops,
             input_norm=source.take(f"{prefix}.input_layernorm.weight", norm),
-            attention=self._attention(f"{prefix}.self_attn"),
+            attention=self._attention(f"{prefix}.self_attn", is_rotated=index not in config.unrotated_layers),
             post_attention_norm=source.take(f"{prefix}.post_attention_layernorm.weight", norm),
             mlp=mlp,
             eps=config.rms_norm_eps,
+            residual_multiplier=config.multipliers.residual,
         )
 
-    def _attention(self, prefix: str) -> AttentionLayer:
+    def _attention(self, prefix: str, *, is_rotated: bool) -> AttentionLayer:
         config = self.config
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         qk_norm = None
         if config.qk_norm:
             q, k = (self.source.take(f"{prefix}.{part}_norm.weight", (config.head_dim,)) for part in "qk")
             qk_norm = (q, k, config.rms_norm_eps)
+        rows, qkv_bias = (q_rows, kv_rows, kv_rows), None
+        if config.qkv_bias:  # before the weights, which may be quantised in a format that has zeros for a bias
+            qkv_bias = self.source.take_fused([f"{prefix}.{part}_proj.bias" for part in "qkv"], [(n,) for n in rows])
         return AttentionLayer(
             ops=self.placement.ops,
-            qkv_proj=self._projection(prefix, "qkv", (q_rows, kv_rows, kv_rows), config.hidden_size),
+            qkv_proj=self._projection(prefix, "qkv", rows, config.hidden_size, fused="qkv"),
             o_proj=self._projection(prefix, "o", (config.hidden_size,), q_rows),
             qk_norm=qk_norm,
-            cos_sin=self.cos_sin,
-            head_dim=config.head_dim,
+            cos_sin=self.rotated if is_rotated else self.unrotated,
+            scale=config.attention_scale,
+            qkv_bias=qkv_bias,
         )
 
     def _dense(self, prefix: str) -> DenseMLP:
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
         return DenseMLP(
             ops=self.placement.ops,
-            gate_up_proj=self._projection(prefix, ("gate", "up"), (inner, inner), hidden),
+            gate_up_proj=self._projection(prefix, ("gate", "up"), (inner, inner), hidden, fused="gate_up"),
             down_proj=self._projection(prefix, ("down",), (hidden,), inner),
         )
 
@@ -142,8 +157,9 @@ class _DecoderLayers:
         hidden, inner = self.config.hidden_size, moe.intermediate_size
         source, pack = self.source, self.placement.pack
         experts = [f"{prefix}.experts.{expert}" for expert in range(moe.num_experts)]
-        gate_up = [[f"{expert}.{part}_proj" for part in ("gate", "up")] for expert in experts]
-        down = [[f"{expert}.down_proj"] for expert in experts]
+        gate, up, down_name = moe.names.projections
+        gate_up = [[f"{expert}.{part}" for part in (gate, up)] for expert in experts]
+        down = [[f"{expert}.{down_name}"] for expert in experts]
         quantization = self.config.quantization
         router = take_weight(source, quantization, [f"{prefix}.gate"], [(moe.num_experts, hidden)])
         return MoeMLP(
@@ -156,8 +172,12 @@ class _DecoderLayers:
             bucketed_min_tokens=self.placement.bucketed_min_tokens,
         )
 
-    def _projection(self, prefix: str, parts: Sequence[str], rows: Sequence[int], width: int) -> PackedWeight:
-        """Projections of one input, stacked on top of each other. rows: of each."""
+    def _projection(
+        self, prefix: str, parts: Sequence[str], rows: Sequence[int], width: int, *, fused: str | None = None
+    ) -> PackedWeight:
+        """Projections of one input, stacked on top of each other. rows: of each; fused: the name of all in one."""
+        if self.config.fuses_projections and fused is not None:
+            parts, rows = (fused,), (sum(rows),)
         modules = [f"{prefix}.{part}_proj" for part in parts]
         shapes = [(count, width) for count in rows]
         return self.placement.pack(take_weight(self.source, self.config.quantization, modules, shapes))

@@ -47,7 +47,32 @@ VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
         "qwen3_moe",
         {"decoder_sparse_step": 2, "num_hidden_layers": 3, "tie_word_embeddings": True, "head_dim": 40},
     ),
+    "qwen2-gqa2": ("qwen2", {}),
+    "mistral-head-of-24": ("mistral", {"head_dim": 24}),
+    "mixtral-top2": ("mixtral", {}),
+    "phi3-gqa4": ("phi3", {"num_key_value_heads": 1}),
+    "smollm3-tied": ("smollm3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "granite-gqa2": ("granite", {}),
 }
+# More of these families, by `make slow` alone.
+MORE_VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
+    "qwen2-tied-sharded": ("qwen2", {"tie_word_embeddings": True, "max_shard_size": "40KB", "num_hidden_layers": 3}),
+    "qwen2-gqa7": ("qwen2", {"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 24}),
+    "mistral-mha-tied": ("mistral", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "mistral-gqa8-sharded": ("mistral", {"num_attention_heads": 8, "num_key_value_heads": 1, "max_shard_size": "40KB"}),
+    "mixtral-top3-of-5-sharded": (
+        "mixtral",
+        {"num_local_experts": 5, "num_experts_per_tok": 3, "num_hidden_layers": 3, "max_shard_size": "60KB"},
+    ),
+    "mixtral-top1-tied": ("mixtral", {"num_experts_per_tok": 1, "tie_word_embeddings": True, "head_dim": 40}),
+    "phi3-mha": ("phi3", {"num_key_value_heads": 4}),
+    "phi3-tied-sharded": ("phi3", {"tie_word_embeddings": True, "max_shard_size": "40KB", "num_hidden_layers": 3}),
+    "smollm3-every-second-layer": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
+    "smollm3-no-layer-rotated": ("smollm3", {"no_rope_layers": [0, 0, 0], "num_hidden_layers": 3}),
+    "granite-tied-sharded": ("granite", {"tie_word_embeddings": True, "max_shard_size": "40KB"}),
+    "granite-one-left-out": ("granite", {"residual_multiplier": 1.0, "attention_multiplier": 1.0}),
+}
+_OTHERS = [pytest.param(variant, marks=pytest.mark.slow) for variant in MORE_VARIANTS]
 
 
 class Case:
@@ -80,9 +105,9 @@ class Case:
         self._account["ties"] += ties
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=[*VARIANTS, *_OTHERS])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    family, options = VARIANTS[request.param]
+    family, options = (VARIANTS | MORE_VARIANTS)[request.param]
     path = tmp_path_factory.mktemp("checkpoint") / request.param
     return Case(path, family, options, request.config.stash[TIES])
 
@@ -90,7 +115,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def by_default_on(*variants: str) -> pytest.MarkDecorator:
     """A way of running is tried on one variant of each family; on the others by `make slow`."""
     assert set(variants) <= VARIANTS.keys()
-    params = [pytest.param(v, marks=[] if v in variants else pytest.mark.slow) for v in VARIANTS]
+    params = [pytest.param(v, marks=[] if v in variants else pytest.mark.slow) for v in (*VARIANTS, *MORE_VARIANTS)]
     return pytest.mark.parametrize("case", params, indirect=True)
 
 

@@ -6,6 +6,7 @@ that embed it is the same network pooled by hand.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,18 +17,14 @@ from typing import Any, Literal
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import (
+    AutoConfig,
     AutoModel,
+    AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
     BertModel,
     GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from engine.checkpoint.embedding_config import Pooling
@@ -39,7 +36,7 @@ from engine.models.placement import ModelPlacement
 from kernels.dispatch import operations
 from tests.support.tiny_tokenizer import EOS_TOKEN, PAD_TOKEN, make_tokenizer
 
-Family = Literal["qwen3", "qwen3_moe", "llama"]
+Family = Literal["qwen3", "qwen3_moe", "llama", "qwen2", "mistral", "mixtral", "phi3", "smollm3", "granite"]
 
 # The tokenizer knows fewer ids than the model, as with published Qwen3 checkpoints: the last ids decode to nothing.
 VOCAB_SIZE = 320
@@ -64,16 +61,32 @@ MOE_DEFAULTS: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
 }
-ROPE_DEFAULTS: dict[Family, dict[str, Any]] = {
-    "qwen3": {"rope_type": "default", "rope_theta": 1000000.0},
-    "qwen3_moe": {"rope_type": "default", "rope_theta": 1000000.0},
+MILLION = {"rope_type": "default", "rope_theta": 1000000.0}
+# What each family's configuration has beside DEFAULTS.
+FAMILY_DEFAULTS: dict[Family, dict[str, Any]] = {
+    "qwen3": {"rope_parameters": MILLION},
+    "qwen3_moe": {"rope_parameters": MILLION, **MOE_DEFAULTS},
     "llama": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 256,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 256,
+        }
+    },
+    "qwen2": {"rope_parameters": MILLION},
+    "mistral": {"rope_parameters": MILLION, "sliding_window": None},
+    "mixtral": {"rope_parameters": MILLION, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "pad_token_id": 0},
+    "smollm3": {"rope_parameters": MILLION, "no_rope_layers": [1, 0, 1, 0], "pad_token_id": 0},
+    "granite": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 1.7,
     },
 }
 
@@ -123,10 +136,9 @@ def make_checkpoint(
 
 def make_model(family: Family = "qwen3", *, seed: int = 0, **config_overrides: Any) -> PreTrainedModel:
     """The same model in memory, in evaluation mode. Leaves the global random state as it was."""
-    options: dict[str, Any] = DEFAULTS | {"rope_parameters": dict(ROPE_DEFAULTS[family])}
-    if family == "qwen3_moe":
-        options |= MOE_DEFAULTS
-    options |= config_overrides
+    options = copy.deepcopy(DEFAULTS | FAMILY_DEFAULTS[family]) | config_overrides
+    if options.get("no_rope_layers"):
+        options["no_rope_layers"] = options["no_rope_layers"][: options["num_hidden_layers"]]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _build(family, options)
@@ -139,12 +151,7 @@ def make_model(family: Family = "qwen3", *, seed: int = 0, **config_overrides: A
 
 
 def _build(family: Family, options: dict[str, Any]) -> PreTrainedModel:
-    if family == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**options))
-    elif family == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**options))
-    else:
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**options))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options))
     for parameter in model.parameters():  # model.to() would also round the rotary frequencies
         parameter.data = parameter.data.to(getattr(torch, options["dtype"]))
     return model

@@ -17,7 +17,7 @@ from engine.checkpoint.config_reader import ConfigReader
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.rope import Llama3Scaling, RopeConfig, inverse_frequencies, rope_cos_sin
 from engine.errors import CheckpointError
-from tests.support.tiny_checkpoint import Family, decoder_config, make_checkpoint, make_model
+from tests.support.tiny_checkpoint import FAMILY_DEFAULTS, Family, decoder_config, make_checkpoint, make_model
 
 # The keys of the published files, in the form transformers wrote before version 5.
 LLAMA_3_2_1B: dict[str, Any] = {
@@ -123,12 +123,12 @@ def test_a_published_mixture_of_experts_file_is_read() -> None:
     assert config.rope.scaling is None
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
+@pytest.mark.parametrize("family", FAMILY_DEFAULTS)
 def test_what_transformers_5_writes_is_read(tmp_path: Path, family: Family) -> None:
     config = decoder_config(make_checkpoint(tmp_path, family, dtype="bfloat16"))
     assert (config.architecture, config.dtype, config.head_dim) == (family, "bfloat16", 16)
     assert (config.rope.scaling is not None) == (family == "llama")
-    assert (config.moe is not None) == (family == "qwen3_moe")
+    assert (config.moe is not None) == (family in ("qwen3_moe", "mixtral"))
 
 
 @pytest.mark.parametrize(("step", "dense"), [(1, []), (2, []), (1, [0, 3]), (3, [2]), (2, [0])])
@@ -285,7 +285,7 @@ def test_the_table_is_bit_equal_with_transformers(
     config = config_class(head_dim=head_dim, rope_parameters=dict(parameters), max_position_embeddings=32768)
     module = rotary(config)
     reader = ConfigReader(json.loads(config.to_json_string()), "config.json")
-    rope = RopeConfig.from_reader(reader, 32768)
+    rope = RopeConfig.from_reader(reader, 32768, default_theta=10_000.0)
     cos, sin = module(torch.zeros(1), torch.arange(3000)[None])
     expected = torch.cat((cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]), dim=-1)
     table = rope_cos_sin(rope, head_dim, 3000)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from engine.models.placement import ModelPlacement
 from kernels.dispatch import operations
 from tests.support.engines import load_engine
 from tests.support.tiny_checkpoint import (
+    FAMILY_DEFAULTS,
     VOCAB_SIZE,
     Family,
     decoder_config,
@@ -31,6 +33,7 @@ from tests.support.tiny_checkpoint import (
 )
 
 CPU = torch.device("cpu")
+FEW_EXPERTS = {"qwen3_moe": {"num_experts": 2}, "mixtral": {"num_local_experts": 2}}
 PLACEMENT = ModelPlacement(CPU, torch.float32, operations(CPU), max_positions=64, bucketed_min_tokens=8)
 
 
@@ -45,7 +48,7 @@ def _edit(path: Path, **tensors: torch.Tensor | None) -> None:
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
+@pytest.mark.parametrize("family", FAMILY_DEFAULTS)
 def test_every_family_loads_whole(tmp_path: Path, family: Family) -> None:
     model = load_alone(make_checkpoint(tmp_path, family))
     assert len(model.layers) == 2
@@ -135,7 +138,7 @@ def refusal_of(act: Callable[[Path], None], path: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama"])
+@pytest.mark.parametrize("family", FAMILY_DEFAULTS)
 def test_a_whole_checkpoint_passes(tmp_path: Path, family: Family) -> None:
     check(make_checkpoint(tmp_path, family))
 
@@ -146,12 +149,12 @@ def test_so_do_a_tied_one_a_body_alone_and_an_encoder(tmp_path: Path) -> None:
     check(make_bert_checkpoint(tmp_path / "bert", masked_lm=True))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "bert"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2", "phi3", "bert"])
 def test_each_missing_or_misshapen_tensor_is_refused_as_loading_does(tmp_path: Path, family: Family | str) -> None:
     path = (
         make_bert_checkpoint(tmp_path, num_hidden_layers=1)
         if family == "bert"
-        else make_checkpoint(tmp_path, "qwen3_moe", num_experts=2, num_hidden_layers=1)
+        else make_checkpoint(tmp_path, cast(Family, family), num_hidden_layers=1, **FEW_EXPERTS.get(family, {}))
     )
     file = path / "model.safetensors"
     weights = load_file(file)

@@ -164,7 +164,7 @@ def launches_of_a_layer(mlp: DenseMLP | MoeMLP, num_rows: int, patch: pytest.Mon
     ops = cast("Operations", kernels.triton)
     qkv, out = (pack(torch.zeros(*shape, dtype=torch.bfloat16)) for shape in ((24 * 16, 64), (64, 8 * 16)))
     norm = torch.ones(64, dtype=torch.bfloat16)
-    attention = AttentionLayer(ops, qkv, out, (norm[:16], norm[:16], 1e-6), torch.zeros(99, 16), 16)
+    attention = AttentionLayer(ops, qkv, out, (norm[:16], norm[:16], 1e-6), torch.zeros(99, 16), 0.25)
     layer = DecoderLayer(ops, norm, attention, norm, mlp, 1e-6)
     rows = AttentionRows(
         block_tables=torch.zeros(num_rows, 512, dtype=torch.int32),

@@ -1,0 +1,194 @@
+"""What families of decoders other than Llama and Qwen3 say in config.json, by their published files."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from engine.checkpoint.families import DECODERS
+from engine.checkpoint.model_config import ModelConfig, Multipliers
+from engine.errors import CheckpointError
+from tests.support.tiny_checkpoint import FAMILY_DEFAULTS
+
+# Published files without what says nothing of the arithmetic, in the form transformers wrote before version 5.
+_COMMON: dict[str, Any] = {
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
+
+
+def _published(model_type: str, shape: tuple[int, int, int, int, int], **more: object) -> dict[str, Any]:
+    """shape: hidden size, intermediate size, layers, heads, KV heads."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    return {"model_type": model_type, **_COMMON, **dict(zip(names, shape, strict=True)), **more}
+
+
+FILES: dict[str, dict[str, Any]] = {
+    "Qwen2.5-7B-Instruct": _published(
+        "qwen2",
+        (3584, 18944, 28, 28, 4),
+        architectures=["Qwen2ForCausalLM"],
+        max_position_embeddings=32768,
+        max_window_layers=28,
+        rms_norm_eps=1e-06,
+        rope_theta=1000000.0,
+        sliding_window=131072,
+        tie_word_embeddings=False,
+        use_sliding_window=False,
+        vocab_size=152064,
+    ),
+    "Mistral-7B-Instruct-v0.3": _published(
+        "mistral",
+        (4096, 14336, 32, 32, 8),
+        architectures=["MistralForCausalLM"],
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-05,
+        rope_theta=1000000.0,
+        sliding_window=None,
+        tie_word_embeddings=False,
+        vocab_size=32768,
+    ),
+    "Mixtral-8x7B-Instruct-v0.1": _published(
+        "mixtral",
+        (4096, 14336, 32, 32, 8),
+        architectures=["MixtralForCausalLM"],
+        max_position_embeddings=32768,
+        num_experts_per_tok=2,
+        num_local_experts=8,
+        output_router_logits=False,
+        rms_norm_eps=1e-05,
+        rope_theta=1000000.0,
+        router_aux_loss_coef=0.02,
+        sliding_window=None,
+        tie_word_embeddings=False,
+        vocab_size=32000,
+    ),
+    "phi-4": _published(
+        "phi3",
+        (5120, 17920, 40, 40, 10),
+        architectures=["Phi3ForCausalLM"],
+        attention_bias=False,
+        embd_pdrop=0.0,
+        max_position_embeddings=16384,
+        original_max_position_embeddings=16384,
+        resid_pdrop=0.0,
+        rms_norm_eps=1e-05,
+        rope_scaling=None,
+        rope_theta=250000,
+        sliding_window=None,
+        tie_word_embeddings=False,
+        vocab_size=100352,
+    ),
+    "SmolLM3-3B": _published(
+        "smollm3",
+        (2048, 11008, 36, 16, 4),
+        architectures=["SmolLM3ForCausalLM"],
+        attention_bias=False,
+        layer_types=["full_attention"] * 36,
+        max_position_embeddings=65536,
+        max_window_layers=28,
+        mlp_bias=False,
+        no_rope_layer_interval=4,
+        no_rope_layers=[1, 1, 1, 0] * 9,
+        pretraining_tp=2,
+        rms_norm_eps=1e-06,
+        rope_scaling=None,
+        rope_theta=5000000.0,
+        sliding_window=None,
+        use_sliding_window=False,
+        vocab_size=128256,
+    ),
+    "granite-3.3-8b-instruct": _published(
+        "granite",
+        (4096, 12800, 40, 32, 8),
+        architectures=["GraniteForCausalLM"],
+        attention_bias=False,
+        attention_multiplier=0.0078125,
+        embedding_multiplier=12.0,
+        logits_scaling=16.0,
+        max_position_embeddings=131072,
+        mlp_bias=False,
+        residual_multiplier=0.22,
+        rms_norm_eps=1e-05,
+        rope_scaling=None,
+        rope_theta=10000000.0,
+        tie_word_embeddings=True,
+        vocab_size=49159,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_published_file_is_read(name: str) -> None:
+    config = ModelConfig.from_hf(FILES[name])
+    assert (config.architecture, config.head_dim, config.rope.scaling) == (FILES[name]["model_type"], 128, None)
+    assert config.rope.theta == FILES[name]["rope_theta"]
+    assert config.tie_word_embeddings == (name in ("SmolLM3-3B", "granite-3.3-8b-instruct"))
+    assert config.qkv_bias == (name == "Qwen2.5-7B-Instruct")
+    assert config.fuses_projections == (name == "phi-4")
+    assert not config.qk_norm
+
+
+def test_what_a_published_file_alone_has_is_read() -> None:
+    mixtral = ModelConfig.from_hf(FILES["Mixtral-8x7B-Instruct-v0.1"])
+    assert mixtral.moe is not None
+    assert (mixtral.moe.num_experts, mixtral.moe.experts_per_token, mixtral.moe.intermediate_size) == (8, 2, 14336)
+    assert mixtral.moe.norm_topk_prob
+    assert all(map(mixtral.is_moe_layer, range(32)))
+    granite = ModelConfig.from_hf(FILES["granite-3.3-8b-instruct"])
+    assert granite.attention_scale == 0.0078125
+    assert granite.multipliers == Multipliers(embedding=12.0, residual=0.22, logits=16.0)
+    smollm3 = ModelConfig.from_hf(FILES["SmolLM3-3B"])
+    assert smollm3.unrotated_layers == frozenset(range(3, 36, 4))
+    without = {key: value for key, value in FILES["SmolLM3-3B"].items() if key != "no_rope_layers"}
+    assert ModelConfig.from_hf(without) == smollm3
+
+
+def test_what_a_file_leaves_out_is_what_transformers_takes() -> None:
+    def of(name: str, *left_out: str) -> ModelConfig:
+        return ModelConfig.from_hf({key: value for key, value in FILES[name].items() if key not in left_out})
+
+    assert of("Mixtral-8x7B-Instruct-v0.1", "rope_theta").rope.theta == 1_000_000.0
+    assert of("SmolLM3-3B", "rope_theta", "rope_scaling").rope.theta == 2_000_000.0
+    assert of("phi-4", "num_key_value_heads").num_kv_heads == 40
+    granite = of("granite-3.3-8b-instruct", "attention_multiplier", "logits_scaling", "num_key_value_heads")
+    assert (granite.attention_scale, granite.multipliers.logits, granite.num_kv_heads) == (1.0, 1.0, 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "named"),
+    [
+        ("Mistral-7B-Instruct-v0.3", {"sliding_window": 4096}, "sliding_window is 4096"),
+        ("Mixtral-8x7B-Instruct-v0.1", {"sliding_window": 4096}, "sliding_window is 4096"),
+        ("Qwen2.5-7B-Instruct", {"use_sliding_window": True}, "use_sliding_window is True"),
+        ("SmolLM3-3B", {"use_sliding_window": True, "sliding_window": 512}, "use_sliding_window is True"),
+        ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0]"),
+        ("SmolLM3-3B", {"no_rope_layers": [2] * 36}, "no_rope_layers is [2, 2"),
+        ("SmolLM3-3B", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+        ("phi-4", {"partial_rotary_factor": 0.75}, "partial_rotary_factor is 0.75"),
+        ("phi-4", {"rope_scaling": {"type": "longrope"}}, "rope_scaling: type is 'longrope'"),
+        ("granite-3.3-8b-instruct", {"embedding_multiplier": "12"}, "embedding_multiplier is '12'"),
+        ("granite-3.3-8b-instruct", {"attention_bias": True}, "attention_bias is True"),
+        ("Qwen2.5-7B-Instruct", {"embedding_multiplier": 12.0}, "embedding_multiplier is 12.0"),
+        ("granite-3.3-8b-instruct", {"no_rope_layers": [1] * 40}, "no_rope_layers is [1, 1"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(name: str, change: dict[str, object], named: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(named)) as caught:
+        ModelConfig.from_hf(FILES[name] | change)
+    assert "accepted:" in str(caught.value)
+
+
+def test_a_window_that_is_left_out_is_refused_where_that_means_one() -> None:
+    without = {key: value for key, value in FILES["Mistral-7B-Instruct-v0.3"].items() if key != "sliding_window"}
+    with pytest.raises(CheckpointError, match="sliding_window is missing, which means 4096; accepted: null"):
+        ModelConfig.from_hf(without)
+
+
+def test_every_family_is_made_for_the_tests() -> None:
+    assert FAMILY_DEFAULTS.keys() == DECODERS.keys()
