@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.checkpoint.rope import ROPE_TYPES
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
@@ -37,6 +39,7 @@ class DecoderFamily:
     skips_rope: bool = False  # config.json names layers whose queries and keys are not rotated
     default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
     default_theta: float = 10_000.0
+    rope_types: tuple[str, ...] = ROPE_TYPES  # rules for longer contexts
     ties_by_default: bool = False
     # Whether num_key_value_heads may be left out, for one KV head a query head, as Llama 2 files do. transformers gives
     # Qwen3 files without it 32 or 4 heads, whatever the model: there it must be named, or be null.
@@ -78,7 +81,13 @@ MIXTRAL = DecoderFamily(
     experts=ExpertNames("block_sparse_moe", ("w1", "w3", "w2"), "intermediate_size", always_renormalises=True),
     default_theta=1_000_000.0,
 )
-PHI3 = DecoderFamily("phi3", "Phi3ForCausalLM", fuses_projections=True, kv_heads_may_be_left_out=True)
+PHI3 = DecoderFamily(
+    "phi3",
+    "Phi3ForCausalLM",
+    fuses_projections=True,
+    rope_types=("default",),  # by "yarn" it means longrope, which is not computed here
+    kv_heads_may_be_left_out=True,
+)
 SMOLLM3 = DecoderFamily(
     "smollm3",
     "SmolLM3ForCausalLM",

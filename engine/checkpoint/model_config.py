@@ -17,7 +17,7 @@ from engine.checkpoint.config_reader import (
 )
 from engine.checkpoint.families import BERT, DECODERS, ENCODERS, DecoderFamily, ExpertNames
 from engine.checkpoint.quantization_config import QuantizationConfig
-from engine.checkpoint.rope import RopeConfig
+from engine.checkpoint.rope import RopeConfig, YarnScaling
 from engine.errors import CheckpointError
 
 _UNQUANTISED = "weights not quantised beforehand: take the model in float32, bfloat16 or float16"
@@ -157,6 +157,9 @@ class ModelConfig:
         num_kv_heads = _num_kv_heads(config, family, num_heads)
         max_position_embeddings = config.integer("max_position_embeddings")
         head_dim = _head_dim(config, family, num_heads)
+        rope = RopeConfig.from_reader(
+            config, max_position_embeddings, default_theta=family.default_theta, rope_types=family.rope_types
+        )
         return cls(
             architecture=family.model_type,
             vocab_size=config.integer("vocab_size"),
@@ -167,8 +170,11 @@ class ModelConfig:
             head_dim=head_dim,
             intermediate_size=config.integer("intermediate_size"),
             rms_norm_eps=config.number("rms_norm_eps"),
-            rope=RopeConfig.from_reader(config, max_position_embeddings, family.default_theta),
-            max_position_embeddings=max_position_embeddings,
+            rope=rope,
+            # As Qwen's cards say it, yarn is added to a file and its context left as it was.
+            max_position_embeddings=max(
+                max_position_embeddings, rope.scaling.context_tokens if isinstance(rope.scaling, YarnScaling) else 0
+            ),
             tie_word_embeddings=config.flag("tie_word_embeddings", default=family.ties_by_default),
             qk_norm=family.qk_norm,
             moe=MoeConfig.from_reader(config, family.experts, num_layers) if family.experts else None,

@@ -1,4 +1,6 @@
-"""Rotary position embedding: what config.json says of it, Llama 3's scaling, and the table of cosines and sines."""
+"""Rotary position embedding: what config.json says of it, the rules for longer contexts, and the table of cosines and
+sines.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,16 @@ import torch
 
 from engine.checkpoint.config_reader import ConfigReader
 
-ROPE_TYPES = ("default", "llama3")
+ROPE_TYPES = ("default", "llama3", "linear", "yarn")
 _KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_SCALING_KEYS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-KNOWN_KEYS = {"default": _KEYS, "llama3": _KEYS | _SCALING_KEYS}
+KNOWN_KEYS = {
+    "default": _KEYS,
+    "llama3": _KEYS | {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "linear": _KEYS | {"factor"},
+    "yarn": _KEYS
+    | {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+    | {"original_max_position_embeddings"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +54,77 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding: base wavelength and, for Llama 3, scaling."""
+class LinearScaling:
+    """Every rotary frequency is divided by `factor` (arXiv 2306.15595)."""
 
-    theta: float
-    scaling: Llama3Scaling | None
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Low frequencies are divided by `factor`, high ones kept, a ramp over dimensions between (arXiv 2309.00071)."""
+
+    factor: float
+    original_max_position_embeddings: int  # tokens of context before scaling
+    attention_factor: float  # the table is multiplied by it
+    beta_fast: float  # turns within the original context from which on a frequency is kept
+    beta_slow: float  # and below which it is divided
+    truncates: bool  # whether the ramp's ends are whole dimensions
 
     @classmethod
-    def from_reader(cls, config: ConfigReader, max_position_embeddings: int, default_theta: float) -> RopeConfig:
+    def from_reader(cls, reader: ConfigReader, max_position_embeddings: int) -> YarnScaling:
+        """Read its keys, with transformers' defaults; `max_position_embeddings` stands in for the original one.
+
+        Raises CheckpointError naming the key.
+        """
+        factor = reader.number("factor")
+        given = {key: reader.number(key) for key in ("mscale", "mscale_all_dim") if reader.has(key)}
+        attention_factor = _mscale(factor)
+        if len(given) == 2:
+            attention_factor = _mscale(factor, given["mscale"]) / _mscale(factor, given["mscale_all_dim"])
+        return cls(
+            factor=factor,
+            original_max_position_embeddings=reader.integer(
+                "original_max_position_embeddings", default=max_position_embeddings
+            ),
+            attention_factor=reader.number("attention_factor", default=attention_factor),
+            beta_fast=reader.number("beta_fast", default=32.0),
+            beta_slow=reader.number("beta_slow", default=1.0),
+            truncates=reader.flag("truncate", default=True),
+        )
+
+    @property
+    def context_tokens(self) -> int:
+        """The context that it stretches the original one to."""
+        return round(self.factor * self.original_max_position_embeddings)
+
+
+def _mscale(factor: float, weight: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+Scaling = Llama3Scaling | LinearScaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary position embedding: base wavelength and, for longer contexts, scaling."""
+
+    theta: float
+    scaling: Scaling | None
+
+    @classmethod
+    def from_reader(
+        cls,
+        config: ConfigReader,
+        max_position_embeddings: int,
+        *,
+        default_theta: float,
+        rope_types: tuple[str, ...] = ROPE_TYPES,
+    ) -> RopeConfig:
         """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
-        default_theta: the family's, for files that name none.
+        default_theta, rope_types: the family's, for files that name none, and what it knows.
 
         Raises CheckpointError naming any key this engine has no use for: a scaling left out gives wrong text.
         """
@@ -64,7 +132,7 @@ class RopeConfig:
         if table is None:
             table = ConfigReader({}, config.source)
         # A table without a type means the default form, as in transformers, which has no use for the context before.
-        rope_type = table.choice(table.first_of("rope_type", "type"), ROPE_TYPES, default="default")
+        rope_type = table.choice(table.first_of("rope_type", "type"), rope_types, default="default")
         if config.has("original_max_position_embeddings") and rope_type != "default":
             raise config.refuse(
                 "original_max_position_embeddings",
@@ -79,9 +147,13 @@ class RopeConfig:
             if reader.number("partial_rotary_factor", default=1.0) != 1.0:
                 raise reader.refuse("partial_rotary_factor", reader.data["partial_rotary_factor"], "1.0")
         theta = table.number("rope_theta", default=config.number("rope_theta", default=default_theta))
-        scaling = None
+        scaling: Scaling | None = None
         if rope_type == "llama3":
             scaling = Llama3Scaling.from_reader(table, max_position_embeddings)
+        elif rope_type == "linear":
+            scaling = LinearScaling(table.number("factor"))
+        elif rope_type == "yarn":
+            scaling = YarnScaling.from_reader(table, max_position_embeddings)
         return cls(theta=theta, scaling=scaling)
 
 
@@ -93,7 +165,8 @@ def rope_cos_sin(rope: RopeConfig, head_dim: int, max_positions: int) -> torch.T
     frequencies = inverse_frequencies(rope, head_dim)
     positions = torch.arange(max_positions, dtype=torch.float32)
     angles = positions[:, None] * frequencies[None, :]
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    return table * rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else table
 
 
 def unrotated_cos_sin(head_dim: int, max_positions: int) -> torch.Tensor:
@@ -105,11 +178,37 @@ def unrotated_cos_sin(head_dim: int, max_positions: int) -> torch.Tensor:
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """`[head_dim / 2]` float32: radians a position, highest first."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies: torch.Tensor = 1.0 / (rope.theta**exponents)
-    return frequencies if rope.scaling is None else _scale(frequencies, rope.scaling)
+    wavelengths: torch.Tensor = rope.theta**exponents  # over 2 pi
+    frequencies = 1.0 / wavelengths
+    if isinstance(rope.scaling, Llama3Scaling):
+        return _scale_by_wavelength(frequencies, rope.scaling)
+    if isinstance(rope.scaling, YarnScaling):
+        return _scale_by_dimension(wavelengths, rope.scaling, rope.theta)
+    return frequencies if rope.scaling is None else frequencies / rope.scaling.factor
 
 
-def _scale(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+def _scale_by_dimension(wavelengths: torch.Tensor, scaling: YarnScaling, theta: float) -> torch.Tensor:
+    """Yarn's rule: kept below one dimension, divided above another, a linear ramp between."""
+    num_pairs = wavelengths.shape[0]
+
+    def dimension(num_turns: float) -> float:
+        """The pair that turns so many times within the original context."""
+        turns = scaling.original_max_position_embeddings / (num_turns * 2 * math.pi)
+        return (2 * num_pairs * math.log(turns)) / (2 * math.log(theta))
+
+    first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncates:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * num_pairs - 1)
+    if first == last:
+        last += 0.001  # as transformers does; else a division by 0
+    share_divided = ((torch.arange(num_pairs, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    share_kept = 1 - share_divided
+    divided = 1.0 / (scaling.factor * wavelengths)
+    return divided * (1 - share_kept) + 1.0 / wavelengths * share_kept
+
+
+def _scale_by_wavelength(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
     """Llama 3.1's rule by wavelength: long ones divided by `factor`, short ones kept, a linear blend between."""
     context = scaling.original_max_position_embeddings
     longest_kept = context / scaling.high_freq_factor

@@ -54,9 +54,12 @@ VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     "smollm3-tied": ("smollm3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "granite-gqa2": ("granite", {}),
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 # More of these families, by `make slow` alone.
 MORE_VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     "qwen2-tied-sharded": ("qwen2", {"tie_word_embeddings": True, "max_shard_size": "40KB", "num_hidden_layers": 3}),
+    "qwen3-yarn": ("qwen3", {"rope_parameters": YARN}),
+    "llama-linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
     "qwen2-gqa7": ("qwen2", {"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 24}),
     "mistral-mha-tied": ("mistral", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "mistral-gqa8-sharded": ("mistral", {"num_attention_heads": 8, "num_key_value_heads": 1, "max_shard_size": "40KB"}),

@@ -93,6 +93,7 @@ QWEN3: dict[str, Any] = {
 }
 
 DEFAULT = {"rope_type": "default", "rope_theta": 1000000.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "original_max_position_embeddings": 8192}
 LLAMA3_1 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -168,8 +169,16 @@ def test_llama_without_rope_theta_has_ten_thousand() -> None:
 def test_llama3_scaling_without_its_original_context_takes_the_context() -> None:
     scaling = {key: value for key, value in LLAMA_3_2_1B["rope_scaling"].items() if not key.startswith("orig")}
     config = ModelConfig.from_hf(LLAMA_3_2_1B | {"rope_scaling": scaling})
-    assert config.rope.scaling is not None
+    assert isinstance(config.rope.scaling, Llama3Scaling)
     assert config.rope.scaling.original_max_position_embeddings == 131072
+
+
+def test_yarn_stretches_the_context_that_the_file_was_made_for() -> None:
+    assert ModelConfig.from_hf(QWEN3 | {"rope_scaling": YARN}).max_position_embeddings == 40960
+    longer = YARN | {"original_max_position_embeddings": 32768}
+    assert ModelConfig.from_hf(QWEN3 | {"rope_scaling": longer}).max_position_embeddings == 131072
+    without = {key: value for key, value in YARN.items() if not key.startswith("orig")}
+    assert ModelConfig.from_hf(QWEN3 | {"rope_scaling": without}).max_position_embeddings == 4 * 40960
 
 
 def test_a_sliding_window_that_is_not_in_use_is_fine() -> None:
@@ -193,8 +202,12 @@ def test_a_sliding_window_that_is_not_in_use_is_fine() -> None:
         ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window is True"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
         ({"layer_types": ["full_attention"]}, "layer_types is"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling: rope_type is 'yarn'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: type is 'linear'"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling: rope_type is 'dynamic'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 1}}, "rope_scaling: beta_fast is 1"),
+        ({"rope_scaling": {**YARN, "factor": 0}}, "rope_scaling: factor is 0"),
+        ({"rope_scaling": {**YARN, "mscale": "1"}}, "rope_scaling: mscale is '1'"),
+        ({"rope_scaling": {**YARN, "truncate": 1}}, "rope_scaling: truncate is 1"),
         ({"rope_scaling": {"type": "default", "rope_type": "llama3"}}, "rope_type is 'llama3' and type"),
         ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "rope_scaling: factor is 2.0"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling: low_freq_factor is missing"),
@@ -276,6 +289,13 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: byt
         (LlamaRotaryEmbedding, LlamaConfig, LLAMA3_1),
         (LlamaRotaryEmbedding, LlamaConfig, {**LLAMA3_1, "factor": 32.0}),
         (LlamaRotaryEmbedding, LlamaConfig, {**LLAMA3_1, "original_max_position_embeddings": 256}),
+        (LlamaRotaryEmbedding, LlamaConfig, {**DEFAULT, "rope_type": "linear", "factor": 2.5}),
+        (Qwen3RotaryEmbedding, Qwen3Config, YARN),
+        (Qwen3RotaryEmbedding, Qwen3Config, {**YARN, "truncate": False, "beta_fast": 16.0, "beta_slow": 2.0}),
+        (Qwen3RotaryEmbedding, Qwen3Config, {**YARN, "attention_factor": 0.75}),
+        (Qwen3RotaryEmbedding, Qwen3Config, {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3, "factor": 40.0}),
+        (Qwen3RotaryEmbedding, Qwen3Config, {**YARN, "mscale": 0.7, "factor": 0.5}),
+        (Qwen3RotaryEmbedding, Qwen3Config, {**YARN, "original_max_position_embeddings": 8}),
     ],
 )
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 128])
