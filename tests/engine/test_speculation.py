@@ -23,6 +23,9 @@ from settings.engine import SpeculationSettings
 from tests.support.engines import OpenEngine, greedy_request, load_engine, make_request, make_state, run_all, tokens_of
 
 ON: dict[str, object] = {"engine.speculation.enabled": "on", "engine.speculation.ngram_min": "1"}
+# Which requests share a step depends on when a grammar is compiled, so sums are rounded in other orders; the bound of
+# the parity tests. Observed: 1.04e-5 where another token's keys are 1 apart.
+ROUNDING = 1e-4
 PIECE = (5, 9, 5, 7, 11, 9, 5, 3)
 
 KINDS: list[dict[str, Any]] = [
@@ -195,12 +198,16 @@ def test_what_rejected_drafts_wrote_is_never_found(
     if not options:  # nothing was evicted: what was chosen is found as far as without drafts
         outputs = [(r.prompt_token_ids, tokens) for r in requests for tokens, *_ in answers[r.request_id][0]]
         for chosen in [(*prompt, *tokens) for prompt, tokens in outputs]:
-            torch.testing.assert_close(_cached_kv(engine, chosen), _cached_kv(plain, chosen))
+            torch.testing.assert_close(
+                _cached_kv(engine, chosen), _cached_kv(plain, chosen), atol=ROUNDING, rtol=ROUNDING
+            )
     for number, tokens in enumerate(random.Random(0).sample(sorted(written), 10)):
         found = _cached_kv(engine, (*tokens, 7))
         later = greedy_request(f"later {number}", (*tokens, 7), 8)
         expected = tokens_of(run_all(plain, [later])[later.request_id])
-        torch.testing.assert_close(found, _cached_kv(plain, (*tokens, 7))[:, :, : found.shape[2]])
+        torch.testing.assert_close(
+            found, _cached_kv(plain, (*tokens, 7))[:, :, : found.shape[2]], atol=ROUNDING, rtol=ROUNDING
+        )
         assert tokens_of(run_all(engine, [later])[later.request_id]) == expected
 
 
