@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from engine.kv_cache.block_manager import BlockManager
 from engine.models.decoder import ForwardResult
 from engine.request import Request, RequestOutput
 from engine.sampling_params import SamplingParams
-from engine.scheduling.scheduler import ScheduledItem, Scheduler, look_up
+from engine.scheduling.scheduler import ScheduledBatch, ScheduledItem, Scheduler, look_up
 from engine.structured.grammar import Grammar
 from settings.engine import SpeculationSettings
 from tests.support.engines import OpenEngine, greedy_request, load_engine, make_request, make_state, run_all, tokens_of
@@ -113,16 +113,70 @@ def test_no_draft_goes_past_the_last_token(tiny_model: Path) -> None:
     assert engine.stats().drafted_tokens == 8 + 8 + 5  # of the 25 one comes with the prompt, one with each step
 
 
-def test_the_last_token_of_a_prompt_that_is_scored_has_no_draft(tiny_model: Path) -> None:
-    """Seventeen tokens in steps of sixteen: the last one alone looks like a step that decodes."""
-    options = ON | {"engine.max_num_batched_tokens": "16", "engine.max_num_seqs": "16"}
-    request = Request("a", (5, 9) * 8 + (5,), SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1))
-    longer = replace(request, request_id="b", params=replace(request.params, max_tokens=9, ignore_eos=True))
-    engine, plain = load_engine(tiny_model, options), load_engine(tiny_model)
-    assert _answers(engine, [request]) == _answers(plain, [request])
-    steps_before = engine.stats().num_steps
-    assert _answers(engine, [longer]) == _answers(plain, [longer])
-    assert engine.stats().num_steps > steps_before
+Check = Callable[[ScheduledItem, ScheduledBatch], None]
+
+
+def _checked(patch: pytest.MonkeyPatch, check: Check) -> None:
+    """Call check with each item of each step as it is scheduled, and the step."""
+    schedule = Scheduler.schedule
+
+    def checked(scheduler: Scheduler, **kwargs: bool) -> ScheduledBatch | None:
+        batch = schedule(scheduler, **kwargs)
+        if batch is not None:
+            for item in batch.items:
+                check(item, batch)
+        return batch
+
+    patch.setattr(Scheduler, "schedule", checked)
+
+
+@pytest.mark.parametrize("num_blocks", [200, 24], ids=["usual", "preempted"])
+def test_a_prompt_is_scored_before_its_sequence_drafts(
+    tiny_model: Path, num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps of so few tokens that last tokens of prompts are alone in a step, which then looks like decode."""
+    lone: list[bool] = []  # and whether it had drafts
+
+    def check(item: ScheduledItem, batch: ScheduledBatch) -> None:
+        if item.drafted or (item.samples and item.num_scheduled_tokens == 1):
+            assert not item.state.wants_hidden
+        if item.samples and item.start == len(item.state.token_ids) - 1 == 16:
+            lone.append(bool(item.drafted))
+
+    _checked(monkeypatch, check)
+    params = SamplingParams(max_tokens=9, temperature=0.0, prompt_logprobs=1, ignore_eos=True)
+    alone = Request("alone", (5, 9) * 8 + (5,), params)
+    others = [r for r in _workload(3) if r.params.prompt_logprobs is not None or r.params.n > 1]
+    steps = {"engine.max_num_batched_tokens": "16", "engine.max_num_seqs": "16"}
+    engine = load_engine(tiny_model, ON | steps | {"engine.kv_cache.num_blocks": num_blocks})
+    plain = load_engine(tiny_model)
+    for requests in ([alone], others):
+        assert _answers(engine, requests) == _answers(plain, requests)
+    assert any(lone)
+
+
+def test_drafts_leave_a_block_for_each_running_sequence(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sequences that copy, 31 tokens each in blocks of 8: two blocks fewer than they take together."""
+    small: dict[str, object] = {"engine.kv_cache.block_size": "8", "engine.kv_cache.num_blocks": "11"}
+    apart: dict[str, object] = {"engine.prefix_cache.enabled": "off", "engine.deduplicate": "off"}
+    engine = load_engine(tiny_model, ON | small | apart | {"engine.max_num_seqs": "64"})
+    blocks, crossings, cut = engine.parts.block_manager, [], []
+
+    def check(item: ScheduledItem, batch: ScheduledBatch) -> None:
+        if item.drafted:
+            end = item.start + item.num_scheduled_tokens
+            assert end <= 8 * len(blocks.block_table(item.state.sequence_id))
+            crossings.append((end - 1) // 8 > item.start // 8)
+            assert not crossings[-1] or blocks.num_free_blocks >= len(batch.items)
+            cut.append(end % 8 == 0 and end < 31)
+
+    _checked(monkeypatch, check)
+    params = SamplingParams(max_tokens=24, temperature=0.0, logit_bias={5: 100.0}, ignore_eos=True)
+    outputs = run_all(engine, [Request(name, (5,) * 7, params) for name in "abc"])
+    assert [tokens_of(output) for output in outputs.values()] == [[5] * 24] * 3
+    assert any(crossings)
+    assert any(cut)
+    assert engine.stats().num_preemptions > 0
 
 
 def test_an_end_that_is_banned_so_far_is_chosen_where_it_no_longer_is(tiny_model: Path) -> None:
