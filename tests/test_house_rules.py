@@ -20,7 +20,7 @@ DOCSTRING_ONLY = ("kernels", "engine", "engine/*", "worker", "worker/*")  # sett
 
 MAX_FILE_LINES = 450
 MAX_MODULES = 199  # one of which holds only names
-MAX_CODE_LINES = 38_500  # of all modules that hold more than names
+MAX_CODE_LINES = 38_520  # of all modules that hold more than names
 MAX_TEST_FILES = 199
 MAX_OTHER_TEST_FILES = 71
 # Lines -> the share of modules that may be shorter: a small file is opened for next to nothing.

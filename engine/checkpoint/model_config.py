@@ -211,6 +211,8 @@ def _refuse_unsupported_decoder(config: ConfigReader, family: DecoderFamily) -> 
     if config.has("sliding_window") and family.window != "switched":
         raise config.refuse("sliding_window", config.data["sliding_window"], "null")
     config.choice("hidden_act", ("silu",), default="silu")
+    if not config.flag("is_causal", default=True):
+        raise config.refuse("is_causal", False, "true: a token sees none that follow it")
 
 
 def _check_layer_types(config: ConfigReader, num_layers: int) -> None:

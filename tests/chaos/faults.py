@@ -26,6 +26,7 @@ from kombu.transport.redis import QoS
 from tests.chaos.fleet import Fleet, FleetWorker
 from tests.support.fake_engine import FakeEngine
 from tests.support.processes import running_thread, wait_until
+from worker.registry.connect import has_renewed
 from worker.registry.keys import Keys
 from worker.registry.leases import Claim, UnitLeases
 from worker.registry.lifecycle import PutStatus
@@ -218,6 +219,7 @@ class RewindingRedis:
         """Promote the replica, which lacks the last 0.1 to 1 s, while some clients still write to the old primary."""
         old, new = self._primary.server, self._replica.server
         with redis.Redis.from_url(old.url) as before, redis.Redis.from_url(new.url) as after:
+            before.set("split", 1)  # Redis waits for the last write of this connection
             wait_until(lambda: before.wait(1, 1000))  # until the replica has what was written so far
             with self._link.partition():
                 time.sleep(self._chance.uniform(0.1, 1.0))
@@ -242,9 +244,8 @@ class RewindingRedis:
 
 
 def _has_renewed(client: redis.Redis) -> bool:
-    info = client.info()
-    is_writing = info["aof_rewrite_in_progress"] or info["aof_rewrite_scheduled"]
-    return client.hget(Keys().counters, "run") == info["run_id"].encode() and not is_writing
+    info = client.info("persistence")
+    return has_renewed(info) and not (info["aof_rewrite_in_progress"] or info["aof_rewrite_scheduled"])
 
 
 def _has_caught_up(info: Mapping[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from tests.chaos.worker_program import WorkerOptions
 from tests.support.processes import wait_until
 from tests.support.redis_servers import RestartableRedis
 from worker.client import BatchClient
+from worker.registry.connect import has_renewed
 from worker.registry.errors import JobNotFound
 from worker.registry.keys import Keys
 
@@ -55,6 +57,7 @@ def test_with_an_append_only_file_nothing_is_lost(how: str, durable_redis: Resta
         jobs = submit_jobs(client, num_jobs=3, num_prompts=80)
         for _ in range(2):
             _restart(durable_redis, how)
+            wait_until(lambda: has_renewed(insist(partial(bare.info, "persistence"))))
         wait_all(client, jobs)
         check_invariants(client, bare, jobs)
         assert fleet.stop() == [0, 0]

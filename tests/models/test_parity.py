@@ -116,7 +116,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def by_default_on(*variants: str) -> pytest.MarkDecorator:
-    """A way of running is tried on one variant of each family; on the others by `make slow`."""
+    """A way of running is tried on these variants; on the others by `make slow`."""
     assert set(variants) <= VARIANTS.keys()
     params = [pytest.param(v, marks=[] if v in variants else pytest.mark.slow) for v in (*VARIANTS, *MORE_VARIANTS)]
     return pytest.mark.parametrize("case", params, indirect=True)
@@ -134,7 +134,7 @@ def test_logits_of_prefill_and_of_every_decode_are_transformers(case: Case) -> N
         interface.release(name)
 
 
-@by_default_on("qwen3-gqa7-untied", "llama-tied-sharded", "moe-top1")
+@by_default_on("qwen3-gqa7-untied", "llama-tied-sharded", "moe-top1", "granite-gqa2")
 def test_alone(case: Case) -> None:
     engine = case.engine()
     for index in (0, 1, 2, 3):
@@ -148,7 +148,7 @@ def test_with_31_others(case: Case, native: str) -> None:
 
 
 @pytest.mark.parametrize("native", native_variants())
-@by_default_on("qwen3-gqa7-untied", "llama-gqa4-llama3-rope", "moe-top5-mixed-layers-sharded")
+@by_default_on("qwen3-gqa7-untied", "llama-gqa4-llama3-rope", "moe-top5-mixed-layers-sharded", "qwen2-gqa2")
 def test_every_native_variant_gives_pytorchs_logits_in_bfloat16(case: Case, native: str) -> None:
     ours, pytorchs = (
         case.engine(engine__dtype="bfloat16", engine__native_kernels=kernels).model_interface
@@ -162,7 +162,7 @@ def test_every_native_variant_gives_pytorchs_logits_in_bfloat16(case: Case, nati
         torch.testing.assert_close(actual.logits, expected.logits, atol=steps * float(expected.logits.std()), rtol=0)
 
 
-@by_default_on("qwen3-gqa7-untied", "llama-gqa4-llama3-rope", "moe-top5-mixed-layers-sharded")
+@by_default_on("qwen3-gqa7-untied", "llama-gqa4-llama3-rope", "moe-top5-mixed-layers-sharded", "smollm3-tied")
 def test_in_chunks_of_seven(case: Case) -> None:
     case.run(case.engine(engine__max_num_batched_tokens="7", engine__max_num_seqs="7"), range(16))
 
@@ -179,7 +179,7 @@ def test_prefill_and_decode_apart(case: Case) -> None:
     case.run(case.engine(engine__unified_prefill="false"))
 
 
-@by_default_on("qwen3-mha-tied", "llama-tied-sharded", "moe-top5-mixed-layers-sharded")
+@by_default_on("qwen3-mha-tied", "llama-tied-sharded", "moe-top5-mixed-layers-sharded", "phi3-gqa4")
 def test_on_prefix_hits(case: Case) -> None:
     engine = case.engine(engine__deduplicate="false")  # some prompts are equal: all of a duplicate counts as cached
     case.run(engine)
@@ -206,12 +206,12 @@ def test_preempted_and_found_in_the_prefix_cache(case: Case) -> None:
     check_preempted(case, prefix_cache="true")
 
 
-@by_default_on("qwen3-gqa7-untied", "llama-tied-sharded", "moe-top1")
+@by_default_on("qwen3-gqa7-untied", "llama-tied-sharded", "moe-top1", "mixtral-top2")
 def test_preempted_and_recomputed(case: Case) -> None:
     check_preempted(case, prefix_cache="false")
 
 
-@by_default_on("qwen3-gqa7-untied", "llama-tied-sharded", "moe-top5-mixed-layers-sharded")
+@by_default_on("qwen3-gqa7-untied", "llama-tied-sharded", "moe-top5-mixed-layers-sharded", "mistral-head-of-24")
 def test_shared_prefixes_attended_once(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.execution.forward.DECODE_GATE", lambda num_rows, num_tokens: True)
     engine = case.engine(engine__shared_prefix__enabled="true")

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import re
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +54,9 @@ _PASSING_TYPES = (
 MAX_PASSWORD_BYTES = 512
 
 _HAS_WAITAOF = (7, 2)
+
+ASK_AGAIN_S = 60.0  # for a new append-only file, where the last one failed: a full disk stays full for a while
+REFUSED_S = 3600.0  # likewise where Redis refused: its administrator must be there first
 
 logger = logging.getLogger(__name__)
 
@@ -372,24 +377,38 @@ class AppendOnlyFile:
     start after that the beginning is there after all: the counters of 16 prompts were given back twice.
     """
 
-    def __init__(self, client: redis.Redis, keys: Keys) -> None:
+    def __init__(self, client: redis.Redis, *, ask_again_s: float = ASK_AGAIN_S) -> None:
         self._client = client
-        self._counters = keys.counters
-        self._seen = ""  # the start that was looked at here, by run_id
+        self._ask_again_s = ask_again_s
+        self._asked = ""  # which start of Redis (its run_id) it was asked for
+        self._ask_at_s = -math.inf  # time.monotonic() from which on that may be again
 
-    def renew_if_started(self) -> None:
-        """Ask for it if nobody has since Redis started. Raises redis.RedisError when Redis cannot be had."""
-        info, noted = ask(self._client, [("INFO", "server"), ("HGET", self._counters, "run")])
-        run_id = str(info.get("run_id", ""))  # "": of a service that hides it, and looks after its files itself
-        is_known = run_id in ("", self._seen, (noted or b"").decode())
-        self._seen = run_id
-        if is_known or not RedisServer.of_info(self._client.info()).has_append_only_file:
+    def renew(self) -> None:
+        """Ask for it if Redis has not written it since its start and is not about to.
+
+        Raises redis.RedisError when Redis cannot be had; a refusal is logged, and asked again after REFUSED_S.
+        """
+        info = self._client.info()
+        if not RedisServer.of_info(info).has_append_only_file or has_renewed(info):
             return
+        if info.get("aof_rewrite_in_progress") or info.get("aof_rewrite_scheduled"):
+            return
+        run_id = str(info.get("run_id"))
+        if run_id == self._asked and time.monotonic() < self._ask_at_s:
+            return
+        self._asked = run_id
+        self._ask_at_s = time.monotonic() + self._ask_again_s
         try:
             self._client.bgrewriteaof()
         except redis.ResponseError as error:
-            if "in progress" not in str(error):
-                logger.warning("Redis has started and does not write its append-only file anew: %s", error)
+            if "in progress" not in str(error):  # another worker's
+                self._ask_at_s = time.monotonic() + REFUSED_S
+                logger.warning("Redis does not write its append-only file anew, see OPERATIONS: %s", error)
         else:
-            logger.info("Redis has started, and writes its append-only file anew")
-        self._client.hset(self._counters, "run", run_id)
+            logger.info("Redis writes its append-only file anew, for the first time since its start")
+
+
+def has_renewed(info: Mapping[str, object]) -> bool:
+    """Whether a server has written its file anew since it started, by INFO; not where the last time failed."""
+    is_first = str(info.get("aof_last_rewrite_time_sec", -1)) == "-1"
+    return not is_first and info.get("aof_last_bgrewrite_status") == "ok"

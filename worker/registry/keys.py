@@ -23,9 +23,8 @@ r"""Names the registry's keys, all of one hash slot, `millrace:{s0}:`, and the u
     adm:r:<tenant>  HASH  bytes, of the records of ended jobs that are kept
     adm:e:<tenant>  ZSET  <job>/<bytes> -> until when they are
     adm, adm:t:<tenant>   HASH  prompts, bytes, jobs outstanding; a tenant's also result_bytes, of open jobs' records;
-                          adm also has total (records), rate, rate_at, rate_total; run (of Redis, whose append-only file
-                          was written anew); since ever: sub_jobs, sub_prompts (accepted), end_<state> (jobs), frames
-                          (no messages)
+                          adm also has total (records), rate, rate_at, rate_total; since ever: sub_jobs, sub_prompts
+                          (accepted), end_<state> (jobs), frames (no messages)
     idem:<digest>   STRING job id
     jobs            ZSET  job -> created, ms, the newest 10 000
     dead            ZSET  <job>/<unit> that crashed too many workers ; deadraw LIST of frames that were no message

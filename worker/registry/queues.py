@@ -128,7 +128,7 @@ class ReapQueue:
         self._grace_ms = round(grace_s * 1000)
         self._ageing_ms = round(ageing_s * 1000)  # of waiting, worth one step of priority
         self._patience_ms = round(patience_s * 1000)
-        self.file = AppendOnlyFile(self._client, keys)
+        self.file = AppendOnlyFile(self._client)
 
     def due(self) -> list[DueUnit]:
         """Units that are due now, of models that are served. Each is put off by its grace: only one caller gets it."""

@@ -157,7 +157,7 @@ class Reaper:
             if not self._is_well():
                 continue
             try:
-                self._due_units.file.renew_if_started()
+                self._due_units.file.renew()
                 self._look(stopping)
                 num_looks = 1
                 while self._offer() and num_looks < OFFER_LOOKS and not stopping.wait(CONFIRM_S):

@@ -197,6 +197,7 @@ def test_a_sliding_window_that_is_not_in_use_is_fine() -> None:
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map is"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"is_causal": False}, "is_causal is False"),
         ({"attention_bias": "no"}, "attention_bias is 'no'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window is True"),

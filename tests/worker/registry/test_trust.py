@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +24,8 @@ from tests.support.workers import worker_processes
 from worker.async_client import AsyncBatchClient
 from worker.cli.main import cli
 from worker.client import BatchClient
-from worker.registry.connect import AppendOnlyFile
+from worker.registry.connect import AppendOnlyFile, has_renewed
 from worker.registry.errors import JobReused, NotDurable, RedisFull
-from worker.registry.keys import Keys
 from worker.schemas import JobState
 
 LINES = [b'{"prompt": "a"}']
@@ -267,30 +268,51 @@ def test_what_was_torn_does_not_come_back_with_the_start_after_next(
     executable: str, lost: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    keys = Keys()
     with kept(tmp_path, executable) as server, redis.Redis.from_url(server.url) as client:
         client.set("before", 1)  # of one command alone there is no transaction, nor where it begins
         client.eval(WRITES, 3, "records", "unit", "count")
         FileHistory(server).cut_to(FileHistory(server).num_bytes - lost)
         assert not client.exists("records", "unit", "count")
-        for _ in range(2):  # of two workers
-            AppendOnlyFile(client, keys).renew_if_started()
+        file = AppendOnlyFile(client)
+        for _ in range(2):
+            file.renew()
+        wait_until(lambda: not client.info("persistence")["aof_rewrite_in_progress"])
+        AppendOnlyFile(client).renew()  # of another worker, which came later
         assert caplog.text.count("writes its append-only file anew") == 1
         client.eval(WRITES, 3, "records", "unit", "count")
-        wait_until(lambda: not client.info("persistence")["aof_rewrite_in_progress"])
         server.kill()
         server.start()
-        assert (client.hgetall("records"), client.hget("unit", "done"), client.get("count")) == (
-            {b"record": b"1"},
-            b"1",
-            b"1",
-        )
+        written = client.hgetall("records"), client.hget("unit", "done"), client.get("count")
+        assert written == ({b"record": b"1"}, b"1", b"1")
+        AppendOnlyFile(client).renew()
+        assert caplog.text.count("writes its append-only file anew") == 2
+
+
+def test_a_new_file_that_failed_is_asked_for_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with kept(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+        client.mset({str(number): number for number in range(10)})
+        client.config_set("rdb-key-save-delay", 1_000_000)  # so that the child which writes it is still there
+        patient, file = AppendOnlyFile(client), AppendOnlyFile(client, ask_again_s=0.0)
+        patient.renew()
+        server_id = client.info("server")["process_id"]
+        [child] = Path(f"/proc/{server_id}/task/{server_id}/children").read_text().split()
+        os.kill(int(child), signal.SIGKILL)
+        wait_until(lambda: not client.info("persistence")["aof_rewrite_in_progress"])
+        client.config_set("rdb-key-save-delay", 0)
+        patient.renew()
+        assert not has_renewed(client.info("persistence"))
+        assert caplog.text.count("writes its append-only file anew") == 1
+        file.renew()
+        wait_until(lambda: has_renewed(client.info("persistence")))
+        file.renew()
+        assert caplog.text.count("writes its append-only file anew") == 2
 
 
 def test_a_file_that_is_not_there_is_not_written(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     with redis.Redis.from_url(redis_url) as client:
-        AppendOnlyFile(client, Keys()).renew_if_started()
+        AppendOnlyFile(client).renew()
         assert client.info("persistence")["aof_last_rewrite_time_sec"] == -1
     assert not caplog.text
 
@@ -299,8 +321,10 @@ def test_who_may_not_have_it_written_says_so_once(tmp_path: Path, caplog: pytest
     with kept(tmp_path) as server, redis.Redis.from_url(server.url) as admin:
         admin.acl_setuser("older", enabled=True, nopass=True, keys=["*"], commands=["+@all", "-bgrewriteaof"])
         with redis.Redis(port=server.port, username="older", password="any") as client:
-            file = AppendOnlyFile(client, Keys())
+            file = AppendOnlyFile(client)
             for _ in range(2):
-                file.renew_if_started()
-    assert caplog.text.count("does not write its append-only file anew") == 1
-    assert "bgrewriteaof" in caplog.text.lower()
+                file.renew()
+        assert caplog.text.count("does not write its append-only file anew") == 1
+        assert "bgrewriteaof" in caplog.text.lower()
+        AppendOnlyFile(admin).renew()
+        wait_until(lambda: has_renewed(admin.info("persistence")))
