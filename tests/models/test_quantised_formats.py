@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from compressed_tensors.quantization import QuantizationScheme
 
 from tests.support.quantised_checkpoint import METHODS, Method, Rounded, round_matrix, stored_tensors
 
@@ -53,23 +58,43 @@ def test_awq_is_what_its_kernels_read() -> None:
 
 @pytest.mark.parametrize("name", ["w4a16", "int8", "w8a8", "fp8_dynamic"])
 def test_compressed_tensors_reads_it(name: str) -> None:
-    compressors = pytest.importorskip("compressed_tensors.compressors")
-    quantization = pytest.importorskip("compressed_tensors.quantization")
-
     method, rounded, tensors = written(name)
     group: dict[str, Any] = dict(method.config["config_groups"]["group_0"])
-    scheme = quantization.QuantizationScheme(**group)
-    reader = compressors.BaseCompressor.load_from_registry(method.config["format"])
+    scheme = QuantizationScheme(**group)
+    reader = BaseCompressor.load_from_registry(method.config["format"])
     weight = reader.decompress(dict(tensors), scheme)["weight"]
     torch.testing.assert_close(weight.float(), torch.from_numpy(rounded.dequantised()), atol=1e-7, rtol=1e-6)
 
 
-def test_compressed_tensors_reads_zero_points() -> None:
-    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+@pytest.mark.parametrize("name", ["w4a16", "w4a16_zeros", "int8", "w8a8", "fp8_dynamic"])
+def test_compressed_tensors_writes_the_same_tensors(name: str) -> None:
+    """So tests of the files written here are tests of its own."""
+    method = replace(METHODS[name], order=False)  # its writer knows no order of inputs
+    rounded = round_matrix(np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32), method, seed=1)
+    state = {
+        "weight": torch.from_numpy(rounded.dequantised()),
+        "weight_scale": torch.from_numpy(rounded.scales),
+        "weight_zero_point": torch.from_numpy(rounded.zeros - 2 ** (method.bits - 1)).to(torch.int8),
+    }
+    if method.symmetric:
+        del state["weight_zero_point"]
+    group: dict[str, Any] = deepcopy(method.config["config_groups"]["group_0"])
+    group["weights"].pop("actorder", None)
+    writer = BaseCompressor.load_from_registry(method.config["format"])
 
+    theirs = writer.compress(state, QuantizationScheme(**group))
+
+    ours = stored_tensors("layer", rounded, method)
+    assert {f"layer.{key}" for key in theirs} == ours.keys()
+    for key, tensor in theirs.items():
+        assert tensor.dtype == ours[f"layer.{key}"].dtype
+        assert torch.equal(tensor.float(), ours[f"layer.{key}"].float()), key
+
+
+def test_compressed_tensors_reads_zero_points() -> None:
     _, rounded, tensors = written("w4a16_zeros")
     groups = rounded.zeros.shape[1]
-    zeros = helpers.unpack_from_int32(tensors["weight_zero_point"], 4, torch.Size((ROWS, groups)), packed_dim=0)
-    codes = helpers.unpack_from_int32(tensors["weight_packed"], 4, torch.Size((ROWS, WIDTH)))
+    zeros = unpack_from_int32(tensors["weight_zero_point"], 4, torch.Size((ROWS, groups)), packed_dim=0)
+    codes = unpack_from_int32(tensors["weight_packed"], 4, torch.Size((ROWS, WIDTH)))
     assert torch.equal(zeros.float() + 8, torch.from_numpy(rounded.zeros))
     assert torch.equal(codes.float() + 8, torch.from_numpy(rounded.codes))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -82,9 +81,6 @@ def test_what_was_written_is_near_and_is_what_the_engine_computes(scheme: str, f
         assert error < (0.05 if scheme == "w8a8" else 1e-5)  # activations of 8 bits: see tests/models/test_quantised.py
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed"
-)
 @pytest.mark.parametrize("scheme", FORMATS)
 def test_transformers_loads_it_and_agrees_on_greedy_tokens(scheme: str, tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", "llama")
