@@ -60,6 +60,8 @@ class QuantizationConfig:
     # Whether a module without the tensors of a quantised one is not quantised: GPTQ, AWQ and FP8 files name neither
     # their routers nor their heads, which are left as they were.
     by_tensors: bool
+    has_kv_scales: bool = False  # scales of an 8-bit KV cache; nothing reads them, the cache keeps engine.dtype
+    is_head_quantised: bool | None = None  # as a GPTQ file says; None: its tensors alone do
 
     @classmethod
     def from_reader(cls, config: ConfigReader) -> QuantizationConfig | None:
@@ -71,9 +73,12 @@ class QuantizationConfig:
         if method == "compressed-tensors":
             return _compressed_tensors(table)
         read = {"gptq": _gptq, "awq": _awq, "fp8": _fp8}[method]
-        stored = read(table)
-        ignore = _rules(table) if method == "gptq" else _left_out(table)
-        return cls(method, (SchemeGroup("all", ("Linear",), stored),), ignore, by_tensors=True)
+        groups = (SchemeGroup("all", ("Linear",), read(table)),)
+        if method != "gptq":
+            has_kv_scales = method == "fp8" and table.has("kv_cache_scheme")
+            return cls(method, groups, _left_out(table), by_tensors=True, has_kv_scales=has_kv_scales)
+        is_head_quantised = table.flag("lm_head") if table.has("lm_head") else None
+        return cls(method, groups, _rules(table), by_tensors=True, is_head_quantised=is_head_quantised)
 
     def scheme_of(self, module: str, has: Has) -> StoredScheme | None:
         """How a linear layer is stored, by its name without `.weight`; None: unquantised.
@@ -95,6 +100,12 @@ class QuantizationConfig:
     def _by_tensors(self, module: str, has: Has) -> StoredScheme | None:
         marks = ("qweight", "weight_scale_inv", "weight_scale")
         found = next((mark for mark in marks if has(f"{module}.{mark}")), None)
+        if module == "lm_head" and self.is_head_quantised not in (None, found is not None):
+            tensors = "quantised" if found else "not quantised"
+            raise CheckpointError(
+                f"config.json: quantization_config: lm_head is {self.is_head_quantised}, but its tensors are "
+                f"{tensors}; accepted: what the tensors are, or no such key"
+            )
         if found is None:
             return None
         for entry in self.ignore:
@@ -107,7 +118,8 @@ class QuantizationConfig:
 
     def __str__(self) -> str:
         schemes = dict.fromkeys(str(group.stored.scheme) for group in self.groups)
-        return f"{self.method}: {'; '.join(schemes)}"
+        unread = ", scales of an 8-bit KV cache left unread" if self.has_kv_scales else ""
+        return f"{self.method}: {'; '.join(schemes)}{unread}"
 
 
 def _is_pattern(target: str) -> bool:
@@ -155,7 +167,6 @@ def _gptq(table: ConfigReader) -> StoredScheme:
     _refuse_keys(table, {"is_marlin_format": "false: the layout of gptq"})
     table.choice("pack_dtype", ("int32",), default="int32")
     is_reordered = table.flag("desc_act", default=False)
-    table.flag("lm_head", default=False)  # its tensors say so too
     layout = table.choice(table.first_of("format", "checkpoint_format"), ("gptq", "gptq_v2"), default="gptq")
     scheme = WeightScheme(
         bits=_bits(table, "bits"),
@@ -183,7 +194,7 @@ def _left_out(table: ConfigReader) -> tuple[str, ...]:
 
 
 def _awq(table: ConfigReader) -> StoredScheme:
-    """Keys of AutoAWQ."""
+    """Keys of AutoAWQ. A file that names no version is of the first one, gemm, as its readers have it."""
     version = table.data.get(table.first_of("version", "format")) or "gemm"
     if not isinstance(version, str) or version.lower() != "gemm":
         raise table.refuse("version", version, "gemm")
@@ -200,6 +211,7 @@ def _fp8(table: ConfigReader) -> StoredScheme:
     table.choice("scale_fmt", ("float",), default="float")
     table.choice("expert_dtype", ("fp8",), default="fp8")
     is_static = table.choice("activation_scheme", ("dynamic", "static"), default="dynamic") == "static"
+    table.choice("kv_cache_scheme", ("static",), default="static")  # AutoFP8's scales of a cache, which nothing reads
     _refuse_keys(table, {"modules_to_convert": "null: embeddings are not quantised"})
     block = table.integers("weight_block_size", minimum=1)
     if block and (len(block) != 2 or is_static):
@@ -213,13 +225,8 @@ def _compressed_tensors(table: ConfigReader) -> QuantizationConfig:
     sparsity = table.table("sparsity_config")
     if sparsity is not None and sparsity.data.get("format", "dense") != "dense":
         raise sparsity.refuse("format", sparsity.data.get("format"), "dense")
-    _refuse_keys(
-        table,
-        {
-            "kv_cache_scheme": "null: the KV cache keeps engine.dtype",
-            "transform_config": "null: rotations of activations are not computed",
-        },
-    )
+    table.table("kv_cache_scheme")  # whatever it says, the cache keeps engine.dtype, which only adds precision
+    _refuse_keys(table, {"transform_config": "null: rotations of activations are not computed"})
     groups = table.table("config_groups")
     if groups is None or not groups.data:
         raise table.refuse("config_groups", table.data.get("config_groups"), "an object of groups")
@@ -230,7 +237,8 @@ def _compressed_tensors(table: ConfigReader) -> QuantizationConfig:
             raise groups.refuse(name, None, "an object with targets and weights")
         read.append(_scheme_group(name, group, table))
     ignore = _strings(table, "ignore")
-    return QuantizationConfig("compressed-tensors", tuple(read), ignore, by_tensors=False)
+    has_kv_scales = table.has("kv_cache_scheme")
+    return QuantizationConfig("compressed-tensors", tuple(read), ignore, by_tensors=False, has_kv_scales=has_kv_scales)
 
 
 def _strings(table: ConfigReader, key: str) -> tuple[str, ...]:
@@ -286,11 +294,13 @@ def _weights_scheme(weights: ConfigReader, inputs: ConfigReader | None) -> Weigh
         raise weights.refuse("dynamic", weights.data["dynamic"], "false")
     if is_float and not symmetric:
         raise weights.refuse("symmetric", False, "true beside type float")
-    strategy = weights.choice("strategy", ("tensor", "channel", "group", "block"))
+    strategy = weights.choice("strategy", ("tensor", "channel", "group", "block"), default=_strategy(weights))
     rows, group = 1, None
     block: list[int] = []
     if strategy == "group":
         group = weights.integer("group_size")
+    elif weights.data.get("group_size") not in (None, -1):
+        raise weights.refuse("group_size", weights.data["group_size"], f"null beside strategy {strategy}")
     elif strategy == "block":
         block = weights.integers("block_structure", minimum=1)
         if len(block) != 2 or not is_float:
@@ -306,6 +316,12 @@ def _weights_scheme(weights: ConfigReader, inputs: ConfigReader | None) -> Weigh
         raise weights.refuse("type", "int", "float beside input_activations of type float")
     block_rows = None if strategy == "tensor" else rows
     return WeightScheme(bits, is_float, group, block_rows, symmetric, activations)
+
+
+def _strategy(weights: ConfigReader) -> str:
+    """What compressed-tensors takes a group for that names no strategy: its group_size says."""
+    size = weights.data.get("group_size")
+    return "tensor" if size is None else "channel" if size == -1 else "group"
 
 
 def _activations(inputs: ConfigReader | None) -> Activations:

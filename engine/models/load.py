@@ -28,6 +28,8 @@ _GELU_FORMS: dict[str, GeluForm | None] = {
 }
 
 SAMPLED_ELEMENTS = 64  # of each tensor
+# What files with an 8-bit KV cache have beside its layers: compressed-tensors' names, its older ones and AutoFP8's.
+KV_SCALES = ("k_scale", "v_scale", "kv_scale", "k_proj.output_scale", "v_proj.output_scale")
 
 
 def load_decoder(config: ModelConfig, checkpoint: Checkpoint, placement: ModelPlacement) -> DecoderModel:
@@ -72,6 +74,9 @@ def _stream_decoder(
     config: ModelConfig, source: TensorSource, placement: ModelPlacement, *, is_body: bool
 ) -> DecoderModel:
     root = "" if is_body else "model."
+    if config.quantization is not None and config.quantization.has_kv_scales:
+        prefixes = [f"{root}layers.{index}.self_attn" for index in range(config.num_layers)]
+        source.leave_out(*(f"{prefix}.{scale}" for prefix in prefixes for scale in KV_SCALES))
     vocabulary = (config.vocab_size, config.hidden_size)
     embed_tokens = source.take(f"{root}embed_tokens.weight", vocabulary)
     layers = StreamedLayers(_DecoderLayers(config, source, placement, root).load, config.num_layers)
@@ -308,9 +313,9 @@ class TensorSource:
         if not torch.equal(self.take(name, tuple(other.shape)), other):
             raise CheckpointError(f"tensor {name} differs from the embedding that config.json ties it to")
 
-    def leave_out(self, prefix: str) -> None:
+    def leave_out(self, *prefixes: str) -> None:
         """Skip the tensors whose names begin so: the model has no use for them, such as another task's head."""
-        self._left = {name for name in self._left if not name.startswith(prefix)}
+        self._left = {name for name in self._left if not name.startswith(prefixes)}
 
     def finish(self) -> None:
         """Raise CheckpointError if the checkpoint holds tensors that nobody took."""

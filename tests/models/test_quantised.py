@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -143,6 +144,32 @@ def test_a_bias_of_zeros_is_none_and_any_other_is_refused(tmp_path: Path) -> Non
         load_engine(quantised)
 
 
+@pytest.mark.parametrize(
+    ("method", "scheme", "names"),
+    [
+        ("fp8_static", "static", ("self_attn.k_scale", "self_attn.v_scale")),
+        ("fp8_static", "static", ("self_attn.kv_scale",)),
+        ("fp8_dynamic", {"num_bits": 8, "type": "float"}, ("self_attn.k_scale", "self_attn.v_scale")),
+        ("w4a16", {"num_bits": 8}, ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale")),
+    ],
+)
+def test_scales_of_a_kv_cache_change_nothing_where_they_are_announced(
+    method: str, scheme: Any, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "llama")
+    quantised, _ = quantise_checkpoint(plain, tmp_path, METHODS[method])
+    expected = last_logits(load_engine(quantised).model_interface, prompts()[1])
+    scales = {f"model.layers.{layer}.{name}": torch.tensor([0.03]) for layer in (0, 1) for name in names}
+    with_tensors(quantised, lambda tensors: tensors.update(scales))
+    with pytest.raises(CheckpointError, match=f"no place for tensor model.layers.0.{names[0]}"):
+        load_engine(quantised)
+
+    config = json.loads((quantised / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = scheme
+    (quantised / "config.json").write_text(json.dumps(config))
+    assert torch.equal(last_logits(load_engine(quantised).model_interface, prompts()[1]), expected)
+
+
 @pytest.mark.parametrize(("method", "tensor"), [("gptq_order", "g_idx"), ("w4a16_zeros", "weight_g_idx")])
 def test_reordered_inputs_without_their_groups_are_refused(method: str, tensor: str, tmp_path: Path) -> None:
     plain = make_checkpoint(tmp_path / "plain", "llama")
@@ -176,3 +203,44 @@ def test_other_kernels_are_near_the_same_logits(method: str, setting: str, tmp_p
         actual, wanted = last_logits(interface, prompt), last_logits(expected, prompt)
         error = (actual - wanted).abs().mean() / wanted.std()
         assert float(error) < (0.05 if value == "bfloat16" else 1e-3 if method != "w8a8" else 0.02)
+
+
+NUM_EXPERTS = 8
+
+
+def decide_routers(path: Path) -> None:
+    """Let the first elements of a token's embedding, far larger than the rest, choose its two experts in each layer."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        embedding = tensors["model.embed_tokens.weight"]
+        ids = torch.arange(embedding.shape[0])
+        first, second = ids % NUM_EXPERTS, (ids + 1 + ids // NUM_EXPERTS % (NUM_EXPERTS - 1)) % NUM_EXPERTS
+        embedding[:, :NUM_EXPERTS] = 0
+        embedding[ids, first], embedding[ids, second] = 32.0, 28.0  # layers add some 3
+        for name, gate in tensors.items():
+            if name.endswith("mlp.gate.weight"):
+                gate.copy_(torch.eye(*gate.shape) / 2)
+
+    with_tensors(path, change)
+
+
+@pytest.mark.parametrize("method", ["gptq_order", "awq", "w4a16", "w8a8", "fp8_blocks"])
+def test_experts_in_bfloat16_are_near_where_rounding_chooses_none(method: str, tmp_path: Path) -> None:
+    """Random routers are near ties, and in bfloat16 some prompts meet other experts; here none can."""
+    plain = make_checkpoint(tmp_path / "plain", "qwen3_moe", num_experts=NUM_EXPERTS)
+    decide_routers(plain)
+    quantised, dense = quantise_checkpoint(plain, tmp_path, METHODS[method])
+    reference = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
+    interface = load_engine(quantised, {"engine.dtype": "bfloat16"}).model_interface
+    chosen = set()
+    for prompt in prompts():
+        with torch.inference_mode():
+            result = reference(torch.tensor([prompt]), output_router_logits=True)
+        for router_logits in result.router_logits:
+            ranked = router_logits.sort(dim=1, descending=True)
+            # Others are chosen where bfloat16 is off by half of this: its steps here are a 64th.
+            assert float((ranked.values[:, 1] - ranked.values[:, 2]).min()) > 1
+            chosen |= set(ranked.indices[:, :2].flatten().tolist())
+        expected, actual = result.logits[0, -1], last_logits(interface, prompt)
+        assert float((actual - expected).abs().mean()) < 0.02 * float(expected.std())
+    assert chosen == set(range(NUM_EXPERTS))

@@ -34,11 +34,13 @@ _USERS = {"producer": PRODUCER, "worker": WORKER, "flower": FLOWER, "admin": ADM
 def config(model: str | None, as_json: bool, assignments: tuple[str, ...]) -> None:
     """Show every setting: effective value, source, what is accepted.
 
-    With a model, values that follow from the model and this machine are derived exactly as the engine derives them.
+    With a model, values that follow from the model and this machine are derived exactly as the engine derives them,
+    and a last line says what its weights take, in which scheme, and how many tokens' KV fits (in JSON: doctor --json).
     """
     effective = load_command_settings(assignments, {"model.path": model})
+    fit = None
     if effective.settings.model.path is not None:
-        effective = _derive(effective)
+        effective, fit = _derive(effective)
     if as_json:
         click.echo(json.dumps(effective.as_json(), indent=2))
         return
@@ -46,16 +48,21 @@ def config(model: str | None, as_json: bool, assignments: tuple[str, ...]) -> No
         unit = f" ({row.unit})" if row.unit else ""
         click.echo(f"{row.key} = {row.value_text}    [{row.source.value}]")
         click.echo(f"    {row.description}{unit} Accepted: {row.accepted}. Default: {row.default_text}.")
+    if fit is not None:
+        click.echo(fit.text)
 
 
-def _derive(effective: EffectiveSettings) -> EffectiveSettings:
+def _derive(effective: EffectiveSettings) -> tuple[EffectiveSettings, Finding | None]:
+    """What follows from the model, and what fits."""
     # Imported here: deriving needs torch, which a producer does not have.
     try:
         from engine.loading.derived_settings import derive_settings  # noqa: PLC0415
+        from worker.doctor.model import fit_finding  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise CommandError(f"what follows from model.path needs {error.name}: {INSTALL_ENGINE}") from error
     with refusals_in_a_line():
-        return derive_settings(effective)
+        derived = derive_settings(effective)
+        return derived, fit_finding(derived)
 
 
 @click.command("doctor")

@@ -84,6 +84,19 @@ def _tokenizer(tokenizer: Tokenizer, vocab_size: int) -> Finding:
     return Finding("tokenizer", Level.OK, detail)
 
 
+def fit_finding(derived: EffectiveSettings) -> Finding | None:
+    """What the weights take, by scheme, and the tokens whose KV fits beside them, under fully derived settings.
+
+    None for an encoder, which has no KV cache. Raises CheckpointError.
+    """
+    path = model_path(derived)
+    config = read_config(path)
+    if isinstance(config, EncoderConfig):
+        return None
+    with Checkpoint.open(path) as checkpoint:
+        return _fit(derived, config, checkpoint)
+
+
 def _fit(derived: EffectiveSettings, config: ModelConfig, checkpoint: Checkpoint) -> Finding:
     engine, spec = derived.settings.engine, kv_cache_spec(derived, config)
     weights_bytes = expected_weights_bytes(checkpoint, config, engine)

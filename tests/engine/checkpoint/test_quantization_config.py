@@ -6,6 +6,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
+from compressed_tensors.quantization import QuantizationArgs
 
 from engine.checkpoint.config_reader import ConfigReader
 from engine.checkpoint.quantization_config import QuantizationConfig
@@ -56,7 +57,10 @@ def read(table: dict[str, Any]) -> QuantizationConfig:
         (compressed(config_groups={}), r"config_groups is \{\}; accepted: an object of groups"),
         (compressed(format="nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'; accepted: pack-quantized"),
         (compressed(format="int-quantized"), "format is 'int-quantized'; accepted: pack-quantized beside weights of 4"),
-        (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is .*; accepted: null"),
+        (compressed(kv_cache_scheme="fp8"), "kv_cache_scheme is 'fp8'; accepted: an object or null"),
+        (FP8 | {"kv_cache_scheme": "dynamic"}, "kv_cache_scheme is 'dynamic'; accepted: static"),
+        (GPTQ | {"lm_head": "yes"}, "lm_head is 'yes'; accepted: true or false"),
+        (compressed({"strategy": "channel"}), "group_size is 128; accepted: null beside strategy channel"),
         (compressed(transform_config={"r": 1}), "transform_config is .*; accepted: null"),
         (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "format is 'sparse-24-bitmask'; accepted: dense"),
         (compressed(ignore=["re:("]), r"ignore is 're:\('; accepted: a regular expression"),
@@ -110,3 +114,52 @@ def test_the_most_specific_group_of_a_module_is_its_own() -> None:
         stored = config.scheme_of(module, lambda name: True)
         sizes[module] = None if stored is None else stored.scheme.group_size
     assert list(sizes.values()) == [None, 128, 32, 64, None]
+
+
+@pytest.mark.parametrize(
+    ("weights", "strategy", "shown"),
+    [
+        ({"num_bits": 4, "group_size": 64}, "group", "int4, groups of 64"),
+        ({"num_bits": 4, "group_size": -1}, "channel", "int4, one scale a channel"),
+        ({"num_bits": 4}, "tensor", "int4, one scale a tensor"),
+    ],
+)
+def test_a_group_without_a_strategy_follows_from_its_group_size(
+    weights: dict[str, Any], strategy: str, shown: str
+) -> None:
+    """As compressed-tensors reads it."""
+    config = read(compressed(config_groups={"a": {"targets": ["Linear"], "weights": weights}}))
+    assert str(config) == f"compressed-tensors: {shown}"
+    assert QuantizationArgs(**weights).strategy == strategy
+
+
+@pytest.mark.parametrize("named", [{}, {"version": None}, {"version": "GEMM"}, {"format": "gemm"}])
+def test_an_awq_file_of_no_version_is_of_the_first(named: dict[str, Any]) -> None:
+    stored = read(AWQ | named).scheme_of(Q_PROJ, lambda name: True)
+    assert stored is not None
+    assert stored.layout == "awq"
+
+
+def test_whether_gptqs_head_is_quantised_is_what_both_say() -> None:
+    quantised, plain = (lambda name: name == "lm_head.qweight"), (lambda name: name == "lm_head.weight")
+    for said in ({}, {"lm_head": None}, {"lm_head": True}):
+        assert read(GPTQ | said).scheme_of("lm_head", quantised) is not None
+    for said in ({}, {"lm_head": None}, {"lm_head": False}):
+        assert read(GPTQ | said).scheme_of("lm_head", plain) is None
+    with pytest.raises(CheckpointError, match="lm_head is False, but its tensors are quantised; accepted"):
+        read(GPTQ | {"lm_head": False}).scheme_of("lm_head", quantised)
+    with pytest.raises(CheckpointError, match="lm_head is True, but its tensors are not quantised; accept"):
+        read(GPTQ | {"lm_head": True}).scheme_of("lm_head", plain)
+    assert read(GPTQ | {"lm_head": False}).scheme_of(Q_PROJ, lambda name: True) is not None
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        compressed(kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}),
+        FP8 | {"kv_cache_scheme": "static"},
+    ],
+)
+def test_scales_of_a_kv_cache_are_said_to_be_left_unread(table: dict[str, Any]) -> None:
+    assert str(read(table)).endswith(", scales of an 8-bit KV cache left unread")
+    assert "unread" not in str(read(table | {"kv_cache_scheme": None}))

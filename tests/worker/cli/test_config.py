@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+from engine.loading.quantize import quantise_checkpoint
 from settings import load_settings
 from tests.support.engines import load_decoder_engine
 from tests.support.workers import millrace
@@ -96,6 +98,17 @@ def test_config_prints_what_the_engine_holds(tiny_model: Path) -> None:
     assert held["engine.max_num_seqs"] == {"value": 3, "source": "command line"}
     assert held["engine.prefix_cache.enabled"]["value"] is engine.model_interface.capabilities().prefix_cache is False
     assert held["engine.device"]["value"] == engine.model_interface.capabilities().device
+
+
+def test_the_last_line_says_scheme_bytes_and_tokens_of_kv(tiny_model: Path, tmp_path: Path) -> None:
+    quantise_checkpoint(tiny_model, tmp_path / "w8a8", "w8a8")
+    options = ("--set", "engine.kv_cache.num_blocks=101", "--set", "engine.dtype=float32")
+
+    lines = run_config("--model", str(tmp_path / "w8a8"), *options).stdout.splitlines()
+
+    scheme = "compressed-tensors: int8, one scale a channel, activations int8 a token, the rest float32"
+    assert re.search(rf"fit: weights take \d.* in {scheme}; the KV cache of .* holds 1600 tokens", lines[-1])
+    assert "fit:" not in run_config().stdout
 
 
 @pytest.mark.parametrize(
