@@ -6,6 +6,7 @@ import ast
 import importlib
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -224,3 +225,10 @@ def test_errors_hold_exceptions_and_nothing_else(path: Path) -> None:
 def test_no_producer_module_pulls_in_torch() -> None:
     code = "import worker.client, worker.schemas, worker.app, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_extension_names_every_native_source() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    [extension] = project["tool"]["setuptools"]["ext-modules"]
+    sources = {_name(path) for path in (ROOT / "kernels/native/src").iterdir()}
+    assert sources | {"kernels/native/build.py"} == {*extension["sources"], *extension["depends"]}
