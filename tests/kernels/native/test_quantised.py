@@ -130,6 +130,17 @@ def test_each_value_of_each_format_is_exact(ops: NativeOperations, num_rows: int
             assert torch.equal(ops.linear(eye[rows], packed), expected[rows])
 
 
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16])
+def test_each_scale_of_half_precision_is_exact(ops: NativeOperations, scale_dtype: torch.dtype) -> None:
+    """One row of the weight for each finite number, those of next to nothing too; times a value of 1."""
+    scales = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(scale_dtype)
+    scales = scales[scales.isfinite() & ((scales.float().abs() >= torch.finfo(torch.float32).tiny) | (scales == 0))]
+    weight = QuantisedWeight(BITS8, torch.ones(len(scales), 1, dtype=torch.int8), scales.view(-1, 1))
+    for num_rows in (1, 20):
+        result = ops.linear(torch.ones(num_rows, 1), ops.pack(weight))
+        assert torch.equal(result, scales.float().expand(num_rows, -1))
+
+
 def test_sums_of_integers_are_exact(ops: NativeOperations) -> None:
     """Each row's largest magnitude is 127, so its scale is 1: the result is the sum of whole numbers itself."""
     x = torch.randint(-127, 128, (37, 4100), generator=torch.Generator().manual_seed(0)).float()
