@@ -1,6 +1,6 @@
 """Writes a checkpoint with its linear layers rounded to 4 or 8 bits, in compressed-tensors' format.
 
-Rounded to the nearest, without data. What vLLM and transformers load of that format they load of these files.
+Rounded to the nearest, or to 4 bits by prompts. vLLM and transformers load these files as any others of that format.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from engine.checkpoint.files import CONFIG_FILE, INDEX_FILE, OTHER_FORMATS, Weig
 from engine.checkpoint.model_config import EncoderConfig, read_config
 from engine.checkpoint.weights import Checkpoint
 from engine.errors import CheckpointError
+from engine.loading.calibration import calibrated, read_prompts
 from engine.models.load import check_decoder
+from engine.text.tokenizer import Tokenizer
 from kernels.quantised import QuantisedWeight, WeightScheme, quantise
 
 DEFAULT_GROUP_SIZE = 128
@@ -41,11 +43,15 @@ def scheme_named(name: str, group_size: int = DEFAULT_GROUP_SIZE) -> WeightSchem
     return WeightScheme(8, is_float, group_size=None, activations="float8_token" if is_float else "int8_token")
 
 
-def quantise_checkpoint(source: Path, target: Path, name: str, group_size: int = DEFAULT_GROUP_SIZE) -> int:
+def quantise_checkpoint(
+    source: Path, target: Path, name: str, group_size: int = DEFAULT_GROUP_SIZE, prompts: Path | None = None
+) -> int:
     """Write the checkpoint of directory `source` into `target`, which must not exist; answers the bytes of its weights.
 
-    name: of FORMATS. A file at a time is in memory. Raises CheckpointError: no decoder, one that is quantised already,
-    tensors that are missing or extra, inputs that no number of groups covers, a target that is there.
+    name: of FORMATS. prompts: a text file, a prompt a line, beside w4a16 alone: see `engine.loading.calibration`. A
+    file at a time is in memory, with prompts all that is written. Raises CheckpointError: no decoder, one that is
+    quantised already, tensors that are missing or extra, inputs that no number of groups covers, a target that is
+    there, no prompts.
     """
     config = read_config(source)
     if isinstance(config, EncoderConfig):
@@ -60,10 +66,14 @@ def quantise_checkpoint(source: Path, target: Path, name: str, group_size: int =
         with Checkpoint.open(source) as checkpoint:
             check_decoder(config, checkpoint)
             _check_widths(checkpoint, scheme)
+            rounded: dict[str, QuantisedWeight] = {}
+            if prompts is not None:
+                token_ids = read_prompts(prompts, Tokenizer.from_directory(source), config.max_position_embeddings)
+                rounded = dict(calibrated(config, checkpoint, token_ids, scheme))
             # Nor weights that are not read, such as the 16 GB under original/ in Llama's repositories.
             weights = [f"*{suffix}" for suffix in (".safetensors", *OTHER_FORMATS)]
             shutil.copytree(source, partial, ignore=shutil.ignore_patterns(*weights, INDEX_FILE))
-            num_bytes = _write_weights(checkpoint, files, partial, scheme)
+            num_bytes = _write_weights(checkpoint, files, partial, scheme, rounded)
         data = read_json_object(source / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
         data["quantization_config"] = _description(name, scheme)
         (partial / CONFIG_FILE).write_text(json.dumps(data, indent=2) + "\n")
@@ -89,8 +99,17 @@ def _check_widths(checkpoint: Checkpoint, scheme: WeightScheme) -> None:
             )
 
 
-def _write_weights(checkpoint: Checkpoint, files: WeightFiles, target: Path, scheme: WeightScheme) -> int:
-    """Each file under its name, and the index if there was one; answers the bytes of all tensors."""
+def _write_weights(
+    checkpoint: Checkpoint,
+    files: WeightFiles,
+    target: Path,
+    scheme: WeightScheme,
+    rounded: Mapping[str, QuantisedWeight],
+) -> int:
+    """Each file under its name, and the index if there was one; answers the bytes of all tensors.
+
+    rounded: by the tensor's name, what is rounded already.
+    """
     index: dict[str, str] = {}
     num_bytes = 0
     for file in files.file_names:
@@ -99,7 +118,8 @@ def _write_weights(checkpoint: Checkpoint, files: WeightFiles, target: Path, sch
         for name in sorted(held):
             weight = checkpoint.read(name)
             if _is_linear(name):
-                tensors |= _stored(name.removesuffix(".weight"), quantise(weight, scheme, weight.dtype))
+                stored = rounded[name] if name in rounded else quantise(weight, scheme, weight.dtype)
+                tensors |= _stored(name.removesuffix(".weight"), stored)
             else:
                 tensors[name] = weight.contiguous()
         save_file(tensors, target / file, metadata={"format": "pt"})
