@@ -33,6 +33,19 @@ FAMILIES: dict[str, tuple[Family, dict[str, Any]]] = {
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
     "moe-mixed-layers": ("qwen3_moe", {"mlp_only_layers": [1]}),
 }
+# What these have of their own, in layouts that each treat it in their own way: biases, which GPTQ files of other
+# families have as zeros; projections that the file has stacked; other names of experts and of their router.
+MORE_FAMILIES: dict[str, tuple[Family, dict[str, Any]]] = {
+    "qwen2-biases": ("qwen2", {}),
+    "phi3-stacked": ("phi3", {}),
+    "mixtral": ("mixtral", {}),
+}
+CASES = [
+    *((method, family) for method in METHODS for family in FAMILIES),
+    *((method, "qwen2-biases") for method in ("gptq", "gptq_order", "awq")),
+    *((method, "phi3-stacked") for method in ("gptq_order", "w4a16", "fp8_blocks")),
+    *((method, "mixtral") for method in ("gptq_order", "w4a16")),
+]
 
 
 def prompts() -> list[list[int]]:
@@ -58,10 +71,9 @@ def rounding(module: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.
     return ((x / scales).round() * scales,)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "family"), CASES)
 def test_logits_are_transformers_with_the_weights_dequantised(method: str, family: str, tmp_path: Path) -> None:
-    model_type, options = FAMILIES[family]
+    model_type, options = (FAMILIES | MORE_FAMILIES)[family]
     if method == "w4a16_head" and options.get("tie_word_embeddings"):
         pytest.skip("a tied head is the embedding, which no layout quantises")
     plain = make_checkpoint(tmp_path / "plain", model_type, **options)
@@ -121,21 +133,26 @@ def test_values_that_mean_nothing_are_refused_by_name(
         load_engine(quantised)
 
 
+def add_zero_biases(tensors: dict[str, torch.Tensor]) -> None:
+    """As AutoGPTQ writes them, for every layer that has none: hugging-quants/Meta-Llama-3.1-8B-Instruct-GPTQ-INT4."""
+    for name, scales in list(tensors.items()):
+        if name.endswith(".scales"):
+            tensors.setdefault(name.replace(".scales", ".bias"), torch.zeros(scales.shape[1], dtype=torch.float16))
+
+
+def test_biases_of_zeros_beside_true_ones_change_nothing(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "qwen2")
+    quantised, _ = quantise_checkpoint(plain, tmp_path, METHODS["gptq"])
+    expected = last_logits(load_engine(quantised).model_interface, prompts()[1])
+    with_tensors(quantised, add_zero_biases)
+    assert torch.equal(last_logits(load_engine(quantised).model_interface, prompts()[1]), expected)
+
+
 def test_a_bias_of_zeros_is_none_and_any_other_is_refused(tmp_path: Path) -> None:
-    """AutoGPTQ writes one for every layer: hugging-quants/Meta-Llama-3.1-8B-Instruct-GPTQ-INT4."""
     plain = make_checkpoint(tmp_path / "plain", "llama")
     quantised, _ = quantise_checkpoint(plain, tmp_path, METHODS["gptq"])
     expected = last_logits(load_engine(quantised).model_interface, prompts()[1])
-    with_tensors(
-        quantised,
-        lambda tensors: tensors.update(
-            {
-                name.replace(".scales", ".bias"): torch.zeros(scales.shape[1], dtype=torch.float16)
-                for name, scales in list(tensors.items())
-                if name.endswith(".scales")
-            }
-        ),
-    )
+    with_tensors(quantised, add_zero_biases)
     assert torch.equal(last_logits(load_engine(quantised).model_interface, prompts()[1]), expected)
 
     name = "model.layers.1.mlp.up_proj.bias"

@@ -21,6 +21,10 @@ Array = np.ndarray[Any, Any]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of 8 neighbouring outputs each nibble of a word holds, lowest first
 
 
+def _is_linear(module: str) -> bool:
+    return module.endswith(("_proj", ".w1", ".w2", ".w3"))
+
+
 @dataclass(frozen=True)
 class Method:
     """One way of quantising: what to write, and what config.json says of it."""
@@ -35,7 +39,7 @@ class Method:
     block_rows: int = 1  # 0: the whole tensor
     scale_name: str = "weight_scale"
     input_scale: bool = False
-    is_quantised: Callable[[str], bool] = lambda module: module.endswith("_proj")
+    is_quantised: Callable[[str], bool] = _is_linear
 
 
 def _compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, kind: str, ignore: list[str]) -> dict[str, Any]:
@@ -50,7 +54,7 @@ def _compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, kind: st
     }
 
 
-_IGNORE = ["lm_head", "re:.*mlp\\.gate$", "model.layers.0.self_attn.o_proj"]
+_IGNORE = ["lm_head", "re:.*(mlp|block_sparse_moe)\\.gate$", "model.layers.0.self_attn.o_proj"]
 _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
 _INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
 _FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
@@ -58,7 +62,7 @@ _TOKEN = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True
 
 
 def _is_compressed(module: str) -> bool:
-    return module.endswith("_proj") and module != "model.layers.0.self_attn.o_proj"
+    return _is_linear(module) and module != "model.layers.0.self_attn.o_proj"
 
 
 METHODS = {
@@ -250,7 +254,7 @@ def quantise_checkpoint(plain: Path, directory: Path, method: Method, *, num_fil
         module = name.removesuffix(".weight")
         if method.is_quantised(module):
             # One order for what is multiplied together, as calibration on one input leaves it.
-            seed = sum(map(ord, module.rpartition(".")[0])) + (module.endswith(("down_proj", "o_proj")))
+            seed = sum(map(ord, module.rpartition(".")[0])) + (module.endswith(("down_proj", "o_proj", ".w2")))
             rounded = round_matrix(tensors[name].float().numpy(), method, seed)
             del quantised[name]
             quantised |= stored_tensors(module, rounded, method)
