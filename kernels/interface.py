@@ -15,7 +15,14 @@ from typing import Protocol
 
 import torch
 
-from kernels.operands import AttentionRows, ExpertLayout, PackedWeight, RoutedExperts
+from kernels.operands import (
+    AttentionRows,
+    ExpertLayout,
+    ExpertOutputs,
+    PackedWeight,
+    ProjectedHeads,
+    RoutedExperts,
+)
 from kernels.quantised import QuantisedWeight
 
 Tensor = torch.Tensor
@@ -86,6 +93,13 @@ class Operations(Protocol):
         Cache entries past a row's length, whatever they hold (NaN included), have no influence.
         """
 
+    def store_and_decode(self, heads: ProjectedHeads, rows: AttentionRows, scale: float) -> Tensor:
+        """`qk_norm_rope_store_kv` of one token a row, then `paged_decode_attention` of its queries.
+
+        The token of each row is its last: it lies at position seq_lens[i] - 1, in the slot of that position or, where
+        its slot is < 0, nowhere (what such a row gets has no meaning).
+        """
+
     def paged_prefill_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float
     ) -> Tensor:
@@ -128,6 +142,12 @@ class Operations(Protocol):
         """Weighted sum of each token's expert outputs, accumulated in float32.
 
         rows [T * top_k, H] in the layout's order, weights [T, top_k] float32 -> [T, H] model dtype.
+        """
+
+    def add_experts_rms_norm(self, outputs: ExpertOutputs, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`fused_add_rms_norm` of `combine_experts`: an expert layer's end and the next one's beginning.
+
+        residual [T, H], written in place; weight [H] -> [T, H].
         """
 
     def argmax(self, logits: Tensor) -> Tensor:

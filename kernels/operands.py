@@ -140,6 +140,20 @@ class AttentionRows:
         return {}
 
 
+class ProjectedHeads(NamedTuple):
+    """The heads of a step's tokens as projected, and where they go: the arguments of
+    `Operations.qk_norm_rope_store_kv`, which says what each is.
+    """
+
+    qkv: torch.Tensor
+    qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None
+    cos_sin: torch.Tensor
+    positions: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
 class RoutedExperts(NamedTuple):
     """The experts of each token and their weights."""
 
@@ -178,6 +192,14 @@ class ExpertLayout:
     def run_lens(self) -> list[int]:
         """Number of rows of each run."""
         return [run.num_rows for run in self.runs]
+
+
+class ExpertOutputs(NamedTuple):
+    """What a layer's experts answered, not added up yet: the arguments of `Operations.combine_experts`."""
+
+    rows: torch.Tensor  # [num_tokens * top_k, H], model dtype, in the layout's order
+    layout: ExpertLayout
+    weights: torch.Tensor  # [num_tokens, top_k], float32
 
 
 def in_huge_pages(num_bytes: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ from engine.staging import ArrayStaging
 from engine.text.tokenizer import Tokenizer
 from kernels import cpu
 from kernels.interface import Operations
-from kernels.operands import ExpertLayout, PackedWeight
+from kernels.operands import ExpertLayout, ExpertOutputs, PackedWeight
 from kernels.quantised import LARGEST_INT4, NIBBLE_ZERO, QuantisedWeight, WeightScheme, pack_nibbles, quantise
 
 Tensor = torch.Tensor
@@ -197,7 +197,8 @@ def _batch(prompts: Sequence[Sequence[int]]) -> ForwardBatch:
 def _through(
     layer: DecoderLayer, config: ModelConfig, batch: ForwardBatch, x: Tensor, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What a layer makes of a pass, with a KV cache of its own."""
+    """What a layer makes of a pass, with a KV cache of its own; experts are added up, to keep one row a token."""
     spec = KVCacheSpec(1, BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.float32)
     kv_cache = KVCacheTensors.allocate(spec, int(batch.slot_mapping.max()) // BLOCK_SIZE + 1, torch.device("cpu"))
-    return layer.forward(x, residual, batch, kv_cache.keys[0], kv_cache.values[0])
+    added, residual = layer.forward(x, residual, batch, kv_cache.keys[0], kv_cache.values[0])
+    return cpu.combine_experts(*added) if isinstance(added, ExpertOutputs) else added, residual

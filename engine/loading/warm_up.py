@@ -167,10 +167,14 @@ def compiling_steps(
     """A step for each kind that has kernels of its own. launch_class: which ones a step's number of tokens asks for.
 
     Decode rows have their keys in one piece (a row of two tokens is never split) or in parts (one row of full length
-    is, if any is); rows in groups have kernels for 16, 64 and 128 pairs of a query and a head, so groups double.
+    is, if any is), and either alone or beside a chunk, where another kernel stores their keys; rows in groups have
+    kernels for 16, 64 and 128 pairs of a query and a head, so groups double.
     """
     max_seqs = settings.max_num_seqs
-    steps = [WarmUpStep(((1, min(2, max_model_len)),)), WarmUpStep(((1, max_model_len),))]
+    decode = [(1, min(2, max_model_len)), (1, max_model_len)]
+    steps = [WarmUpStep((row,)) for row in decode]
+    if min(max_seqs, max_model_len) >= 2 and settings.max_num_batched_tokens >= 3:
+        steps += [WarmUpStep((row, (2, max_model_len))) for row in decode]
     for num_tokens in first_of_each(launch_class, settings.max_num_batched_tokens):
         steps.append(WarmUpStep(tuple(_chunks(num_tokens, max_seqs, max_model_len))))
     if settings.shared_prefix.enabled:

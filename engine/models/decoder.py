@@ -16,7 +16,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.errors import CapabilityError
 from engine.kv_cache.tensors import KVCacheTensors
 from kernels.interface import Operations
-from kernels.operands import AttentionRows, PackedWeight
+from kernels.operands import AttentionRows, ExpertOutputs, PackedWeight, ProjectedHeads
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +87,12 @@ class AttentionLayer:
         qkv = ops.linear(x, self.qkv_proj)
         if self.qkv_bias is not None:
             qkv += self.qkv_bias
-        q = ops.qk_norm_rope_store_kv(
-            qkv, self.qk_norm, self.cos_sin, batch.positions, k_cache, v_cache, batch.slot_mapping
-        )
+        heads = ProjectedHeads(qkv, self.qk_norm, self.cos_sin, batch.positions, k_cache, v_cache, batch.slot_mapping)
         scale = self.scale
+        if batch.decode is not None and batch.prefill is None and last is None:
+            attended = ops.store_and_decode(heads, batch.decode, scale)
+            return ops.linear(attended.reshape(attended.shape[0], -1), self.o_proj)
+        q = ops.qk_norm_rope_store_kv(*heads)
         split = batch.num_decode_tokens
         parts: list[torch.Tensor] = []
         if last is not None:
@@ -130,8 +132,8 @@ class MoeMLP:
     renormalise: bool
     bucketed_min_tokens: int | None  # from so many tokens on, sort by expert and run one GEMM each; None: never
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, H] -> [T, H]."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor | ExpertOutputs:
+        """x [T, H] -> [T, H], or what is added up to that."""
         ops = self.ops
         router_logits = ops.linear(x, self.router)
         if self.bucketed_min_tokens is None or x.shape[0] < self.bucketed_min_tokens:
@@ -140,7 +142,7 @@ class MoeMLP:
         weights, layout = ops.route_and_sort(router_logits, self.top_k, renormalise=self.renormalise)
         hidden = ops.grouped_gemm(x, self.gate_up_proj, layout, gather=True, gated=True)
         rows = ops.grouped_gemm(hidden, self.down_proj, layout, gather=False)
-        return ops.combine_experts(rows, layout, weights)
+        return ExpertOutputs(rows, layout, weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,22 +159,30 @@ class DecoderLayer:
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | ExpertOutputs,
         residual: torch.Tensor,
         batch: ForwardBatch,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         last: LastTokens | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | ExpertOutputs, torch.Tensor]:
         """x [T, H], the previous layer's output, is added to residual [T, H] in place; returns this layer's output and
-        the residual, both [R, H] where the last tokens alone are wanted.
+        the residual, both [R, H] where the last tokens alone are wanted. What experts answered is left to the next
+        layer's norm to add up, unless it is scaled.
         """
-        normed = self.ops.fused_add_rms_norm(x, residual, self.input_norm, self.eps)
+        if isinstance(x, ExpertOutputs):
+            normed = self.ops.add_experts_rms_norm(x, residual, self.input_norm, self.eps)
+        else:
+            normed = self.ops.fused_add_rms_norm(x, residual, self.input_norm, self.eps)
         attended = self.attention.forward(normed, batch, k_cache, v_cache, last)
         if last is not None:
             residual = residual.index_select(0, last.indices)
         normed = self.ops.fused_add_rms_norm(self._scaled(attended), residual, self.post_attention_norm, self.eps)
-        return self._scaled(self.mlp.forward(normed)), residual
+        added = self.mlp.forward(normed)
+        if self.residual_multiplier == 1:
+            return added, residual
+        # The next layer's norm adds experts up as they are, so they are added up here to be scaled.
+        return self._scaled(self.ops.combine_experts(*added) if isinstance(added, ExpertOutputs) else added), residual
 
     def _scaled(self, added: torch.Tensor) -> torch.Tensor:
         return added if self.residual_multiplier == 1 else added.mul_(self.residual_multiplier)
@@ -227,10 +237,11 @@ class DecoderModel:
         Logits are computed for the tokens of `batch.logits_indices` alone. Raises CapabilityError where any are
         wanted and the model has no head.
         """
-        x = torch.nn.functional.embedding(batch.token_ids, self.embed_tokens)
+        embedded = torch.nn.functional.embedding(batch.token_ids, self.embed_tokens)
         if self.config.multipliers.embedding != 1:
-            x *= self.config.multipliers.embedding
-        residual = torch.zeros_like(x)
+            embedded *= self.config.multipliers.embedding
+        x: torch.Tensor | ExpertOutputs = embedded
+        residual = torch.zeros_like(embedded)
         if observer is not None:
             observer.after(-1)
         for index, layer in enumerate(self.layers):
@@ -238,7 +249,7 @@ class DecoderModel:
             x, residual = layer.forward(x, residual, batch, kv_cache.keys[index], kv_cache.values[index], last)
             if observer is not None:
                 observer.after(index)
-        residual += x
+        residual += self.ops.combine_experts(*x) if isinstance(x, ExpertOutputs) else x
         result = ForwardResult(self._logits(residual, batch), self._hidden(residual, batch))
         if observer is not None:
             observer.after(len(self.layers))

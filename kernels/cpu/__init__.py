@@ -8,7 +8,7 @@ work is cut into pieces of a few MiB.
 
 from __future__ import annotations
 
-from kernels.cpu.attention import paged_decode_attention, paged_prefill_attention
+from kernels.cpu.attention import paged_decode_attention, paged_prefill_attention, store_and_decode
 from kernels.cpu.dense import (
     fused_add_rms_norm,
     qk_norm_rope_store_kv,
@@ -16,6 +16,7 @@ from kernels.cpu.dense import (
     silu_and_mul,
 )
 from kernels.cpu.experts import (
+    add_experts_rms_norm,
     combine_experts,
     route_and_sort,
     route_topk,

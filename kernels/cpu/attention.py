@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from kernels.cpu.dense import qk_norm_rope_store_kv
 from kernels.cpu.indexed_attention import attend_by_index
 from kernels.cpu.kv_gather import KvGather, gather_plan
 from kernels.cpu.paged_reads import KvReader
 from kernels.cpu.partial_attention import AttentionState, RunningAttention, flash_attention
 from kernels.cpu.shared_prefix import add_shared_prefixes, attend_unmasked
-from kernels.operands import AttentionRows
+from kernels.operands import AttentionRows, ProjectedHeads
 
 
 def paged_decode_attention(
@@ -110,3 +111,9 @@ def _attend_chunk(
     part = attend_unmasked(q, reader, block_table, (tokens[0], before), scale)
     running.add(slice(None), part.output, part.lse)
     return running.state(q.dtype)
+
+
+def store_and_decode(heads: ProjectedHeads, rows: AttentionRows, scale: float) -> torch.Tensor:
+    """See `Operations.store_and_decode`."""
+    queries = qk_norm_rope_store_kv(*heads)
+    return paged_decode_attention(queries, heads.k_cache, heads.v_cache, rows, scale)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
 
-from kernels.cpu.dense import product, silu_and_mul
-from kernels.operands import ExpertLayout, PackedWeight, RoutedExperts
+from kernels.cpu.dense import fused_add_rms_norm, product, silu_and_mul
+from kernels.operands import ExpertLayout, ExpertOutputs, PackedWeight, RoutedExperts
 
 Tensor = torch.Tensor
 # x [T, K], a packed weight [E, N, K], an expert -> [T, N].
@@ -111,6 +111,11 @@ def combine_experts(rows: Tensor, layout: ExpertLayout, weights: Tensor) -> Tens
     places = torch.empty_like(layout.pair_ids)
     places.scatter_(0, layout.pair_ids, torch.arange(places.shape[0]))
     return _add_up(rows, places.view(weights.shape), weights)
+
+
+def add_experts_rms_norm(outputs: ExpertOutputs, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `Operations.add_experts_rms_norm`."""
+    return fused_add_rms_norm(combine_experts(*outputs), residual, weight, eps)
 
 
 def _add_up(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:

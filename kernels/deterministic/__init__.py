@@ -9,6 +9,7 @@ PyTorch.
 from __future__ import annotations
 
 from kernels.cpu import (
+    add_experts_rms_norm,
     apply_penalties,
     argmax,
     choose_tokens,
@@ -20,7 +21,7 @@ from kernels.cpu import (
     rms_norm,
     sort_tokens_by_expert,
 )
-from kernels.deterministic.attention import paged_decode_attention, paged_prefill_attention
+from kernels.deterministic.attention import paged_decode_attention, paged_prefill_attention, store_and_decode
 from kernels.deterministic.products import (
     grouped_gemm,
     linear,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.cpu.dense import qk_norm_rope_store_kv
 from kernels.deterministic.key_blocks import (
     KEY_BLOCK_TOKENS,
     KeyBlockPlan,
@@ -17,7 +18,7 @@ from kernels.deterministic.key_blocks import (
     from_tiles,
     queries_per_tile,
 )
-from kernels.operands import AttentionRows
+from kernels.operands import AttentionRows, ProjectedHeads
 
 # Keys are copied this many bytes at a time, as in kernels.cpu.paged_reads.
 SLAB_BYTES = 4 << 20
@@ -134,3 +135,9 @@ def _mask(first: int, tiles_shape: torch.Size, per_tile: int, group_size: int) -
     query = first + torch.arange(num_tiles)[:, None] * per_tile + row
     is_unseen = torch.arange(KEY_BLOCK_TOKENS) > query[..., None]
     return torch.zeros(is_unseen.shape).masked_fill_(is_unseen, -torch.inf)[:, None]
+
+
+def store_and_decode(heads: ProjectedHeads, rows: AttentionRows, scale: float) -> torch.Tensor:
+    """See `Operations.store_and_decode`."""
+    queries = qk_norm_rope_store_kv(*heads)
+    return paged_decode_attention(queries, heads.k_cache, heads.v_cache, rows, scale)

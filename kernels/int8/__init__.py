@@ -8,6 +8,7 @@ its batch mates.
 from __future__ import annotations
 
 from kernels.cpu import (
+    add_experts_rms_norm,
     apply_penalties,
     argmax,
     choose_tokens,
@@ -26,5 +27,6 @@ from kernels.cpu import (
     route_topk,
     silu_and_mul,
     sort_tokens_by_expert,
+    store_and_decode,
 )
 from kernels.cpu.quantised import round_and_pack as pack

@@ -26,7 +26,15 @@ from kernels.native.library import (
     round_up,
 )
 from kernels.native.quantised import NativeQuantised, is_multiplied, multiply, pack_quantised
-from kernels.operands import AttentionRows, ExpertLayout, PackedWeight, RoutedExperts, in_huge_pages
+from kernels.operands import (
+    AttentionRows,
+    ExpertLayout,
+    ExpertOutputs,
+    PackedWeight,
+    ProjectedHeads,
+    RoutedExperts,
+    in_huge_pages,
+)
 from kernels.quantised import QuantisedWeight
 
 Tensor = torch.Tensor
@@ -174,6 +182,15 @@ class NativeOperations:
         )
         self._kernels.route(byref(args))
         return RoutedExperts(weights, expert_ids)
+
+    def store_and_decode(self, heads: ProjectedHeads, rows: AttentionRows, scale: float) -> Tensor:
+        """See `Operations.store_and_decode`."""
+        queries = self.qk_norm_rope_store_kv(*heads)
+        return self.paged_decode_attention(queries, heads.k_cache, heads.v_cache, rows, scale)
+
+    def add_experts_rms_norm(self, outputs: ExpertOutputs, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `Operations.add_experts_rms_norm`."""
+        return self.fused_add_rms_norm(self.combine_experts(*outputs), residual, weight, eps)
 
     def combine_experts(self, rows: Tensor, layout: ExpertLayout, weights: Tensor) -> Tensor:
         """See `Operations.combine_experts`. A token's choices are added in their order, whatever the layout.

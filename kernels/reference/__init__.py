@@ -9,6 +9,7 @@ types of the interface and the constants of `kernels.gumbel_noise`.
 from __future__ import annotations
 
 from kernels.reference.layers import (
+    add_experts_rms_norm,
     combine_experts,
     fused_add_rms_norm,
     grouped_gemm,
@@ -23,5 +24,6 @@ from kernels.reference.layers import (
     route_topk,
     silu_and_mul,
     sort_tokens_by_expert,
+    store_and_decode,
 )
 from kernels.reference.sampling import apply_penalties, argmax, choose_tokens, gumbel_argmax, mask_top_k_top_p_min_p

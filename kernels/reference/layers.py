@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from kernels.operands import AttentionRows, ExpertLayout, PackedWeight, RoutedExperts
+from kernels.operands import AttentionRows, ExpertLayout, ExpertOutputs, PackedWeight, ProjectedHeads, RoutedExperts
 from kernels.quantised import PackedQuantised, QuantisedWeight
 from kernels.reference.quantised import quantised_product
 
@@ -197,7 +197,20 @@ def combine_experts(rows: torch.Tensor, layout: ExpertLayout, weights: torch.Ten
     return out.to(rows.dtype)
 
 
+def add_experts_rms_norm(
+    outputs: ExpertOutputs, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """See `Operations.add_experts_rms_norm`."""
+    return fused_add_rms_norm(combine_experts(*outputs), residual, weight, eps)
+
+
 def route_and_sort(router_logits: torch.Tensor, top_k: int, *, renormalise: bool) -> tuple[torch.Tensor, ExpertLayout]:
     """See `Operations.route_and_sort`."""
     routed = route_topk(router_logits, top_k, renormalise=renormalise)
     return routed.weights, sort_tokens_by_expert(routed.expert_ids, router_logits.shape[1])
+
+
+def store_and_decode(heads: ProjectedHeads, rows: AttentionRows, scale: float) -> torch.Tensor:
+    """See `Operations.store_and_decode`."""
+    queries = qk_norm_rope_store_kv(*heads)
+    return paged_decode_attention(queries, heads.k_cache, heads.v_cache, rows, scale)

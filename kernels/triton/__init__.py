@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from kernels.triton.decode_attention import paged_decode_attention
+from kernels.triton.combine_experts import add_experts_rms_norm, combine_experts
+from kernels.triton.decode_attention import paged_decode_attention, store_and_decode
 from kernels.triton.dense import fused_add_rms_norm, linear, pack, rms_norm, silu_and_mul
-from kernels.triton.experts import combine_experts, route_and_sort, route_topk, sort_tokens_by_expert
+from kernels.triton.experts import route_and_sort, route_topk, sort_tokens_by_expert
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.gumbel import choose_tokens, gumbel_argmax
 from kernels.triton.moe_small_batch import moe_small_batch

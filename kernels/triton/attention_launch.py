@@ -74,9 +74,10 @@ def decode_launch(element_bytes: int) -> AttentionLaunch:
 
     16 packed heads, the smallest M, since decode waits for memory and not for products. The keys and values of two
     tiles are in flight while a third is added, so that memory is busy with one while the other is waited for. Tiles of
-    32 keys take 38 KiB and at 128 dims up to 114 registers on sm_90 and 96 on sm_80: four and five programs share a
-    multiprocessor. Two tiles of 64 keys take 158 registers and 73 KiB: three programs. One of 64 keys, as many bytes in
-    one piece, takes 38 KiB in two stages. The block table, read ahead of the keys, takes two of the stages.
+    32 keys take 38 KiB and at 128 dims up to 114 registers on sm_90 and 96 on sm_80 (128 with heads as projected):
+    four and five programs share a multiprocessor. Two tiles of 64 keys take 158 registers and 73 KiB: three programs.
+    One of 64 keys, as many bytes in one piece, takes 38 KiB in two stages. The block table, read ahead of the keys,
+    takes two of the stages.
     """
     if element_bytes == 4:  # exact products without tensor cores: larger ones spill
         return AttentionLaunch(block_m=16, tile=16, num_warps=8, num_stages=1)

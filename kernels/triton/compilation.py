@@ -29,8 +29,9 @@ from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.jit import JITFunction, get_cache_invalidating_env_vars
 
 from kernels.interface import CompiledAhead, StepShape
+from kernels.triton.combine_experts import combine_launch
 from kernels.triton.dense import gate_launch, norm_launch
-from kernels.triton.experts import MAX_PAIRS_OF_ONE_PROGRAM, combine_launch, expert_count_launch, sort_launch
+from kernels.triton.experts import MAX_PAIRS_OF_ONE_PROGRAM, expert_count_launch, sort_launch
 from kernels.triton.grouped_gemm import grouped_gemm_launch
 from kernels.triton.launch import compute_capability
 

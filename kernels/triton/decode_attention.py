@@ -1,4 +1,7 @@
-"""Attention of one query a row over the paged cache, a row's keys split over programs ("flash decoding")."""
+"""Attention of one query a row over the paged cache, a row's keys split over programs ("flash decoding").
+
+In a step that only decodes, the same kernel norms and rotates the heads and writes the new keys and values.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.operands import AttentionRows
+from kernels.operands import AttentionRows, ProjectedHeads
 from kernels.triton.attention_launch import (
     COMBINE_NUM_WARPS,
     COMBINE_SPLITS_AT_ONCE,
@@ -17,9 +20,11 @@ from kernels.triton.attention_launch import (
 )
 from kernels.triton.launch import num_multiprocessors
 from kernels.triton.partial_attention import LOG2E, LOWEST_SCORE, attend_keys
+from kernels.triton.rope_kv_store import check_layout, qk_norm_rope_store_kv
 from kernels.triton.shared_prefix import attend_shared_prefixes, plan_decode
 
 MULTIPLE = tl.constexpr(SPLIT_MULTIPLE)
+MAX_PROJECTED_HEAD_BYTES = 256  # of a larger head the query, its partner and the new key spill on sm_80
 
 
 def paged_decode_attention(
@@ -34,6 +39,34 @@ def paged_decode_attention(
 
     Raises ValueError if there are not as many queries as rows, or if the caches differ in layout.
     """
+    return _decode(q if q.stride(2) == 1 else q.contiguous(), k_cache, v_cache, rows, scale, None)
+
+
+def store_and_decode(heads: ProjectedHeads, rows: AttentionRows, scale: float) -> torch.Tensor:
+    """See `Operations.store_and_decode`. One launch: the program that sees a row's last key norms, rotates and writes
+    it, and takes it from its registers; each program rotates the queries that it takes.
+
+    Two where rows share prefixes, whose kernel needs the queries before, and with heads above 128 dims, in float32
+    above 64, where one would spill on sm_80. Raises ValueError as the operations that it stands for do.
+    """
+    num_kv_heads, head_dim = heads.k_cache.shape[2:]
+    if rows.prefix_groups or head_dim * heads.qkv.element_size() > MAX_PROJECTED_HEAD_BYTES:
+        queries = qk_norm_rope_store_kv(*heads)
+        return paged_decode_attention(queries, heads.k_cache, heads.v_cache, rows, scale)
+    check_layout(qkv=heads.qkv, cos_sin=heads.cos_sin)
+    every = heads.qkv.view(heads.qkv.shape[0], heads.qkv.shape[1] // head_dim, head_dim)
+    return _decode(every[:, : -2 * num_kv_heads], heads.k_cache, heads.v_cache, rows, scale, heads)
+
+
+def _decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: AttentionRows,
+    scale: float,
+    heads: ProjectedHeads | None,
+) -> torch.Tensor:
+    """heads: where q comes from, as projected; the row's last key and value are to be taken from there and written."""
     num_rows, num_heads, head_dim = q.shape
     if num_rows != rows.num_rows:
         raise ValueError(f"q has {num_rows} queries for {rows.num_rows} rows; a decode row has exactly one")
@@ -43,7 +76,6 @@ def paged_decode_attention(
     if num_rows == 0:
         return output
     launch = decode_launch(q.element_size())
-    q = q if q.stride(2) == 1 else q.contiguous()
     num_kv_heads = k_cache.shape[2]
     head_blocks = num_kv_heads * triton.cdiv(num_heads // num_kv_heads, launch.block_m)
     plan = plan_decode(q, num_kv_heads, rows)
@@ -61,11 +93,14 @@ def paged_decode_attention(
         attend_shared_prefixes(parts, lse, q, k_cache, v_cache, rows.block_tables, plan, scale)
     _decode_kernel[num_rows, head_blocks, splits.num_splits](
         *(output, parts, lse, q, k_cache, v_cache, rows.block_tables, rows.seq_lens, own_starts),
+        *_projection(heads),
         *(scale * LOG2E, splits.min_split_tokens, shared_split_tokens, num_heads, num_parts),
         *(*q.stride()[:2], *k_cache.stride()[:3], rows.block_tables.stride(0)),
         **launch.options(q.shape, k_cache.shape),
         IS_PART=num_parts > 1,
         HAS_PREFIX=plan is not None,
+        IS_PROJECTED=heads is not None,
+        HAS_NORM=heads is not None and heads.qk_norm is not None,
     )
     if num_parts > 1:
         _combine_kernel[num_rows, num_heads](
@@ -80,6 +115,66 @@ def paged_decode_attention(
     return output
 
 
+def _projection(heads: ProjectedHeads | None) -> tuple[torch.Tensor | float | None, ...]:
+    """The arguments of `_decode_kernel` from query_weight_ptr to stride_cos_sin_position."""
+    if heads is None:
+        return (None, None, None, None, None, 0.0, 0)
+    *weights, eps = (None, None, 0.0) if heads.qk_norm is None else heads.qk_norm
+    return (*weights, heads.cos_sin, heads.positions, heads.slot_mapping, eps, heads.cos_sin.stride(0))
+
+
+@triton.jit
+def _load_rotated(
+    ptrs,  # [M, BLOCK_D]: the elements of some heads of one token
+    mask,  # likewise
+    dims,  # [BLOCK_D]
+    norm_weight_ptr,  # [HEAD_DIM], model dtype; None unless HAS_NORM
+    rotation_ptr,  # [HEAD_DIM], float32: the token's cosines, then its sines
+    eps,
+    HAS_NORM: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """The heads, normed and rotated: float32 inside, rounded where `qk_norm_rope_store_kv` rounds. An element's partner
+    in the rotation is loaded a second time, so that none moves between threads.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    is_dim, is_first = dims < HEAD_DIM, dims < HALF
+    partners = tl.where(is_first, dims + HALF, dims - HALF)
+    loaded = tl.load(ptrs, mask=mask, other=0.0)
+    dtype = loaded.dtype
+    own = loaded.to(tl.float32)
+    partner = tl.load(ptrs + (partners - dims)[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        inverse_rms = tl.rsqrt(tl.sum(own * own, axis=1, keep_dims=True) / HEAD_DIM + eps)
+        own_weight = tl.load(norm_weight_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
+        partner_weight = tl.load(norm_weight_ptr + partners, mask=is_dim, other=0.0).to(tl.float32)
+        own = ((own * inverse_rms).to(dtype).to(tl.float32) * own_weight[None, :]).to(dtype).to(tl.float32)
+        partner = ((partner * inverse_rms).to(dtype).to(tl.float32) * partner_weight[None, :]).to(dtype).to(tl.float32)
+    angles = tl.where(is_first, dims, partners)
+    cos = tl.load(rotation_ptr + angles, mask=is_dim, other=0.0)[None, :]
+    sin = tl.load(rotation_ptr + HALF + angles, mask=is_dim, other=0.0)[None, :]
+    return tl.where(is_first[None, :], own * cos - partner * sin, own * cos + partner * sin).to(dtype)
+
+
+@triton.jit
+def _add_key(q, k, v, is_seen, top, mass, acc, scale_log2e):
+    """`attend_keys` after one more key, k and v [1, BLOCK_D], if it is seen."""
+    scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale_log2e
+    scores = tl.where(is_seen, scores, -float("inf"))
+    new_top = tl.maximum(top, scores)
+    share = tl.exp2(scores - new_top)
+    decay = tl.exp2(top - new_top)
+    acc = acc * decay[:, None] + share.to(v.dtype).to(tl.float32)[:, None] * v.to(tl.float32)
+    return new_top, mass * decay + share, acc
+
+
+@triton.jit
+def _store_slot(head_ptrs, values, slot, mask, stride_cache_block, stride_cache_slot, BLOCK_SIZE: tl.constexpr):
+    """One head's values [1, BLOCK_D] to its place in a slot of the cache, if that is >= 0."""
+    offset = slot // BLOCK_SIZE * stride_cache_block + slot % BLOCK_SIZE * stride_cache_slot
+    tl.store(head_ptrs + offset, values, mask=mask & (slot >= 0))
+
+
 @triton.jit
 def _store_rows(ptr, places, dims, values, mask, HEAD_DIM: tl.constexpr):
     """values [BLOCK_M, BLOCK_D] float32 to rows `places` of [.., HEAD_DIM] at ptr, in its dtype."""
@@ -92,22 +187,43 @@ def _split_tokens(num_tokens, num_splits, min_split_tokens):
     return tl.maximum(tl.cdiv(tl.cdiv(num_tokens, num_splits), MULTIPLE) * MULTIPLE, min_split_tokens)
 
 
+@triton.jit
+def _split(own_starts_ptr, row, num_tokens, min_split_tokens, shared_split_tokens, HAS_PREFIX: tl.constexpr):
+    """First key of this program's split and the one past its last, and which of the row's parts it is."""
+    own_start, part = 0, tl.program_id(2)
+    if HAS_PREFIX:
+        own_start = tl.load(own_starts_ptr + row)
+        part += tl.cdiv(own_start, shared_split_tokens)
+    split_tokens = _split_tokens(num_tokens - own_start, tl.num_programs(2), min_split_tokens)
+    start = own_start + tl.program_id(2) * split_tokens
+    return start, tl.minimum(start + split_tokens, num_tokens), part
+
+
 # Counts, and where a side tensor starts, vary from step to step: specialised on whether 16 divides them, a kernel would
 # be compiled anew in the middle of a job. Queries and caches, copied 16 bytes at a time, are specialised on.
 @triton.jit(
     do_not_specialize=["min_split_tokens", "shared_split_tokens", "num_parts", "stride_block_tables_row"],
-    do_not_specialize_on_alignment=["block_tables_ptr", "seq_lens_ptr", "own_starts_ptr"],
+    do_not_specialize_on_alignment=[
+        *("block_tables_ptr", "seq_lens_ptr", "own_starts_ptr", "positions_ptr", "slot_mapping_ptr")
+    ],
 )
 def _decode_kernel(
     output_ptr,  # [num_rows, num_heads, HEAD_DIM], model dtype: of rows in one part
     part_ptr,  # [num_rows, num_heads, num_parts, HEAD_DIM], float32: of rows in several; not touched unless IS_PART
     lse_ptr,  # [num_rows, num_heads, num_parts], float32, base 2
-    q_ptr,  # [num_rows, num_heads, HEAD_DIM], model dtype
-    k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], model dtype
+    q_ptr,  # [num_rows, num_heads, HEAD_DIM], model dtype; if IS_PROJECTED a row's keys and values follow
+    k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], model dtype; written if IS_PROJECTED
     v_cache_ptr,  # as k_cache
     block_tables_ptr,  # [num_rows, max_blocks], int32
     seq_lens_ptr,  # [num_rows], int32
     own_starts_ptr,  # [num_rows], int32: keys before are not a row's own; None unless HAS_PREFIX
+    query_weight_ptr,  # [HEAD_DIM], model dtype; this and the next None unless HAS_NORM
+    key_weight_ptr,  # likewise
+    cos_sin_ptr,  # [max_positions, HEAD_DIM], float32; this and the next two None unless IS_PROJECTED
+    positions_ptr,  # [num_rows], int64
+    slot_mapping_ptr,  # [num_rows], int64
+    eps,
+    stride_cos_sin_position,
     scale_log2e,
     min_split_tokens,
     shared_split_tokens,
@@ -127,6 +243,8 @@ def _decode_kernel(
     TILE: tl.constexpr,
     IS_PART: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
+    IS_PROJECTED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
 ):
     """Attention of the query heads of one KV head over one split of a row's own keys.
 
@@ -137,29 +255,27 @@ def _decode_kernel(
     Grid: (num_rows, num_kv_heads * cdiv(GROUP_SIZE, BLOCK_M), num_splits).
     """
     HEAD_BLOCKS: tl.constexpr = (GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
-    row = tl.program_id(0)
-    kv_head = tl.program_id(1) // HEAD_BLOCKS
-    start, end = 0, tl.load(seq_lens_ptr + row)
-    part = tl.program_id(2)
-    is_whole = part == 0
+    row, kv_head = tl.program_id(0), tl.program_id(1) // HEAD_BLOCKS
+    num_tokens, part = tl.load(seq_lens_ptr + row), tl.program_id(2)
+    start, end, is_whole = 0, num_tokens, part == 0
     if IS_PART:
-        own_start = 0
-        if HAS_PREFIX:
-            own_start = tl.load(own_starts_ptr + row)
-            part += tl.cdiv(own_start, shared_split_tokens)
-        split_tokens = _split_tokens(end - own_start, tl.num_programs(2), min_split_tokens)
-        start = own_start + tl.program_id(2) * split_tokens
-        if (start >= end) & (tl.program_id(2) > 0):
+        start, end, part = _split(own_starts_ptr, row, num_tokens, min_split_tokens, shared_split_tokens, HAS_PREFIX)
+        if (start >= num_tokens) & (tl.program_id(2) > 0):
             return
-        is_whole = (part == 0) & (start + split_tokens >= end)
-        end = tl.minimum(start + split_tokens, end)
+        is_whole = (part == 0) & (end == num_tokens)
     group = tl.program_id(1) % HEAD_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
     heads, is_head = kv_head * GROUP_SIZE + group, group < GROUP_SIZE
     dims, tile = tl.arange(0, BLOCK_D), tl.arange(0, TILE)
-    is_dim = dims < HEAD_DIM
-    row64 = row.to(tl.int64)
-    q_offsets = row64 * stride_q_row + heads[:, None] * stride_q_head + dims[None, :]
-    q = tl.load(q_ptr + q_offsets, mask=is_head[:, None] & is_dim[None, :], other=0.0)
+    is_dim, row64 = dims < HEAD_DIM, row.to(tl.int64)
+    is_element = is_head[:, None] & is_dim[None, :]
+    q_ptrs = q_ptr + row64 * stride_q_row + heads[:, None] * stride_q_head + dims[None, :]
+    if IS_PROJECTED:
+        rotation_ptr = cos_sin_ptr + tl.load(positions_ptr + row) * stride_cos_sin_position
+        q = _load_rotated(q_ptrs, is_element, dims, query_weight_ptr, rotation_ptr, eps, HAS_NORM, HEAD_DIM)
+        is_last = (end == num_tokens) & (end > start)
+        end -= is_last.to(tl.int32)  # the last key is not in the cache yet
+    else:
+        q = tl.load(q_ptrs, mask=is_element, other=0.0)
     head_offset = kv_head.to(tl.int64) * stride_cache_head
     k_head_ptr, v_head_ptr = k_cache_ptr + head_offset, v_cache_ptr + head_offset
     block_table_ptr = block_tables_ptr + row64 * stride_block_tables_row
@@ -167,6 +283,15 @@ def _decode_kernel(
         *(q, k_head_ptr, v_head_ptr, block_table_ptr, tile, start, end, (end - start) // TILE, None),
         *(scale_log2e, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE),
     )
+    if IS_PROJECTED:
+        k_ptrs = q_ptr + row64 * stride_q_row + (num_heads + kv_head) * HEAD_DIM + dims[None, :]
+        is_new = is_last & is_dim[None, :]
+        k = _load_rotated(k_ptrs, is_new, dims, key_weight_ptr, rotation_ptr, eps, HAS_NORM, HEAD_DIM)
+        v = tl.load(k_ptrs + num_heads // GROUP_SIZE * HEAD_DIM, mask=is_new, other=0.0)
+        slot, is_new = tl.load(slot_mapping_ptr + row), is_new & (tl.program_id(1) % HEAD_BLOCKS == 0)
+        _store_slot(k_head_ptr + dims[None, :], k, slot, is_new, stride_cache_block, stride_cache_slot, BLOCK_SIZE)
+        _store_slot(v_head_ptr + dims[None, :], v, slot, is_new, stride_cache_block, stride_cache_slot, BLOCK_SIZE)
+        top, mass, acc = _add_key(q, k, v, is_last, top, mass, acc, scale_log2e)
     is_empty = mass == 0.0  # no key
     mass = tl.where(is_empty, 1.0, mass)
     # Before `places`, or the kernel takes up to 18 registers more. For an unsplit row nobody reads it, but without the
@@ -175,14 +300,10 @@ def _decode_kernel(
     places = row64 * num_heads + heads
     tl.store(lse_ptr + places * num_parts + part, lse, mask=is_head)
     acc = acc / mass[:, None]
-    is_element = is_head[:, None] & is_dim[None, :]
-    if IS_PART:
-        if is_whole:
-            _store_rows(output_ptr, places, dims, acc, is_element, HEAD_DIM)
-        else:
-            _store_rows(part_ptr, places * num_parts + part, dims, acc, is_element, HEAD_DIM)
-    else:
+    if is_whole:
         _store_rows(output_ptr, places, dims, acc, is_element, HEAD_DIM)
+    elif IS_PART:
+        _store_rows(part_ptr, places * num_parts + part, dims, acc, is_element, HEAD_DIM)
 
 
 @triton.jit(

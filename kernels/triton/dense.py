@@ -52,6 +52,22 @@ def linear(x: torch.Tensor, weight: PackedWeight, *, gated: bool = False) -> tor
     return silu_and_mul(out) if gated else out
 
 
+@triton.jit
+def normalised(
+    x,  # [rows, BLOCK_WIDTH], model dtype: whole rows, 0 past their end
+    weight_ptr,  # [HIDDEN_SIZE], model dtype
+    columns,  # [1, BLOCK_WIDTH]
+    eps,
+    HIDDEN_SIZE: tl.constexpr,
+):
+    """RMSNorm of each row, rounded before it is multiplied by the weight and after."""
+    wide = x.to(tl.float32)
+    mean_square = tl.sum(wide * wide, axis=1, keep_dims=True) / HIDDEN_SIZE
+    rounded = (wide * tl.rsqrt(mean_square + eps)).to(x.dtype).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=columns < HIDDEN_SIZE, other=0.0).to(tl.float32)
+    return (rounded * weight).to(x.dtype)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x_ptr,  # [num_rows, HIDDEN_SIZE], model dtype
@@ -83,11 +99,8 @@ def rms_norm_kernel(
         # Rounded before it is normalised: the next layer must find in the residual what this norm was taken of.
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
         tl.store(residual_ptrs, x, mask=mask)
-    wide = x.to(tl.float32)
-    mean_square = tl.sum(wide * wide, axis=1, keep_dims=True) / HIDDEN_SIZE
-    normalised = (wide * tl.rsqrt(mean_square + eps)).to(x.dtype).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=in_row, other=0.0).to(tl.float32)
-    tl.store(out_ptr + rows * HIDDEN_SIZE + columns, (normalised * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    out = normalised(x, weight_ptr, columns, eps, HIDDEN_SIZE)
+    tl.store(out_ptr + rows * HIDDEN_SIZE + columns, out, mask=mask)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Mixture of experts around the matrix products: routes tokens, sorts them by expert and sums up their results.
+"""Mixture of experts before the matrix products: routes tokens and sorts them by expert.
 
 None of the launch parameters is measured yet.
 """
@@ -363,56 +363,6 @@ def _num_routed(device: torch.device) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-@triton.jit
-def _combine_experts_kernel(
-    rows_ptr,  # [T * TOP_K, H], model dtype
-    places_ptr,  # [T * TOP_K], int32
-    weights_ptr,  # [T, TOP_K], float32
-    out_ptr,  # [T, H], model dtype
-    hidden_size,
-    stride_rows_row,
-    stride_rows_column,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """BLOCK elements of one token: its choices in their order, so that the sum is always the same.
-
-    Grid: (T, cdiv(H, BLOCK))
-    """
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_column = columns < hidden_size
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for choice in tl.static_range(TOP_K):  # unrolled: the reads of all choices are in flight together
-        place = tl.load(places_ptr + token * TOP_K + choice).to(tl.int64)
-        row_ptrs = rows_ptr + place * stride_rows_row + columns * stride_rows_column
-        row = tl.load(row_ptrs, mask=is_column, other=0.0).to(tl.float32)
-        total += tl.load(weights_ptr + token * TOP_K + choice) * row
-    tl.store(out_ptr + token * hidden_size + columns, total.to(out_ptr.dtype.element_ty), mask=is_column)
-
-
-def combine_experts(rows: torch.Tensor, layout: ExpertLayout, weights: torch.Tensor) -> torch.Tensor:
-    """See `Operations.combine_experts`."""
-    num_tokens, top_k = weights.shape
-    hidden_size = rows.shape[1]
-    out = torch.empty(num_tokens, hidden_size, dtype=rows.dtype, device=rows.device)
-    if num_tokens == 0:
-        return out
-    launch = combine_launch(num_tokens, hidden_size)
-    _combine_experts_kernel[(num_tokens, triton.cdiv(hidden_size, launch.columns))](
-        rows,
-        layout.places,
-        weights.contiguous(),
-        out,
-        hidden_size,
-        *rows.stride(),
-        TOP_K=top_k,
-        BLOCK=launch.columns,
-        num_warps=launch.num_warps,
-    )
-    return out
-
-
 def sort_launch(num_pairs: int) -> TileLaunch:
     """One program: columns = pairs, up to eight a thread; the 128 experts of a token are one a thread."""
     return TileLaunch(1, max(power_of_two_from(num_pairs), 16), 4)
@@ -425,12 +375,3 @@ def expert_count_launch() -> TileLaunch:
     tokens, 8 choices) over 128 experts are 128 KB, which every program sums.
     """
     return TileLaunch(32, 256, 8)
-
-
-def combine_launch(num_tokens: int, hidden_size: int) -> TileLaunch:
-    """columns = elements of a token that a program sums: 16 bytes of bfloat16 a thread and choice.
-
-    A few tokens are cut finer, so that 64 tokens of width 2048 make 512 programs and not 128.
-    """
-    num_warps = 1 if num_tokens <= 256 else 4
-    return TileLaunch(1, min(power_of_two_from(hidden_size), 256 * num_warps), num_warps)

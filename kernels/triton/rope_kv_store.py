@@ -126,7 +126,7 @@ def qk_norm_rope_store_kv(
 
     Raises ValueError where the elements of a head do not lie side by side.
     """
-    _check_layout(qkv=qkv, cos_sin=cos_sin, k_cache=k_cache, v_cache=v_cache)
+    check_layout(qkv=qkv, cos_sin=cos_sin, k_cache=k_cache, v_cache=v_cache)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     queries = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
@@ -159,7 +159,8 @@ def qk_norm_rope_store_kv(
     return queries
 
 
-def _check_layout(**tensors: torch.Tensor) -> None:
+def check_layout(**tensors: torch.Tensor) -> None:
+    """Raise ValueError where the elements of a head, or of a position's angles, do not lie side by side."""
     for name, tensor in tensors.items():
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}; accepted: 1 in the last dimension")

@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812  (the customary name)
 from torch.nn.attention.varlen import varlen_attn
 
 from kernels.interface import Operations
+from kernels.operands import ProjectedHeads
 from tests.benchmarks.kernel_inputs import (
     BLOCK_SIZE,
     EPS,
@@ -24,6 +25,7 @@ from tests.benchmarks.kernel_inputs import (
     Sizes,
     Workload,
     distinct,
+    last_slots,
     random,
     shuffled,
 )
@@ -52,6 +54,8 @@ def attention_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes)
         for shape, (kv_lens, goal) in decodes.items():
             prepare = _decode(ops, model, kv_lens)
             yield Case("paged_decode_attention", names, f"{shape}, {heads}", "bandwidth", prepare, goal)
+            stored = _store_and_decode(ops, model, kv_lens)
+            yield Case("store_and_decode", names, f"{shape}, {heads}", "bandwidth", stored)
         prefills = {
             f"1 x {context}": ((context,), (context,), PREFILL_GOAL_PERCENT),
             f"4 x {context // 4}": ((context // 4,) * 4, (context // 4,) * 4, None),
@@ -96,6 +100,33 @@ def _decode(ops: Operations, model: ModelShape, kv_lens: tuple[int, ...]) -> Pre
             "2 x 2 S Hkv D bytes of keys and values (S: sum of lengths) + 2 x 2 N Hq D of queries and results",
             lambda: ops.paged_decode_attention(inputs.q, inputs.k, inputs.v, inputs.rows, inputs.scale),
             libraries,
+        )
+
+    return prepare
+
+
+def _store_and_decode(ops: Operations, model: ModelShape, kv_lens: tuple[int, ...]) -> Prepare:
+    """Each row's last key and value are written over those that the cache has."""
+
+    def prepare(device: torch.device) -> Workload:
+        inputs = AttentionInputs(model, (1,) * len(kv_lens), kv_lens, device)
+        rows, (positions, slots) = inputs.rows, last_slots(inputs.rows, BLOCK_SIZE)
+        qkv, weights = random(len(kv_lens), model.qkv_width, device=device), random(2, model.head_dim, device=device)
+        norm = (weights[0], weights[1], EPS) if model.qk_norm else None
+        angles = random(max(kv_lens), model.head_dim // 2, device=device, dtype=torch.float32)
+        cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        heads = ProjectedHeads(qkv, norm, cos_sin, positions, inputs.k, inputs.v, slots)
+
+        def apart() -> torch.Tensor:
+            q = ops.qk_norm_rope_store_kv(*heads)
+            return ops.paged_decode_attention(q, inputs.k, inputs.v, rows, inputs.scale)
+
+        kv_bytes = 2 * 2 * sum(kv_lens) * model.num_kv_heads * model.head_dim
+        return Workload(
+            kv_bytes + 2 * (qkv.numel() + inputs.q.numel()) + len(kv_lens) * (4 * model.head_dim + 16),
+            "2 x 2 S Hkv D bytes of keys and values (S: sum of lengths) + N (2 (2 Hq + 2 Hkv) D + 4 D + 16)",
+            lambda: ops.store_and_decode(heads, rows, inputs.scale),
+            {"two launches": apart},
         )
 
     return prepare

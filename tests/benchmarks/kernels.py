@@ -29,12 +29,13 @@ from tests.benchmarks.kernel_inputs import (
     Bound,
     Case,
     ModelShape,
-    OperationCase,
     Sizes,
     beside,
 )
-from tests.benchmarks.layer_cases import cpu_product_cases, elementwise_cases, expert_cases, sampling_cases
+from tests.benchmarks.layer_cases import cpu_product_cases, elementwise_cases, expert_cases
 from tests.benchmarks.machine import CpuTimer, GpuTimer, Machine, measure_cpu, measure_machine
+from tests.benchmarks.operation_cases import OperationCase
+from tests.benchmarks.sampling_cases import sampling_cases
 
 # Median microseconds of a run, with an optional action before each run that is not timed.
 MedianUs = Callable[[Callable[[], object], Callable[[], None] | None], float]

@@ -1,17 +1,18 @@
-"""Benchmark cases of everything but attention: projections, norms, gated activation, mixture of experts, sampling.
+"""Benchmark cases of everything but attention and sampling: projections, norms, gated activation, mixture of experts.
 
 For experts each operation is a case, and so is the whole layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
 
 from kernels.interface import Operations
+from kernels.operands import ExpertOutputs
 from kernels.quantised import WeightScheme, quantise
 from tests.benchmarks.kernel_inputs import (
     EPS,
@@ -22,9 +23,9 @@ from tests.benchmarks.kernel_inputs import (
     Prepare,
     Sizes,
     Workload,
+    copy_back,
     distinct,
     random,
-    shuffled,
 )
 
 DECODE_GOAL_PERCENT = 75.0
@@ -42,9 +43,6 @@ CPU_GROUPED_BOUNDS: tuple[tuple[int, Bound, float | None], ...] = (
 )
 LAYER = "route_topk+sort_tokens_by_expert+grouped_gemm+silu_and_mul+grouped_gemm+combine_experts"
 LAYER_FORMULA = "bandwidth: 2 (E' 3 I H + 2 T H) bytes, E': experts with tokens; matmul: 2 T top_k 3 I H FLOP"
-
-TOP_K, TOP_P, MIN_P = 50, 0.9, 0.05
-LOGIT_SCALE = 3.0  # a nucleus of some thousand tokens
 
 
 def elementwise_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
@@ -134,7 +132,7 @@ def _add_norm(ops: Operations, num_tokens: int, hidden: int) -> Prepare:
             "2 (4 T H + H) bytes: x and residual read, residual and result written",
             lambda: ops.fused_add_rms_norm(x, residual, weight, EPS),
             {"torch add_, rms_norm": lambda: F.rms_norm(residual.add_(x), (hidden,), weight, EPS)},
-            restore=lambda: _copy(residual, original),
+            restore=lambda: copy_back(residual, original),
         )
 
     return prepare
@@ -152,10 +150,6 @@ def _silu(ops: Operations, num_rows: int, width: int) -> Prepare:
         return Workload(amount, "2 x 3 rows I bytes", lambda: ops.silu_and_mul(gate_up), {"torch silu, mul_": by_torch})
 
     return prepare
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source)
 
 
 def expert_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
@@ -180,6 +174,7 @@ def expert_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) ->
             yield Case("sort_tokens_by_expert", model.name, shape, "bandwidth", _sort(ops, model, tokens))
             yield Case("route_and_sort", model.name, shape, "bandwidth", _route_and_sort(ops, model, tokens))
             yield Case("combine_experts", model.name, shape, "bandwidth", _combine(ops, model, tokens), goal)
+            yield Case("add_experts_rms_norm", model.name, shape, "bandwidth", _add_experts(ops, model, tokens), goal)
 
 
 def _layer(ops: Operations, model: ModelShape, num_tokens: int, bound: Bound) -> Prepare:
@@ -296,146 +291,20 @@ def _combine(ops: Operations, model: ModelShape, num_tokens: int) -> Prepare:
     return prepare
 
 
-def sampling_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
-    """A decode step's rows over the vocabularies."""
-    rows = sizes.few_tokens
-    for names, model in distinct(models, lambda m: m.vocab_size):
-        vocab = model.vocab_size
-        shape = f"{rows} x {vocab}"
-        yield Case("argmax", names, shape, "bandwidth", _argmax(ops, rows, vocab))
-        yield Case("gumbel_argmax", names, shape, "bandwidth", _gumbel(ops, rows, vocab))
-        yield Case("choose_tokens", names, shape, "bandwidth", _choose(ops, rows, vocab))
-        num_tokens = min(sizes.penalised_tokens, vocab)
-        penalties = _penalties(ops, rows, vocab, num_tokens)
-        yield Case("apply_penalties", names, f"{shape}, {num_tokens} tokens a row", "bandwidth", penalties)
-        top_k = min(TOP_K, vocab)
-        for what, k, p, least, by_torch in (
-            (f"top-k {top_k}", top_k, 1.0, 0.0, _torch_top_k(top_k)),
-            (f"top-p {TOP_P}", vocab, TOP_P, 0.0, _torch_top_p),
-            (f"min-p {MIN_P}", vocab, 1.0, MIN_P, _torch_min_p),
-            ("off", vocab, 1.0, 0.0, None),
-        ):
-            prepare = _mask(ops, (rows, vocab), (k, p, least), by_torch)
-            yield Case("mask_top_k_top_p_min_p", names, f"{shape}, {what}", "bandwidth", prepare)
-
-
-def _logits(rows: int, vocab: int, device: torch.device) -> torch.Tensor:
-    return random(rows, vocab, device=device, dtype=torch.float32).mul_(LOGIT_SCALE)
-
-
-def _argmax(ops: Operations, rows: int, vocab: int) -> Prepare:
+def _add_experts(ops: Operations, model: ModelShape, num_tokens: int) -> Prepare:
     def prepare(device: torch.device) -> Workload:
-        logits = _logits(rows, vocab, device)
-        libraries = {"torch argmax": lambda: logits.argmax(dim=-1)}
-        return Workload(4 * rows * vocab, "4 N V bytes", lambda: ops.argmax(logits), libraries)
-
-    return prepare
-
-
-def _gumbel(ops: Operations, rows: int, vocab: int) -> Prepare:
-    def prepare(device: torch.device) -> Workload:
-        logits = _logits(rows, vocab, device)
-        seeds, positions = (shuffled(rows, device) for _ in range(2))
+        inputs = ExpertInputs(model, num_tokens, device)
+        rows, residual = (random(n, model.hidden_size, device=device) for n in (inputs.num_pairs, num_tokens))
+        weight = random(model.hidden_size, device=device)
+        original = residual.clone()
+        layout = ops.sort_tokens_by_expert(inputs.routed.expert_ids, inputs.num_experts)
+        outputs = ExpertOutputs(rows, layout, inputs.routed.weights)
         return Workload(
-            4 * rows * vocab,
-            "4 N V bytes (the noise of all tokens is arithmetic on top)",
-            lambda: ops.gumbel_argmax(logits, seeds, positions),
-            {"torch softmax, multinomial": lambda: logits.softmax(dim=-1).multinomial(1).squeeze(1)},
+            2 * (rows.numel() + 3 * inputs.x.numel() + weight.numel()) + 12 * inputs.num_pairs,
+            "2 (T top_k H + 3 T H + H) + 12 T top_k bytes: residual read and written, result written",
+            lambda: ops.add_experts_rms_norm(outputs, residual, weight, EPS),
+            {"two launches": lambda: ops.fused_add_rms_norm(ops.combine_experts(*outputs), residual, weight, EPS)},
+            restore=lambda: copy_back(residual, original),
         )
 
     return prepare
-
-
-def _choose(ops: Operations, rows: int, vocab: int) -> Prepare:
-    def prepare(device: torch.device) -> Workload:
-        logits = _logits(rows, vocab, device).bfloat16()
-        original = logits.clone()
-        is_known = torch.ones(vocab, dtype=torch.bool, device=device)
-        temperatures = torch.ones(rows, device=device)
-        seeds, positions = (shuffled(rows, device) for _ in range(2))
-        return Workload(
-            2 * 2 * rows * vocab,
-            "2 x 2 N V bytes: logits of 2 bytes, read for the best and for the draw",
-            lambda: ops.choose_tokens(logits, is_known, temperatures, seeds, positions)[0],
-            restore=lambda: _copy(logits, original),
-        )
-
-    return prepare
-
-
-def _penalties(ops: Operations, rows: int, vocab: int, num_tokens: int) -> Prepare:
-    def prepare(device: torch.device) -> Workload:
-        logits = _logits(rows, vocab, device)
-        original = logits.clone()
-        row_ids = torch.arange(rows, device=device).repeat_interleave(num_tokens)
-        token_ids = torch.cat([shuffled(vocab, device)[:num_tokens] for _ in range(rows)])
-        counts = (token_ids % 3).int()
-        repetition, presence, frequency = (torch.full((rows,), x, device=device) for x in (1.1, 0.2, 0.3))
-
-        def run() -> torch.Tensor:
-            ops.apply_penalties(logits, row_ids, token_ids, counts, repetition, presence, frequency)
-            return logits
-
-        def by_torch() -> torch.Tensor:
-            found, penalty = logits[row_ids, token_ids], repetition[row_ids]
-            found = torch.where(found < 0, found * penalty, found / penalty)
-            found -= frequency[row_ids] * counts + presence[row_ids] * (counts > 0)
-            logits[row_ids, token_ids] = found
-            return logits
-
-        return Workload(
-            row_ids.numel() * (8 + 8 + 4 + 2 * 32),
-            "M (20 + 2 x 32) bytes: of a logit that lies alone the memory moves a sector of 32 bytes",
-            run,
-            {"torch index, where, index_put": by_torch},
-            restore=lambda: _copy(logits, original),
-        )
-
-    return prepare
-
-
-def _mask(
-    ops: Operations,
-    shape: tuple[int, int],
-    limits: tuple[int, float, float],
-    by_torch: Callable[[torch.Tensor], torch.Tensor] | None,
-) -> Prepare:
-    def prepare(device: torch.device) -> Workload:
-        rows, vocab = shape
-        logits = _logits(rows, vocab, device)
-        original = logits.clone()
-        top_k = torch.full((rows,), limits[0], dtype=torch.int64, device=device)
-        top_p, min_p = (torch.full((rows,), limit, device=device) for limit in limits[1:])
-
-        def run() -> torch.Tensor:
-            ops.mask_top_k_top_p_min_p(logits, top_k, top_p, min_p)
-            return logits
-
-        return Workload(
-            2 * 4 * logits.numel(),
-            "2 x 4 N V bytes: one read, one write (off: nothing needs to move)",
-            run,
-            {} if by_torch is None else {"torch topk or sort": lambda: by_torch(logits)},
-            restore=lambda: _copy(logits, original),
-        )
-
-    return prepare
-
-
-def _torch_top_k(top_k: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    def run(logits: torch.Tensor) -> torch.Tensor:
-        return logits.masked_fill_(logits < logits.topk(top_k, dim=-1).values[:, -1:], -torch.inf)
-
-    return run
-
-
-def _torch_top_p(logits: torch.Tensor) -> torch.Tensor:
-    ordered, ids = logits.sort(dim=-1)
-    dropped = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - TOP_P
-    dropped[:, -1] = False
-    return logits.masked_fill_(torch.zeros_like(dropped).scatter_(1, ids, dropped), -torch.inf)
-
-
-def _torch_min_p(logits: torch.Tensor) -> torch.Tensor:
-    probabilities = logits.softmax(dim=-1)
-    return logits.masked_fill_(probabilities < MIN_P * probabilities.amax(dim=-1, keepdim=True), -torch.inf)

@@ -15,9 +15,10 @@ import kernels.triton
 from kernels.dispatch import blas_library_of, launch_class_of, operations
 from kernels.interface import StepShape
 from kernels.triton.attention_launch import AttentionLaunch, DecodeSplits, decode_launch, decode_splits
+from kernels.triton.combine_experts import combine_launch
 from kernels.triton.compilation import launch_class
 from kernels.triton.dense import MANY_ROWS, gate_launch, norm_launch
-from kernels.triton.experts import MAX_PAIRS_OF_ONE_PROGRAM, combine_launch, expert_count_launch, sort_launch
+from kernels.triton.experts import MAX_PAIRS_OF_ONE_PROGRAM, expert_count_launch, sort_launch
 from kernels.triton.grouped_gemm import (
     LEAST_SHARED_MEMORY_BYTES,
     SHARED_MEMORY_BYTES,

@@ -37,9 +37,9 @@ from kernels.triton.grouped_gemm import grouped_gemm_launch
 from tests.benchmarks.gpu import __main__ as benchmark
 from tests.benchmarks.gpu.report import as_json, line
 from tests.benchmarks.gpu.workload import Deadline
-from tests.benchmarks.kernel_inputs import operation_cases
 from tests.benchmarks.kernels import check_operation
 from tests.benchmarks.machine import GpuTimer, measure_machine
+from tests.benchmarks.operation_cases import operation_cases
 from tests.kernels.aot import table
 from tests.support.compiled_kernels import compiling_for, counted_compilations, on_a_new_device
 from tests.support.engines import StaticRunner, load_engine, load_static_engine, run_all

@@ -36,9 +36,9 @@ from tests.benchmarks.gpu.wheels import (
     with_requirements,
     write_blocker,
 )
-from tests.benchmarks.kernel_inputs import OperationCase, operation_cases
 from tests.benchmarks.kernels import check_operation
 from tests.benchmarks.machine import ROOT
+from tests.benchmarks.operation_cases import OperationCase, operation_cases
 from tests.kernels.aot.test_table import kernel_names
 from tests.support.compiled_kernels import recorded_specialisations
 from tests.support.tiny_checkpoint import Family, make_checkpoint

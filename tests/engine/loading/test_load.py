@@ -162,7 +162,17 @@ def test_each_class_of_tokens_is_run_once_where_it_begins() -> None:
     assert first_of_each(lambda tokens: tokens > 64, 100) == [1, 65]
     assert first_of_each(lambda tokens: tokens % 3 == 0, 2) == [1]
     rows = [step.rows for step in compiling_steps(_engine_settings(), 1000, lambda tokens: tokens > 64)]
-    assert rows == [((1, 2),), ((1, 1000),), ((1, 1000),), ((65, 1000),)]
+    alone, beside_a_chunk = [((1, 2),), ((1, 1000),)], [((1, 2), (2, 1000)), ((1, 1000), (2, 1000))]
+    assert rows == [*alone, *beside_a_chunk, ((1, 1000),), ((65, 1000),)]
+
+
+@pytest.mark.parametrize(
+    ("values", "tokens"),
+    [({"max_num_seqs": 1}, 9), ({"max_num_seqs": 2, "max_num_batched_tokens": 2}, 9), ({}, 1)],
+)
+def test_no_decode_row_is_run_beside_a_chunk_that_cannot_be(values: dict[str, object], tokens: int) -> None:
+    steps = compiling_steps(_engine_settings(**values), tokens, lambda _: 0)
+    assert all(len(step.rows) == 1 for step in steps)
 
 
 def test_groups_of_rows_double_where_prefixes_are_shared() -> None:

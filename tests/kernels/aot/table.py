@@ -19,10 +19,11 @@ from pathlib import Path
 import torch
 import triton
 
-from kernels.operands import AttentionRows, PrefixGroup, RoutedExperts
-from kernels.triton.decode_attention import paged_decode_attention
+from kernels.operands import AttentionRows, ExpertOutputs, PrefixGroup, ProjectedHeads, RoutedExperts
+from kernels.triton.combine_experts import add_experts_rms_norm, combine_experts
+from kernels.triton.decode_attention import paged_decode_attention, store_and_decode
 from kernels.triton.dense import MANY_ROWS, fused_add_rms_norm, pack, rms_norm, silu_and_mul
-from kernels.triton.experts import combine_experts, route_and_sort, route_topk, sort_tokens_by_expert
+from kernels.triton.experts import route_and_sort, route_topk, sort_tokens_by_expert
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.gumbel import choose_tokens, gumbel_argmax
 from kernels.triton.moe_small_batch import moe_small_batch
@@ -71,13 +72,14 @@ class _Heads:
     num_heads: int
     num_kv_heads: int
     head_dim: int = 128
+    qk_norm: bool = True
 
 
 _HEADS_OF_MODELS = {
     "Qwen3-0.6B": _Heads(16, 8),
     "Qwen3-8B": _Heads(32, 8),
     "Qwen3-30B-A3B": _Heads(32, 4),
-    "Llama-3-8B": _Heads(32, 8),
+    "Llama-3-8B": _Heads(32, 8, qk_norm=False),
 }
 # Among them one head a KV head and 16, and groups that are no powers of two.
 _OTHER_HEADS = (_Heads(16, 1), _Heads(14, 2, 64), _Heads(5, 1, 80), _Heads(8, 8, 96), _Heads(14, 2, 256))
@@ -102,8 +104,11 @@ def launch_attention() -> None:
 
 
 def launch_float32_attention() -> None:
-    """One shape in float32, in which no model of that size is run."""
-    _attend(_HEADS_OF_MODELS["Qwen3-8B"], torch.float32, decode=(_SPLIT, _UNSPLIT), prefill=(_CHUNKS,))
+    """Two shapes in float32, in which no model of that size is run: of 128 dims, and of 64, whose heads are taken as
+    projected.
+    """
+    for heads in (_HEADS_OF_MODELS["Qwen3-8B"], _Heads(14, 2, 64)):
+        _attend(heads, torch.float32, decode=(_SPLIT, _UNSPLIT), prefill=(_CHUNKS,))
     for num_pairs in _NUM_SHARED_PAIRS:
         _attend_to_shared_keys(_HEADS_OF_MODELS["Qwen3-8B"], torch.float32, num_pairs)
 
@@ -136,8 +141,19 @@ def _attend(
             rows = _attention_rows(lens, first_row)
             q = torch.empty(rows.num_queries, heads.num_heads, heads.head_dim, dtype=dtype)
             output = operation(q, k_cache, v_cache, rows, heads.head_dim**-0.5)
+            if operation is paged_decode_attention:
+                _store_and_decode(heads, k_cache, v_cache, rows)
             lse = torch.empty(output.shape[:2])
             merge_attention_states(output, lse, torch.empty_like(output), torch.empty_like(lse))
+
+
+def _store_and_decode(heads: _Heads, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows) -> None:
+    dtype, ids = k_cache.dtype, torch.empty(rows.num_rows, dtype=torch.int64)
+    weight = torch.empty(heads.head_dim, dtype=dtype)
+    qk_norm = (weight, weight, 1e-6) if heads.qk_norm else None
+    qkv = torch.empty(rows.num_rows, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim, dtype=dtype)
+    projected = ProjectedHeads(qkv, qk_norm, torch.empty(40960, heads.head_dim), ids, k_cache, v_cache, ids)
+    store_and_decode(projected, rows, heads.head_dim**-0.5)
 
 
 def _attend_to_shared_keys(
@@ -230,6 +246,8 @@ def _run_others(num_tokens: int) -> None:
         route_topk(logits, TOP_K, renormalise=renormalise)
     rows = torch.empty(num_tokens * TOP_K, HIDDEN, dtype=torch.bfloat16)
     combine_experts(rows, layout, weights)
+    residual, norm = torch.empty(num_tokens, HIDDEN, dtype=torch.bfloat16), torch.empty(HIDDEN, dtype=torch.bfloat16)
+    add_experts_rms_norm(ExpertOutputs(rows, layout, weights), residual, norm, 1e-6)
 
 
 def _run_short_cut(num_tokens: int) -> None:

@@ -8,7 +8,10 @@ import torch
 from tests.kernels.aot.table import launch_attention, launch_float32_attention, launch_two_steps
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
 
-KERNELS = {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_merge_kernel", "_shared_prefix_kernel"}
+KERNELS = {
+    *("_decode_kernel", "_combine_kernel", "_prefill_kernel", "_merge_kernel", "_shared_prefix_kernel"),
+    "qk_norm_rope_store_kv_kernel",  # before heads above 128 dims
+}
 READS_BACK = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 OTHER_SHARED_MEMORY_LIMIT_BYTES = 101_376  # sm_86, sm_89 and sm_120 take sm_80's launches
 
@@ -83,10 +86,16 @@ def test_rows_with_and_without_shared_keys_are_both_compiled(compiled: list[Comp
     assert {kernel.constants["HAS_PREFIX"] for kernel in named(compiled, name)} == {False, True}
 
 
+def test_decode_is_compiled_with_the_heads_as_projected_up_to_128_dims(compiled: list[CompiledKernel]) -> None:
+    found = [kernel.constants for kernel in named(compiled, "_decode_kernel")]
+    kinds = {(constants["BLOCK_D"], constants["IS_PROJECTED"]) for constants in found}
+    assert kinds == {(64, False), (64, True), (128, False), (128, True), (256, False)}
+
+
 def test_steps_of_other_sizes_use_the_same_kernels() -> None:
     with compiling_for(90) as kernels:
         launch_two_steps()
-    plain = ["_decode_kernel", "_merge_kernel", "_prefill_kernel"]
+    plain = [*["_decode_kernel"] * 2, "_merge_kernel", "_prefill_kernel"]  # heads rotated before, and in it
     sharing = ["_combine_kernel", "_decode_kernel", "_prefill_kernel", *["_shared_prefix_kernel"] * 2]  # float32 parts
     assert sorted(kernel.name for kernel in kernels) == sorted(plain + sharing)
 

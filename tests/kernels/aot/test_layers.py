@@ -34,6 +34,7 @@ EXPERT_KERNELS = {
     "_gate_up_silu_kernel",
     "_down_combine_kernel",
     "_combine_experts_kernel",
+    "_add_experts_rms_norm_kernel",
 }
 LOAD = r"ld\.global(?:\.\w+(?:::\w+)?)*?\.(v\d\.)?b(\d+)"
 STORE = r"st\.global(?:\.\w+(?:::\w+)?)*?\.(v\d\.)?b(\d+)"
@@ -159,13 +160,18 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         return func(*args, **(kwargs or {}))
 
 
-def launches_of_a_layer(mlp: DenseMLP | MoeMLP, num_rows: int, patch: pytest.MonkeyPatch) -> list[str]:
-    """Of a decode step of rows of at most 8,192 tokens, as captured: hidden size 64, 8 KV heads."""
+def launches_of_a_layer(
+    mlp: DenseMLP | MoeMLP, num_rows: int, patch: pytest.MonkeyPatch, *, is_biased_and_scaled: bool = False
+) -> list[str]:
+    """Of the second of two layers in a decode step of rows of at most 8,192 tokens, as captured: hidden size 64, 8 KV
+    heads. Biased are queries, keys and values; scaled is what is added to the residual.
+    """
     ops = cast("Operations", kernels.triton)
     qkv, out = (pack(torch.zeros(*shape, dtype=torch.bfloat16)) for shape in ((24 * 16, 64), (64, 8 * 16)))
     norm = torch.ones(64, dtype=torch.bfloat16)
-    attention = AttentionLayer(ops, qkv, out, (norm[:16], norm[:16], 1e-6), torch.zeros(99, 16), 0.25)
-    layer = DecoderLayer(ops, norm, attention, norm, mlp, 1e-6)
+    bias, multiplier = (norm.repeat(6), 0.5) if is_biased_and_scaled else (None, 1.0)
+    attention = AttentionLayer(ops, qkv, out, (norm[:16], norm[:16], 1e-6), torch.zeros(99, 16), 0.25, bias)
+    layer = DecoderLayer(ops, norm, attention, norm, mlp, 1e-6, multiplier)
     rows = AttentionRows(
         block_tables=torch.zeros(num_rows, 512, dtype=torch.int32),
         cu_seqlens_q=torch.arange(num_rows + 1, dtype=torch.int32),
@@ -178,29 +184,42 @@ def launches_of_a_layer(mlp: DenseMLP | MoeMLP, num_rows: int, patch: pytest.Mon
     x, residual = (torch.zeros(num_rows, 64, dtype=torch.bfloat16) for _ in range(2))
     keys, values = (torch.zeros(8, 16, 8, 16, dtype=torch.bfloat16) for _ in range(2))
     with torch.inference_mode(), recorded_specialisations(90), Launches(patch) as launches:
-        layer.forward(x, residual, batch, keys, values)
-    names: list[str] = launches.names
+        output, residual = layer.forward(x, residual, batch, keys, values)
+        num_of_first = len(launches.names)
+        layer.forward(output, residual, batch, keys, values)
+    names: list[str] = launches.names[num_of_first:]
     return names
 
 
-def test_a_dense_layer_is_nine_launches_of_a_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dense_layer_is_eight_launches_of_a_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = cast("Operations", kernels.triton)
     gate_up, down = (pack(torch.zeros(*shape, dtype=torch.bfloat16)) for shape in ((512, 64), (64, 256)))
     names = launches_of_a_layer(DenseMLP(ops, gate_up, down), 64, monkeypatch)
     assert names == [
-        *("rms_norm_kernel", "linear", "qk_norm_rope_store_kv_kernel", "_decode_kernel", "linear"),
+        *("rms_norm_kernel", "linear", "_decode_kernel", "linear"),
         *("rms_norm_kernel", "linear", "silu_and_mul_kernel", "linear"),
     ]
 
 
-@pytest.mark.parametrize("num_rows", [64, 128])
-def test_an_expert_layer_is_eleven_launches_of_a_captured_step(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = cast("Operations", kernels.triton)
+def experts_of_a_layer() -> MoeMLP:
     shapes = ((32, 64), (32, 64, 64), (32, 64, 32))
     router, gate_up, down = (pack(torch.zeros(*shape, dtype=torch.bfloat16)) for shape in shapes)
-    names = launches_of_a_layer(MoeMLP(ops, router, gate_up, down, 8, True, 4), num_rows, monkeypatch)
+    return MoeMLP(cast("Operations", kernels.triton), router, gate_up, down, 8, True, 4)
+
+
+@pytest.mark.parametrize("num_rows", [64, 128])
+def test_an_expert_layer_is_nine_launches_of_a_captured_step(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = launches_of_a_layer(experts_of_a_layer(), num_rows, monkeypatch)
     assert names == [
-        *("rms_norm_kernel", "linear", "qk_norm_rope_store_kv_kernel", "_decode_kernel", "linear"),
+        *("_add_experts_rms_norm_kernel", "linear", "_decode_kernel", "linear"),
         *("rms_norm_kernel", "linear", "_route_and_sort_kernel", "_grouped_gemm_kernel", "_grouped_gemm_kernel"),
-        "_combine_experts_kernel",
+    ]
+
+
+def test_a_bias_comes_before_attention_and_experts_are_summed_to_be_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = launches_of_a_layer(experts_of_a_layer(), 64, monkeypatch, is_biased_and_scaled=True)
+    assert names == [
+        *("rms_norm_kernel", "linear", "add_", "_decode_kernel", "linear", "mul_", "rms_norm_kernel"),
+        *("linear", "_route_and_sort_kernel", "_grouped_gemm_kernel", "_grouped_gemm_kernel"),
+        *("_combine_experts_kernel", "mul_"),
     ]

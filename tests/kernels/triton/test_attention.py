@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from kernels import cpu, reference
-from kernels.operands import AttentionRows
+from kernels.operands import AttentionRows, PrefixGroup, ProjectedHeads
 from kernels.triton import decode_attention, prefill_attention
 from kernels.triton.attention_launch import DecodeSplits
-from kernels.triton.decode_attention import paged_decode_attention
+from kernels.triton.decode_attention import paged_decode_attention, store_and_decode
 from kernels.triton.prefill_attention import paged_prefill_attention
+from kernels.triton.rope_kv_store import qk_norm_rope_store_kv
 from tests.support.devices import GuardedMemory, past_int32_storage
-from tests.support.tensors import PagedCache, assert_close, make_paged_cache
+from tests.support.tensors import PagedCache, assert_close, assert_same_bits, make_paged_cache
 
 Operation = Callable[..., torch.Tensor]
 Array = npt.NDArray[Any]
@@ -158,6 +159,115 @@ def test_a_row_in_one_part_is_written_without_a_merge(monkeypatch: pytest.Monkey
     whole = [1, 3, 4]
     assert_close(found[whole], expected[whole])
     assert found[[0, 2]].isnan().all()
+
+
+def projected(case: PagedCache, device: torch.device, *, normed: bool = True) -> ProjectedHeads:
+    """Heads for a decode step over this cache, in which the last key and value of each row are still garbage."""
+    _, block_size, num_kv_heads, head_dim = case.k_cache.shape
+    generator = torch.Generator().manual_seed(3)
+    qkv = torch.randn(case.q.shape[0], case.q.shape[1] + 2 * num_kv_heads, head_dim, generator=generator)
+    angles = torch.arange(400)[:, None] * 0.1 ** torch.linspace(0, 3, head_dim // 2)
+    positions = torch.tensor(case.rows.kv_lens) - 1
+    blocks = case.rows.block_tables.cpu()[torch.arange(case.rows.num_rows), positions // block_size]
+    slots = blocks.long() * block_size + positions % block_size
+    norms = [(1 + 0.2 * torch.randn(head_dim, generator=generator)).to(device, case.q.dtype) for _ in range(2)]
+    for cache in (case.k_cache, case.v_cache):
+        cache.flatten(0, 1)[slots.to(cache.device)] = torch.nan
+    return ProjectedHeads(
+        qkv.flatten(1).to(device, case.q.dtype),
+        (norms[0], norms[1], 1e-2) if normed else None,
+        torch.cat((angles.cos(), angles.sin()), dim=-1).to(device),
+        positions.to(device),
+        case.k_cache,
+        case.v_cache,
+        slots.to(device),
+    )
+
+
+def check_store_and_decode(case: PagedCache, device: torch.device, *, normed: bool = True) -> None:
+    case = to_device(case, device)
+    heads = projected(case, device, normed=normed)
+    copies: dict[str, Any] = {n: x.cpu().clone() for n, x in heads._asdict().items() if isinstance(x, torch.Tensor)}
+    on_host = heads._replace(**copies)
+    if heads.qk_norm is not None:
+        on_host = on_host._replace(qk_norm=(heads.qk_norm[0].cpu(), heads.qk_norm[1].cpu(), heads.qk_norm[2]))
+    expected = reference.store_and_decode(on_host, to_device(case, torch.device("cpu")).rows, 0.125)
+    assert_close(store_and_decode(heads, case.rows, 0.125).cpu(), expected)
+    assert_close(heads.k_cache.cpu(), on_host.k_cache)
+    assert_close(heads.v_cache.cpu(), on_host.v_cache)
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["no norm", "norm"])
+@pytest.mark.parametrize("split_tokens", [64, UNSPLIT])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (7, 1, 80), (38, 2, 16), (2, 1, 160)])
+def test_storing_and_decoding_in_one_launch_is_both(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    split_tokens: int,
+    normed: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows whose last key begins a block, a tile or a split, or is the only one."""
+    split_every(monkeypatch, split_tokens)
+    lens = [(1, kv_len) for kv_len in (133, 1, 17, 64, 65, 129, 33)]
+    case = make_paged_cache(lens, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
+    check_store_and_decode(case, device, normed=normed)
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["no norm", "norm"])
+def test_heads_are_rounded_as_in_launches_of_their_own(normed: bool, device: torch.device) -> None:
+    """Whole numbers, whose squares add up to the same in any order. The two other keys of a row are opposites across
+    its query, so that the query's last bits choose between their values, 1 and 0; the new key is its query's opposite.
+    """
+    case = to_device(
+        make_paged_cache([(1, 3)] * 5, num_heads=8, num_kv_heads=8, head_dim=64, dtype=torch.float16), device
+    )
+    heads = projected(case, device, normed=normed)
+    generator = torch.Generator().manual_seed(4)
+    q, v = (torch.randint(-9, 10, (5, 8, 64), generator=generator).to(device, torch.float16) for _ in range(2))
+    norm = None if heads.qk_norm is None else (heads.qk_norm[0], heads.qk_norm[0], 1e-2)
+    heads = heads._replace(qkv=torch.cat((q, -q, v), 1).flatten(1), qk_norm=norm)
+    queries = qk_norm_rope_store_kv(*heads)
+    across = torch.randn(5, 8, 64, generator=generator).to(device)
+    wide = queries.float()
+    across -= wide * (across * wide).sum(-1, keepdim=True) / (wide * wide).sum(-1, keepdim=True)
+    first = case.rows.block_tables[:, 0].long()
+    for offset, sign in ((0, 1), (1, -1)):
+        case.k_cache[first, offset] = sign * across.half()
+        case.v_cache[first, offset] = (1 + sign) / 2
+    stored = case.k_cache.clone(), case.v_cache.clone()
+    scale = 4096 / float(wide.norm(dim=-1).mean())
+    expected = paged_decode_attention(queries, *stored, case.rows, scale)
+    for cache in (case.k_cache, case.v_cache):
+        cache[first, 2] = torch.nan
+    found = store_and_decode(heads, case.rows, scale)
+    assert_same_bits(case.k_cache[first, 2], stored[0][first, 2])
+    assert_same_bits(case.v_cache[first, 2], stored[1][first, 2])
+    assert float(((expected > 0.05) & (expected < 0.95)).double().mean()) > 0.5
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+
+
+def test_a_row_without_a_slot_is_decoded_and_not_stored(device: torch.device) -> None:
+    case = to_device(
+        make_paged_cache([(1, 20), (1, 5)], num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32), device
+    )
+    heads = projected(case, device)
+    heads.slot_mapping[0] = -1
+    before = case.k_cache.clone(), case.v_cache.clone()
+    store_and_decode(heads, case.rows, 0.25)
+    for cache, old in zip((case.k_cache, case.v_cache), before, strict=True):
+        written = (cache != old).any(-1).any(-1).flatten() & ~cache.isnan().any(-1).any(-1).flatten()
+        assert written.nonzero().flatten().tolist() == [int(heads.slot_mapping[1])]
+
+
+def test_rows_that_share_a_prefix_are_stored_first(device: torch.device) -> None:
+    case = make_paged_cache([(1, 40), (1, 40)], num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    case.rows.block_tables[1, 0] = case.rows.block_tables[0, 0]
+    grouped = replace(case, rows=replace(case.rows, prefix_groups=(PrefixGroup(0, 2, 16),)))
+    check_store_and_decode(grouped, device)
 
 
 def test_no_rows_give_no_queries(device: torch.device) -> None:

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.operands import ExpertLayout, RoutedExperts
+from kernels.operands import ExpertLayout, ExpertOutputs, RoutedExperts
 from kernels.triton import experts
-from kernels.triton.dense import pack
-from kernels.triton.experts import combine_experts, route_and_sort, route_topk, sort_tokens_by_expert
+from kernels.triton.combine_experts import add_experts_rms_norm, combine_experts
+from kernels.triton.dense import fused_add_rms_norm, pack
+from kernels.triton.experts import route_and_sort, route_topk, sort_tokens_by_expert
 from kernels.triton.grouped_gemm import grouped_gemm, row_tile
 from kernels.triton.moe_small_batch import moe_small_batch
 from tests.support.devices import GuardedMemory, past_int32_storage
-from tests.support.tensors import SHAPES, assert_close, expert_weights, framed, on_cpu, randn, routing
+from tests.support.tensors import SHAPES, assert_close, assert_same_bits, expert_weights, framed, on_cpu, randn, routing
 from tests.support.tensors import layout_of as reference_layout_of
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -202,6 +203,35 @@ def test_combining_agrees_with_the_reference(
     rows = framed(randn(num_tokens * top_k, hidden_size, seed=5, device=device, dtype=dtype))
     actual = combine_experts(rows, layout, routed.weights)
     assert_close(actual.cpu(), reference.combine_experts(rows.cpu(), on_cpu(layout), routed.weights.cpu()))
+
+
+@pytest.mark.parametrize("hidden_size", [72, 520])
+@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), SHAPES)
+def test_the_norm_of_what_experts_add_is_that_of_both(
+    num_tokens: int, num_experts: int, top_k: int, hidden_size: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    """To the bit what the two operations give; the residual lies between other rows, which stay."""
+    routed = routing(num_tokens, num_experts, top_k, device)
+    layout = layout_of(routed.expert_ids, num_experts)
+    rows = framed(randn(num_tokens * top_k, hidden_size, seed=5, device=device, dtype=dtype))
+    weight = randn(hidden_size, seed=6, device=device, dtype=dtype)
+    around = randn(num_tokens + 2, hidden_size, seed=7, device=device, dtype=dtype)
+    expected_around = around.clone()
+    out = add_experts_rms_norm(ExpertOutputs(rows, layout, routed.weights), around[1:-1], weight, 1e-2)
+    total = combine_experts(rows, layout, routed.weights)
+    assert_same_bits(out, fused_add_rms_norm(total, expected_around[1:-1], weight, 1e-2))
+    assert_same_bits(around, expected_around)
+    outputs = ExpertOutputs(rows.cpu(), on_cpu(layout), routed.weights.cpu())
+    residual = randn(num_tokens + 2, hidden_size, seed=7, device=device, dtype=dtype)[1:-1].cpu()
+    assert_close(out.cpu(), reference.add_experts_rms_norm(outputs, residual, weight.cpu(), 1e-2))
+    assert_close(around[1:-1].cpu(), residual)
+
+
+def test_a_residual_whose_elements_lie_apart_is_refused(device: torch.device) -> None:
+    layout = layout_of(torch.zeros(4, 1, dtype=torch.int64, device=device), 2)
+    outputs = ExpertOutputs(torch.zeros(4, 8, device=device), layout, torch.ones(4, 1, device=device))
+    with pytest.raises(ValueError, match=r"residual has strides \(1, 4\)"):
+        add_experts_rms_norm(outputs, torch.zeros(8, 4, device=device).t(), torch.ones(8, device=device), 1e-6)
 
 
 def test_a_row_may_lie_further_than_32_bits_reach(wide_buffer: torch.Tensor, device: torch.device) -> None:

@@ -1,0 +1,168 @@
+"""Benchmark cases of choosing tokens: penalties, truncation, and the best token with noise and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from kernels.interface import Operations
+from tests.benchmarks.kernel_inputs import (
+    Case,
+    ModelShape,
+    Prepare,
+    Sizes,
+    Workload,
+    copy_back,
+    distinct,
+    random,
+    shuffled,
+)
+
+TOP_K, TOP_P, MIN_P = 50, 0.9, 0.05
+LOGIT_SCALE = 3.0  # a nucleus of some thousand tokens
+
+
+def sampling_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
+    """A decode step's rows over the vocabularies."""
+    rows = sizes.few_tokens
+    for names, model in distinct(models, lambda m: m.vocab_size):
+        vocab = model.vocab_size
+        shape = f"{rows} x {vocab}"
+        yield Case("argmax", names, shape, "bandwidth", _argmax(ops, rows, vocab))
+        yield Case("gumbel_argmax", names, shape, "bandwidth", _gumbel(ops, rows, vocab))
+        yield Case("choose_tokens", names, shape, "bandwidth", _choose(ops, rows, vocab))
+        num_tokens = min(sizes.penalised_tokens, vocab)
+        penalties = _penalties(ops, rows, vocab, num_tokens)
+        yield Case("apply_penalties", names, f"{shape}, {num_tokens} tokens a row", "bandwidth", penalties)
+        top_k = min(TOP_K, vocab)
+        for what, k, p, least, by_torch in (
+            (f"top-k {top_k}", top_k, 1.0, 0.0, _torch_top_k(top_k)),
+            (f"top-p {TOP_P}", vocab, TOP_P, 0.0, _torch_top_p),
+            (f"min-p {MIN_P}", vocab, 1.0, MIN_P, _torch_min_p),
+            ("off", vocab, 1.0, 0.0, None),
+        ):
+            prepare = _mask(ops, (rows, vocab), (k, p, least), by_torch)
+            yield Case("mask_top_k_top_p_min_p", names, f"{shape}, {what}", "bandwidth", prepare)
+
+
+def _logits(rows: int, vocab: int, device: torch.device) -> torch.Tensor:
+    return random(rows, vocab, device=device, dtype=torch.float32).mul_(LOGIT_SCALE)
+
+
+def _argmax(ops: Operations, rows: int, vocab: int) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        logits = _logits(rows, vocab, device)
+        libraries = {"torch argmax": lambda: logits.argmax(dim=-1)}
+        return Workload(4 * rows * vocab, "4 N V bytes", lambda: ops.argmax(logits), libraries)
+
+    return prepare
+
+
+def _gumbel(ops: Operations, rows: int, vocab: int) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        logits = _logits(rows, vocab, device)
+        seeds, positions = (shuffled(rows, device) for _ in range(2))
+        return Workload(
+            4 * rows * vocab,
+            "4 N V bytes (the noise of all tokens is arithmetic on top)",
+            lambda: ops.gumbel_argmax(logits, seeds, positions),
+            {"torch softmax, multinomial": lambda: logits.softmax(dim=-1).multinomial(1).squeeze(1)},
+        )
+
+    return prepare
+
+
+def _choose(ops: Operations, rows: int, vocab: int) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        logits = _logits(rows, vocab, device).bfloat16()
+        original = logits.clone()
+        is_known = torch.ones(vocab, dtype=torch.bool, device=device)
+        temperatures = torch.ones(rows, device=device)
+        seeds, positions = (shuffled(rows, device) for _ in range(2))
+        return Workload(
+            2 * 2 * rows * vocab,
+            "2 x 2 N V bytes: logits of 2 bytes, read for the best and for the draw",
+            lambda: ops.choose_tokens(logits, is_known, temperatures, seeds, positions)[0],
+            restore=lambda: copy_back(logits, original),
+        )
+
+    return prepare
+
+
+def _penalties(ops: Operations, rows: int, vocab: int, num_tokens: int) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        logits = _logits(rows, vocab, device)
+        original = logits.clone()
+        row_ids = torch.arange(rows, device=device).repeat_interleave(num_tokens)
+        token_ids = torch.cat([shuffled(vocab, device)[:num_tokens] for _ in range(rows)])
+        counts = (token_ids % 3).int()
+        repetition, presence, frequency = (torch.full((rows,), x, device=device) for x in (1.1, 0.2, 0.3))
+
+        def run() -> torch.Tensor:
+            ops.apply_penalties(logits, row_ids, token_ids, counts, repetition, presence, frequency)
+            return logits
+
+        def by_torch() -> torch.Tensor:
+            found, penalty = logits[row_ids, token_ids], repetition[row_ids]
+            found = torch.where(found < 0, found * penalty, found / penalty)
+            found -= frequency[row_ids] * counts + presence[row_ids] * (counts > 0)
+            logits[row_ids, token_ids] = found
+            return logits
+
+        return Workload(
+            row_ids.numel() * (8 + 8 + 4 + 2 * 32),
+            "M (20 + 2 x 32) bytes: of a logit that lies alone the memory moves a sector of 32 bytes",
+            run,
+            {"torch index, where, index_put": by_torch},
+            restore=lambda: copy_back(logits, original),
+        )
+
+    return prepare
+
+
+def _mask(
+    ops: Operations,
+    shape: tuple[int, int],
+    limits: tuple[int, float, float],
+    by_torch: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        rows, vocab = shape
+        logits = _logits(rows, vocab, device)
+        original = logits.clone()
+        top_k = torch.full((rows,), limits[0], dtype=torch.int64, device=device)
+        top_p, min_p = (torch.full((rows,), limit, device=device) for limit in limits[1:])
+
+        def run() -> torch.Tensor:
+            ops.mask_top_k_top_p_min_p(logits, top_k, top_p, min_p)
+            return logits
+
+        return Workload(
+            2 * 4 * logits.numel(),
+            "2 x 4 N V bytes: one read, one write (off: nothing needs to move)",
+            run,
+            {} if by_torch is None else {"torch topk or sort": lambda: by_torch(logits)},
+            restore=lambda: copy_back(logits, original),
+        )
+
+    return prepare
+
+
+def _torch_top_k(top_k: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def run(logits: torch.Tensor) -> torch.Tensor:
+        return logits.masked_fill_(logits < logits.topk(top_k, dim=-1).values[:, -1:], -torch.inf)
+
+    return run
+
+
+def _torch_top_p(logits: torch.Tensor) -> torch.Tensor:
+    ordered, ids = logits.sort(dim=-1)
+    dropped = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - TOP_P
+    dropped[:, -1] = False
+    return logits.masked_fill_(torch.zeros_like(dropped).scatter_(1, ids, dropped), -torch.inf)
+
+
+def _torch_min_p(logits: torch.Tensor) -> torch.Tensor:
+    probabilities = logits.softmax(dim=-1)
+    return logits.masked_fill_(probabilities < MIN_P * probabilities.amax(dim=-1, keepdim=True), -torch.inf)
