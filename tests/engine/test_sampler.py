@@ -114,6 +114,7 @@ def test_a_greedy_row_that_asks_for_nothing_else_is_looked_at(name: str, value: 
     rows = [_row(temperature=0.0, **{name: value})]
     assert row_arrays(rows, VOCAB)
     assert plain_draws(rows) is None
+    assert not rows[0].params.takes_best
 
 
 @pytest.mark.parametrize("params", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
