@@ -52,6 +52,15 @@ class ConfigReader:
             raise self.refuse(key, value, f"a list of whole numbers, each at least {minimum}")
         return value
 
+    def numbers(self, key: str, *, count: int) -> tuple[float, ...]:
+        """A list of so many finite numbers above 0."""
+        accepted = f"a list of {count} numbers above 0"
+
+        def is_accepted(value: object) -> bool:
+            return isinstance(value, list) and len(value) == count and all(map(_is_positive, value))
+
+        return tuple(map(float, cast("list[float]", self._value(key, None, accepted, is_accepted))))
+
     def table(self, key: str) -> ConfigReader | None:
         """The object under `key`, or None if absent."""
         value = self.data.get(key)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.checkpoint.rope import ROPE_TYPES
+from engine.checkpoint.rope import DEFAULT_ROPE, RopeRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,7 @@ class DecoderFamily:
     has_multipliers: bool = False  # config.json scales embedding, attention, what layers add, and logits
     skips_rope: bool = False  # config.json names layers whose queries and keys are not rotated
     default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    default_theta: float = 10_000.0
-    rope_types: tuple[str, ...] = ROPE_TYPES  # rules for longer contexts
+    rope: RopeRules = DEFAULT_ROPE
     ties_by_default: bool = False
     # Whether num_key_value_heads may be left out, for one KV head a query head, as Llama 2 files do. transformers gives
     # Qwen3 files without it 32 or 4 heads, whatever the model: there it must be named, or be null.
@@ -79,20 +78,21 @@ MIXTRAL = DecoderFamily(
     "mixtral",
     "MixtralForCausalLM",
     experts=ExpertNames("block_sparse_moe", ("w1", "w3", "w2"), "intermediate_size", always_renormalises=True),
-    default_theta=1_000_000.0,
+    rope=RopeRules(default_theta=1_000_000.0),
 )
 PHI3 = DecoderFamily(
     "phi3",
     "Phi3ForCausalLM",
     fuses_projections=True,
-    rope_types=("default",),  # by "yarn" it means longrope, which is not computed here
+    # By "su" and "yarn" it means longrope, and transformers' yarn is another: those names are not read.
+    rope=RopeRules(rope_types=("default", "longrope"), may_be_partial=True),
     kv_heads_may_be_left_out=True,
 )
 SMOLLM3 = DecoderFamily(
     "smollm3",
     "SmolLM3ForCausalLM",
     skips_rope=True,
-    default_theta=2_000_000.0,
+    rope=RopeRules(default_theta=2_000_000.0),
     ties_by_default=True,
     window="switched",
 )

@@ -157,9 +157,7 @@ class ModelConfig:
         num_kv_heads = _num_kv_heads(config, family, num_heads)
         max_position_embeddings = config.integer("max_position_embeddings")
         head_dim = _head_dim(config, family, num_heads)
-        rope = RopeConfig.from_reader(
-            config, max_position_embeddings, default_theta=family.default_theta, rope_types=family.rope_types
-        )
+        rope = RopeConfig.from_reader(config, max_position_embeddings, family.rope, head_dim)
         return cls(
             architecture=family.model_type,
             vocab_size=config.integer("vocab_size"),

@@ -12,6 +12,7 @@ import torch
 from engine.checkpoint.config_reader import ConfigReader
 
 ROPE_TYPES = ("default", "llama3", "linear", "yarn")
+LONGROPE_CONTEXT = 4096  # tokens before scaling, where a file says nothing of it
 _KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 KNOWN_KEYS = {
     "default": _KEYS,
@@ -20,6 +21,8 @@ KNOWN_KEYS = {
     "yarn": _KEYS
     | {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
     | {"original_max_position_embeddings"},
+    "longrope": _KEYS
+    | {"factor", "attention_factor", "long_factor", "short_factor", "original_max_position_embeddings"},
 }
 
 
@@ -99,32 +102,66 @@ class YarnScaling:
         return round(self.factor * self.original_max_position_embeddings)
 
 
+@dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """Each rotary frequency is divided by a factor of its own (arXiv 2402.13753): one set for sequences up to the
+    original context, one for longer ones.
+    """
+
+    short_factors: tuple[float, ...]  # one for each pair of dimensions that is rotated
+    long_factors: tuple[float, ...]
+    original_max_position_embeddings: int  # tokens of context before scaling
+    attention_factor: float  # the table is multiplied by it
+
+    @classmethod
+    def from_reader(
+        cls, config: ConfigReader, table: ConfigReader, max_position_embeddings: int, num_pairs: int
+    ) -> LongRopeScaling:
+        """Read its keys as transformers does for Phi-3: the context before scaling is beside the table.
+
+        Raises CheckpointError naming the key.
+        """
+        short, long = (table.numbers(f"{name}_factor", count=num_pairs) for name in ("short", "long"))
+        original = config.integer("original_max_position_embeddings", default=LONGROPE_CONTEXT)
+        factor = table.number("factor", default=max_position_embeddings / original)
+        by_context = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        return cls(short, long, original, table.number("attention_factor", default=by_context))
+
+
 def _mscale(factor: float, weight: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-Scaling = Llama3Scaling | LinearScaling | YarnScaling
+Scaling = Llama3Scaling | LinearScaling | YarnScaling | LongRopeScaling
+
+
+@dataclass(frozen=True, slots=True)
+class RopeRules:
+    """What a family makes of the keys, for files that name none, and what it knows."""
+
+    default_theta: float = 10_000.0
+    rope_types: tuple[str, ...] = ROPE_TYPES
+    # `partial_rotary_factor` may be below 1. The loader then reorders the rows of queries and keys; a family that has a
+    # bias or norms there as well needs them reordered, too.
+    may_be_partial: bool = False
+
+
+DEFAULT_ROPE = RopeRules()
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: base wavelength and, for longer contexts, scaling."""
+    """Rotary position embedding: base wavelength, which dimensions it turns and, for longer contexts, scaling."""
 
     theta: float
     scaling: Scaling | None
+    num_rotated: int  # the first dimensions of a head, in pairs (i, i + num_rotated / 2); the others stay
 
     @classmethod
     def from_reader(
-        cls,
-        config: ConfigReader,
-        max_position_embeddings: int,
-        *,
-        default_theta: float,
-        rope_types: tuple[str, ...] = ROPE_TYPES,
+        cls, config: ConfigReader, max_position_embeddings: int, rules: RopeRules, head_dim: int
     ) -> RopeConfig:
         """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
-
-        default_theta, rope_types: the family's, for files that name none, and what it knows.
 
         Raises CheckpointError naming any key this engine has no use for: a scaling left out gives wrong text.
         """
@@ -132,8 +169,8 @@ class RopeConfig:
         if table is None:
             table = ConfigReader({}, config.source)
         # A table without a type means the default form, as in transformers, which has no use for the context before.
-        rope_type = table.choice(table.first_of("rope_type", "type"), rope_types, default="default")
-        if config.has("original_max_position_embeddings") and rope_type != "default":
+        rope_type = table.choice(table.first_of("rope_type", "type"), rules.rope_types, default="default")
+        if config.has("original_max_position_embeddings") and rope_type not in ("default", "longrope"):
             raise config.refuse(
                 "original_max_position_embeddings",
                 config.data["original_max_position_embeddings"],
@@ -143,10 +180,8 @@ class RopeConfig:
             if key not in KNOWN_KEYS[rope_type] and table.has(key):
                 accepted = ", ".join(sorted(KNOWN_KEYS[rope_type]))
                 raise table.refuse(key, table.data[key], f"for rope_type {rope_type!r} only {accepted}")
-        for reader in (config, table):
-            if reader.number("partial_rotary_factor", default=1.0) != 1.0:
-                raise reader.refuse("partial_rotary_factor", reader.data["partial_rotary_factor"], "1.0")
-        theta = table.number("rope_theta", default=config.number("rope_theta", default=default_theta))
+        num_rotated = _num_rotated(config, table, rules, head_dim)
+        theta = table.number("rope_theta", default=config.number("rope_theta", default=rules.default_theta))
         scaling: Scaling | None = None
         if rope_type == "llama3":
             scaling = Llama3Scaling.from_reader(table, max_position_embeddings)
@@ -154,19 +189,53 @@ class RopeConfig:
             scaling = LinearScaling(table.number("factor"))
         elif rope_type == "yarn":
             scaling = YarnScaling.from_reader(table, max_position_embeddings)
-        return cls(theta=theta, scaling=scaling)
+        elif rope_type == "longrope":
+            scaling = LongRopeScaling.from_reader(config, table, max_position_embeddings, num_rotated // 2)
+        return cls(theta=theta, scaling=scaling, num_rotated=num_rotated)
+
+
+def _num_rotated(config: ConfigReader, table: ConfigReader, rules: RopeRules, head_dim: int) -> int:
+    readers = [reader for reader in (table, config) if reader.has("partial_rotary_factor")]
+    shares = [reader.number("partial_rotary_factor") for reader in readers]
+    for reader, share in zip(readers, shares, strict=True):
+        accepted = f"{shares[0]} as in {readers[0].source}" if rules.may_be_partial else "1.0"
+        if share != (shares[0] if rules.may_be_partial else 1.0):
+            raise reader.refuse("partial_rotary_factor", share, accepted)
+    num_rotated = int(head_dim * shares[0]) if shares else head_dim
+    if num_rotated % 2 or not 0 < num_rotated <= head_dim:
+        raise readers[0].refuse(
+            "partial_rotary_factor", shares[0], f"a share of head_dim ({head_dim}) that is an even number of dimensions"
+        )
+    return num_rotated
 
 
 def rope_cos_sin(rope: RopeConfig, head_dim: int, max_positions: int) -> torch.Tensor:
     """`[max_positions, head_dim]` float32: the cosines of the head_dim/2 frequencies, then their sines.
 
-    Bit-equal with transformers: frequencies, angles and functions are all taken in float32, in its order.
+    Bit-equal with transformers: frequencies, angles and functions are all taken in float32, in its order. Pairs behind
+    those that are rotated, in the order of `paired_dimensions`, have the angle 0.
     """
-    frequencies = inverse_frequencies(rope, head_dim)
+    frequencies = inverse_frequencies(rope, max_positions)
     positions = torch.arange(max_positions, dtype=torch.float32)
     angles = positions[:, None] * frequencies[None, :]
-    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    return table * rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else table
+    factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling | LongRopeScaling) else 1.0
+    num_kept = (head_dim - rope.num_rotated) // 2
+    kept = unrotated_cos_sin(2 * num_kept, max_positions)
+    halves = zip((angles.cos(), angles.sin()), kept.chunk(2, dim=-1), strict=True)
+    return torch.cat([torch.cat((turned * factor, rest), dim=-1) for turned, rest in halves], dim=-1)
+
+
+def paired_dimensions(rope: RopeConfig, head_dim: int) -> torch.Tensor | None:
+    """[head_dim] int64: a head's dimensions in an order in which i and i + head_dim / 2 are turned together; None where
+    they are so in the file. Products of queries and keys do not depend on the order.
+    """
+    half = rope.num_rotated // 2
+    if half == head_dim // 2:
+        return None
+    dims = torch.arange(head_dim)
+    first, second, rest = dims[:half], dims[half : 2 * half], dims[2 * half :]
+    num_kept = head_dim // 2 - half
+    return torch.cat((first, rest[:num_kept], second, rest[num_kept:]))
 
 
 def unrotated_cos_sin(head_dim: int, max_positions: int) -> torch.Tensor:
@@ -175,16 +244,20 @@ def unrotated_cos_sin(head_dim: int, max_positions: int) -> torch.Tensor:
     return torch.cat((half, torch.zeros_like(half)), dim=-1)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """`[head_dim / 2]` float32: radians a position, highest first."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+def inverse_frequencies(rope: RopeConfig, max_positions: int) -> torch.Tensor:
+    """`[num_rotated / 2]` float32: radians a position, highest first. max_positions: of the longest sequence."""
+    exponents = torch.arange(0, rope.num_rotated, 2, dtype=torch.float32) / rope.num_rotated
     wavelengths: torch.Tensor = rope.theta**exponents  # over 2 pi
+    scaling = rope.scaling
+    if isinstance(scaling, LongRopeScaling):
+        is_long = max_positions > scaling.original_max_position_embeddings
+        return 1.0 / (torch.tensor(scaling.long_factors if is_long else scaling.short_factors) * wavelengths)
     frequencies = 1.0 / wavelengths
-    if isinstance(rope.scaling, Llama3Scaling):
-        return _scale_by_wavelength(frequencies, rope.scaling)
-    if isinstance(rope.scaling, YarnScaling):
-        return _scale_by_dimension(wavelengths, rope.scaling, rope.theta)
-    return frequencies if rope.scaling is None else frequencies / rope.scaling.factor
+    if isinstance(scaling, Llama3Scaling):
+        return _scale_by_wavelength(frequencies, scaling)
+    if isinstance(scaling, YarnScaling):
+        return _scale_by_dimension(wavelengths, scaling, rope.theta)
+    return frequencies if scaling is None else frequencies / scaling.factor
 
 
 def _scale_by_dimension(wavelengths: torch.Tensor, scaling: YarnScaling, theta: float) -> torch.Tensor:

@@ -10,13 +10,13 @@ from functools import cached_property
 import torch
 
 from engine.checkpoint.model_config import EncoderConfig, ModelConfig, MoeConfig
-from engine.checkpoint.rope import rope_cos_sin, unrotated_cos_sin
+from engine.checkpoint.rope import paired_dimensions, rope_cos_sin, unrotated_cos_sin
 from engine.checkpoint.weights import DTYPES, Checkpoint, is_body_alone
 from engine.errors import CheckpointError
 from engine.models.decoder import AttentionLayer, DecoderLayer, DecoderModel, DenseMLP, MoeMLP, StreamedLayers
 from engine.models.encoder import Affine, EncoderLayer, EncoderModel, GeluForm, LayerNorm
 from engine.models.placement import SHAPES_ONLY, ModelPlacement
-from engine.models.quantised_weights import take_experts, take_weight
+from engine.models.quantised_weights import in_order, take_experts, take_weight
 from kernels.operands import PackedWeight
 from kernels.quantised import QuantisedWeight
 
@@ -142,13 +142,25 @@ class _DecoderLayers:
             qkv_bias = self.source.take_fused([f"{prefix}.{part}_proj.bias" for part in "qkv"], [(n,) for n in rows])
         return AttentionLayer(
             ops=self.placement.ops,
-            qkv_proj=self._projection(prefix, "qkv", rows, config.hidden_size, fused="qkv"),
+            qkv_proj=self._projection(prefix, "qkv", rows, config.hidden_size, fused="qkv", order=self.order_of_qkv),
             o_proj=self._projection(prefix, "o", (config.hidden_size,), q_rows),
             qk_norm=qk_norm,
             cos_sin=self.rotated if is_rotated else self.unrotated,
             scale=config.attention_scale,
             qkv_bias=qkv_bias,
         )
+
+    @cached_property
+    def order_of_qkv(self) -> torch.Tensor | None:
+        """The rows of queries and keys so that halves of a head are turned together, those of values as they are."""
+        config = self.config
+        order = paired_dimensions(config.rope, config.head_dim)
+        if order is None:
+            return None
+        num_paired = config.num_heads + config.num_kv_heads
+        starts = torch.arange(num_paired)[:, None] * config.head_dim
+        values = torch.arange(config.num_kv_heads * config.head_dim) + num_paired * config.head_dim
+        return torch.cat(((starts + order).flatten(), values)).to(self.placement.device)
 
     def _dense(self, prefix: str) -> DenseMLP:
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
@@ -178,14 +190,24 @@ class _DecoderLayers:
         )
 
     def _projection(
-        self, prefix: str, parts: Sequence[str], rows: Sequence[int], width: int, *, fused: str | None = None
+        self,
+        prefix: str,
+        parts: Sequence[str],
+        rows: Sequence[int],
+        width: int,
+        *,
+        fused: str | None = None,
+        order: torch.Tensor | None = None,
     ) -> PackedWeight:
-        """Projections of one input, stacked on top of each other. rows: of each; fused: the name of all in one."""
+        """Projections of one input, stacked on top of each other. rows: of each; fused: the name of all in one; order:
+        of the rows of the whole, None: as they are.
+        """
         if self.config.fuses_projections and fused is not None:
             parts, rows = (fused,), (sum(rows),)
         modules = [f"{prefix}.{part}_proj" for part in parts]
         shapes = [(count, width) for count in rows]
-        return self.placement.pack(take_weight(self.source, self.config.quantization, modules, shapes))
+        weight = take_weight(self.source, self.config.quantization, modules, shapes)
+        return self.placement.pack(weight if order is None else in_order(weight, order))
 
 
 def load_encoder(config: EncoderConfig, checkpoint: Checkpoint, placement: ModelPlacement) -> EncoderModel:

@@ -73,6 +73,20 @@ def take_experts(
     return _stack_experts([_stack_rows(source, expert, shapes, stored) for expert in modules])
 
 
+def in_order(weight: Tensor | QuantisedWeight, order: Tensor) -> Tensor | QuantisedWeight:
+    """The rows of a weight [N, K] in another order: order [N] int64."""
+    if not isinstance(weight, QuantisedWeight):
+        return weight.index_select(0, order)
+    weight = _with_scales_of_rows(weight)
+    zeros = weight.zero_points
+    return replace(
+        weight,
+        values=weight.values.index_select(0, order),
+        scales=weight.scales.index_select(0, order),
+        zero_points=None if zeros is None else zeros.index_select(0, order),
+    )
+
+
 def _common_scheme(
     source: StoredTensors, quantization: QuantizationConfig | None, modules: Sequence[str]
 ) -> StoredScheme | None:
@@ -293,8 +307,11 @@ def _common(parts: Sequence[QuantisedWeight], dtype: torch.dtype) -> torch.dtype
 
 
 def _with_scales_of_rows(part: QuantisedWeight) -> QuantisedWeight:
-    scales = part.scales.repeat_interleave(part.scheme.block_rows or 1, 0)[: part.shape[0]].contiguous()
-    return replace(part, scheme=replace(part.scheme, block_rows=1), scales=scales)
+    def of_rows(grid: Tensor) -> Tensor:
+        return grid.repeat_interleave(part.scheme.block_rows or 1, 0)[: part.shape[0]].contiguous()
+
+    zeros = None if part.zero_points is None else of_rows(part.zero_points)
+    return replace(part, scheme=replace(part.scheme, block_rows=1), scales=of_rows(part.scales), zero_points=zeros)
 
 
 def _stack_experts(parts: Sequence[QuantisedWeight]) -> QuantisedWeight:

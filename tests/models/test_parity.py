@@ -33,6 +33,23 @@ NUM_TOKENS = 32  # prompts of 33 and 50 tokens cross a block more than once
 LOGITS_TOLERANCE = 1e-4  # float32 over two or three layers: observed below 2e-5
 PROMPT_LENGTHS = (5, 16, 33, 50)
 
+
+def longrope(num_rotated: int) -> dict[str, Any]:
+    """Of heads of 16 dimensions, so many of which are rotated."""
+    factors = [1.0 + 0.5 * pair for pair in range(num_rotated // 2)]
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": num_rotated / 16,
+        "short_factor": factors,
+        "long_factor": [3.0 * factor for factor in factors],
+    }
+
+
+# The context before scaling: longer than every sequence, and shorter than every prompt.
+BEFORE = {"original_max_position_embeddings": 512, "max_position_embeddings": 512}
+SHORT = {"original_max_position_embeddings": 4}
+
 VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     "qwen3-mha-tied": ("qwen3", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "qwen3-gqa7-untied": ("qwen3", {"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 24}),
@@ -51,6 +68,7 @@ VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     "mistral-head-of-24": ("mistral", {"head_dim": 24}),
     "mixtral-top2": ("mixtral", {}),
     "phi3-gqa4": ("phi3", {"num_key_value_heads": 1}),
+    "phi3-three-quarters-rotated": ("phi3", {"num_key_value_heads": 2, "rope_parameters": longrope(12), **BEFORE}),
     "smollm3-tied": ("smollm3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "granite-gqa2": ("granite", {}),
 }
@@ -69,6 +87,7 @@ MORE_VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     ),
     "mixtral-top1-tied": ("mixtral", {"num_experts_per_tok": 1, "tie_word_embeddings": True, "head_dim": 40}),
     "phi3-mha": ("phi3", {"num_key_value_heads": 4}),
+    "phi3-longrope-beyond-its-context": ("phi3", {"num_key_value_heads": 2, "rope_parameters": longrope(16), **SHORT}),
     "phi3-tied-sharded": ("phi3", {"tie_word_embeddings": True, "max_shard_size": "40KB", "num_hidden_layers": 3}),
     "smollm3-every-second-layer": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
     "smollm3-no-layer-rotated": ("smollm3", {"no_rope_layers": [0, 0, 0], "num_hidden_layers": 3}),

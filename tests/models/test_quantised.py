@@ -38,12 +38,17 @@ FAMILIES: dict[str, tuple[Family, dict[str, Any]]] = {
 MORE_FAMILIES: dict[str, tuple[Family, dict[str, Any]]] = {
     "qwen2-biases": ("qwen2", {}),
     "phi3-stacked": ("phi3", {}),
+    "phi3-half-rotated": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
     "mixtral": ("mixtral", {}),
 }
 CASES = [
     *((method, family) for method in METHODS for family in FAMILIES),
     *((method, "qwen2-biases") for method in ("gptq", "gptq_order", "awq")),
     *((method, "phi3-stacked") for method in ("gptq_order", "w4a16", "fp8_blocks")),
+    *((method, "phi3-half-rotated") for method in ("gptq_order", "awq", "w4a16_zeros", "fp8_blocks", "int8")),
     *((method, "mixtral") for method in ("gptq_order", "w4a16")),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from engine.checkpoint.families import DECODERS
 from engine.checkpoint.model_config import ModelConfig, Multipliers
+from engine.checkpoint.rope import LongRopeScaling, RopeConfig
 from engine.errors import CheckpointError
 from tests.support.tiny_checkpoint import FAMILY_DEFAULTS
 
@@ -84,6 +86,28 @@ FILES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=False,
         vocab_size=100352,
     ),
+    # Its lists of factors are 48 numbers each; these are no published ones.
+    "Phi-4-mini-instruct": _published(
+        "phi3",
+        (3072, 8192, 32, 24, 8),
+        architectures=["Phi3ForCausalLM"],
+        attention_bias=False,
+        embd_pdrop=0.0,
+        full_attn_mod=1,
+        interpolate_factor=1,
+        lm_head_bias=False,
+        max_position_embeddings=131072,
+        mlp_bias=False,
+        original_max_position_embeddings=4096,
+        partial_rotary_factor=0.75,
+        resid_pdrop=0.0,
+        rms_norm_eps=1e-05,
+        rope_scaling={"long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+        rope_theta=10000.0,
+        sliding_window=None,
+        tie_word_embeddings=True,
+        vocab_size=200064,
+    ),
     "SmolLM3-3B": _published(
         "smollm3",
         (2048, 11008, 36, 16, 4),
@@ -126,11 +150,12 @@ FILES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", FILES)
 def test_a_published_file_is_read(name: str) -> None:
     config = ModelConfig.from_hf(FILES[name])
-    assert (config.architecture, config.head_dim, config.rope.scaling) == (FILES[name]["model_type"], 128, None)
+    assert (config.architecture, config.head_dim) == (FILES[name]["model_type"], 128)
+    assert (config.rope.scaling is None) == (name != "Phi-4-mini-instruct")
     assert config.rope.theta == FILES[name]["rope_theta"]
-    assert config.tie_word_embeddings == (name in ("SmolLM3-3B", "granite-3.3-8b-instruct"))
+    assert config.tie_word_embeddings == (name in ("Phi-4-mini-instruct", "SmolLM3-3B", "granite-3.3-8b-instruct"))
     assert config.qkv_bias == (name == "Qwen2.5-7B-Instruct")
-    assert config.fuses_projections == (name == "phi-4")
+    assert config.fuses_projections == name.lower().startswith("phi-4")
     assert not config.qk_norm
 
 
@@ -143,6 +168,12 @@ def test_what_a_published_file_alone_has_is_read() -> None:
     granite = ModelConfig.from_hf(FILES["granite-3.3-8b-instruct"])
     assert granite.attention_scale == 0.0078125
     assert granite.multipliers == Multipliers(embedding=12.0, residual=0.22, logits=16.0)
+    phi4_mini = ModelConfig.from_hf(FILES["Phi-4-mini-instruct"])
+    assert phi4_mini.rope == RopeConfig(
+        theta=10000.0,
+        scaling=LongRopeScaling((1.0,) * 48, (2.0,) * 48, 4096, math.sqrt(1 + math.log(32) / math.log(4096))),
+        num_rotated=96,
+    )
     smollm3 = ModelConfig.from_hf(FILES["SmolLM3-3B"])
     assert smollm3.unrotated_layers == frozenset(range(3, 36, 4))
     without = {key: value for key, value in FILES["SmolLM3-3B"].items() if key != "no_rope_layers"}
@@ -170,8 +201,18 @@ def test_what_a_file_leaves_out_is_what_transformers_takes() -> None:
         ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0]"),
         ("SmolLM3-3B", {"no_rope_layers": [2] * 36}, "no_rope_layers is [2, 2"),
         ("SmolLM3-3B", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
-        ("phi-4", {"partial_rotary_factor": 0.75}, "partial_rotary_factor is 0.75"),
-        ("phi-4", {"rope_scaling": {"type": "longrope"}}, "rope_scaling: type is 'longrope'"),
+        ("phi-4", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
+        ("phi-4", {"partial_rotary_factor": 0.006}, "partial_rotary_factor is 0.006"),
+        ("phi-4", {"rope_scaling": {"type": "longrope"}}, "rope_scaling: short_factor is missing"),
+        ("phi-4", {"rope_scaling": {"type": "su"}}, "rope_scaling: type is 'su'"),
+        ("Phi-4-mini-instruct", {"partial_rotary_factor": 0.5}, "rope_scaling: short_factor is [1.0"),
+        (
+            "Phi-4-mini-instruct",
+            {"rope_scaling": {"type": "default", "partial_rotary_factor": 0.5}},
+            "config.json: partial_rotary_factor is 0.75",
+        ),
+        ("Mistral-7B-Instruct-v0.3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ("Mistral-7B-Instruct-v0.3", {"rope_scaling": {"type": "longrope"}}, "rope_scaling: type is 'longrope'"),
         ("granite-3.3-8b-instruct", {"embedding_multiplier": "12"}, "embedding_multiplier is '12'"),
         ("granite-3.3-8b-instruct", {"attention_bias": True}, "attention_bias is True"),
         ("Qwen2.5-7B-Instruct", {"embedding_multiplier": 12.0}, "embedding_multiplier is 12.0"),

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, Phi3Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from engine.checkpoint.config_reader import ConfigReader
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.rope import Llama3Scaling, RopeConfig, inverse_frequencies, rope_cos_sin
+from engine.checkpoint.rope import Llama3Scaling, RopeConfig, RopeRules, inverse_frequencies, rope_cos_sin
 from engine.errors import CheckpointError
 from tests.support.tiny_checkpoint import FAMILY_DEFAULTS, Family, decoder_config, make_checkpoint, make_model
 
@@ -306,12 +307,31 @@ def test_the_table_is_bit_equal_with_transformers(
     config = config_class(head_dim=head_dim, rope_parameters=dict(parameters), max_position_embeddings=32768)
     module = rotary(config)
     reader = ConfigReader(json.loads(config.to_json_string()), "config.json")
-    rope = RopeConfig.from_reader(reader, 32768, default_theta=10_000.0)
+    rope = RopeConfig.from_reader(reader, 32768, RopeRules(), head_dim)
     cos, sin = module(torch.zeros(1), torch.arange(3000)[None])
     expected = torch.cat((cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]), dim=-1)
     table = rope_cos_sin(rope, head_dim, 3000)
     assert table.dtype == torch.float32
     assert table.shape == (3000, head_dim)
     assert table.is_contiguous()
-    assert torch.equal(inverse_frequencies(rope, head_dim), module.inv_freq)
+    assert torch.equal(inverse_frequencies(rope, 3000), module.inv_freq)
     assert torch.equal(table, expected)
+
+
+@pytest.mark.parametrize("num_positions", [64, 65], ids=["within the context before", "beyond it"])
+@pytest.mark.parametrize(("head_dim", "share"), [(64, 0.75), (16, 0.75), (32, 1.0)])
+def test_longropes_table_is_bit_equal_where_it_rotates(head_dim: int, share: float, num_positions: int) -> None:
+    num_rotated = int(head_dim * share)
+    factors = [1.0 + pair / 7 for pair in range(num_rotated // 2)]
+    parameters = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": share}
+    parameters |= {"short_factor": factors, "long_factor": [2.5 * factor for factor in factors]}
+    shape = {"hidden_size": 2 * head_dim, "num_attention_heads": 2, "head_dim": head_dim}
+    contexts = {"max_position_embeddings": 1024, "original_max_position_embeddings": 64}
+    config = Phi3Config(rope_parameters=parameters, **shape, **contexts)
+    cos, sin = Phi3RotaryEmbedding(config)(torch.zeros(1), torch.arange(num_positions)[None])
+    rope = ModelConfig.from_hf(json.loads(config.to_json_string()) | {"dtype": "float32"}).rope
+    table = rope_cos_sin(rope, head_dim, num_positions)
+    halves = ((cos[0], 1.0), (sin[0], 0.0))
+    for found, (expected, unrotated) in zip(table.chunk(2, dim=-1), halves, strict=True):
+        assert torch.equal(found[:, : num_rotated // 2], expected[:, : num_rotated // 2])
+        assert bool((found[:, num_rotated // 2 :] == unrotated).all())
