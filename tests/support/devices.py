@@ -2,7 +2,7 @@
 
 CPU tensors are counted as if they lay on a device, a stream writes down what the host asks of it, and what would make
 the host wait is forbidden. Fresh memory is as hostile as it can be, full of NaN with guards on both sides, and a tensor
-of more elements than an int32 can count takes little memory.
+of more elements than an int32 can count takes little memory. Triton's interpreter, which runs kernels there, is mended.
 """
 
 from __future__ import annotations
@@ -179,6 +179,28 @@ class KernelOperations:
 def _has_mask_or_list(index: Any) -> bool:
     parts = index if isinstance(index, tuple) else (index,)
     return any(isinstance(p, list) or (isinstance(p, torch.Tensor) and p.dtype == torch.bool) for p in parts)
+
+
+@contextmanager
+def interpreter_beside_numpy() -> Iterator[None]:
+    """Within the block triton 3.6's interpreter, PyTorch 2.11's, takes bounds of loops that were computed or loaded.
+
+    It asks arrays of one element for an integer, of which NumPy warns, and which NumPy 2.5 refuses. Triton 3.7 asks as
+    is done here.
+    """
+    import triton  # here: only Linux has it
+    from triton.runtime import interpreter
+
+    patched = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        patched(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda value: int(value.handle.data.item()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        if triton.__version__.startswith("3.6."):
+            patch.setattr(interpreter, "_patch_lang_tensor", patch_lang_tensor)
+        yield
 
 
 class GuardedMemory:

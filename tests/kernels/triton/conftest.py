@@ -15,6 +15,8 @@ import triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter
 
+from tests.support.devices import interpreter_beside_numpy
+
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if IS_INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
 
@@ -34,7 +36,7 @@ def _language_patched_once() -> Iterator[None]:
     if not IS_INTERPRETED:
         yield
         return
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, interpreter_beside_numpy():
         scope = interpreter._patch_lang(lambda: (tl, core))  # for what is seen by this function: both
         patch.setattr(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope())
         yield
