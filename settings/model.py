@@ -9,7 +9,7 @@ from pydantic import Field
 
 from settings.fields import NAMES_FORMS, Accepted, Name, Names, SettingsGroup, read_names
 
-ToolCallFormat = Literal["auto", "qwen3", "llama3", "none"]
+ToolCallFormat = Literal["auto", "qwen3", "qwen3_coder", "llama3", "mistral", "mistral_v11", "granite", "none"]
 ReasoningFormat = Literal["auto", "qwen3", "none"]
 
 
@@ -35,8 +35,9 @@ class ModelSettings(SettingsGroup):
     )
     tool_call_format: ToolCallFormat = Field(
         default="auto",
-        description="How the model writes tool calls: between <tool_call> marks (also Hermes), or as bare JSON; none: "
-        "calls stay text; auto: what the chat template shows, and tools are refused where it shows neither.",
+        description="How the model writes tool calls: qwen3 (also Hermes) and qwen3_coder between <tool_call> marks, "
+        "llama3 as bare JSON, mistral and mistral_v11 behind [TOOL_CALLS], granite behind <|tool_call|>; none: calls "
+        "stay text; auto: what the chat template shows, and tools are refused where it shows none of these.",
     )
     reasoning_format: ReasoningFormat = Field(
         default="auto",

@@ -145,7 +145,7 @@ def answer_message(answer: ChatAnswer, completion_id: str, choice: int) -> dict[
     if answer.calls:
         message["tool_calls"] = [
             {
-                "id": _call_id(f"{completion_id}/{choice}/{number}"),
+                "id": _call_id(f"{completion_id}/{choice}/{number}", is_short=answer.has_short_ids),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
@@ -154,9 +154,10 @@ def answer_message(answer: ChatAnswer, completion_id: str, choice: int) -> dict[
     return message
 
 
-def _call_id(place: str) -> str:
-    # A digest, since ids go back into conversations, where OpenAI takes up to 40 characters.
-    return "call_" + hashlib.blake2b(place.encode("utf-8"), digest_size=12).hexdigest()
+def _call_id(place: str, *, is_short: bool) -> str:
+    # A digest. Ids go back into conversations, where OpenAI takes up to 40 characters and Mistral's templates nine.
+    digest = hashlib.blake2b(place.encode("utf-8"), digest_size=12).hexdigest()
+    return digest[:9] if is_short else f"call_{digest}"
 
 
 def chat_logprobs(chosen: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, object]:

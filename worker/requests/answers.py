@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from engine.request import Completion, FinishReason
 from engine.text.tokenizer import Tokenizer
 from worker.lines.chat import ChatBody
-from worker.records.answers import ChatAnswer, read_calls, split_reasoning
+from worker.records.answers import ChatAnswer, split_reasoning
+from worker.records.tool_calls import Tools, read_calls
 from worker.requests.chat_prompts import ChatPrompts
 
 
@@ -26,18 +27,18 @@ class AnswerReader:
         if not self._formats.marks:
             return [ChatAnswer(completion.text) for completion in completions]
         opened = self._prompts.opens_reasoning(body)
-        names = frozenset(tool.function.name for tool in body.offered_tools)
-        answers = [self._read(completion, names, opened=opened) for completion in completions]
+        tools = {tool.function.name: tool.function.parameters for tool in body.offered_tools}
+        answers = [self._read(completion, tools, opened=opened) for completion in completions]
         if body.parallel_tool_calls:
             return answers
         return [replace(answer, calls=answer.calls[:1]) for answer in answers]
 
-    def _read(self, completion: Completion, names: frozenset[str], *, opened: bool) -> ChatAnswer:
+    def _read(self, completion: Completion, tools: Tools, *, opened: bool) -> ChatAnswer:
         reasons = self._formats.reasoning != "none"
         spelled = self._token_text.of(completion)
         split = split_reasoning(spelled.text, opened=opened) if reasons else None
         answer = spelled.text if split is None else spelled.text[split[1] :].lstrip("\n")
-        found = read_calls(answer, self._formats, names) if names else None
+        found = read_calls(answer, self._formats.tool_calls, tools) if tools else None
         calls, beside = ((), answer) if found is None else found
         content = completion.text if split is None and found is None else self._plain(beside)
         num_reasoning_tokens = 0 if split is None else spelled.num_tokens_of(split[1])
@@ -45,6 +46,7 @@ class AnswerReader:
             content=None if calls and not content else content,
             calls=calls,
             reasoning=None if split is None else self._plain(split[0]),
+            has_short_ids=self._formats.has_short_ids,
             num_reasoning_tokens=num_reasoning_tokens if reasons else None,
         )
 

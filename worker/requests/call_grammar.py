@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from engine.errors import InvalidRequest
 from engine.structured.grammar import ANY_OBJECT, Grammar, form_rules, json_rule, quoted
 from worker.lines.chat import ChatBody, ToolChoice, ToolFunction
 from worker.lines.grammar import GivenGrammar
-from worker.records.answers import CALL_BEGIN, CALL_END, PYTHON_TAG, REASONING_BEGIN, REASONING_END
+from worker.records.answers import REASONING_BEGIN, REASONING_END
+from worker.records.tool_calls import (
+    CALL_BEGIN,
+    CALL_END,
+    FUNCTION_BEGIN,
+    FUNCTION_END,
+    LIST_BEGIN,
+    MARKS,
+    MISTRAL_ARGUMENTS,
+    MISTRAL_CALLS,
+    PARAMETER_BEGIN,
+    PARAMETER_END,
+    PYTHON_TAG,
+    alternatives,
+    argument_types,
+    resolved,
+)
 from worker.requests.chat_prompts import ChatPrompts
 
 _NO_ARGUMENTS: Mapping[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
+_TEXT_RULES = frozenset({"pattern", "format", "minLength", "maxLength", "const", "enum", "allOf", "not", "if"})
 _SAY_WHAT = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "const", "enum"})
+
+
+class _Form(NamedTuple):
+    """How calls stand in an answer: the mark's text, the mark and what follows it in a rule's words."""
+
+    text: str
+    mark: str
+    rest: str
+    between: str  # of two calls
+    is_repeated: bool  # the mark before each call; else once before all of them
 
 
 class CallGrammar:
@@ -60,7 +89,7 @@ class CallGrammar:
 
     @property
     def _reads_calls(self) -> bool:
-        return self._formats.tool_calls in ("qwen3", "llama3")
+        return self._formats.tool_calls in MARKS
 
     def _check(self, given: GivenGrammar | None, *, is_forced: bool) -> None:
         if not self._reads_calls:
@@ -70,28 +99,56 @@ class CallGrammar:
             raise _refuse("tool_choice", f"auto or none beside {given.param}")
 
     def _with_calls(self, body: ChatBody, given: GivenGrammar | None, *, is_forced: bool) -> list[str]:
-        rules = call_rules(body, key=self._arguments_key, is_forced=is_forced)
+        """The rules of `answer`: calls; or what is `given`; or, where neither, calls in free text."""
+        written = self._formats.tool_calls
+        rules = call_rules(body, self._arguments_of, is_forced=is_forced)
         if given is not None:
             rules.append(_shape(given))
-        if self._formats.tool_calls == "llama3":
+        if written == "llama3":
             tag = self._mark(PYTHON_TAG)
             if given is not None:  # the shape may be an object too: the tag tells them apart
                 return [f"answer: {tag} call | shape", *rules]
             # Free text begins with no brace: it would be a call that keeps to no schema.
             free = "" if is_forced else " | FREE"
             return [f"answer: {tag}? call{free}", r"FREE: /(\s*[^{\s](?s:.*))?/", *rules]
-        begin, end = self._mark(CALL_BEGIN), self._mark(CALL_END)
         several = body.parallel_tool_calls and not isinstance(body.tool_choice, ToolChoice)
-        rules.append(f'marked: {begin} rest\nrest: "\\n" call "\\n" {end}')
-        calls = 'marked ("\\n" marked)*' if several else "marked"
+        form = self._form(several=several)
+        rules.append(f"rest: {form.rest}")
         if is_forced or given:
-            return [f"answer: {calls}{' | shape' if given else ''}", *rules]
-        free = r"FREE: /(?s:.*)/ & ~/(?s:.*)" + CALL_BEGIN + r"(?s:.*)/"
-        return [f"answer: (open rest){'*' if several else '?'} FREE?", self._up_to("open", begin), free, *rules]
+            again = f" ({form.between}{form.mark} rest)*" if form.is_repeated and several else ""
+            return [f"answer: {form.mark} rest{again}{' | shape' if given else ''}", *rules]
+        free = f"FREE: /(?s:.*)/ & ~/(?s:.*){re.escape(form.text)}(?s:.*)/"
+        again = "*" if form.is_repeated and several else "?"
+        behind = "FREE?" if form.is_repeated else ""
+        answer = f"(open rest){again} {behind}" if form.is_repeated else "open rest | FREE?"
+        return [f"answer: {answer}", self._up_to("open", form.mark), free, *rules]
 
-    @property
-    def _arguments_key(self) -> str:
-        return "parameters" if self._formats.tool_calls == "llama3" else "arguments"
+    def _form(self, *, several: bool) -> _Form:
+        """How calls stand behind their mark."""
+        written = self._formats.tool_calls
+        if written in ("qwen3", "qwen3_coder"):
+            rest = f'"\\n" call "\\n" {self._mark(CALL_END)}'
+            return _Form(CALL_BEGIN, self._mark(CALL_BEGIN), rest, between='"\\n" ', is_repeated=True)
+        if written == "mistral_v11":
+            return _Form(MISTRAL_CALLS, self._mark(MISTRAL_CALLS), "call", between="", is_repeated=True)
+        mark = MISTRAL_CALLS if written == "mistral" else LIST_BEGIN
+        more = ' (", " call)*' if several else ""
+        return _Form(mark, self._mark(mark), f'" "? "[" call{more} "]"', between="", is_repeated=False)
+
+    def _arguments_of(self, name: str, function: ToolFunction, *, is_held: bool) -> tuple[str, list[str]]:
+        """A call in a rule's words, and the rules of its arguments, named `name`; `is_held`: to the function's schema.
+
+        Raises ValueError for a schema.
+        """
+        written = self._formats.tool_calls
+        if written == "qwen3_coder":
+            return _xml_call(name, function, is_held=is_held)
+        rules = [json_rule(name, _parameters(function) if is_held else ANY_OBJECT)]
+        if written == "mistral_v11":
+            return f"{quoted(function.name)} {self._mark(MISTRAL_ARGUMENTS)} {name}", rules
+        key = "parameters" if written == "llama3" else "arguments"
+        head = quoted(f'{{"name": "{function.name}", "{key}": ')
+        return f'{head} {name} "}}"', rules
 
     def _mark(self, mark: str) -> str:
         return f"<[{self._special[mark]}]>" if mark in self._special else quoted(mark)
@@ -122,8 +179,8 @@ def _shape(given: GivenGrammar) -> str:
         raise InvalidRequest(f"{given.param}: {error}", param=given.param) from error
 
 
-def call_rules(body: ChatBody, *, key: str, is_forced: bool) -> list[str]:
-    """`call`: the object of a name and arguments (under `key`) of one of the functions that may be called.
+def call_rules(body: ChatBody, spelled: Callable[..., tuple[str, list[str]]], *, is_forced: bool) -> list[str]:
+    """`call`: a call, as `spelled`, of one of the functions that may be called.
 
     Arguments keep to the function's schema where it is strict or `is_forced`. Raises InvalidRequest for a schema.
     """
@@ -133,15 +190,55 @@ def call_rules(body: ChatBody, *, key: str, is_forced: bool) -> list[str]:
         function = tool.function
         if isinstance(body.tool_choice, ToolChoice) and body.tool_choice.function.name != function.name:
             continue
-        head = quoted(f'{{"name": "{function.name}", "{key}": ')
-        calls.append(f'{head} arguments{position} "}}"')
-        schema = _parameters(function) if is_forced or function.strict else ANY_OBJECT
         try:
-            rules.append(json_rule(f"arguments{position}", schema))
+            call, of_arguments = spelled(f"arguments{position}", function, is_held=bool(is_forced or function.strict))
         except ValueError as error:
             param = f"tools[{position}].function.parameters"
             raise InvalidRequest(f"{param}: {error}", param=param) from error
+        calls.append(call)
+        rules += of_arguments
     return [f"call: {' | '.join(calls)}", *rules]
+
+
+def _xml_call(name: str, function: ToolFunction, *, is_held: bool) -> tuple[str, list[str]]:
+    """A call as Qwen3-Coder writes it: texts as they are, other arguments as JSON, each to the end of its element."""
+    end = quoted(f"\n{PARAMETER_END}\n")
+    rules = [f"{name}text[suffix={end}]: /(?s:.*)/"]
+    call = f"{quoted(f'{FUNCTION_BEGIN}{function.name}>' + chr(10))} {name} {quoted(FUNCTION_END)}"
+    if not is_held:
+        return call, [f'{name}: ("{PARAMETER_BEGIN}" /[^>\\n]+/ ">\\n" {name}text)*', *rules]
+    schema = _parameters(function)
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list) or set(required) - properties.keys():
+        raise ValueError("calls in XML are held to the arguments that are named; accepted: an object with properties")
+    parts: list[str] = []
+    for position, (key, given) in enumerate(properties.items()):
+        value = f"{name}x{position}"
+        begin = quoted(f"{PARAMETER_BEGIN}{key}>\n")
+        parts.append(f"({begin} {value}){'' if key in required else '?'}")
+        rules.append(_xml_value(value, given, schema, f"{name}text", end))
+    return call, [f"{name}: {' '.join(parts)}", *rules]
+
+
+def _xml_value(name: str, given: object, schema: Mapping[str, object], text: str, end: str) -> str:
+    """The rule `name` of an argument and the `end` of its element; `text`: the rule of any text up to there."""
+    types = argument_types({**schema, "properties": {"": given}}, "")
+    if not types or not isinstance(given, Mapping):
+        raise ValueError("an argument of a call in XML has no type; accepted: its type, enum, anyOf or a $ref")
+    if "string" not in types:
+        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        return json_rule(f"{name}json", {**definitions, **given}) + f"\n{name}: {name}json {end}"
+    found = resolved(given, schema)
+    values = found.get("enum")
+    if isinstance(values, list) and types == {"string"}:
+        return f"{name}: ({' | '.join(quoted(str(value)) for value in values)}) {end}"
+    for each in (found, *alternatives(found, schema)):
+        unmet = each.keys() & _TEXT_RULES
+        if unmet:
+            raise ValueError(
+                f"a text of a call in XML cannot be held to {min(unmet)}; accepted: its type, or enum alone"
+            )
+    return f"{name}: {text}"
 
 
 def _parameters(function: ToolFunction) -> Mapping[str, object]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,9 @@ from engine.request import Completion, FinishReason
 from tests.support.fake_engine import HERMES_TOKENS, LLAMA3_TOKENS, QWEN3_TOKENS, answered, chat_model, template_source
 from tests.support.request_lines import chat_line, parse
 from worker.lines.chat import ChatBody
-from worker.records.answers import AnswerFormats, CalledTool, ChatAnswer
+from worker.records.answers import AnswerFormats, ChatAnswer
+from worker.records.success import answer_message
+from worker.records.tool_calls import CalledTool
 from worker.requests.answers import AnswerReader, TokenText
 from worker.requests.chat_prompts import ChatPrompts
 
@@ -186,3 +190,12 @@ def test_an_answer_is_detokenised_once_for_text_and_count(qwen3: Model, monkeypa
 
     assert qwen3.read(completion).num_reasoning_tokens == qwen3.num_tokens("<think>hm</think>")
     assert new_detokenizer.calls == 1
+
+
+def test_mistrals_calls_get_ids_that_its_templates_take_back(tmp_path: Path) -> None:
+    model = Model(tmp_path, template_source("marked_calls"), {"[TOOL_CALLS]": True}, AnswerFormats("mistral", "none"))
+    read = model.read('[TOOL_CALLS][{"name": "time", "arguments": {}}, {"name": "time", "arguments": {}}]')
+    assert read == ChatAnswer(None, (TIME, TIME), has_short_ids=True)
+    calls: Any = answer_message(read, "chatcmpl-1", 0)["tool_calls"]
+    assert len({call["id"] for call in calls}) == 2
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", call["id"]) for call in calls)

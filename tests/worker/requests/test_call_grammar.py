@@ -237,3 +237,137 @@ def test_a_line_that_is_held_to_nothing_does_not_ask_the_template(
 
     assert qwen3.grammar(tools=[WEATHER, TIME]) is None
     assert qwen3.grammar() is None
+
+
+MISTRAL_TOKENS = dict.fromkeys(("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), True)
+LISTED_ROME, LISTED_NOW = '{"name": "weather", "arguments": {"city": "Rome"}}', '{"name": "time", "arguments": {}}'
+XML_ROME = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+XML_NOW = "<tool_call>\n<function=time>\n</function>\n</tool_call>"
+
+# Format -> (tokens, a call of weather with Rome, one of time, both).
+OTHERS: dict[str, tuple[dict[str, bool], str, str, str]] = {
+    "mistral": (
+        MISTRAL_TOKENS,
+        f"[TOOL_CALLS][{LISTED_ROME}]",
+        f"[TOOL_CALLS] [{LISTED_NOW}]",
+        f"[TOOL_CALLS][{LISTED_ROME}, {LISTED_NOW}]",
+    ),
+    "mistral_v11": (
+        MISTRAL_TOKENS,
+        '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}',
+        "[TOOL_CALLS]time[ARGS]{}",
+        '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}[TOOL_CALLS]time[ARGS]{}',
+    ),
+    "granite": (
+        {"<|tool_call|>": False},
+        f"<|tool_call|>[{LISTED_ROME}]",
+        f"<|tool_call|>[{LISTED_NOW}]",
+        f"<|tool_call|>[{LISTED_ROME}, {LISTED_NOW}]",
+    ),
+    "qwen3_coder": (QWEN3_TOKENS, XML_ROME, XML_NOW, f"{XML_ROME}\n{XML_NOW}"),
+}
+
+
+@pytest.fixture(scope="module", params=OTHERS)
+def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, str, str, str]:
+    tokens, rome, now, both = OTHERS[request.param]
+    path = tmp_path_factory.mktemp(request.param)
+    model = Model(
+        path, template_source("marked_calls"), tokens, tool_call_format=request.param, reasoning_format="none"
+    )
+    return model, rome, now, both
+
+
+def test_calls_of_other_formats_are_held_to(other: tuple[Model, str, str, str]) -> None:
+    model, rome, now, both = other
+    required = {"tools": [WEATHER, TIME], "tool_choice": "required"}
+    for answer in (rome, now, both):
+        assert model.takes(answer, **required), answer
+    for answer in (
+        "",
+        "Sunny.",
+        rome.replace("Rome", "Paris"),
+        rome + "Sunny.",
+        "Sunny." + rome,
+        rome.replace("city", "c"),
+    ):
+        assert not model.takes(answer, **required), answer
+    assert not model.takes(both, **required, parallel_tool_calls=False)
+    named = {"tools": [TIME, WEATHER], "tool_choice": NAMED}
+    assert model.takes(rome, **named)
+    assert not model.takes(now, **named)
+    assert not model.takes(both, **named)
+
+
+def test_strict_functions_of_other_formats_are_called_or_not(other: tuple[Model, str, str, str]) -> None:
+    model, rome, now, both = other
+    strict = {"tools": [STRICT, TIME]}
+    for answer in ("", "Sunny.", rome, now, both, f"So: {rome}", now.replace("{}", '{"a": [1]}')):
+        assert model.takes(answer, **strict), answer
+    assert not model.takes(rome.replace("Rome", "Paris"), **strict)
+
+
+def test_a_form_beside_calls_of_other_formats(other: tuple[Model, str, str, str]) -> None:
+    model, rome, _, _ = other
+    shaped = {"tools": [WEATHER, TIME], "response_format": {"type": "json_object"}}
+    assert model.takes(rome, **shaped)
+    assert model.takes('{"a": 1}', **shaped)
+    assert not model.takes("Sunny.", **shaped)
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "$defs": {"Unit": {"enum": ["C", "F"]}, "Text": {"type": "string"}},
+    "properties": {
+        "note": {"anyOf": [{"$ref": "#/$defs/Text"}, {"type": "null"}]},
+        "days": {"type": "integer", "minimum": 1},
+        "unit": {"$ref": "#/$defs/Unit"},
+        "places": {"type": "array", "items": {"$ref": "#/$defs/Unit"}},
+    },
+    "required": ["days"],
+}
+
+
+@pytest.fixture(scope="module")
+def coder(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    path = tmp_path_factory.mktemp("coder")
+    template = template_source("marked_calls")
+    return Model(path, template, {}, tool_call_format="qwen3_coder", reasoning_format="none")
+
+
+def _held(**schema: object) -> dict[str, object]:
+    function = {"name": "f", "parameters": {**SCHEMA, **schema}}
+    return {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+
+
+def _xml(**values: str) -> str:
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
+
+
+def test_arguments_in_xml_keep_to_their_schemas(coder: Model) -> None:
+    for taken in (_xml(days="2"), _xml(note="two\nlines <b>", days="2", unit="F"), _xml(days="1", places='["C", "F"]')):
+        assert coder.takes(taken, **_held()), taken
+    for refused in (_xml(), _xml(days="0"), _xml(days="two"), _xml(days="1", unit="K"), _xml(days="1", places='["K"]')):
+        assert not coder.takes(refused, **_held()), refused
+    assert not coder.takes(_xml(days="1", note="x"), **_held())  # in their order alone
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"type": "string", "pattern": "a+"}, "held to pattern"),
+        ({"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]}, "held to maxLength"),
+        ({"enum": ["a", 1]}, "held to enum"),
+        ({}, "has no type"),
+        ({"$ref": "#/$defs/Elsewhere"}, "has no type"),
+    ],
+)
+def test_what_xml_cannot_be_held_to_is_refused(coder: Model, given: dict[str, object], why: str) -> None:
+    error = coder.refusal(**_held(properties={"days": given}))
+    assert error.param == "tools[0].function.parameters"
+    assert why in str(error)
+
+
+def test_arguments_in_xml_need_names(coder: Model) -> None:
+    assert "an object with properties" in str(coder.refusal(**_held(required=["days", "hours"])))
