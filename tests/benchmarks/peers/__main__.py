@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from engine.loading.derived_settings import usable_cores
+from engine.loading.quantize import FORMATS
 from tests.benchmarks.machine import PeersMachine, write_figures
 from tests.benchmarks.peers.floor import FORMULA
 from tests.benchmarks.peers.sides import PEERS, PeerMissing, TrialServerFailed
@@ -78,10 +79,13 @@ def _add_what_is_compared(parser: argparse.ArgumentParser) -> None:
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--peer", choices=PEERS, help="none: only ours and the machine")
     other.add_argument("--through-queue", action="store_true", help="Redis and a worker over the engine alone")
+    other.add_argument("--unquantised", action="store_true", help="our time with --scheme over ours without")
     parser.add_argument("--venv", type=Path, metavar="DIR", help="the peer's virtual environment")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of both sides")
     parser.add_argument("--peer-dtype", choices=DTYPES, help="of the peer, where it is faster in another")
     parser.add_argument("--quantization", choices=("none", "int8"), default="none", help="of our weights")
+    scheme = "of the checkpoint that both sides load, written by `millrace quantize`"
+    parser.add_argument("--scheme", choices=("none", *FORMATS), default="none", help=scheme)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of ours; repeatable")
     parser.add_argument("--sorted", action="store_true", help="the peer gets the prompts sorted, we do not")
 
@@ -96,6 +100,10 @@ def _refusal(options: argparse.Namespace) -> str | None:
         return f"--venv: needed with --peer; {PEERS[options.peer].install}"
     if options.sorted and not options.peer:
         return "--sorted: needs --peer"
+    if options.unquantised and options.scheme == "none":
+        return "--unquantised: needs --scheme"
+    if options.quantization != "none" and options.scheme != "none":
+        return "--quantization: a checkpoint of --scheme is quantised already"
     if options.json and not options.json.absolute().parent.is_dir():
         return f"--json: {options.json.absolute().parent} is no directory"
     return None
@@ -208,7 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"\n{ratio_table(run.comparisons)}")
     for name, seconds in run.command_s.items():
         print(f"{name}: `submit --wait`, start-up and polling included: {', '.join(f'{s:.2f}' for s in seconds)} s")
-    print(f"\n{floor_table(run.distances)}")
+    if run.distances:
+        print(f"\n{floor_table(run.distances)}")
     if options.json is not None:
         figures = as_json(run.machine, run.sides, run.comparisons, run.distances)
         figures["command_s"] = run.command_s

@@ -167,6 +167,8 @@ def test_without_a_peer_there_is_no_ratio() -> None:
         (["--max-stolen", "1.1"], "--max-stolen: accepted: 0 to 1"),
         (["--peer", "vllm"], "--venv: needed"),
         (["--sorted"], "--sorted: needs --peer"),
+        (["--unquantised"], "--unquantised: needs --scheme"),
+        (["--scheme", "fp8", "--quantization", "int8"], "--quantization: a checkpoint of --scheme"),
         (["--json", "/nowhere/at/all.json"], "--json: /nowhere/at"),
     ],
 )
@@ -266,7 +268,7 @@ def test_rates_are_measured_and_the_better_of_two_counts() -> None:
 def test_a_run_through_the_queue_prints_its_tables_and_writes_its_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_checkpoint(tmp_path / "dense", vocab_size=VOCAB_SIZE)
+    make_checkpoint(tmp_path / "dense", vocab_size=VOCAB_SIZE, max_position_embeddings=2048)
     (tmp_path / "dense" / "complete").touch()
     report = tmp_path / "figures.json"
     assert main(["--through-queue", *SMALL, *POOL, "--cache", str(tmp_path), "--json", str(report)]) == 0
@@ -278,3 +280,16 @@ def test_a_run_through_the_queue_prints_its_tables_and_writes_its_figures(
     assert comparison["same_first_token"] == 1.0
     assert len(comparison["ratios"]) == len(figures["command_s"]["dense-shared"]) == 3
     assert figures["distances"]["dense-shared"]["floor_s"] > 0
+
+
+@pytest.mark.slow
+def test_a_quantised_checkpoint_is_measured_beside_its_full_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(
+        tmp_path / "dense", vocab_size=VOCAB_SIZE, max_position_embeddings=2048, hidden_size=128, intermediate_size=128
+    )
+    (tmp_path / "dense" / "complete").touch()
+    assert main(["--unquantised", "--scheme", "w8a8", *SMALL, *POOL, "--cache", str(tmp_path)]) == 0
+    assert (tmp_path / "dense-w8a8" / "model.safetensors").exists()
+    assert "w8a8" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from tests.benchmarks.machine import CpuTicks, PeersMachine
 from tests.benchmarks.peers.floor import Floor, MachineRates, ModelCost
 from tests.benchmarks.peers.servers import TrialAnswer
 from tests.benchmarks.peers.sides import PEERS, SERVERS, QueueSide, TrialServer, queue_side, trial_server
-from tests.benchmarks.peers.workload import WORKLOADS, Workload, checkpoint
+from tests.benchmarks.peers.workload import WORKLOADS, Workload, checkpoint, quantised
 from tests.support.tiny_checkpoint import decoder_config
 
 MAX_REPEATS = 4  # for each pair that is wanted
@@ -180,23 +180,34 @@ class PeersRun:
         self.comparisons.append(comparison)
         if isinstance(ours, QueueSide):
             self.command_s[workload.name] = ours.command_s[-options.trials - comparison.num_repeated :]
-        self.distances[workload.name] = Distance.of(comparison, cost, rates, (options.dtype, weights))
+        if options.scheme == "none":  # the floor knows no bytes and rates of the others
+            self.distances[workload.name] = Distance.of(comparison, cost, rates, (options.dtype, weights))
         return comparison
 
     @contextmanager
     def _both_sides(self, model: Path) -> Iterator[tuple[Side, Side | None]]:
         """Start our side and the other, in processes of their own. Through the queue, the other is our engine alone."""
         options, assignments = self._options, self._assignments()
-        command = [sys.executable, "-m", SERVERS, "millrace", str(model), *assignments]
+        plain, model = model, model if options.scheme == "none" else quantised(model, options.scheme)
         with ExitStack() as stack:
-            engine = stack.enter_context(trial_server(command, {}, self._cache / "ours.log"))
+            engine = stack.enter_context(self._engine(model, assignments, "ours.log"))
             if options.through_queue:
                 self.sides = {"ours": {"engine": "Millrace, through Redis and one worker"}, "other": engine.about}
                 yield stack.enter_context(queue_side(model, assignments)), engine
                 return
+            if options.unquantised:
+                other = stack.enter_context(self._engine(plain, assignments, "unquantised.log"))
+                self.sides = {"ours": engine.about | {"scheme": options.scheme}, "other": other.about}
+                yield engine, other
+                return
             peer = stack.enter_context(self._peer(model))
             self.sides = {"ours": engine.about, "other": {} if peer is None else peer.about}
             yield engine, peer
+
+    def _engine(self, model: Path, assignments: Sequence[str], log: str) -> AbstractContextManager[TrialServer]:
+        return trial_server(
+            [sys.executable, "-m", SERVERS, "millrace", str(model), *assignments], {}, self._cache / log
+        )
 
     def _peer(self, model: Path) -> AbstractContextManager[TrialServer | None]:
         options = self._options

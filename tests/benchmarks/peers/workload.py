@@ -15,6 +15,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from engine.loading.quantize import quantise_checkpoint
 from tests.support.tiny_checkpoint import Family, make_model
 from tests.support.tiny_tokenizer import SPECIAL_TOKENS, tokenizer_config
 
@@ -130,6 +131,14 @@ def checkpoint(model: str, cache: Path) -> Path:
         _write(model, path)
         (path / "complete").touch()
     return path
+
+
+def quantised(path: Path, scheme: str) -> Path:
+    """The checkpoint `path` in a `scheme` of `millrace quantize`, beside it; it is written if it is missing."""
+    target = path.with_name(f"{path.name}-{scheme}")
+    if not target.exists():
+        quantise_checkpoint(path, target, scheme)
+    return target
 
 
 def _write(model: str, path: Path) -> None:

@@ -224,7 +224,8 @@ def _xml(name: str, **values: str) -> str:
     ("key", "value", "read"),
     [
         ("city", "Rome", "Rome"), ("city", "12", "12"), ("city", "null", "null"), ("city", '"Rome"', '"Rome"'),
-        ("city", " two\n\nlines ", " two\n\nlines "), ("city", "", ""), ("city", "<b>&amp;", "<b>&amp;"),
+        ("city", " two\n\nlines ", " two\n\nlines "), ("city", "\nlines\n", "\nlines\n"),
+        ("city", "", ""), ("city", "<b>&amp;", "<b>&amp;"),
         ("days", "3", 3), ("days", " 3 ", 3), ("days", "three", "three"), ("days", "3.5", "3.5"),
         ("scale", "3", 3), ("scale", "0.5", 0.5), ("exact", "true", True), ("exact", "False", False),
         ("unit", "C", "C"), ("unit", "null", None), ("unit", "None", None), ("unit", "7", "7"),
@@ -253,6 +254,7 @@ def test_calls_in_xml_are_read() -> None:
         _xml("weather", city="Rome").replace("</parameter>", ""), _xml("time").replace("time>", "time"),
         _xml("weather", city="Rome").replace("</function>", "<parameter=city>Oslo</parameter></function>"),
         f"{_xml('time')}<tool_call><function=ti", _xml("time").replace("</function>", "</function> more"),
+        _xml("time").partition("</function>")[0], _xml("weather", city="Rome").partition("</function>")[0],
     ],
 )  # fmt: skip
 def test_what_is_no_call_in_xml_stays_text(text: str) -> None:
