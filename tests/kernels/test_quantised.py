@@ -124,6 +124,24 @@ def test_experts_agree_with_the_reference(ops: Operations, name: str, dtype: tor
     assert_close(actual, reference.moe_small_batch(x, *plain, routed), max_steps=steps, rms_steps=steps / 4)
 
 
+@pytest.mark.parametrize("name", ["int4_order", "int8_zeros", "float8_tensor"])
+def test_an_experts_matrix_has_the_tensors_of_that_expert(name: str) -> None:
+    """Which the reference takes as its own too: in products with it an error here would be on both sides."""
+    scheme, is_reordered = SCHEMES.get(name, (WeightScheme(8, is_float=True, group_size=None), False))
+    weight = random_quantised(scheme, (NUM_EXPERTS, 8, 128), is_reordered=is_reordered)
+    if name == "float8_tensor":
+        static = replace(scheme, activations="float8_tensor")
+        weight = replace(weight, scheme=static, input_scale=torch.linspace(0.1, 0.5, NUM_EXPERTS))
+    assert len(weight.matrices) == NUM_EXPERTS
+    for field in ("values", "scales", "zero_points", "input_order", "input_scale"):
+        whole, parts = getattr(weight, field), [getattr(matrix, field) for matrix in weight.matrices]
+        if whole is None:
+            assert parts == [None] * NUM_EXPERTS
+        else:
+            assert all(torch.equal(part.float(), own.float()) for part, own in zip(parts, whole, strict=True))
+            assert not torch.equal(parts[0].float(), parts[1].float())
+
+
 @pytest.mark.parametrize("ops", IMPLEMENTATIONS)
 def test_a_quantised_weight_stays_packed(ops: Operations) -> None:
     weight = random_weight("int4_zeros", rows=64, width=256)
