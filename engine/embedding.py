@@ -1,6 +1,7 @@
-"""Keeps the unfinished requests for embeddings, and pools hidden states into their vectors.
+"""Keeps the unfinished requests for embeddings and for scores of classes, and pools hidden states into their vectors.
 
-Each input is run as a prefill of its own and pooled chunk by chunk; vectors are float32 and of length 1.
+Each input is run as a prefill of its own and pooled chunk by chunk. An embedding is float32 and of length 1; of a model
+with a classification head the pooled state becomes one score a class instead.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from numpy.typing import NDArray
 from engine.checkpoint.embedding_config import EmbeddingConfig, Pooling
 from engine.errors import NonFiniteLogits
 from engine.kv_cache.block_manager import BlockHashChain
+from engine.models.classifier import ClassificationHead, activated
 from engine.outputs import FinishedRequests
-from engine.request import RESERVED_PREFIX, EmbeddingRequest, RequestOutput
+from engine.request import RESERVED_PREFIX, ClassificationRequest, EmbeddingRequest, PooledRequest, RequestOutput
 from engine.scheduling.sequence import SequenceState
 from engine.staging import PendingResult
 from engine.unfinished import KEY_BYTES, SequenceGroup, SequenceQueue, UnfinishedRequests
@@ -79,10 +81,10 @@ class Pooler:
 class EmbeddingState(SequenceState):
     """One of a request's inputs: run as a prefill, whose hidden states are pooled."""
 
-    request: EmbeddingRequest
+    request: PooledRequest
     pooler: Pooler
     has_ended: bool = False  # with its vector or without
-    embedding: array[float] | None = None  # float32, of length 1
+    vector: array[float] | None = None  # float32: an embedding, of length 1, or one score a class
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -105,11 +107,11 @@ class EmbeddingState(SequenceState):
         return True
 
 
-_Group = SequenceGroup[EmbeddingRequest, EmbeddingState]
+_Group = SequenceGroup[PooledRequest, EmbeddingState]
 
 
-class EmbeddingRequests(UnfinishedRequests[EmbeddingRequest, EmbeddingState, _Group, "array[float]"]):
-    """Makes sequences of embedding requests, takes their vectors and hands the requests' outputs out.
+class EmbeddingRequests(UnfinishedRequests[PooledRequest, EmbeddingState, _Group, "array[float]"]):
+    """Makes sequences of requests for embeddings or classes, takes their vectors and hands the requests' outputs out.
 
     Where the vector needs the hidden states of every position, no KV may come from the prefix cache: the blocks of such
     a sequence have digests of their own. They are no use to others, so they are forgotten when it ends.
@@ -131,14 +133,14 @@ class EmbeddingRequests(UnfinishedRequests[EmbeddingRequest, EmbeddingState, _Gr
         self._arrivals = arrivals  # numbers the groups; shared with the engine's other requests
         self._deduplicate = deduplicate
 
-    def add(self, request: EmbeddingRequest) -> None:
+    def add(self, request: PooledRequest) -> None:
         """Queue the inputs of a checked request, or wait for the vectors of an equal one."""
         key = _key_of(request) if self._deduplicate else None
         if not self._join(request, key):
             self._start(self._new_group([request], key))
 
     def _apply(self, state: EmbeddingState, answer: array[float]) -> bool:
-        state.embedding, state.has_ended = answer, True
+        state.vector, state.has_ended = answer, True
         return True
 
     def _end(self, state: EmbeddingState) -> None:
@@ -146,31 +148,36 @@ class EmbeddingRequests(UnfinishedRequests[EmbeddingRequest, EmbeddingState, _Gr
 
     def _output(self, group: _Group) -> RequestOutput:
         """An aborted request has no vectors: none is handed out without the others."""
-        embeddings = tuple(state.embedding for state in group.states if state.embedding is not None)
-        is_whole, request = len(embeddings) == len(group.states), group.request
+        vectors = tuple(state.vector for state in group.states if state.vector is not None)
+        is_whole, request = len(vectors) == len(group.states), group.request
+        is_embedding = isinstance(request, EmbeddingRequest)
         return RequestOutput(
             request.request_id,
             request.num_prompt_tokens,
             num_cached_tokens=sum(state.num_cached_tokens for state in group.states) if is_whole else 0,
             completions=(),
             error=group.error,
-            embeddings=embeddings if is_whole else (),
+            embeddings=vectors if is_whole and is_embedding else (),
+            class_scores=vectors if is_whole and not is_embedding else (),
             timings=group.timings_now() if is_whole or group.error is not None else None,
         )
 
-    def _ended_copy(self, request: EmbeddingRequest, group: _Group) -> _Group:
+    def _ended_copy(self, request: PooledRequest, group: _Group) -> _Group:
         return _Group([request], group.states, None)
 
-    def _begin_again(self, group: _Group, requests: list[EmbeddingRequest]) -> _Group:
+    def _begin_again(self, group: _Group, requests: list[PooledRequest]) -> _Group:
         return self._new_group(requests, group.key)
 
-    def _new_group(self, requests: list[EmbeddingRequest], key: bytes | None) -> _Group:
+    def _new_group(self, requests: list[PooledRequest], key: bytes | None) -> _Group:
         first, arrival = requests[0], next(self._arrivals)
         states = (self._new_state(first, arrival, index) for index in range(len(first.inputs)))
         return _Group(requests, tuple(states), key)
 
-    def _new_state(self, request: EmbeddingRequest, arrival: int, index: int) -> EmbeddingState:
+    def _new_state(self, request: PooledRequest, arrival: int, index: int) -> EmbeddingState:
         token_ids = list(request.inputs[index])
+        # What a decoder has seen by the last token that is no padding does not depend on what follows.
+        while len(token_ids) > 1 and token_ids[-1] == self.config.padding_id:
+            token_ids.pop()
         salt = request.tenant if self._shares_kv else f"{RESERVED_PREFIX}/{arrival}/{index}"
         return EmbeddingState(
             request=request,
@@ -182,9 +189,13 @@ class EmbeddingRequests(UnfinishedRequests[EmbeddingRequest, EmbeddingState, _Gr
         )
 
 
-def _key_of(request: EmbeddingRequest) -> bytes:
+def _key_of(request: PooledRequest) -> bytes:
     """The same for requests that get the same vectors."""
-    digest = hashlib.blake2b(repr((request.tenant, request.dimensions)).encode(), digest_size=KEY_BYTES)
+    if isinstance(request, EmbeddingRequest):
+        asked: tuple[object, ...] = (request.dimensions,)
+    else:
+        asked = (request.activation, tuple(request.second_starts))
+    digest = hashlib.blake2b(repr((request.tenant, *asked)).encode(), digest_size=KEY_BYTES)
     for token_ids in request.inputs:
         digest.update(len(token_ids).to_bytes(8, "little"))
         digest.update(array("q", token_ids).tobytes())
@@ -192,12 +203,15 @@ def _key_of(request: EmbeddingRequest) -> bytes:
 
 
 @torch.inference_mode()
-def pool(chunks: Sequence[tuple[EmbeddingState, int, torch.Tensor]]) -> PendingResult[list[Vector]]:
+def pool(
+    chunks: Sequence[tuple[EmbeddingState, int, torch.Tensor]], head: ClassificationHead | None = None
+) -> PendingResult[list[Vector]]:
     """Pool what a step computed: (state, start, hidden), hidden [n, H] from position `start` on.
 
     The answer to each chunk is None where more chunks are to come, else the vector: float32, cut to the dimensions that
-    its request asks for, and of length 1. It is NonFiniteLogits if the vector is not finite, or the chunk's last row:
-    that token saw all the others, so it tells whether their KV is good.
+    its request asks for, and of length 1; where the model has a head, the scores of its classes. It is NonFiniteLogits
+    if the vector is not finite, or the chunk's last row: that token saw all the others, so it tells whether their KV is
+    good.
     """
     if not chunks:
         return PendingResult((), lambda _: [])
@@ -206,18 +220,28 @@ def pool(chunks: Sequence[tuple[EmbeddingState, int, torch.Tensor]]) -> PendingR
     # Noted now: by the time this is read, the next chunk may have been pooled too.
     ends = [(state, start + hidden.shape[0], state.pooler.is_complete) for state, start, hidden in chunks]
     rows = [state.pooler.vector if state.pooler.is_complete else hidden[-1].float() for state, _, hidden in chunks]
-    return PendingResult((torch.stack(rows),), lambda on_host: _vectors(ends, on_host[0].numpy()))
+    pooled = torch.stack(rows)
+    answers = pooled if head is None else head.logits(pooled)
+    return PendingResult((answers,), lambda on_host: _vectors(ends, on_host[0].numpy()))
 
 
 def _vectors(ends: Sequence[tuple[EmbeddingState, int, bool]], rows: NDArray[np.float32]) -> list[Vector]:
-    """ends: states, the position after each chunk, and whether that is the last. rows [chunks, H]."""
+    """ends: states, the position after each chunk, and whether that is the last. rows: what is pooled, [chunks, H], or
+    logits of classes.
+    """
     answers: list[Vector] = []
     for (state, end, is_complete), row in zip(ends, rows, strict=True):
         if not np.isfinite(row).all():
             answers.append(NonFiniteLogits(f"the model's hidden states are not finite before position {end}"))
         else:
-            answers.append(_unit_vector(row[: state.request.dimensions]) if is_complete else None)
+            answers.append(_vector(state.request, row) if is_complete else None)
     return answers
+
+
+def _vector(request: PooledRequest, row: NDArray[np.float32]) -> array[float]:
+    if isinstance(request, ClassificationRequest):
+        return array("f", activated(row, request.activation).tobytes())
+    return _unit_vector(row[: request.dimensions])
 
 
 def _unit_vector(values: NDArray[np.float32]) -> array[float]:

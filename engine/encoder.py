@@ -1,4 +1,4 @@
-"""The engine for encoders (BERT): texts in, vectors out.
+"""The engine for encoders (BERT): texts in, vectors or scores of classes out.
 
 An encoder has no KV cache, so there is no scheduler: a queue says which whole inputs run next.
 """
@@ -6,10 +6,11 @@ An encoder has no KV cache, so there is no scheduler: a queue says which whole i
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
+from engine.checkpoint.classifier_config import ClassifierConfig
 from engine.checkpoint.embedding_config import EmbeddingConfig
 from engine.embedding import EmbeddingRequests, EmbeddingState, pool
 from engine.engine import StepLoop
@@ -17,11 +18,11 @@ from engine.errors import InvalidRequest
 from engine.execution.forward import EncoderExecutor
 from engine.kv_cache.block_manager import BlockHashChain
 from engine.out_of_memory import step_failure
-from engine.request import AnyRequest, EmbeddingRequest, ResumeState
+from engine.request import AnyRequest, ClassificationRequest, PooledRequest, ResumeState
 from engine.scheduling.waiting_queue import SchedulerLimits, WaitingQueue
 from engine.stats import EngineStats
 from engine.text.tokenizer import Tokenizer
-from engine.validation import check_embedding_request
+from engine.validation import UNSUPPORTED, check_pooled_request
 from settings import EffectiveSettings
 
 
@@ -37,17 +38,18 @@ class EncoderParts:
 
 
 class EncoderEngine(StepLoop):
-    """Serves embedding requests, whole inputs together. Single-threaded: its owner calls it.
+    """Serves requests for embeddings or scores of classes, whole inputs together. Single-threaded: its owner calls it.
 
     Every added request ends in exactly one RequestOutput, handed out by `step`.
     """
 
-    generates = False  # it makes embeddings only
+    generates = False
 
     def __init__(self, parts: EncoderParts) -> None:
         super().__init__(parts.effective, parts.tokenizer)
         settings = self.settings.engine
         self.max_model_len: int = parts.max_model_len  # tokens one input may have
+        self.classifier: ClassifierConfig | None = parts.executor.model.config.classifier
         self._executor = parts.executor
         limits = SchedulerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, settings.unified_prefill)
         self._queue = EncoderQueue(limits)
@@ -65,14 +67,15 @@ class EncoderEngine(StepLoop):
         EngineFatal once a step has failed.
         """
         self._check()
-        if not isinstance(request, EmbeddingRequest):
-            raise InvalidRequest("this model is an encoder: it makes embeddings only", code="unsupported_endpoint")
-        check_embedding_request(
+        if not isinstance(request, PooledRequest):
+            raise InvalidRequest("this model is an encoder: it generates nothing", code=UNSUPPORTED)
+        check_pooled_request(
             request,
             vocab_size=self._executor.model.config.vocab_size,
             capacity=self.max_model_len,
             is_taken=request.request_id in self._embeddings,
             config=self._embeddings.config,
+            has_head=self.classifier is not None,
         )
         self._embeddings.add(request)
 
@@ -107,12 +110,23 @@ class EncoderEngine(StepLoop):
         self._num_steps += 1
         self._step_size = (len(states), sum(len(state.token_ids) for state in states))
         try:
-            hidden = self._executor.execute([state.token_ids for state in states])
-            vectors = pool([(state, 0, rows) for state, rows in zip(states, hidden, strict=True)]).now()
+            hidden = self._executor.execute([state.token_ids for state in states], _second_starts(states))
+            chunks = [(state, 0, rows) for state, rows in zip(states, hidden, strict=True)]
+            vectors = pool(chunks, self._executor.model.classifier).now()
         except Exception as error:  # a seam: after any error in a pass the engine cannot be trusted
             raise step_failure(error, self._executor.model.device) from error
         for state, vector in zip(states, vectors, strict=True):
             self._embeddings.take(state, vector)
+
+
+def _second_starts(states: Sequence[EmbeddingState]) -> list[int]:
+    """For each sequence where the second text of a pair begins: at its end where it is one text."""
+    starts: list[int] = []
+    for state in states:
+        request = state.request
+        pairs = request.second_starts if isinstance(request, ClassificationRequest) else ()
+        starts.append(pairs[state.index] if pairs else len(state.token_ids))
+    return starts
 
 
 class EncoderQueue:

@@ -12,6 +12,7 @@ from itertools import count
 
 import torch
 
+from engine.checkpoint.classifier_config import ClassifierConfig
 from engine.embedding import EmbeddingRequests
 from engine.errors import EngineFatal, InvalidRequest, NonFiniteLogits
 from engine.execution.model_runner import ModelRunner, StepInFlight
@@ -19,14 +20,14 @@ from engine.generation import EngineParts, GenerationRequests
 from engine.model_interface import ModelInterface
 from engine.out_of_memory import is_out_of_memory
 from engine.outputs import FinishedRequests, OutputProcessor
-from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, ResumeState
+from engine.request import AnyRequest, PooledRequest, RequestOutput, ResumeState
 from engine.sampler import Sampler
 from engine.scheduling.scheduler import ScheduledBatch, Scheduler
 from engine.scheduling.waiting_queue import SchedulerLimits
 from engine.staging import make_device_stream
 from engine.stats import EngineStats
 from engine.text.tokenizer import Tokenizer
-from engine.validation import check_embedding_request, check_request
+from engine.validation import UNSUPPORTED, check_pooled_request, check_request
 from settings import EffectiveSettings, Settings
 
 
@@ -132,6 +133,7 @@ class Engine(StepLoop):
         self._runner = ModelRunner(parts.executor, on_failure, parts.block_manager, outputs, self._sampler, stream)
         self._runs_ahead = settings.async_scheduling
         self._in_flight: StepInFlight | None = None  # launched, not collected
+        self.classifier: ClassifierConfig | None = parts.executor.model.config.classifier  # None: it knows no classes
         arrivals = count(1)
         self._generation = GenerationRequests(parts, outputs, self._scheduler, self._finished, arrivals)
         self._embeddings = EmbeddingRequests(
@@ -150,7 +152,7 @@ class Engine(StepLoop):
 
     @property
     def generates(self) -> bool:
-        """Whether it continues prompts. False for a model without a head: it makes embeddings only."""
+        """Whether it continues prompts. False for a model without a head of tokens."""
         return self._executor.model.lm_head is not None
 
     def add_request(self, request: AnyRequest) -> None:
@@ -160,15 +162,23 @@ class Engine(StepLoop):
         """
         self._check()
         is_taken = request.request_id in self._generation or request.request_id in self._embeddings
-        vocab_size, capacity, config = self.vocab_size, self.max_model_len, self._embeddings.config
-        if isinstance(request, EmbeddingRequest):
-            check_embedding_request(request, vocab_size=vocab_size, capacity=capacity, is_taken=is_taken, config=config)
+        vocab_size, capacity = self.vocab_size, self.max_model_len
+        if isinstance(request, PooledRequest):
+            config, has_head = self._embeddings.config, self.classifier is not None
+            check_pooled_request(
+                request,
+                vocab_size=vocab_size,
+                capacity=capacity,
+                is_taken=is_taken,
+                config=config,
+                has_head=has_head,
+            )
             self._embeddings.add(request)
         elif self.generates:
             check_request(request, vocab_size=vocab_size, capacity=capacity, is_taken=is_taken)
             self._generation.add(request)
         else:
-            raise InvalidRequest("this model has no lm_head: it makes embeddings only", code="unsupported_endpoint")
+            raise InvalidRequest("this model has no lm_head: it generates nothing", code=UNSUPPORTED)
 
     def due_resume_states(self) -> dict[str, ResumeState]:
         """New resume states, by request id, of the requests with a sequence that got engine.checkpoint_tokens tokens

@@ -1,6 +1,7 @@
 """What a caller asks the engine for, and what it gets back.
 
-Requests for tokens and for embeddings, the one output that each ends in, and resume states. Values only, torch-free.
+Requests for tokens, for embeddings and for scores of classes, the one output that each ends in, and resume states.
+Values only, torch-free.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import overload
 
+from engine.checkpoint.classifier_config import ClassActivation
 from engine.errors import EngineError
 from engine.sampling_params import SamplingParams
 
@@ -84,7 +86,27 @@ class EmbeddingRequest:
         return sum(map(len, self.inputs))
 
 
-AnyRequest = Request | EmbeddingRequest
+@dataclass(frozen=True, slots=True)
+class ClassificationRequest:
+    """Some inputs, for each of which a model's head scores its classes. A text, or a pair of texts end to end."""
+
+    request_id: str  # unique among the unfinished requests of an engine, of any kind
+    inputs: Sequence[Sequence[int]]  # token ids; at least one input, none of them empty
+    activation: ClassActivation  # what scores are made of logits by
+    # For each input, where the tokens of a pair's second text begin, at most its length; none: there are no pairs.
+    # Decoders, which do not tell segments apart, have no use for them.
+    second_starts: Sequence[int] = ()
+    priority: int = 0  # lower runs first
+    tenant: str = ""  # as in Request
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all inputs."""
+        return sum(map(len, self.inputs))
+
+
+PooledRequest = EmbeddingRequest | ClassificationRequest  # each input gives one vector, of what is pooled of it
+AnyRequest = Request | PooledRequest
 
 
 class FinishReason(Enum):
@@ -172,21 +194,22 @@ class RequestTimings:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The one end of one request: its completions, or its embeddings, or the error that stopped it."""
+    """The one end of one request: completions, or embeddings, or scores of classes, or the error that stopped it."""
 
     request_id: str
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens whose KV came from the prefix cache; all if an equal request was run
-    completions: tuple[Completion, ...]  # in index order; none of an embedding request
+    completions: tuple[Completion, ...]  # in index order; none of a request that generates nothing
     error: EngineError | None = None
     num_resumed_tokens: int = 0  # of the completions: from a resume state, not generated here
     embeddings: tuple[array[float], ...] = ()  # float32, of length 1, in the order of the inputs
+    class_scores: tuple[array[float], ...] = ()  # float32, one a class of the model, in the order of the inputs
     prompt_logprobs: PromptLogprobs | None = None  # one a prompt token; None unless asked for, or if aborted
     timings: RequestTimings | None = None  # None if nothing was run for it: refused, or an equal request was run
 
     @property
     def was_aborted(self) -> bool:
-        """Whether it was ended early. An embedding request has no vectors then."""
-        if self.error is not None or self.embeddings:
+        """Whether it was ended early. A request that generates nothing has no vectors then."""
+        if self.error is not None or self.embeddings or self.class_scores:
             return False
         return not self.completions or any(c.finish_reason is FinishReason.CANCELLED for c in self.completions)

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 from engine.checkpoint.embedding_config import EmbeddingConfig
 from engine.errors import InvalidRequest, PromptTooLong
-from engine.request import RESERVED_PREFIX, EmbeddingRequest, Request
+from engine.request import RESERVED_PREFIX, ClassificationRequest, EmbeddingRequest, PooledRequest, Request
+
+UNSUPPORTED = "unsupported_endpoint"  # the code of what the model is not made for
 
 
 def check_request(request: Request, *, vocab_size: int, capacity: int, is_taken: bool) -> None:
@@ -32,16 +34,25 @@ def check_request(request: Request, *, vocab_size: int, capacity: int, is_taken:
         raise PromptTooLong(length + request.params.max_tokens, capacity)
 
 
-def check_embedding_request(
-    request: EmbeddingRequest, *, vocab_size: int, capacity: int, is_taken: bool, config: EmbeddingConfig
+def check_pooled_request(
+    request: PooledRequest, *, vocab_size: int, capacity: int, is_taken: bool, config: EmbeddingConfig, has_head: bool
 ) -> None:
-    """The same for embeddings, where each input may be as long as `capacity`."""
+    """The same for embeddings and scores of classes, where each input may be as long as `capacity`.
+
+    has_head: the model has a head of classes, so that it makes no embeddings.
+    """
     _check_id(request.request_id, is_taken=is_taken)
+    if isinstance(request, EmbeddingRequest) and has_head:
+        raise InvalidRequest("this model has a classification head: it makes no embeddings", code=UNSUPPORTED)
+    if isinstance(request, ClassificationRequest) and not has_head:
+        raise InvalidRequest("this model has no classification head: it tells no classes apart", code=UNSUPPORTED)
     if not request.inputs:
         raise InvalidRequest(
             "there is no input", param="input", value=[], accepted="at least one input", code="empty_prompt"
         )
-    if request.dimensions is not None and request.dimensions not in config.dimensions:
+    if isinstance(request, ClassificationRequest):
+        _check_second_starts(request)
+    elif request.dimensions is not None and request.dimensions not in config.dimensions:
         raise InvalidRequest(
             f"dimensions is {request.dimensions}; accepted by this model: {config.dimensions_text}",
             param="dimensions", value=request.dimensions, accepted=config.dimensions_text,
@@ -55,6 +66,17 @@ def check_embedding_request(
         _check_ids(param, token_ids, vocab_size)
         if len(token_ids) > capacity:
             raise PromptTooLong(len(token_ids), capacity, param=param)
+
+
+def _check_second_starts(request: ClassificationRequest) -> None:
+    starts, lengths = request.second_starts, list(map(len, request.inputs))
+    is_fitting = len(starts) == len(lengths) and all(0 <= at <= n for at, n in zip(starts, lengths, strict=True))
+    if starts and not is_fitting:
+        accepted = f"none, or for each input 0 to its length, {lengths}"
+        raise InvalidRequest(
+            f"second_starts is {list(starts)}; accepted: {accepted}",
+            param="second_starts", value=starts, accepted=accepted,
+        )  # fmt: skip
 
 
 def _check_id(request_id: str, *, is_taken: bool) -> None:

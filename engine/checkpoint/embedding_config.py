@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from engine.checkpoint.config_reader import MAX_CONFIG_BYTES, ConfigReader, read_json, read_json_object
+from engine.checkpoint.model_config import EncoderConfig, ModelConfig
 from engine.errors import CheckpointError
 
 Pooling = Literal["mean", "last_token", "cls"]
@@ -35,6 +36,7 @@ class EmbeddingConfig:
     pooling: Pooling
     size: int  # elements of a whole vector: the model's hidden size
     dimensions: Sequence[int]  # lengths that a request may ask for, rising; the last is `size`
+    padding_id: int | None = None  # a token that is not taken for a text's last one; None: the last one is
 
     @classmethod
     def from_directory(cls, path: Path, *, size: int, default: Pooling) -> EmbeddingConfig:
@@ -60,6 +62,19 @@ class EmbeddingConfig:
         if len(self.dimensions) > 1:
             return ", ".join(map(str, self.dimensions))
         return f"{self.size}, or none: config.json says neither is_matryoshka nor matryoshka_dimensions"
+
+
+def read_pooling(path: Path, config: ModelConfig | EncoderConfig) -> EmbeddingConfig:
+    """What is pooled of the model in directory `path`: for a classification head what transformers gives it, else what
+    sentence-transformers' files say, and without them the mean of an encoder, the last token of a decoder.
+
+    Raises CheckpointError.
+    """
+    is_encoder, size = isinstance(config, EncoderConfig), config.hidden_size
+    if config.classifier is not None:
+        padding_id = None if is_encoder else config.classifier.padding_id
+        return EmbeddingConfig("cls" if is_encoder else "last_token", size, (size,), padding_id)
+    return EmbeddingConfig.from_directory(path, size=size, default="mean" if is_encoder else "last_token")
 
 
 def _dimensions(config: ConfigReader, size: int) -> Sequence[int]:

@@ -6,7 +6,7 @@ of a layer in `engine.models` as well, filled from a field here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from engine.checkpoint.rope import DEFAULT_ROPE, RopeRules
@@ -52,6 +52,11 @@ class DecoderFamily:
         """The class in `architectures` of a model without a head, of which embeddings are made."""
         return self.generating_class.replace("ForCausalLM", "Model")
 
+    @property
+    def classifying_class(self) -> str:
+        """The class in `architectures` of a model with a classification head."""
+        return self.generating_class.replace("ForCausalLM", "ForSequenceClassification")
+
 
 @dataclass(frozen=True, slots=True)
 class EncoderFamily:
@@ -59,6 +64,12 @@ class EncoderFamily:
 
     model_type: str
     classes: tuple[str, ...]  # in config.json's `architectures`; heads beyond the body are left out
+    classifying_class: str  # likewise, of a model with a classification head
+    root: str  # before the names of the body's tensors where there is a head beside it
+    left_out: tuple[str, ...]  # what the names of other heads' tensors begin with
+    head: tuple[str, str]  # the modules of the classification head: a dense layer with tanh, and the classes
+    # Whether positions count from behind the padding token's id on, as fairseq's do, which RoBERTa was trained with.
+    counts_from_padding: bool = False
 
 
 LLAMA = DecoderFamily("llama", "LlamaForCausalLM", kv_heads_may_be_left_out=True)
@@ -97,9 +108,31 @@ SMOLLM3 = DecoderFamily(
     window="switched",
 )
 GRANITE = DecoderFamily("granite", "GraniteForCausalLM", has_multipliers=True, kv_heads_may_be_left_out=True)
-BERT = EncoderFamily(model_type="bert", classes=("BertModel", "BertForMaskedLM", "BertForPreTraining"))
+BERT = EncoderFamily(
+    model_type="bert",
+    classes=("BertModel", "BertForMaskedLM", "BertForPreTraining"),
+    classifying_class="BertForSequenceClassification",
+    root="bert.",
+    left_out=("cls.",),
+    head=("bert.pooler.dense", "classifier"),
+)
+ROBERTA = EncoderFamily(
+    model_type="roberta",
+    classes=("RobertaModel", "RobertaForMaskedLM"),
+    classifying_class="RobertaForSequenceClassification",
+    root="roberta.",
+    left_out=("lm_head.",),
+    head=("classifier.dense", "classifier.out_proj"),
+    counts_from_padding=True,
+)
+XLM_ROBERTA = replace(
+    ROBERTA,
+    model_type="xlm-roberta",
+    classes=("XLMRobertaModel", "XLMRobertaForMaskedLM"),
+    classifying_class="XLMRobertaForSequenceClassification",
+)
 
 DECODERS = {
     family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MISTRAL, MIXTRAL, PHI3, SMOLLM3, GRANITE)
 }
-ENCODERS = {family.model_type: family for family in (BERT,)}
+ENCODERS = {family.model_type: family for family in (BERT, ROBERTA, XLM_ROBERTA)}

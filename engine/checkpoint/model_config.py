@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
+from engine.checkpoint.classifier_config import ClassifierConfig
 from engine.checkpoint.config_reader import (
     MAX_CONFIG_BYTES,
     ConfigReader,
@@ -15,7 +16,7 @@ from engine.checkpoint.config_reader import (
     refuse_unsupported,
     weights_dtype,
 )
-from engine.checkpoint.families import BERT, DECODERS, ENCODERS, DecoderFamily, ExpertNames
+from engine.checkpoint.families import DECODERS, ENCODERS, DecoderFamily, EncoderFamily, ExpertNames
 from engine.checkpoint.quantization_config import QuantizationConfig
 from engine.checkpoint.rope import RopeConfig, YarnScaling
 from engine.errors import CheckpointError
@@ -143,6 +144,7 @@ class ModelConfig:
     qkv_bias: bool = False
     fuses_projections: bool = False  # the file has qkv_proj and gate_up_proj
     quantization: QuantizationConfig | None = None  # None: no layer is quantised
+    classifier: ClassifierConfig | None = None  # of a head of classes in place of that of tokens; None: there is none
 
     @classmethod
     def from_hf(cls, data: Mapping[str, object]) -> ModelConfig:
@@ -154,7 +156,6 @@ class ModelConfig:
         num_layers = config.integer("num_hidden_layers")
         _check_layer_types(config, num_layers)
         num_heads = config.integer("num_attention_heads")
-        num_kv_heads = _num_kv_heads(config, family, num_heads)
         max_position_embeddings = config.integer("max_position_embeddings")
         head_dim = _head_dim(config, family, num_heads)
         rope = RopeConfig.from_reader(config, max_position_embeddings, family.rope, head_dim)
@@ -164,7 +165,7 @@ class ModelConfig:
             hidden_size=config.integer("hidden_size"),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
+            num_kv_heads=_num_kv_heads(config, family, num_heads),
             head_dim=head_dim,
             intermediate_size=config.integer("intermediate_size"),
             rms_norm_eps=config.number("rms_norm_eps"),
@@ -183,6 +184,7 @@ class ModelConfig:
             qkv_bias=family.qkv_bias,
             fuses_projections=family.fuses_projections,
             quantization=quantization,
+            classifier=_classifier(config, family),
         )
 
     def is_moe_layer(self, layer: int) -> bool:
@@ -192,11 +194,11 @@ class ModelConfig:
 
 def _decoder_family(config: ConfigReader) -> DecoderFamily:
     family = DECODERS[config.choice("model_type", tuple(DECODERS))]
-    wanted, body = family.generating_class, family.body_class
+    accepted = (family.generating_class, family.body_class, family.classifying_class)
     classes = config.data.get("architectures")
-    if classes is not None and classes not in ([wanted], [body]):
-        accepted = f'["{wanted}"] or ["{body}"] for model_type {family.model_type!r}'
-        raise config.refuse("architectures", classes, accepted)
+    if classes is not None and classes not in [[name] for name in accepted]:
+        quoted = " or ".join(f'["{name}"]' for name in accepted)
+        raise config.refuse("architectures", classes, f"{quoted} for model_type {family.model_type!r}")
     return family
 
 
@@ -263,8 +265,9 @@ def _head_dim(config: ConfigReader, family: DecoderFamily, num_heads: int) -> in
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """The shape of a BERT encoder (arXiv 1810.04805): everything about it that is not in its tensors."""
+    """The shape of an encoder like BERT (arXiv 1810.04805): everything about it that is not in its tensors."""
 
+    family: EncoderFamily
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -276,22 +279,30 @@ class EncoderConfig:
     max_seq_length: int | None  # tokens it was trained on, as sentence_bert_config.json says; None: it does not
     num_token_types: int
     dtype: DtypeName  # of the weights on disk
+    padding_id: int | None  # the token that has no position, and whose id the first one comes behind; None: from 0 on
+    classifier: ClassifierConfig | None  # None: no classification head, so texts become vectors
 
     @property
     def architecture(self) -> str:
         """The family's name."""
-        return BERT.model_type
+        return self.family.model_type
+
+    @property
+    def longest_input(self) -> int:
+        """Tokens that there are positions for."""
+        return self.max_position_embeddings - (0 if self.padding_id is None else self.padding_id + 1)
 
     @property
     def default_max_len(self) -> int:
         """Tokens of one input unless a setting says otherwise."""
-        return min(self.max_position_embeddings, self.max_seq_length or self.max_position_embeddings)
+        return min(self.longest_input, self.max_seq_length or self.longest_input)
 
     @classmethod
     def from_hf(cls, data: Mapping[str, object], sentence: Mapping[str, object]) -> EncoderConfig:
         """Check and translate config.json and sentence_bert_config.json. Raises CheckpointError naming the key."""
         config = ConfigReader(data, "config.json")
-        _refuse_unsupported_encoder(config)
+        family = ENCODERS[config.choice("model_type", tuple(ENCODERS))]
+        _refuse_unsupported_encoder(config, family)
         hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
         if hidden_size % num_heads:
             raise config.refuse("hidden_size", hidden_size, f"a multiple of num_attention_heads ({num_heads})")
@@ -299,6 +310,7 @@ class EncoderConfig:
         if trained.flag("do_lower_case", default=False):
             raise trained.refuse("do_lower_case", True, "false: a text is lower-cased by its tokenizer only")
         return cls(
+            family=family,
             vocab_size=config.integer("vocab_size"),
             hidden_size=hidden_size,
             num_layers=config.integer("num_hidden_layers"),
@@ -310,14 +322,29 @@ class EncoderConfig:
             max_seq_length=trained.integer("max_seq_length", minimum=2) if trained.has("max_seq_length") else None,
             num_token_types=config.integer("type_vocab_size", default=2),
             dtype=weights_dtype(config, default="float32"),  # files older than the key are float32's
+            padding_id=_padding_id(config) if family.counts_from_padding else None,
+            classifier=_classifier(config, family),
         )
 
 
-def _refuse_unsupported_encoder(config: ConfigReader) -> None:
-    family = ENCODERS[config.choice("model_type", tuple(ENCODERS))]
-    classes = config.data.get("architectures")
-    if classes is not None and (not isinstance(classes, list) or len(classes) != 1 or classes[0] not in family.classes):
-        raise config.refuse("architectures", classes, f"one of {', '.join(family.classes)}")
+def _classifier(config: ConfigReader, family: DecoderFamily | EncoderFamily) -> ClassifierConfig | None:
+    has_head = config.data.get("architectures") == [family.classifying_class]
+    return ClassifierConfig.from_reader(config) if has_head else None
+
+
+def _padding_id(config: ConfigReader) -> int:
+    """RoBERTa's is 1 where it is left out."""
+    padding_id = config.integer("pad_token_id", default=1, minimum=0)
+    positions = config.integer("max_position_embeddings")
+    if padding_id + 1 >= positions:
+        raise config.refuse("max_position_embeddings", positions, f"more than pad_token_id and 1 ({padding_id + 1})")
+    return padding_id
+
+
+def _refuse_unsupported_encoder(config: ConfigReader, family: EncoderFamily) -> None:
+    classes, accepted = config.data.get("architectures"), (*family.classes, family.classifying_class)
+    if classes is not None and (not isinstance(classes, list) or len(classes) != 1 or classes[0] not in accepted):
+        raise config.refuse("architectures", classes, f"one of {', '.join(accepted)}")
     refuse_unsupported(config, absent=ENCODER_MUST_BE_ABSENT, false=ENCODER_MUST_BE_FALSE)
     config.choice("position_embedding_type", ("absolute",), default="absolute")
     if config.data.get("embedding_size") not in (None, config.data.get("hidden_size")):

@@ -15,7 +15,7 @@ from engine.execution.prefix_groups import DECODE_GATE, PREFILL_GATE
 from engine.execution.profile import ObservedPasses, PassTrace
 from engine.kv_cache.tensors import KVCacheTensors
 from engine.models.decoder import DecoderModel, ForwardResult, LayerObserver
-from engine.models.encoder import EncoderModel, PackedTokens
+from engine.models.encoder import EncoderModel
 from engine.staging import ArrayStaging
 from engine.stats import DecodeGraphStats
 from settings import EngineSettings
@@ -166,9 +166,14 @@ class EncoderExecutor:
         """Run one token. Raises NonFiniteLogits if that answers NaN."""
         check_warm_up(*self.execute([[WARM_UP_TOKEN]]))
 
-    def execute(self, sequences: Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
-        """The hidden states [n, H] of the last layer for each sequence of n token ids, none of them empty."""
-        tokens = PackedTokens.of(sequences, self.model.device)
+    def execute(
+        self, sequences: Sequence[Sequence[int]], second_starts: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, ...]:
+        """The hidden states [n, H] of the last layer for each sequence of n token ids, none of them empty.
+
+        second_starts: for each, where the tokens of a pair's second text begin; left out: there are no pairs.
+        """
+        tokens = self.model.pack(sequences, second_starts)
         lens = list(tokens.lengths)
         if self._trace_steps:
             _log.info("step", forward_pass=self._passes.num_passes, num_seqs=len(lens), lens=lens)

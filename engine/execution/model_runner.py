@@ -15,6 +15,7 @@ from engine.errors import EngineError, NonFiniteLogits
 from engine.execution.batch import ForwardItem, pending_token
 from engine.execution.forward import StepExecutor
 from engine.kv_cache.block_manager import BlockManager
+from engine.models.classifier import ClassificationHead
 from engine.models.decoder import ForwardResult
 from engine.out_of_memory import step_failure
 from engine.outputs import OutputProcessor
@@ -84,7 +85,7 @@ class ModelRunner:
             result = self._executor.execute(items, chosen, draws)
             wanting = [item for item, forward in zip(batch.items, items, strict=True) if forward.wants_hidden]
             hidden = list(zip(wanting, result.hidden, strict=True))
-            scores, vectors = self._score(hidden), _pool(hidden)
+            scores, vectors = self._score(hidden), _pool(hidden, self._executor.model.classifier)
             tokens = self._sample(rows, result) if generating else None
             answers = () if tokens is None else tokens.answers.tensors
             return StepInFlight(
@@ -212,10 +213,12 @@ def _read(result: PendingResult[R], on_host: Iterator[torch.Tensor]) -> R:
     return result.read(list(islice(on_host, len(result.tensors))))
 
 
-def _pool(hidden: Sequence[tuple[ScheduledItem, torch.Tensor]]) -> PendingResult[list[VectorAnswer]]:
-    """The vectors of the embedding requests among the items."""
+def _pool(
+    hidden: Sequence[tuple[ScheduledItem, torch.Tensor]], head: ClassificationHead | None
+) -> PendingResult[list[VectorAnswer]]:
+    """The vectors of the requests for embeddings, or for scores of classes, among the items."""
     embedded = [(item, item.state, rows) for item, rows in hidden if isinstance(item.state, EmbeddingState)]
-    result = pool([(state, item.start, rows) for item, state, rows in embedded])
+    result = pool([(state, item.start, rows) for item, state, rows in embedded], head)
     states = [(item, state) for item, state, _ in embedded]  # without the rows, which would outlive the next launch
     return result.then(lambda vectors: [(*of, vector) for of, vector in zip(states, vectors, strict=True)])
 

@@ -146,7 +146,7 @@ def expected_weights_bytes(checkpoint: Checkpoint, config: ModelConfig, settings
     embedding = config.vocab_size * config.hidden_size
     has_own_layout = settings.quantization != "none" or has_blocked_layout(DTYPES[settings.dtype])
     is_packed = settings.device == "cpu" and not settings.deterministic and has_own_layout
-    if config.tie_word_embeddings and is_packed and not is_body_alone(checkpoint.names()):
+    if config.tie_word_embeddings and is_packed and _has_lm_head(checkpoint, config):
         num_elements += embedding
     if settings.quantization == "int8":
         return embedding * itemsize + (num_elements - embedding)
@@ -156,6 +156,10 @@ def expected_weights_bytes(checkpoint: Checkpoint, config: ModelConfig, settings
     return quantised_bytes + num_elements * itemsize
 
 
+def _has_lm_head(checkpoint: Checkpoint, config: ModelConfig) -> bool:
+    return config.classifier is None and not is_body_alone(checkpoint.names())
+
+
 def _stored_sizes(checkpoint: Checkpoint, config: ModelConfig) -> tuple[int, int]:
     """Bytes of the quantised weights as they will lie in memory, and elements of the others that products take and of
     the embedding; from the files' headers.
@@ -163,7 +167,7 @@ def _stored_sizes(checkpoint: Checkpoint, config: ModelConfig) -> tuple[int, int
     weights = tuple(packed_weights(describe_decoder(config, checkpoint)))
     quantised = sum(weight.nbytes for weight in weights if isinstance(weight, PackedQuantised))
     plain = sum(math.prod(weight.shape) for weight in weights if not isinstance(weight, PackedQuantised))
-    is_separate = not config.tie_word_embeddings or is_body_alone(checkpoint.names())
+    is_separate = not config.tie_word_embeddings or not _has_lm_head(checkpoint, config)
     return quantised, plain + (config.vocab_size * config.hidden_size if is_separate else 0)
 
 

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.checkpoint.embedding_config import EmbeddingConfig
+from engine.checkpoint.embedding_config import read_pooling
 from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_config, read_eos_token_ids
 from engine.checkpoint.weights import Checkpoint
 from engine.encoder import EncoderEngine, EncoderParts
@@ -105,7 +105,7 @@ def load_decoder_parts(
         block_manager=block_manager,
         tokenizer=Tokenizer.from_directory(path),
         eos_token_ids=read_eos_token_ids(path, config.vocab_size),
-        embedding=EmbeddingConfig.from_directory(path, size=config.hidden_size, default="last_token"),
+        embedding=read_pooling(path, config),
     )
 
 
@@ -168,6 +168,6 @@ def load_encoder_parts(
         effective=effective,
         executor=executor,
         tokenizer=Tokenizer.for_encoding(path),
-        embedding=EmbeddingConfig.from_directory(path, size=config.hidden_size, default="mean"),
+        embedding=read_pooling(path, config),
         max_model_len=settings.max_model_len,
     )

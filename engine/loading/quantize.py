@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -75,7 +75,8 @@ def quantise_checkpoint(
             shutil.copytree(source, partial, ignore=shutil.ignore_patterns(*weights, INDEX_FILE))
             num_bytes = _write_weights(checkpoint, files, partial, scheme, rounded)
         data = read_json_object(source / CONFIG_FILE, max_bytes=MAX_CONFIG_BYTES)
-        data["quantization_config"] = _description(name, scheme)
+        ignored = IGNORED if config.classifier is None else ("score", *IGNORED)
+        data["quantization_config"] = _description(name, scheme, ignored)
         (partial / CONFIG_FILE).write_text(json.dumps(data, indent=2) + "\n")
         partial.rename(target)
     finally:
@@ -143,8 +144,8 @@ def _stored(module: str, weight: QuantisedWeight) -> dict[str, torch.Tensor]:
     }
 
 
-def _description(name: str, scheme: WeightScheme) -> dict[str, object]:
-    """What config.json says of it."""
+def _description(name: str, scheme: WeightScheme, ignored: Sequence[str]) -> dict[str, object]:
+    """What config.json says of it. ignored: the linear layers that are left as they are."""
     number = "float" if scheme.is_float else "int"
     weights = _WEIGHTS | {
         "num_bits": scheme.bits,
@@ -158,7 +159,7 @@ def _description(name: str, scheme: WeightScheme) -> dict[str, object]:
         "quant_method": "compressed-tensors",
         "format": FORMATS[name],
         "config_groups": {"group_0": group},
-        "ignore": list(IGNORED),
+        "ignore": list(ignored),
         "kv_cache_scheme": None,
         "quantization_status": "compressed",
     }

@@ -15,6 +15,7 @@ import torch
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import CapabilityError
 from engine.kv_cache.tensors import KVCacheTensors
+from engine.models.classifier import ClassificationHead
 from kernels.interface import Operations
 from kernels.operands import AttentionRows, ExpertOutputs, PackedWeight, ProjectedHeads
 
@@ -212,8 +213,9 @@ class DecoderModel:
     embed_tokens: torch.Tensor  # [V, H]
     layers: tuple[DecoderLayer, ...] | StreamedLayers
     final_norm: torch.Tensor  # [H]
-    lm_head: PackedWeight | None  # [V, H]; None: a body alone, which makes embeddings only
+    lm_head: PackedWeight | None  # [V, H]; None: a body alone, which makes embeddings only, or with a head of classes
     weights_digest: str  # tells checkpoints apart, see TensorSource.digest
+    classifier: ClassificationHead | None = None  # None: there is none
 
     @property
     def device(self) -> torch.device:
@@ -262,7 +264,7 @@ class DecoderModel:
     def _head(self, normed: torch.Tensor) -> torch.Tensor:
         """The same in the model dtype."""
         if self.lm_head is None:
-            raise CapabilityError("the model has no lm_head: it makes embeddings only")
+            raise CapabilityError("the model has no lm_head: it generates nothing")
         logits = self.ops.linear(normed, self.lm_head)
         scaling = self.config.multipliers.logits
         return logits if scaling == 1 else logits.div_(scaling)
@@ -304,6 +306,8 @@ def packed_weights(model: DecoderModel) -> Iterator[PackedWeight]:
     """The weights of all products: the head, and those of each layer."""
     if model.lm_head is not None:
         yield model.lm_head
+    if model.classifier is not None:
+        yield model.classifier.classes
     for layer in model.layers:
         yield from (layer.attention.qkv_proj, layer.attention.o_proj)
         yield from (value for value in vars(layer.mlp).values() if isinstance(value, PackedWeight))

@@ -1,4 +1,4 @@
-"""The BERT encoder: whole sequences, packed end to end, in which every token sees every other."""
+"""The encoder of BERT and its kin: whole sequences, packed end to end, in which every token sees every other."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Literal, Self
 import torch
 
 from engine.checkpoint.model_config import EncoderConfig
+from engine.models.classifier import ClassificationHead
 from engine.models.decoder import LayerObserver
 from kernels.interface import Operations
 from kernels.operands import PackedWeight
@@ -22,14 +23,14 @@ class PackedTokens:
     """T tokens of some sequences, end to end, without padding."""
 
     token_ids: torch.Tensor  # [T], int64
-    positions: torch.Tensor  # [T], int64
+    positions: torch.Tensor  # [T], int64, rows of the model's position_embeddings
     lengths: tuple[int, ...]  # tokens of each sequence, T in all
     # Sequences of one length are attended together: for each length the tokens of its sequences, [n, length] int64.
     rows_by_length: tuple[torch.Tensor, ...]
 
     @classmethod
-    def of(cls, sequences: Sequence[Sequence[int]], device: torch.device) -> Self:
-        """Pack sequences of token ids, none of them empty."""
+    def of(cls, sequences: Sequence[Sequence[int]], positions: torch.Tensor, device: torch.device) -> Self:
+        """Pack sequences of token ids, none of them empty, end to end as their `positions` [T] are."""
         lengths = tuple(map(len, sequences))
         starts: dict[int, list[int]] = {}
         start = 0
@@ -41,7 +42,7 @@ class PackedTokens:
         )
         return cls(
             token_ids=torch.tensor(list(chain.from_iterable(sequences)), dtype=torch.int64, device=device),
-            positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
+            positions=positions.to(device),
             lengths=lengths,
             rows_by_length=rows,
         )
@@ -101,21 +102,44 @@ class EncoderLayer:
 
 @dataclass(frozen=True, eq=False)
 class EncoderModel:
-    """Weights and the forward pass (arXiv 1810.04805). A sequence is one segment; there is no KV cache.
+    """Weights and the forward pass (arXiv 1810.04805). A sequence is one segment, or a pair's two. It has no KV cache.
 
     Products are `Operations.linear` over packed weights; the rest is torch's own on CPUs and GPUs alike.
     """
 
     config: EncoderConfig
     word_embeddings: torch.Tensor  # [V, H]
-    position_embeddings: torch.Tensor  # [positions, H]: with the first segment's embedding added
+    # [positions, H]: with the first segment's embedding added; behind them, in a model that takes pairs, as many rows
+    # with the second's.
+    position_embeddings: torch.Tensor
     embedding_norm: LayerNorm
     layers: tuple[EncoderLayer, ...]
+    classifier: ClassificationHead | None = None  # None: there is none
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.word_embeddings.device
+
+    def pack(self, sequences: Sequence[Sequence[int]], second_starts: Sequence[int] = ()) -> PackedTokens:
+        """Pack sequences of token ids, none of them empty. second_starts: for each, where the tokens of a pair's second
+        text begin; left out: there are no pairs.
+        """
+        starts = second_starts or list(map(len, sequences))
+        places = [self._places(*each) for each in zip(sequences, starts, strict=True)]
+        return PackedTokens.of(sequences, torch.cat(places), self.device)
+
+    def _places(self, token_ids: Sequence[int], second_start: int) -> torch.Tensor:
+        """Rows of `position_embeddings` [n] for the n tokens of a sequence."""
+        padding_id = self.config.padding_id
+        if padding_id is None:
+            places = torch.arange(len(token_ids))
+        else:
+            counts = torch.tensor(token_ids) != padding_id
+            places = counts.cumsum(0) * counts + padding_id
+        if self.position_embeddings.shape[0] > self.config.max_position_embeddings:
+            places[second_start:] += self.config.max_position_embeddings
+        return places
 
     @torch.inference_mode()
     def forward(self, tokens: PackedTokens, observer: LayerObserver | None = None) -> torch.Tensor:

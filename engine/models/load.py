@@ -13,6 +13,7 @@ from engine.checkpoint.model_config import EncoderConfig, ModelConfig, MoeConfig
 from engine.checkpoint.rope import paired_dimensions, rope_cos_sin, unrotated_cos_sin
 from engine.checkpoint.weights import DTYPES, Checkpoint, is_body_alone
 from engine.errors import CheckpointError
+from engine.models.classifier import ClassificationHead
 from engine.models.decoder import AttentionLayer, DecoderLayer, DecoderModel, DenseMLP, MoeMLP, StreamedLayers
 from engine.models.encoder import Affine, EncoderLayer, EncoderModel, GeluForm, LayerNorm
 from engine.models.placement import SHAPES_ONLY, ModelPlacement
@@ -81,8 +82,10 @@ def _stream_decoder(
     embed_tokens = source.take(f"{root}embed_tokens.weight", vocabulary)
     layers = StreamedLayers(_DecoderLayers(config, source, placement, root).load, config.num_layers)
     final_norm = source.take(f"{root}norm.weight", (config.hidden_size,))
-    lm_head = None if is_body else placement.pack(_head(config, source, embed_tokens))
-    return DecoderModel(config, placement.ops, embed_tokens, layers, final_norm, lm_head, source.digest())
+    classifier = None if config.classifier is None else _decoder_head(config, source, placement)
+    has_lm_head = not is_body and classifier is None
+    lm_head = placement.pack(_head(config, source, embed_tokens)) if has_lm_head else None
+    return DecoderModel(config, placement.ops, embed_tokens, layers, final_norm, lm_head, source.digest(), classifier)
 
 
 def _head(config: ModelConfig, source: TensorSource, embed_tokens: torch.Tensor) -> torch.Tensor | QuantisedWeight:
@@ -211,7 +214,8 @@ class _DecoderLayers:
 
 
 def load_encoder(config: EncoderConfig, checkpoint: Checkpoint, placement: ModelPlacement) -> EncoderModel:
-    """Load the weights, named with or without `bert.`. The pooler and the heads of pre-training are left out.
+    """Load the weights, named with or without `bert.`. The pooler and the heads of pre-training are left out; where
+    config.json says that there is a head of classes, it is loaded with all that belongs to it.
 
     Raises CheckpointError naming a missing, extra or misshapen tensor.
     """
@@ -224,18 +228,23 @@ def check_encoder(config: EncoderConfig, checkpoint: Checkpoint) -> None:
 
 
 def _fill_encoder(config: EncoderConfig, source: TensorSource, placement: ModelPlacement) -> EncoderModel:
-    root = "bert." if source.has("bert.embeddings.word_embeddings.weight") else ""
-    source.leave_out("cls.")
+    family = config.family
+    root = family.root if source.has(f"{family.root}embeddings.word_embeddings.weight") else ""
+    classifier = None if config.classifier is None else _encoder_head(config, source, placement)
+    source.leave_out(*family.left_out)
     source.leave_out(f"{root}pooler.")
     source.leave_out(f"{root}embeddings.position_ids")  # 0, 1, 2, ... in int64, saved by transformers before 4.31
     hidden = config.hidden_size
     words = source.take(f"{root}embeddings.word_embeddings.weight", (config.vocab_size, hidden))
     places = source.take(f"{root}embeddings.position_embeddings.weight", (config.max_position_embeddings, hidden))
     types = source.take(f"{root}embeddings.token_type_embeddings.weight", (config.num_token_types, hidden))
+    # Pairs are for heads alone; in a model with one segment both texts are of it.
+    segments = types[: 1 if classifier is None else 2]
     model = EncoderModel(
         config=config,
         word_embeddings=words,
-        position_embeddings=places + types[0],
+        position_embeddings=torch.cat([places + segment for segment in segments]),
+        classifier=classifier,
         embedding_norm=_norm(config, source, f"{root}embeddings.LayerNorm"),
         layers=tuple(
             _encoder_layer(config, source, placement, f"{root}encoder.layer.{index}")
@@ -259,6 +268,35 @@ def _encoder_layer(config: EncoderConfig, source: TensorSource, placement: Model
         num_heads=config.num_heads,
         gelu=_GELU_FORMS[config.activation],
     )
+
+
+def _decoder_head(config: ModelConfig, source: TensorSource, placement: ModelPlacement) -> ClassificationHead:
+    """The head of classes, over the last token's hidden state: transformers' GenericForSequenceClassification."""
+    shape = (_num_classes(config), config.hidden_size)
+    return ClassificationHead(placement.ops, _head_weight(source, placement, "score", shape))
+
+
+def _encoder_head(config: EncoderConfig, source: TensorSource, placement: ModelPlacement) -> ClassificationHead:
+    """The head of classes: a dense layer with tanh (BERT's pooler) and the classes."""
+    hidden, (dense, classes) = config.hidden_size, config.family.head
+    return ClassificationHead(
+        ops=placement.ops,
+        classes=_head_weight(source, placement, classes, (_num_classes(config), hidden)),
+        bias=source.take(f"{classes}.bias", (_num_classes(config),)).float(),
+        dense=(
+            _head_weight(source, placement, dense, (hidden, hidden)),
+            source.take(f"{dense}.bias", (hidden,)).float(),
+        ),
+    )
+
+
+def _num_classes(config: EncoderConfig | ModelConfig) -> int:
+    return 0 if config.classifier is None else len(config.classifier.labels)
+
+
+def _head_weight(source: TensorSource, placement: ModelPlacement, name: str, shape: tuple[int, int]) -> PackedWeight:
+    """In float32 whatever the model's dtype."""
+    return placement.ops.pack(source.take(f"{name}.weight", shape).float(), keep_dtype=True)
 
 
 def _affine(source: TensorSource, placement: ModelPlacement, names: list[str], shape: tuple[int, int]) -> Affine:

@@ -144,6 +144,6 @@ def test_bit_for_bit_with_deterministic_kernels(tmp_path: Path) -> None:
 def test_a_body_alone_generates_nothing(tmp_path: Path) -> None:
     engine = load_engine(make_body_checkpoint(tmp_path))
     assert not engine.generates
-    with pytest.raises(InvalidRequest, match="embeddings only") as caught:
+    with pytest.raises(InvalidRequest, match="no lm_head: it generates nothing") as caught:
         engine.add_request(greedy_request("g", [1, 2]))
     assert caught.value.code == "unsupported_endpoint"

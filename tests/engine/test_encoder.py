@@ -26,7 +26,7 @@ TOLERANCE = 1e-4  # wanted; observed: below 1e-6
 TEXTS = ["a", "The millrace carries water.", "short one", "to the mill, 24 hours a day!" * 3, "a", "under the mill"]
 VARIANTS: dict[str, tuple[Pooling | None, dict[str, Any]]] = {
     "nothing said": (None, {}),
-    "mean": ("mean", {"masked_lm": True}),
+    "mean": ("mean", {"head": "tokens"}),
     "cls": ("cls", {"hidden_act": "gelu_new", "num_attention_heads": 3}),
     "last token": ("last_token", {"hidden_act": "relu", "type_vocab_size": 1}),
 }
@@ -124,7 +124,7 @@ def test_sentence_transformers_length_is_a_default_that_a_setting_raises(tmp_pat
 
 
 def test_a_prompt_to_continue_is_refused(bert: Path) -> None:
-    with pytest.raises(InvalidRequest, match="embeddings only") as caught:
+    with pytest.raises(InvalidRequest, match="it generates nothing") as caught:
         load(bert).add_request(greedy_request("g", [5]))
     assert caught.value.code == "unsupported_endpoint"
 
@@ -150,7 +150,7 @@ def test_names_of_tensorflow_and_an_old_buffer_are_understood(tmp_path: Path) ->
 
 @pytest.mark.parametrize("prefix", ["", "bert."])
 def test_an_old_buffer_may_be_in_an_index_too(tmp_path: Path, prefix: str) -> None:
-    make_bert_checkpoint(tmp_path, masked_lm=bool(prefix))
+    make_bert_checkpoint(tmp_path, head="tokens" if prefix else "none")
     expected = run(load(tmp_path), EmbeddingRequest("e", [[2, 9, 3]]))["e"].embeddings
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()

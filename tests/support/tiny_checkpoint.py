@@ -20,9 +20,9 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    BertConfig,
-    BertForMaskedLM,
-    BertModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
 )
@@ -36,6 +36,8 @@ from engine.models.placement import ModelPlacement
 from kernels.dispatch import operations
 from tests.support.tiny_tokenizer import EOS_TOKEN, PAD_TOKEN, make_tokenizer
 
+Head = Literal["none", "tokens", "classes"]
+EncoderName = Literal["bert", "roberta", "xlm-roberta"]
 Family = Literal["qwen3", "qwen3_moe", "llama", "qwen2", "mistral", "mixtral", "phi3", "smollm3", "granite"]
 
 # The tokenizer knows fewer ids than the model, as with published Qwen3 checkpoints: the last ids decode to nothing.
@@ -102,6 +104,13 @@ BERT_DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 128,
     "initializer_range": 0.2,
 }
+# As published: one segment, and positions that begin behind the padding token's id.
+_LIKE_ROBERTA: dict[str, Any] = {"type_vocab_size": 1, "max_position_embeddings": 130, "pad_token_id": 1}
+ENCODER_DEFAULTS: dict[EncoderName, dict[str, Any]] = {
+    "bert": {},
+    "roberta": _LIKE_ROBERTA,
+    "xlm-roberta": _LIKE_ROBERTA,
+}
 SWITCHES: dict[Pooling, str] = {
     "cls": "pooling_mode_cls_token",
     "mean": "pooling_mode_mean_tokens",
@@ -164,16 +173,39 @@ def make_body_checkpoint(path: Path, family: Family = "qwen3", **config_override
     return path
 
 
-def make_bert_checkpoint(path: Path, *, masked_lm: bool = False, seed: int = 0, **config_overrides: Any) -> Path:
-    """An encoder with a WordPiece tokenizer; `masked_lm`: with the head of pre-training, and `bert.` before names."""
+def make_bert_checkpoint(
+    path: Path, *, head: Head = "none", family: EncoderName = "bert", seed: int = 0, **config_overrides: Any
+) -> Path:
+    """An encoder with a WordPiece tokenizer; `head`: that of pre-training or of classes, with `bert.` before names."""
     make_word_piece_tokenizer(path)
+    options = copy.deepcopy(BERT_DEFAULTS) | ENCODER_DEFAULTS[family] | config_overrides
+    kinds: dict[Head, Any] = {
+        "none": AutoModel,
+        "tokens": AutoModelForMaskedLM,
+        "classes": AutoModelForSequenceClassification,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = BertConfig(**(BERT_DEFAULTS | config_overrides))
-        model: PreTrainedModel = BertForMaskedLM(config) if masked_lm else BertModel(config)
+        model: PreTrainedModel = kinds[head].from_config(AutoConfig.for_model(family, **options))
         with torch.no_grad():
             for name, parameter in model.named_parameters():  # norms are made as ones, biases as zeros
                 if "LayerNorm" in name or "bias" in name:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path)
+    return path
+
+
+def make_classifying_decoder(path: Path, family: Family = "qwen3", *, seed: int = 0, **config_overrides: Any) -> Path:
+    """A decoder with a head of classes in place of that of tokens."""
+    tokenizer = make_tokenizer(path)
+    options = copy.deepcopy(DEFAULTS | FAMILY_DEFAULTS[family])
+    options |= {"pad_token_id": tokenizer.token_to_id(PAD_TOKEN)} | config_overrides
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(family, **options))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name or name.endswith("bias"):
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(path)
     return path
@@ -187,7 +219,7 @@ def make_word_piece_tokenizer(path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     tokenizer.enable_truncation(16)
@@ -231,6 +263,39 @@ class ReferenceEmbedder:
         hidden = self._model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
         pooled = {"cls": hidden[0], "mean": hidden.mean(dim=0), "last_token": hidden[-1]}[self._pooling]
         return torch.nn.functional.normalize(pooled[:dimensions], dim=0)
+
+
+class ReferenceClassifier:
+    """transformers' logits of classes, of token ids or of texts: these in one batch, padded."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(path)
+        self._has_segments = getattr(self._model.config, "type_vocab_size", 1) > 1
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int], second_start: int | None = None) -> torch.Tensor:
+        """Of one input, or of a pair whose second text begins there: [C]."""
+        ids = torch.tensor([list(token_ids)])
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if self._has_segments and second_start is not None:
+            given["token_type_ids"] = (torch.arange(ids.shape[1]) >= second_start).long()[None]
+        found: torch.Tensor = self._model(**given).logits[0]
+        return found
+
+    @torch.inference_mode()
+    def logits_of_texts(
+        self, first: Sequence[str], second: Sequence[str] | None = None, max_length: int | None = None
+    ) -> torch.Tensor:
+        """Of texts, or of pairs, cut to `max_length` tokens: [n, C]."""
+        cut = max_length is not None
+        given = self._tokenizer(
+            list(first), second, truncation=cut, max_length=max_length, padding=True, return_tensors="pt"
+        )
+        if not self._has_segments:
+            given.pop("token_type_ids", None)
+        found: torch.Tensor = self._model(**given).logits
+        return found
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, ResumeState
+from engine.request import AnyRequest, PooledRequest, RequestOutput, ResumeState
+from worker.lines.request_line import Endpoint
 
 if TYPE_CHECKING:
+    from engine.checkpoint.classifier_config import ClassifierConfig
     from engine.stats import EngineStats
     from engine.text.tokenizer import Tokenizer
 
@@ -31,7 +33,11 @@ class StepEngine(Protocol):
 
     @property
     def generates(self) -> bool:
-        """Whether it continues prompts; every engine makes embeddings."""
+        """Whether it continues prompts."""
+
+    @property
+    def classifier(self) -> ClassifierConfig | None:
+        """The classes that it scores; None: it makes embeddings instead."""
 
     def add_request(self, request: AnyRequest) -> None:
         """Queue a request. Raises InvalidRequest for one that can never be served, EngineFatal once a step failed."""
@@ -62,6 +68,15 @@ class StepEngine(Protocol):
         """Give everything back."""
 
 
+def served_endpoints(*, generates: bool, classifier: ClassifierConfig | None) -> tuple[Endpoint, ...]:
+    """What a model answers, in the order of Endpoint. Without a head of classes pairs are scored by embeddings."""
+    generating = (Endpoint.CHAT_COMPLETIONS, Endpoint.COMPLETIONS) if generates else ()
+    pairs = (Endpoint.SCORE, Endpoint.RERANK)
+    if classifier is None:
+        return (*generating, Endpoint.EMBEDDINGS, *pairs)
+    return (*(pairs if classifier.scores_pairs else ()), Endpoint.CLASSIFY)
+
+
 def request_window(max_num_seqs: int) -> int:
     """Sequences to keep in an engine that runs up to `max_num_seqs` at once."""
     return WINDOW_FACTOR * max_num_seqs
@@ -69,4 +84,4 @@ def request_window(max_num_seqs: int) -> int:
 
 def request_room(request: AnyRequest) -> int:
     """How many of a window's sequences a request takes: one for each input (up to 2,048), or for each choice."""
-    return len(request.inputs) if isinstance(request, EmbeddingRequest) else request.params.n
+    return len(request.inputs) if isinstance(request, PooledRequest) else request.params.n

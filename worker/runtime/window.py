@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
-from engine.request import AnyRequest, EmbeddingRequest, RequestOutput, ResumeState
+from engine.request import AnyRequest, PooledRequest, RequestOutput, ResumeState
 from worker.lines.request_line import PrefixKey
 from worker.requests.step_engine import request_room
 
@@ -156,7 +156,7 @@ class AdmissionWindow:
 
 def _num_tokens(request: AnyRequest) -> int:
     """Tokens of its prompt and those that it may generate."""
-    if isinstance(request, EmbeddingRequest):
+    if isinstance(request, PooledRequest):
         return request.num_prompt_tokens
     return request.num_prompt_tokens + request.params.n * (request.params.max_tokens or 0)
 

@@ -110,8 +110,9 @@ def test_a_published_file_is_understood() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"model_type": "roberta"},
-        {"architectures": ["BertForSequenceClassification"]},
+        {"model_type": "distilbert"},
+        {"architectures": ["BertForTokenClassification"]},
+        {"architectures": ["RobertaModel"]},
         {"hidden_size": 385},
         {"hidden_act": "silu"},
         {"position_embedding_type": "relative_key"},
@@ -136,7 +137,7 @@ def test_the_kind_of_model_is_read_off_config_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MINILM))
     assert isinstance(read_config(tmp_path), EncoderConfig)
     assert isinstance(read_config(make_checkpoint(tmp_path / "qwen3")), ModelConfig)
-    (tmp_path / "config.json").write_text(json.dumps(MINILM | {"model_type": "roberta"}))
+    (tmp_path / "config.json").write_text(json.dumps(MINILM | {"model_type": "distilbert"}))
     accepted = ", ".join([*DECODERS, *ENCODERS])
-    with pytest.raises(CheckpointError, match=f"model_type is 'roberta'; accepted: {accepted}"):
+    with pytest.raises(CheckpointError, match=f"model_type is 'distilbert'; accepted: {accepted}"):
         read_config(tmp_path)

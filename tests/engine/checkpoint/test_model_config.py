@@ -192,7 +192,7 @@ def test_a_sliding_window_that_is_not_in_use_is_fine() -> None:
     [
         ({"model_type": "gemma3"}, "model_type is 'gemma3'"),
         ({"model_type": None}, "model_type is missing"),
-        ({"architectures": ["Qwen3ForSequenceClassification"]}, "architectures is ['Qwen3ForSequenceClassification']"),
+        ({"architectures": ["Qwen3ForTokenClassification"]}, "architectures is ['Qwen3ForTokenClassification']"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config: quant_method is 'hqq'"),
         ({"compression_config": {}}, "compression_config is {}"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map is"),

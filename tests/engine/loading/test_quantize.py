@@ -14,8 +14,9 @@ from engine.engine import Engine
 from engine.errors import CapabilityError, CheckpointError
 from engine.loading.quantize import FORMATS, quantise_checkpoint
 from engine.model_interface import LogitsResult
+from engine.request import ClassificationRequest
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
-from tests.support.tiny_checkpoint import Family, make_bert_checkpoint, make_checkpoint
+from tests.support.tiny_checkpoint import Family, make_bert_checkpoint, make_checkpoint, make_classifying_decoder
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 200, 100]
 FAMILIES: list[Family] = ["llama", "qwen2", "phi3", "qwen3_moe", "mixtral"]
@@ -158,3 +159,15 @@ def test_config_json_says_what_was_done(tmp_path: Path) -> None:
     assert said["format"] == "int-quantized"
     assert said["ignore"] == ["lm_head", "re:.*(mlp|block_sparse_moe)\\.gate$"]
     assert said["config_groups"]["group_0"]["input_activations"]["strategy"] == "token"
+
+
+def test_a_head_of_classes_stays_as_it_is(tmp_path: Path) -> None:
+    plain = make_classifying_decoder(tmp_path / "plain", num_labels=3)
+    quantise_checkpoint(plain, tmp_path / "out", "w8a8")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"][0] == "score"
+    assert torch.equal(all_tensors(tmp_path / "out")["score.weight"], all_tensors(plain)["score.weight"])
+    scored = [
+        run_all(load_engine(path, FLOAT32), [ClassificationRequest("a", [PROMPT], "none")])["a"].class_scores[0]
+        for path in (plain, tmp_path / "out")
+    ]
+    assert scored[1].tolist() == pytest.approx(scored[0].tolist(), abs=0.1)
