@@ -37,7 +37,10 @@ class LimitSettings(SettingsGroup):
         default=128, ge=0, le=4096, description="Most tools of one request; 128 is OpenAI's limit."
     )
     max_embedding_inputs: Annotated[int, Unit("inputs")] = Field(
-        default=2048, ge=1, le=65_536, description="Most inputs of one request for embeddings; 2048 is OpenAI's limit."
+        default=2048,
+        ge=1,
+        le=65_536,
+        description="Most inputs of one request for embeddings, scores or classes; 2048 is OpenAI's limit.",
     )
     max_open_prompts: Prompts = Field(
         default=1_000_000,

@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import tokenizers
 
 from engine.checkpoint.config_reader import check_size, read_json_object
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, InvalidRequest
 from engine.text.chat_template import ChatTemplate, check_encodable, read_chat_templates
 from engine.text.detokenizer import ByteLevelDetokenizer, IncrementalDetokenizer, TokenDecoder, WindowDetokenizer
 
@@ -33,6 +33,16 @@ _PIECEWISE = frozenset(
         "Punctuation", "Digits", "BertPreTokenizer", "CharDelimiterSplit",
     }
 )  # fmt: skip
+
+
+TextPair = tuple[str, str]
+
+
+class EncodedInput(NamedTuple):
+    """What a model that reads whole texts is given."""
+
+    token_ids: Sequence[int]
+    second_start: int  # where the tokens of a pair's second text begin; the length of `token_ids` where there are none
 
 
 class Tokenizer:
@@ -114,6 +124,19 @@ class Tokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
+    def encode_inputs(self, texts: Sequence[str | TextPair], limits: Sequence[int | None]) -> list[EncodedInput]:
+        """Texts, and pairs of texts, with the special tokens that the tokenizer puts around them.
+
+        limits: for each, the tokens that it is cut to, special ones included, as transformers cuts ("longest_first",
+        from the right); None: not cut. Raises InvalidRequest for a lone surrogate (param "prompt"), and (param
+        "truncate_prompt_tokens") for a limit that leaves no room for any of the text.
+        """
+        for text in texts:
+            for part in (text,) if isinstance(text, str) else text:
+                check_encodable(part, param="prompt")
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True)
+        return [_cut(*each) for each in zip(encodings, limits, strict=True)]
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids the tokenizer does not know give nothing, bytes that are no UTF-8 give U+FFFD."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -144,6 +167,44 @@ class Tokenizer:
     def _is_byte(self, token_id: int) -> bool:
         token = self._tokenizer.id_to_token(token_id)
         return token is not None and self._decoder.is_byte_token(token)
+
+
+def _cut(encoding: tokenizers.Encoding, limit: int | None) -> EncodedInput:
+    """The tokens that are left of an encoding. Special tokens stay: transformers cuts the texts before it adds them."""
+    ids, types = encoding.ids, encoding.type_ids
+    if limit is not None and len(ids) > limit:
+        texts = encoding.sequence_ids  # 0, 1; None: a special token
+        room = limit - texts.count(None)
+        if room < 1:
+            accepted = f"more than the {texts.count(None)} special tokens around it"
+            raise InvalidRequest(
+                f"truncate_prompt_tokens is {limit}; accepted: {accepted}",
+                param="truncate_prompt_tokens", value=limit, accepted=accepted,
+            )  # fmt: skip
+        left = dict(enumerate(_lengths_within(room, texts.count(0), texts.count(1))))
+        kept: list[int] = []
+        for place, text in enumerate(texts):
+            if text is None or left[text] > 0:
+                kept.append(place)
+            if text is not None:
+                left[text] -= 1
+        ids, types = [ids[place] for place in kept], [types[place] for place in kept]
+    second_start = types.index(1) if 1 in types else len(types)
+    if types[second_start:].count(1) != len(types) - second_start:
+        raise CheckpointError("tokenizer.json: the post_processor mixes the segments of a pair; accepted: 0, then 1")
+    return EncodedInput(ids, second_start)
+
+
+def _lengths_within(room: int, first: int, second: int) -> tuple[int, int]:
+    """How many tokens of two texts stay where `room` is for both: the longer one gives first. One text: second is 0."""
+    if first + second <= room:
+        return first, second
+    short, long = sorted((first, second))
+    long = max(short, room - short)
+    if short + long > room:
+        short = room // 2
+        long = short + room % 2
+    return (short, long) if first <= second else (long, short)
 
 
 class PartEncoder:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from engine.checkpoint.classifier_config import ClassifierConfig
 from engine.request import AnyRequest, Completion, FinishReason, Request, RequestOutput, ResumeState
 from engine.stats import EngineStats
 from engine.text.tokenizer import Tokenizer
@@ -32,6 +33,7 @@ class InstantEngine:
         self.tokenizer = tokenizer
         self.max_model_len = MAX_MODEL_LEN
         self.generates = True
+        self.classifier: ClassifierConfig | None = None
         self._open: dict[str, Request] = {}
         completion = Completion(0, ANSWER, tuple(range(NUM_OUTPUT_TOKENS)), FinishReason.LENGTH, None, None)
         self._completions = (completion,)

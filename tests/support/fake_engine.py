@@ -23,9 +23,11 @@ from typing import Any, cast
 
 from tokenizers import AddedToken
 
+from engine.checkpoint.classifier_config import ClassifierConfig
 from engine.errors import EngineError, EngineUnavailable, InvalidRequest
 from engine.request import (
     AnyRequest,
+    ClassificationRequest,
     Completion,
     EmbeddingRequest,
     FinishReason,
@@ -57,6 +59,7 @@ KILL = "*kill*"  # the process dies by kill -9
 GATE_TIMEOUT_S = 60.0
 
 EMBEDDING = (0.6, 0.8)  # of every input, unless the engine has a salt
+CLASS_SCORES = (0.25, 0.75)  # of every input
 
 _IDLE = EngineStats(device="cpu", dtype="float32", num_blocks=1)
 
@@ -95,6 +98,7 @@ class FakeEngine:
         self.tokenizer = cast(Tokenizer, ByteTokenizer(chat_template))
         self.max_model_len = max_model_len
         self.generates = generates
+        self.classifier: ClassifierConfig | None = None
         self.num_aborted = 0
         self.most_open = 0
         self.is_closed = False
@@ -121,6 +125,10 @@ class FakeEngine:
             self._ready.append(
                 RequestOutput(request.request_id, request.num_prompt_tokens, 0, (), embeddings=embeddings)
             )
+            return
+        if isinstance(request, ClassificationRequest):
+            scores = tuple(array("f", CLASS_SCORES) for _ in request.inputs)
+            self._ready.append(RequestOutput(request.request_id, request.num_prompt_tokens, 0, (), class_scores=scores))
             return
         if request.request_id in self._open:
             raise AssertionError(f"{request.request_id} was added twice")
@@ -301,11 +309,16 @@ def engine_stats(**figures: Any) -> EngineStats:
 
 
 def served_model(
-    tokenizer: Tokenizer, *, max_model_len: int = 1 << 20, generates: bool = True, **settings: Any
+    tokenizer: Tokenizer,
+    *,
+    max_model_len: int = 1 << 20,
+    generates: bool = True,
+    classifier: ClassifierConfig | None = None,
+    **settings: Any,
 ) -> ServedModel:
     """A model called "m" of this tokenizer; `settings`: those of ModelSettings."""
     engine = FakeEngine(max_model_len=max_model_len)
-    engine.tokenizer, engine.generates = tokenizer, generates
+    engine.tokenizer, engine.generates, engine.classifier = tokenizer, generates, classifier
     return ServedModel(engine, ModelSettings(**{"name": "m", **settings}))
 
 

@@ -15,7 +15,8 @@ from engine.request import AnyRequest
 from settings import LimitSettings, ModelSettings
 from worker.demo.run import CHECKPOINT, GOAL
 from worker.demo.tickets import Ticket, demo_lines
-from worker.lines.bodies import EmbeddingBody
+from worker.lines.bodies import CompletionBody
+from worker.lines.chat import ChatBody
 from worker.lines.errors import LineError
 from worker.lines.parse import parse_request_line
 from worker.lines.request_line import GeneratingBody, RequestLine
@@ -75,7 +76,7 @@ def parse(raw: bytes, index: int = 0) -> RequestLine:
 def body_of(raw: bytes) -> GeneratingBody:
     """The body of a line that generates."""
     body = parse(raw).body
-    assert not isinstance(body, EmbeddingBody)
+    assert isinstance(body, CompletionBody | ChatBody)
     return body
 
 

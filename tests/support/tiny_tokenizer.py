@@ -11,6 +11,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import EncodedInput, TextPair
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS_TOKEN = "<|im_end|>"
@@ -221,6 +222,10 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    def encode_inputs(self, texts: Sequence[str | TextPair], limits: Sequence[int | None]) -> list[EncodedInput]:
+        cut = [self.encode("".join(text))[:limit] for text, limit in zip(texts, limits, strict=True)]
+        return [EncodedInput(ids, len(ids)) for ids in cut]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode("utf-8", "replace")

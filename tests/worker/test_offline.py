@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from engine.checkpoint.classifier_config import ClassifierConfig
 from engine.errors import EngineFatal, EngineUnavailable, InvalidRequest
 from engine.request import AnyRequest, Request, RequestOutput, ResumeState
 from engine.stats import EngineStats
@@ -47,6 +48,7 @@ class ScriptedEngine:
         self.tokenizer = tokenizer
         self.max_model_len = 100
         self.generates = True
+        self.classifier: ClassifierConfig | None = None
         self.step_size = (0, 0)
         self.waiting: list[Request] = []
         self.most_waiting = 0

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.embedding_config import EmbeddingConfig
+from engine.checkpoint.classifier_config import ClassifierConfig
+from engine.checkpoint.embedding_config import read_pooling
 from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_config, read_eos_token_ids
-from engine.checkpoint.weights import Checkpoint
+from engine.checkpoint.weights import Checkpoint, is_body_alone
 from engine.errors import CapabilityError, CheckpointError, EngineError
 from engine.loading.derived_settings import derive_for, model_path
 from engine.loading.kv_pool import device_memory, expected_profile, expected_weights_bytes, kv_cache_spec
@@ -22,6 +23,7 @@ from engine.text.tokenizer import Tokenizer
 from settings import EffectiveSettings, EngineSettings, SettingsError, Source
 from worker.doctor.machine import device_findings, machine_findings, size_text, wanted_device
 from worker.doctor.report import Finding, Level
+from worker.requests.step_engine import served_endpoints
 
 
 def engine_findings(effective: EffectiveSettings) -> Iterator[Finding]:
@@ -53,13 +55,12 @@ def _of_checkpoint(
 ) -> Iterator[Finding]:
     if isinstance(config, EncoderConfig):
         check_encoder(config, checkpoint)
-        EmbeddingConfig.from_directory(path, size=config.hidden_size, default="mean")
         tokenizer = Tokenizer.for_encoding(path)
     else:
         check_decoder(config, checkpoint)
-        EmbeddingConfig.from_directory(path, size=config.hidden_size, default="last_token")
         read_eos_token_ids(path, config.vocab_size)
         tokenizer = Tokenizer.from_directory(path)
+    read_pooling(path, config)
     num_tensors, size = len(checkpoint.names()), size_text(checkpoint.total_bytes)
     detail = f"{path}: {config.architecture}, {num_tensors} tensors, {size} in {_stored_dtype(config)}"
     yield Finding("model", Level.OK, detail)
@@ -69,11 +70,25 @@ def _of_checkpoint(
     except CapabilityError as error:
         yield Finding("fit", Level.FAILED, str(error), "set what the line names; or a smaller model, or more memory")
         return
-    if isinstance(config, EncoderConfig):
-        yield Finding("endpoints", Level.OK, "an encoder: /v1/embeddings only")
-        return
-    yield _fit(derived, config, checkpoint)
-    yield _chat_template(tokenizer)
+    if not isinstance(config, EncoderConfig):
+        yield _fit(derived, config, checkpoint)
+    is_decoder = not isinstance(config, EncoderConfig) and not is_body_alone(checkpoint.names())
+    if is_decoder and config.classifier is None:
+        yield _chat_template(tokenizer)
+    else:
+        yield _endpoints(config.classifier)
+
+
+def _endpoints(classifier: ClassifierConfig | None) -> Finding:
+    """What a model that generates nothing serves."""
+    if classifier is None:
+        kind = "no head"
+    elif classifier.scores_pairs:
+        kind = "a head of one class, which scores pairs"
+    else:
+        kind = f"a head of {len(classifier.labels)} classes"
+    served = ", ".join(served_endpoints(generates=False, classifier=classifier))
+    return Finding("endpoints", Level.OK, f"{kind}: {served} only")
 
 
 def _tokenizer(tokenizer: Tokenizer, vocab_size: int) -> Finding:

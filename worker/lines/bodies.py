@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
@@ -21,6 +22,7 @@ from worker.lines.fields import (
     TOKEN_ID,
     TOP_K,
     TOP_P,
+    TRUNCATION,
     ServiceFields,
     token_ids,
 )
@@ -147,17 +149,32 @@ def _input(value: object, kinds: tuple[type, ...], position: int | None) -> Embe
     return value if isinstance(value, str) else token_ids(value, at=position)  # of several lists it names the list
 
 
-class EmbeddingBody(ServiceFields):
-    """Texts, or token ids, each of which becomes one vector of length 1.
+class PooledBody(ServiceFields):
+    """Texts, or token ids, each of which becomes a vector, a class or a part of a score.
 
     A text gets the special tokens that the model's tokenizer puts around it; token ids are taken as they are.
     """
 
     model: Annotated[str, Field(min_length=1)] | None = None
-    input: Annotated[tuple[EmbeddingInput, ...], BeforeValidator(_inputs)]
-    encoding_format: Literal["float", "base64"] = "float"  # base64: of the float32 numbers, little-endian
-    dimensions: Annotated[int, AT_LEAST_ONE] | None = None  # the engine refuses it for models not made for it
+    truncate_prompt_tokens: Annotated[int, TRUNCATION] | None = None  # of each text or pair; -1: to the model's context
 
+    @abstractmethod
     def param_of(self, index: int) -> str:
         """What error messages call an input."""
+
+
+class InputBody(PooledBody):
+    """OpenAI's input: one or several, as texts or as token ids."""
+
+    input: Annotated[tuple[EmbeddingInput, ...], BeforeValidator(_inputs)]
+
+    def param_of(self, index: int) -> str:
+        """See PooledBody."""
         return "input" if len(self.input) == 1 else f"input[{index}]"
+
+
+class EmbeddingBody(InputBody):
+    """Inputs, each of which becomes one vector of length 1."""
+
+    encoding_format: Literal["float", "base64"] = "float"  # base64: of the float32 numbers, little-endian
+    dimensions: Annotated[int, AT_LEAST_ONE] | None = None  # the engine refuses it for models not made for it

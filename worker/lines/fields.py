@@ -118,6 +118,10 @@ COUNT_PENALTY = _within(lambda number: -2.0 <= number <= 2.0, "-2 to 2")
 SEED = _within(lambda number: -MAX_SEED - 1 <= number <= MAX_SEED, "a 64-bit whole number")
 AT_LEAST_ONE = _within(lambda number: 1 <= number <= MAX_TOKENS, f"a whole number, 1 to {MAX_TOKENS}")
 AT_LEAST_NONE = _within(lambda number: 0 <= number <= MAX_TOKENS, f"a whole number, 0 to {MAX_TOKENS}")
+# -1 is vLLM's word for the context.
+TRUNCATION = _within(
+    lambda number: number == -1 or 1 <= number <= MAX_TOKENS, f"-1 (the context), or a whole number, 1 to {MAX_TOKENS}"
+)
 
 TOKEN_ID = _within(lambda number: 0 <= number <= MAX_TOKEN_ID, TOKEN_IDS)
 

@@ -50,12 +50,22 @@ _REFUSED = frozenset(
     }
 )  # fmt: skip
 _KNOWN = _REFUSED | _NEUTRAL.keys()
-# Parameters of one endpoint: the others do not know the first, and ChatBody checks the second itself.
+# Left to the bodies: what they check themselves, and, but for completions, what is a parameter of these alone.
 _OF_COMPLETIONS = frozenset({"best_of", "suffix"})
-_OF_CHAT = frozenset({"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"})
+_OF_CHAT = _OF_COMPLETIONS | {"tools", "tool_choice", "parallel_tool_calls", "reasoning_effort"}
+_OF_POOLED = _OF_COMPLETIONS | {"truncate_prompt_tokens"}
+_OF_PAIRS = _OF_POOLED | {"documents"}
+_LEFT_TO_BODY: Mapping[Endpoint, frozenset[str]] = {
+    Endpoint.CHAT_COMPLETIONS: _OF_CHAT,
+    Endpoint.COMPLETIONS: frozenset(),
+    Endpoint.EMBEDDINGS: _OF_POOLED,
+    Endpoint.SCORE: _OF_PAIRS,
+    Endpoint.RERANK: _OF_PAIRS,
+    Endpoint.CLASSIFY: _OF_POOLED,
+}
 
 # What makes a line a request: without one of these it would be another one, or none.
-_NEEDED = ("messages", "prompt", "input", "custom_id", *sorted(ENVELOPE_MARKS))
+_NEEDED = ("messages", "prompt", "input", "query", "text_1", "custom_id", *sorted(ENVELOPE_MARKS))
 
 
 def without_neutral(body: Mapping[str, object], endpoint: Endpoint) -> tuple[Mapping[str, object], list[RefusalError]]:
@@ -64,9 +74,7 @@ def without_neutral(body: Mapping[str, object], endpoint: Endpoint) -> tuple[Map
         return body, []
     kept: dict[str, object] = {}
     faults: list[RefusalError] = []
-    left_to_body = _OF_CHAT if endpoint is Endpoint.CHAT_COMPLETIONS else frozenset[str]()
-    if endpoint is not Endpoint.COMPLETIONS:
-        left_to_body |= _OF_COMPLETIONS
+    left_to_body = _LEFT_TO_BODY[endpoint]
     for name, value in body.items():
         if name not in _KNOWN or name in left_to_body:
             kept[name] = value

@@ -13,29 +13,39 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from settings import LimitSettings
-from worker.lines.bodies import CompletionBody, EmbeddingBody
+from worker.lines.bodies import CompletionBody, EmbeddingBody, InputBody
 from worker.lines.chat import ChatBody
 from worker.lines.errors import LineError, RefusalError
 from worker.lines.fields import BodyModel
 from worker.lines.ignored import ENVELOPE_MARKS, without_neutral
 from worker.lines.request_line import Endpoint, RequestBody, RequestLine
+from worker.lines.scoring import ClassifyBody, PairBody, RerankBody, ScoreBody
 from worker.lines.strict_json import StrictJson, has_surrogate, read_strict_json, shorten
 
 MAX_CUSTOM_ID_CHARS = 512
 # What an envelope has besides custom_id, and what each accepts.
 _NEEDED = {"method": '"POST"', "url": " or ".join(Endpoint), "body": "an object"}
 _ENVELOPE_KEYS = ("custom_id", *_NEEDED)
-# Azure writes a path without /v1.
+# Azure writes a path without /v1, and so does vLLM, which has two for reranking.
 _ENDPOINTS = {path: endpoint for endpoint in Endpoint for path in (endpoint.value, endpoint.value.removeprefix("/v1"))}
-_PROMPT_KEYS = {
-    "messages": Endpoint.CHAT_COMPLETIONS,
-    "prompt": Endpoint.COMPLETIONS,
-    "input": Endpoint.EMBEDDINGS,
+_ENDPOINTS["/v2/rerank"] = Endpoint.RERANK
+# What only these take. A body alone is for the first.
+_PROMPT_KEYS: Mapping[str, tuple[Endpoint, ...]] = {
+    "messages": (Endpoint.CHAT_COMPLETIONS,),
+    "prompt": (Endpoint.COMPLETIONS,),
+    "input": (Endpoint.EMBEDDINGS, Endpoint.CLASSIFY),
+    "query": (Endpoint.RERANK,),
+    "text_1": (Endpoint.SCORE,),
+    "queries": (Endpoint.SCORE,),
+    "data_1": (Endpoint.SCORE,),
 }
 _BODIES: dict[Endpoint, type[RequestBody]] = {
     Endpoint.CHAT_COMPLETIONS: ChatBody,
     Endpoint.COMPLETIONS: CompletionBody,
     Endpoint.EMBEDDINGS: EmbeddingBody,
+    Endpoint.SCORE: ScoreBody,
+    Endpoint.RERANK: RerankBody,
+    Endpoint.CLASSIFY: ClassifyBody,
 }
 
 # What a line may have too many of, but for inputs. Without these it has none of them, and one answer.
@@ -164,11 +174,11 @@ def _open_body(value: Mapping[str, object], faults: list[RefusalError]) -> tuple
     body = {key: item for key, item in value.items() if key != "custom_id"}
     named = [key for key in _PROMPT_KEYS if body.get(key) is not None]
     if len(named) == 1:
-        return _PROMPT_KEYS[named[0]], body
+        return _PROMPT_KEYS[named[0]][0], body
     if named:
         message, code = f"line has {' and '.join(named)}; accepted: one of them", "invalid_value"
     else:
-        message, code = "line has neither prompt, messages, input nor body", "missing_parameter"
+        message, code = "line has neither prompt, messages, input, query, text_1 nor body", "missing_parameter"
     faults.append(RefusalError(message, code=code, param="prompt"))
     return None
 
@@ -194,9 +204,9 @@ def _open_envelope(
         faults.append(RefusalError(f"body is {shorten(body)}; accepted: {accepted}", code="invalid_type", param="body"))
     if endpoint is None or not isinstance(body, dict):
         return None
-    for key, owner in _PROMPT_KEYS.items():
-        if owner is not endpoint and body.get(key) is not None:
-            message = f"url is {endpoint}, but body has {key}, which {owner} takes"
+    for key, owners in _PROMPT_KEYS.items():
+        if endpoint not in owners and body.get(key) is not None:
+            message = f"url is {endpoint}, but body has {key}, which {owners[0]} takes"
             faults.append(RefusalError(message, code="url_mismatch", param="url"))
             return None
     return endpoint, body
@@ -228,8 +238,11 @@ def _parse_body(
 
 def _beyond_limits(body: RequestBody, limits: LimitSettings) -> Iterator[RefusalError]:
     """Faults of what costs memory or time out of proportion to the line's size."""
-    if isinstance(body, EmbeddingBody):
+    if isinstance(body, InputBody):
         counts = [("input", len(body.input), limits.max_embedding_inputs, "max_embedding_inputs")]
+    elif isinstance(body, PairBody):
+        name, texts = body.sides[1]
+        counts = [(name, len(texts), limits.max_embedding_inputs, "max_embedding_inputs")]
     elif body.model_fields_set.isdisjoint(_COUNTED):
         return
     else:

@@ -7,11 +7,12 @@ import json
 from dataclasses import dataclass
 from enum import StrEnum
 
-from worker.lines.bodies import CompletionBody, EmbeddingBody
+from worker.lines.bodies import CompletionBody, EmbeddingBody, InputBody
 from worker.lines.chat import ChatBody
+from worker.lines.scoring import ClassifyBody, PairBody, RerankBody, ScoreBody
 
 GeneratingBody = CompletionBody | ChatBody
-RequestBody = GeneratingBody | EmbeddingBody
+RequestBody = GeneratingBody | EmbeddingBody | ScoreBody | RerankBody | ClassifyBody
 
 HEAD_BYTES = 1024  # compared byte by byte
 # Beyond the head, prompts that agree up to one of these lengths are put side by side, in no particular order.
@@ -22,11 +23,14 @@ PrefixKey = tuple[bytes, ...]
 
 
 class Endpoint(StrEnum):
-    """What a request asks for. Values are OpenAI's paths, as `url` spells them."""
+    """What a request asks for. Values are OpenAI's paths, and vLLM's, as `url` spells them."""
 
     CHAT_COMPLETIONS = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
     EMBEDDINGS = "/v1/embeddings"
+    SCORE = "/v1/score"
+    RERANK = "/v1/rerank"
+    CLASSIFY = "/classify"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +50,10 @@ class RequestLine:
         """
         if isinstance(self.body, CompletionBody):
             return _text_key(self.body.prompt)
-        if isinstance(self.body, EmbeddingBody):
+        if isinstance(self.body, InputBody):
             return _text_key(self.body.input[0])
+        if isinstance(self.body, PairBody):
+            return _text_key("\x1e".join(self.body.pairs[0]))
         parts = [f"{message.role}\x1f{message.text}\x1e" for message in self.body.messages]
         if self.body.offered_tools:  # templates write tools behind the system's text, or else first
             behind = 1 if self.body.messages[0].role in ("system", "developer") else 0

@@ -9,6 +9,7 @@ from typing import Self
 from worker.lines.bodies import EmbeddingBody
 from worker.lines.errors import LineError
 from worker.lines.request_line import RequestLine
+from worker.lines.scoring import ClassifyBody, PairBody
 from worker.records.record import RecordContext
 
 
@@ -43,6 +44,9 @@ def too_large_record(line: RequestLine, num_bytes: int, limit: int, context: Rec
         param, less = "input", "fewer inputs in a line"
         if line.body.encoding_format == "float":
             less += ", or encoding_format base64, which takes half"
+    elif isinstance(line.body, PairBody | ClassifyBody):
+        param = "input" if isinstance(line.body, ClassifyBody) else line.body.sides[1][0]
+        less = "fewer texts in a line"
     else:
         asked = [name for name in _ENLARGING if getattr(line.body, name, None) not in (None, False, 0, 1)]
         param, less = (asked or ["max_tokens"])[0], "less by " + ", ".join(asked or ["max_tokens"])

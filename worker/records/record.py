@@ -20,6 +20,7 @@ class RecordContext:
     job_id: str
     model_name: str  # `model` of the response bodies
     created_s: int  # Unix time; the job's, so that a prompt run again gives the same bytes
+    labels: tuple[str, ...] = ()  # the names of the model's classes, where it has a head of them
 
     def record_id(self, index: int) -> str:
         """`id` of the record of line `index` (0-based)."""

@@ -18,8 +18,10 @@ from engine.text.tokenizer import Tokenizer
 from worker.lines.bodies import EmbeddingBody
 from worker.lines.chat import ChatBody
 from worker.lines.request_line import GeneratingBody, RequestLine
+from worker.lines.scoring import ClassifyBody, PairBody
 from worker.records.answers import ChatAnswer
 from worker.records.record import RecordContext
+from worker.records.scores import scores_record
 
 LOWEST_LOGPROB = -9999.0  # OpenAI's and vLLM's stand-in for minus infinity, which JSON cannot write
 
@@ -42,7 +44,8 @@ def success_record(
     answers: Sequence[ChatAnswer],
     echo: EchoedPrompt | None = None,
 ) -> dict[str, object]:
-    """The result line of `line`: a `chat.completion`, a `text_completion` or a list of embeddings, as OpenAI has them.
+    """The result line of `line`: a `chat.completion`, a `text_completion` or a list of embeddings, as OpenAI has them,
+    or what vLLM has of scores, rerankings and classes.
 
     `answers`: one for each completion of a chat, none for other lines. `echo`: the prompt that a text completion asks
     to have back.
@@ -53,6 +56,8 @@ def success_record(
     """
     if isinstance(line.body, EmbeddingBody):
         return embedding_record(line, line.body, output, context)
+    if isinstance(line.body, PairBody | ClassifyBody):
+        return scores_record(line, line.body, output, context)
     if isinstance(line.body, ChatBody):
         completion_id, kind = f"chatcmpl-{context.job_id}-{line.index}", "chat.completion"
         said = [_chat_answer(*pair, completion_id, tokenizer) for pair in zip(output.completions, answers, strict=True)]

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from collections.abc import Sequence
 
 from engine.errors import InvalidRequest, PromptTooLong
-from engine.request import AnyRequest, EmbeddingRequest, Request
+from engine.request import AnyRequest, Request
 from engine.sampling_params import SamplingParams
 from engine.structured.grammar import Grammar
-from engine.text.tokenizer import Tokenizer
-from worker.lines.bodies import DEFAULT_MAX_TOKENS, CompletionBody, EmbeddingBody
+from worker.lines.bodies import DEFAULT_MAX_TOKENS, CompletionBody, PooledBody
 from worker.lines.chat import ChatBody
-from worker.lines.request_line import ANY_MODEL, Endpoint, GeneratingBody, RequestBody, RequestLine, names_model
+from worker.lines.request_line import ANY_MODEL, GeneratingBody, RequestLine, names_model
+from worker.lines.scoring import PairBody
 from worker.requests.call_grammar import CallGrammar
 from worker.requests.chat_prompts import ChatPrompts
-from worker.requests.step_engine import StepEngine
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from worker.requests.encoding import attempt, encode_each
+from worker.requests.pooled import PooledRequestBuilder
+from worker.requests.step_engine import StepEngine, served_endpoints
 
 
 class RequestBuilder:
@@ -29,7 +27,9 @@ class RequestBuilder:
     ) -> None:
         """`names`: those that lines may give, the model's own first; `*`: any."""
         self._tokenizer = engine.tokenizer
-        self._generates = engine.generates
+        self._endpoints = served_endpoints(generates=engine.generates, classifier=engine.classifier)
+        self._num_classes = 0 if engine.classifier is None else len(engine.classifier.labels)
+        self._pooled = PooledRequestBuilder(engine)
         self._chat_prompts = prompts
         self._call_grammar = grammars
         self._max_model_len = engine.max_model_len  # tokens one request may have, prompt and output together
@@ -52,77 +52,85 @@ class RequestBuilder:
         `priority`: the engine's, lower runs first.
         `is_resolved`: the lines mean this model, whatever they name.
         """
-        bodies = [line.body for line, _ in lines]
-        found = [attempt(self._inputs, body, created_s, is_resolved) for body in bodies]
-        inputs = self._encode_all(bodies, found)
+        faults = [attempt(self._check, line, is_resolved) for line, _ in lines]
+        good = [each for each, fault in zip(lines, faults, strict=True) if fault is None]
+        pooled = iter(
+            self._pooled.build_all(
+                [(line.body, request_id) for line, request_id in good if isinstance(line.body, PooledBody)],
+                tenant=tenant,
+                priority=priority,
+            )
+        )
+        generating = iter(
+            self._build_generating(
+                [(line.body, request_id) for line, request_id in good if not isinstance(line.body, PooledBody)],
+                created_s=created_s,
+                tenant=tenant,
+                priority=priority,
+            )
+        )
         return [
-            given
-            if isinstance(given, Exception)
-            else attempt(self._request, line.body, given, request_id, tenant, priority)
-            for (line, request_id), given in zip(lines, inputs, strict=True)
+            fault if fault is not None else next(pooled if isinstance(line.body, PooledBody) else generating)
+            for (line, _), fault in zip(lines, faults, strict=True)
         ]
 
-    def _inputs(self, body: RequestBody, created_s: int, is_resolved: bool) -> Sequence[str | Sequence[int]]:
-        """The prompt, or the inputs of an embedding line: text to tokenise, or the token ids that the line gives."""
+    def _check(self, line: RequestLine, is_resolved: bool) -> None:
+        """Raise InvalidRequest for another model's name, and for an endpoint that this one does not serve."""
         if not is_resolved:
-            self._check_model(body.model)
-        if isinstance(body, EmbeddingBody):
-            return body.input
-        if not self._generates:
-            raise InvalidRequest(
-                f"this model makes embeddings only; accepted: url {Endpoint.EMBEDDINGS}",
-                param="url",
-                code="unsupported_endpoint",
-            )
-        return [self._chat_prompts.text(body, created_s) if isinstance(body, ChatBody) else body.prompt]
+            self._check_model(line.body.model)
+        if line.endpoint in self._endpoints:
+            return
+        why = ""
+        if isinstance(line.body, PairBody):
+            why = f", since a score needs one class, and it has {self._num_classes}"
+        raise InvalidRequest(
+            f"this model does not serve {line.endpoint}{why}; accepted: url {' or '.join(self._endpoints)}",
+            param="url",
+            code="unsupported_endpoint",
+        )
+
+    def _build_generating(
+        self, lines: Sequence[tuple[GeneratingBody, str]], *, created_s: int, tenant: str, priority: int
+    ) -> list[Request | Exception]:
+        prompts = [attempt(self._prompt, body, created_s) for body, _ in lines]
+        encoded = self._encode_all([body for body, _ in lines], prompts)
+        return [
+            token_ids
+            if isinstance(token_ids, Exception)
+            else attempt(self._request, body, token_ids, request_id, tenant, priority)
+            for (body, request_id), token_ids in zip(lines, encoded, strict=True)
+        ]
+
+    def _prompt(self, body: GeneratingBody, created_s: int) -> str | Sequence[int]:
+        """The prompt: text to tokenise, or the token ids that the line gives."""
+        return self._chat_prompts.text(body, created_s) if isinstance(body, ChatBody) else body.prompt
 
     def _encode_all(
-        self, bodies: Sequence[RequestBody], inputs: Sequence[Sequence[str | Sequence[int]] | Exception]
-    ) -> list[list[Sequence[int] | Exception] | Exception]:
-        """`inputs`, in which each text became its token ids, or what encoding it raised."""
+        self, bodies: Sequence[GeneratingBody], prompts: Sequence[str | Sequence[int] | Exception]
+    ) -> list[Sequence[int] | Exception]:
+        """`prompts`, in which each text became its token ids, or what encoding it raised."""
         texts: dict[bool, list[str]] = {True: [], False: []}  # with special tokens, and without
-        for body, given in zip(bodies, inputs, strict=True):
-            if not isinstance(given, Exception):
-                texts[_takes_special_tokens(body)] += [item for item in given if isinstance(item, str)]
+        for body, prompt in zip(bodies, prompts, strict=True):
+            if isinstance(prompt, str):
+                texts[_takes_special_tokens(body)].append(prompt)
         encoded = {
             special: iter(encode_each(self._tokenizer, found, add_special_tokens=special))
             for special, found in texts.items()
         }
         return [
-            given
-            if isinstance(given, Exception)
-            else [next(encoded[_takes_special_tokens(body)]) if isinstance(item, str) else item for item in given]
-            for body, given in zip(bodies, inputs, strict=True)
+            next(encoded[_takes_special_tokens(body)]) if isinstance(prompt, str) else prompt
+            for body, prompt in zip(bodies, prompts, strict=True)
         ]
 
     def _request(
-        self,
-        body: RequestBody,
-        inputs: Sequence[Sequence[int] | Exception],
-        request_id: str,
-        tenant: str,
-        priority: int,
-    ) -> AnyRequest:
-        if isinstance(body, EmbeddingBody):
-            checked = [self._checked_input(ids, body.param_of(index)) for index, ids in enumerate(inputs)]
-            return EmbeddingRequest(request_id, checked, body.dimensions, priority, tenant)
-        (token_ids,) = inputs
-        if isinstance(token_ids, Exception):
-            raise token_ids
+        self, body: GeneratingBody, token_ids: Sequence[int], request_id: str, tenant: str, priority: int
+    ) -> Request:
         max_tokens = body.max_output_tokens
         self._check_fits(len(token_ids) + (max_tokens != 0), "messages" if isinstance(body, ChatBody) else "prompt")
         if max_tokens is None and not isinstance(body, ChatBody):
             max_tokens = min(DEFAULT_MAX_TOKENS, self._max_model_len - len(token_ids))
         params = _sampling_params(body, max_tokens, self._grammar(body))
         return Request(request_id, list(token_ids), params, priority, tenant)
-
-    def _checked_input(self, token_ids: Sequence[int] | Exception, param: str) -> Sequence[int]:
-        if isinstance(token_ids, Exception):
-            raise token_ids
-        if not token_ids:  # a text of which the tokeniser makes nothing
-            raise InvalidRequest(f"{param} has no tokens", param=param, code="empty_prompt")
-        self._check_fits(len(token_ids), param)
-        return token_ids
 
     def _grammar(self, body: GeneratingBody) -> Grammar | None:
         if isinstance(body, ChatBody):
@@ -145,7 +153,7 @@ class RequestBuilder:
             raise PromptTooLong(num_tokens, self._max_model_len, param=param)
 
 
-def _takes_special_tokens(body: RequestBody) -> bool:
+def _takes_special_tokens(body: GeneratingBody) -> bool:
     return not isinstance(body, ChatBody)  # a chat template writes them itself
 
 
@@ -170,24 +178,3 @@ def _sampling_params(body: GeneratingBody, max_tokens: int | None, grammar: Gram
         n=body.n,
         grammar=grammar,
     )
-
-
-def encode_each(
-    tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool
-) -> Sequence[list[int] | Exception]:
-    """The token ids of each text, or what encoding it raises.
-
-    All together: a third of the time that one after the other takes, and other threads run meanwhile.
-    """
-    try:
-        return tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
-    except Exception:  # a seam: one text is at fault, or several; each on its own shows which
-        return [attempt(tokenizer.encode, text, add_special_tokens=add_special_tokens) for text in texts]
-
-
-def attempt(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Exception:
-    """What `call` returns, or raises."""
-    try:
-        return call(*args, **kwargs)
-    except Exception as error:  # a seam: what a template or tokeniser may raise over one prompt stays with it
-        return error

@@ -50,6 +50,7 @@ class ServedModel:
         prompts = ChatPrompts(engine.tokenizer.chat_template, formats)
         token_text = TokenText(engine.tokenizer, prompts.formats.marks)
         self._name = served_model_name(settings)
+        self._labels = () if engine.classifier is None else engine.classifier.labels
         self.tokenizer = engine.tokenizer
         self.answers = AnswerReader(prompts, token_text)
         self.requests = RequestBuilder(
@@ -63,7 +64,8 @@ class ServedModel:
 
         `is_resolved`: its lines were found to mean this model, whatever they name.
         """
-        return ServedJob(self, RecordContext(job_id, self._name, created_s), tenant, priority, is_resolved=is_resolved)
+        context = RecordContext(job_id, self._name, created_s, self._labels)
+        return ServedJob(self, context, tenant, priority, is_resolved=is_resolved)
 
 
 def served_model_name(model: ModelSettings) -> str:

@@ -25,6 +25,9 @@ _OPERATIONS = {
     Endpoint.CHAT_COMPLETIONS: "chat",
     Endpoint.COMPLETIONS: "text_completion",
     Endpoint.EMBEDDINGS: "embeddings",
+    Endpoint.SCORE: "score",
+    Endpoint.RERANK: "rerank",
+    Endpoint.CLASSIFY: "classify",
 }
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from engine.checkpoint.files import fingerprint
 from worker.broker.messages import MessageEnd
-from worker.lines.request_line import Endpoint
 from worker.registry.keys import UnitRef
 from worker.registry.lifecycle import StopReason
 from worker.requests.served_model import ServedModel
+from worker.requests.step_engine import served_endpoints
 from worker.runtime.build import WorkerParts, package_version
 
 RELEASE_TIMEOUT_S = 5.0  # for units to be given back once they were told to stop
@@ -57,7 +57,7 @@ class WorkerRuntime:
         logger.info("loading the model", extra={"model": parts.model_name})
         engine = parts.engine.start()
         parts.shards.serve(ServedModel(engine, parts.settings.model))
-        endpoints = tuple(Endpoint) if engine.generates else (Endpoint.EMBEDDINGS,)
+        endpoints = served_endpoints(generates=engine.generates, classifier=engine.classifier)
         loaded = {"endpoints": endpoints, "context_tokens": engine.max_model_len}
         parts.directory.announce(announcement.model_copy(update=loaded))
 

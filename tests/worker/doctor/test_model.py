@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,12 @@ from engine.loading import derived_settings
 from engine.loading.quantization_error import QuantizationError
 from settings import load_settings
 from tests.support.devices import SimulatedMemory
-from tests.support.tiny_checkpoint import make_bert_checkpoint, make_checkpoint
+from tests.support.tiny_checkpoint import (
+    make_bert_checkpoint,
+    make_body_checkpoint,
+    make_checkpoint,
+    make_classifying_decoder,
+)
 from worker.doctor import model as check_model
 from worker.doctor.model import model_findings, quantization_findings
 from worker.doctor.report import Finding, Level
@@ -163,10 +170,25 @@ def test_on_a_gpu_the_pool_is_estimated_and_says_so(
         assert "engine.gpu_memory_utilization" in str(finding.fix)
 
 
-def test_an_encoder_makes_embeddings_only(tmp_path: Path) -> None:
-    findings = found(make_bert_checkpoint(tmp_path))
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (make_bert_checkpoint, "no head: /v1/embeddings, /v1/score, /v1/rerank only"),
+        (make_body_checkpoint, "no head: /v1/embeddings, /v1/score, /v1/rerank only"),
+        (
+            partial(make_bert_checkpoint, head="classes", family="roberta", num_labels=1),
+            "a head of one class, which scores pairs: /v1/score, /v1/rerank, /classify only",
+        ),
+        (partial(make_classifying_decoder, num_labels=3), "a head of 3 classes: /classify only"),
+    ],
+)
+def test_a_model_that_generates_nothing_says_what_it_serves(
+    tmp_path: Path, make: Callable[[Path], Path], said: str
+) -> None:
+    findings = found(make(tmp_path))
 
-    assert findings["endpoints"].detail == "an encoder: /v1/embeddings only"
+    assert findings["endpoints"].detail == said
+    assert "chat template" not in findings
     assert {finding.level for finding in findings.values()} == {Level.OK}
 
 

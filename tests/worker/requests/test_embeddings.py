@@ -40,7 +40,7 @@ BAD: list[tuple[dict[str, object], str, str]] = [
     ({"dimensions": 0}, "invalid_value", "dimensions"),
     ({"dimensions": "8"}, "invalid_type", "dimensions"),
     ({"temperature": 0}, "unknown_parameter", "temperature"),
-    ({"truncate_prompt_tokens": 8}, "unsupported_parameter", "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 0}, "invalid_value", "truncate_prompt_tokens"),
 ]
 
 
