@@ -77,6 +77,7 @@ from settings.model import ModelSettings, ReasoningFormat, ToolCallFormat
 from settings.observability import LogSettings, MetricsSettings, TracingSettings
 from settings.redis import RedisSettings
 from settings.resolve import EffectiveSettings, SettingRow, load_settings
+from settings.serve import ServeSettings
 from settings.worker import WorkerSettings
 
 __all__ = [
@@ -104,4 +105,5 @@ __all__ = [
     "LogSettings",
     "MetricsSettings",
     "TracingSettings",
+    "ServeSettings",
 ]

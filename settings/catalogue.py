@@ -35,6 +35,7 @@ from settings.limits import LimitSettings
 from settings.model import ModelSettings
 from settings.observability import LogSettings, MetricsSettings, TracingSettings
 from settings.redis import RedisSettings
+from settings.serve import ServeSettings
 from settings.worker import WorkerSettings
 
 JsonValue = bool | int | float | str | None
@@ -66,6 +67,7 @@ class Settings(BaseSettings):
     log: LogSettings = Field(default_factory=LogSettings)
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
     tracing: TracingSettings = Field(default_factory=TracingSettings)
+    serve: ServeSettings = Field(default_factory=ServeSettings)
 
     @classmethod
     def settings_customise_sources(

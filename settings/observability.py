@@ -25,7 +25,8 @@ class LogSettings(SettingsGroup):
     )
 
 
-def _check_host(host: str) -> str:
+def check_host(host: str) -> str:
+    """`host`. Raises ValueError for what can be neither an address nor a name."""
     if _HOST.fullmatch(host) is None:
         raise ValueError("not a host")
     return host
@@ -40,7 +41,7 @@ class MetricsSettings(SettingsGroup):
         le=65_535,
         description="Where /metrics and /healthz are served, one port a worker; none: nowhere.",
     )
-    host: Annotated[str, Accepted("an address or name of this machine"), AfterValidator(_check_host)] = Field(
+    host: Annotated[str, Accepted("an address or name of this machine"), AfterValidator(check_host)] = Field(
         default="127.0.0.1",
         description="Address to serve them on, without a password; 0.0.0.0: on every interface, as in a container.",
     )

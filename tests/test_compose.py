@@ -20,6 +20,7 @@ from tests.support.redis_servers import free_port
 from tests.support.workers import ROOT, millrace
 from worker.client import BatchClient
 from worker.registry.connect import connect
+from worker.serve.app import STOP_TIMEOUT_S
 
 
 def services(name: str) -> dict[str, Any]:
@@ -82,13 +83,21 @@ def test_it_names_only_settings_that_exist_and_holds_no_password(name: str) -> N
     assert not re.search(r"requirepass|redis(s)?://[^@\s]*:[^@\s]*@|PASSWORD:", text)
 
 
-@pytest.mark.parametrize("name", ["acl", "redis", "worker", "worker-gpu"])
+@pytest.mark.parametrize("name", ["acl", "redis", "worker", "worker-gpu", "serve"])
 def test_a_service_may_write_to_its_volumes_and_tmp_and_nowhere_else(name: str) -> None:
     service = services("compose.yaml")[name]
     assert service["read_only"] is True
     assert service["tmpfs"] == ["/tmp"]
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_the_server_names_known_settings_and_is_for_this_machine_alone() -> None:
+    server = services("compose.yaml")["serve"]
+    assert load_settings(environ=server["environment"]).settings.redis.password_file is not None
+    assert server["ports"] == ["127.0.0.1:8000:8000"]
+    grace_s = float(server["stop_grace_period"].removesuffix("s"))
+    assert grace_s >= STOP_TIMEOUT_S + 10
 
 
 def test_a_gpu_worker_adds_a_gpu_and_starts_only_when_asked_for() -> None:
@@ -105,7 +114,7 @@ def test_a_gpu_worker_adds_a_gpu_and_starts_only_when_asked_for() -> None:
 
 def test_the_image_has_the_directories_whose_owner_the_volumes_take_over() -> None:
     made = (ROOT / "worker/Dockerfile").read_text()
-    for name in ("acl", "worker-gpu"):
+    for name in ("acl", "worker-gpu", "serve"):
         targets = [volume.split(":")[1] for volume in services("compose.yaml")[name]["volumes"]]
         assert all(re.search(rf" {target}\b", made) for target in targets if target != "/model"), targets
 

@@ -1,9 +1,9 @@
-"""Lists the Redis users that producers, workers and operators need, each with its commands and keys and no others.
+"""Lists the Redis users that producers, workers, servers and operators need, each with its commands and keys alone.
 
 They are the users of a Redis that Millrace shares with nobody. Redis checks what a script calls as if its caller had
 called it, so the commands of scripts/*.lua are here too. A user cannot be limited to one tenant: one who may submit
 jobs may read, cancel and spoil every job of that Redis, since cancelling writes records. Teams that must not see each
-other's prompts need a Redis each.
+other's prompts need a Redis each, or keys of `millrace serve` in place of a Redis user.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ _QUEUE_KEYS = (
 _JOB_KEYS = tuple(
     f"millrace:{{*}}:{part}" for part in ("j:*", "open", "queued*", "adm*", "jobs", "dead", "idem:*", "w:*")
 )
+
+# Uploaded files, and the digests of keys.
+_SERVER_KEYS = tuple(f"millrace:{{*}}:{part}" for part in ("f:*", "files:*", "keys"))
 
 # Celery's events, for Flower: kombu's channel of a topic in each of the databases that Redis has by default.
 _EVENT_CHANNELS = tuple(f"/{database}.celeryev/*" for database in range(16))
@@ -124,6 +127,16 @@ WORKER = RedisUser(
     (*_CONNECTION, *_SCRIPTS, *_SENDING, *_JOBS, *_CONSUMING, "publish"),
     _EVENT_CHANNELS,
     since=((_HAS_FUNCTIONS, (*_FUNCTIONS, "function|load")),),
+)
+
+# Of `millrace serve`: a producer that also keeps uploaded files and knows the keys of its clients. It may load the
+# functions, as it may be there before any worker is.
+SERVER = RedisUser(
+    "millrace-server",
+    (*_JOB_KEYS, *_QUEUE_KEYS, *_SERVER_KEYS),
+    (*_CONNECTION, *_SENDING, *_JOBS, *_WAITING, "copy", "zcard"),
+    before=((_HAS_FUNCTIONS, _SCRIPTS),),
+    since=((_HAS_FUNCTIONS, (*_FUNCTIONS, "function|load")), (_HAS_WAITAOF, _WAITING_FOR_DISK)),
 )
 
 # Receives events; can neither send anything nor read a job or the queue. kombu notes the channel in a set while it

@@ -22,6 +22,7 @@ from worker.client import BatchClient, RequestObject, refuse_single_line
 from worker.records.record import has_failed
 from worker.registry.connect import connect_async
 from worker.registry.exchange import perform_async
+from worker.registry.files import StoredFile
 from worker.registry.jobs import EndAttempts, JobQueries, PollPauses
 from worker.registry.keys import Keys
 from worker.results import ResultReader
@@ -64,7 +65,7 @@ class AsyncBatchClient:
 
     async def submit(
         self,
-        lines: Iterable[bytes | str | RequestObject] | AsyncIterable[bytes | str | RequestObject],
+        lines: Iterable[bytes | str | RequestObject] | AsyncIterable[bytes | str | RequestObject] | StoredFile,
         *,
         job_id: str | None = None,
         **options: Unpack[SubmitArguments],
@@ -75,6 +76,8 @@ class AsyncBatchClient:
         plain one runs in a thread. A task that is cancelled while the lines are read submits nothing; later than that
         the job may have been accepted, and a submit with the same `job_id` or `idempotency_key` finds it.
         """
+        if isinstance(lines, StoredFile):
+            return await _run_in(self._submits, partial(self._blocking.submit, lines, job_id=job_id, **options))
         refuse_single_line(lines)
         async with LinesInThread(lines) as source:
             return await _run_in(self._submits, partial(self._blocking.submit, source, job_id=job_id, **options))
@@ -86,9 +89,11 @@ class AsyncBatchClient:
             return look.status
         return await _run_in(self._cancels, partial(self._blocking.status, job_id))
 
-    async def jobs(self, limit: int = 1000, matching: JobFilter = ALL_JOBS) -> list[JobStatus]:
-        """The newest jobs that match, newest first."""
-        return await perform_async(self._client, self._queries.jobs(limit, matching))
+    async def jobs(
+        self, limit: int = 1000, matching: JobFilter = ALL_JOBS, after: str | None = None
+    ) -> list[JobStatus]:
+        """The newest jobs that match, newest first, see BatchClient.jobs."""
+        return await perform_async(self._client, self._queries.jobs(limit, matching, after))
 
     async def find(self, name: str) -> str:
         """The id of the job that `name` means, see BatchClient.find."""

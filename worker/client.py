@@ -24,6 +24,7 @@ from worker.records.record import has_failed
 from worker.registry.connect import Trust, connect, may_not_write
 from worker.registry.errors import FunctionsMissing, JobIncomplete, JobNotFound, JobTooLarge, RedisFull
 from worker.registry.exchange import perform
+from worker.registry.files import StoredFile
 from worker.registry.intake import JobIntake, LineDigest, Staged, checked_options
 from worker.registry.jobs import EndAttempts, JobControl, JobQueries, PollPauses
 from worker.registry.keys import Keys, UnitRef
@@ -77,7 +78,7 @@ class BatchClient:
 
     def submit(
         self,
-        lines: Iterable[bytes | str | RequestObject],
+        lines: Iterable[bytes | str | RequestObject] | StoredFile,
         *,
         job_id: str | None = None,
         **options: Unpack[SubmitArguments],
@@ -85,9 +86,9 @@ class BatchClient:
         """Submit request lines as one job and return its id.
 
         Each line is raw JSONL, or an object to be written as JSON; blank ones are skipped. They are sent while they
-        are read, so a job larger than memory is fine. Options are the fields of SubmitOptions. A second submit of the
-        same lines with the same `job_id` or `idempotency_key` returns the first job and leaves it as it is; the lines
-        are read to the end for that.
+        are read, so a job larger than memory is fine; Redis copies those of an uploaded file itself. Options are the
+        fields of SubmitOptions. A second submit of the same lines with the same `job_id` or `idempotency_key` returns
+        the first job and leaves it as it is; the lines are read to the end for that.
 
         Raises EmptyJob, JobTooLarge, JobReused for other lines, endpoint, model or strict than the first job's,
         QueueFull (with retry_after_s), RedisFull, InvalidOption for an option that is unknown or out of range, and
@@ -122,9 +123,9 @@ class BatchClient:
                     raise
         return look.status  # also to whoever may only read, or reads from a replica
 
-    def jobs(self, limit: int = 1000, matching: JobFilter = ALL_JOBS) -> list[JobStatus]:
-        """The newest jobs that match, newest first."""
-        return perform(self._client, self._queries.jobs(limit, matching))
+    def jobs(self, limit: int = 1000, matching: JobFilter = ALL_JOBS, after: str | None = None) -> list[JobStatus]:
+        """The newest jobs that match, newest first; with `after` those older than that job. Raises JobNotFound then."""
+        return perform(self._client, self._queries.jobs(limit, matching, after))
 
     def find(self, name: str) -> str:
         """The id of the job that `name` means: an id, what one id alone begins with, or `latest`.
@@ -243,7 +244,9 @@ class BatchClient:
             self.status(job_id)  # which ends it if nobody else does
         return None if records is None else map(json.loads, records)
 
-    def _submit(self, job_id: str, lines: Iterable[bytes | str | RequestObject], options: SubmitOptions) -> str:
+    def _submit(
+        self, job_id: str, lines: Iterable[bytes | str | RequestObject] | StoredFile, options: SubmitOptions
+    ) -> str:
         staging = LineStaging(self._intake, self._limits, job_id, options)
         if staging.is_accepted:
             return self._submit_staged(staging, lines, options)
@@ -252,11 +255,12 @@ class BatchClient:
             return self._submit_staged(staging, lines, options)
 
     def _submit_staged(
-        self, staging: LineStaging, lines: Iterable[bytes | str | RequestObject], options: SubmitOptions
+        self, staging: LineStaging, lines: Iterable[bytes | str | RequestObject] | StoredFile, options: SubmitOptions
     ) -> str:
         with staging:
-            staged = staging.stage(lines)
-            accepted_id, should_announce = self._intake.submit(staging.job_id, staging.num_lines, options, staged)
+            staged = staging.copy(lines) if isinstance(lines, StoredFile) else staging.stage(lines)
+            num_lines = lines.num_lines if isinstance(lines, StoredFile) else staging.num_lines
+            accepted_id, should_announce = self._intake.submit(staging.job_id, num_lines, options, staged)
         if should_announce:
             self._announcer.announce(UnitRef.plan(accepted_id), options.priority)
         return accepted_id
@@ -348,6 +352,12 @@ class LineStaging:
                 self._stage(chunk)
             self._digest.add(chunk)
         return self._digest.staged(self._nonce)
+
+    def copy(self, file: StoredFile) -> Staged:
+        """Have the lines of an uploaded file staged. Raises RedisFull, FileUnknown."""
+        if self._accepted_as is None:
+            self._intake.copy(self.job_id, file.id, self._nonce)
+        return Staged(self._nonce, file.num_line_bytes, file.digest)
 
     def _stage(self, chunk: Sequence[bytes]) -> None:
         try:

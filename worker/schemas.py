@@ -65,6 +65,18 @@ class SubmitOptions(_Frozen):
     strict: Annotated[bool, Accepted("true or false")] = Field(
         default=False, description="One bad line fails the job before any line runs; else that line fails alone."
     )
+    result_ttl_s: Annotated[float | None, Accepted("seconds, 1 to 31536000 (a year)")] = Field(
+        default=None,
+        ge=1,
+        le=31_536_000,
+        allow_inf_nan=False,
+        description="How long the job is kept after its end. None: redis.result_ttl_s.",
+    )
+    input_file_id: Annotated[str | None, Accepted("1 to 128 letters, digits, ., _ and - (ASCII)")] = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9._-]{1,128}$",
+        description="What the batch object calls the file of its lines. None: a name made of the job's id.",
+    )
     traceparent: Annotated[str | None, Accepted("a W3C trace context, 00-<32 hex digits>-<16>-<2>")] = Field(
         default=None,
         pattern=r"^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$",
@@ -89,6 +101,8 @@ class SubmitArguments(TypedDict, total=False):
     endpoint: str | None
     model: str | None
     strict: bool
+    result_ttl_s: float | None
+    input_file_id: str | None
     traceparent: str | None
 
 
@@ -196,6 +210,7 @@ class JobStatus(_Frozen):
     priority: int
     tenant: str
     metadata: Mapping[str, str]
+    input_file_id: str | None = None  # of the lines, as the producer named it
     error: str | None = None  # why it failed as a whole
     errors: tuple[BatchError, ...] = ()  # the same in parts, for programs; bad lines beyond the first hundred left out
 
@@ -253,7 +268,7 @@ def batch_object(job: JobStatus) -> dict[str, object]:
         "endpoint": job.endpoint,
         "model": job.model,
         "errors": _errors(job),
-        "input_file_id": BatchFile.INPUT.id_of(job.id),
+        "input_file_id": job.input_file_id or BatchFile.INPUT.id_of(job.id),
         "completion_window": _window(job),
         "status": job.status.value,
         "output_file_id": BatchFile.OUTPUT.id_of(job.id) if has_ended and counts.completed else None,

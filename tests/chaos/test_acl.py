@@ -17,10 +17,13 @@ import redis
 from click.testing import CliRunner
 
 from tests.chaos.jobs import prompts
+from tests.support.http_servers import chat_lines, ended_batch, new_key, records, serving
 from tests.support.processes import redis_executables, wait_until
 from tests.support.redis_servers import AclRedis, acl_redis, free_port, redis_settings
 from tests.support.registry import redis_time_s
+from tests.support.tiny_tokenizer import CHAT_TEMPLATE
 from tests.support.workers import WorkerProcesses, millrace, python_block, replace_line, worker_processes
+from worker.acl import SERVER
 from worker.cli.main import cli
 from worker.client import BatchClient
 from worker.registry.connect import connect
@@ -57,6 +60,10 @@ DENIED_TO_THE_PRODUCER = [
     "LTRIM millrace 1 0", "HGETALL unacked", "DEL unacked", "ZRANGE unacked_index 0 -1", "DEL unacked_mutex",
     "HSET unacked x y", "LRANGE millrace:{s0}:deadraw 0 -1", "LPUSH millrace:{s0}:deadraw x",
     "ZRANGEBYSCORE millrace:{s0}:open 0 1",
+]  # fmt: skip
+DENIED_BUT_TO_THE_SERVER = [
+    "HGETALL millrace:{s0}:keys", "HSET millrace:{s0}:keys x y", "HGETALL millrace:{s0}:files:a",
+    f"HGETALL millrace:{{s0}}:f:file-s0-{'0' * 36}:in", f"COPY {JOB}:in {JOB}:in:x",
 ]  # fmt: skip
 # It may not see the queue nor what is in it, and tell workers nothing.
 DENIED_TO_FLOWER = [
@@ -101,6 +108,10 @@ def nothing_denied(server: AclRedis) -> Iterator[None]:
     assert not denials, f"worker/acl.py lacks a permission that is needed: {denials}"
 
 
+def _url_of_server(server: AclRedis) -> str:
+    return server.url(SERVER.name, "a-server's%20p%40ss%2Fword%20%235")
+
+
 @pytest.fixture
 def client(server: AclRedis) -> Iterator[BatchClient]:
     with BatchClient(server.producer_url) as client:
@@ -138,6 +149,31 @@ def test_jobs_end_in_every_way_and_outlive_a_killed_worker(
     assert len(list(client.results(job_id, follow=True))) == 40
     assert len(list(client.results(job_id, order="input"))) == 40
     assert {job.id for job in client.jobs()} >= {job_id, cancelled, expired}
+
+
+@pytest.mark.usefixtures("nothing_denied")
+def test_an_http_server_answers_every_route_as_a_user_of_its_own(server: AclRedis, workers: WorkerProcesses) -> None:
+    key = new_key(_url_of_server(server), "a")
+    if server.has_functions:
+        server.admin.function_flush()  # there may be a server before any worker
+    with serving(_url_of_server(server)) as http, http.openai(key) as openai:
+        file = openai.files.create(file=("a.jsonl", chat_lines("a", "b")), purpose="batch")
+        cancelled = openai.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        assert openai.batches.cancel(cancelled.id).status == "cancelled"
+        workers.start(engine={"chat_template": CHAT_TEMPLATE}, model__name="fake")
+        batch = openai.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+        done = ended_batch(openai, batch.id)
+        assert done.output_file_id is not None
+        assert len(records(openai.files.content(done.output_file_id).read())) == 2
+        assert "fake" in {model.id for model in openai.models.list()}
+        assert {listed.id for listed in openai.batches.list()} == {batch.id, cancelled.id}
+        assert [listed.id for listed in openai.files.list()] == [file.id]
+        assert openai.files.content(file.id).read() == chat_lines("a", "b")
+        assert openai.files.delete(file.id).deleted
+        assert openai.files.delete(done.output_file_id).deleted
+        assert http.http.get("/healthz").status_code == 200
 
 
 @pytest.mark.usefixtures("nothing_denied")
@@ -196,6 +232,17 @@ def test_the_producer_may_not(server: AclRedis, call: str) -> None:
 @pytest.mark.parametrize("call", [*DENIED_TO_BOTH, *DENIED_TO_THE_WORKER])
 def test_the_worker_may_not(server: AclRedis, call: str) -> None:
     _assert_denied(server.worker_url, call)
+
+
+@pytest.mark.parametrize("call", [*DENIED_TO_BOTH, *DENIED_TO_THE_PRODUCER])
+def test_the_http_server_may_not(server: AclRedis, call: str) -> None:
+    _assert_denied(_url_of_server(server), call)
+
+
+@pytest.mark.parametrize("call", DENIED_BUT_TO_THE_SERVER)
+def test_only_the_http_server_sees_files_and_keys(server: AclRedis, call: str) -> None:
+    for url in (server.producer_url, server.flower_url):
+        _assert_denied(url, call)
 
 
 @pytest.mark.parametrize("call", [*DENIED_TO_BOTH, *DENIED_TO_FLOWER])

@@ -175,19 +175,21 @@ def _words(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _command_section(parent: click.Context, name: str) -> str:
-    command = cli.get_command(parent, name)
+def _command_section(parent: click.Context, name: str, group: click.Group = cli) -> str:
+    command = group.get_command(parent, name)
     if command is None:
         raise LookupError(name)
     # A width beyond every line: nothing is wrapped, on whatever terminal.
     context = click.Context(command, info_name=name, parent=parent, terminal_width=10_000, max_content_width=10_000)
+    path, mark = context.command_path, "##" if group is cli else "###"
     arguments = " ".join(command.collect_usage_pieces(context))
     options = (option.get_help_record(context) for option in command.params if isinstance(option, click.Option))
     rows = ((f"`{spelling}`", plain(" ".join(meaning.split()))) for spelling, meaning in filter(None, options))
     about = plain(inspect.cleandoc(command.help or "")).replace("\n- ", "\n\\- ")  # the file, not an item of a list
-    return (
-        f"## millrace {name}\n\n`millrace {name} {arguments}`\n\n{about}\n\n{table(('option', 'what it does'), rows)}"
-    )
+    if isinstance(command, click.Group):
+        parts = [_command_section(context, part, command) for part in command.list_commands(context)]
+        return "\n\n".join([f"{mark} {path}\n\n{about}", *parts])
+    return f"{mark} {path}\n\n`{path} {arguments}`\n\n{about}\n\n{table(('option', 'what it does'), rows)}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -221,7 +221,10 @@ def _commands() -> dict[str, frozenset[str]]:
     found = {}
     for name in cli.list_commands(context):
         command = cli.get_command(context, name)
-        parameters = command.params if command else []
+        commands = [command] if command else []
+        if isinstance(command, click.Group):
+            commands += command.commands.values()
+        parameters = [parameter for one in commands for parameter in one.params]
         found[name] = frozenset(
             spelling
             for option in parameters

@@ -94,6 +94,7 @@ def test_the_public_names_are_those_promised() -> None:
         "KVCacheSettings",
         "PrefixCacheSettings", "DecodeSettings", "MoeSettings", "CudaGraphSettings", "StructuredOutputSettings",
         "ProfileSettings", "WorkerSettings", "LimitSettings", "LogSettings", "MetricsSettings", "TracingSettings",
+        "ServeSettings",
     ]  # fmt: skip
     assert all(hasattr(settings, name) for name in settings.__all__)
 

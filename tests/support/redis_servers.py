@@ -31,7 +31,7 @@ import trustme
 
 from settings import RedisSettings
 from tests.support.processes import redis_executable, server_version
-from worker.acl import ADMIN, FLOWER, PRODUCER, WORKER, acl_file
+from worker.acl import ADMIN, FLOWER, PRODUCER, SERVER, WORKER, acl_file
 from worker.doctor.redis import redis_findings
 from worker.doctor.redis_facts import RedisFacts, connect_once
 from worker.doctor.report import Finding
@@ -41,6 +41,7 @@ START_TIMEOUT_S = 20.0
 _PASSWORDS = {
     PRODUCER: "a-producer's p@ss/word",
     WORKER: "a-worker's p@ss/word #2",
+    SERVER: "a-server's p@ss/word #5",
     FLOWER: "flower's p@ss/word #4",
     ADMIN: "an-admin's p@ss/word :3",
 }
@@ -208,7 +209,7 @@ class AclRedis:
 
 @contextmanager
 def acl_redis(directory: Path, *, port: int, executable: str = "") -> Iterator[AclRedis]:
-    """Run a server on `port` with a producer, a worker and an admin, and no default user."""
+    """Run a server on `port` with every user of ours, and no default user."""
     file = directory / "users.acl"
     version = server_version(executable or redis_executable())
     file.write_text(acl_file(_PASSWORDS, version))

@@ -10,11 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from worker.acl import FLOWER, PRODUCER, WORKER, RedisUser, UnusablePassword, acl_file, generate_password, read_password
+from worker.acl import (
+    FLOWER,
+    PRODUCER,
+    SERVER,
+    WORKER,
+    RedisUser,
+    UnusablePassword,
+    acl_file,
+    generate_password,
+    read_password,
+)
 from worker.registry import scripts
 
 # With these a producer stages, submits, reads, cancels and deletes, and closes units of a cancelled job nobody runs.
 PRODUCER_SCRIPTS = ("cancel", "claim", "delete", "discard", "page", "put", "release", "renew", "stage", "submit")
+SERVER_SCRIPTS = (*PRODUCER_SCRIPTS, "copy_file", "keep_file", "queue")
 SCRIPTS = sorted(
     entry.name.removesuffix(".lua") for entry in resources.files(scripts).iterdir() if ".lua" in entry.name
 )
@@ -36,7 +47,7 @@ def missing(commands: set[str], granted: tuple[str, ...]) -> set[str]:
     return commands - set(granted)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", sorted({*SCRIPTS} - {"copy_file", "keep_file"}))
 def test_a_worker_may_call_what_a_script_calls(script: str) -> None:
     lacking = missing(commands_of(script), WORKER.commands)
     assert not lacking, f"{script}.lua calls {lacking}: grant them in worker/acl.py, or do without"
@@ -48,8 +59,14 @@ def test_a_producer_may_call_what_its_scripts_call(script: str) -> None:
     assert not lacking, f"{script}.lua calls {lacking}: grant them in worker/acl.py, or do without"
 
 
+@pytest.mark.parametrize("script", [*SERVER_SCRIPTS, "prelude"])
+def test_a_server_may_call_what_its_scripts_call(script: str) -> None:
+    lacking = missing(commands_of(script), SERVER.commands)
+    assert not lacking, f"{script}.lua calls {lacking}: grant them in worker/acl.py, or do without"
+
+
 def test_nobody_is_granted_a_category_or_a_whole_container_command() -> None:
-    for user in (PRODUCER, WORKER, FLOWER):
+    for user in (PRODUCER, WORKER, SERVER, FLOWER):
         assert not [command for command in user.commands if command.startswith("@")]
         assert not {"client", "config", "script", "acl", "debug", "module", "eval", "keys"} & set(user.commands)
         assert len(set(user.commands)) == len(user.commands)
@@ -57,7 +74,7 @@ def test_nobody_is_granted_a_category_or_a_whole_container_command() -> None:
 
 def test_only_a_worker_takes_messages() -> None:
     assert "brpop" in WORKER.commands
-    assert not {"brpop", "rpop", "lpop"} & set(PRODUCER.commands)
+    assert not {"brpop", "rpop", "lpop"} & {*PRODUCER.commands, *SERVER.commands}
     assert not [pattern for pattern in PRODUCER.key_patterns if pattern.startswith("unacked") or pattern in ("*", "~*")]
 
 
@@ -66,6 +83,11 @@ def test_only_a_worker_sends_events_and_only_flower_hears_them() -> None:
     assert may == {"millrace-producer": set(), "millrace-worker": {"publish"}, "millrace-flower": {"psubscribe"}}
     assert PRODUCER.channels == ()
     assert all(".celeryev/" in channel for channel in (*WORKER.channels, *FLOWER.channels))
+
+
+def test_only_a_server_sees_files_and_keys() -> None:
+    assert not [pattern for pattern in PRODUCER.key_patterns if pattern.endswith((":f:*", ":files:*", ":keys"))]
+    assert {"millrace:{*}:f:*", "millrace:{*}:files:*", "millrace:{*}:keys"} < set(SERVER.key_patterns)
 
 
 def test_flower_reads_neither_jobs_nor_the_queue() -> None:

@@ -13,7 +13,17 @@ from pathlib import Path
 import click
 
 from settings import EffectiveSettings
-from worker.acl import ADMIN, FLOWER, PRODUCER, WORKER, UnusablePassword, acl_file, generate_password, read_password
+from worker.acl import (
+    ADMIN,
+    FLOWER,
+    PRODUCER,
+    SERVER,
+    WORKER,
+    UnusablePassword,
+    acl_file,
+    generate_password,
+    read_password,
+)
 from worker.cli.exit_codes import BadUsage, CommandError, ExitCode, printable, refusals_in_a_line
 from worker.cli.files import open_output
 from worker.cli.options import load_command_settings, redis_options, set_option
@@ -24,7 +34,7 @@ from worker.registry.exchange import library
 
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILED: "red"}
 
-_USERS = {"producer": PRODUCER, "worker": WORKER, "flower": FLOWER, "admin": ADMIN}
+_USERS = {"producer": PRODUCER, "worker": WORKER, "server": SERVER, "flower": FLOWER, "admin": ADMIN}
 
 
 @click.command("config")
@@ -139,6 +149,7 @@ def _print_functions(context: click.Context, _option: click.Parameter, is_given:
 )  # fmt: skip
 @click.option("--producer-password-file", "producer", required=True, metavar="FILE", help="Of millrace-producer.")
 @click.option("--worker-password-file", "worker", required=True, metavar="FILE", help="Of millrace-worker.")
+@click.option("--server-password-file", "server", metavar="FILE", help="Of millrace-server, that of `millrace serve`.")
 @click.option("--flower-password-file", "flower", metavar="FILE", help="Of millrace-flower, who hears Celery's events.")
 @click.option("--admin-password-file", "admin", metavar="FILE", help="Of millrace-admin, who may do everything.")
 @click.option("--generate", is_flag=True, help="Make a password where there is no such file.")

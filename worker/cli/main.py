@@ -14,6 +14,8 @@ from click.shell_completion import CompletionItem
 from worker.cli.exit_codes import CommandError, ExitCode
 from worker.doctor.report import INSTALL_ENGINE
 
+INSTALL_SERVE = 'pip install -e ".[serve]" in the checkout'
+_OF_SERVE = ("starlette", "uvicorn", "python_multipart", "h11")
 INSTALL_MONITOR = 'pip install -e ".[monitor]" in the checkout'
 
 
@@ -83,6 +85,7 @@ class LazyGroup(click.Group):
 
 def _missing(command: str | None, error: ModuleNotFoundError) -> str:
     hint = INSTALL_MONITOR if error.name == "flower" else INSTALL_ENGINE
+    hint = INSTALL_SERVE if (error.name or "").partition(".")[0] in _OF_SERVE else hint
     return f"{command} needs {error.name}, which is not installed: {hint}"
 
 
@@ -105,6 +108,8 @@ cli = LazyGroup(
         "doctor": LazyCommand(
             "worker.cli.admin", "Check Redis, its workers, this machine and the model; say how to mend what is wrong."
         ),
+        "serve": LazyCommand("worker.cli.serve", "Serve OpenAI's Files and Batches API over HTTP."),
+        "keys": LazyCommand("worker.cli.keys", "Create, list and revoke the keys of `millrace serve`."),
         "quantize": LazyCommand("worker.cli.quantize", "Write a checkpoint with weights of 4 or 8 bits."),
         "acl": LazyCommand("worker.cli.admin", "Print the Redis users that producers and workers need."),
         "flower": LazyCommand("worker.monitor.flower", "Serve Celery's own page about the workers, behind a password."),

@@ -160,6 +160,42 @@ def read_raw_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[bytes]:
             yield raw[: max_line_bytes + 1]
 
 
+class LineSplitter:
+    """read_raw_lines for data that is handed over as it comes: the same lines, of however cut data.
+
+    What is held does not grow: at most a line of the largest size.
+    """
+
+    def __init__(self, max_line_bytes: int) -> None:
+        self._max_bytes = max_line_bytes
+        self._mark = BOM  # of the first line
+        self._kept = bytearray()  # of a line whose end has not come
+        self._is_cut = False  # more of it came than is kept
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The lines that end in `data`."""
+        *ended, rest = data.split(b"\n")
+        for part in ended:
+            self._keep(part)
+            yield from self.end()
+        self._keep(rest)
+
+    def end(self) -> Iterator[bytes]:
+        """The line that has come, at the end of the data too, where it may have none."""
+        raw, is_cut, mark = bytes(self._kept), self._is_cut, self._mark
+        self._kept.clear()
+        self._is_cut, self._mark = False, b""
+        raw = raw.removeprefix(mark)
+        raw = raw if is_cut else raw.rstrip(b"\r\n")
+        if raw.strip() or len(raw) > self._max_bytes:
+            yield raw[: self._max_bytes + 1]
+
+    def _keep(self, part: bytes) -> None:
+        room = len(self._mark) + self._max_bytes + 2 - len(self._kept)
+        self._is_cut = self._is_cut or len(part) > room
+        self._kept += part[:room]
+
+
 def _skip_to_line_end(file: BinaryIO) -> bool:
     """Skip the rest of a line; False if the file ended there."""
     rest = first = file.readline(65536)

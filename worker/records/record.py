@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -89,6 +90,11 @@ def has_failed(record: Mapping[str, object]) -> bool:
     return not isinstance(response, Mapping) or response.get("status_code") != 200
 
 
+_TEXT = rb'"(?:[^"\\]|\\.)*"'
+# How `answered` begins: up to the status of the response.
+_BEGINNING = re.compile(rb'\{"id":%b,"custom_id":(?:null|%b),"response":\{"status_code":(\d+),' % (_TEXT, _TEXT))
+
+
 class BatchFile(StrEnum):
     """OpenAI's three files of a job: its lines, its answers, and the records without an answer.
 
@@ -104,6 +110,14 @@ class BatchFile(StrEnum):
     def of_record(cls, record: Mapping[str, object]) -> BatchFile:
         """The file that `record` belongs to."""
         return cls.ERROR if has_failed(record) else cls.OUTPUT
+
+    @classmethod
+    def of_raw(cls, record: bytes) -> BatchFile:
+        """The file of a record as it is kept: by how it begins, which takes 1 us, or else by all of it."""
+        begins = _BEGINNING.match(record)
+        if begins is not None:
+            return cls.OUTPUT if begins[1] == b"200" else cls.ERROR
+        return cls.of_record(json.loads(record))
 
     def id_of(self, job_id: str) -> str:
         """The file's id: file-<job id>-<input, output or error>."""

@@ -16,6 +16,11 @@ RegistryError
 |   |-- JobIncomplete  lines are missing from the staged input
 |   |-- LinesChanged   other bytes are there than were staged
 |   `-- JobReused      the job of this id or idempotency key has other lines
+|-- FileUnknown        no such uploaded file of this tenant
+|-- FileReused         the file of this idempotency key has other lines
+|-- FileChanged        lines of an upload are gone before it was whole
+|-- TooManyFiles       the tenant has as many files, or bytes of files, as it may
+|-- KeyUnknown         no such key of `millrace serve`
 |-- QueueFull          there is no room now: try again after retry_after_s
 |-- RedisFull          Redis has no memory left; a redis.RedisError too
 |-- FunctionsMissing   Redis lacks the functions of this version, and this user may not load them
@@ -182,6 +187,54 @@ class JobReused(InvalidSubmission):
         self.job_id = job_id
         self.other = other
         self.idempotency_key = idempotency_key  # None: it was submitted under its id
+
+
+class FileUnknown(RegistryError):
+    """There is no such file of this tenant."""
+
+    def __init__(self, file_id: str) -> None:
+        super().__init__(f"no file {file_id[:80]}: it was never uploaded, was deleted, or has expired")
+        self.file_id = file_id
+
+
+class FileReused(RegistryError):
+    """A file was uploaded before under this idempotency key, with other lines."""
+
+    def __init__(self, file_id: str, idempotency_key: str | None) -> None:
+        super().__init__(
+            f"idempotency key {idempotency_key!r} is of {file_id}, which has other lines; accepted: the same again, or "
+            "another key"
+        )
+        self.file_id = file_id
+
+
+class FileChanged(RegistryError):
+    """What Redis holds of an upload is not what was sent."""
+
+    def __init__(self, num_lines: int, num_staged: int) -> None:
+        super().__init__(
+            f"the file has {num_lines} lines, {num_staged} are staged: Redis went back in time, or the upload took "
+            "longer than redis.staging_ttl_s between two parts; upload it again"
+        )
+
+
+class TooManyFiles(RegistryError):
+    """There is no room for another file of this tenant."""
+
+    def __init__(self, resource: str, used: int, limit: int) -> None:
+        setting = "serve.max_tenant_files" if resource == "files" else "serve.max_tenant_file_bytes"
+        super().__init__(f"the tenant's files have {used} {resource}, limit {limit} ({setting}): delete some first")
+        self.resource = resource  # files or bytes
+        self.used = used
+        self.limit = limit
+
+
+class KeyUnknown(RegistryError):
+    """There is no such key."""
+
+    def __init__(self, key_id: str) -> None:
+        super().__init__(f"no key {key_id!r}; accepted: an id that `millrace keys list` shows")
+        self.key_id = key_id
 
 
 class RedisFull(RegistryError, OutOfMemoryError):

@@ -327,7 +327,13 @@ class Scripts:
     SUSPECT = Script("suspect", is_reading=True)
     # About a job
     DELETE = Script("delete", "job_id", keys="job records order lines jobs counters", allow_oom=True)
+    COPY_FILE = Script("copy_file", "staging_ms", keys="file_lines staged")
     DISCARD = Script("discard", keys="job lines", allow_oom=True)
+    KEEP_FILE = Script(
+        "keep_file",
+        "file_id num_lines num_bytes about keep_ms max_files max_bytes",
+        keys="staged file_lines files",
+    )
     PAGE = Script("page", "order cursor last max_records max_bytes", keys="job records order", is_reading=True)
     REFUSE = Script("refuse", "job_id reason errors tenant retain_ms staging_ms", keys="job jobs staged")
     STAGE = Script("stage", "staging_ms", row="index line", keys="job staged")

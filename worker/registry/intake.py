@@ -18,6 +18,7 @@ from settings import LimitSettings, Settings
 from worker.lines.strict_json import shorten
 from worker.registry.errors import (
     EmptyJob,
+    FileUnknown,
     InvalidOption,
     JobIncomplete,
     JobReused,
@@ -97,7 +98,7 @@ class LineDigest:
         return Staged(nonce, self.num_bytes, self._hash.hexdigest())
 
 
-def _parts(indices: range, sizes: Sequence[int]) -> Iterator[range]:
+def parts_of(indices: range, sizes: Sequence[int]) -> Iterator[range]:
     """`indices` of lines of these sizes, in parts that come to READ_BYTES at most, or of one line."""
     first = num_bytes = 0
     for place, size in enumerate(sizes):
@@ -108,13 +109,21 @@ def _parts(indices: range, sizes: Sequence[int]) -> Iterator[range]:
     yield indices[first:]
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether Redis says that it has no memory left, in the words of any of its versions."""
+    is_answer = isinstance(error, redis.ResponseError)
+    return is_answer and (
+        isinstance(error, redis.exceptions.OutOfMemoryError) or re.search(r"\bOOM\b", str(error)) is not None
+    )
+
+
 @contextmanager
 def _full_redis_named() -> Iterator[None]:
-    """Raise RedisFull where Redis says that it has no memory left, in the words of any of its versions."""
+    """Raise RedisFull where Redis has no memory left."""
     try:
         yield
     except redis.ResponseError as error:
-        if isinstance(error, redis.exceptions.OutOfMemoryError) or re.search(r"\bOOM\b", str(error)):
+        if is_out_of_memory(error):
             raise RedisFull from error
         raise
 
@@ -150,6 +159,14 @@ class JobIntake:
                 raise
             return False
 
+    def copy(self, job_id: str, file_id: str, nonce: str) -> None:
+        """Stage the lines of an uploaded file, which stays. Raises FileUnknown, RedisFull."""
+        keys = {"file_lines": self._keys.file_lines(file_id), "staged": self._keys.staged(job_id, nonce)}
+        with _full_redis_named():
+            is_there = ask_one(self._client, Scripts.COPY_FILE(keys, staging_ms=self._staging_ms))
+        if not is_there:
+            raise FileUnknown(file_id)
+
     def discard(self, job_id: str, nonce: str = "") -> None:
         """Forget staged lines that are not to be submitted; those of an accepted job are left alone."""
         if nonce:
@@ -170,7 +187,7 @@ class JobIntake:
             sizes = ask(self._client, [("HSTRLEN", key, index) for index in page])
             if digest.num_bytes + sum(sizes) > self._limits.max_job_bytes:
                 return Staged(nonce)
-            for indices in _parts(page, sizes):
+            for indices in parts_of(page, sizes):
                 lines = [line for line in raw_values(self._client.hmget(key, *map(str, indices))) if line is not None]
                 if len(lines) < len(indices):
                     return Staged(nonce)
@@ -248,7 +265,7 @@ class JobIntake:
             "n": num_lines,
             "bytes": staged.num_bytes,
             "digest": staged.digest,
-            "spec": json.dumps({"metadata": options.metadata}),
+            "spec": json.dumps(_spec(options)),
             "strict": int(options.strict),
             "endpoint": options.endpoint or "",
             "model": options.model or "",
@@ -258,11 +275,17 @@ class JobIntake:
             "deadline_ms": round(options.deadline_s * 1000) if options.deadline_s else 0,
             "grace_ms": round(self._grace_s * 1000),
             "staging_ms": self._staging_ms,
-            "retain_ms": self._retain_ms,
+            "retain_ms": round(options.result_ttl_s * 1000) if options.result_ttl_s else self._retain_ms,
             "max_prompts": self._limits.max_prompts_per_job,
             "max_bytes": self._limits.max_job_bytes,
             "limits": list(_quotas(self._limits)),
         }
+
+
+def _spec(options: SubmitOptions) -> dict[str, object]:
+    """What a job's status tells of its options and no script reads."""
+    spec: dict[str, object] = {"metadata": options.metadata}
+    return spec if options.input_file_id is None else {**spec, "input_file_id": options.input_file_id}
 
 
 def _refusal(status: str, reply: RedisReply, num_lines: int) -> RegistryError:

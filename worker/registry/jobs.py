@@ -104,12 +104,19 @@ class JobQueries:
         overdue_s = int(now_s) - job.expires_at
         return JobLook(job, is_abandoned=overdue_s >= (WORKER_LATE_S if served.is_any_served else 0.0))
 
-    def jobs(self, limit: int, matching: JobFilter = ALL_JOBS) -> Exchange[list[JobStatus]]:
-        """The newest `limit` jobs that match and are not forgotten, newest first."""
+    def jobs(self, limit: int, matching: JobFilter = ALL_JOBS, after: str | None = None) -> Exchange[list[JobStatus]]:
+        """The newest `limit` jobs that match and are not forgotten, newest first; older ones than `after`.
+
+        Raises JobNotFound if that is not in the list of jobs any more.
+        """
         # All names at once, at most 10 000 (400 kB): in pages by rank, a job that is dropped on the way, here or by
         # another reader, would move the next ones into a page that was read already.
         [members] = yield [("ZREVRANGE", self._keys.jobs, 0, -1)]
         names = [text(member) for member in members]
+        if after is not None:
+            if after not in names:
+                raise JobNotFound(after)
+            names = names[names.index(after) + 1 :]
         found: list[JobStatus] = []
         step = limit if matching == ALL_JOBS else max(limit, PAGE_JOBS)
         for start in range(0, len(names), max(step, 1)):
@@ -337,6 +344,7 @@ def job_status(job_id: str, fields: Mapping[Untyped, Untyped], served: ServedMod
     job = text_fields(fields)
     finished_at = _seconds(job["fin"])
     prompt_tokens, output_tokens = int(job["tokp"]), int(job["toko"])
+    spec = json.loads(job["spec"])
     return JobStatus(
         id=job_id,
         status=_state(job),
@@ -363,7 +371,8 @@ def job_status(job_id: str, fields: Mapping[Untyped, Untyped], served: ServedMod
         shards_done=int(job["sd"]),
         priority=int(job["pri"]),
         tenant=job["tenant"],
-        metadata=json.loads(job["spec"]).get("metadata", {}),
+        metadata=spec.get("metadata", {}),
+        input_file_id=spec.get("input_file_id"),
         error=job["reason"] or None,
         errors=_errors(job),
     )

@@ -29,6 +29,9 @@ r"""Names the registry's keys, all of one hash slot, `millrace:{s0}:`, and the u
     jobs            ZSET  job -> created, ms, the newest 10 000
     dead            ZSET  <job>/<unit> that crashed too many workers ; deadraw LIST of frames that were no message
     w:<worker>      HASH  heartbeat
+    f:<file>:in     HASH  index -> line of an uploaded file; f:<file>:in:<nonce> while it comes
+    files:<tenant>  HASH  file -> created, ms, expires, ms, bytes, and the rest as JSON, separated by blanks
+    keys            HASH  SHA-256 of a key of `millrace serve` -> whose it is, JSON
 
 A unit of work is a job's plan or one of its shards; both are claimed, renewed, released and written through a lease
 with a fencing token `<fence>:<uuid>`. All times are Redis' own (TIME), in ms. A job is finished by the script that
@@ -51,6 +54,7 @@ PLAN = "plan"
 
 _UNIT = re.compile(r"plan|[0-9]{1,9}")
 _JOB_ID = re.compile(r"[a-z0-9]+-[0-9a-f-]{36}")
+_FILE_ID = re.compile(r"file-[a-z0-9]+-[0-9a-f-]{36}")
 _BEGINNING = re.compile(r"[0-9a-f-]{1,36}")
 
 
@@ -113,6 +117,7 @@ class Keys:
         self.dead = f"{self.prefix}dead"  # units that crashed too many workers
         self.dead_frames = f"{self.prefix}deadraw"  # from the queue, that were no message
         self.workers = f"{self.prefix}w:"  # what a worker's heartbeat key begins with
+        self.api_keys = f"{self.prefix}keys"  # of `millrace serve`, by digest
 
     def tenant_counters(self, tenant: str) -> str:
         """Outstanding work of one tenant."""
@@ -146,6 +151,27 @@ class Keys:
     def resume_states(self, job_id: str) -> str:
         """How far the job's unfinished prompts have come."""
         return self._of_job(job_id, "ckpt")
+
+    def files(self, tenant: str) -> str:
+        """The tenant's uploaded files."""
+        return f"{self.prefix}files:{tenant}"
+
+    def file_lines(self, file_id: str, nonce: str = "") -> str:
+        """The lines of an uploaded file, or of an upload that goes on. Raises ValueError for what is no file's id."""
+        if not self.is_file_id(file_id):
+            raise ValueError(f"{file_id[:80]!r} is no id of a file")
+        return f"{self.prefix}f:{file_id}:in{nonce and ':'}{nonce}"
+
+    def is_file_id(self, name: str) -> bool:
+        """Whether `name` is an uploaded file's id of this registry."""
+        return _FILE_ID.fullmatch(name) is not None and name.startswith(f"file-{self.shard}-")
+
+    def new_file_id(self, tenant: str, idempotency_key: str | None) -> str:
+        """A fresh id; with a key always the same one of this tenant."""
+        if idempotency_key is None:
+            return f"file-{self.new_job_id()}"
+        digest = hashlib.sha256(f"file\0{tenant}\0{idempotency_key}".encode("utf-8", "surrogatepass")).digest()
+        return f"file-{self.shard}-{uuid.UUID(bytes=digest[:16])}"
 
     def unit(self, ref: UnitRef) -> str:
         """The hash of a plan or shard. Raises InvalidJobId, also for a unit that is none."""

@@ -1,0 +1,158 @@
+"""Keys and tenants: who is let in, and that nobody sees, changes or counts what is another's, on any route."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+from starlette.routing import Route
+
+from settings import ServeSettings, Settings, SettingsError
+from tests.support.http_servers import HttpServer, bearer, chat_lines, new_key, serving
+from tests.support.redis_servers import redis_settings
+from tests.support.registry import TestRegistry, ended_job
+from worker.registry.api_keys import PREFIX
+from worker.registry.exchange import text
+from worker.schemas import SubmitOptions
+from worker.serve import access
+from worker.serve.app import check_address, make_app
+
+
+@pytest.fixture
+def server(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpServer]:
+    monkeypatch.setattr(access, "WRONG_KEY_DELAY_S", 0.2)
+    with serving(redis_url) as server:
+        yield server
+
+
+def _ask(server: HttpServer, method: str, path: str, key: str) -> httpx2.Response:
+    return server.http.request(method, path, headers=bearer(key))
+
+
+def test_no_route_shows_or_touches_what_is_another_tenants(
+    server: HttpServer, registry: TestRegistry, redis_url: str
+) -> None:
+    ours, theirs = new_key(redis_url, "ours"), new_key(redis_url, "theirs")
+    file_id = server.upload_id(chat_lines("a", "b"), ours)
+    job_id = server.create_id(file_id, ours)
+    ended = ended_job(registry, {1: ("b", "internal_error")}, SubmitOptions(tenant="ours"))
+    names = {
+        "file_id": (file_id, *(f"file-{job}-{kind}" for job in (job_id, ended) for kind in ("output", "error"))),
+        "job_id": (job_id, ended),
+    }
+    before = {key: registry.redis.dump(key) for key in registry.redis.keys("*")}
+    num_tried = 0
+    for route in make_app(Settings(redis=redis_settings(redis_url))).routes:
+        assert isinstance(route, Route)
+        for parameter, values in names.items():
+            for value in values if f"{{{parameter}}}" in route.path else ():
+                for method in route.methods or ():
+                    answer = _ask(server, method, route.path.replace(f"{{{parameter}}}", value), theirs)
+                    assert answer.status_code == 404, (method, route.path, value)
+                    if method != "HEAD":  # the words are those for what there never was
+                        unknown = answer.json()["error"]["message"].replace(value, "")
+                        assert "ours" not in unknown
+                    num_tried += 1
+    assert num_tried == (2 + 1 + 2) * 5 + (2 + 1 + 1) * 2
+    for path in ("/v1/files", "/v1/batches"):
+        assert _ask(server, "GET", path, theirs).json()["data"] == []
+    for path in (f"/v1/files?after={file_id}", f"/v1/batches?after={job_id}"):
+        assert _ask(server, "GET", path, theirs).status_code == 404
+    assert server.create(file_id, theirs).json()["error"]["param"] == "input_file_id"
+    assert {key: registry.redis.dump(key) for key in registry.redis.keys("*")} == before
+    assert [job["id"] for job in _ask(server, "GET", "/v1/batches", ours).json()["data"]] == [ended, job_id]
+    assert _ask(server, "GET", f"/v1/files/{file_id}/content", ours).content == chat_lines("a", "b")
+
+
+def test_an_idempotency_key_is_its_tenants_own(server: HttpServer, redis_url: str) -> None:
+    keys = [new_key(redis_url, tenant) for tenant in ("a", "b")]
+    header = {"Idempotency-Key": "nightly"}
+    found = []
+    for key in keys:
+        files = {"file": ("a.jsonl", chat_lines("x"))}
+        headers = {**header, **bearer(key)}
+        file = server.http.post("/v1/files", files=files, data={"purpose": "batch"}, headers=headers).json()["id"]
+        body = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        jobs = {server.http.post("/v1/batches", json=body, headers=headers).json()["id"] for _ in range(2)}
+        found += [file, *jobs]
+    assert len(set(found)) == len(found) == 4
+
+
+def test_every_route_but_healthz_wants_a_key_where_there_is_one(server: HttpServer, redis_url: str) -> None:
+    key = new_key(redis_url, "a")
+    routes = [route for route in make_app(Settings()).routes if isinstance(route, Route)]
+    for route in routes:
+        for method in route.methods or ():
+            path = route.path.replace("{", "").replace("}", "")
+            expected = 200 if route.path == "/healthz" else 401
+            assert _ask(server, method, path, "").status_code == expected, (method, route.path)
+            if expected == 401 and method == "GET":
+                refused = _ask(server, method, path, key[:-1])
+                assert refused.json()["error"]["code"] == "invalid_api_key"
+    assert _ask(server, "GET", "/v1/files", key).status_code == 200
+
+
+def test_a_wrong_key_is_answered_late_and_many_at_once_not_at_all(
+    server: HttpServer, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_key(redis_url, "a")
+    began_s = time.monotonic()
+    assert _ask(server, "GET", "/v1/files", "mr-wrong").status_code == 401
+    assert time.monotonic() - began_s >= 0.2
+    monkeypatch.setattr(access, "MAX_DELAYED", 0)
+    assert _ask(server, "GET", "/v1/files", "mr-wrong").status_code == 429
+
+
+@pytest.mark.parametrize("header", ["Basic YTpi", "Bearer", "mr-abc"])
+def test_a_header_of_another_form_is_refused(server: HttpServer, header: str) -> None:
+    assert server.http.get("/v1/files", headers={"Authorization": header}).status_code == 401
+
+
+def test_redis_holds_no_key_but_its_digest(registry: TestRegistry, redis_url: str) -> None:
+    key = new_key(redis_url, "a")
+    assert key.startswith(PREFIX)
+    assert len(key) == len(PREFIX) + 43  # 256 bits
+    stored = {text(name): text(value) for name, value in registry.redis.hgetall(registry.keys.api_keys).items()}
+    assert key not in str(stored)
+    assert key.removeprefix(PREFIX) not in str(stored)
+    assert [len(digest) for digest in stored] == [64]
+
+
+def test_a_key_of_metrics_reads_nothing_else(server: HttpServer, redis_url: str) -> None:
+    key = new_key(redis_url, None)
+    assert _ask(server, "GET", "/v1/files", key).status_code == 403
+    assert _ask(server, "GET", "/v1/batches", key).json()["error"]["type"] == "permission_error"
+
+
+def test_a_server_without_keys_is_for_this_machine_and_its_own_pages(server: HttpServer) -> None:
+    for headers, status in (
+        ({}, 200),
+        ({"Host": "localhost"}, 200),
+        ({"Host": "[::1]:80"}, 200),
+        ({"Host": "jobs.example.com"}, 421),  # a name that somebody has made mean 127.0.0.1
+        ({"Host": "["}, 421),
+        ({"Origin": "https://example.com"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": server.url}, 200),
+    ):
+        assert server.http.get("/v1/files", headers=headers).status_code == status, headers
+
+
+def test_once_the_last_key_is_revoked_an_open_address_lets_nobody_in(redis_url: str, registry: TestRegistry) -> None:
+    key = new_key(redis_url, "a")
+    with serving(redis_url, host="0.0.0.0") as server:
+        assert _ask(server, "GET", "/v1/files", key).status_code == 200
+        registry.redis.delete(registry.keys.api_keys)
+        assert _ask(server, "GET", "/v1/files", "").status_code == 401
+
+
+def test_an_address_that_others_reach_needs_a_key(redis_url: str) -> None:
+    settings = Settings(redis=redis_settings(redis_url), serve=ServeSettings(host="0.0.0.0"))
+    with pytest.raises(SettingsError, match=r"serve\.host.*millrace keys create"):
+        check_address(settings)
+    for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"):
+        check_address(settings.model_copy(update={"serve": ServeSettings(host=host)}))
+    new_key(redis_url, "a")
+    check_address(settings)

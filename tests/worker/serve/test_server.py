@@ -1,0 +1,245 @@
+"""The HTTP server: batches as they are asked for, refusals as OpenAI words them, and clients that mean no good."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from click.testing import CliRunner
+
+from settings import LimitSettings
+from tests.support.http_servers import HttpServer, bearer, chat_lines, serving
+from tests.support.processes import wait_until, warm_interpreter
+from tests.support.redis_servers import free_port
+from tests.support.registry import TestRegistry
+from tests.support.workers import CLI, millrace
+from worker.cli.main import cli
+from worker.registry.exchange import text
+from worker.registry.keys import UnitRef
+
+GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.fixture
+def server(redis_url: str) -> Iterator[HttpServer]:
+    with serving(redis_url) as server:
+        yield server
+
+
+def _error(answer: httpx2.Response) -> tuple[int, str | None]:
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return answer.status_code, error["param"]
+
+
+REFUSED_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown file": ({"input_file_id": "file-s0-" + "0" * 36}, "input_file_id"),
+    "a name that is no file's": ({"input_file_id": "../x"}, "input_file_id"),
+    "a number for a file": ({"input_file_id": 7}, "input_file_id"),
+    "another endpoint": ({"endpoint": "/v1/images"}, "endpoint"),
+    "no window": ({"completion_window": "soon"}, "completion_window"),
+    "a window beyond a year": ({"completion_window": "9999d"}, "deadline_s"),
+    "an unknown parameter": ({"modle": "x"}, "modle"),
+    "metadata that is no text": ({"metadata": {"a": 1}}, "metadata.a"),
+    "too much metadata": ({"metadata": {f"k{number}": "" for number in range(17)}}, "metadata"),
+    "an expiry in a second": (
+        {"output_expires_after": {"anchor": "created_at", "seconds": 1}},
+        "output_expires_after.seconds",
+    ),
+    "an option of ours that is none": ({"metadata": {"millrace.speed": "1"}}, "metadata.millrace.speed"),
+    "a priority that is none": ({"metadata": {"millrace.priority": "10"}}, "metadata.millrace.priority"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED_BATCHES)
+def test_a_batch_that_is_refused_names_what_is_wrong(server: HttpServer, kind: str) -> None:
+    fields, param = REFUSED_BATCHES[kind]
+    file_id = server.upload_id(chat_lines("a"))
+    assert _error(server.create(file_id, **fields)) == (400, param)
+    assert server.http.get("/v1/batches").json()["data"] == []
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"nul", b"\xff", b'{"a":' * 2000])
+def test_a_body_that_is_no_object_is_refused(server: HttpServer, body: bytes) -> None:
+    assert _error(server.http.post("/v1/batches", content=body)) == (400, None)
+
+
+def test_a_body_too_large_and_a_method_or_path_that_is_not_there(server: HttpServer) -> None:
+    assert _error(server.http.post("/v1/batches", content=b" " * 70_000))[0] == 413
+    assert _error(server.http.get("/v1/poems"))[0] == 404
+    assert _error(server.http.put("/v1/files"))[0] == 405
+    assert _error(server.http.get("/v1/files?limit=0")) == (400, "limit")
+    assert _error(server.http.get("/v1/batches?limit=101")) == (400, "limit")
+    assert _error(server.http.get("/v1/batches?page=1")) == (400, "page")
+    assert _error(server.http.get("/v1/files?order=up")) == (400, "order")
+    assert _error(server.http.get("/v1/files?purpose=batch_output")) == (400, "purpose")
+    assert _error(server.http.get("/v1/models/none")) == (404, "model")
+
+
+def test_options_of_ours_and_the_results_life_reach_the_job(server: HttpServer, registry: TestRegistry) -> None:
+    metadata = {"millrace.priority": "0", "millrace.model": "fake", "millrace.strict": "false", "mine": "x"}
+    expiry = {"anchor": "created_at", "seconds": 7200}
+    answer = server.create(server.upload_id(chat_lines("a")), metadata=metadata, output_expires_after=expiry)
+    found = answer.json()
+    assert (found["priority"], found["model"], found["metadata"]) == (0, "fake", metadata)
+    job = registry.redis.hgetall(registry.keys.job(found["id"]))
+    assert (job[b"strict"], job[b"retain"]) == (b"0", b"7200000")
+
+
+def test_a_batch_under_a_known_key_is_the_first_one(server: HttpServer) -> None:
+    def create(file_id: str) -> httpx2.Response:
+        body = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        return server.http.post("/v1/batches", json=body, headers={"Idempotency-Key": "nightly"})
+
+    file_id = server.upload_id(chat_lines("a"))
+    assert create(file_id).json() == create(file_id).json()
+    assert create(server.upload_id(chat_lines("b"))).status_code == 409
+    assert len(server.http.get("/v1/batches").json()["data"]) == 1
+
+
+def test_a_full_queue_says_when_to_come_back(redis_url: str) -> None:
+    limits = LimitSettings(max_prompts_per_job=2, max_open_prompts=2)
+    with serving(redis_url, limits=limits) as server:
+        file_id = server.upload_id(chat_lines("a", "b"))
+        server.create_id(file_id)
+        answer = server.create(file_id)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+        assert int(answer.headers["Retry-After"]) >= 1
+
+
+def test_an_ended_batch_is_not_cancelled(server: HttpServer, registry: TestRegistry) -> None:
+    job_id = server.create_id(server.upload_id(chat_lines("a")))
+    registry.redis.hset(registry.keys.job(job_id), "st", "done")
+    assert server.http.post(f"/v1/batches/{job_id}/cancel").status_code == 409
+
+
+def test_the_job_is_announced_and_keeps_the_files_lines(server: HttpServer, registry: TestRegistry) -> None:
+    job_id = server.create_id(server.upload_id(chat_lines("a", "b")))
+    lines = [registry.redis.hget(registry.keys.lines(job_id), str(index)) for index in range(2)]
+    assert b"".join(line + b"\n" for line in lines if isinstance(line, bytes)) == chat_lines("a", "b")
+    assert registry.redis.ttl(registry.keys.lines(job_id)) == -1
+    assert registry.redis.exists(registry.keys.unit(UnitRef.plan(job_id)))
+    frames = [
+        text(key)
+        for key in registry.redis.keys("millrace*")
+        if text(key).startswith("millrace\x06") or key == b"millrace"
+    ]
+    assert frames
+
+
+def test_health_says_whether_redis_answers(server: HttpServer, registry: TestRegistry) -> None:
+    assert server.http.get("/healthz").json() == {"status": "ok", "reasons": []}
+    registry.redis.execute_command("CLIENT", "PAUSE", "8000")  # type: ignore[no-untyped-call]  # redis has no type here
+    try:
+        assert server.http.get("/healthz").status_code == 503
+    finally:
+        registry.redis.execute_command("CLIENT", "UNPAUSE")  # type: ignore[no-untyped-call]  # nor here
+
+
+def _raw(server: HttpServer, data: bytes) -> bytes:
+    """What the server answers to these bytes until it closes the connection."""
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30) as connection:
+        connection.sendall(data)
+        found = b""
+        while part := connection.recv(65536):
+            found += part
+        return found
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        GET + b"X: " + b"x" * 40_000 + b"\r\n\r\n",
+        b"".join([GET, *(b"X%d: %b\r\n" % (number, b"x" * 90) for number in range(400)), b"\r\n"]),
+        GET + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+        GET + b"Content-Length: 5, 6\r\n\r\nhello",
+        GET + b"Content-Length: -1\r\n\r\n",
+        GET + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /v1/files HTTP/1.1\r\n\r\n",
+        GET + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+        GET + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n",
+        GET + b"Host: other\r\n\r\n",
+        b"GET /healthz HTTP/1.1\r\n\r\n",
+        b"GET  /healthz\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01",
+    ],
+    ids=range(12),
+)
+def test_oversized_headers_and_ambiguous_requests_are_refused(redis_url: str, data: bytes) -> None:
+    with serving(redis_url, read_timeout_s=2) as server:
+        answer = _raw(server, data)
+    assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 431 ", b"HTTP/1.1 501 ")), answer[:200]
+    assert answer.count(b"HTTP/1.1 ") == 1
+
+
+def test_headers_that_do_not_come_in_time_end_the_connection(redis_url: str) -> None:
+    with serving(redis_url, read_timeout_s=0.5) as server:
+        assert _raw(server, b"") == b""
+        assert _raw(server, GET) == b""
+        assert server.http.get("/healthz").status_code == 200
+
+
+def test_connections_beyond_the_limit_are_turned_away(redis_url: str) -> None:
+    with serving(redis_url, max_connections=20) as server, ExitStack() as stack:
+        port = int(server.url.rpartition(":")[2])
+        for _ in range(20):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        wait_until(lambda: server.http.get("/healthz", headers={"Connection": "close"}).status_code == 503)
+        stack.close()
+        wait_until(lambda: server.http.get("/healthz", headers={"Connection": "close"}).status_code == 200)
+
+
+def _run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli, arguments)
+    return result.exit_code, result.output
+
+
+def test_keys_are_created_listed_and_revoked_by_the_command(server: HttpServer, redis_url: str) -> None:
+    code, output = _run("keys", "create", "--tenant", "team-a", "--name", "laptop", "--json", "--redis-url", redis_url)
+    made: dict[str, Any] = json.loads(output)
+    assert (code, made["tenant"], made["name"]) == (0, "team-a", "laptop")
+    assert server.http.get("/v1/files", headers=bearer(made["key"])).status_code == 200
+    code, output = _run("keys", "list", "--json", "--redis-url", redis_url)
+    assert json.loads(output) == [{name: value for name, value in made.items() if name != "key"}]
+    assert made["id"] in _run("keys", "list", "--redis-url", redis_url)[1]
+    assert _run("keys", "revoke", made["id"], "--redis-url", redis_url)[0] == 0
+    assert _run("keys", "revoke", made["id"], "--redis-url", redis_url)[0] == 1
+    assert _run("keys", "list", "--redis-url", redis_url) == (0, "")
+
+
+@pytest.mark.parametrize("options", [(), ("--tenant", "a", "--metrics"), ("--tenant", "two words"), ("--tenant", "")])
+def test_a_key_is_of_one_tenant_or_for_metrics(redis_url: str, options: tuple[str, ...]) -> None:
+    assert _run("keys", "create", *options, "--redis-url", redis_url)[0] == 2
+
+
+def test_the_command_refuses_an_open_address_without_a_key(redis_url: str) -> None:
+    result = millrace("serve", "--host", "0.0.0.0", "--port", str(free_port()), "--redis-url", redis_url)
+    assert result.returncode == 2
+    assert b"millrace keys create" in result.stderr
+
+
+def test_the_command_serves_until_it_is_told_to_stop(redis_url: str, tmp_path: Path) -> None:
+    port = free_port()
+    with (tmp_path / "log").open("wb") as log:
+        process = warm_interpreter().start(CLI, ["serve", "--port", str(port), "--redis-url", redis_url], log)
+        try:
+            with httpx2.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as http:
+                wait_until(lambda: process.poll() is None and _answers(http))
+            second = millrace("serve", "--port", str(port), "--redis-url", redis_url)
+            assert (second.returncode, b"could not serve" in second.stderr) == (1, True)
+            process.terminate()
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+def _answers(http: httpx2.Client) -> bool:
+    try:
+        return http.get("/healthz").status_code == 200
+    except httpx2.TransportError:
+        return False

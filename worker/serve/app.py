@@ -1,0 +1,224 @@
+"""Puts the server together: its routes, what they work with, and the HTTP server that runs them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+import h11
+import redis
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from settings import Settings, SettingsError
+from worker.registry.api_keys import look
+from worker.registry.connect import connect
+from worker.registry.exchange import Exchange, RedisReply, perform, perform_async
+from worker.registry.keys import Keys
+from worker.registry.models import ServedModels
+from worker.serve.access import is_this_machine
+from worker.serve.answers import error_response, on_http_error, read_query
+from worker.serve.batches import BatchRoutes
+from worker.serve.context import ServeContext, answered
+from worker.serve.errors import ApiError
+from worker.serve.files import FileRoutes
+
+MAX_HEADER_BYTES = 32 * 1024
+STOP_TIMEOUT_S = 30  # for answers that are on their way
+REDIS_TIMEOUT_S = 3.0  # after which /healthz says that Redis does not answer
+
+
+class ModelRoutes:
+    """The models that workers serve now. What is not known of one, when it was made, is 0."""
+
+    def __init__(self, context: ServeContext) -> None:
+        self._context = context
+
+    def routes(self) -> Sequence[Route]:
+        """Every route."""
+        route = self._context.route
+        return [route("/v1/models", self.list, ["GET"]), route("/v1/models/{model:path}", self.retrieve, ["GET"])]
+
+    async def list(self, request: Request, _tenant: str) -> Response:
+        """All of them, under each of their names."""
+        read_query(request, {})
+        return JSONResponse({"object": "list", "data": list((await self._models()).values())})
+
+    async def retrieve(self, request: Request, _tenant: str) -> Response:
+        """One of them."""
+        read_query(request, {})
+        name = request.path_params["model"]
+        models = await self._models()
+        if name not in models:
+            raise ApiError(
+                f"no worker serves the model {name[:80]!r}", status=404, param="model", code="model_not_found"
+            )
+        return JSONResponse(models[name])
+
+    async def _models(self) -> Mapping[str, dict[str, object]]:
+        served = await perform_async(self._context.redis, _served(self._context.keys))
+        contexts = served.contexts
+        return {
+            name: {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "millrace",
+                # Of its smallest worker; vLLM's name for it.
+                "max_model_len": contexts[served.resolve(name) or name][0],
+            }
+            for name in served.names
+        }
+
+
+def _served(keys: Keys) -> Exchange[ServedModels]:
+    return ServedModels.of_answers((yield ServedModels.questions(keys)))
+
+
+def make_app(settings: Settings) -> Starlette:
+    """The application. It connects to Redis when it starts."""
+    context = ServeContext(settings)
+
+    async def healthz(_request: Request) -> Response:
+        try:
+            async with asyncio.timeout(REDIS_TIMEOUT_S):
+                await perform_async(context.redis, _ping())
+        except (redis.RedisError, OSError, TimeoutError):
+            return JSONResponse({"status": "unavailable", "reasons": ["Redis does not answer"]}, 503)
+        return JSONResponse({"status": "ok", "reasons": []})
+
+    @asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        async with context:
+            yield
+
+    routes = [route for kind in (FileRoutes, BatchRoutes, ModelRoutes) for route in kind(context).routes()]
+    return Starlette(
+        routes=[*routes, Route("/healthz", answered(healthz))],
+        middleware=[Middleware(HeaderGuard)],
+        exception_handlers={HTTPException: on_http_error},
+        lifespan=lifespan,
+    )
+
+
+class HeaderGuard:
+    """Refuses what uvicorn lets through: long headers that come all at once, and a body of two lengths.
+
+    Of the latter a proxy before this server may have taken the other, and its rest for the next request.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or let the application."""
+        app = self._app
+        if scope["type"] == "http":
+            names = [name for name, _ in scope["headers"]]
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+                app = _closing(ApiError(f"the headers have more than {MAX_HEADER_BYTES} bytes", status=431))
+            elif b"transfer-encoding" in names and b"content-length" in names:
+                app = _closing(ApiError("the request has Content-Length and Transfer-Encoding; accepted: one"))
+        await app(scope, receive, send)
+
+
+def _closing(error: ApiError) -> ASGIApp:
+    response = error_response(error)
+    response.headers["Connection"] = "close"
+    return response
+
+
+def _ping() -> Exchange[RedisReply]:
+    [answer] = yield [("PING",)]
+    return answer
+
+
+def check_address(settings: Settings) -> None:
+    """Raise SettingsError for an address that others reach while there is no key; redis.RedisError."""
+    host = settings.serve.host
+    if is_this_machine(host):
+        return
+    with connect(settings.redis) as client:
+        _, are_keys = perform(client, look(Keys(), None))
+    if not are_keys:
+        raise SettingsError(
+            "serve.host",
+            host,
+            "others reach it, and there is no key: whoever comes would see every job",
+            accepted="127.0.0.1, or a key first (`millrace keys create --tenant NAME`)",
+        )
+
+
+class ImpatientProtocol(H11Protocol):
+    """uvicorn's HTTP, which closes a connection whose headers, as a whole, do not come in time.
+
+    uvicorn waits for the first request, and for the rest of any headers, for ever. The time also bounds how long the
+    rest of a body that was refused is read.
+    """
+
+    headers_timeout_s = 30.0
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """Wait for headers."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Take what came; while no request is at work, the time runs on."""
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        """The next request of the connection has its own time, from its first byte on."""
+        self._stop_watching()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting."""
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY):  # a request is at work
+            self._stop_watching()
+        elif self._late is None and not self.transport.is_closing():
+            self._late = self.loop.call_later(self.headers_timeout_s, self._give_up)
+
+    def _stop_watching(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _give_up(self) -> None:
+        self.transport.abort()
+
+
+def make_server(settings: Settings) -> uvicorn.Server:
+    """The server, which `run` lets serve until SIGINT or SIGTERM."""
+    serve = settings.serve
+    protocol = type("Protocol", (ImpatientProtocol,), {"headers_timeout_s": serve.read_timeout_s})
+    return uvicorn.Server(
+        uvicorn.Config(
+            make_app(settings),
+            host=serve.host,
+            port=serve.port,
+            http=protocol,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=serve.max_connections,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_graceful_shutdown=STOP_TIMEOUT_S,
+        )
+    )
