@@ -84,7 +84,8 @@ class Operations(Protocol):
     def paged_decode_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float
     ) -> Tensor:
-        """Attention of one query a row over that row's whole sequence; 0 for a row without keys.
+        """Attention of one query a row over that row's whole sequence, or its last `rows.window` keys; 0 for a row
+        without keys.
 
         q [N, Hq, D]; caches as above -> like q, contiguous.
 
@@ -103,7 +104,8 @@ class Operations(Protocol):
     def paged_prefill_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float
     ) -> Tensor:
-        """Causal attention of ragged chunks: query j of a row with Q queries and S keys sees keys 0 .. S - Q + j.
+        """Causal attention of ragged chunks: query j of a row with Q queries and S keys sees keys 0 .. S - Q + j, or
+        the last `rows.window` of these.
 
         q [sum of query_lens, Hq, D]; caches as above, the same promise about entries past a row's length -> like q,
         contiguous, 0 for a query without keys.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, Self, TypeVar, cast
@@ -59,9 +59,10 @@ class KeyRange(NamedTuple):
 
     row: int
     query: int  # index into q
-    start: int  # a multiple of block_size
+    start: int  # a multiple of block_size, unless it is where a window begins
     end: int
     segment: int = 0  # which of those that its row is cut into
+    num_skipped: int = 0  # of its first tokens, which are not seen after all
 
     @property
     def num_tokens(self) -> int:
@@ -99,6 +100,9 @@ class AttentionRows:
     kv_lens: tuple[int, ...]
     # Rows that begin with the same blocks, in rising order. A row is in one group or in none.
     prefix_groups: tuple[PrefixGroup, ...] = ()
+    # The last keys that a query sees, its own included; None: all before it. Blocks that no query sees are not read:
+    # their entries in block_tables may be any of the pool's. Such rows are in no group.
+    window: int | None = None
 
     @property
     def num_rows(self) -> int:
@@ -118,11 +122,28 @@ class AttentionRows:
             starts[group.first_row : group.first_row + group.num_rows] = [group.num_tokens] * group.num_rows
         return tuple(starts)
 
+    def windowed(self, window: int) -> AttentionRows:
+        """The same rows for layers whose queries see so many keys; made once, with plans of its own."""
+        return self.once(("windowed", window), lambda: replace(self, prefix_groups=(), window=window))
+
+    @cached_property
+    def max_seen(self) -> int:
+        """The most keys that one query of a row sees."""
+        longest = max(self.kv_lens, default=0)
+        return longest if self.window is None else min(longest, self.window)
+
+    def first_key(self, row: int) -> int:
+        """The first key that any query of a row sees."""
+        if self.window is None:
+            return 0
+        return max(self.kv_lens[row] - max(self.query_lens[row], 1) + 1 - self.window, 0)
+
     @cached_property
     def single_query_keys(self) -> tuple[KeyRange, ...]:
-        """The keys, from its own start on, of each row that has one query and such keys."""
+        """The keys, from its own start on, of each row that has one query and such keys; with a window, those in it."""
         queries = accumulate(self.query_lens, initial=0)
-        lens = zip(self.query_lens, queries, self.own_starts, self.kv_lens, strict=False)
+        starts = self.own_starts if self.window is None else map(self.first_key, range(self.num_rows))
+        lens = zip(self.query_lens, queries, starts, self.kv_lens, strict=False)
         return tuple(
             KeyRange(row, query, start, kv_len)
             for row, (query_len, query, start, kv_len) in enumerate(lens)

@@ -43,9 +43,10 @@ class DecoderFamily:
     # Whether num_key_value_heads may be left out, for one KV head a query head, as Llama 2 files do. transformers gives
     # Qwen3 files without it 32 or 4 heads, whatever the model: there it must be named, or be null.
     kv_heads_may_be_left_out: bool = False
-    # What `sliding_window` means: in use where there is one; only where `use_sliding_window` says so; in use also where
-    # it is left out, so that null must be said.
-    window: Literal["named", "switched", "default"] = "named"
+    # What `sliding_window` means. none: it must be null. off: nothing, and `use_sliding_window` must be false. named:
+    # every layer has it. default: likewise, and left out it is 4096. switched: where `use_sliding_window` is true, the
+    # layers from `max_window_layers` on have it, or those that `layer_types` names.
+    window: Literal["none", "off", "named", "default", "switched"] = "none"
 
     @property
     def body_class(self) -> str:
@@ -82,7 +83,7 @@ QWEN3_MOE = DecoderFamily(
     experts=ExpertNames(
         "mlp", ("gate_proj", "up_proj", "down_proj"), "moe_intermediate_size", always_renormalises=False
     ),
-    window="switched",
+    window="off",
 )
 MISTRAL = DecoderFamily("mistral", "MistralForCausalLM", window="default")
 MIXTRAL = DecoderFamily(
@@ -90,6 +91,7 @@ MIXTRAL = DecoderFamily(
     "MixtralForCausalLM",
     experts=ExpertNames("block_sparse_moe", ("w1", "w3", "w2"), "intermediate_size", always_renormalises=True),
     rope=RopeRules(default_theta=1_000_000.0),
+    window="named",
 )
 PHI3 = DecoderFamily(
     "phi3",
@@ -98,6 +100,7 @@ PHI3 = DecoderFamily(
     # By "su" and "yarn" it means longrope, and transformers' yarn is another: those names are not read.
     rope=RopeRules(rope_types=("default", "longrope"), may_be_partial=True),
     kv_heads_may_be_left_out=True,
+    window="named",
 )
 SMOLLM3 = DecoderFamily(
     "smollm3",
@@ -105,7 +108,7 @@ SMOLLM3 = DecoderFamily(
     skips_rope=True,
     rope=RopeRules(default_theta=2_000_000.0),
     ties_by_default=True,
-    window="switched",
+    window="off",
 )
 GRANITE = DecoderFamily("granite", "GraniteForCausalLM", has_multipliers=True, kv_heads_may_be_left_out=True)
 BERT = EncoderFamily(

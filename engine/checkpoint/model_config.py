@@ -23,7 +23,9 @@ from engine.errors import CheckpointError
 
 _UNQUANTISED = "weights not quantised beforehand: take the model in float32, bfloat16 or float16"
 
-MUST_BE_FALSE = ("attention_bias", "mlp_bias", "use_sliding_window", "add_cross_attention", "is_encoder_decoder")
+MUST_BE_FALSE = ("attention_bias", "mlp_bias", "add_cross_attention", "is_encoder_decoder")
+DEFAULT_WINDOW = 4096  # tokens, of Mistral and Qwen2 where a file leaves it out
+DEFAULT_FIRST_WINDOWED = 28  # layer, of Qwen2
 MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
 MUST_BE_ABSENT = {
     "compression_config": "null: quantization_config is its newer name",
@@ -139,6 +141,8 @@ class ModelConfig:
     moe: MoeConfig | None
     dtype: DtypeName  # of the weights on disk that are not quantised
     attention_scale: float  # of the products of queries and keys
+    window: int | None = None  # tokens that a query of some layers sees at most, its own included
+    windowed_layers: frozenset[int] = frozenset()  # of these
     unrotated_layers: frozenset[int] = frozenset()  # whose queries and keys are not rotated by their position
     multipliers: Multipliers = Multipliers()
     qkv_bias: bool = False
@@ -154,11 +158,14 @@ class ModelConfig:
         _refuse_unsupported_decoder(config, family)
         quantization = QuantizationConfig.from_reader(config)
         num_layers = config.integer("num_hidden_layers")
-        _check_layer_types(config, num_layers)
         num_heads = config.integer("num_attention_heads")
         max_position_embeddings = config.integer("max_position_embeddings")
         head_dim = _head_dim(config, family, num_heads)
         rope = RopeConfig.from_reader(config, max_position_embeddings, family.rope, head_dim)
+        # As Qwen's cards say it, yarn is added to a file and its context left as it was.
+        if isinstance(rope.scaling, YarnScaling):
+            max_position_embeddings = max(max_position_embeddings, rope.scaling.context_tokens)
+        window = _window(config, family, max_position_embeddings)
         return cls(
             architecture=family.model_type,
             vocab_size=config.integer("vocab_size"),
@@ -170,15 +177,14 @@ class ModelConfig:
             intermediate_size=config.integer("intermediate_size"),
             rms_norm_eps=config.number("rms_norm_eps"),
             rope=rope,
-            # As Qwen's cards say it, yarn is added to a file and its context left as it was.
-            max_position_embeddings=max(
-                max_position_embeddings, rope.scaling.context_tokens if isinstance(rope.scaling, YarnScaling) else 0
-            ),
+            max_position_embeddings=max_position_embeddings,
             tie_word_embeddings=config.flag("tie_word_embeddings", default=family.ties_by_default),
             qk_norm=family.qk_norm,
             moe=MoeConfig.from_reader(config, family.experts, num_layers) if family.experts else None,
             dtype=weights_dtype(config),
             attention_scale=_attention_scale(config, family, head_dim),
+            window=window,
+            windowed_layers=_windowed_layers(config, family, num_layers, window),
             unrotated_layers=_unrotated_layers(config, num_layers) if family.skips_rope else frozenset(),
             multipliers=Multipliers.from_reader(config) if family.has_multipliers else Multipliers(),
             qkv_bias=family.qkv_bias,
@@ -186,6 +192,15 @@ class ModelConfig:
             quantization=quantization,
             classifier=_classifier(config, family),
         )
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that a query of a layer sees at most, its own included; None: all up to its own."""
+        return self.window if layer in self.windowed_layers else None
+
+    @property
+    def kept_tokens(self) -> int | None:
+        """The last tokens of a sequence that any layer still sees; None: all."""
+        return self.window if len(self.windowed_layers) == self.num_layers else None
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether a layer has experts rather than a dense MLP."""
@@ -206,20 +221,47 @@ def _refuse_unsupported_decoder(config: ConfigReader, family: DecoderFamily) -> 
     own = {*(MULTIPLIERS if family.has_multipliers else ()), *(("no_rope_layers",) if family.skips_rope else ())}
     absent = {key: accepted for key, accepted in MUST_BE_ABSENT.items() if key not in own}
     refuse_unsupported(config, absent=absent, false=MUST_BE_FALSE)
-    if family.window == "default" and "sliding_window" not in config.data:
-        raise CheckpointError("config.json: sliding_window is missing, which means 4096; accepted: null")
-    if config.has("sliding_window") and family.window != "switched":
+    if config.has("sliding_window") and family.window == "none":
         raise config.refuse("sliding_window", config.data["sliding_window"], "null")
+    if family.window != "switched" and config.flag("use_sliding_window", default=False):
+        raise config.refuse("use_sliding_window", True, "false")
     config.choice("hidden_act", ("silu",), default="silu")
     if not config.flag("is_causal", default=True):
         raise config.refuse("is_causal", False, "true: a token sees none that follow it")
 
 
-def _check_layer_types(config: ConfigReader, num_layers: int) -> None:
-    """Refuse other layers than full attention: a `sliding_window` that no layer type asks for is not in use."""
-    layer_types = config.data.get("layer_types")
-    if layer_types is not None and layer_types != ["full_attention"] * num_layers:
-        raise config.refuse("layer_types", layer_types, f'"full_attention" for each of {num_layers} layers')
+def _window(config: ConfigReader, family: DecoderFamily, max_position_embeddings: int) -> int | None:
+    """None too where it holds the longest sequence."""
+    if family.window in ("none", "off") or (
+        family.window == "switched" and not config.flag("use_sliding_window", default=False)
+    ):
+        return None
+    is_left_out = "sliding_window" not in config.data
+    if not config.has("sliding_window") and not (is_left_out and family.window in ("default", "switched")):
+        return None
+    window = config.integer("sliding_window", default=DEFAULT_WINDOW)
+    return window if window < max_position_embeddings else None
+
+
+def _windowed_layers(
+    config: ConfigReader, family: DecoderFamily, num_layers: int, window: int | None
+) -> frozenset[int]:
+    """A `sliding_window` that no layer type asks for is not in use."""
+    if not config.has("layer_types"):
+        is_upper = family.window == "switched"
+        first = config.integer("max_window_layers", default=DEFAULT_FIRST_WINDOWED, minimum=0) if is_upper else 0
+        return frozenset(range(first, num_layers)) if window is not None else frozenset()
+    kinds: tuple[str, ...] = ("full_attention",)
+    if family.window == "switched" and config.flag("use_sliding_window", default=False):
+        kinds = ("full_attention", "sliding_attention")
+    elif family.window in ("named", "default") and window is not None:
+        kinds = ("sliding_attention",)
+    layer_types = config.data["layer_types"]
+    is_known = isinstance(layer_types, list) and len(layer_types) == num_layers
+    if not isinstance(layer_types, list) or not is_known or not all(kind in kinds for kind in layer_types):
+        accepted = " or ".join(f'"{kind}"' for kind in kinds)
+        raise config.refuse("layer_types", layer_types, f"{accepted} for each of {num_layers} layers")
+    return frozenset(layer for layer, kind in enumerate(layer_types) if kind == "sliding_attention" and window)
 
 
 def _attention_scale(config: ConfigReader, family: DecoderFamily, head_dim: int) -> float:

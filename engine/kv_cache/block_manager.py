@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.errors import EngineFatal, InvalidRequest, KVPoolExhausted
-from engine.kv_cache.block_pool import BlockPool, CachedBlock
+from engine.kv_cache.block_pool import NULL_BLOCK, BlockPool, CachedBlock
 from engine.stats import PrefixCacheMetrics
 
 DIGEST_BYTES = 16  # 128 bits: at 2^32 blocks a collision has probability 2^-65, and a hit verifies tokens as well
@@ -25,13 +25,20 @@ class BlockManager:
     never written; `max_hit_tokens` lowers that bound. The manager knows which blocks are being computed
     (`pending_block`), so that identical prefixes that arrive together are computed once, and which ones waiting
     sequences will need (`want`): these are evicted last.
+
+    Where every layer of the model has a window, blocks that fell out of it are given back while the sequence runs
+    (`release_unseen`). Its table has the null block in their place; they may still be hit.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, prefix_caching: bool, kept_tokens: int | None = None
+    ) -> None:
+        """kept_tokens: the last tokens of a sequence that the next one sees, itself included; None: all."""
         self.num_blocks = num_blocks  # in the pool, the null block included
         self.block_size = block_size
         self.capacity_tokens = (num_blocks - 1) * block_size  # of one sequence that had the pool for itself
         self.prefix_caching = prefix_caching
+        self._kept_tokens = kept_tokens
         self._pool = BlockPool(num_blocks)
         self._sequences: dict[str, SequenceBlocks] = {}
         self._computing: dict[bytes, str] = {}  # digest of a block not committed yet -> the sequence computing it
@@ -104,6 +111,7 @@ class BlockManager:
             raise
         table = array("i", (*(block.block_id for block in hits), *fresh))
         self._sequences[sequence_id] = SequenceBlocks(chain, len(hits), table)
+        self.release_unseen(sequence_id, len(hits) * self.block_size)
         for digest in chain.digests[len(hits) :]:
             self._computing.setdefault(digest, sequence_id)
         self._probes += 1
@@ -142,6 +150,21 @@ class BlockManager:
             self._no_longer_computing(digest, sequence_id)
         sequence.num_committed_blocks = full
 
+    def release_unseen(self, sequence_id: str, num_computed_tokens: int) -> None:
+        """Give back the blocks that no token from `num_computed_tokens` on sees; tokens before are in KV and committed.
+
+        Steps that were scheduled before may still read them: what takes a block writes to it in a later step.
+        """
+        if self._kept_tokens is None:
+            return
+        sequence = self._sequence(sequence_id)
+        end = (num_computed_tokens + 1 - self._kept_tokens) // self.block_size
+        while sequence.num_released_blocks < end:
+            index = sequence.num_released_blocks
+            self._pool.release(sequence.block_table[index])
+            sequence.block_table[index] = NULL_BLOCK
+            sequence.num_released_blocks += 1
+
     def block_table(self, sequence_id: str) -> array[int]:
         """The sequence's blocks in order: 4 bytes each, which a step's arrays take over without a look at each."""
         return self._sequence(sequence_id).block_table
@@ -153,7 +176,7 @@ class BlockManager:
             return
         for digest in sequence.chain.digests[sequence.num_committed_blocks :]:
             self._no_longer_computing(digest, sequence_id)
-        for block_id in reversed(sequence.block_table):
+        for block_id in reversed(sequence.held_blocks):
             self._pool.release(block_id)
 
     def discard(self, sequence_id: str) -> None:
@@ -164,7 +187,7 @@ class BlockManager:
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             return
-        for block_id in sequence.block_table:
+        for block_id in sequence.held_blocks:
             self._pool.forget(block_id)
         self.free(sequence_id)
 
@@ -191,7 +214,7 @@ class BlockManager:
         `waiting`: the chains of the sequences that wait.
         """
         self._pool.check_integrity(Counter(digest for chain in waiting for digest in chain.digests))
-        used = Counter(block_id for s in self._sequences.values() for block_id in s.block_table)
+        used = Counter(block_id for s in self._sequences.values() for block_id in s.held_blocks)
         for block_id in range(self.num_blocks):
             if self._pool.ref_count(block_id) != used[block_id]:
                 raise EngineFatal(
@@ -270,4 +293,10 @@ class SequenceBlocks:
 
     chain: BlockHashChain
     num_committed_blocks: int  # leading blocks known to hold good KV; registered where their digest was new
-    block_table: array[int]
+    block_table: array[int]  # the null block in place of those that were released
+    num_released_blocks: int = 0  # the first ones, which no later token sees
+
+    @property
+    def held_blocks(self) -> array[int]:
+        """Those of its table that it has."""
+        return self.block_table[self.num_released_blocks :]

@@ -93,7 +93,10 @@ def load_decoder_parts(
     executor = _make_executor(effective, config, model, pass_trace)
     settings, max_model_len = effective.settings.engine, effective.settings.engine.max_model_len or 0
     block_manager = BlockManager(
-        executor.kv_cache.num_blocks, settings.kv_cache.block_size, prefix_caching=settings.prefix_cache.enabled
+        executor.kv_cache.num_blocks,
+        settings.kv_cache.block_size,
+        prefix_caching=settings.prefix_cache.enabled,
+        kept_tokens=config.kept_tokens,
     )
     model_interface = ModelInterface(executor, block_manager, settings, max_model_len, profile)
     with naming_settings("the decode graphs and a first step", expected_step_bytes(config, settings), GRAPH_ADVICE):

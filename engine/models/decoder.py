@@ -74,6 +74,7 @@ class AttentionLayer:
     cos_sin: torch.Tensor  # [max_positions, D], float32, shared by layers
     scale: float  # of the products of queries and keys
     qkv_bias: torch.Tensor | None = None  # [(Hq + 2 Hkv) * D]
+    window: int | None = None  # keys that a query sees at most, its own included; None: all up to its own
 
     def forward(
         self,
@@ -91,21 +92,24 @@ class AttentionLayer:
         heads = ProjectedHeads(qkv, self.qk_norm, self.cos_sin, batch.positions, k_cache, v_cache, batch.slot_mapping)
         scale = self.scale
         if batch.decode is not None and batch.prefill is None and last is None:
-            attended = ops.store_and_decode(heads, batch.decode, scale)
+            attended = ops.store_and_decode(heads, self._seen(batch.decode), scale)
             return ops.linear(attended.reshape(attended.shape[0], -1), self.o_proj)
         q = ops.qk_norm_rope_store_kv(*heads)
         split = batch.num_decode_tokens
         parts: list[torch.Tensor] = []
         if last is not None:
             q = q.index_select(0, last.indices)
-            parts.append(ops.paged_decode_attention(q, k_cache, v_cache, last.rows, scale))
+            parts.append(ops.paged_decode_attention(q, k_cache, v_cache, self._seen(last.rows), scale))
         else:
             if batch.decode is not None:
-                parts.append(ops.paged_decode_attention(q[:split], k_cache, v_cache, batch.decode, scale))
+                parts.append(ops.paged_decode_attention(q[:split], k_cache, v_cache, self._seen(batch.decode), scale))
             if batch.prefill is not None:
-                parts.append(ops.paged_prefill_attention(q[split:], k_cache, v_cache, batch.prefill, scale))
+                parts.append(ops.paged_prefill_attention(q[split:], k_cache, v_cache, self._seen(batch.prefill), scale))
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         return ops.linear(attended.reshape(attended.shape[0], -1), self.o_proj)
+
+    def _seen(self, rows: AttentionRows) -> AttentionRows:
+        return rows if self.window is None else rows.windowed(self.window)
 
 
 @dataclass(frozen=True, eq=False)

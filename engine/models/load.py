@@ -126,14 +126,14 @@ class _DecoderLayers:
         return DecoderLayer(
             ops=self.placement.ops,
             input_norm=source.take(f"{prefix}.input_layernorm.weight", norm),
-            attention=self._attention(f"{prefix}.self_attn", is_rotated=index not in config.unrotated_layers),
+            attention=self._attention(f"{prefix}.self_attn", index),
             post_attention_norm=source.take(f"{prefix}.post_attention_layernorm.weight", norm),
             mlp=mlp,
             eps=config.rms_norm_eps,
             residual_multiplier=config.multipliers.residual,
         )
 
-    def _attention(self, prefix: str, *, is_rotated: bool) -> AttentionLayer:
+    def _attention(self, prefix: str, index: int) -> AttentionLayer:
         config = self.config
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         qk_norm = None
@@ -148,8 +148,9 @@ class _DecoderLayers:
             qkv_proj=self._projection(prefix, "qkv", rows, config.hidden_size, fused="qkv", order=self.order_of_qkv),
             o_proj=self._projection(prefix, "o", (config.hidden_size,), q_rows),
             qk_norm=qk_norm,
-            cos_sin=self.rotated if is_rotated else self.unrotated,
+            cos_sin=self.unrotated if index in config.unrotated_layers else self.rotated,
             scale=config.attention_scale,
+            window=config.window_of(index),
             qkv_bias=qkv_bias,
         )
 

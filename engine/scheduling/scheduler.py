@@ -109,6 +109,7 @@ class Scheduler:
                 if start % block_size + count >= block_size:  # the end of a block is among them
                     known = [*state.token_ids, *drafted[: count - 1]] if drafted else state.token_ids
                     self._blocks.commit(state.sequence_id, known, start + count)
+                    self._blocks.release_unseen(state.sequence_id, start + count)
 
     def _note_verified(self, state: SequenceState, start: int, count: int, drafted: Sequence[int]) -> None:
         """Of the last token and its drafts `count` are in KV for good; what lies behind them will be written again.

@@ -12,6 +12,10 @@ from kernels.cpu.partial_attention import AttentionState, RunningAttention, flas
 from kernels.cpu.shared_prefix import add_shared_prefixes, attend_unmasked
 from kernels.operands import AttentionRows, ProjectedHeads
 
+# Queries whose windows are attended to together: their first 512 keys, which the operator takes at a time, hold one at
+# least for each.
+WINDOW_QUERIES = 256
+
 
 def paged_decode_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows, scale: float
@@ -81,7 +85,8 @@ def paged_prefill_attention(
 
     Rows with one query are attended together, as in decode. Every other row is attended in two parts: the keys before
     its chunk, which all its queries see, and the chunk's own keys, causally. They are merged by log-sum-exp, so no mask
-    is built. A prefix that several rows share is one more part, with the queries of all of them.
+    is built. A prefix that several rows share is one more part, with the queries of all of them. With a window no two
+    queries see the same keys, and there is a mask for a few of them at a time.
     """
     reader = KvReader(k_cache, v_cache)
     own = attend_single_queries(q, reader, rows, scale)
@@ -91,7 +96,11 @@ def paged_prefill_attention(
         start += max(query_len - kv_len, 0)  # queries without keys, which have 0
         if query_len > 1 and start < end:
             tokens = (rows.own_starts[row], kv_len)
-            state = _attend_chunk(q[start:end], reader, rows.block_tables[row].long(), tokens, scale)
+            blocks = rows.block_tables[row].long()
+            if rows.window is not None and rows.window < kv_len:
+                own.output[start:end] = _attend_window(q[start:end], reader, blocks, (rows.window, kv_len), scale)
+                continue
+            state = _attend_chunk(q[start:end], reader, blocks, tokens, scale)
             own.output[start:end], own.lse[start:end] = state.output, state.lse
     return add_shared_prefixes(q, reader, rows, scale, own)
 
@@ -111,6 +120,24 @@ def _attend_chunk(
     part = attend_unmasked(q, reader, block_table, (tokens[0], before), scale)
     running.add(slice(None), part.output, part.lse)
     return running.state(q.dtype)
+
+
+def _attend_window(
+    q: torch.Tensor, reader: KvReader, block_table: torch.Tensor, window_and_len: tuple[int, int], scale: float
+) -> torch.Tensor:
+    """q [Q, Hq, D], the last Q of so many tokens, each of which sees the last `window` up to its own."""
+    window, kv_len = window_and_len
+    output = torch.empty_like(q)
+    for first in range(0, q.shape[0], WINDOW_QUERIES):
+        some = q[first : first + WINDOW_QUERIES]
+        place = kv_len - q.shape[0] + first
+        start, end = max(place + 1 - window, 0), place + some.shape[0]
+        keys, values = reader.read_tokens(block_table, start, end)
+        num_behind = torch.arange(place, end)[:, None] - torch.arange(start, end)
+        mask = torch.zeros(num_behind.shape).masked_fill_((num_behind < 0) | (num_behind >= window), -torch.inf)
+        part, _ = flash_attention(some.transpose(0, 1)[None], keys, values, scale, mask=mask[None, None])
+        output[first : first + WINDOW_QUERIES] = part[0].transpose(0, 1)
+    return output
 
 
 def store_and_decode(heads: ProjectedHeads, rows: AttentionRows, scale: float) -> torch.Tensor:

@@ -34,7 +34,7 @@ class KvGather:
     query_ids: torch.Tensor  # [num_ranges], int64: the query (row of q) each range belongs to, no two the same
     block_ids: torch.Tensor  # [num_ranges * num_blocks], int64: blocks of the ranges, padded with the null block
     num_tokens: int  # keys per range, padding included: num_blocks * block_size
-    padding_ids: torch.Tensor  # [num_padding], int64: which of the num_ranges * num_tokens keys lie past a range's end
+    padding_ids: torch.Tensor  # [num_padding], int64: which of the num_ranges * num_tokens keys lie outside a range
     mask: torch.Tensor | None  # [num_ranges, 1, 1, num_tokens], float32: -inf at padding, else 0; None: no padding
 
     @property
@@ -64,7 +64,7 @@ class KvGatherPlan:
         max_tokens bounds the keys of one gather, padding included (one block is always allowed).
         """
         segment_tokens = max(min(SEGMENT_TOKENS, max_tokens) // block_size, 1) * block_size
-        ranges = sorted(_segments(keys, segment_tokens), key=lambda item: (item.segment, -item.num_tokens))
+        ranges = sorted(_segments(keys, segment_tokens, block_size), key=lambda item: (item.segment, -item.num_tokens))
         groups = _group(ranges, block_size, max_tokens)
         return cls(
             gathers=tuple(_gather(group, block_tables, block_size) for group in groups),
@@ -72,12 +72,14 @@ class KvGatherPlan:
         )
 
 
-def _segments(keys: Sequence[KeyRange], segment_tokens: int) -> Iterator[KeyRange]:
-    for row, query, first, end, _ in keys:
+def _segments(keys: Sequence[KeyRange], segment_tokens: int, block_size: int) -> Iterator[KeyRange]:
+    for row, query, start_seen, end, _, _ in keys:
+        num_skipped = start_seen % block_size  # of the block in which a window begins
+        first = start_seen - num_skipped
         # From the first key to a multiple, then from multiple to multiple.
         starts = [first, *range((first // segment_tokens + 1) * segment_tokens, end, segment_tokens)]
         for segment, (start, stop) in enumerate(zip(starts, [*starts[1:], end], strict=True)):
-            yield KeyRange(row, query, start, stop, segment)
+            yield KeyRange(row, query, start, stop, segment, 0 if segment else num_skipped)
 
 
 def _group(ranges: list[KeyRange], block_size: int, max_tokens: int) -> list[list[KeyRange]]:
@@ -104,11 +106,12 @@ def _gather(group: list[KeyRange], block_tables: torch.Tensor, block_size: int) 
     columns = first_blocks[:, None] + torch.arange(num_blocks)
     # Past a row's blocks the table's last entry is read: any block will do, since its keys are padding.
     blocks = block_tables.index_select(0, rows).gather(1, columns.clamp_(max=block_tables.shape[1] - 1))
-    past_end = torch.arange(num_blocks * block_size) >= lens[:, None]
-    padding_ids = past_end.flatten().nonzero().flatten()
+    places = torch.arange(num_blocks * block_size)
+    outside = (places >= lens[:, None]) | (places < torch.tensor([[item.num_skipped] for item in group]))
+    padding_ids = outside.flatten().nonzero().flatten()
     mask = None
     if padding_ids.shape[0] > 0:
-        mask = torch.zeros(past_end.shape).masked_fill_(past_end, -torch.inf)[:, None, None, :]
+        mask = torch.zeros(outside.shape).masked_fill_(outside, -torch.inf)[:, None, None, :]
     return KvGather(
         query_ids=torch.tensor([item.query for item in group]),
         block_ids=blocks.flatten().long(),

@@ -42,7 +42,7 @@ def flash_attention(
     """Attention of dense, equally long sequences.
 
     q [B, Hq, Q, D], k and v [B, Hkv, S, D] with Hq a multiple of Hkv, any strides but that of D;
-    causal: query j sees keys 0 .. j (so Q == S is meant); mask: added to the scores, [B, 1, 1, S] float32.
+    causal: query j sees keys 0 .. j (so Q == S is meant); mask: added to the scores, [B, 1, 1 or Q, S] float32.
     -> output [B, Hq, Q, D] (dtype of q; float32 for float16), log-sum-exp [B, Hq, Q] float32.
     """
     if q.dtype is torch.float16:

@@ -5,6 +5,8 @@ A query gets the same bits in decode and in any chunk of a prefill.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from kernels.cpu.dense import qk_norm_rope_store_kv
@@ -22,6 +24,7 @@ from kernels.operands import AttentionRows, ProjectedHeads
 
 # Keys are copied this many bytes at a time, as in kernels.cpu.paged_reads.
 SLAB_BYTES = 4 << 20
+NO_WINDOW = 1 << 40
 
 
 def paged_decode_attention(
@@ -38,7 +41,9 @@ def paged_decode_attention(
     reader = KeyBlockReader(k_cache, v_cache)
     plan = rows.once(
         ("key_block_plan", reader.block_size),
-        lambda: KeyBlockPlan.build(rows.block_tables, rows.kv_lens, reader.block_size),
+        lambda: KeyBlockPlan.build(
+            rows.block_tables, [rows.first_key(row) for row in range(rows.num_rows)], rows.kv_lens, reader.block_size
+        ),
     )
     num_rows = plan.row_ids.shape[0]
     running = RunningAttention((num_rows, *q.shape[1:]))
@@ -87,7 +92,9 @@ def paged_prefill_attention(
         chunk = slice(start, start + query_len)
         if query_len > 0:
             plan = _row_plan(rows, row, reader.block_size)
-            output[chunk] = _attend_chunk(q[chunk], reader, plan, kv_len, scale)
+            first_block = rows.first_key(row) // KEY_BLOCK_TOKENS
+            span = ChunkSpan(first_block * KEY_BLOCK_TOKENS, kv_len, rows.window or NO_WINDOW)
+            output[chunk] = _attend_chunk(q[chunk], reader, plan, span, scale)
         start += query_len
     return output
 
@@ -95,45 +102,57 @@ def paged_prefill_attention(
 def _row_plan(rows: AttentionRows, row: int, block_size: int) -> KeyBlockPlan:
     return rows.once(
         ("key_block_plan", block_size, row),
-        lambda: KeyBlockPlan.build(rows.block_tables[row : row + 1], rows.kv_lens[row : row + 1], block_size),
+        lambda: KeyBlockPlan.build(
+            rows.block_tables[row : row + 1], [rows.first_key(row)], rows.kv_lens[row : row + 1], block_size
+        ),
     )
 
 
+class ChunkSpan(NamedTuple):
+    """The keys of a chunk."""
+
+    start: int  # of its first block of keys
+    end: int  # its own last token included
+    window: int  # keys that a query sees at most, its own included
+
+
 def _attend_chunk(
-    q: torch.Tensor, reader: KeyBlockReader, plan: KeyBlockPlan, kv_len: int, scale: float
+    q: torch.Tensor, reader: KeyBlockReader, plan: KeyBlockPlan, span: ChunkSpan, scale: float
 ) -> torch.Tensor:
-    """q [Q, Hq, D], the last Q of kv_len tokens."""
+    """q [Q, Hq, D], the last Q tokens of the span."""
     num_queries, group_size = q.shape[0], q.shape[1] // reader.num_kv_heads
     per_tile = queries_per_tile(group_size)
     running = RunningAttention(q.shape)
     for block in range(len(plan.rows_with_block)):
         keys, values = reader.read(plan.slots[block : block + 1])
-        # Queries are counted from the block's first key: 0 sees this key alone, the last of the block and all later
-        # ones see the whole block.
-        offset = kv_len - num_queries - block * KEY_BLOCK_TOKENS
-        num_before = min(max(-offset, 0), num_queries)
-        split = min(max(KEY_BLOCK_TOKENS - offset, 0), num_queries)
-        for queries in (slice(num_before, split), slice(split, num_queries)):
+        # Queries are counted from the block's first key: 0 sees this key alone, the last of the block and later ones
+        # see the whole block, until their windows begin within it and then behind it.
+        offset = span.end - num_queries - span.start - block * KEY_BLOCK_TOKENS
+        edges = (0, KEY_BLOCK_TOKENS, span.window, span.window + KEY_BLOCK_TOKENS - 1)
+        cuts = [min(max(edge - offset, 0), num_queries) for edge in sorted(edges)]
+        for queries in map(slice, cuts, cuts[1:]):
             count = queries.stop - queries.start
             if count > 0:
                 tiles = as_tiles(q[queries], reader.num_kv_heads, per_tile)
-                mask = _mask(offset + queries.start, tiles.shape, per_tile, group_size)
+                mask = _mask(offset + queries.start, tiles.shape, (per_tile, group_size), span.window)
                 output, lse = attend_key_block(tiles, keys, values, mask, scale)
                 output, lse = (from_tiles(part, per_tile, group_size, count) for part in (output, lse))
                 running.add(queries, output, lse)
     return running.output(q.dtype)
 
 
-def _mask(first: int, tiles_shape: torch.Size, per_tile: int, group_size: int) -> torch.Tensor:
+def _mask(first: int, tiles_shape: torch.Size, per_tile_and_group: tuple[int, int], window: int) -> torch.Tensor:
     """[num_tiles, 1, rows, KEY_BLOCK_TOKENS] float32 for queries first, first + 1 and so on; a tile's padding is masked
     like a query. Where all see the whole block, one row of zeros.
     """
-    if first >= KEY_BLOCK_TOKENS - 1:
-        return torch.zeros(1, 1, 1, KEY_BLOCK_TOKENS)
     num_tiles, _, rows, _ = tiles_shape
+    per_tile, group_size = per_tile_and_group
+    if first >= KEY_BLOCK_TOKENS - 1 and first + num_tiles * max(per_tile, rows // group_size) <= window:
+        return torch.zeros(1, 1, 1, KEY_BLOCK_TOKENS)
     row = torch.arange(rows) // group_size
     query = first + torch.arange(num_tiles)[:, None] * per_tile + row
-    is_unseen = torch.arange(KEY_BLOCK_TOKENS) > query[..., None]
+    num_behind = query[..., None] - torch.arange(KEY_BLOCK_TOKENS)
+    is_unseen = (num_behind < 0) | (num_behind >= window)
     return torch.zeros(is_unseen.shape).masked_fill_(is_unseen, -torch.inf)[:, None]
 
 

@@ -65,6 +65,7 @@ def paged_attention(
         rows=rows.num_rows,
         groups=pointer(groups),
         num_groups=len(rows.prefix_groups),
+        window=rows.window or 0,
         scale=scale,
         out=out.data_ptr(),
     )

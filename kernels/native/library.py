@@ -129,6 +129,7 @@ class AttentionArgs(Structure):
         ("rows", c_int64),
         ("groups", c_void_p),
         ("num_groups", c_int64),
+        ("window", c_int64),
         ("scale", c_float),
         ("out", c_void_p),
     )

@@ -117,10 +117,11 @@ def paged_prefill_attention(
         for query in range(start, end):
             num_seen = kv_len - (end - 1 - query)
             for head in range(num_heads if num_seen > 0 else 0):
-                seen_keys = keys[:num_seen, head // group_size]
+                first = 0 if rows.window is None else max(num_seen - rows.window, 0)
+                seen_keys = keys[first:num_seen, head // group_size]
                 scores = seen_keys @ q[query, head].float() * scale
                 probabilities = torch.softmax(scores, dim=0)
-                output[query, head] = probabilities @ values[:num_seen, head // group_size]
+                output[query, head] = probabilities @ values[first:num_seen, head // group_size]
     return output
 
 

@@ -79,7 +79,7 @@ def _decode(
     num_kv_heads = k_cache.shape[2]
     head_blocks = num_kv_heads * triton.cdiv(num_heads // num_kv_heads, launch.block_m)
     plan = plan_decode(q, num_kv_heads, rows)
-    max_tokens, max_shared_parts, own_starts, shared_split_tokens = max(rows.kv_lens), 0, None, 0
+    max_tokens, max_shared_parts, own_starts, shared_split_tokens = rows.max_seen, 0, None, 0
     if plan is not None:
         max_tokens, max_shared_parts = plan.max_own_tokens, plan.max_parts
         own_starts, shared_split_tokens = plan.own_starts, plan.split_tokens
@@ -99,6 +99,7 @@ def _decode(
         **launch.options(q.shape, k_cache.shape),
         IS_PART=num_parts > 1,
         HAS_PREFIX=plan is not None,
+        WINDOW=rows.window or 0,
         IS_PROJECTED=heads is not None,
         HAS_NORM=heads is not None and heads.qk_norm is not None,
     )
@@ -107,6 +108,7 @@ def _decode(
             *(output, parts, lse, rows.seq_lens, own_starts),
             *(splits.num_splits, splits.min_split_tokens, shared_split_tokens, num_parts),
             HAS_PREFIX=plan is not None,
+            WINDOW=rows.window or 0,
             HEAD_DIM=head_dim,
             BLOCK_D=padded_head_dim(head_dim),
             SPLITS_AT_ONCE=COMBINE_SPLITS_AT_ONCE,
@@ -188,9 +190,26 @@ def _split_tokens(num_tokens, num_splits, min_split_tokens):
 
 
 @triton.jit
-def _split(own_starts_ptr, row, num_tokens, min_split_tokens, shared_split_tokens, HAS_PREFIX: tl.constexpr):
+def _first_seen(num_tokens, WINDOW: tl.constexpr):
+    """The first key that a row's query sees."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(num_tokens - WINDOW, 0)
+    return first
+
+
+@triton.jit
+def _split(
+    own_starts_ptr,
+    row,
+    first_seen,
+    num_tokens,
+    min_split_tokens,
+    shared_split_tokens,
+    HAS_PREFIX: tl.constexpr,
+):
     """First key of this program's split and the one past its last, and which of the row's parts it is."""
-    own_start, part = 0, tl.program_id(2)
+    own_start, part = first_seen, tl.program_id(2)
     if HAS_PREFIX:
         own_start = tl.load(own_starts_ptr + row)
         part += tl.cdiv(own_start, shared_split_tokens)
@@ -243,6 +262,7 @@ def _decode_kernel(
     TILE: tl.constexpr,
     IS_PART: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
+    WINDOW: tl.constexpr,  # keys of a row that are seen, the last ones; 0: all. Not with HAS_PREFIX
     IS_PROJECTED: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
@@ -257,9 +277,9 @@ def _decode_kernel(
     HEAD_BLOCKS: tl.constexpr = (GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
     row, kv_head = tl.program_id(0), tl.program_id(1) // HEAD_BLOCKS
     num_tokens, part = tl.load(seq_lens_ptr + row), tl.program_id(2)
-    start, end, is_whole = 0, num_tokens, part == 0
+    start, end, is_whole = _first_seen(num_tokens, WINDOW), num_tokens, part == 0
     if IS_PART:
-        start, end, part = _split(own_starts_ptr, row, num_tokens, min_split_tokens, shared_split_tokens, HAS_PREFIX)
+        start, end, part = _split(own_starts_ptr, row, start, end, min_split_tokens, shared_split_tokens, HAS_PREFIX)
         if (start >= num_tokens) & (tl.program_id(2) > 0):
             return
         is_whole = (part == 0) & (end == num_tokens)
@@ -321,6 +341,7 @@ def _combine_kernel(
     shared_split_tokens,
     num_parts,
     HAS_PREFIX: tl.constexpr,
+    WINDOW: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr,
@@ -335,6 +356,8 @@ def _combine_kernel(
         own_start = tl.load(own_starts_ptr + row)
         num_tokens -= own_start
         num_shared = tl.cdiv(own_start, shared_split_tokens)
+    if WINDOW > 0:
+        num_tokens = tl.minimum(num_tokens, WINDOW)
     split_tokens = _split_tokens(num_tokens, num_splits, min_split_tokens)
     num_filled = num_shared + tl.maximum(tl.cdiv(num_tokens, split_tokens), 1)
     if num_filled == 1:  # the row has written its output itself

@@ -72,6 +72,7 @@ def attend_keys(
     stride_cache_slot,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr = 0,  # of the keys before num_seen each query sees so many, the last; 0: all
 ):
     """Attention over the keys start .. end - 1 of a row: running maximum (base 2) and sum of exponentials [BLOCK_M],
     and weighted values [BLOCK_M, BLOCK_D], not yet divided by the sum.
@@ -101,6 +102,8 @@ def attend_keys(
             is_seen = (positions < end)[None, :]
         else:
             is_seen = positions[None, :] < num_seen[:, None]
+            if WINDOW > 0:
+                is_seen &= positions[None, :] >= num_seen[:, None] - WINDOW
         scores = tl.where(is_seen, scores, -float("inf"))
         top, mass, acc = _add_tile(scores, v, top, mass, acc, scale_log2e)
     return top, mass, acc

@@ -21,7 +21,7 @@ def paged_prefill_attention(
     """See `Operations.paged_prefill_attention`.
 
     The grid follows from the numbers of queries and rows, so nothing is read back from the device. Shared prefixes are
-    planned once a step, attended apart and merged. scale must be above 0.
+    planned once a step, attended apart and merged. With a window each tile is masked. scale must be above 0.
 
     Raises ValueError if the caches differ in layout.
     """
@@ -45,6 +45,7 @@ def paged_prefill_attention(
         *(*q.stride()[:2], *k_cache.stride()[:3], rows.block_tables.stride(0)),
         **launch.options(q.shape, k_cache.shape),
         HAS_PREFIX=plan is not None,
+        WINDOW=rows.window or 0,
         ROWS_AT_ONCE=ROWS_AT_ONCE,
     )
     if plan is None or lse is None:
@@ -85,6 +86,7 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
+    WINDOW: tl.constexpr,  # keys that a query sees at most, its own included; 0: all up to its own
     ROWS_AT_ONCE: tl.constexpr,
 ):
     """Attention of BLOCK_M consecutive (query, head of the group) pairs of one row and one KV head.
@@ -122,9 +124,13 @@ def _prefill_kernel(
     k_head_ptr, v_head_ptr = k_cache_ptr + head_offset, v_cache_ptr + head_offset
     end = num_before + tl.minimum((first_pair + BLOCK_M - 1) // GROUP_SIZE, query_len - 1) + 1  # any query's keys
     num_full = tl.maximum(num_before + first_pair // GROUP_SIZE + 1, 0) // TILE
+    start = 0
+    if WINDOW > 0:
+        start = tl.maximum(num_before + first_pair // GROUP_SIZE + 1 - WINDOW, 0)
+        num_full = 0
     top, mass, acc = attend_keys(
-        *(q, k_head_ptr, v_head_ptr, block_table_ptr, tile, 0, end, num_full, num_seen),
-        *(scale_log2e, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE),
+        *(q, k_head_ptr, v_head_ptr, block_table_ptr, tile, start, end, num_full, num_seen),
+        *(scale_log2e, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE, WINDOW),
     )
     is_empty = mass == 0.0  # no key
     mass = tl.where(is_empty, 1.0, mass)

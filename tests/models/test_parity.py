@@ -66,12 +66,14 @@ VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     ),
     "qwen2-gqa2": ("qwen2", {}),
     "mistral-head-of-24": ("mistral", {"head_dim": 24}),
+    "mistral-window": ("mistral", {"sliding_window": 21, "num_hidden_layers": 3}),
     "mixtral-top2": ("mixtral", {}),
     "phi3-gqa4": ("phi3", {"num_key_value_heads": 1}),
     "phi3-three-quarters-rotated": ("phi3", {"num_key_value_heads": 2, "rope_parameters": longrope(12), **BEFORE}),
     "smollm3-tied": ("smollm3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "granite-gqa2": ("granite", {}),
 }
+SWITCHED = {"use_sliding_window": True, "sliding_window": 21}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 # More of these families, by `make slow` alone.
 MORE_VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
@@ -79,6 +81,14 @@ MORE_VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     "qwen3-yarn": ("qwen3", {"rope_parameters": YARN}),
     "llama-linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
     "qwen2-gqa7": ("qwen2", {"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 24}),
+    "mistral-window-of-one-block": ("mistral", {"sliding_window": 16, "num_key_value_heads": 1}),
+    "mixtral-window": ("mixtral", {"sliding_window": 9}),
+    "phi3-window": ("phi3", {"sliding_window": 30, "num_key_value_heads": 2}),
+    "qwen2-upper-windows": ("qwen2", {**SWITCHED, "max_window_layers": 1, "num_hidden_layers": 3}),
+    "qwen3-alternating-windows": (
+        "qwen3",
+        {**SWITCHED, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4},
+    ),
     "mistral-mha-tied": ("mistral", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "mistral-gqa8-sharded": ("mistral", {"num_attention_heads": 8, "num_key_value_heads": 1, "max_shard_size": "40KB"}),
     "mixtral-top3-of-5-sharded": (

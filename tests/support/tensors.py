@@ -176,6 +176,15 @@ def make_paged_cache(
     )
 
 
+def with_window(case: PagedCache, window: int) -> PagedCache:
+    """The same with a window, where blocks that no query sees are gone: the null block stands in their place."""
+    rows = case.rows.windowed(window)
+    tables = rows.block_tables.clone()
+    for row in range(rows.num_rows):
+        tables[row, : rows.first_key(row) // case.k_cache.shape[1]] = 0
+    return replace(case, rows=replace(rows, block_tables=tables))
+
+
 def check_prefix_groups(groups: Sequence[PrefixGroup], lens: Sequence[tuple[int, int]], block_size: int) -> None:
     """Check groups against what `PrefixGroup` and `AttentionRows.prefix_groups` promise.
 

@@ -91,6 +91,7 @@ struct AttentionArgs {
     int64_t rows;
     const int64_t* groups;  // [num_groups, 3]: first row, number of rows, keys that they share
     int64_t num_groups;
+    int64_t window;  // keys that a query sees, its own the last; 0: all before it
     float scale;
     void* out;  // [queries, heads, dim]
 };

@@ -43,7 +43,7 @@ class Plan {
           own_starts_(args.rows, 0),
           num_parts_(args.starts[args.rows], 0) {
         int64_t num_keys = 0;
-        for (int64_t row = 0; row < args.rows; row++) num_keys += args.lens[row];
+        for (int64_t row = 0; row < args.rows; row++) num_keys += args.lens[row] - first_key(args.lens[row]);
         part_keys_ = std::max(num_keys / (UNITS_A_THREAD * num_threads), MIN_PART_KEYS);
         for (int64_t i = 0; i < args.num_groups; i++) add_prefix(args.groups + 3 * i);
         for (int64_t row = 0; row < args.rows; row++) add_row(row);
@@ -69,6 +69,9 @@ class Plan {
     std::vector<int64_t> own_starts_;  // [rows]: the first key after the prefix that a row shares
     std::vector<int64_t> num_parts_;   // [queries], so far
 
+    // The first key that a query with so many keys up to its own sees.
+    int64_t first_key(int64_t num_keys) const { return args_.window ? std::max<int64_t>(num_keys - args_.window, 0) : 0; }
+
     // Keys that the rows of a group share: all queries of these rows at once.
     void add_prefix(const int64_t* group) {
         const int64_t first = group[0], end = group[0] + group[1], num_keys = group[2];
@@ -90,6 +93,7 @@ class Plan {
         unit.query = args_.starts[row];
         unit.num_queries = args_.starts[row + 1] - unit.query;
         if (unit.num_queries > 1) unit.last_key = unit.end - unit.num_queries;
+        else unit.begin = std::max(unit.begin, first_key(unit.end));
         if (unit.begin < unit.end) add_parts(unit);
     }
 
@@ -139,6 +143,7 @@ class Plan {
             if (all.last_key < ALL_KEYS) {
                 unit.last_key += first;
                 unit.end = std::min(all.end, unit.last_key + unit.num_queries);
+                unit.begin = std::max(all.begin, first_key(unit.last_key + 1));
             }
             units.push_back(unit);
         }

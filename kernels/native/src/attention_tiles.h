@@ -247,10 +247,15 @@ class TileAttention {
         float* scores = scores_ + tile * LANES;
         const i32x16 limit = limits_[tile] - static_cast<int32_t>(from);  // counted from the round's first key
         const int64_t seen_by_all = std::clamp<int64_t>(limit[0] + 1, 0, seen);
+        // The keys before this one, of which there are some with a window alone, are not seen by all either.
+        const i32x16 first = limit - static_cast<int32_t>(args_.window - 1);
+        const int64_t first_of_all = args_.window ? first[LANES - 1] : 0;
         f32x16 top = largest_[tile];
         for (int64_t k = 0; k < seen; k++) {
             f32x16 score = load(scores + k * ldc) * args_.scale;
-            if (k >= seen_by_all) score = static_cast<int32_t>(k) + i32x16{} <= limit ? score : splat(-INFINITY);
+            const i32x16 key = static_cast<int32_t>(k) + i32x16{};
+            if (k >= seen_by_all) score = key <= limit ? score : splat(-INFINITY);
+            if (k < first_of_all) score = key >= first ? score : splat(-INFINITY);
             store(scores + k * ldc, score);
             top = max(top, score);
         }

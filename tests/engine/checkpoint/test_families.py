@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -194,9 +195,12 @@ def test_what_a_file_leaves_out_is_what_transformers_takes() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "named"),
     [
-        ("Mistral-7B-Instruct-v0.3", {"sliding_window": 4096}, "sliding_window is 4096"),
-        ("Mixtral-8x7B-Instruct-v0.1", {"sliding_window": 4096}, "sliding_window is 4096"),
-        ("Qwen2.5-7B-Instruct", {"use_sliding_window": True}, "use_sliding_window is True"),
+        ("granite-3.3-8b-instruct", {"sliding_window": 4096}, "sliding_window is 4096"),
+        ("Mistral-7B-Instruct-v0.3", {"sliding_window": 0}, "sliding_window is 0"),
+        ("Mistral-7B-Instruct-v0.3", {"layer_types": ["sliding_attention"] * 32}, "layer_types is"),
+        ("Qwen2.5-7B-Instruct", {"layer_types": ["sliding_attention"] * 28}, "layer_types is"),
+        ("Qwen2.5-7B-Instruct", {"use_sliding_window": True, "layer_types": ["chunked"] * 28}, "layer_types is"),
+        ("Qwen2.5-7B-Instruct", {"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers is -1"),
         ("SmolLM3-3B", {"use_sliding_window": True, "sliding_window": 512}, "use_sliding_window is True"),
         ("SmolLM3-3B", {"no_rope_layers": [1, 0]}, "no_rope_layers is [1, 0]"),
         ("SmolLM3-3B", {"no_rope_layers": [2] * 36}, "no_rope_layers is [2, 2"),
@@ -225,10 +229,48 @@ def test_what_is_not_computed_is_refused_by_name(name: str, change: dict[str, ob
     assert "accepted:" in str(caught.value)
 
 
-def test_a_window_that_is_left_out_is_refused_where_that_means_one() -> None:
+@pytest.mark.parametrize(
+    ("name", "change", "window", "layers"),
+    [
+        ("Mistral-7B-Instruct-v0.3", {"sliding_window": 4096}, 4096, range(32)),  # as v0.1 has it
+        ("Mistral-7B-Instruct-v0.3", {"sliding_window": 32768}, None, ()),  # no sequence is longer
+        ("Mixtral-8x7B-Instruct-v0.1", {"sliding_window": 4096}, 4096, range(32)),
+        ("phi-4", {"sliding_window": 2047}, 2047, range(40)),
+        ("Phi-4-mini-instruct", {"sliding_window": 262144}, None, ()),
+        ("Qwen2.5-7B-Instruct", {"sliding_window": 4096}, None, ()),
+        ("Qwen2.5-7B-Instruct", {"use_sliding_window": True, "sliding_window": 4096}, 4096, ()),
+        (
+            "Qwen2.5-7B-Instruct",
+            {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 20},
+            512,
+            range(20, 28),
+        ),
+        (
+            "Qwen2.5-7B-Instruct",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 512,
+                "layer_types": ["sliding_attention", *["full_attention"] * 27],
+            },
+            512,
+            (0,),
+        ),
+    ],
+)
+def test_windows_are_in_the_layers_that_have_them_in_transformers(
+    name: str, change: dict[str, object], window: int | None, layers: Iterable[int]
+) -> None:
+    config = ModelConfig.from_hf(FILES[name] | change)
+    assert (config.window, config.windowed_layers) == (window, frozenset(layers))
+    assert {layer for layer in range(config.num_layers) if config.window_of(layer) == window} >= set(layers)
+    assert config.kept_tokens == (window if len(config.windowed_layers) == config.num_layers else None)
+
+
+def test_a_window_that_is_left_out_is_4096_where_that_is_the_default() -> None:
     without = {key: value for key, value in FILES["Mistral-7B-Instruct-v0.3"].items() if key != "sliding_window"}
-    with pytest.raises(CheckpointError, match="sliding_window is missing, which means 4096; accepted: null"):
-        ModelConfig.from_hf(without)
+    assert ModelConfig.from_hf(without).window_of(0) == 4096
+    without = {key: value for key, value in FILES["Mixtral-8x7B-Instruct-v0.1"].items() if key != "sliding_window"}
+    assert ModelConfig.from_hf(without).window_of(0) is None
 
 
 def test_every_family_is_made_for_the_tests() -> None:

@@ -201,7 +201,7 @@ def test_a_sliding_window_that_is_not_in_use_is_fine() -> None:
         ({"is_causal": False}, "is_causal is False"),
         ({"attention_bias": "no"}, "attention_bias is 'no'"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window is True"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
         ({"layer_types": ["full_attention"]}, "layer_types is"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_scaling: rope_type is 'dynamic'"),

@@ -113,6 +113,12 @@ def launch_float32_attention() -> None:
         _attend_to_shared_keys(_HEADS_OF_MODELS["Qwen3-8B"], torch.float32, num_pairs)
 
 
+def launch_windows() -> None:
+    """A step of chunks and two of decode with a window, split and not, for heads up to the widest."""
+    for heads in (_HEADS_OF_MODELS["Qwen3-8B"], _Heads(14, 2, 64), _Heads(5, 1, 80), _Heads(14, 2, 256)):
+        _attend(heads, torch.bfloat16, decode=(_SPLIT, _UNSPLIT), prefill=(_CHUNKS,), window=1024)
+
+
 def launch_two_steps() -> None:
     """Two steps of one model that differ in every number, and in where the rows' tensors start."""
     _attend(_HEADS_OF_MODELS["Qwen3-8B"], torch.bfloat16, decode=(_UNSPLIT,), prefill=(_CHUNKS,))
@@ -134,11 +140,12 @@ def _attend(
     decode: tuple[list[tuple[int, int]], ...],
     prefill: tuple[list[tuple[int, int]], ...],
     first_row: int = 0,
+    window: int | None = None,
 ) -> None:
     k_cache, v_cache = (torch.empty(8, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, dtype=dtype) for _ in range(2))
     for operation, steps in ((paged_decode_attention, decode), (paged_prefill_attention, prefill)):
         for lens in steps:
-            rows = _attention_rows(lens, first_row)
+            rows = replace(_attention_rows(lens, first_row), window=window)
             q = torch.empty(rows.num_queries, heads.num_heads, heads.head_dim, dtype=dtype)
             output = operation(q, k_cache, v_cache, rows, heads.head_dim**-0.5)
             if operation is paged_decode_attention:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.aot.table import launch_attention, launch_float32_attention, launch_two_steps
+from tests.kernels.aot.table import launch_attention, launch_float32_attention, launch_two_steps, launch_windows
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
 
 KERNELS = {
@@ -108,6 +108,19 @@ def test_nothing_is_read_back_from_the_device(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(torch.Tensor, name, refuse)
     with compiling_for(90):
         launch_attention()
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_windows_fit_too_and_four_decode_programs_share_a_processor(capability: int) -> None:
+    with compiling_for(capability) as kernels:
+        launch_windows()
+    for kernel in kernels:
+        assert kernel.spill_bytes <= kernel.most_spill_bytes, kernel
+        limit = OTHER_SHARED_MEMORY_LIMIT_BYTES if capability == 80 else SHARED_MEMORY_LIMIT_BYTES[90]
+        assert kernel.shared_bytes <= limit, kernel
+        if kernel.name == "_decode_kernel":
+            assert kernel.constants["WINDOW"] == 1024
+            assert kernel.registers * 32 * kernel.num_warps * (4 if kernel.constants["BLOCK_D"] <= 128 else 2) <= 65_536
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -21,7 +21,7 @@ from kernels.triton.decode_attention import paged_decode_attention, store_and_de
 from kernels.triton.prefill_attention import paged_prefill_attention
 from kernels.triton.rope_kv_store import qk_norm_rope_store_kv
 from tests.support.devices import GuardedMemory, past_int32_storage
-from tests.support.tensors import PagedCache, assert_close, assert_same_bits, make_paged_cache
+from tests.support.tensors import PagedCache, assert_close, assert_same_bits, make_paged_cache, with_window
 
 Operation = Callable[..., torch.Tensor]
 Array = npt.NDArray[Any]
@@ -86,6 +86,28 @@ def test_ragged_prefill_agrees_with_the_reference(
 ) -> None:
     case = make_paged_cache(RAGGED, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=64, dtype=dtype)
     check(paged_prefill_attention, case, device)
+
+
+@pytest.mark.parametrize("split_tokens", [64, UNSPLIT])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "window"), [(8, 2, 1), (7, 1, 33), (2, 2, 64), (16, 1, 200)])
+def test_windows_agree_with_the_reference(
+    num_heads: int,
+    num_kv_heads: int,
+    window: int,
+    split_tokens: int,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks that no query sees are gone."""
+    split_every(monkeypatch, split_tokens)
+    options: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "dtype": torch.float32}
+    decode = with_window(make_paged_cache([*DECODE, (1, 300)], head_dim=80, **options), window)
+    check(paged_decode_attention, decode, device)
+    stored = with_window(make_paged_cache([(1, n) for n in (133, 1, 17, 64, 300)], head_dim=64, **options), window)
+    check_store_and_decode(stored, device)
+    if split_tokens == UNSPLIT:
+        chunks = with_window(make_paged_cache([*RAGGED, (60, 300)], head_dim=64, **options), window)
+        check(paged_prefill_attention, chunks, device)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
