@@ -79,6 +79,7 @@ def metrics_page() -> str:
         _metrics_section("Its engine", catalogue.ENGINE_METRICS),
         _metrics_section("The queue, the same from every worker", catalogue.QUEUE_METRICS),
         _metrics_section("The process", catalogue.PROCESS_METRICS),
+        _metrics_section("`millrace serve`, beside those of the queue and the process", catalogue.SERVER_METRICS),
         "## Labels\n\n"
         + table(("label", "values"), ((f"`{name}`", _words(values)) for name, values in _LABEL_VALUES.items())),
     )

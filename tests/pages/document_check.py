@@ -16,7 +16,7 @@ import redis
 from settings import load_settings
 from settings.entries import PROFILE_VARIABLE
 from worker.cli.main import cli
-from worker.metrics.catalogue import METRICS
+from worker.metrics.catalogue import METRICS, SERVER_METRICS
 
 _VARIABLE = re.compile(r"\bMILLRACE_[A-Z0-9_]*[A-Z0-9]\b")
 _METRIC = re.compile(r"\bmillrace_[a-z0-9_]*[a-z0-9](?P<open>_?\*)?")
@@ -63,8 +63,13 @@ class KnownNames:
             settings=frozenset(row.key for row in rows),
             groups=frozenset(group for row in rows for group in _prefixes(row.key)),
             variables=frozenset(row.variable for row in rows) | {PROFILE_VARIABLE},
-            metrics=frozenset(metric.name for metric in METRICS)
-            | {f"{metric.name}_{part}" for metric in METRICS if metric.buckets for part in ("bucket", "sum", "count")},
+            metrics=frozenset(metric.name for metric in (*METRICS, *SERVER_METRICS))
+            | {
+                f"{metric.name}_{part}"
+                for metric in (*METRICS, *SERVER_METRICS)
+                if metric.buckets
+                for part in ("bucket", "sum", "count")
+            },
             commands=_commands(),
             targets=frozenset(_TARGET.findall((root / "Makefile").read_text())),
         )

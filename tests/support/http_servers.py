@@ -14,7 +14,7 @@ from openai import OpenAI
 from openai.types import Batch
 from pydantic import SecretStr
 
-from settings import LimitSettings, RedisSettings, ServeSettings, Settings
+from settings import LimitSettings, MetricsSettings, RedisSettings, ServeSettings, Settings
 from tests.support.processes import wait_until
 from tests.support.redis_servers import free_port
 from tests.support.request_lines import CHAT, batch_line
@@ -63,13 +63,19 @@ def bearer(key: str) -> dict[str, str]:
 
 @contextmanager
 def serving(
-    redis_url: str, *, limits: LimitSettings | None = None, redis: RedisSettings | None = None, **options: Any
+    redis_url: str,
+    *,
+    limits: LimitSettings | None = None,
+    redis: RedisSettings | None = None,
+    metrics: MetricsSettings | None = None,
+    **options: Any,
 ) -> Iterator[HttpServer]:
     """A server on a free port of this machine; options are those of ServeSettings."""
     port = free_port()
     settings = Settings(
         redis=redis or RedisSettings(url=SecretStr(redis_url)),
         limits=limits or LimitSettings(),
+        metrics=metrics or MetricsSettings(),
         serve=ServeSettings(port=port, **options),
     )
     server = make_server(settings)

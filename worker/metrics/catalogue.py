@@ -6,7 +6,8 @@ pairs that have waited longest. That bounds a scrape; tenants that wait briefly 
 each. `priority` is 0 .. 9, or UNREAD_PRIORITY. `model` is one that is served, or that jobs wait for; empty for shards
 that an older version planned.
 
-Metrics of the queue are read from Redis and the same from every worker: take the max over workers, never the sum.
+Metrics of the queue are read from Redis and the same from every worker and server: take the max over them, never the
+sum.
 """
 
 from __future__ import annotations
@@ -192,6 +193,32 @@ WORKER_METRICS = (
     Metric("millrace_open_requests", "gauge", "Prompts handed to the engine that have no answer yet."),
     Metric("millrace_unwritten_items", "gauge", "Records and resume states that wait for Redis."),
     Metric("millrace_unwritten_bytes", "gauge", "Their size; at 64 MiB, or at 2,000 results, shards wait."),
+)
+
+# Of `millrace serve`, which serves the queue's too.
+SERVER_METRICS = (
+    Metric(
+        "millrace_queue_model_open_prompts",
+        "gauge",
+        "Prompts without a record, by model; empty for jobs that name none until a worker has planned them.",
+        ("model",),
+    ),
+    Metric("millrace_queue_model_waiting_prompts", "gauge", "Of these, those that no worker has.", ("model",)),
+    Metric(
+        "millrace_queue_model_oldest_wait_seconds",
+        "gauge",
+        "How long ago the oldest of those that wait was submitted, or its shard first queued; 0 if none waits.",
+        ("model",),
+    ),
+    Metric("millrace_queue_unread_units", "gauge", "1 if there are more plans and shards than these figures are of."),
+    Metric(
+        "millrace_http_requests_total",
+        "counter",
+        "Requests answered by this server, by route; a download counts when it begins.",
+        ("method", "route", "status"),
+    ),
+    Metric("millrace_http_uploaded_bytes_total", "counter", "Bytes of bodies of uploads, whatever became of them."),
+    Metric("millrace_http_open_uploads", "gauge", "Uploads under way."),
 )
 
 METRICS = (*WORKER_METRICS, *ENGINE_METRICS, *QUEUE_METRICS, *PROCESS_METRICS)

@@ -79,6 +79,11 @@ class ServedModels:
         return tuple(self._names)
 
     @property
+    def lately_served(self) -> tuple[str, ...]:
+        """The own names of the models that are served, or were within a week."""
+        return tuple(sorted({model.name for model in (*self._served, *self._away)}))
+
+    @property
     def contexts(self) -> Mapping[str, Sequence[int]]:
         """By served model: the contexts of its workers in tokens, each once, the smallest first."""
         found: dict[str, set[int]] = {}

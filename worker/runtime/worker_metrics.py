@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from engine.stats import EngineStats
 from settings import WorkerSettings
-from worker.metrics.catalogue import METRICS, OTHER_TENANTS, UNITS, UNREAD_PRIORITY, Metric
-from worker.registry.queues import QueueReading
+from worker.metrics.catalogue import METRICS, UNITS, Metric
+from worker.metrics.figures import Figure, plain_family, queue_figures
 from worker.runtime.counts import EngineMeter, QueueReader, StepHistogram, UnitCounts
 from worker.runtime.engine_thread import EngineThread
 from worker.runtime.held_units import HeldUnits
@@ -26,8 +26,7 @@ from worker.schemas import WorkerInfo
 # (redis.socket_timeout_s).
 LATE_S = 15.0
 
-# A number, or one for each value of the metric's label or labels, or a histogram.
-Figure = float | Mapping[str, float] | Mapping[tuple[str, ...], float] | Mapping[tuple[str, str], float] | StepHistogram
+WorkerFigure = Figure | StepHistogram
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +114,11 @@ class WorkerCollector(Collector):
                 yield family(metric, figures[metric.name])
 
 
-def worker_figures(worker: WatchedWorker, health: WorkerHealth) -> dict[str, Figure]:
+def worker_figures(worker: WatchedWorker, health: WorkerHealth) -> dict[str, WorkerFigure]:
     """Figures of the process, and of its engine once that is loaded."""
     tokens, (num_items, num_bytes) = worker.counts.tokens, worker.writer.waiting
     held = Counter(unit.claim.ref.kind for unit in worker.held_units.all())
-    figures: dict[str, Figure] = {
+    figures: dict[str, WorkerFigure] = {
         "millrace_healthy": not health.reasons(),
         "millrace_draining": worker.phase() == "draining",
         "millrace_part_overdue_seconds": health.overdue(),
@@ -147,7 +146,7 @@ def worker_figures(worker: WatchedWorker, health: WorkerHealth) -> dict[str, Fig
     return figures | _engine_figures(worker, stats)
 
 
-def _engine_figures(worker: WatchedWorker, stats: EngineStats) -> dict[str, Figure]:
+def _engine_figures(worker: WatchedWorker, stats: EngineStats) -> dict[str, WorkerFigure]:
     meter, cache, graphs = worker.meter, stats.prefix_cache, stats.decode_graphs
     return {
         "millrace_engine_steps_total": stats.num_steps,
@@ -175,52 +174,10 @@ def _engine_figures(worker: WatchedWorker, stats: EngineStats) -> dict[str, Figu
     }
 
 
-def queue_figures(reading: QueueReading) -> dict[str, Figure]:
-    """Figures of the queue, the same from every worker."""
-    waiting: dict[tuple[str, ...], float] = {}
-    oldest: dict[tuple[str, ...], float] = {}
-    for backlog in reading.backlogs:
-        whose = (backlog.model, backlog.tenant)
-        for priority, (count, oldest_s) in backlog.waiting.items():
-            waiting[*whose, str(priority)] = count
-            oldest[*whose, str(priority)] = oldest_s
-        if backlog.num_unread:
-            waiting[*whose, UNREAD_PRIORITY] = backlog.num_unread
-    for model, num_shards in reading.other_waiting_shards.items():
-        waiting[model, OTHER_TENANTS, UNREAD_PRIORITY] = num_shards
-    return {
-        "millrace_queue_open_jobs": reading.open_jobs,
-        "millrace_queue_open_prompts": reading.open_prompts,
-        "millrace_queue_open_bytes": reading.open_bytes,
-        "millrace_queue_tenant_open_prompts": {item.tenant: item.open_prompts for item in reading.backlogs},
-        "millrace_queue_waiting_shards": waiting,
-        "millrace_queue_oldest_wait_seconds": oldest,
-        "millrace_queue_waiting_tenants": reading.num_waiting_tenants,
-        "millrace_queue_open_units": reading.open_units,
-        "millrace_queue_overdue_seconds": reading.overdue_s,
-        "millrace_queue_messages": {
-            (model, str(step)): count for model, lanes in reading.messages.items() for step, count in lanes.items()
-        },
-        "millrace_queue_submitted_jobs_total": reading.submitted_jobs,
-        "millrace_queue_submitted_prompts_total": reading.submitted_prompts,
-        "millrace_queue_ended_jobs_total": reading.ended_jobs,
-        "millrace_queue_records_total": reading.num_records,
-        "millrace_queue_dead_units": reading.num_dead_units,
-        "millrace_queue_dead_frames_total": reading.num_dead_frames,
-    }
-
-
-def family(metric: Metric, figure: Figure) -> Family:
-    """A metric with its present figure, in prometheus_client's types."""
-    if isinstance(figure, StepHistogram):
-        histogram = HistogramMetricFamily(metric.name, metric.help)
-        histogram.add_metric([], buckets=list(figure.buckets()), sum_value=figure.sum)
-        return histogram
-    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-    made: CounterMetricFamily | GaugeMetricFamily = kind(metric.name, metric.help, labels=metric.labels)
-    if isinstance(figure, Mapping):
-        for labels, value in figure.items():
-            made.add_metric([labels] if isinstance(labels, str) else labels, value)
-    else:
-        made.add_metric([], figure)
-    return made
+def family(metric: Metric, figure: WorkerFigure) -> Family:
+    """A metric with its present figure, a histogram too, in prometheus_client's types."""
+    if not isinstance(figure, StepHistogram):
+        return plain_family(metric, figure)
+    histogram = HistogramMetricFamily(metric.name, metric.help)
+    histogram.add_metric([], buckets=list(figure.buckets()), sum_value=figure.sum)
+    return histogram

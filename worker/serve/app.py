@@ -30,6 +30,7 @@ from worker.serve.batches import BatchRoutes
 from worker.serve.context import ServeContext, answered
 from worker.serve.errors import ApiError
 from worker.serve.files import FileRoutes
+from worker.serve.metrics import ServerMetrics
 
 MAX_HEADER_BYTES = 32 * 1024
 STOP_TIMEOUT_S = 30  # for answers that are on their way
@@ -95,6 +96,12 @@ def make_app(settings: Settings) -> Starlette:
             return JSONResponse({"status": "unavailable", "reasons": ["Redis does not answer"]}, 503)
         return JSONResponse({"status": "ok", "reasons": []})
 
+    metrics = ServerMetrics(context.redis, settings.redis, context.counts, settings.metrics.queue_interval_s)
+
+    async def figures(request: Request) -> Response:
+        await context.gate.check_may_read_metrics(request)
+        return await metrics.response(request)
+
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         async with context:
@@ -102,7 +109,7 @@ def make_app(settings: Settings) -> Starlette:
 
     routes = [route for kind in (FileRoutes, BatchRoutes, ModelRoutes) for route in kind(context).routes()]
     return Starlette(
-        routes=[*routes, Route("/healthz", answered(healthz))],
+        routes=[*routes, Route("/healthz", answered(healthz)), Route("/metrics", answered(figures))],
         middleware=[Middleware(HeaderGuard)],
         exception_handlers={HTTPException: on_http_error},
         lifespan=lifespan,

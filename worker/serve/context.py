@@ -22,10 +22,12 @@ from worker.schemas import JobStatus
 from worker.serve.access import Gate
 from worker.serve.answers import error_response, refusal_of
 from worker.serve.errors import ServerFault
+from worker.serve.metrics import RequestCounts
 from worker.serve.uploads import Uploads
 
 logger = logging.getLogger(__name__)
 
+Endpoint = Callable[[Request], Awaitable[Response]]
 Handler = Callable[[Request, str], Awaitable[Response]]  # takes the tenant too
 
 
@@ -39,7 +41,8 @@ class ServeContext:
         self.queries = JobQueries(self.keys)
         self.jobs = AsyncBatchClient(settings.redis, limits=settings.limits, tracing=settings.tracing)
         self.files = FileStore(self.keys, settings.redis, settings.limits, settings.serve)
-        self.uploads = Uploads(self.redis, self.keys, self.files, settings)
+        self.counts = RequestCounts()
+        self.uploads = Uploads(self.redis, self.keys, self.files, settings, self.counts)
         self.gate = Gate(self.redis, self.keys, settings.serve.host)
 
     async def job_of(self, tenant: str, job_id: str) -> JobStatus:
@@ -55,7 +58,15 @@ class ServeContext:
         async def for_tenant(request: Request) -> Response:
             return await handler(request, await self.gate.tenant_of(request))
 
-        return Route(path, answered(for_tenant), methods=list(methods))
+        return Route(path, self._counted(path, answered(for_tenant)), methods=list(methods))
+
+    def _counted(self, path: str, endpoint: Endpoint) -> Endpoint:
+        async def counting(request: Request) -> Response:
+            response = await endpoint(request)
+            self.counts.requests[request.method, path, str(response.status_code)] += 1
+            return response
+
+        return counting
 
     async def __aenter__(self) -> Self:
         return self
@@ -65,7 +76,7 @@ class ServeContext:
         await self.redis.aclose()
 
 
-def answered(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+def answered(handler: Endpoint) -> Endpoint:
     """The handler with its errors as answers."""
 
     async def endpoint(request: Request) -> Response:

@@ -23,6 +23,7 @@ from worker.registry.intake import LineDigest
 from worker.registry.keys import Keys
 from worker.serve.answers import whole_number
 from worker.serve.errors import ApiError, TooMuch
+from worker.serve.metrics import RequestCounts
 
 FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 FILE_FIELD = "file"
@@ -189,22 +190,26 @@ class _StagedLines:
 class Uploads:
     """Takes files in, a bounded number at once."""
 
-    def __init__(self, client: AsyncRedis, keys: Keys, store: FileStore, settings: Settings) -> None:
+    def __init__(
+        self, client: AsyncRedis, keys: Keys, store: FileStore, settings: Settings, counts: RequestCounts
+    ) -> None:
         self._client = client
         self._keys = keys
         self._store = store
         self._limits: LimitSettings = settings.limits
         self._serve: ServeSettings = settings.serve
-        self._num_open = 0
+        self._counts = counts
 
     async def take(self, request: Request, tenant: str) -> StoredFile:
         """The file that the request brings. Raises ApiError and what the registry refuses; then nothing is kept."""
         boundary = _boundary(request)
         key = idempotency_key(request)
-        if self._num_open >= self._serve.max_uploads:
-            raise TooMuch(f"{self._num_open} uploads are under way (serve.max_uploads)", "too_many_uploads", 1.0)
+        if self._counts.open_uploads >= self._serve.max_uploads:
+            raise TooMuch(
+                f"{self._counts.open_uploads} uploads are under way (serve.max_uploads)", "too_many_uploads", 1.0
+            )
         file = NewFile(self._keys.new_file_id(tenant, key), secrets.token_hex(8), tenant, key)
-        self._num_open += 1
+        self._counts.open_uploads += 1
         try:
             return await self._stage_and_keep(request, UploadForm(boundary, self._limits.max_prompt_bytes), file)
         except BaseException:
@@ -213,7 +218,7 @@ class Uploads:
                 await asyncio.shield(perform_async(self._client, self._store.discard(file)))
             raise
         finally:
-            self._num_open -= 1
+            self._counts.open_uploads -= 1
 
     async def _stage_and_keep(self, request: Request, form: UploadForm, file: NewFile) -> StoredFile:
         staged = _StagedLines(self._client, self._store, self._limits, file)
@@ -242,6 +247,7 @@ class Uploads:
             except ClientDisconnect:
                 raise ApiError("the body ends early") from None
             num_bytes += len(chunk)
+            self._counts.uploaded_bytes += len(chunk)
             if num_bytes > most:
                 raise JobTooLarge("job_bytes", num_bytes, self._limits.max_job_bytes, is_whole=False)
             yield chunk

@@ -22,7 +22,7 @@ from worker.client import BatchClient
 from worker.metrics.catalogue import METRICS, PARTS
 from worker.runtime.counts import EngineMeter, UnitCounts
 from worker.runtime.held_units import HeldUnits
-from worker.runtime.worker_metrics import Figure, WatchedWorker, WorkerHealth, worker_figures
+from worker.runtime.worker_metrics import WatchedWorker, WorkerFigure, WorkerHealth, worker_figures
 from worker.schemas import JobState, WorkerInfo
 
 WAIT_S = 20.0
@@ -196,7 +196,7 @@ def test_the_engines_own_figures_of_a_job_whose_prompts_share_a_prefix(
     assert 'device="cpu",dtype="float32",model="tiny"' in info
 
 
-def _figures(meter: EngineMeter) -> dict[str, Figure]:
+def _figures(meter: EngineMeter) -> dict[str, WorkerFigure]:
     worker: Any = SimpleNamespace(
         settings=SimpleNamespace(concurrency=16),
         describe=lambda: WorkerInfo(id="w", version="1", model="m", steps=0, open_requests=0, held=0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,14 +14,17 @@ import httpx2
 import pytest
 from click.testing import CliRunner
 
-from settings import LimitSettings
-from tests.support.http_servers import HttpServer, bearer, chat_lines, serving
+from settings import LimitSettings, MetricsSettings
+from tests.support.http_servers import HttpServer, bearer, chat_lines, ended_batch, new_key, serving
 from tests.support.processes import wait_until, warm_interpreter
 from tests.support.redis_servers import free_port
-from tests.support.registry import TestRegistry
-from tests.support.workers import CLI, millrace
+from tests.support.registry import TestRegistry, must_claim, ok
+from tests.support.tiny_tokenizer import CHAT_TEMPLATE
+from tests.support.workers import CLI, WorkerProcesses, millrace
 from worker.cli.main import cli
-from worker.registry.exchange import text
+from worker.metrics.catalogue import PROCESS_METRICS, QUEUE_METRICS, SERVER_METRICS
+from worker.registry.backlog import backlog
+from worker.registry.exchange import perform, text
 from worker.registry.keys import UnitRef
 
 GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
@@ -192,6 +196,64 @@ def test_connections_beyond_the_limit_are_turned_away(redis_url: str) -> None:
         wait_until(lambda: server.http.get("/healthz", headers={"Connection": "close"}).status_code == 503)
         stack.close()
         wait_until(lambda: server.http.get("/healthz", headers={"Connection": "close"}).status_code == 200)
+
+
+def _figure(server: HttpServer, name: str, labels: str = "") -> float:
+    text_of_all = server.http.get("/metrics").text
+    [line] = [line for line in text_of_all.splitlines() if line.startswith(f"{name}{labels} ")]
+    return float(line.rpartition(" ")[2])
+
+
+def test_the_gauge_to_start_workers_by_rises_without_any_and_falls_again(
+    redis_url: str, workers: WorkerProcesses
+) -> None:
+    with serving(redis_url, metrics=MetricsSettings(queue_interval_s=1)) as server, server.openai() as openai:
+        assert _figure(server, "millrace_queue_model_open_prompts", '{model=""}') == 0
+        batch_id = server.create_id(server.upload_id(chat_lines("a", "b")))
+        named = server.create(server.upload_id(chat_lines("c")), metadata={"millrace.model": "other"}).json()["id"]
+        open_prompts = "millrace_queue_model_open_prompts"
+        wait_until(lambda: f'{open_prompts}{{model=""}} 2.0' in server.http.get("/metrics").text)
+        wait_until(lambda: f'{open_prompts}{{model="other"}} 1.0' in server.http.get("/metrics").text)
+        assert _figure(server, "millrace_queue_model_waiting_prompts", '{model=""}') == 2
+        assert _figure(server, "millrace_queue_model_oldest_wait_seconds", '{model="other"}') > 0
+        assert _figure(server, "millrace_queue_open_jobs") == 2
+        found = json.loads(_run("queue", "--json", "--redis-url", redis_url)[1])
+        assert (found["open_jobs"], found["open_prompts"], found["unread_units"]) == (2, 3, 0)
+        models = {model["model"]: (model["open_prompts"], model["waiting_prompts"]) for model in found["models"]}
+        assert models == {"": (2, 2), "other": (1, 1)}
+        assert "(none named)" in _run("queue", "--redis-url", redis_url)[1]
+
+        server.http.post(f"/v1/batches/{named}/cancel")
+        workers.start(engine={"chat_template": CHAT_TEMPLATE}, model__name="fake")
+        ended_batch(openai, batch_id)
+        wait_until(lambda: f'{open_prompts}{{model="fake"}} 0.0' in server.http.get("/metrics").text)
+        assert 'model="other"' not in server.http.get("/metrics").text
+        assert _figure(server, "millrace_queue_records_total") == 3
+        route = '{method="POST",route="/v1/files",status="200"}'
+        assert _figure(server, "millrace_http_requests_total", route) == 2
+
+
+def test_prompts_of_a_shard_that_a_worker_has_do_not_wait(registry: TestRegistry) -> None:
+    job_id = registry.running_job([0, 1, 2], [3])
+    leases = registry.leases()
+    leases.put(must_claim(leases, UnitRef.shard(job_id, 0)), [ok(1)])
+    found = perform(registry.redis, backlog(registry.keys))
+    [_, model] = found.models
+    assert (model.model, model.open_prompts, model.waiting_prompts) == ("fake", 3, 1)
+    assert model.oldest_wait_s >= 0
+
+
+def test_metrics_tell_of_all_tenants_and_so_need_a_key_of_their_own(redis_url: str) -> None:
+    tenants, metrics = new_key(redis_url, "a"), new_key(redis_url, None)
+    with serving(redis_url) as server:
+        answers = [server.http.get("/metrics", headers=bearer(key)).status_code for key in ("", tenants, metrics)]
+        assert answers == [401, 403, 200]
+
+
+def test_every_metric_of_the_catalogue_is_served(server: HttpServer) -> None:
+    names = set(re.findall(r"^# TYPE (\w+)", server.http.get("/metrics").text, re.MULTILINE))
+    wanted = {metric.name for metric in (*QUEUE_METRICS, *SERVER_METRICS, *PROCESS_METRICS)}
+    assert names == wanted
 
 
 def _run(*arguments: str) -> tuple[int, str]:
