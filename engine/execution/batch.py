@@ -5,6 +5,7 @@ A token that only the device knows yet stands in the plan as a negative number a
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -128,7 +129,7 @@ class PlannedBatch:
 class _Part:
     """Items that share an attention call."""
 
-    item_ids: list[int]  # which items, in the order of the rows
+    item_ids: Int64  # which items, in the order of the rows
     token_ids: Int64  # [tokens]
     positions: Int64  # [tokens]
     slots: Int64  # [tokens]
@@ -150,23 +151,22 @@ def plan_batch(
     narrows: where there are chunks of which only the last logits are wanted, the last layer ends with `LastTokens`.
     """
     decode_gate, prefill_gate = gates or (None, None)
-    is_decode = [len(item.token_ids) == 1 for item in items]
-    decode_ids = [i for i, single in enumerate(is_decode) if single]
-    prefill_ids = [i for i, single in enumerate(is_decode) if not single]
-    decode = _part(items, decode_ids, block_size, decode_gate)
-    prefill = _part(items, prefill_ids, block_size, prefill_gate)
-    item_ids = [*decode.item_ids, *prefill.item_ids]
-    last_indices = np.cumsum([len(items[i].token_ids) for i in item_ids]) - 1
+    lens = np.fromiter((len(item.token_ids) for item in items), np.int64, len(items))
+    decode = _part(items, np.flatnonzero(lens == 1), block_size, decode_gate)
+    prefill = _part(items, np.flatnonzero(lens != 1), block_size, prefill_gate)
+    item_ids = np.concatenate((decode.item_ids, prefill.item_ids))
+    last_indices = np.cumsum(lens[item_ids]) - 1
     last_token, row = np.empty(len(items), dtype=np.int64), np.empty(len(items), dtype=np.int64)
     last_token[item_ids], row[item_ids] = last_indices, np.arange(len(items))
-    drafted = {i: len(item.token_ids) for i, item in enumerate(items) if item.wants_all_logits}
-    wanted = [i for i, item in enumerate(items) if item.wants_logits]
-    hidden = {i: len(item.token_ids) for i, item in enumerate(items) if item.wants_hidden}
+    _, _, _, wants_logits, wants_hidden, _, wants_all = zip(*items, strict=True)
+    drafted = {i: int(lens[i]) for i in np.flatnonzero(wants_all).tolist()}
+    wanted = np.flatnonzero(wants_logits)  # columns: no item is looked at by itself
+    hidden = {i: int(lens[i]) for i in np.flatnonzero(wants_hidden).tolist()}
     narrows = narrows and prefill.rows is not None and not hidden and not drafted
     last = _last_rows(decode.rows, prefill.rows) if narrows and prefill.rows is not None else None
     logits_indices = (last_token if last is None else row)[wanted]
     if drafted:
-        ends = [(last_token[i] + 1, drafted.get(i, 1)) for i in wanted]
+        ends = [(last_token[i] + 1, drafted.get(i, 1)) for i in wanted.tolist()]
         logits_indices = np.concatenate([np.arange(end - count, end) for end, count in ends])
     hidden_tokens = [np.arange(last_token[i] + 1 - count, last_token[i] + 1) for i, count in hidden.items()]
     return PlannedBatch(
@@ -198,33 +198,35 @@ def _last_rows(decode: PlannedRows | None, prefill: PlannedRows) -> PlannedRows:
     return PlannedRows(tables, np.arange(first + 1, dtype=np.int32), seq_lens, tuple(groups))
 
 
-def _part(all_items: Sequence[ForwardItem], item_ids: list[int], block_size: int, gate: Gate | None) -> _Part:
-    if not item_ids:
-        return _Part([], _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, None)
-    items = [all_items[i] for i in item_ids]
-    starts = np.array([item.start for item in items], dtype=np.int64)
-    query_lens = np.array([len(item.token_ids) for item in items], dtype=np.int64)
-    tables = _block_tables(items, -(-(starts + query_lens) // block_size))
+def _part(all_items: Sequence[ForwardItem], item_ids: Int64, block_size: int, gate: Gate | None) -> _Part:
+    if not item_ids.size:
+        return _Part(_NO_TOKENS, _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, None)
+    items = all_items if len(item_ids) == len(all_items) else [all_items[i] for i in item_ids.tolist()]
+    token_ids, first_positions, block_tables, *_ = zip(*items, strict=True)
+    starts = np.array(first_positions, dtype=np.int64)
+    query_lens = np.fromiter(map(len, token_ids), np.int64, len(items))
+    tables = _block_tables(block_tables, -(-(starts + query_lens) // block_size))
     groups: tuple[PrefixGroup, ...] = ()
     if gate is not None:
         order, groups = find_prefix_groups(tables, starts // block_size, block_size, gate)
         if groups:
-            items, item_ids = [items[i] for i in order], [item_ids[i] for i in order]
+            token_ids, item_ids = tuple(token_ids[i] for i in order), item_ids[order]
             starts, query_lens, tables = starts[order], query_lens[order], tables[order]
     cu_seqlens = np.concatenate(([0], np.cumsum(query_lens)))
     token_rows = np.repeat(np.arange(len(items)), query_lens)
     positions = np.arange(cu_seqlens[-1]) + (starts - cu_seqlens[:-1])[token_rows]
     blocks = tables[token_rows, positions // block_size].astype(np.int64)
     rows = PlannedRows(tables, cu_seqlens.astype(np.int32), (starts + query_lens).astype(np.int32), groups)
-    token_ids = np.fromiter(chain.from_iterable(item.token_ids for item in items), np.int64, int(cu_seqlens[-1]))
-    return _Part(item_ids, token_ids, positions, blocks * block_size + positions % block_size, rows)
+    tokens = np.fromiter(chain.from_iterable(token_ids), np.int64, int(cu_seqlens[-1]))
+    return _Part(item_ids, tokens, positions, blocks * block_size + positions % block_size, rows)
 
 
-def _block_tables(items: Sequence[ForwardItem], num_blocks: Int64) -> npt.NDArray[np.int32]:
-    """[num_items, most blocks], 0, the null block, past the blocks of an item."""
-    tables = np.zeros((len(items), int(num_blocks.max())), dtype=np.int32)
-    for row, item, count in zip(tables, items, num_blocks.tolist(), strict=True):
-        row[:count] = item.block_table[:count]
+def _block_tables(block_tables: Sequence[Sequence[int]], num_blocks: Int64) -> Int32:
+    """[num_items, most blocks], 0, the null block, past the blocks of an item. Most are arrays: all are joined."""
+    cut = [table[:count] for table, count in zip(block_tables, num_blocks.tolist(), strict=True)]
+    joined = b"".join(table if isinstance(table, array) else array("i", table) for table in cut)
+    tables = np.zeros((len(cut), int(num_blocks.max())), dtype=np.int32)
+    tables[np.arange(tables.shape[1]) < num_blocks[:, None]] = np.frombuffer(joined, dtype=np.int32)
     return tables
 
 

@@ -36,10 +36,8 @@ def find_prefix_groups(
     row is in the group that saves most reading over all rows.
     """
     num_rows, width = block_tables.shape
-    columns = np.arange(width)
-    tables = np.where(columns < num_shareable[:, None], block_tables, 0)
-    keys = [row.tobytes() for row in tables.astype(">i4")]
-    by_table = sorted(range(num_rows), key=keys.__getitem__)
+    tables = np.where(np.arange(width) < num_shareable[:, None], block_tables, 0)
+    by_table: list[int] = np.argsort(tables.astype(">i4").view(f"S{4 * width}").ravel(), kind="stable").tolist()
     shared = _shared_with_next(tables[by_table])
     groups = _split(by_table, shared, lambda rows, blocks: gate(rows, blocks * block_size))
     if not groups:
