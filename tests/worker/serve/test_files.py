@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 from collections.abc import Iterator
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
@@ -19,7 +21,7 @@ from tests.support.http_servers import HttpServer, chat_lines, serving
 from tests.support.processes import wait_until, warm_interpreter
 from tests.support.redis_servers import free_port, redis_settings
 from tests.support.registry import TestRegistry, ended_job, failure, must_claim, ok
-from tests.support.workers import CLI
+from tests.support.workers import CLI, COMMAND
 from worker.lines.files import BOM, LineSplitter, read_raw_lines
 from worker.records.record import BatchFile
 from worker.registry.exchange import text
@@ -266,6 +268,34 @@ def test_a_server_killed_in_mid_upload_leaves_only_what_ends_by_itself(
 def _is_open(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _most_memory_mib(pid: int) -> int:
+    """The most that the process has had resident since it started."""
+    text_of_all = Path(f"/proc/{pid}/status").read_text()
+    return int(text_of_all.partition("VmHWM:")[2].split()[0]) // 1024
+
+
+@pytest.mark.slow
+def test_a_file_of_200_mb_goes_in_and_out_in_the_memory_of_a_small_one(redis_url: str, tmp_path: Path) -> None:
+    port, path = free_port(), tmp_path / "lines.jsonl"
+    path.write_bytes(chat_lines("a" * 3_850) * 50_000)
+    with subprocess.Popen([*COMMAND, "serve", "--port", str(port), "--redis-url", redis_url]) as process:
+        try:
+            wait_until(lambda: _is_open(port))
+            with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=600, trust_env=False) as http:
+                server = HttpServer(f"http://127.0.0.1:{port}", http)
+                server.create_id(server.upload_id(chat_lines("a")))
+                before_mib = _most_memory_mib(process.pid)
+                with path.open("rb") as stream:
+                    files = {"file": ("lines.jsonl", stream)}
+                    file_id = http.post("/v1/files", files=files, data={"purpose": "batch"}).json()["id"]
+                server.create_id(file_id)
+                with http.stream("GET", f"/v1/files/{file_id}/content") as content:
+                    assert sum(map(len, content.iter_raw())) == path.stat().st_size
+            assert _most_memory_mib(process.pid) - before_mib <= 32
+        finally:
+            process.terminate()
 
 
 def test_a_client_that_goes_away_or_stops_leaves_nothing(redis_url: str, registry: TestRegistry) -> None:
