@@ -125,7 +125,8 @@ class Engine(StepLoop):
         self._scheduler = Scheduler(limits, parts.block_manager, settings.speculation)
         device = parts.executor.model.device
         self._is_on_host = device.type == "cpu"
-        unknown_ids = torch.tensor(parts.tokenizer.unknown_ids(self.vocab_size), dtype=torch.int64).to(device)
+        self._unknown_ids = frozenset(parts.tokenizer.unknown_ids(self.vocab_size))
+        unknown_ids = torch.tensor(sorted(self._unknown_ids), dtype=torch.int64).to(device)
         self._sampler = Sampler(parts.executor.model.ops, device, unknown_ids)
         parts.executor.never_choose(unknown_ids)
         outputs = OutputProcessor(parts.tokenizer, parts.eos_token_ids)
@@ -175,7 +176,13 @@ class Engine(StepLoop):
             )
             self._embeddings.add(request)
         elif self.generates:
-            check_request(request, vocab_size=vocab_size, capacity=capacity, is_taken=is_taken)
+            check_request(
+                request,
+                vocab_size=vocab_size,
+                capacity=capacity,
+                is_taken=is_taken,
+                unknown_ids=self._unknown_ids,
+            )
             self._generation.add(request)
         else:
             raise InvalidRequest("this model has no lm_head: it generates nothing", code=UNSUPPORTED)

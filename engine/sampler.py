@@ -25,7 +25,7 @@ from kernels.interface import Operations
 
 NOT_FINITE = -1  # stands for the token of a row whose logits are not finite
 
-Part = Literal["logprobs", "bias", "penalties", "banned", "forbidden", "places", "draws", "truncation"]
+Part = Literal["logprobs", "bias", "penalties", "banned", "allowed", "forbidden", "places", "draws", "truncation"]
 
 Tensors = Mapping[Part, tuple[torch.Tensor, ...]]  # see `row_arrays`
 
@@ -101,7 +101,7 @@ class Sampler:
         return (np.array(list(matchers), dtype=np.int64), masks), failures
 
     def _edit(self, logits: torch.Tensor, given: Tensors) -> None:
-        """Bias, penalties, bans and grammars, in place."""
+        """Bias, penalties, bans, what alone is allowed, and grammars, in place."""
         if "bias" in given:
             row_ids, token_ids, bias = given["bias"]
             logits.index_put_((row_ids, token_ids), logits[row_ids, token_ids] + bias)  # each pair is there once
@@ -112,6 +112,11 @@ class Sampler:
             logits.index_put_(given["banned"], self._minus_infinity)
         if self._unknown_ids is not None:
             logits.index_fill_(1, self._unknown_ids, -torch.inf)
+        if "allowed" in given:
+            rows, row_ids, token_ids = given["allowed"]
+            kept = logits[row_ids, token_ids]
+            logits.index_fill_(0, rows, -torch.inf)
+            logits.index_put_((row_ids, token_ids), kept)
         if "forbidden" in given:
             rows, masks = given["forbidden"]
             if rows.shape[0] == logits.shape[0]:
@@ -235,7 +240,7 @@ def plain_draws(rows: Rows) -> Arrays | None:
             continue
         params = row.params
         if (
-            params.logprobs is not None or params.logit_bias or row.banned_token_ids
+            params.logprobs is not None or params.logit_bias or row.banned_token_ids or params.allowed_token_ids
             or row.matcher is not None or (params.temperature and params.truncates)
             or (row.counts is not None and params.has_penalties)
         ):  # fmt: skip
@@ -260,9 +265,9 @@ def row_arrays(rows: Rows, vocab_size: int) -> dict[Part, Arrays]:
     """The parameters of these rows, part by part; parts that no row needs are left out. None: a row that is not drawn.
 
     logprobs: rows, in the order of `scored_rows`. bias: rows, token ids, what to add. penalties: as
-    `Operations.apply_penalties` takes them. banned: rows, token ids. For rows that are not greedy, draws: temperatures,
-    seeds, positions; truncation: top_k, top_p, min_p, off where a row has none; places: their indices and those of the
-    greedy rows, unless all rows have a draw.
+    `Operations.apply_penalties` takes them. banned: rows, token ids. allowed: rows, and their token ids as rows and
+    ids. For rows that are not greedy, draws: temperatures, seeds, positions; truncation: top_k, top_p, min_p, off where
+    a row has none; places: their indices and those of the greedy rows, unless all rows have a draw.
     """
     parts: dict[Part, Arrays] = {}
     asking = [  # most steps have only greedy rows: one look at each
@@ -270,7 +275,7 @@ def row_arrays(rows: Rows, vocab_size: int) -> dict[Part, Arrays]:
         for index, row in enumerate(rows)
         if row is not None and row is not GREEDY_ROW
         and (row.params.temperature or row.params.logprobs is not None or row.params.logit_bias
-             or row.counts is not None or row.banned_token_ids)
+             or row.counts is not None or row.banned_token_ids or row.params.allowed_token_ids)
     ]  # fmt: skip
     if asking:
         scored = scored_rows(rows)
@@ -314,6 +319,9 @@ def _add_edits(parts: dict[Part, Arrays], asking: _Owned, num_rows: int) -> None
     banned = [(index, row.banned_token_ids) for index, row in asking if row.banned_token_ids]
     if banned:
         parts["banned"] = _pairs(banned)
+    allowed = [(index, row.params.allowed_token_ids) for index, row in asking if row.params.allowed_token_ids]
+    if allowed:
+        parts["allowed"] = (_int64([index for index, _ in allowed]), *_pairs(allowed))
 
 
 def _add_draws(parts: dict[Part, Arrays], asking: _Owned, rows: Rows, vocab_size: int) -> None:

@@ -25,8 +25,9 @@ _REPETITION_PENALTY_ACCEPTED = f"{MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_P
 class SamplingParams:
     """How a request's tokens are chosen; the order of operations is transformers'.
 
-    logit_bias, then the repetition, frequency and presence penalties, then the ban of ends by min_tokens and the
-    grammar, then temperature, top_k, top_p, min_p, then one draw. Raises InvalidRequest naming the parameter.
+    logit_bias, then the repetition, frequency and presence penalties, then the ban of ends by min_tokens, of all but
+    allowed_token_ids, and the grammar, then temperature, top_k, top_p, min_p, then one draw. Raises InvalidRequest
+    naming the parameter.
     """
 
     max_tokens: int | None = None  # None: what the context leaves; 0: nothing is generated
@@ -44,6 +45,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for the prompt, all of which is computed then
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # nothing else is generated, no end either unless it is among them; (): all
     ignore_eos: bool = False
     n: int = 1
     # What the output must follow: a token that does not fit gets no probability. The sequence may end only where the
@@ -86,6 +88,13 @@ class SamplingParams:
         if self.grammar is not None:  # only the grammar decides where the output may end
             yield "min_tokens", self.min_tokens == 0, "0 beside a grammar"
             yield "ignore_eos", not self.ignore_eos, "false beside a grammar"
+            yield (
+                "allowed_token_ids",
+                not self.allowed_token_ids,
+                "none beside a grammar",
+            )  # they may have no token in common
+        elif self.allowed_token_ids:  # which may all be ends
+            yield "min_tokens", self.min_tokens == 0, "0 beside allowed_token_ids"
 
     @property
     def is_greedy(self) -> bool:
@@ -95,7 +104,8 @@ class SamplingParams:
     @property
     def takes_best(self) -> bool:
         """Whether the best of the raw logits is taken at each position, and nothing else is asked for of them."""
-        is_raw = not (self.logit_bias or self.has_penalties or self.min_tokens or self.grammar is not None)
+        is_edited = self.logit_bias or self.has_penalties or self.min_tokens or self.allowed_token_ids
+        is_raw = not is_edited and self.grammar is None
         return self.is_greedy and is_raw and self.logprobs is None
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from engine.checkpoint.embedding_config import EmbeddingConfig
 from engine.errors import InvalidRequest, PromptTooLong
@@ -11,10 +11,12 @@ from engine.request import RESERVED_PREFIX, ClassificationRequest, EmbeddingRequ
 UNSUPPORTED = "unsupported_endpoint"  # the code of what the model is not made for
 
 
-def check_request(request: Request, *, vocab_size: int, capacity: int, is_taken: bool) -> None:
+def check_request(
+    request: Request, *, vocab_size: int, capacity: int, is_taken: bool, unknown_ids: Container[int] = ()
+) -> None:
     """Raise InvalidRequest for a request that can never be served, with need and capacity if it is too long.
 
-    is_taken: an unfinished request has its id.
+    is_taken: an unfinished request has its id. unknown_ids: those without a token, which are never generated.
     """
     _check_id(request.request_id, is_taken=is_taken)
     if not request.prompt_token_ids:
@@ -24,6 +26,13 @@ def check_request(request: Request, *, vocab_size: int, capacity: int, is_taken:
     _check_ids("prompt", request.prompt_token_ids, vocab_size)
     _check_ids("logit_bias", request.params.logit_bias, vocab_size)
     _check_ids("stop_token_ids", request.params.stop_token_ids, vocab_size)
+    allowed = request.params.allowed_token_ids
+    _check_ids("allowed_token_ids", allowed, vocab_size)
+    if allowed and all(token_id in unknown_ids for token_id in allowed):
+        raise InvalidRequest(
+            "allowed_token_ids holds no token of the tokenizer; accepted: at least one",
+            param="allowed_token_ids", value=allowed, accepted="at least one token of the tokenizer",
+        )  # fmt: skip
     length = len(request.prompt_token_ids)
     least = length + (request.params.max_tokens != 0)  # a prompt that is only scored may fill all of it
     if least > capacity:

@@ -13,7 +13,14 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from engine.engine import Engine
-from engine.errors import CapabilityError, CheckpointError, EngineFatal, NonFiniteLogits, PromptTooLong
+from engine.errors import (
+    CapabilityError,
+    CheckpointError,
+    EngineFatal,
+    InvalidRequest,
+    NonFiniteLogits,
+    PromptTooLong,
+)
 from engine.execution.forward import StepExecutor
 from engine.loading.derived_settings import derive_settings
 from engine.request import Request
@@ -47,6 +54,25 @@ SAMPLING = st.builds(
 @pytest.fixture(scope="module")
 def engine(moe_checkpoint: Path) -> Engine:
     return load_engine(moe_checkpoint)
+
+
+def test_nothing_but_allowed_tokens_is_generated_whatever_runs_beside_it(engine: Engine) -> None:
+    allowed = (7, 50, 51)
+    for temperature in (0.0, 1.0):
+        params = [SamplingParams(max_tokens=6, temperature=temperature, allowed_token_ids=ids) for ids in (allowed, ())]
+        outputs = run_all(engine, [Request(f"{i}", (i, *PROMPT), params[i % 2]) for i in range(6)])
+        for index in range(6):
+            assert (set(tokens_of(outputs[str(index)])) <= set(allowed)) == (index % 2 == 0)
+    end = min(engine.eos_token_ids)
+    ended = run_all(engine, [Request("e", PROMPT, SamplingParams(max_tokens=6, allowed_token_ids=(end,)))])["e"]
+    assert [completion.token_ids for completion in ended.completions] == [(end,)]
+
+
+@pytest.mark.parametrize(("ids", "said"), [((10**6,), "token id 1000000"), ((310, 311), "no token of the tokenizer")])
+def test_allowed_tokens_that_are_none_are_refused(engine: Engine, ids: tuple[int, ...], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        engine.add_request(Request("a", PROMPT, SamplingParams(allowed_token_ids=ids)))
+    assert caught.value.param == "allowed_token_ids"
 
 
 @hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

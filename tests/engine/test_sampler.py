@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from engine.errors import GrammarFailed, NonFiniteLogits
+from engine.errors import GrammarFailed, InvalidRequest, NonFiniteLogits
 from engine.sampler import SampledToken, Sampler, SamplingRow, plain_draws, row_arrays
 from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import TokenCounts
@@ -53,6 +53,7 @@ CHAINS: list[tuple[dict[str, Any], list[Any]]] = [
 # Parameter -> a value that changes what a greedy row gets; the others leave that as it is, or come as another argument.
 ASKED_OF_GREEDY_ROWS: dict[str, Any] = {
     "repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 1.0, "logit_bias": {3: 1.0}, "logprobs": 0,
+    "allowed_token_ids": (3,),
 }  # fmt: skip
 OF_DRAWS = {"temperature", "top_k", "top_p", "min_p", "seed"}
 OF_TEXTS = {"max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "n", "grammar", "prompt_logprobs"}
@@ -107,6 +108,32 @@ def test_greedy_takes_the_best_after_bias_and_penalties() -> None:
     assert _sample(logits, [_row(temperature=0.0, frequency_penalty=0.3)]) == [20]
     assert _sample(logits, [_row(temperature=0.0, presence_penalty=0.6)]) == [20]
     assert _sample(logits, [_row(temperature=0.0, presence_penalty=0.6, logit_bias={30: 0.2})]) == [30]
+
+
+def test_nothing_but_allowed_tokens_is_chosen_row_by_row() -> None:
+    logits = _logits(4, seed=5)
+    best = logits.argmax(dim=-1).tolist()
+    allowed = tuple(token_id for token_id in (8, 40, 41) if token_id not in best)
+    wanted = [allowed[int(row[list(allowed)].argmax())] for row in logits]
+    rows = [_row(temperature=0.0, allowed_token_ids=allowed), _row(temperature=0.0)] * 2
+    assert _sample(logits, rows) == [wanted[0], best[1], wanted[2], best[3]]
+    biased = _row(temperature=0.0, allowed_token_ids=allowed, logit_bias={allowed[0]: 100.0, best[0]: 100.0})
+    assert _sample(logits[:1], [biased]) == [allowed[0]]
+    drawn = _frequencies({"allowed_token_ids": allowed, "temperature": 1.5})
+    expected = torch.softmax(_logits()[0][list(allowed)] / 1.5, dim=-1)
+    assert float(drawn.sum()) == pytest.approx(float(drawn[list(allowed)].sum()))
+    torch.testing.assert_close(drawn[list(allowed)], expected.to(drawn.dtype), atol=0.05, rtol=0)
+
+
+def test_allowed_tokens_that_something_else_may_ban_are_refused_beside_it() -> None:
+    beside: list[tuple[dict[str, Any], str]] = [
+        ({"min_tokens": 1}, "min_tokens"),
+        ({"grammar": Grammar("regex", "a")}, "allowed_token_ids"),
+    ]
+    for others, param in beside:
+        with pytest.raises(InvalidRequest) as caught:
+            SamplingParams(allowed_token_ids=(3,), **others)
+        assert caught.value.param == param
 
 
 @pytest.mark.parametrize(("name", "value"), ASKED_OF_GREEDY_ROWS.items())

@@ -67,6 +67,14 @@ def _bias_by_token(value: object) -> dict[int, float]:
     return biases
 
 
+def _allowed_ids(value: object) -> tuple[int, ...]:
+    """`allowed_token_ids` is a list; an empty one would leave nothing to generate."""
+    if not isinstance(value, list) or not value:
+        kind = "invalid_value" if isinstance(value, list) else "invalid_type"
+        raise PydanticCustomError(kind, "a list of at least one token id")
+    return token_ids(value)
+
+
 class SamplingBody(GrammarFields):
     """How tokens are chosen and what comes back, plus the service fields that change neither."""
 
@@ -81,6 +89,7 @@ class SamplingBody(GrammarFields):
     n: Annotated[int, AT_LEAST_ONE] = 1
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_stop_tuple)] = ()
     stop_token_ids: Annotated[tuple[Annotated[int, TOKEN_ID], ...], Strict(False)] = ()
+    allowed_token_ids: Annotated[tuple[int, ...], BeforeValidator(_allowed_ids)] = ()
     ignore_eos: bool = False
     repetition_penalty: Annotated[float, REPETITION_PENALTY] = 1.0
     presence_penalty: Annotated[float, COUNT_PENALTY] = 0.0

@@ -45,7 +45,7 @@ _REFUSED = frozenset(
     {
         "stream_options", "reasoning_effort",
         "audio", "web_search_options", "guided_decoding_backend", "guided_whitespace_pattern",
-        "prompt_logprobs", "truncate_prompt_tokens", "chat_template", "add_special_tokens", "allowed_token_ids",
+        "prompt_logprobs", "truncate_prompt_tokens", "chat_template", "add_special_tokens",
         "prompt_embeds", "documents",
     }
 )  # fmt: skip

@@ -49,7 +49,9 @@ _BODIES: dict[Endpoint, type[RequestBody]] = {
 }
 
 # What a line may have too many of, but for inputs. Without these it has none of them, and one answer.
-_COUNTED = frozenset({"tools", "n", "stop", "stop_token_ids", "logit_bias", "logprobs", "top_logprobs"})
+_COUNTED = frozenset(
+    {"tools", "n", "stop", "stop_token_ids", "allowed_token_ids", "logit_bias", "logprobs", "top_logprobs"}
+)
 
 _PREFIX = "Input should be "
 _ACCEPTED = {
@@ -252,6 +254,7 @@ def _beyond_limits(body: RequestBody, limits: LimitSettings) -> Iterator[Refusal
             ("n", body.n, limits.max_n, "max_n"),
             ("stop", len(body.stop), limits.max_stop, "max_stop"),
             ("stop_token_ids", len(body.stop_token_ids), limits.max_logit_bias, "max_logit_bias"),
+            ("allowed_token_ids", len(body.allowed_token_ids), limits.max_logit_bias, "max_logit_bias"),
             ("logit_bias", len(body.logit_bias), limits.max_logit_bias, "max_logit_bias"),
             (logprobs, body.num_logprobs or 0, limits.max_top_logprobs, "max_top_logprobs"),
         ]

@@ -174,6 +174,7 @@ def _sampling_params(body: GeneratingBody, max_tokens: int | None, grammar: Gram
         prompt_logprobs=body.num_prompt_logprobs if isinstance(body, CompletionBody) else None,
         stop=body.stop,
         stop_token_ids=body.stop_token_ids,
+        allowed_token_ids=body.allowed_token_ids,
         ignore_eos=body.ignore_eos,
         n=body.n,
         grammar=grammar,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,12 @@ def test_where_an_answer_ends_and_what_comes_back_reaches_the_engine(builder: Re
 
     assert (params.min_tokens, params.n, params.stop, params.stop_token_ids) == (2, 2, ("x",), (9,))
     assert (params.ignore_eos, params.logprobs, params.logit_bias) == (True, 2, {5: -1.0})
+
+
+@pytest.mark.parametrize("line", [completion_line, chat_line])
+def test_tokens_that_alone_are_allowed_reach_the_engine(builder: RequestBuilder, line: Callable[..., bytes]) -> None:
+    assert build(builder, parse(line(allowed_token_ids=[5, 3])), "r").params.allowed_token_ids == (5, 3)
+    assert build(builder, parse(line()), "r").params.allowed_token_ids == ()
 
 
 def test_a_grammar_reaches_the_engine_with_the_name_of_its_parameter(builder: RequestBuilder) -> None:
