@@ -23,15 +23,30 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, slots=True)
+class NormNames:
+    """What a family calls the norms of a layer, by where they stand; None: there is none."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None  # of what attention adds
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None  # of what the MLP adds
+
+
+PRE_NORM = NormNames()
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderFamily:
-    """A family of decoders: pre-norm layers of grouped-query attention with rotary positions, and SwiGLU MLPs.
+    """A family of decoders: layers of grouped-query attention with rotary positions, and SwiGLU MLPs.
 
     Defaults are transformers' for that family: what a config.json that leaves the key out means.
     """
 
     model_type: str  # in config.json
     generating_class: str  # in config.json's `architectures`
+    norms: NormNames = PRE_NORM
     qk_norm: bool = False  # RMSNorm over each query and key head
+    wide_qk_norm: bool = False  # RMSNorm over all query heads together, and over all key heads
     qkv_bias: bool = False  # of the projections of queries, keys and values
     fuses_projections: bool = False  # the file has qkv_proj and gate_up_proj
     experts: ExpertNames | None = None  # None: every MLP is dense

@@ -16,9 +16,17 @@ from engine.checkpoint.config_reader import (
     refuse_unsupported,
     weights_dtype,
 )
-from engine.checkpoint.families import DECODERS, ENCODERS, DecoderFamily, EncoderFamily, ExpertNames
+from engine.checkpoint.families import (
+    DECODERS,
+    ENCODERS,
+    PRE_NORM,
+    DecoderFamily,
+    EncoderFamily,
+    ExpertNames,
+    NormNames,
+)
 from engine.checkpoint.quantization_config import QuantizationConfig
-from engine.checkpoint.rope import RopeConfig, YarnScaling
+from engine.checkpoint.rope import RopeConfig
 from engine.errors import CheckpointError
 
 _UNQUANTISED = "weights not quantised beforehand: take the model in float32, bfloat16 or float16"
@@ -141,6 +149,8 @@ class ModelConfig:
     moe: MoeConfig | None
     dtype: DtypeName  # of the weights on disk that are not quantised
     attention_scale: float  # of the products of queries and keys
+    norms: NormNames = PRE_NORM
+    wide_qk_norm: bool = False  # RMSNorm over all query heads together, and over all key heads
     window: int | None = None  # tokens that a query of some layers sees at most, its own included
     windowed_layers: frozenset[int] = frozenset()  # of these
     unrotated_layers: frozenset[int] = frozenset()  # whose queries and keys are not rotated by their position
@@ -162,9 +172,7 @@ class ModelConfig:
         max_position_embeddings = config.integer("max_position_embeddings")
         head_dim = _head_dim(config, family, num_heads)
         rope = RopeConfig.from_reader(config, max_position_embeddings, family.rope, head_dim)
-        # As Qwen's cards say it, yarn is added to a file and its context left as it was.
-        if isinstance(rope.scaling, YarnScaling):
-            max_position_embeddings = max(max_position_embeddings, rope.scaling.context_tokens)
+        max_position_embeddings = rope.stretched(max_position_embeddings)
         window = _window(config, family, max_position_embeddings)
         return cls(
             architecture=family.model_type,
@@ -183,6 +191,8 @@ class ModelConfig:
             moe=MoeConfig.from_reader(config, family.experts, num_layers) if family.experts else None,
             dtype=weights_dtype(config),
             attention_scale=_attention_scale(config, family, head_dim),
+            norms=family.norms,
+            wide_qk_norm=family.wide_qk_norm,
             window=window,
             windowed_layers=_windowed_layers(config, family, num_layers, window),
             unrotated_layers=_unrotated_layers(config, num_layers) if family.skips_rope else frozenset(),

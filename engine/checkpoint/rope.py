@@ -193,6 +193,11 @@ class RopeConfig:
             scaling = LongRopeScaling.from_reader(config, table, max_position_embeddings, num_rotated // 2)
         return cls(theta=theta, scaling=scaling, num_rotated=num_rotated)
 
+    def stretched(self, max_position_embeddings: int) -> int:
+        """The longest sequence: as Qwen's cards say it, yarn is added to a file and its context left as it was."""
+        stretched = self.scaling.context_tokens if isinstance(self.scaling, YarnScaling) else 0
+        return max(max_position_embeddings, stretched)
+
 
 def _num_rotated(config: ConfigReader, table: ConfigReader, rules: RopeRules, head_dim: int) -> int:
     readers = [reader for reader in (table, config) if reader.has("partial_rotary_factor")]

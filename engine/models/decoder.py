@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -75,6 +75,7 @@ class AttentionLayer:
     scale: float  # of the products of queries and keys
     qkv_bias: torch.Tensor | None = None  # [(Hq + 2 Hkv) * D]
     window: int | None = None  # keys that a query sees at most, its own included; None: all up to its own
+    wide_qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None = None  # over all heads: [Hq * D], [Hkv * D], eps
 
     def forward(
         self,
@@ -89,6 +90,8 @@ class AttentionLayer:
         qkv = ops.linear(x, self.qkv_proj)
         if self.qkv_bias is not None:
             qkv += self.qkv_bias
+        if self.wide_qk_norm is not None:
+            self._norm_queries_and_keys(qkv, *self.wide_qk_norm)
         heads = ProjectedHeads(qkv, self.qk_norm, self.cos_sin, batch.positions, k_cache, v_cache, batch.slot_mapping)
         scale = self.scale
         if batch.decode is not None and batch.prefill is None and last is None:
@@ -107,6 +110,12 @@ class AttentionLayer:
                 parts.append(ops.paged_prefill_attention(q[split:], k_cache, v_cache, self._seen(batch.prefill), scale))
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         return ops.linear(attended.reshape(attended.shape[0], -1), self.o_proj)
+
+    def _norm_queries_and_keys(self, qkv: torch.Tensor, q: torch.Tensor, k: torch.Tensor, eps: float) -> None:
+        """In place."""
+        queries, keys = qkv[:, : q.shape[0]], qkv[:, q.shape[0] : q.shape[0] + k.shape[0]]
+        for heads, weight in ((queries, q), (keys, k)):
+            heads.copy_(self.ops.rms_norm(heads, weight, eps))
 
     def _seen(self, rows: AttentionRows) -> AttentionRows:
         return rows if self.window is None else rows.windowed(self.window)
@@ -150,14 +159,22 @@ class MoeMLP:
         return ExpertOutputs(rows, layout, weights)
 
 
+class LayerNorms(NamedTuple):
+    """Weights of a layer's norms, each [H]; None: there is none."""
+
+    before_attention: torch.Tensor | None
+    after_attention: torch.Tensor | None  # of what attention adds
+    before_mlp: torch.Tensor | None
+    after_mlp: torch.Tensor | None
+
+
 @dataclass(frozen=True, eq=False)
 class DecoderLayer:
-    """Pre-norm attention and feed-forward, the residual stream kept in place."""
+    """Attention and feed-forward with norms before them, behind or both; the residual stream is kept in place."""
 
     ops: Operations
-    input_norm: torch.Tensor  # [H]
+    norms: LayerNorms
     attention: AttentionLayer
-    post_attention_norm: torch.Tensor  # [H]
     mlp: DenseMLP | MoeMLP
     eps: float
     residual_multiplier: float = 1.0  # of what attention and MLP add
@@ -175,21 +192,34 @@ class DecoderLayer:
         the residual, both [R, H] where the last tokens alone are wanted. What experts answered is left to the next
         layer's norm to add up, unless it is scaled.
         """
-        if isinstance(x, ExpertOutputs):
-            normed = self.ops.add_experts_rms_norm(x, residual, self.input_norm, self.eps)
-        else:
-            normed = self.ops.fused_add_rms_norm(x, residual, self.input_norm, self.eps)
-        attended = self.attention.forward(normed, batch, k_cache, v_cache, last)
+        norms = self.norms
+        attended = self.attention.forward(
+            self._added(x, residual, norms.before_attention), batch, k_cache, v_cache, last
+        )
         if last is not None:
             residual = residual.index_select(0, last.indices)
-        normed = self.ops.fused_add_rms_norm(self._scaled(attended), residual, self.post_attention_norm, self.eps)
+        normed = self._added(self._to_add(attended, norms.after_attention), residual, norms.before_mlp)
         added = self.mlp.forward(normed)
-        if self.residual_multiplier == 1:
+        if self.residual_multiplier == 1 and norms.after_mlp is None:
             return added, residual
-        # The next layer's norm adds experts up as they are, so they are added up here to be scaled.
-        return self._scaled(self.ops.combine_experts(*added) if isinstance(added, ExpertOutputs) else added), residual
+        # The next layer's norm adds experts up as they are, so they are added up here to be normed or scaled.
+        added = self.ops.combine_experts(*added) if isinstance(added, ExpertOutputs) else added
+        return self._to_add(added, norms.after_mlp), residual
 
-    def _scaled(self, added: torch.Tensor) -> torch.Tensor:
+    def _added(
+        self, x: torch.Tensor | ExpertOutputs, residual: torch.Tensor, norm: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x is added to residual in place; the sum, normed where there is a norm."""
+        if norm is None:
+            residual += self.ops.combine_experts(*x) if isinstance(x, ExpertOutputs) else x
+            return residual
+        if isinstance(x, ExpertOutputs):
+            return self.ops.add_experts_rms_norm(x, residual, norm, self.eps)
+        return self.ops.fused_add_rms_norm(x, residual, norm, self.eps)
+
+    def _to_add(self, added: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        if norm is not None:
+            added = self.ops.rms_norm(added, norm, self.eps)
         return added if self.residual_multiplier == 1 else added.mul_(self.residual_multiplier)
 
 
@@ -297,9 +327,9 @@ def weights_bytes(model: DecoderModel) -> int:
 def _tensors(model: DecoderModel) -> Iterator[torch.Tensor]:
     yield from (model.embed_tokens, model.final_norm)
     for layer in model.layers:
-        yield from (layer.input_norm, layer.post_attention_norm)
-        if layer.attention.qk_norm is not None:
-            yield from layer.attention.qk_norm[:2]
+        yield from (norm for norm in layer.norms if norm is not None)
+        for qk_norm in (layer.attention.qk_norm, layer.attention.wide_qk_norm):
+            yield from () if qk_norm is None else qk_norm[:2]
         if layer.attention.qkv_bias is not None:
             yield layer.attention.qkv_bias
     for weight in packed_weights(model):

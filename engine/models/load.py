@@ -14,7 +14,15 @@ from engine.checkpoint.rope import paired_dimensions, rope_cos_sin, unrotated_co
 from engine.checkpoint.weights import DTYPES, Checkpoint, is_body_alone
 from engine.errors import CheckpointError
 from engine.models.classifier import ClassificationHead
-from engine.models.decoder import AttentionLayer, DecoderLayer, DecoderModel, DenseMLP, MoeMLP, StreamedLayers
+from engine.models.decoder import (
+    AttentionLayer,
+    DecoderLayer,
+    DecoderModel,
+    DenseMLP,
+    LayerNorms,
+    MoeMLP,
+    StreamedLayers,
+)
 from engine.models.encoder import Affine, EncoderLayer, EncoderModel, GeluForm, LayerNorm
 from engine.models.placement import SHAPES_ONLY, ModelPlacement
 from engine.models.quantised_weights import in_order, take_experts, take_weight
@@ -123,11 +131,13 @@ class _DecoderLayers:
             mlp = self._moe(f"{prefix}.{config.moe.names.module}", config.moe)
         else:
             mlp = self._dense(f"{prefix}.mlp")
+        names = config.norms
+        places = (names.before_attention, names.after_attention, names.before_mlp, names.after_mlp)
+        norms = [None if name is None else source.take(f"{prefix}.{name}.weight", norm) for name in places]
         return DecoderLayer(
             ops=self.placement.ops,
-            input_norm=source.take(f"{prefix}.input_layernorm.weight", norm),
+            norms=LayerNorms(*norms),
             attention=self._attention(f"{prefix}.self_attn", index),
-            post_attention_norm=source.take(f"{prefix}.post_attention_layernorm.weight", norm),
             mlp=mlp,
             eps=config.rms_norm_eps,
             residual_multiplier=config.multipliers.residual,
@@ -136,9 +146,11 @@ class _DecoderLayers:
     def _attention(self, prefix: str, index: int) -> AttentionLayer:
         config = self.config
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        widths = (q_rows, kv_rows) if config.wide_qk_norm else (config.head_dim, config.head_dim)
         qk_norm = None
-        if config.qk_norm:
-            q, k = (self.source.take(f"{prefix}.{part}_norm.weight", (config.head_dim,)) for part in "qk")
+        if config.qk_norm or config.wide_qk_norm:
+            names = (f"{prefix}.{part}_norm.weight" for part in "qk")
+            q, k = (self.source.take(name, (width,)) for name, width in zip(names, widths, strict=True))
             qk_norm = (q, k, config.rms_norm_eps)
         rows, qkv_bias = (q_rows, kv_rows, kv_rows), None
         if config.qkv_bias:  # before the weights, which may be quantised in a format that has zeros for a bias
@@ -147,7 +159,8 @@ class _DecoderLayers:
             ops=self.placement.ops,
             qkv_proj=self._projection(prefix, "qkv", rows, config.hidden_size, fused="qkv", order=self.order_of_qkv),
             o_proj=self._projection(prefix, "o", (config.hidden_size,), q_rows),
-            qk_norm=qk_norm,
+            qk_norm=None if config.wide_qk_norm else qk_norm,
+            wide_qk_norm=qk_norm if config.wide_qk_norm else None,
             cos_sin=self.unrotated if index in config.unrotated_layers else self.rotated,
             scale=config.attention_scale,
             window=config.window_of(index),

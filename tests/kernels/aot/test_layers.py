@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 import kernels.triton
-from engine.models.decoder import AttentionLayer, DecoderLayer, DenseMLP, ForwardBatch, MoeMLP
+from engine.models.decoder import AttentionLayer, DecoderLayer, DenseMLP, ForwardBatch, LayerNorms, MoeMLP
 from kernels.interface import Operations
 from kernels.operands import AttentionRows
 from kernels.triton.dense import pack
@@ -171,7 +171,7 @@ def launches_of_a_layer(
     norm = torch.ones(64, dtype=torch.bfloat16)
     bias, multiplier = (norm.repeat(6), 0.5) if is_biased_and_scaled else (None, 1.0)
     attention = AttentionLayer(ops, qkv, out, (norm[:16], norm[:16], 1e-6), torch.zeros(99, 16), 0.25, bias)
-    layer = DecoderLayer(ops, norm, attention, norm, mlp, 1e-6, multiplier)
+    layer = DecoderLayer(ops, LayerNorms(norm, None, norm, None), attention, mlp, 1e-6, multiplier)
     rows = AttentionRows(
         block_tables=torch.zeros(num_rows, 512, dtype=torch.int32),
         cu_seqlens_q=torch.arange(num_rows + 1, dtype=torch.int32),
