@@ -126,6 +126,13 @@ SMOLLM3 = DecoderFamily(
     window="off",
 )
 GRANITE = DecoderFamily("granite", "GraniteForCausalLM", has_multipliers=True, kv_heads_may_be_left_out=True)
+OLMO2 = DecoderFamily(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    norms=NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    wide_qk_norm=True,
+    kv_heads_may_be_left_out=True,
+)
 BERT = EncoderFamily(
     model_type="bert",
     classes=("BertModel", "BertForMaskedLM", "BertForPreTraining"),
@@ -151,6 +158,7 @@ XLM_ROBERTA = replace(
 )
 
 DECODERS = {
-    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MISTRAL, MIXTRAL, PHI3, SMOLLM3, GRANITE)
+    family.model_type: family
+    for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MISTRAL, MIXTRAL, PHI3, SMOLLM3, GRANITE, OLMO2)
 }
 ENCODERS = {family.model_type: family for family in (BERT, ROBERTA, XLM_ROBERTA)}

@@ -72,6 +72,7 @@ VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     "phi3-three-quarters-rotated": ("phi3", {"num_key_value_heads": 2, "rope_parameters": longrope(12), **BEFORE}),
     "smollm3-tied": ("smollm3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "granite-gqa2": ("granite", {}),
+    "olmo2-gqa2": ("olmo2", {}),
 }
 SWITCHED = {"use_sliding_window": True, "sliding_window": 21}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -101,6 +102,11 @@ MORE_VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     "phi3-tied-sharded": ("phi3", {"tie_word_embeddings": True, "max_shard_size": "40KB", "num_hidden_layers": 3}),
     "smollm3-every-second-layer": ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 2}),
     "smollm3-no-layer-rotated": ("smollm3", {"no_rope_layers": [0, 0, 0], "num_hidden_layers": 3}),
+    "olmo2-mha-sharded": ("olmo2", {"num_key_value_heads": 4, "max_shard_size": "40KB", "num_hidden_layers": 3}),
+    "olmo2-gqa7-tied": (
+        "olmo2",
+        {"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 24, "tie_word_embeddings": True},
+    ),
     "granite-tied-sharded": ("granite", {"tie_word_embeddings": True, "max_shard_size": "40KB"}),
     "granite-one-left-out": ("granite", {"residual_multiplier": 1.0, "attention_multiplier": 1.0}),
 }

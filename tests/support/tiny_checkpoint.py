@@ -38,7 +38,7 @@ from tests.support.tiny_tokenizer import EOS_TOKEN, PAD_TOKEN, make_tokenizer
 
 Head = Literal["none", "tokens", "classes"]
 EncoderName = Literal["bert", "roberta", "xlm-roberta"]
-Family = Literal["qwen3", "qwen3_moe", "llama", "qwen2", "mistral", "mixtral", "phi3", "smollm3", "granite"]
+Family = Literal["qwen3", "qwen3_moe", "llama", "qwen2", "mistral", "mixtral", "phi3", "smollm3", "granite", "olmo2"]
 
 # The tokenizer knows fewer ids than the model, as with published Qwen3 checkpoints: the last ids decode to nothing.
 VOCAB_SIZE = 320
@@ -90,6 +90,7 @@ FAMILY_DEFAULTS: dict[Family, dict[str, Any]] = {
         "attention_multiplier": 0.3,
         "logits_scaling": 1.7,
     },
+    "olmo2": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "pad_token_id": 0},
 }
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,?!"

@@ -128,6 +128,18 @@ FILES: dict[str, dict[str, Any]] = {
         use_sliding_window=False,
         vocab_size=128256,
     ),
+    "OLMo-2-1124-7B-Instruct": _published(
+        "olmo2",
+        (4096, 11008, 32, 32, 32),
+        architectures=["Olmo2ForCausalLM"],
+        attention_bias=False,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-06,
+        rope_scaling=None,
+        rope_theta=500000,
+        tie_word_embeddings=False,
+        vocab_size=100352,
+    ),
     "granite-3.3-8b-instruct": _published(
         "granite",
         (4096, 12800, 40, 32, 8),
@@ -158,6 +170,7 @@ def test_a_published_file_is_read(name: str) -> None:
     assert config.qkv_bias == (name == "Qwen2.5-7B-Instruct")
     assert config.fuses_projections == name.lower().startswith("phi-4")
     assert not config.qk_norm
+    assert config.wide_qk_norm == (config.norms.before_mlp is None) == name.startswith("OLMo")
 
 
 def test_what_a_published_file_alone_has_is_read() -> None:
