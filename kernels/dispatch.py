@@ -17,10 +17,11 @@ from kernels import cpu, deterministic, int8
 from kernels.interface import CompiledAhead, KernelsUnavailable, Operations, StepShape
 from kernels.native.library import VARIANTS, available
 from kernels.native.operations import NativeOperations
+from kernels.quantised import WeightScheme
 
 OLDEST_CAPABILITY = (8, 0)  # Ampere: asynchronous copies and bfloat16; the kernels are compiled for 8.0 and 9.0
 NATIVE_OFF = "off"  # in place of a variant: PyTorch alone
-LIBRARY_CALLS = {"linear": "cuBLAS through PyTorch: a dense product, nothing to fuse or to gather"}
+LIBRARY_CALLS = {"linear": "cuBLAS through PyTorch, of quantised weights a kernel: nothing to fuse or to gather"}
 
 
 def operations(device: torch.device) -> Operations:
@@ -114,6 +115,12 @@ def blas_library_of(ops: Operations) -> str | None:
     if getattr(ops, "__name__", "") != "kernels.triton":
         return None
     return cast("str | None", importlib.import_module("kernels.triton.launch").tuned("blas_library"))
+
+
+def check_scheme(device: torch.device, scheme: WeightScheme) -> None:
+    """Raise KernelsUnavailable where the device's kernels do not multiply weights that are rounded so."""
+    if device.type == "cuda":
+        importlib.import_module("kernels.triton.packed_quantised").check_scheme(scheme)
 
 
 def has_operations(device: torch.device) -> bool:

@@ -214,6 +214,7 @@ class StepShape:
     top_k: int = 0
     expert_size: int = 0  # intermediate size of one expert
     bucketed_min_tokens: int | None = None  # tokens from which experts are sorted; None: never
+    is_quantised: bool = False  # some products have quantised weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,7 +220,7 @@ class EngineSettings(SettingsGroup):
         default="none",
         description="Rounds an unquantised checkpoint as it is loaded. int8: weights of 8 bits per output channel, "
         "activations of 8 bits per token, CPUs with AVX-512 VNNI only; int4: weights of 4 bits in groups of 128, "
-        "activations as they are, CPUs only. Embedding, norms, routers and KV cache keep engine.dtype. millrace doctor "
+        "activations as they are. Embedding, norms, routers and KV cache keep engine.dtype. millrace doctor "
         "--quantization-error measures the error.",
     )
     native_kernels: Literal["auto", "off", "base", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated"] = Field(

@@ -17,7 +17,7 @@ from engine.checkpoint.weights import Checkpoint
 from engine.errors import CapabilityError
 from engine.loading.kv_pool import derive_pool, device_memory, with_pool
 from engine.models.placement import explain_native, supported_dtypes
-from kernels.dispatch import NATIVE_OFF, has_operations, int8_operations, operations
+from kernels.dispatch import NATIVE_OFF, check_scheme, has_operations, int8_operations, operations
 from kernels.interface import KernelsUnavailable
 from kernels.native.operations import native_operations
 from settings import EffectiveSettings, EngineSettings, Source
@@ -219,11 +219,6 @@ def _check_deterministic(settings: EngineSettings, device: torch.device) -> None
 
 def _check_rounding(settings: EngineSettings, device: torch.device) -> None:
     if settings.quantization == "int4":
-        if device.type != "cpu":
-            raise CapabilityError(
-                f"engine.quantization=int4: there are products with weights of 4 bits for CPUs alone, not for "
-                f"{device.type}; accepted: none"
-            )
         return
     if settings.deterministic:
         raise CapabilityError(
@@ -240,11 +235,11 @@ def _check_quantised(settings: EngineSettings, config: ModelConfig | EncoderConf
     quantization = None if isinstance(config, EncoderConfig) else config.quantization
     if quantization is None:
         return
-    if device.type != "cpu":
-        raise CapabilityError(
-            f"engine.device={device.type}: the weights of the checkpoint are quantised ({quantization}), which only a "
-            "CPU multiplies in this build; accepted: engine.device=cpu, or the model in float32, bfloat16 or float16"
-        )
+    try:
+        for group in quantization.groups:
+            check_scheme(device, group.stored.scheme)
+    except KernelsUnavailable as error:
+        raise CapabilityError(f"engine.device={device.type}: the weights of the checkpoint: {error}") from error
     if settings.quantization != "none":
         raise CapabilityError(
             f"engine.quantization={settings.quantization}: the weights of the checkpoint are quantised already "

@@ -137,10 +137,12 @@ class WarmUp:
     def _shape(self) -> StepShape:
         config, moe = self._model.config, self._model.config.moe
         sizes = (config.hidden_size, config.intermediate_size, self._model.dtype.itemsize)
+        is_quantised = config.quantization is not None or self._settings.quantization != "none"
         if moe is None:
-            return StepShape(*sizes)
+            return StepShape(*sizes, is_quantised=is_quantised)
         bucketed = self._settings.moe.bucketed_min_tokens if self._settings.moe.bucketed else None
-        return StepShape(*sizes, moe.num_experts, moe.experts_per_token, moe.intermediate_size, bucketed)
+        experts = (moe.num_experts, moe.experts_per_token, moe.intermediate_size)
+        return StepShape(*sizes, *experts, bucketed_min_tokens=bucketed, is_quantised=is_quantised)
 
 
 def _always(_num_rows: int, _num_tokens: int) -> bool:

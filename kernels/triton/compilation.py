@@ -34,11 +34,16 @@ from kernels.triton.dense import gate_launch, norm_launch
 from kernels.triton.experts import MAX_PAIRS_OF_ONE_PROGRAM, expert_count_launch, sort_launch
 from kernels.triton.grouped_gemm import grouped_gemm_launch
 from kernels.triton.launch import compute_capability
+from kernels.triton.quantised_gemm import quantised_row_tile
 
 
 def launch_class(num_tokens: int, shape: StepShape) -> Hashable:
     """Equal for two numbers of tokens for which all operations but attention launch the same kernels."""
-    rows = (norm_launch(num_tokens, shape.hidden_size), gate_launch(num_tokens, shape.intermediate_size))
+    rows = (
+        norm_launch(num_tokens, shape.hidden_size),
+        gate_launch(num_tokens, shape.intermediate_size),
+        quantised_row_tile(num_tokens) if shape.is_quantised else None,
+    )
     if not shape.num_experts:
         return rows
     if shape.bucketed_min_tokens is None or num_tokens < shape.bucketed_min_tokens:

@@ -13,9 +13,7 @@ import torch.nn.functional as F  # noqa: N812  (the customary name)
 import triton
 import triton.language as tl
 
-from kernels.interface import KernelsUnavailable
 from kernels.operands import PackedWeight
-from kernels.quantised import QuantisedWeight
 from kernels.triton.launch import TileLaunch
 
 # From so many programs of one row on, every multiprocessor of an H200 or A100 (132, 108) has its 16 and a second round,
@@ -25,13 +23,6 @@ NORM_TILE_ELEMENTS = 4096
 GATE_TILE_ELEMENTS = 2048
 MAX_GATE_WIDTH = 1024
 MIN_GATE_WIDTH = 256
-
-
-def pack(weight: torch.Tensor | QuantisedWeight, *, keep_dtype: bool = False) -> PackedWeight:
-    """See `Operations.pack`. The tensor itself: cuBLAS and the Triton kernels read it as it lies in any dtype."""
-    if isinstance(weight, QuantisedWeight):
-        raise KernelsUnavailable("cuda", f"there are no products with weights of {weight.scheme}; accepted: cpu")
-    return PackedWeight.unchanged(weight)
 
 
 def linear(x: torch.Tensor, weight: PackedWeight, *, gated: bool = False) -> torch.Tensor:

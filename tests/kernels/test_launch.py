@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -29,6 +30,7 @@ from kernels.triton.grouped_gemm import (
 from kernels.triton.gumbel import gumbel_launch
 from kernels.triton.launch import TileLaunch, compute_capability, power_of_two_from, read_tuned
 from kernels.triton.moe_small_batch import down_launch, gate_up_launch
+from kernels.triton.quantised_gemm import quantised_launch, quantised_row_tile
 from kernels.triton.rope_kv_store import rope_launch
 from kernels.triton.sampling import argmax_launch, best_of_blocks_launch, penalties_launch
 from kernels.triton.truncation import collect_launch, mask_launch, search_launch
@@ -224,6 +226,27 @@ def _num_classes(shape: StepShape, tokens: range) -> int:
 def test_a_dense_model_has_two_kinds_of_steps() -> None:
     assert _num_classes(DENSE, range(1, 4096)) == 1
     assert _num_classes(DENSE, range(1, 9000)) == 2
+
+
+def test_quantised_products_have_a_kind_of_step_for_each_height_of_tile() -> None:
+    assert _num_classes(replace(DENSE, is_quantised=True), range(1, 4096)) == 4
+
+
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 120])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("is_reordered", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 16, 17, 33, 65, 4096])
+def test_every_launch_of_a_quantised_product_can_run(
+    num_tokens: int, is_reordered: bool, itemsize: int, capability: int
+) -> None:
+    launch = quantised_launch(quantised_row_tile(num_tokens), itemsize, capability, is_reordered=is_reordered)
+    assert all(is_power_of_two(size) and size >= 16 for size in (launch.block_m, launch.block_n))
+    assert launch.block_m >= min(num_tokens, 128)
+    # Of 128 inputs a step, values of 8 bits at most.
+    step_bytes = 128 * (launch.block_m * itemsize + launch.block_n)
+    limit_bytes = SHARED_MEMORY_BYTES.get(capability, LEAST_SHARED_MEMORY_BYTES)
+    assert (launch.num_stages - 1) * step_bytes <= limit_bytes
+    assert capability != 90 or itemsize == 4 or launch.block_n >= 64  # rows of wgmma
 
 
 def test_experts_have_as_many_as_their_tuned_launches_and_more() -> None:

@@ -27,7 +27,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-SHARED_MEMORY_LIMIT_BYTES = {80: 166_912, 90: 232_448}
+SHARED_MEMORY_LIMIT_BYTES = {80: 166_912, 89: 101_376, 90: 232_448}
 
 _NUMBERS = count(1)
 

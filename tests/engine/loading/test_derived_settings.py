@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -148,16 +150,22 @@ def test_it_is_refused_on_a_gpu(moe_checkpoint: Path, monkeypatch: pytest.Monkey
         load_engine(moe_checkpoint, {"engine.deterministic": "true", "engine.device": "cuda"})
 
 
-def test_a_quantised_checkpoint_is_refused_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("group_size", "accepted"), [(16, True), (8, False)])
+def test_a_gpu_takes_the_quantised_checkpoints_it_has_kernels_for(
+    group_size: int, accepted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(derived_settings, "operations", lambda _: None)
     plain = make_checkpoint(tmp_path / "plain", "qwen3")
-    quantised, _ = quantise_checkpoint(plain, tmp_path, METHODS["gptq"])
+    method = METHODS["gptq"]
+    method = replace(method, config=method.config | {"group_size": group_size}, group=group_size)
+    quantised, _ = quantise_checkpoint(plain, tmp_path, method)
     values = {"model.path": str(quantised), "engine.device": "cuda"}
     message = (
-        r"engine\.device=cuda: the weights of the checkpoint are quantised \(gptq: int4, groups of 16\).*; "
-        "accepted: engine.device=cpu, or the model in float32, bfloat16 or float16"
+        r"engine\.device=cuda: the weights of the checkpoint: .* int4, groups of 8; accepted: groups of a multiple of "
+        "16, or cpu"
     )
-    with simulated_device(80 << 30), pytest.raises(CapabilityError, match=message):
+    refused = nullcontext() if accepted else pytest.raises(CapabilityError, match=message)
+    with simulated_device(80 << 30), refused:
         derive_settings(load_settings(values, environ={}, dotenv_path=Path(os.devnull)))
 
 

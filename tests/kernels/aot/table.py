@@ -1,10 +1,11 @@
 """Launches every operation at the shapes of the supported models, and tables what each kernel takes of a GPU.
 
 `python -m tests.kernels.aot.table --write` writes the Markdown table into the document that keeps it for the triton
-that is installed; without --write it is printed. It needs no GPU: the kernels are compiled for sm_80 and sm_90, or
-taken from triton's cache where their code has not changed. Launched are attention
-and elementwise operations at the shapes of four models and at the head sizes none of them has, experts at those of
-Qwen3-30B-A3B and of other expert layers, sampling at two sizes of vocabulary.
+that is installed; without --write it is printed. It needs no GPU: the kernels are compiled for sm_80 and sm_90, those
+of quantised weights for sm_89 too, or taken from triton's cache where their code has not changed. Launched are
+attention and elementwise operations at the shapes of four models and at the head sizes none of them has, experts at
+those of Qwen3-30B-A3B and of other expert layers, products with quantised weights at 4096 x 4096, sampling at two sizes
+of vocabulary.
 """
 
 from __future__ import annotations
@@ -19,16 +20,26 @@ from pathlib import Path
 import torch
 import triton
 
-from kernels.operands import AttentionRows, ExpertOutputs, PrefixGroup, ProjectedHeads, RoutedExperts
+from kernels.operands import (
+    AttentionRows,
+    ExpertOutputs,
+    PackedWeight,
+    PrefixGroup,
+    ProjectedHeads,
+    RoutedExperts,
+)
+from kernels.quantised import QuantisedWeight, WeightScheme
+from kernels.triton import quantised
 from kernels.triton.combine_experts import add_experts_rms_norm, combine_experts
 from kernels.triton.decode_attention import paged_decode_attention, store_and_decode
-from kernels.triton.dense import MANY_ROWS, fused_add_rms_norm, pack, rms_norm, silu_and_mul
+from kernels.triton.dense import MANY_ROWS, fused_add_rms_norm, rms_norm, silu_and_mul
 from kernels.triton.experts import route_and_sort, route_topk, sort_tokens_by_expert
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.gumbel import choose_tokens, gumbel_argmax
 from kernels.triton.moe_small_batch import moe_small_batch
 from kernels.triton.partial_attention import merge_attention_states
 from kernels.triton.prefill_attention import paged_prefill_attention
+from kernels.triton.quantised import pack
 from kernels.triton.rope_kv_store import qk_norm_rope_store_kv
 from kernels.triton.sampling import apply_penalties, argmax
 from kernels.triton.truncation import mask_top_k_top_p_min_p
@@ -294,7 +305,55 @@ def _sample(num_rows: int, vocab_size: int) -> None:
     mask_top_k_top_p_min_p(logits, ids, number, number)
 
 
-LAUNCHES = (launch_attention, launch_elementwise, launch_experts, launch_sampling)
+_QUANTISED_TOKENS = (16, 32, 64, 128)  # one for each height of tile
+# Scheme, whether inputs are reordered, tokens. The first and last reach every height of tile.
+_QUANTISED = (
+    (WeightScheme(4, is_float=False, group_size=128), False, _QUANTISED_TOKENS),
+    (WeightScheme(4, is_float=False, group_size=64, symmetric=False), False, (16, 128)),
+    (WeightScheme(4, is_float=False, group_size=128), True, (16, 128)),
+    (WeightScheme(4, is_float=False, group_size=32, symmetric=False), True, (16, 128)),
+    (WeightScheme(4, is_float=False, group_size=None), False, (16, 128)),
+    (WeightScheme(8, is_float=False, group_size=128, symmetric=False), True, (16, 128)),
+    (WeightScheme(8, is_float=False, group_size=None), False, (16, 128)),
+    (WeightScheme(8, is_float=False, group_size=None, activations="int8_token"), False, (16, 128)),
+    (WeightScheme(8, is_float=True, group_size=None, activations="float8_token"), False, (16, 128)),
+    (WeightScheme(8, True, group_size=128, block_rows=128, activations="float8_group"), False, _QUANTISED_TOKENS),
+)
+
+
+def _quantised(scheme: WeightScheme, *shape: int, is_reordered: bool = False) -> PackedWeight:
+    dtype = torch.float8_e4m3fn if scheme.is_float else torch.int8 if scheme.bits == 8 else torch.uint8
+    *lead, rows, width = shape
+    values = torch.zeros(*lead, rows, width * scheme.bits // 8, dtype=torch.uint8).view(dtype)
+    grid = (*lead, -(-rows // (scheme.block_rows or 1)), -(-width // (scheme.group_size or width)))
+    zeros = None if scheme.symmetric else torch.zeros(grid, dtype=torch.uint8 if scheme.bits == 4 else torch.int8)
+    order = torch.zeros(*lead, width, dtype=torch.int64) if is_reordered else None
+    return pack(QuantisedWeight(scheme, values, torch.zeros(grid, dtype=torch.bfloat16), zeros, order))
+
+
+def launch_quantised() -> None:
+    """A linear of each scheme; experts of two of them, and of one whose inputs are reordered: sorted, of few rows and
+    many, and pair by pair.
+    """
+    for scheme, is_reordered, token_counts in _QUANTISED:
+        weight = _quantised(scheme, 4096, 4096, is_reordered=is_reordered)
+        for num_tokens in token_counts:
+            quantised.linear(torch.empty(num_tokens, 4096, dtype=DTYPE), weight)
+    for scheme, is_reordered in ((_QUANTISED[0][0], False), (_QUANTISED[0][0], True), (_QUANTISED[-1][0], False)):
+        gate_up = _quantised(scheme, 8, 2 * INTERMEDIATE, HIDDEN, is_reordered=is_reordered)
+        down = _quantised(scheme, 8, HIDDEN, INTERMEDIATE, is_reordered=is_reordered)
+        for num_tokens in (4, 512):
+            layout = sort_tokens_by_expert(torch.empty(num_tokens, 2, dtype=torch.int64), 8)
+            x = torch.empty(num_tokens, HIDDEN, dtype=DTYPE)
+            hidden = quantised.grouped_gemm(x, gate_up, layout, gather=True, gated=True)
+            quantised.grouped_gemm(hidden, down, layout, gather=False)
+        routed = RoutedExperts(torch.empty(1, TOP_K), torch.empty(1, TOP_K, dtype=torch.int64))
+        quantised.moe_small_batch(torch.empty(1, HIDDEN, dtype=DTYPE), gate_up, down, routed)
+
+
+LAUNCHES = (launch_attention, launch_elementwise, launch_experts, launch_sampling, launch_quantised)
+# Where float8 begins, the products alone: an L4 and an RTX 4090 otherwise run what is compiled for sm_80.
+LAUNCHES_OF = {80: LAUNCHES, 89: (launch_quantised,), 90: LAUNCHES}
 
 
 def launch_small() -> None:
@@ -306,7 +365,7 @@ def launch_small() -> None:
 def compile_all(capability: int) -> list[CompiledKernel]:
     """Every kernel that any case launches, in the order of the launches."""
     with compiling_for(capability) as kernels:
-        for launch in LAUNCHES:
+        for launch in LAUNCHES_OF[capability]:
             launch()
     return kernels
 

@@ -14,7 +14,7 @@ import kernels.triton
 from engine.models.decoder import AttentionLayer, DecoderLayer, DenseMLP, ForwardBatch, LayerNorms, MoeMLP
 from kernels.interface import Operations
 from kernels.operands import AttentionRows
-from kernels.triton.dense import pack
+from kernels.triton.quantised import pack
 from tests.kernels.aot.table import launch_elementwise, launch_experts
 from tests.support.compiled_kernels import (
     SHARED_MEMORY_LIMIT_BYTES,

@@ -10,7 +10,8 @@ import torch
 
 from kernels import reference
 from kernels.triton import dense
-from kernels.triton.dense import fused_add_rms_norm, linear, pack, rms_norm, silu_and_mul
+from kernels.triton.dense import fused_add_rms_norm, linear, rms_norm, silu_and_mul
+from kernels.triton.quantised import pack
 from tests.support.devices import GuardedMemory, past_int32_storage
 from tests.support.tensors import assert_close, assert_same_bits
 

@@ -14,11 +14,12 @@ from kernels import reference
 from kernels.operands import ExpertLayout, ExpertOutputs, RoutedExperts
 from kernels.triton import experts
 from kernels.triton.combine_experts import add_experts_rms_norm, combine_experts
-from kernels.triton.dense import fused_add_rms_norm, pack, silu_and_mul
+from kernels.triton.dense import fused_add_rms_norm, silu_and_mul
 from kernels.triton.experts import route_and_sort, route_topk, sort_tokens_by_expert
 from kernels.triton.grouped_gemm import grouped_gemm, row_tile
 from kernels.triton.launch import TileLaunch
 from kernels.triton.moe_small_batch import moe_small_batch
+from kernels.triton.quantised import pack
 from tests.support.devices import GuardedMemory, past_int32_storage
 from tests.support.tensors import SHAPES, assert_close, assert_same_bits, expert_weights, framed, on_cpu, randn, routing
 from tests.support.tensors import layout_of as reference_layout_of
