@@ -31,6 +31,7 @@ from worker.schemas import ALL_JOBS, JobFilter, JobStatus, SubmitArguments, Work
 T = TypeVar("T")
 
 MAX_SUBMITS = 32  # at once, each in a thread of its own
+MAX_CANCELS = 8  # likewise: one of 50,000 prompts takes seconds, and others should not wait for it
 
 Line = bytes | str | RequestObject
 
@@ -45,7 +46,7 @@ class AsyncBatchClient:
     Looking and waiting take no thread, so that one loop may follow any number of jobs. `submit` and `cancel`, which
     send several scripts and a Celery message, run BatchClient's in threads of this client's own, never in those of
     asyncio.to_thread, which the lines may need. 32 submits run at once (MAX_SUBMITS), further ones wait their turn: the
-    thread of a cancelled task goes on until it notices. `cancel` has a thread that no submit can take.
+    thread of a cancelled task goes on until it notices. Cancels have 8 threads (MAX_CANCELS) that no submit can take.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class AsyncBatchClient:
         self._queries = JobQueries(Keys())
         self._attempts = EndAttempts()
         self._submits = ThreadPoolExecutor(MAX_SUBMITS, thread_name_prefix="millrace-submit")
-        self._cancels = ThreadPoolExecutor(1, thread_name_prefix="millrace-cancel")
+        self._cancels = ThreadPoolExecutor(MAX_CANCELS, thread_name_prefix="millrace-cancel")
 
     async def submit(
         self,

@@ -16,12 +16,14 @@ from typing import Self
 import redis
 
 from worker.registry.errors import KeyUnknown
-from worker.registry.exchange import Exchange, text
+from worker.registry.exchange import Exchange, text, text_fields
 from worker.registry.keys import Keys
 
 PREFIX = "mr-"  # by which scanners for leaked keys may know one
 _RANDOM_BYTES = 32
 _ID_DIGITS = 12  # of the digest, by which people name a key
+# A field beside the digests, there once a key was revoked: without it the last key's end would open the server.
+_REVOKED = "revoked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ def digest_of(key: str) -> str:
 
 
 def look(keys: Keys, key: str | None) -> Exchange[tuple[KeyEntry | None, bool]]:
-    """What is known of `key`, and whether there are keys at all."""
+    """What is known of `key`, and whether there are keys, or were ones that are revoked."""
     digest = digest_of(key or "")
     entry, num_keys = yield [("HGET", keys.api_keys, digest), ("HLEN", keys.api_keys)]
     return (None if entry is None or key is None else KeyEntry.of(digest, text(entry))), bool(num_keys)
@@ -70,14 +72,18 @@ class ApiKeys:
 
     def all(self) -> list[KeyEntry]:
         """All keys, the oldest first."""
-        entries = self._client.hgetall(self._keys.api_keys)
-        found = [KeyEntry.of(text(digest), text(entry)) for digest, entry in entries.items()]
+        found = [KeyEntry.of(digest, entry) for digest, entry in self._entries().items()]
         return sorted(found, key=lambda key: (key.created_at, key.id))
 
     def revoke(self, key_id: str) -> KeyEntry:
         """Forget a key; its next request is refused. Raises KeyUnknown."""
-        entries = self._client.hgetall(self._keys.api_keys)
-        for digest, entry in entries.items():
-            if text(digest)[:_ID_DIGITS] == key_id and self._client.hdel(self._keys.api_keys, text(digest)):
-                return KeyEntry.of(text(digest), text(entry))
+        for digest, entry in self._entries().items():
+            if digest[:_ID_DIGITS] == key_id:
+                self._client.hset(self._keys.api_keys, _REVOKED, "1")  # first: no moment is without a field
+                if self._client.hdel(self._keys.api_keys, digest):
+                    return KeyEntry.of(digest, entry)
         raise KeyUnknown(key_id)
+
+    def _entries(self) -> dict[str, str]:
+        entries = text_fields(self._client.hgetall(self._keys.api_keys))
+        return {digest: entry for digest, entry in entries.items() if digest != _REVOKED}

@@ -13,8 +13,11 @@ from settings import ServeSettings, Settings, SettingsError
 from tests.support.http_servers import HttpServer, bearer, chat_lines, new_key, serving
 from tests.support.redis_servers import redis_settings
 from tests.support.registry import TestRegistry, ended_job
-from worker.registry.api_keys import PREFIX
+from worker.registry.api_keys import PREFIX, ApiKeys
+from worker.registry.connect import connect
+from worker.registry.errors import KeyUnknown
 from worker.registry.exchange import text
+from worker.registry.keys import Keys
 from worker.schemas import SubmitOptions
 from worker.serve import access
 from worker.serve.app import check_address, make_app
@@ -64,6 +67,18 @@ def test_no_route_shows_or_touches_what_is_another_tenants(
     assert {key: registry.redis.dump(key) for key in registry.redis.keys("*")} == before
     assert [job["id"] for job in _ask(server, "GET", "/v1/batches", ours).json()["data"]] == [ended, job_id]
     assert _ask(server, "GET", f"/v1/files/{file_id}/content", ours).content == chat_lines("a", "b")
+
+
+def test_a_stranger_who_knows_an_overdue_job_does_not_end_it(
+    server: HttpServer, registry: TestRegistry, redis_url: str
+) -> None:
+    ours, theirs = new_key(redis_url, "ours"), new_key(redis_url, "theirs")
+    job_id = server.create_id(server.upload_id(chat_lines("a"), ours), ours)
+    registry.expire(job_id)
+    before = registry.redis.dump(registry.keys.job(job_id))
+    assert _ask(server, "GET", f"/v1/batches/{job_id}", theirs).status_code == 404
+    assert registry.redis.dump(registry.keys.job(job_id)) == before
+    assert _ask(server, "GET", f"/v1/batches/{job_id}", ours).json()["status"] == "expired"
 
 
 def test_an_idempotency_key_is_its_tenants_own(server: HttpServer, redis_url: str) -> None:
@@ -146,6 +161,20 @@ def test_once_the_last_key_is_revoked_an_open_address_lets_nobody_in(redis_url: 
         assert _ask(server, "GET", "/v1/files", key).status_code == 200
         registry.redis.delete(registry.keys.api_keys)
         assert _ask(server, "GET", "/v1/files", "").status_code == 401
+
+
+def test_revoking_the_last_key_does_not_open_a_server_of_this_machine(server: HttpServer, redis_url: str) -> None:
+    key = new_key(redis_url, "a")
+    with connect(redis_settings(redis_url)) as client:
+        keys = ApiKeys(client, Keys())
+        [entry] = keys.all()
+        keys.revoke(entry.id)
+        assert keys.all() == []
+        with pytest.raises(KeyUnknown):
+            keys.revoke("revoked")
+    for given in (key, ""):
+        assert _ask(server, "GET", "/v1/files", given).status_code == 401
+    assert _ask(server, "GET", "/v1/files", new_key(redis_url, "a")).status_code == 200
 
 
 def test_an_address_that_others_reach_needs_a_key(redis_url: str) -> None:
