@@ -17,7 +17,7 @@ from settings import SettingsError
 from worker.lines.strict_json import shorten
 from worker.registry import errors
 from worker.registry.intake import is_out_of_memory
-from worker.serve.errors import ApiError, TooMuch, Unavailable
+from worker.serve.errors import ApiError, ServerFault, TooMuch, Unavailable
 
 MAX_BODY_BYTES = 64 * 1024  # of a request in JSON: 16 pairs of metadata have 9 kB
 
@@ -76,11 +76,17 @@ def _of_registry(error: errors.RegistryError) -> ApiError:
 
 async def on_http_error(request: Request, error: Exception) -> Response:
     """A path or a method that is not there."""
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    refusal = ApiError(f"no such URL: {request.method} {shorten(request.url.path)}", status=status, code="unknown_url")
+    if not isinstance(error, HTTPException):
+        return error_response(ServerFault())
+    path, headers = shorten(request.url.path), error.headers or {}
+    if error.status_code == 405:
+        told = f"{path} does not take {shorten(request.method)}; accepted: {headers.get('Allow', 'another method')}"
+        refusal = ApiError(told, status=405, code="method_not_allowed")
+    else:
+        told = f"no such URL: {shorten(request.method)} {path}"
+        refusal = ApiError(told, status=error.status_code, code="unknown_url")
     response = error_response(refusal)
-    if isinstance(error, HTTPException):
-        response.headers.update(error.headers or {})
+    response.headers.update(headers)
     return response
 
 

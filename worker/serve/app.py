@@ -108,12 +108,15 @@ def make_app(settings: Settings) -> Starlette:
             yield
 
     routes = [route for kind in (FileRoutes, BatchRoutes, ModelRoutes) for route in kind(context).routes()]
-    return Starlette(
+    app = Starlette(
         routes=[*routes, Route("/healthz", answered(healthz)), Route("/metrics", answered(figures))],
         middleware=[Middleware(HeaderGuard)],
         exception_handlers={HTTPException: on_http_error},
         lifespan=lifespan,
     )
+    # A redirect would come before any key, and to whatever host the request names.
+    app.router.redirect_slashes = False
+    return app
 
 
 class HeaderGuard:

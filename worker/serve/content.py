@@ -20,6 +20,7 @@ from worker.registry.files import FileStore, StoredFile
 from worker.registry.jobs import JobQueries
 from worker.results import ResultReader
 from worker.schemas import JobStatus
+from worker.serve.answers import error_response
 from worker.serve.errors import ApiError
 
 MEDIA_TYPE = "application/jsonl"
@@ -38,6 +39,11 @@ class Content(Protocol):
     @property
     def is_growing(self) -> bool:
         """Whether more lines will come."""
+        ...
+
+    @property
+    def known_bytes(self) -> int | None:
+        """What num_bytes gives, where it is known without reading the lines."""
         ...
 
     async def num_bytes(self) -> int:
@@ -63,6 +69,11 @@ class FileContent:
     def num_lines(self) -> int:
         """See Content."""
         return self._file.num_lines
+
+    @property
+    def known_bytes(self) -> int:
+        """See Content."""
+        return self._file.num_bytes
 
     async def num_bytes(self) -> int:
         """See Content."""
@@ -93,11 +104,17 @@ class RecordContent:
         self.num_lines = counts.completed if kind is BatchFile.OUTPUT else counts.failed
         self.is_growing = not job.status.is_terminal
 
-    async def num_bytes(self) -> int:
-        """See Content. Reads all records unless they all belong to this file."""
+    @property
+    def known_bytes(self) -> int | None:
+        """See Content. That of all records is known."""
         if self.num_lines == self._job.request_counts.finished and self._job.result_bytes:
             return self._job.result_bytes + self.num_lines
-        return sum([len(part) async for part in self.read(0)])
+        return None
+
+    async def num_bytes(self) -> int:
+        """See Content. Reads all records unless they all belong to this file."""
+        known = self.known_bytes
+        return known if known is not None else sum([len(part) async for part in self.read(0)])
 
     async def read(self, start: int) -> AsyncIterator[bytes]:
         """See Content. Raises ResultsLost, ResultsRewound, JobNotFound."""
@@ -128,7 +145,7 @@ async def content_response(request: Request, content: Content, etag: str) -> Res
     """The content, or the range of it that is asked for (one range of bytes; several are answered with all of it).
 
     `etag`: of a content that does not grow. While it grows, X-Incomplete is true and X-Last-Line says how many lines
-    there are so far. Raises ApiError for a range behind the end.
+    there are so far. A range behind the end is refused.
     """
     headers = {
         "X-Incomplete": "true" if content.is_growing else "false",
@@ -137,21 +154,30 @@ async def content_response(request: Request, content: Content, etag: str) -> Res
     }
     if not content.is_growing:
         headers["ETag"] = f'"{etag}"'
+    if request.method == "HEAD":  # which has no ranges
+        return _head(headers, content.known_bytes)
     wanted = _RANGE.fullmatch(request.headers.get("range", ""))
     if wanted is None or not (wanted[1] or wanted[2]) or not _is_same(request, headers.get("ETag")):
-        if request.method == "HEAD":
-            return Response(headers=headers, media_type=MEDIA_TYPE)
         return await _streamed(content.read(0), 200, headers)
     num_bytes = await content.num_bytes()
     part = _slice(wanted[1], wanted[2], num_bytes)
     if part is None:
-        raise ApiError(f"the range lies behind the end: the file has {num_bytes} bytes", status=416)
+        refused = error_response(ApiError(f"the range lies behind the end, byte {num_bytes}", status=416))
+        refused.headers["Content-Range"] = f"bytes */{num_bytes}"
+        return refused
     total = "*" if content.is_growing else str(num_bytes)
     headers["Content-Range"] = f"bytes {part.start}-{part.stop - 1}/{total}"
     headers["Content-Length"] = str(part.stop - part.start)
-    if request.method == "HEAD":
-        return Response(status_code=206, headers=headers, media_type=MEDIA_TYPE)
     return await _streamed(_cut(content.read(part.start), part.stop - part.start), 206, headers)
+
+
+def _head(headers: dict[str, str], num_bytes: int | None) -> Response:
+    response = Response(headers=headers, media_type=MEDIA_TYPE)
+    if num_bytes is None:
+        del response.headers["Content-Length"]  # which is that of no body
+    else:
+        response.headers["Content-Length"] = str(num_bytes)
+    return response
 
 
 def _is_same(request: Request, etag: str | None) -> bool:

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import redis
 from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
+from python_multipart.multipart import MAX_BOUNDARY_LENGTH, MultipartParser, parse_options_header
 from redis.asyncio import Redis as AsyncRedis
 from starlette.requests import ClientDisconnect, Request
 
@@ -53,7 +53,9 @@ class UploadForm:
             },
         )
         self._splitter = LineSplitter(max_line_bytes)
+        self._max_line_bytes = max_line_bytes
         self._lines: list[bytes] = []  # that have come since they were last taken
+        self._num_lines = 0  # of the file so far
         self._head = bytearray()  # of the file
         self._headers: dict[bytes, bytes] = {}  # of the part that comes
         self._header, self._value = bytearray(), bytearray()
@@ -131,12 +133,21 @@ class UploadForm:
             self._head += part[: HEAD_BYTES - len(self._head)]
             if len(self._head) == HEAD_BYTES:
                 self._check_format()
-        self._lines += self._splitter.feed(part)
+        self._take(self._splitter.feed(part))
 
     def _on_part_end(self) -> None:
         if self._name == FILE_FIELD:
             self._check_format()  # of a short file
-            self._lines += self._splitter.end()
+            self._take(self._splitter.end())
+
+    def _take(self, lines: Iterable[bytes]) -> None:
+        """Raise ApiError for a line that is too long: cut, as the splitter gives it, it would be another request."""
+        for line in lines:
+            self._num_lines += 1
+            if len(line) > self._max_line_bytes:
+                problem = f"line {self._num_lines} (blank ones not counted) has more than {self._max_line_bytes} bytes"
+                raise ApiError(f"{problem} (limits.max_prompt_bytes)", param=FILE_FIELD, code="line_too_long")
+            self._lines.append(line)
 
     def _on_end(self) -> None:
         self._is_whole = True
@@ -282,4 +293,7 @@ def _boundary(request: Request) -> bytes:
     boundary = options.get(b"boundary", b"")
     if kind != b"multipart/form-data" or not boundary:
         raise ApiError("the Content-Type is not multipart/form-data with a boundary", status=415)
+    if len(boundary) > MAX_BOUNDARY_LENGTH:
+        problem = f"the form's boundary has {len(boundary)} bytes; accepted: at most {MAX_BOUNDARY_LENGTH}"
+        raise ApiError(problem, param="Content-Type")
     return boundary

@@ -123,6 +123,10 @@ def test_a_form_that_is_refused_leaves_nothing(server: HttpServer, registry: Tes
 
 def test_only_a_form_is_taken(server: HttpServer) -> None:
     assert _post(server, b"{}", **{"Content-Type": "application/json"})[0] == 415
+    boundary = "x" * 257  # one more than the parser takes
+    body = _form(PURPOSE, FILE).replace(BOUNDARY.encode(), boundary.encode())
+    status, error = _post(server, body, **{"Content-Type": f"multipart/form-data; boundary={boundary}"})
+    assert (status, error["param"]) == (400, "Content-Type")
 
 
 def test_a_file_or_a_line_too_many_is_refused_and_leaves_nothing(redis_url: str, registry: TestRegistry) -> None:
@@ -134,6 +138,19 @@ def test_a_file_or_a_line_too_many_is_refused_and_leaves_nothing(redis_url: str,
         # Blank lines are not kept, and come to an end all the same.
         assert server.upload(b"\n" * 100_000).status_code == 413
         assert _keys_of(registry) == set()
+
+
+def test_a_line_that_is_too_long_is_refused_and_not_cut(redis_url: str, registry: TestRegistry) -> None:
+    with serving(redis_url, limits=LimitSettings(max_prompt_bytes=64)) as server:
+        assert server.upload(b"x" * 64 + b"\r\n" + b"y" * 64).status_code == 200
+        before = _keys_of(registry)
+        for data in (b"{}\n\n" + b"x" * 65 + b"\n{}", b"{}\n" + b"x" * 1000, b"{}\n" + b" " * 65 + b"\n{}"):
+            answer = server.upload(data)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"], error["code"]) == (400, "file", "line_too_long")
+            assert "line 2 " in error["message"]
+            assert "64 bytes" in error["message"]
+        assert _keys_of(registry) == before
 
 
 def test_a_tenant_has_so_many_files_and_bytes_of_them_at_most(redis_url: str) -> None:
@@ -195,11 +212,15 @@ def test_a_range_is_those_bytes(server: HttpServer, wanted: str, expected: slice
 def test_a_range_behind_the_end_is_refused_and_no_range_is_all(server: HttpServer) -> None:
     url = f"/v1/files/{server.upload_id(DATA)}/content"
     etag = server.http.get(url).headers["ETag"]
-    assert server.http.get(url, headers={"Range": "bytes=999-"}).status_code == 416
+    behind = server.http.get(url, headers={"Range": "bytes=999-"})
+    assert (behind.status_code, behind.headers["Content-Range"]) == (416, f"bytes */{len(DATA)}")
     for headers in ({"Range": "bytes=0-1,4-5"}, {"Range": "lines=0-1"}, {"Range": "bytes=0-1", "If-Range": '"other"'}):
         assert server.http.get(url, headers=headers).content == DATA
     assert server.http.get(url, headers={"Range": "bytes=0-1", "If-Range": etag}).content == DATA[:2]
-    assert server.http.head(url).headers["ETag"] == etag
+    for headers in ({}, {"Range": "bytes=0-1"}, {"Range": "bytes=999-"}):  # of which HEAD knows nothing
+        head = server.http.head(url, headers=headers)
+        found = (head.status_code, head.headers["ETag"], head.headers["Content-Length"])
+        assert found == (200, etag, str(len(DATA)))
 
 
 def _half_done(registry: TestRegistry) -> str:
@@ -225,6 +246,8 @@ def test_ranges_of_records_are_of_their_file_alone(server: HttpServer, registry:
         part = server.http.get(f"{url}/content", headers={"Range": "bytes=7-"})
         assert part.content == whole.content[7:]
         assert part.headers["Content-Range"] == f"bytes 7-{len(whole.content) - 1}/*"
+        # It is one of two files, whose size nobody keeps.
+        assert "Content-Length" not in server.http.head(f"{url}/content").headers
     output = server.http.get(f"/v1/files/{BatchFile.OUTPUT.id_of(job_id)}/content")
     assert [json.loads(line)["id"] for line in output.content.splitlines()] == ["2", "0"]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,12 @@ from tests.support.registry import TestRegistry, must_claim, ok
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE
 from tests.support.workers import CLI, WorkerProcesses, millrace
 from worker.cli.main import cli
+from worker.client import BatchClient
 from worker.metrics.catalogue import PROCESS_METRICS, QUEUE_METRICS, SERVER_METRICS
 from worker.registry.backlog import backlog
 from worker.registry.exchange import perform, text
 from worker.registry.keys import UnitRef
+from worker.schemas import JobStatus
 
 GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -76,8 +80,12 @@ def test_a_body_that_is_no_object_is_refused(server: HttpServer, body: bytes) ->
 
 def test_a_body_too_large_and_a_method_or_path_that_is_not_there(server: HttpServer) -> None:
     assert _error(server.http.post("/v1/batches", content=b" " * 70_000))[0] == 413
-    assert _error(server.http.get("/v1/poems"))[0] == 404
-    assert _error(server.http.put("/v1/files"))[0] == 405
+    for path in ("/v1/poems", "/v1/files/", "/healthz/"):  # and no redirect, to whatever host is named
+        unknown = server.http.get(path, headers={"Host": "example.com"})
+        assert (_error(unknown)[0], unknown.json()["error"]["code"]) == (404, "unknown_url")
+    wrong = server.http.put("/v1/batches/x/cancel")
+    assert (_error(wrong)[0], wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert wrong.headers["Allow"] in wrong.json()["error"]["message"]
     assert _error(server.http.get("/v1/files?limit=0")) == (400, "limit")
     assert _error(server.http.get("/v1/batches?limit=101")) == (400, "limit")
     assert _error(server.http.get("/v1/batches?page=1")) == (400, "page")
@@ -121,6 +129,28 @@ def test_an_ended_batch_is_not_cancelled(server: HttpServer, registry: TestRegis
     job_id = server.create_id(server.upload_id(chat_lines("a")))
     registry.redis.hset(registry.keys.job(job_id), "st", "done")
     assert server.http.post(f"/v1/batches/{job_id}/cancel").status_code == 409
+
+
+def test_a_cancel_that_takes_long_holds_up_no_other(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (server.create_id(server.upload_id(chat_lines(name))) for name in "ab")
+    began, may_go_on, cancel = threading.Event(), threading.Event(), BatchClient.cancel
+
+    def slow(client: BatchClient, job_id: str) -> JobStatus:
+        if job_id == first:
+            began.set()
+            may_go_on.wait(60)
+        return cancel(client, job_id)
+
+    monkeypatch.setattr(BatchClient, "cancel", slow)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.http.post, f"/v1/batches/{first}/cancel")
+        assert began.wait(30)
+        try:
+            assert server.http.post(f"/v1/batches/{second}/cancel", timeout=30).json()["status"] == "cancelled"
+            assert not waiting.done()
+        finally:
+            may_go_on.set()
+        assert waiting.result().json()["status"] == "cancelled"
 
 
 def test_the_job_is_announced_and_keeps_the_files_lines(server: HttpServer, registry: TestRegistry) -> None:
