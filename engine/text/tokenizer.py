@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import tokenizers
 
@@ -17,6 +17,7 @@ from engine.checkpoint.config_reader import check_size, read_json_object
 from engine.errors import CheckpointError, InvalidRequest
 from engine.text.chat_template import ChatTemplate, check_encodable, read_chat_templates
 from engine.text.detokenizer import ByteLevelDetokenizer, IncrementalDetokenizer, TokenDecoder, WindowDetokenizer
+from engine.text.inputs import EncodedInput, TextPair, TruncationSide, cut
 
 MAX_TOKENIZER_BYTES = 128 << 20  # Qwen3's tokenizer.json takes 11 MB, Gemma 3's 33 MB
 CONFIG_FILE = "tokenizer_config.json"
@@ -35,16 +36,6 @@ _PIECEWISE = frozenset(
 )  # fmt: skip
 
 
-TextPair = tuple[str, str]
-
-
-class EncodedInput(NamedTuple):
-    """What a model that reads whole texts is given."""
-
-    token_ids: Sequence[int]
-    second_start: int  # where the tokens of a pair's second text begin; the length of `token_ids` where there are none
-
-
 class Tokenizer:
     """The tokenizer of one model: tokenizer.json, tokenizer_config.json and the chat template.
 
@@ -52,7 +43,12 @@ class Tokenizer:
     decoding (transformers 5 ignores clean_up_tokenization_spaces for BPE; elsewhere a file that asks is refused).
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, chat_template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        chat_template: ChatTemplate | None,
+        truncation_side: TruncationSide = "right",
+    ) -> None:
         """Takes the library's tokenizer over and changes it: no truncation, no padding."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -60,6 +56,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}  # of the tokens that were asked for
         self._part_encoder = None if chat_template is None else PartEncoder.of(tokenizer, chat_template)
         self.chat_template = chat_template
+        self.truncation_side = truncation_side  # the end at which `encode_inputs` cuts a text
         self.special_token_ids = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
@@ -83,7 +80,8 @@ class Tokenizer:
             )
         _complete(tokenizer, config)
         templates = read_chat_templates(path, config)
-        found = cls(tokenizer, ChatTemplate(templates, _named_special_tokens(config)) if templates else None)
+        template = ChatTemplate(templates, _named_special_tokens(config)) if templates else None
+        found = cls(tokenizer, template, _truncation_side(tokenizer, config))
         found._decoder  # noqa: B018 (a decoder that is not supported is refused now, not with the first token)
         return found
 
@@ -93,9 +91,9 @@ class Tokenizer:
 
         Any decoder will do, but decoding raises CheckpointError if it is not supported (WordPiece).
         """
-        tokenizer = _read(path / "tokenizer.json")
-        _complete(tokenizer, _read_tokenizer_config(path))
-        return cls(tokenizer, None)
+        tokenizer, config = _read(path / "tokenizer.json"), _read_tokenizer_config(path)
+        _complete(tokenizer, config)
+        return cls(tokenizer, None, _truncation_side(tokenizer, config))
 
     @cached_property
     def _decoder(self) -> TokenDecoder:
@@ -124,18 +122,20 @@ class Tokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
-    def encode_inputs(self, texts: Sequence[str | TextPair], limits: Sequence[int | None]) -> list[EncodedInput]:
+    def encode_inputs(
+        self, texts: Sequence[str | TextPair], limits: Sequence[int | None]
+    ) -> list[EncodedInput | InvalidRequest]:
         """Texts, and pairs of texts, with the special tokens that the tokenizer puts around them.
 
         limits: for each, the tokens that it is cut to, special ones included, as transformers cuts ("longest_first",
-        from the right); None: not cut. Raises InvalidRequest for a lone surrogate (param "prompt"), and (param
-        "truncate_prompt_tokens") for a limit that leaves no room for any of the text.
+        at `truncation_side`); None: not cut. In place of one whose limit leaves no room for any of its text stands the
+        refusal (param "truncate_prompt_tokens"). Raises InvalidRequest for a lone surrogate (param "prompt").
         """
         for text in texts:
             for part in (text,) if isinstance(text, str) else text:
                 check_encodable(part, param="prompt")
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=True)
-        return [_cut(*each) for each in zip(encodings, limits, strict=True)]
+        return [cut(*each, self.truncation_side) for each in zip(encodings, limits, strict=True)]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids the tokenizer does not know give nothing, bytes that are no UTF-8 give U+FFFD."""
@@ -167,44 +167,6 @@ class Tokenizer:
     def _is_byte(self, token_id: int) -> bool:
         token = self._tokenizer.id_to_token(token_id)
         return token is not None and self._decoder.is_byte_token(token)
-
-
-def _cut(encoding: tokenizers.Encoding, limit: int | None) -> EncodedInput:
-    """The tokens that are left of an encoding. Special tokens stay: transformers cuts the texts before it adds them."""
-    ids, types = encoding.ids, encoding.type_ids
-    if limit is not None and len(ids) > limit:
-        texts = encoding.sequence_ids  # 0, 1; None: a special token
-        room = limit - texts.count(None)
-        if room < 1:
-            accepted = f"more than the {texts.count(None)} special tokens around it"
-            raise InvalidRequest(
-                f"truncate_prompt_tokens is {limit}; accepted: {accepted}",
-                param="truncate_prompt_tokens", value=limit, accepted=accepted,
-            )  # fmt: skip
-        left = dict(enumerate(_lengths_within(room, texts.count(0), texts.count(1))))
-        kept: list[int] = []
-        for place, text in enumerate(texts):
-            if text is None or left[text] > 0:
-                kept.append(place)
-            if text is not None:
-                left[text] -= 1
-        ids, types = [ids[place] for place in kept], [types[place] for place in kept]
-    second_start = types.index(1) if 1 in types else len(types)
-    if types[second_start:].count(1) != len(types) - second_start:
-        raise CheckpointError("tokenizer.json: the post_processor mixes the segments of a pair; accepted: 0, then 1")
-    return EncodedInput(ids, second_start)
-
-
-def _lengths_within(room: int, first: int, second: int) -> tuple[int, int]:
-    """How many tokens of two texts stay where `room` is for both: the longer one gives first. One text: second is 0."""
-    if first + second <= room:
-        return first, second
-    short, long = sorted((first, second))
-    long = max(short, room - short)
-    if short + long > room:
-        short = room // 2
-        long = short + room % 2
-    return (short, long) if first <= second else (long, short)
 
 
 class PartEncoder:
@@ -340,6 +302,16 @@ def _read_tokenizer_config(path: Path) -> dict[str, object]:
     if "added_tokens_decoder" not in config and legacy.exists():
         config |= read_json_object(legacy, max_bytes=MAX_TOKENIZER_CONFIG_BYTES)
     return config
+
+
+def _truncation_side(tokenizer: tokenizers.Tokenizer, config: Mapping[str, object]) -> TruncationSide:
+    """What tokenizer_config.json says, else the truncation that tokenizer.json asks for, as in transformers."""
+    side = config.get("truncation_side")
+    if side is None:
+        side = "right" if tokenizer.truncation is None else tokenizer.truncation["direction"]
+    if side not in ("left", "right"):
+        raise CheckpointError(f"{CONFIG_FILE}: truncation_side is {side!r}; accepted: left or right")
+    return side
 
 
 def _named_special_tokens(config: Mapping[str, object]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from engine.text.chat_template import ChatTemplate
-from engine.text.tokenizer import EncodedInput, TextPair
+from engine.text.inputs import EncodedInput, TextPair, TruncationSide
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS_TOKEN = "<|im_end|>"
@@ -216,6 +216,7 @@ class ByteTokenizer:
 
     def __init__(self, chat_template: str | None = None) -> None:
         self.chat_template = None if chat_template is None else ChatTemplate({"default": chat_template}, {})
+        self.truncation_side: TruncationSide = "right"
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())

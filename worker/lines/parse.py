@@ -53,6 +53,9 @@ _COUNTED = frozenset(
     {"tools", "n", "stop", "stop_token_ids", "allowed_token_ids", "logit_bias", "logprobs", "top_logprobs"}
 )
 
+# Characters of all pairs of a line, as a multiple of its bytes at most: a query is read once for each of its documents.
+MAX_PAIRS_SIZE = 4
+
 _PREFIX = "Input should be "
 _ACCEPTED = {
     "int_type": "a whole number",
@@ -245,6 +248,11 @@ def _beyond_limits(body: RequestBody, limits: LimitSettings) -> Iterator[Refusal
     elif isinstance(body, PairBody):
         name, texts = body.sides[1]
         counts = [(name, len(texts), limits.max_embedding_inputs, "max_embedding_inputs")]
+        most = MAX_PAIRS_SIZE * limits.max_prompt_bytes
+        if body.num_characters > most:
+            message = f"{name} makes pairs of {body.num_characters} characters together; accepted: at most {most}"
+            message += f" ({MAX_PAIRS_SIZE} times limits.max_prompt_bytes)"
+            yield RefusalError(message, code="invalid_value", param=name)
     elif body.model_fields_set.isdisjoint(_COUNTED):
         return
     else:

@@ -49,6 +49,13 @@ class PairBody(PooledBody):
         (_, first), (_, second) = self.sides
         return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
 
+    @property
+    def num_characters(self) -> int:
+        """Of all pairs: a text alone in the first field counts once for each of the second."""
+        (_, first), (_, second) = self.sides
+        repeats = len(second) if len(first) == 1 else 1
+        return repeats * sum(map(len, first)) + sum(map(len, second))
+
     def param_of(self, index: int) -> str:
         """What error messages call a pair: its second text."""
         name, texts = self.sides[1]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 from engine.checkpoint.classifier_config import ClassActivation, ClassifierConfig
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.request import ClassificationRequest, EmbeddingRequest, PooledRequest
-from engine.text.tokenizer import EncodedInput, TextPair
+from engine.text.inputs import EncodedInput, TextPair, cut_ids
 from worker.lines.bodies import EmbeddingBody, InputBody, PooledBody
 from worker.lines.scoring import ClassifyBody, PairBody
 from worker.requests.encoding import attempt
 from worker.requests.step_engine import StepEngine
 
+# Characters that are tokenised together: of a token some 100 bytes are kept until it is cut, with all around it.
+SLICE_CHARACTERS = 2 << 20
+
 PooledInput = str | TextPair | EncodedInput  # a text, a pair of them, or the token ids of a line
+CutText = tuple[str | TextPair, int | None]  # with the tokens that it is cut to; None: it is not
 
 
 class PooledRequestBuilder:
@@ -52,7 +57,7 @@ class PooledRequestBuilder:
             raise _refusal("truncate_prompt_tokens", limit, f"at most the context, {self._max_model_len}, or -1")
         if isinstance(body, InputBody):
             cut_at = self._limit(body)
-            return [item if isinstance(item, str) else _given(item, cut_at) for item in body.input]
+            return [item if isinstance(item, str) else self._given(item, cut_at) for item in body.input]
         if not isinstance(body, PairBody):
             raise TypeError(f"{type(body).__name__} has no inputs")
         if self._classifier is not None:
@@ -66,7 +71,7 @@ class PooledRequestBuilder:
     ) -> list[list[EncodedInput | Exception]]:
         """The inputs of each line, cut to its limit, as tokens, or what encoding one raised."""
         texts = [(item, limit) for items, limit in lines for item in items if not isinstance(item, EncodedInput)]
-        encoded = iter(self._encode_each(texts))
+        encoded = chain.from_iterable(map(self._encode_each, _slices(texts)))
         return [[item if isinstance(item, EncodedInput) else next(encoded) for item in items] for items, _ in lines]
 
     def _request(
@@ -87,15 +92,20 @@ class PooledRequestBuilder:
         limit = body.truncate_prompt_tokens
         return self._max_model_len if limit == -1 else limit
 
-    def _encode_each(self, texts: Sequence[tuple[str | TextPair, int | None]]) -> Sequence[EncodedInput | Exception]:
+    def _encode_each(self, texts: Sequence[CutText]) -> Sequence[EncodedInput | Exception]:
         try:
             return self._tokenizer.encode_inputs([text for text, _ in texts], [limit for _, limit in texts])
         except Exception:  # a seam: one text is at fault, or several; each on its own shows which
             return [attempt(self._encode, *each) for each in texts]
 
-    def _encode(self, text: str | TextPair, limit: int | None) -> EncodedInput:
+    def _encode(self, text: str | TextPair, limit: int | None) -> EncodedInput | Exception:
         (encoded,) = self._tokenizer.encode_inputs([text], [limit])
         return encoded
+
+    def _given(self, token_ids: Sequence[int], limit: int | None) -> EncodedInput:
+        """Token ids are taken as they are, and cut at the end at which texts are."""
+        ids = cut_ids(token_ids, limit, self._tokenizer.truncation_side)
+        return EncodedInput(ids, len(ids))
 
     def _param_of(self, body: PooledBody) -> Callable[[int], str]:
         """What error messages call an input: its place in the line."""
@@ -119,10 +129,17 @@ def _refusal(param: str, value: object, accepted: str) -> InvalidRequest:
     return InvalidRequest(f"{param} is {said}; accepted: {accepted}", param=param, value=value, accepted=accepted)
 
 
-def _given(token_ids: Sequence[int], limit: int | None) -> EncodedInput:
-    """Token ids are taken as they are, and cut at the end."""
-    ids = token_ids[:limit]
-    return EncodedInput(ids, len(ids))
+def _slices(texts: Sequence[CutText]) -> Iterator[Sequence[CutText]]:
+    """The texts in order, as many together as have SLICE_CHARACTERS; one that has more is alone."""
+    start, num_characters = 0, 0
+    for index, (text, _) in enumerate(texts):
+        own = len(text) if isinstance(text, str) else sum(map(len, text))
+        if num_characters + own > SLICE_CHARACTERS and index > start:
+            yield texts[start:index]
+            start, num_characters = index, 0
+        num_characters += own
+    if start < len(texts):
+        yield texts[start:]
 
 
 def _activation(body: PooledBody, classifier: ClassifierConfig) -> ClassActivation:

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel, ConfigDict
+from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import AutoTokenizer
 
 from engine.checkpoint.classifier_config import ClassActivation, ClassifierConfig
-from engine.errors import InvalidRequest, PromptTooLong
+from engine.errors import CheckpointError, InvalidRequest, PromptTooLong
 from engine.request import ClassificationRequest, EmbeddingRequest, RequestOutput
 from engine.text.tokenizer import Tokenizer
 from settings import LimitSettings
@@ -27,6 +28,7 @@ from worker.lines.errors import LineError
 from worker.lines.parse import parse_request_line
 from worker.lines.request_line import Endpoint
 from worker.records.record import encode_record
+from worker.requests import pooled
 from worker.requests.served_model import ServedModel
 from worker.requests.step_engine import served_endpoints
 
@@ -209,8 +211,22 @@ def test_inputs_are_classified_as_texts_or_token_ids(
         )
 
 
-def test_texts_are_cut_as_transformers_cuts_them(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    builder, theirs = served(tokenizer, SCORING).requests, AutoTokenizer.from_pretrained(tmp_path)
+def with_truncation_side(path: Path, side: str | None, direction: str) -> Tokenizer:
+    """A tokenizer whose tokenizer_config.json says `side`, and tokenizer.json `direction`."""
+    make_word_piece_tokenizer(path)
+    library = LibraryTokenizer.from_file(str(path / "tokenizer.json"))
+    library.enable_truncation(16, direction=direction)
+    library.save(str(path / "tokenizer.json"))
+    file = path / "tokenizer_config.json"
+    added = {} if side is None else {"truncation_side": side}
+    file.write_text(json.dumps(json.loads(file.read_text()) | added))
+    return Tokenizer.for_encoding(path)
+
+
+@pytest.mark.parametrize(("side", "direction"), [(None, "right"), ("left", "right"), (None, "left"), ("right", "left")])
+def test_texts_are_cut_as_transformers_cuts_them(tmp_path: Path, side: str | None, direction: str) -> None:
+    tokenizer, theirs = with_truncation_side(tmp_path, side, direction), AutoTokenizer.from_pretrained(tmp_path)
+    builder = served(tokenizer, SCORING).requests
     texts = ["", "a", "a b c", "a b c d e f g h i j k l m", "a " * 40]
     for limit in (4, 5, 9, 10, 20):
         for first in texts:
@@ -221,6 +237,15 @@ def test_texts_are_cut_as_transformers_cuts_them(tmp_path: Path, tokenizer: Toke
             assert request.inputs == wanted["input_ids"]
             types = [row.index(1) if 1 in row else len(row) for row in wanted["token_type_ids"]]
             assert request.second_starts == types
+    line = parse(batch_line(CLASSIFY, {"input": [7, 8, 9], "truncate_prompt_tokens": 2}))
+    request = build_request(builder, line)
+    assert isinstance(request, ClassificationRequest)
+    assert list(request.inputs[0]) == ([8, 9] if theirs.truncation_side == "left" else [7, 8])
+
+
+def test_an_unknown_end_to_cut_at_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="truncation_side is 'middle'; accepted: left or right"):
+        with_truncation_side(tmp_path, "middle", "right")
 
 
 @pytest.mark.parametrize("url", [Endpoint.EMBEDDINGS, CLASSIFY])
@@ -304,6 +329,56 @@ def test_the_operator_limits_the_pairs_of_a_line() -> None:
             LineError, match=rf"{name} has 3 entries; accepted: at most 2 \(limits.max_embedding_inputs\)"
         ):
             parse_request_line(raw_line({**body, name: ["b"] * 3}), 0, limits)
+
+
+def test_the_operator_limits_what_a_line_repeats() -> None:
+    documents = ["b"] * 2048
+    raw = raw_line({"query": "a" * 200_000, "documents": documents})
+    with pytest.raises(LineError) as caught:
+        parse_request_line(raw, 0, LimitSettings())
+    said = "documents makes pairs of 409602048 characters together; accepted: at most 1048576 (4 times "
+    assert caught.value.message == f"{said}limits.max_prompt_bytes)"
+    assert (caught.value.code, caught.value.param) == ("invalid_value", "documents")
+    parse_request_line(raw_line({"query": "a" * 511, "documents": documents}), 0, LimitSettings())
+    assert error_of(raw_line({"query": "a" * 512, "documents": documents})).param == "documents"
+    one_by_one = {"text_1": ["a" * 60] * 2000, "text_2": ["b" * 50] * 2000}
+    parse_request_line(raw_line(one_by_one), 0, LimitSettings())
+
+
+def test_slices_of_a_read_are_tokenised_as_the_whole(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies = [{"query": "a b " * number, "documents": ["c " * 9, "", "d"]} for number in range(7)]
+    lines = [(parse(batch_line(RERANK, {**body, "truncate_prompt_tokens": 9})), "r") for body in bodies]
+    builder, sizes = served(tokenizer, SCORING).requests, []
+    whole = builder.build_all(lines, created_s=0, tenant="", priority=0)
+    encode = tokenizer.encode_inputs
+
+    def counted(texts: Any, limits: Any) -> Any:
+        sizes.append((len(texts), sum(len(part) for pair in texts for part in pair)))
+        return encode(texts, limits)
+
+    monkeypatch.setattr(tokenizer, "encode_inputs", counted)
+    monkeypatch.setattr(pooled, "SLICE_CHARACTERS", 30)
+    assert builder.build_all(lines, created_s=0, tenant="", priority=0) == whole
+    assert sum(count for count, _ in sizes) == 21
+    assert 3 < len(sizes) < 21
+    assert all(size <= 30 or count == 1 for count, size in sizes)
+
+
+def test_a_text_that_cannot_be_cut_costs_those_beside_it_nothing(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = (parse(batch_line(SCORE, {**PAIRS, "truncate_prompt_tokens": limit})) for limit in (5, 3))
+    builder, calls, encode = served(tokenizer, SCORING).requests, [], tokenizer.encode_inputs
+
+    def counted(texts: Any, limits: Any) -> Any:
+        calls.append(len(texts))
+        return encode(texts, limits)
+
+    monkeypatch.setattr(tokenizer, "encode_inputs", counted)
+    found = builder.build_all([(good, "r"), (bad, "s"), (good, "t")], created_s=0, tenant="", priority=0)
+    assert calls == [6]
+    assert isinstance(found[1], InvalidRequest)
+    assert [type(request) for request in (found[0], found[2])] == [ClassificationRequest] * 2
 
 
 def test_the_first_pair_orders_a_line() -> None:
