@@ -10,8 +10,16 @@ import torch
 
 from kernels import cpu, reference
 from kernels.operands import AttentionRows, ExpertOutputs, ProjectedHeads, RoutedExperts
+from kernels.quantised import WeightScheme, quantise
 from tests.benchmarks.kernel_inputs import BLOCK_SIZE, EPS, last_slots
 from tests.support.tensors import assert_close, framed, make_paged_cache, routing
+
+# int4 in groups; int8 and float8 with activations rounded a token.
+SCHEMES = (
+    WeightScheme(4, is_float=False, group_size=32),
+    WeightScheme(8, is_float=False, group_size=None, activations="int8_token"),
+    WeightScheme(8, is_float=True, group_size=None, activations="float8_token"),
+)
 
 # An operation's results from inputs on a device; the second argument is a device's implementation.
 Results = Sequence[torch.Tensor]
@@ -81,6 +89,12 @@ def _row_cases(dtype: torch.dtype, is_tiny: bool) -> Iterator[OperationCase]:
         residual, weight = _normal(rows, hidden, seed=3, dtype=dtype), norm.to(dtype)
         matrix = _normal(hidden, hidden, seed=5, dtype=dtype).mul(0.02)
         yield _case(f"linear {rows}", (x, matrix), lambda ops, x, w: [ops.linear(x, ops.pack(w))])
+        for scheme in SCHEMES:
+            yield _case(
+                f"linear {rows}, {scheme}",
+                (x, matrix, scheme),
+                lambda ops, x, w, scheme: [ops.linear(x, ops.pack(quantise(w, scheme, w.dtype)))],
+            )
         yield _case(f"rms_norm {rows}", (x, weight), lambda ops, x, w: [ops.rms_norm(x, w, EPS)])
         yield _case(
             f"fused_add_rms_norm {rows}",
@@ -203,6 +217,20 @@ def _experts(dtype: torch.dtype, is_tiny: bool) -> Iterator[OperationCase]:
                 ops.grouped_gemm(x, ops.pack(w), ops.sort_tokens_by_expert(ids, experts), gather=True, gated=True)
             ],
         )
+        for scheme in SCHEMES[:1]:
+            yield _case(
+                f"grouped_gemm {tokens}, {scheme}",
+                (Framed(x), gate_up, routed.expert_ids, scheme),
+                lambda ops, x, w, ids, scheme: [
+                    ops.grouped_gemm(
+                        x,
+                        ops.pack(quantise(w, scheme, w.dtype)),
+                        ops.sort_tokens_by_expert(ids, experts),
+                        gather=True,
+                        gated=True,
+                    )
+                ],
+            )
         if tokens < 64:
             yield _case(
                 f"moe_small_batch {tokens}",

@@ -162,7 +162,7 @@ def test_an_http_server_answers_every_route_as_a_user_of_its_own(server: AclRedi
             input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
         )
         assert openai.batches.cancel(cancelled.id).status == "cancelled"
-        workers.start(engine={"chat_template": CHAT_TEMPLATE}, model__name="fake")
+        workers.start(engine={"chat_template": CHAT_TEMPLATE}, model__aliases="fake")
         batch = openai.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
         done = ended_batch(openai, batch.id)
         assert done.output_file_id is not None
