@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from settings import LimitSettings
 from worker.lines.errors import NotIgnorable, RefusalError
-from worker.lines.request_line import Endpoint
+from worker.lines.request_line import PROMPT_KEYS, SECOND_KEYS, Endpoint
 from worker.lines.strict_json import read_strict_json, shorten
 
 ENVELOPE_MARKS = frozenset({"method", "url", "body"})  # a line with one of these is an envelope, else a body alone
@@ -65,7 +65,7 @@ _LEFT_TO_BODY: Mapping[Endpoint, frozenset[str]] = {
 }
 
 # What makes a line a request: without one of these it would be another one, or none.
-_NEEDED = ("messages", "prompt", "input", "query", "text_1", "custom_id", *sorted(ENVELOPE_MARKS))
+_NEEDED = (*PROMPT_KEYS, *SECOND_KEYS, "custom_id", *sorted(ENVELOPE_MARKS))
 
 
 def without_neutral(body: Mapping[str, object], endpoint: Endpoint) -> tuple[Mapping[str, object], list[RefusalError]]:

@@ -18,7 +18,7 @@ from worker.lines.chat import ChatBody
 from worker.lines.errors import LineError, RefusalError
 from worker.lines.fields import BodyModel
 from worker.lines.ignored import ENVELOPE_MARKS, without_neutral
-from worker.lines.request_line import Endpoint, RequestBody, RequestLine
+from worker.lines.request_line import PROMPT_KEYS, Endpoint, RequestBody, RequestLine
 from worker.lines.scoring import ClassifyBody, PairBody, RerankBody, ScoreBody
 from worker.lines.strict_json import StrictJson, has_surrogate, read_strict_json, shorten
 
@@ -29,16 +29,6 @@ _ENVELOPE_KEYS = ("custom_id", *_NEEDED)
 # Azure writes a path without /v1, and so does vLLM, which has two for reranking.
 _ENDPOINTS = {path: endpoint for endpoint in Endpoint for path in (endpoint.value, endpoint.value.removeprefix("/v1"))}
 _ENDPOINTS["/v2/rerank"] = Endpoint.RERANK
-# What only these take. A body alone is for the first.
-_PROMPT_KEYS: Mapping[str, tuple[Endpoint, ...]] = {
-    "messages": (Endpoint.CHAT_COMPLETIONS,),
-    "prompt": (Endpoint.COMPLETIONS,),
-    "input": (Endpoint.EMBEDDINGS, Endpoint.CLASSIFY),
-    "query": (Endpoint.RERANK,),
-    "text_1": (Endpoint.SCORE,),
-    "queries": (Endpoint.SCORE,),
-    "data_1": (Endpoint.SCORE,),
-}
 _BODIES: dict[Endpoint, type[RequestBody]] = {
     Endpoint.CHAT_COMPLETIONS: ChatBody,
     Endpoint.COMPLETIONS: CompletionBody,
@@ -177,13 +167,13 @@ def _request(
 
 def _open_body(value: Mapping[str, object], faults: list[RefusalError]) -> tuple[Endpoint, Mapping[str, object]] | None:
     body = {key: item for key, item in value.items() if key != "custom_id"}
-    named = [key for key in _PROMPT_KEYS if body.get(key) is not None]
+    named = [key for key in PROMPT_KEYS if body.get(key) is not None]
     if len(named) == 1:
-        return _PROMPT_KEYS[named[0]][0], body
+        return PROMPT_KEYS[named[0]][0], body
     if named:
         message, code = f"line has {' and '.join(named)}; accepted: one of them", "invalid_value"
     else:
-        message, code = "line has neither prompt, messages, input, query, text_1 nor body", "missing_parameter"
+        message, code = f"line has neither {', '.join(PROMPT_KEYS)} nor body", "missing_parameter"
     faults.append(RefusalError(message, code=code, param="prompt"))
     return None
 
@@ -209,7 +199,7 @@ def _open_envelope(
         faults.append(RefusalError(f"body is {shorten(body)}; accepted: {accepted}", code="invalid_type", param="body"))
     if endpoint is None or not isinstance(body, dict):
         return None
-    for key, owners in _PROMPT_KEYS.items():
+    for key, owners in PROMPT_KEYS.items():
         if endpoint not in owners and body.get(key) is not None:
             message = f"url is {endpoint}, but body has {key}, which {owners[0]} takes"
             faults.append(RefusalError(message, code="url_mismatch", param="url"))

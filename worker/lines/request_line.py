@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -31,6 +32,17 @@ class Endpoint(StrEnum):
     SCORE = "/v1/score"
     RERANK = "/v1/rerank"
     CLASSIFY = "/classify"
+
+
+# What shows what a body alone is for; of several endpoints that take it, it is for the first.
+PROMPT_KEYS: Mapping[str, tuple[Endpoint, ...]] = {
+    "messages": (Endpoint.CHAT_COMPLETIONS,),
+    "prompt": (Endpoint.COMPLETIONS,),
+    "input": (Endpoint.EMBEDDINGS, Endpoint.CLASSIFY),
+    "query": (Endpoint.RERANK,),
+} | {first: (Endpoint.SCORE,) for first, _ in ScoreBody.forms}
+# What else makes a body the request that it is.
+SECOND_KEYS = tuple(dict.fromkeys(["documents", *(second for _, second in ScoreBody.forms)]))
 
 
 @dataclass(frozen=True, slots=True)

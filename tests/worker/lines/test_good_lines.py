@@ -15,6 +15,7 @@ from worker.lines.fields import ServiceFields
 from worker.lines.files import CustomIds
 from worker.lines.ignored import IgnoredParams
 from worker.lines.request_line import Endpoint
+from worker.lines.scoring import ScoreBody
 
 GIVEN: dict[str, object] = {
     "user": "u",
@@ -335,7 +336,12 @@ def test_a_line_without_them_or_that_cannot_be_read_stays_as_it_is(raw: bytes) -
     assert ignored.counts == {"foo": 0}
 
 
-@pytest.mark.parametrize("name", ["prompt", "messages", "input", "custom_id", "method", "url", "body", ""])
+SIDES = sorted({name for form in ScoreBody.forms for name in form})
+
+
+@pytest.mark.parametrize(
+    "name", ["prompt", "messages", "input", "query", *SIDES, "custom_id", "method", "url", "body", ""]
+)
 def test_what_makes_a_line_a_request_cannot_be_ignored(name: str) -> None:
     with pytest.raises(NotIgnorable, match="accepted: a parameter of the body, none of messages, prompt, input"):
         ignoring("best_of", name)
