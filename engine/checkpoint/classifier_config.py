@@ -17,6 +17,8 @@ _BY_PROBLEM: dict[str, ClassActivation] = {
 }
 # The last part of the name that sentence-transformers writes, torch.nn.modules.linear.Identity: no name is imported.
 _BY_MODULE: dict[str, ClassActivation] = {"Identity": "none", "Sigmoid": "sigmoid"}
+# vLLM's: false joins the two texts without what the tokenizer puts between them, which nothing here does.
+_PAIR_KEYS = ("use_sep_token", "use_pad_token")
 _OLD_MODULE_KEY = "sbert_ce_default_activation_function"  # before sentence-transformers 4
 
 
@@ -26,7 +28,7 @@ class ClassifierConfig:
 
     labels: tuple[str, ...]  # one a class; at least one
     activation: ClassActivation  # of a text's logits
-    pair_activation: ClassActivation  # of a pair's one logit, which makes it a score
+    pair_activation: ClassActivation  # of a pair's one logit, which makes it a score; of no use with several
     padding_id: int | None = None  # the token that a decoder's head looks past for a text's last one, as transformers'
 
     @classmethod
@@ -40,10 +42,11 @@ class ClassifierConfig:
         activation = by_number
         if config.has("problem_type"):
             activation = _BY_PROBLEM[config.choice("problem_type", tuple(_BY_PROBLEM))]
-        if activation == "softmax" and len(labels) == 1:
-            raise config.refuse("problem_type", config.data["problem_type"], "regression for one class")
+        if activation == "softmax":
+            activation = by_number  # a softmax over one class is 1 whatever its logit: vLLM's is a sigmoid, too
+        pair_activation: ClassActivation = _pair_activation(config) if len(labels) == 1 else "sigmoid"
         padding_id = config.integer("pad_token_id", minimum=-1) if config.has("pad_token_id") else None
-        return cls(labels, activation, _pair_activation(config), padding_id)
+        return cls(labels, activation, pair_activation, padding_id)
 
     @property
     def scores_pairs(self) -> bool:
@@ -65,6 +68,9 @@ def _labels(config: ConfigReader) -> tuple[str, ...]:
 
 
 def _pair_activation(config: ConfigReader) -> ClassActivation:
+    for key in _PAIR_KEYS:
+        if not config.flag(key, default=True):
+            raise config.refuse(key, False, "true")
     own, key = config.table("sentence_transformers"), "activation_fn"
     if own is None or not own.has(key):
         own, key = config, _OLD_MODULE_KEY

@@ -292,6 +292,14 @@ IDENTITY = "torch.nn.modules.linear.Identity"
         ),
         ({"num_labels": 1, "problem_type": "regression"}, ClassifierConfig(("LABEL_0",), "none", "sigmoid")),
         (
+            {"num_labels": 1, "problem_type": "single_label_classification", "use_sep_token": True},
+            ClassifierConfig(("LABEL_0",), "sigmoid", "sigmoid"),
+        ),
+        (
+            {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Softmax"}, "use_pad_token": False},
+            ClassifierConfig(("LABEL_0", "LABEL_1"), "softmax", "sigmoid"),
+        ),
+        (
             {"num_labels": 1, "sentence_transformers": {"activation_fn": IDENTITY, "version": "5.0"}},
             ClassifierConfig(("LABEL_0",), "sigmoid", "none"),
         ),
@@ -314,9 +322,13 @@ def test_what_config_json_says_of_a_head(keys: dict[str, object], expected: Clas
         ({"id2label": {"0": "a"}, "num_labels": 2}, "num_labels is 2; accepted: 1"),
         ({"num_labels": 0}, "num_labels is 0"),
         ({"problem_type": "ranking"}, "problem_type is 'ranking'"),
-        ({"num_labels": 1, "problem_type": "single_label_classification"}, "problem_type is"),
-        ({"sbert_ce_default_activation_function": "torch.nn.modules.activation.Tanh"}, "accepted: torch.nn.modules"),
-        ({"sentence_transformers": {"activation_fn": 3}}, "activation_fn is 3"),
+        (
+            {"num_labels": 1, "sbert_ce_default_activation_function": "torch.nn.modules.activation.Tanh"},
+            "accepted: torch.nn.modules",
+        ),
+        ({"num_labels": 1, "sentence_transformers": {"activation_fn": 3}}, "activation_fn is 3"),
+        ({"num_labels": 1, "use_sep_token": False}, "use_sep_token is False; accepted: true"),
+        ({"num_labels": 1, "use_pad_token": False}, "use_pad_token is False; accepted: true"),
     ],
 )
 def test_a_head_that_cannot_be_run_is_refused_by_its_key(keys: dict[str, object], said: str) -> None:
