@@ -44,6 +44,7 @@ class EncoderEngine(StepLoop):
     """
 
     generates = False
+    makes_comparable_embeddings = True  # there is nothing else to make of what an encoder without a head gives
 
     def __init__(self, parts: EncoderParts) -> None:
         super().__init__(parts.effective, parts.tokenizer)

@@ -156,6 +156,11 @@ class Engine(StepLoop):
         """Whether it continues prompts. False for a model without a head of tokens."""
         return self._executor.model.lm_head is not None
 
+    @property
+    def makes_comparable_embeddings(self) -> bool:
+        """Whether embeddings are made to be held against each other: there is no head of tokens, or modules.json."""
+        return not self.generates or self._embeddings.config.is_declared
+
     def add_request(self, request: AnyRequest) -> None:
         """Queue a request, or have it wait for the results of an equal one (see GenerationRequests).
 

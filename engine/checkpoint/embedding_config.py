@@ -37,6 +37,7 @@ class EmbeddingConfig:
     size: int  # elements of a whole vector: the model's hidden size
     dimensions: Sequence[int]  # lengths that a request may ask for, rising; the last is `size`
     padding_id: int | None = None  # a token that is not taken for a text's last one; None: the last one is
+    is_declared: bool = False  # whether sentence-transformers' files make it a model for embeddings
 
     @classmethod
     def from_directory(cls, path: Path, *, size: int, default: Pooling) -> EmbeddingConfig:
@@ -47,7 +48,8 @@ class EmbeddingConfig:
         that is not supported.
         """
         config = ConfigReader(read_json_object(path / "config.json", max_bytes=MAX_CONFIG_BYTES), "config.json")
-        return cls(_pooling(path, default), size, _dimensions(config, size))
+        is_declared = (path / MODULES_FILE).exists()
+        return cls(_pooling(path, default), size, _dimensions(config, size), is_declared=is_declared)
 
     @property
     def needs_every_position(self) -> bool:

@@ -34,6 +34,7 @@ class InstantEngine:
         self.max_model_len = MAX_MODEL_LEN
         self.generates = True
         self.classifier: ClassifierConfig | None = None
+        self.makes_comparable_embeddings = False
         self._open: dict[str, Request] = {}
         completion = Completion(0, ANSWER, tuple(range(NUM_OUTPUT_TOKENS)), FinishReason.LENGTH, None, None)
         self._completions = (completion,)

@@ -141,6 +141,15 @@ def test_bit_for_bit_with_deterministic_kernels(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+def test_only_models_for_embeddings_are_held_against_each_other(tmp_path: Path) -> None:
+    generating = make_checkpoint(tmp_path / "generating")
+    assert not load_engine(generating).makes_comparable_embeddings
+    write_pooling(generating, "last_token")
+    engine = load_engine(generating)
+    assert (engine.generates, engine.makes_comparable_embeddings) == (True, True)
+    assert load_engine(make_body_checkpoint(tmp_path / "body")).makes_comparable_embeddings
+
+
 def test_a_body_alone_generates_nothing(tmp_path: Path) -> None:
     engine = load_engine(make_body_checkpoint(tmp_path))
     assert not engine.generates

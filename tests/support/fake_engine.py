@@ -99,6 +99,7 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.generates = generates
         self.classifier: ClassifierConfig | None = None
+        self.makes_comparable_embeddings = not generates
         self.num_aborted = 0
         self.most_open = 0
         self.is_closed = False
@@ -314,11 +315,13 @@ def served_model(
     max_model_len: int = 1 << 20,
     generates: bool = True,
     classifier: ClassifierConfig | None = None,
+    compares: bool = True,
     **settings: Any,
 ) -> ServedModel:
     """A model called "m" of this tokenizer; `settings`: those of ModelSettings."""
     engine = FakeEngine(max_model_len=max_model_len)
     engine.tokenizer, engine.generates, engine.classifier = tokenizer, generates, classifier
+    engine.makes_comparable_embeddings = compares
     return ServedModel(engine, ModelSettings(**{"name": "m", **settings}))
 
 

@@ -49,6 +49,7 @@ class ScriptedEngine:
         self.max_model_len = 100
         self.generates = True
         self.classifier: ClassifierConfig | None = None
+        self.makes_comparable_embeddings = False
         self.step_size = (0, 0)
         self.waiting: list[Request] = []
         self.most_waiting = 0

@@ -87,7 +87,7 @@ def _endpoints(classifier: ClassifierConfig | None) -> Finding:
         kind = "a head of one class, which scores pairs"
     else:
         kind = f"a head of {len(classifier.labels)} classes"
-    served = ", ".join(served_endpoints(generates=False, classifier=classifier))
+    served = ", ".join(served_endpoints(generates=False, compares=True, classifier=classifier))
     return Finding("endpoints", Level.OK, f"{kind}: {served} only")
 
 

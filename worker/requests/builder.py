@@ -27,7 +27,9 @@ class RequestBuilder:
     ) -> None:
         """`names`: those that lines may give, the model's own first; `*`: any."""
         self._tokenizer = engine.tokenizer
-        self._endpoints = served_endpoints(generates=engine.generates, classifier=engine.classifier)
+        self._endpoints = served_endpoints(
+            generates=engine.generates, compares=engine.makes_comparable_embeddings, classifier=engine.classifier
+        )
         self._num_classes = 0 if engine.classifier is None else len(engine.classifier.labels)
         self._pooled = PooledRequestBuilder(engine)
         self._chat_prompts = prompts

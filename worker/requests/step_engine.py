@@ -39,6 +39,10 @@ class StepEngine(Protocol):
     def classifier(self) -> ClassifierConfig | None:
         """The classes that it scores; None: it makes embeddings instead."""
 
+    @property
+    def makes_comparable_embeddings(self) -> bool:
+        """Whether the cosine of two of its embeddings says how well the texts go together."""
+
     def add_request(self, request: AnyRequest) -> None:
         """Queue a request. Raises InvalidRequest for one that can never be served, EngineFatal once a step failed."""
 
@@ -68,12 +72,16 @@ class StepEngine(Protocol):
         """Give everything back."""
 
 
-def served_endpoints(*, generates: bool, classifier: ClassifierConfig | None) -> tuple[Endpoint, ...]:
-    """What a model answers, in the order of Endpoint. Without a head of classes pairs are scored by embeddings."""
+def served_endpoints(*, generates: bool, compares: bool, classifier: ClassifierConfig | None) -> tuple[Endpoint, ...]:
+    """What a model answers, in the order of Endpoint. Without a head of classes pairs are scored by embeddings.
+
+    compares: whether these are made for it, see StepEngine. The hidden states of a model that only generates are not,
+    and lines without a model would have it to choose from beside a reranker.
+    """
     generating = (Endpoint.CHAT_COMPLETIONS, Endpoint.COMPLETIONS) if generates else ()
     pairs = (Endpoint.SCORE, Endpoint.RERANK)
     if classifier is None:
-        return (*generating, Endpoint.EMBEDDINGS, *pairs)
+        return (*generating, Endpoint.EMBEDDINGS, *(pairs if compares else ()))
     return (*(pairs if classifier.scores_pairs else ()), Endpoint.CLASSIFY)
 
 

@@ -57,7 +57,9 @@ class WorkerRuntime:
         logger.info("loading the model", extra={"model": parts.model_name})
         engine = parts.engine.start()
         parts.shards.serve(ServedModel(engine, parts.settings.model))
-        endpoints = served_endpoints(generates=engine.generates, classifier=engine.classifier)
+        endpoints = served_endpoints(
+            generates=engine.generates, compares=engine.makes_comparable_embeddings, classifier=engine.classifier
+        )
         loaded = {"endpoints": endpoints, "context_tokens": engine.max_model_len}
         parts.directory.announce(announcement.model_copy(update=loaded))
 

@@ -287,17 +287,19 @@ def test_a_text_that_is_too_long_is_named(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("generates", "classifier", "served_", "others"),
+    ("generates", "compares", "classifier", "served_", "others"),
     [
-        (True, None, [*Endpoint][:5], [CLASSIFY]),
-        (False, None, [Endpoint.EMBEDDINGS, SCORE, RERANK], [Endpoint.COMPLETIONS, CLASSIFY]),
-        (False, SCORING, [SCORE, RERANK, CLASSIFY], [Endpoint.EMBEDDINGS, Endpoint.CHAT_COMPLETIONS]),
-        (False, CLASSES, [CLASSIFY], [Endpoint.EMBEDDINGS, Endpoint.COMPLETIONS, SCORE, RERANK]),
+        (True, True, None, [*Endpoint][:5], [CLASSIFY]),
+        (True, False, None, [*Endpoint][:3], [SCORE, RERANK, CLASSIFY]),
+        (False, True, None, [Endpoint.EMBEDDINGS, SCORE, RERANK], [Endpoint.COMPLETIONS, CLASSIFY]),
+        (False, False, SCORING, [SCORE, RERANK, CLASSIFY], [Endpoint.EMBEDDINGS, Endpoint.CHAT_COMPLETIONS]),
+        (False, True, CLASSES, [CLASSIFY], [Endpoint.EMBEDDINGS, Endpoint.COMPLETIONS, SCORE, RERANK]),
     ],
 )
 def test_a_model_refuses_the_endpoints_that_it_does_not_serve(
     tokenizer: Tokenizer,
     generates: bool,
+    compares: bool,
     classifier: ClassifierConfig | None,
     served_: list[Endpoint],
     others: list[Endpoint],
@@ -310,8 +312,8 @@ def test_a_model_refuses_the_endpoints_that_it_does_not_serve(
         RERANK: {"query": "a", "documents": ["b"]},
         CLASSIFY: {"input": "a"},
     }
-    assert list(served_endpoints(generates=generates, classifier=classifier)) == served_
-    builder = served(tokenizer, classifier, generates=generates).requests
+    assert list(served_endpoints(generates=generates, compares=compares, classifier=classifier)) == served_
+    builder = served(tokenizer, classifier, generates=generates, compares=compares).requests
     for endpoint in set(served_) - {Endpoint.CHAT_COMPLETIONS}:
         build_request(builder, parse(batch_line(endpoint, bodies[endpoint])))
     for endpoint in others:
