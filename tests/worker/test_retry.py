@@ -55,8 +55,9 @@ def test_a_line_whose_custom_id_was_taken_is_left_out(client: BatchClient, regis
 
 def test_a_retry_has_the_options_of_the_first_job_or_its_own(client: BatchClient, registry: TestRegistry) -> None:
     options = SubmitOptions(
-        priority=2, deadline_s=1800.5, tenant="blue", metadata={"run": "7"}, endpoint=Endpoint.COMPLETIONS, strict=True
-    )
+        priority=2, deadline_s=1800.5, tenant="blue", metadata={"run": "7"}, endpoint=Endpoint.COMPLETIONS, strict=True,
+        result_ttl_s=7200,
+    )  # fmt: skip
     job_id = ended_job(registry, {0: ("line-1", "internal_error")}, options)
 
     registry.redis.hset(registry.keys.job(job_id), "model", "the one that answered")
@@ -67,7 +68,9 @@ def test_a_retry_has_the_options_of_the_first_job_or_its_own(client: BatchClient
     assert (same.model, other.model) == ("the one that answered", "another")
     assert (same.priority, same.tenant, same.metadata) == (2, "blue", {"run": "7"})
     assert (same.expires_at or 0) - same.created_at == pytest.approx(1800.5)
-    assert registry.redis.hmget(registry.keys.job(same.id), "url", "strict") == [b"/v1/completions", b"1"]
+    assert registry.redis.hmget(registry.keys.job(same.id), "url", "strict", "retain") == [
+        b"/v1/completions", b"1", b"7200000",
+    ]  # fmt: skip
     assert (other.priority, other.tenant) == (7, "blue")
     assert (other.expires_at or 0) - other.created_at == pytest.approx(60)
 

@@ -283,9 +283,9 @@ class JobIntake:
 
 
 def _spec(options: SubmitOptions) -> dict[str, object]:
-    """What a job's status tells of its options and no script reads."""
-    spec: dict[str, object] = {"metadata": options.metadata}
-    return spec if options.input_file_id is None else {**spec, "input_file_id": options.input_file_id}
+    """What a job's status and a retry of it tell of its options, and no script reads."""
+    given = {"input_file_id": options.input_file_id, "result_ttl_s": options.result_ttl_s}
+    return {"metadata": options.metadata} | {name: value for name, value in given.items() if value is not None}
 
 
 def _refusal(status: str, reply: RedisReply, num_lines: int) -> RegistryError:

@@ -147,6 +147,11 @@ class JobQueries:
             raise AmbiguousJob(name, [job.id for job in found])
         return found[0].id
 
+    def known(self, tenant: str, idempotency_key: str) -> Exchange[str | None]:
+        """The job submitted earlier under a producer's own key."""
+        [job_id] = yield [("GET", self._keys.idempotency(tenant, idempotency_key))]
+        return None if job_id is None else text(job_id)
+
     def workers(self) -> Exchange[list[WorkerInfo]]:
         """Workers whose heartbeat is fresh."""
         prefix = self._keys.workers
@@ -212,7 +217,7 @@ class JobQueries:
         job = yield from self.status(job_id)
         if not job.status.is_terminal:
             raise JobNotEnded(job_id, job.status.value)
-        [(endpoint, strict)] = yield [("HMGET", self._keys.job(job_id), "url", "strict")]
+        [(endpoint, strict, spec)] = yield [("HMGET", self._keys.job(job_id), "url", "strict", "spec")]
         return {
             "priority": job.priority,
             "deadline_s": None if job.expires_at is None else round(job.expires_at - job.created_at, 3),
@@ -221,6 +226,7 @@ class JobQueries:
             "endpoint": text(endpoint or b"") or None,
             "model": job.model,  # also if no line named it: those that failed are for the one that answered the others
             "strict": strict == b"1",
+            "result_ttl_s": json.loads(text(spec)).get("result_ttl_s"),
         }
 
     def lines(self, job_id: str, indices: Sequence[int]) -> Exchange[list[bytes | None]]:
