@@ -22,13 +22,26 @@ class ServeSettings(SettingsGroup):
         default=1000, ge=1, le=1_000_000, description="Most open connections; requests on further ones get a 503."
     )
     max_uploads: Annotated[int, Unit("uploads")] = Field(
-        default=16, ge=1, le=10_000, description="Most uploads at once; further ones get a 429."
+        default=16,
+        ge=1,
+        le=10_000,
+        description="Most uploads at once, half of them one tenant's; further ones get a 429.",
+    )
+    max_downloads: Annotated[int, Unit("downloads")] = Field(
+        default=64,
+        ge=1,
+        le=10_000,
+        description="Most downloads of files at once, half of them one tenant's; further ones get a 429.",
+    )
+    upload_timeout_s: WholeSeconds = Field(
+        default=3600, ge=1, le=86_400, description="Longest time that an upload may take as a whole."
     )
     read_timeout_s: Seconds = Field(
         default=30.0,
         ge=0.1,
         le=3600,
-        description="Longest wait for the next part of a body, and for the headers of a request as a whole.",
+        description="Longest wait for the next part of a body, for the headers of a request as a whole, and for a "
+        "client to take more of an answer.",
     )
     file_ttl_s: WholeSeconds = Field(
         default=86_400,

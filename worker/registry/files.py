@@ -61,6 +61,19 @@ class NewFile:
     idempotency_key: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FileRoom:
+    """What a tenant may add to its files; keep_file.lua has the last word."""
+
+    num_used_bytes: int  # of lines
+    max_bytes: int
+
+    def check(self, num_bytes: int) -> None:
+        """Raise TooManyFiles if no file of so many bytes of lines fits in."""
+        if self.num_used_bytes + num_bytes > self.max_bytes:
+            raise TooManyFiles("bytes", self.num_used_bytes, self.max_bytes)
+
+
 class FileStore:
     """Stages, keeps, lists, reads and deletes files."""
 
@@ -69,6 +82,17 @@ class FileStore:
         self._redis = redis
         self._limits = limits
         self._serve = serve
+
+    def room(self, file: NewFile) -> Exchange[FileRoom]:
+        """What there is for a file that begins to come. Raises TooManyFiles where the tenant has all it may have."""
+        found = yield from self.all(file.tenant)
+        others = [other for other in found if other.id != file.id]
+        room = FileRoom(sum(other.num_line_bytes for other in others), self._serve.max_tenant_file_bytes)
+        if len(others) == len(found):  # it is not one that was kept before
+            if len(found) >= self._serve.max_tenant_files:
+                raise TooManyFiles("files", len(found), self._serve.max_tenant_files)
+            room.check(1)
+        return room
 
     def stage(self, file: NewFile, first_index: int, lines: Sequence[bytes]) -> Exchange[None]:
         """Add lines of a file that comes; Redis forgets them after redis.staging_ttl_s."""

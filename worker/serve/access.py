@@ -1,9 +1,12 @@
-"""Tells by the key of a request whose it is, and what it may see."""
+"""Tells by the key of a request whose it is, what it may see, and how much of a kind may be under way."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from redis.asyncio import Redis as AsyncRedis
@@ -68,6 +71,32 @@ class Gate:
             await asyncio.sleep(WRONG_KEY_DELAY_S)
         finally:
             self._num_delayed -= 1
+
+
+class Slots:
+    """A bounded number of places, of which one tenant has at most half (rounded up)."""
+
+    def __init__(self, kind: str, most: int) -> None:
+        """`kind`: what takes a place, as in the setting serve.max_KIND."""
+        self._kind = kind
+        self._most = most
+        self._taken: Counter[str] = Counter()  # by tenant
+
+    @contextmanager
+    def taken(self, tenant: str) -> Iterator[None]:
+        """Have a place. Raises TooMuch where there is none."""
+        setting, code = f"serve.max_{self._kind}", f"too_many_{self._kind}"
+        if self._taken.total() >= self._most:
+            raise TooMuch(f"{self._most} {self._kind} are under way ({setting})", code, 1.0)
+        if self._taken[tenant] >= (self._most + 1) // 2:
+            told = f"{self._taken[tenant]} {self._kind} of the tenant are under way (half of {setting})"
+            raise TooMuch(told, code, 1.0)
+        self._taken[tenant] += 1
+        try:
+            yield
+        finally:
+            self._taken[tenant] -= 1
+            self._taken += Counter()  # which drops tenants without any
 
 
 def is_this_machine(host: str) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import TypeVar
 
 import redis
@@ -90,16 +91,28 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     return response
 
 
-async def read_body(request: Request, kind: type[Body]) -> Body:
-    """The body of a request in JSON. Raises ApiError for one that is too large, no JSON, or not of this kind."""
+async def body_parts(request: Request, timeout_s: float) -> AsyncIterator[bytes]:
+    """The body as it comes. Raises ApiError where it ends early, or nothing of it comes for `timeout_s`."""
+    stream = aiter(request.stream())
+    while True:
+        try:
+            chunk = await asyncio.wait_for(anext(stream), timeout_s)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise ApiError(f"nothing came for {timeout_s:g} s", status=408) from None
+        except ClientDisconnect:
+            raise ApiError("the body ends early") from None
+        yield chunk
+
+
+async def read_body(request: Request, kind: type[Body], timeout_s: float) -> Body:
+    """The body of a request in JSON, see body_parts. Raises ApiError for one too large or not of this kind."""
     raw = bytearray()
-    try:
-        async for chunk in request.stream():
-            raw += chunk
-            if len(raw) > MAX_BODY_BYTES:
-                raise ApiError(f"the body has more than {MAX_BODY_BYTES} bytes", status=413)
-    except ClientDisconnect:
-        raise ApiError("the body ends early") from None
+    async for chunk in body_parts(request, timeout_s):
+        raw += chunk
+        if len(raw) > MAX_BODY_BYTES:
+            raise ApiError(f"the body has more than {MAX_BODY_BYTES} bytes", status=413)
     try:
         return kind.model_validate_json(bytes(raw))
     except ValidationError as error:

@@ -168,14 +168,16 @@ def check_address(settings: Settings) -> None:
 
 
 class ImpatientProtocol(H11Protocol):
-    """uvicorn's HTTP, which closes a connection whose headers, as a whole, do not come in time.
+    """uvicorn's HTTP, which closes a connection whose headers do not come in time, or whose client reads nothing.
 
-    uvicorn waits for the first request, and for the rest of any headers, for ever. The time also bounds how long the
-    rest of a body that was refused is read.
+    uvicorn waits for the first request, for the rest of any headers, and for a client to take an answer, for ever. The
+    time is that of headers as a whole; it also bounds how long the rest of a body that was refused is read, and how
+    long an answer waits while none of it is taken.
     """
 
-    headers_timeout_s = 30.0
+    timeout_s = 30.0
     _late: asyncio.TimerHandle | None = None
+    _stuck: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         """Wait for headers."""
@@ -195,18 +197,44 @@ class ImpatientProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting."""
         self._stop_watching()
+        self._stop_watching_writes()
         super().connection_lost(exc)
 
     def _watch(self) -> None:
         if self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY):  # a request is at work
             self._stop_watching()
         elif self._late is None and not self.transport.is_closing():
-            self._late = self.loop.call_later(self.headers_timeout_s, self._give_up)
+            self._late = self.loop.call_later(self.timeout_s, self._give_up)
 
     def _stop_watching(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
+
+    def pause_writing(self) -> None:
+        """The client is slower than the server: from here on it has to take something from time to time."""
+        super().pause_writing()
+        self._watch_writes()
+
+    def resume_writing(self) -> None:
+        """It has taken nearly all."""
+        self._stop_watching_writes()
+        super().resume_writing()
+
+    def _watch_writes(self) -> None:
+        num_bytes = self.transport.get_write_buffer_size()
+        self._stuck = self.loop.call_later(self.timeout_s, self._check_writes, num_bytes)
+
+    def _check_writes(self, num_bytes: int) -> None:
+        if self.transport.get_write_buffer_size() < num_bytes:  # nothing is added while writing is paused
+            self._watch_writes()
+        else:
+            self._give_up()
+
+    def _stop_watching_writes(self) -> None:
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None
 
     def _give_up(self) -> None:
         self.transport.abort()
@@ -215,7 +243,7 @@ class ImpatientProtocol(H11Protocol):
 def make_server(settings: Settings) -> uvicorn.Server:
     """The server, which `run` lets serve until SIGINT or SIGTERM."""
     serve = settings.serve
-    protocol = type("Protocol", (ImpatientProtocol,), {"headers_timeout_s": serve.read_timeout_s})
+    protocol = type("Protocol", (ImpatientProtocol,), {"timeout_s": serve.read_timeout_s})
     return uvicorn.Server(
         uvicorn.Config(
             make_app(settings),

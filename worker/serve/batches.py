@@ -12,9 +12,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from worker.lines.request_line import Endpoint
-from worker.registry.errors import FileUnknown
+from worker.registry.errors import FileUnknown, JobNotFound
 from worker.registry.exchange import perform_async
-from worker.schemas import JobFilter, JobState, SubmitArguments, batch_object
+from worker.schemas import JobFilter, JobState, JobStatus, SubmitArguments, batch_object
 from worker.serve.answers import read_body, read_query, whole_number
 from worker.serve.context import ServeContext
 from worker.serve.errors import ApiError
@@ -71,14 +71,25 @@ class BatchRoutes:
         """Submit an uploaded file as a job."""
         read_query(request, {})
         key = idempotency_key(request)
-        new = await read_body(request, NewBatch)
+        new = await read_body(request, NewBatch, self._context.settings.serve.read_timeout_s)
         options = _options(new, tenant, key)
         try:
             file = await perform_async(self._context.redis, self._context.files.find(tenant, new.input_file_id))
             job_id = await self._context.jobs.submit(file, **options)
         except FileUnknown as error:
-            raise ApiError(str(error), param="input_file_id", code="invalid_value") from error
+            known = None if key is None else await self._job_under(tenant, key)
+            if known is None or (known.input_file_id, known.endpoint) != (new.input_file_id, new.endpoint):
+                raise ApiError(str(error), param="input_file_id", code="invalid_value") from error
+            return JSONResponse(batch_object(known))  # a second try, after the file's time
         return JSONResponse(batch_object(await self._context.job_of(tenant, job_id)))
+
+    async def _job_under(self, tenant: str, key: str) -> JobStatus | None:
+        """The job that was made under an idempotency key, if it is not forgotten."""
+        job_id = await perform_async(self._context.redis, self._context.queries.known(tenant, key))
+        try:
+            return None if job_id is None else await self._context.job_of(tenant, job_id)
+        except JobNotFound:
+            return None
 
     async def list(self, request: Request, tenant: str) -> Response:
         """The tenant's batches, the newest first, a page of them."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 from redis.asyncio import Redis as AsyncRedis
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from worker.records.record import BatchFile
 from worker.registry.exchange import perform_async
@@ -133,6 +135,17 @@ class RecordContent:
             place += len(part)
 
 
+class Download(StreamingResponse):
+    """A content on its way, which gives up its place when it is through, however it ends."""
+
+    place: AbstractContextManager[object] = nullcontext()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        with self.place:
+            await super().__call__(scope, receive, send)
+
+
 @dataclass(frozen=True, slots=True)
 class _Slice:
     """Bytes start .. stop - 1 of a content."""
@@ -212,4 +225,4 @@ async def _streamed(parts: AsyncIterator[bytes], status: int, headers: dict[str,
         async for part in parts:
             yield part
 
-    return StreamingResponse(body(), status, headers, MEDIA_TYPE)
+    return Download(body(), status, headers, MEDIA_TYPE)

@@ -20,7 +20,7 @@ from worker.registry.files import FileStore
 from worker.registry.jobs import JobQueries
 from worker.registry.keys import Keys
 from worker.schemas import JobStatus
-from worker.serve.access import Gate
+from worker.serve.access import Gate, Slots
 from worker.serve.answers import error_response, refusal_of
 from worker.serve.errors import ServerFault
 from worker.serve.metrics import RequestCounts
@@ -44,6 +44,7 @@ class ServeContext:
         self.files = FileStore(self.keys, settings.redis, settings.limits, settings.serve)
         self.counts = RequestCounts()
         self.uploads = Uploads(self.redis, self.keys, self.files, settings, self.counts)
+        self.downloads = Slots("downloads", settings.serve.max_downloads)
         self.gate = Gate(self.redis, self.keys, settings.serve.host)
 
     async def job_of(self, tenant: str, job_id: str) -> JobStatus:

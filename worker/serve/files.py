@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -15,7 +16,7 @@ from worker.registry.exchange import perform_async
 from worker.registry.files import StoredFile
 from worker.schemas import JobStatus
 from worker.serve.answers import read_query, whole_number
-from worker.serve.content import Content, FileContent, RecordContent, content_response
+from worker.serve.content import Content, Download, FileContent, RecordContent, content_response
 from worker.serve.context import ServeContext
 from worker.serve.errors import ApiError
 
@@ -103,7 +104,12 @@ class FileRoutes:
         """A file's lines."""
         read_query(request, {})
         file = await self._file(request, tenant)
-        return await content_response(request, self._content(file), file.id)
+        with ExitStack() as place:
+            place.enter_context(self._context.downloads.taken(tenant))
+            response = await content_response(request, self._content(file), file.id)
+            if isinstance(response, Download):
+                response.place = place.pop_all()
+        return response
 
     async def delete(self, request: Request, tenant: str) -> Response:
         """Forget a file. A job's only file goes with the job; of two neither does, since both would."""

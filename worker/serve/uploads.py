@@ -11,18 +11,19 @@ import redis
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MAX_BOUNDARY_LENGTH, MultipartParser, parse_options_header
 from redis.asyncio import Redis as AsyncRedis
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from settings import LimitSettings, ServeSettings, Settings
 from worker.client import CHUNK_BYTES, CHUNK_LINES
 from worker.lines.files import GZIP_MAGIC, HEAD_BYTES, LineSplitter, other_format
 from worker.registry.errors import EmptyJob, JobTooLarge
 from worker.registry.exchange import perform_async
-from worker.registry.files import FileStore, NewFile, StoredFile
+from worker.registry.files import FileRoom, FileStore, NewFile, StoredFile
 from worker.registry.intake import LineDigest
 from worker.registry.keys import Keys
-from worker.serve.answers import whole_number
-from worker.serve.errors import ApiError, TooMuch
+from worker.serve.access import Slots
+from worker.serve.answers import body_parts, whole_number
+from worker.serve.errors import ApiError
 from worker.serve.metrics import RequestCounts
 
 FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
@@ -167,13 +168,18 @@ class _StagedLines:
         self._client = client
         self._store = store
         self._limits = limits
+        self._room: FileRoom | None = None
         self._file = file
         self._waiting: list[bytes] = []
         self._waiting_bytes = 0
         self.digest = LineDigest()
 
+    async def look_for_room(self) -> None:
+        """Find out how much the tenant may add. Raises TooManyFiles where it has all that it may."""
+        self._room = await perform_async(self._client, self._store.room(self._file))
+
     async def add(self, lines: Iterable[bytes]) -> None:
-        """Take the next lines. Raises JobTooLarge."""
+        """Take the next lines. Raises JobTooLarge, TooManyFiles."""
         for line in lines:
             if len(self._waiting) == CHUNK_LINES or self._waiting_bytes + len(line) > CHUNK_BYTES:
                 await self.send()
@@ -188,6 +194,8 @@ class _StagedLines:
             raise JobTooLarge("prompts", num_lines, self._limits.max_prompts_per_job, is_whole=False)
         if num_bytes > self._limits.max_job_bytes:
             raise JobTooLarge("job_bytes", num_bytes, self._limits.max_job_bytes, is_whole=False)
+        if self._room is not None:
+            self._room.check(num_bytes)
 
     async def send(self) -> None:
         """Send what waits."""
@@ -210,19 +218,20 @@ class Uploads:
         self._limits: LimitSettings = settings.limits
         self._serve: ServeSettings = settings.serve
         self._counts = counts
+        self._slots = Slots("uploads", settings.serve.max_uploads)
 
     async def take(self, request: Request, tenant: str) -> StoredFile:
         """The file that the request brings. Raises ApiError and what the registry refuses; then nothing is kept."""
         boundary = _boundary(request)
         key = idempotency_key(request)
-        if self._counts.open_uploads >= self._serve.max_uploads:
-            raise TooMuch(
-                f"{self._counts.open_uploads} uploads are under way (serve.max_uploads)", "too_many_uploads", 1.0
-            )
         file = NewFile(self._keys.new_file_id(tenant, key), secrets.token_hex(8), tenant, key)
+        with self._slots.taken(tenant):
+            return await self._take(request, UploadForm(boundary, self._limits.max_prompt_bytes), file)
+
+    async def _take(self, request: Request, form: UploadForm, file: NewFile) -> StoredFile:
         self._counts.open_uploads += 1
         try:
-            return await self._stage_and_keep(request, UploadForm(boundary, self._limits.max_prompt_bytes), file)
+            return await self._stage_and_keep(request, form, file)
         except BaseException:
             # Also of a task that is cancelled. What is not discarded now goes after redis.staging_ttl_s.
             with suppress(redis.RedisError, OSError):
@@ -233,8 +242,16 @@ class Uploads:
 
     async def _stage_and_keep(self, request: Request, form: UploadForm, file: NewFile) -> StoredFile:
         staged = _StagedLines(self._client, self._store, self._limits, file)
-        async for chunk in self._chunks(request):
-            await staged.add(form.feed(chunk))
+        await staged.look_for_room()
+        try:
+            async with asyncio.timeout(self._serve.upload_timeout_s) as limit:
+                async for chunk in self._chunks(request):
+                    await staged.add(form.feed(chunk))
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            told = f"the file has not come within {self._serve.upload_timeout_s} s (serve.upload_timeout_s)"
+            raise ApiError(told, status=408) from None
         form.check_whole()
         ttl_s = self._ttl_s(form.fields)
         await staged.send()
@@ -247,16 +264,8 @@ class Uploads:
     async def _chunks(self, request: Request) -> AsyncIterator[bytes]:
         """The body as it comes. Raises ApiError where it stops, or has more bytes than any file may."""
         most = self._limits.max_job_bytes + 2 * self._limits.max_prompts_per_job + MAX_FORM_BYTES
-        stream, num_bytes = aiter(request.stream()), 0
-        while True:
-            try:
-                chunk = await asyncio.wait_for(anext(stream), self._serve.read_timeout_s)
-            except StopAsyncIteration:
-                return
-            except TimeoutError:
-                raise ApiError(f"nothing came for {self._serve.read_timeout_s:g} s", status=408) from None
-            except ClientDisconnect:
-                raise ApiError("the body ends early") from None
+        num_bytes = 0
+        async for chunk in body_parts(request, self._serve.read_timeout_s):
             num_bytes += len(chunk)
             self._counts.uploaded_bytes += len(chunk)
             if num_bytes > most:

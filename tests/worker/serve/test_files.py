@@ -17,7 +17,7 @@ import pytest
 from hypothesis import example, given
 
 from settings import LimitSettings
-from tests.support.http_servers import HttpServer, chat_lines, serving
+from tests.support.http_servers import HttpServer, bearer, chat_lines, new_key, serving
 from tests.support.processes import wait_until, warm_interpreter
 from tests.support.redis_servers import free_port, redis_settings
 from tests.support.registry import TestRegistry, ended_job, failure, must_claim, ok
@@ -335,6 +335,73 @@ def test_a_client_that_goes_away_or_stops_leaves_nothing(redis_url: str, registr
                 upload.close()
             wait_until(lambda: not registry.redis.keys("*"))
             upload.close()
+
+
+def _open_upload(server: HttpServer, key: str = "") -> socket.socket:
+    """An upload of 9 MB of which a part has come."""
+    port = int(server.url.rpartition(":")[2])
+    upload = socket.create_connection(("127.0.0.1", port), timeout=30)
+    head = f"POST /v1/files HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Length: 9000000\r\n"
+    head += f"Authorization: Bearer {key}\r\n" if key else ""
+    head += f"Content-Type: multipart/form-data; boundary={BOUNDARY}\r\n\r\n"
+    upload.sendall(head.encode() + _form(PURPOSE, FILE)[:-30])
+    return upload
+
+
+def _answer(upload: socket.socket) -> bytes:
+    """The error that it is answered with."""
+    found = b""
+    while not found.endswith(b"}}"):
+        part = upload.recv(65536)
+        assert part, found
+        found += part
+    return found
+
+
+def test_one_tenant_takes_half_of_the_uploads_at_once(redis_url: str) -> None:
+    ours, theirs = new_key(redis_url, "ours"), new_key(redis_url, "theirs")
+    with serving(redis_url, max_uploads=2) as server:
+        with _open_upload(server, ours):
+            seen = bearer(new_key(redis_url, None))
+            figure = "millrace_http_open_uploads 1.0"
+            wait_until(lambda: figure in server.http.get("/metrics", headers=seen).text)
+            assert server.upload(DATA, ours).json()["error"]["code"] == "too_many_uploads"
+            assert server.upload(DATA, theirs).status_code == 200
+        wait_until(lambda: server.upload(DATA, ours).status_code == 200)
+
+
+def test_an_upload_that_takes_too_long_or_has_no_room_ends_early(redis_url: str, registry: TestRegistry) -> None:
+    with serving(redis_url, upload_timeout_s=1, max_tenant_files=1) as server:
+        with _open_upload(server) as upload:
+            answer = _answer(upload)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"serve.upload_timeout_s" in answer
+        assert _keys_of(registry) == set()
+        server.upload_id(DATA)
+        with _open_upload(server) as upload:
+            assert _answer(upload).startswith(b"HTTP/1.1 429 ")
+
+
+def test_a_file_beyond_the_tenants_bytes_is_refused_as_it_comes(redis_url: str) -> None:
+    with serving(redis_url, max_tenant_file_bytes=20) as server, _open_upload(server) as upload:
+        answer = _answer(upload)
+    assert answer.startswith(b"HTTP/1.1 429 ")
+    assert b"too_many_files" in answer
+
+
+def test_a_download_that_nobody_reads_is_given_up(redis_url: str) -> None:
+    with serving(redis_url, max_downloads=1, read_timeout_s=2) as server:
+        data = chat_lines("a" * 3_850) * 5_000
+        url = f"/v1/files/{server.upload_id(data)}/content"
+        with socket.socket() as download:
+            download.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            download.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+            download.sendall(f"GET {url} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            assert download.recv(1) == b"H"
+            refused = server.http.get(url)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_downloads")
+            wait_until(lambda: server.http.head(url).status_code == 200)
+        assert server.http.get(url).content == data
 
 
 def test_a_job_outlives_its_file(server: HttpServer, registry: TestRegistry) -> None:

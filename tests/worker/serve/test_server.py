@@ -110,8 +110,13 @@ def test_a_batch_under_a_known_key_is_the_first_one(server: HttpServer) -> None:
         return server.http.post("/v1/batches", json=body, headers={"Idempotency-Key": "nightly"})
 
     file_id = server.upload_id(chat_lines("a"))
-    assert create(file_id).json() == create(file_id).json()
+    first = create(file_id).json()
+    assert create(file_id).json() == first
     assert create(server.upload_id(chat_lines("b"))).status_code == 409
+    for gone in (file_id, server.upload_id(chat_lines("c"))):  # the first one's file, and another
+        server.http.delete(f"/v1/files/{gone}")
+        answer = create(gone)
+        assert answer.json() == first if gone == file_id else answer.status_code == 400
     assert len(server.http.get("/v1/batches").json()["data"]) == 1
 
 
@@ -216,6 +221,12 @@ def test_headers_that_do_not_come_in_time_end_the_connection(redis_url: str) -> 
         assert _raw(server, b"") == b""
         assert _raw(server, GET) == b""
         assert server.http.get("/healthz").status_code == 200
+
+
+def test_a_json_body_that_stops_is_given_up(redis_url: str) -> None:
+    head = b"POST /v1/batches HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
+    with serving(redis_url, read_timeout_s=0.5) as server:
+        assert _raw(server, head).startswith(b"HTTP/1.1 408 ")
 
 
 def test_connections_beyond_the_limit_are_turned_away(redis_url: str) -> None:
