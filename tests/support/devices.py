@@ -185,8 +185,7 @@ def _has_mask_or_list(index: Any) -> bool:
 def interpreter_beside_numpy() -> Iterator[None]:
     """Within the block triton 3.6's interpreter, PyTorch 2.11's, takes bounds of loops that were computed or loaded.
 
-    It asks arrays of one element for an integer, of which NumPy warns, and which NumPy 2.5 refuses. Triton 3.7 asks as
-    is done here.
+    It asks arrays of one element for an integer, which NumPy refuses from 2.4 on. Triton 3.7 asks as is done here.
     """
     import triton  # here: only Linux has it
     from triton.runtime import interpreter
