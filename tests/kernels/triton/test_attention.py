@@ -184,17 +184,20 @@ def test_a_row_in_one_part_is_written_without_a_merge(monkeypatch: pytest.Monkey
 
 
 def projected(case: PagedCache, device: torch.device, *, normed: bool = True) -> ProjectedHeads:
-    """Heads for a decode step over this cache, in which the last key and value of each row are still garbage."""
+    """Heads for a decode step over this cache, in which the last key and value of each row are still garbage. Rows
+    without keys have no slot, as padding has none.
+    """
     _, block_size, num_kv_heads, head_dim = case.k_cache.shape
     generator = torch.Generator().manual_seed(3)
     qkv = torch.randn(case.q.shape[0], case.q.shape[1] + 2 * num_kv_heads, head_dim, generator=generator)
     angles = torch.arange(400)[:, None] * 0.1 ** torch.linspace(0, 3, head_dim // 2)
-    positions = torch.tensor(case.rows.kv_lens) - 1
+    kv_lens = torch.tensor(case.rows.kv_lens)
+    positions = (kv_lens - 1).clamp(min=0)
     blocks = case.rows.block_tables.cpu()[torch.arange(case.rows.num_rows), positions // block_size]
-    slots = blocks.long() * block_size + positions % block_size
+    slots = torch.where(kv_lens > 0, blocks.long() * block_size + positions % block_size, -1)
     norms = [(1 + 0.2 * torch.randn(head_dim, generator=generator)).to(device, case.q.dtype) for _ in range(2)]
     for cache in (case.k_cache, case.v_cache):
-        cache.flatten(0, 1)[slots.to(cache.device)] = torch.nan
+        cache.flatten(0, 1)[slots[slots >= 0].to(cache.device)] = torch.nan
     return ProjectedHeads(
         qkv.flatten(1).to(device, case.q.dtype),
         (norms[0], norms[1], 1e-2) if normed else None,
@@ -283,6 +286,16 @@ def test_a_row_without_a_slot_is_decoded_and_not_stored(device: torch.device) ->
     for cache, old in zip((case.k_cache, case.v_cache), before, strict=True):
         written = (cache != old).any(-1).any(-1).flatten() & ~cache.isnan().any(-1).any(-1).flatten()
         assert written.nonzero().flatten().tolist() == [int(heads.slot_mapping[1])]
+
+
+@pytest.mark.parametrize("split_tokens", [64, UNSPLIT])
+def test_a_projected_row_without_keys_gets_zero(
+    split_tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As padding of a captured step is: the key projected for it is no key of its."""
+    split_every(monkeypatch, split_tokens)
+    case = make_paged_cache([(1, 70), (1, 0), (1, 5)], num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    check_store_and_decode(case, device)
 
 
 def test_rows_that_share_a_prefix_are_stored_first(device: torch.device) -> None:

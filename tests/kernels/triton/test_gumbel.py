@@ -44,12 +44,12 @@ def noise_kernel(
 
 @pytest.fixture(autouse=True)
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.empty gives NaN, or a large integer that ranks above every token: what is not written shows."""
+    """torch.empty gives NaN, or a large integer, the rank of a NaN at token 5: what is not written shows."""
     empty = torch.empty
 
     def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
         out = empty(*args, **kwargs)
-        return out.fill_(torch.nan if out.is_floating_point() else torch.iinfo(out.dtype).max)
+        return out.fill_(torch.nan if out.is_floating_point() else torch.iinfo(out.dtype).max - 5)
 
     monkeypatch.setattr(torch, "empty", poisoned)
 
@@ -222,6 +222,14 @@ def test_tokens_that_mean_nothing_are_never_chosen(device: torch.device) -> None
     chosen = chosen_of(logits, plain_draws([0.0, 0.0, 1.0, 0.5]), range(2050, 2100), device)
     assert chosen[1:3] == [7, -1]
     assert max(chosen) < 2050
+
+
+def test_the_best_token_is_sought_in_all_blocks(device: torch.device) -> None:
+    """Also where the first block has none."""
+    logits = randn(4, 2100, seed=2)
+    logits[2:, :2048] = -torch.inf
+    chosen = chosen_of(logits, plain_draws([0.5, 0.0, 0.9, 1.1]), range(0), device)
+    assert min(chosen[2:]) >= 2048
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -109,6 +109,15 @@ def test_linear_agrees_with_the_reference(name: str, num_tokens: int, device: to
     assert_close(gated, reference.silu_and_mul(expected), max_steps=128.0 if dtype is torch.float32 else 8.0)
 
 
+def test_row_tiles_run_in_groups(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of two, then one of a single tile, across three tiles of columns."""
+    monkeypatch.setattr(quantised_gemm, "ROW_TILES_SIDE_BY_SIDE", 2)
+    weight = random_quantised(WeightScheme(4, is_float=False, group_size=16), (NUM_COLUMNS, 32), is_reordered=False)
+    packed = packed_on(device, weight)
+    x = randn(300, 32, seed=1, device=device, dtype=torch.float32)
+    assert_close(linear(x, packed).cpu(), expected_linear(x, weight, packed))
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_experts_agree_with_the_reference(name: str, device: torch.device, dtype: torch.dtype) -> None:
     hidden, inner, num_tokens = 136, 40, 13
