@@ -5,6 +5,7 @@
 #   make check         the checks alone; `make tests`: the tests alone
 #   make chaos         all fault injection; `make test` runs a part of it
 #   make slow          tests that take too long for `make test` and disturb nothing
+#   make explore       the tests of properties with draws that no run had before
 #   make structured    the tests of structured output, also 600 random JSON schemas
 #   make test-interop  a producer in another language; needs node and npm
 #   make test-browser  the dashboard and Flower in Chromium while a worker runs; needs chromium and prometheus
@@ -22,7 +23,7 @@ IN_PARALLEL := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 # Waiting threads sleep: spinning ones would take the other process's core.
 ONE_THREAD := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
-.PHONY: demo test tests test-triton36 sanitize chaos slow structured test-interop test-browser test-compose check pages clean
+.PHONY: demo test tests test-triton36 sanitize chaos slow explore structured test-interop test-browser test-compose check pages clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/millrace demo
@@ -52,6 +53,9 @@ chaos: $(VENV)/.test-installed
 
 slow: $(VENV)/.test-installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m slow
+
+explore: $(VENV)/.test-installed
+	$(ONE_THREAD) $(BIN)/python -m pytest tests -m hypothesis --hypothesis-profile=explore
 
 # The sanitizers' libraries must be there before Python is. Python and PyTorch leak at exit, which is not ours to find.
 # GCC's sanitizer of threads knows no OpenMP, so races are not looked for.

@@ -1,5 +1,5 @@
-"""What all tests share: hypothesis without deadlines, a Redis that is empty at the start of each test, restored logs,
-no threads left behind, and the account of the parity tests, which is printed at the end of every run.
+"""What all tests share: hypothesis with fixed draws and without deadlines, a Redis that is empty at the start of each
+test, restored logs, no threads left behind, and the account of the parity tests, printed at the end of every run.
 
 Nothing of Redis or the worker is imported here: a machine with a GPU may have neither.
 """
@@ -23,9 +23,11 @@ TIES = pytest.StashKey[dict[str, int]]()
 _OF_WORKER = "parity"  # where a process of pytest-xdist leaves its account
 
 
-# No deadline: on two cores that other processes use too, a deadline fails at random.
-hypothesis.settings.register_profile("millrace", deadline=None)
-hypothesis.settings.load_profile("millrace")
+# No deadline: on two cores that other processes use too, a deadline fails at random. Fixed draws: what fails was broken
+# by the change at hand. `make explore` draws anew, which found one case in some 200 runs (a line that ends in \r\r\n).
+hypothesis.settings.register_profile("explore", deadline=None, database=None)
+hypothesis.settings.register_profile("fixed", deadline=None, database=None, derandomize=True)
+hypothesis.settings.load_profile("fixed")
 
 
 def pytest_configure(config: pytest.Config) -> None:

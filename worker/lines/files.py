@@ -197,11 +197,11 @@ class LineSplitter:
 
 
 def _skip_to_line_end(file: BinaryIO) -> bool:
-    """Skip the rest of a line; False if the file ended there."""
+    """Skip the rest of a line; False if that was its end alone, or the end of the file."""
     rest = first = file.readline(65536)
     while rest and not rest.endswith(b"\n"):
         rest = file.readline(65536)
-    return bool(first)
+    return first not in (b"", b"\n")
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ FILE = ('name="file"; filename="a.jsonl"', DATA)
     most=st.integers(1, 12),
 )
 @example(data=BOM + b"\r\n" + BOM + b"12345\r\n\n123456\r", cuts=[1, 4], most=5)
+@example(data=b"\nabcd\r\r\n", cuts=[], most=4)
 def test_lines_are_the_same_however_the_data_are_cut(data: bytes, cuts: list[int], most: int) -> None:
     splitter, places = LineSplitter(most), sorted({0, *(min(cut, len(data)) for cut in cuts), len(data)})
     found = [line for first, last in pairwise(places) for line in splitter.feed(data[first:last])]
