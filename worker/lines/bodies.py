@@ -99,15 +99,16 @@ class SamplingBody(GrammarFields):
 
 
 def _prompt(value: object) -> str | tuple[int, ...]:
+    at = None
     if isinstance(value, list) and value and isinstance(value[0], str | list):  # OpenAI's list of prompts
         if len(value) > 1:
             raise PydanticCustomError("invalid_type", _ONE_PROMPT)
-        value = value[0]
+        value, at = value[0], 0
     if not isinstance(value, str | list):
         raise PydanticCustomError("invalid_type", "a string or a list of token ids")
     if not value:
         raise PydanticCustomError("empty_prompt", "a prompt that is not empty")
-    return value if isinstance(value, str) else token_ids(value)
+    return value if isinstance(value, str) else token_ids(value, at=at)  # of a list of lists it names the list
 
 
 class CompletionBody(SamplingBody):

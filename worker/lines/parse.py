@@ -280,7 +280,7 @@ def _fault(details: ErrorDetails, model: type[BodyModel]) -> RefusalError:
         return _unknown(param, str(location[-1]), model if len(location) == 1 else None)
     if details["type"] == "missing":
         return RefusalError(f"{param} is missing", code="missing_parameter", param=param)
-    value = context.get("value", shorten(_value_at(details, context)))
+    value = context["value"] if "value" in context else shorten(_value_at(details, context))
     return RefusalError(f"{param} is {value}; accepted: {_accepted(details)}", code=_code(details["type"]), param=param)
 
 

@@ -84,6 +84,8 @@ BAD_PARAMETERS: list[tuple[bytes, str, str]] = [
     (raw_line({"prompt": ["a", "b"]}), "invalid_type", "prompt"),
     (raw_line({"prompt": [1, True]}), "invalid_type", "prompt[1]"),
     (raw_line({"prompt": [1, -1]}), "invalid_value", "prompt[1]"),
+    (raw_line({"prompt": [[1, 2, -1]]}), "invalid_value", "prompt[0]"),
+    (raw_line({"prompt": [[1, 2, "a"]]}), "invalid_type", "prompt[0]"),
     (raw_line({"prompt": None}), "missing_parameter", "prompt"),
     (raw_line({"prompt": "a\ud800"}), "invalid_value", "prompt"),
     (raw_line({"prompt": "a", "user": "\udc00b"}), "invalid_value", "user"),
