@@ -140,18 +140,30 @@ inline Pair as_pair(Pair values) { return values; }
 inline f32x16 load_scales(const void* scales, int64_t at, int64_t type) {
     if (type == 0) return load((const float*)scales + at);
     if (type == 1) return load((const bf16*)scales + at);
-    const u32x16 half = wide(read<u16x16>((const uint16_t*)scales + at)), magnitude = half & 0x7fff;
+    const u16x16 halves = read<u16x16>((const uint16_t*)scales + at);
+#ifdef __AVX512F__
+    return (f32x16)_mm512_cvtph_ps((__m256i)halves);
+#else
+    const u32x16 half = wide(halves), magnitude = half & 0x7fff;
     const f32x16 small = __builtin_convertvector((i32x16)magnitude, f32x16) * 5.96046448e-8f;  // 2^-24
     u32x16 bits = magnitude < 0x400 ? (u32x16)small : (magnitude << 13) + (112u << 23);
     bits = magnitude >= 0x7c00 ? magnitude << 13 | 0x7f800000u : bits;
     return (f32x16)(bits | (half & 0x8000) << 16);
+#endif
 }
 
 inline f32x16 load_zeros(const void* zeros, int64_t at, bool is_signed) {
+#ifdef __AVX512F__
+    // GCC 12 converts bytes to floats one by one, which took a tenth of the time of products with zero points.
+    const __m128i bytes = read<__m128i>((const uint8_t*)zeros + at);
+    if (is_signed) return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)) - 8.f;
+#else
     typedef uint8_t u8x16 __attribute__((vector_size(16)));
     typedef int8_t i8x16 __attribute__((vector_size(16)));
     const u8x16 bytes = read<u8x16>((const uint8_t*)zeros + at);
     return is_signed ? __builtin_convertvector((i8x16)bytes, f32x16) : __builtin_convertvector(bytes, f32x16) - 8.f;
+#endif
 }
 
 inline void pack_quantised(const PackArgs& args) {
