@@ -203,12 +203,14 @@ def test_the_short_cut_rounds_each_expert_as_the_sorted_way_does(device: torch.d
     assert moe_small_batch(x, pack(gate_up), pack(down), routed).item() == 0.0
 
 
-def test_the_short_cut_rounds_gates_and_ups(device: torch.device) -> None:
+def test_gates_and_ups_are_rounded_both_ways(device: torch.device) -> None:
     """2049 is 2048 in float16: three times it is 6144 and not 6148, 24 times 49152 and not 49184."""
     gate_up = torch.tensor([[[2048.0, 1], [3, 0]], [[24, 0], [2048, 1]]], dtype=torch.float16, device=device)
     routed = RoutedExperts(torch.ones(2, 1, device=device), torch.tensor([[0], [1]], device=device))
     x, down = (torch.ones(*shape, dtype=torch.float16, device=device) for shape in ((2, 2), (2, 2, 1)))
     assert moe_small_batch(x, pack(gate_up), pack(down), routed)[:, 0].tolist() == [6144, 49152]
+    sorted_too = grouped_gemm(x, pack(gate_up), layout_of(routed.expert_ids, 2), gather=True, gated=True)
+    assert sorted_too[:, 0].tolist() == [6144, 49152]
 
 
 # combine_experts

@@ -214,6 +214,15 @@ def test_tokens_are_those_of_the_draw_of_edited_logits_to_the_bit(device: torch.
     assert chosen_of(logits, (temperatures, seeds, positions), range(4000, 4099), device) == expected
 
 
+def test_the_maximum_is_taken_off_before_noise_is_added(device: torch.device) -> None:
+    """Logits near 2^23 are whole numbers: noise that were added to them as they are would be rounded to one."""
+    logits = randn(24, 300, seed=2).round() + 2.0**23
+    temperatures, seeds, positions = plain_draws([0.5, 0.9, 1.3, 2.0] * 6)
+    chosen = chosen_of(logits, (temperatures, seeds, positions), range(0), device)
+    as_they_are = reference.gumbel_argmax(logits / temperatures[:, None], seeds, positions).tolist()
+    assert sum(token != other for token, other in zip(chosen, as_they_are, strict=True)) >= 5
+
+
 def test_tokens_that_mean_nothing_are_never_chosen(device: torch.device) -> None:
     logits = randn(4, 2100)
     logits[:, 2050:] = 90.0
