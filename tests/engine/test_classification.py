@@ -48,6 +48,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, classes": ("llama", {"num_labels": 5}),
     "qwen2, classes": ("qwen2", {"num_labels": 2}),
     "qwen3_moe, a score": ("qwen3_moe", {"num_labels": 1}),
+    "mistral, a score": ("mistral", {"num_labels": 1}),
+    "mixtral, classes": ("mixtral", {"num_labels": 3}),
+    "phi3, a score": ("phi3", {"num_labels": 1}),
+    "smollm3, classes": ("smollm3", {"num_labels": 3}),
+    "olmo2, a score": ("olmo2", {"num_labels": 1}),
 }
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from click.testing import CliRunner
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from engine.text.tokenizer import Tokenizer
 from tests.support.request_lines import error_body, read_records
@@ -23,6 +25,7 @@ from worker.cli.run import run
 from worker.client import BatchClient
 
 TOLERANCE = 1e-4
+ROBERTA_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 QUERY = "where does the water go"
 DOCUMENTS = ["to the mill", "a", "it goes over the wheel, and then on to the sea!", "nobody knows", "up 2 the hill"]
 
@@ -56,6 +59,23 @@ def _offline(lines: list[bytes], model: Path, folder: Path) -> dict[str, dict[st
     return {record["custom_id"]: record for record in records}
 
 
+def _make_encoder(path: Path, family: str, **options: Any) -> Path:
+    """With a head of classes; RoBERTa's tokenizer puts two separators between the texts of a pair."""
+    if family == "bert":
+        return make_bert_checkpoint(path, head="classes", **options)
+    pieces = [*ROBERTA_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    make_bert_checkpoint(path, head="classes", family="roberta", vocab_size=len(pieces), **options)
+    bytes_alone = tokenizers.Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, []))
+    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_alone.decoder = decoders.ByteLevel()
+    bytes_alone.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
+    bytes_alone.add_special_tokens(list(ROBERTA_SPECIAL))
+    bytes_alone.save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "cls_token": "<s>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {"sep_token": "</s>"}))
+    return path
+
+
 def _check(records: dict[str, dict[str, Any]], reference: ReferenceClassifier) -> None:
     def scores_of(documents: list[str], max_length: int | None = None) -> torch.Tensor:
         return torch.sigmoid(reference.logits_of_texts([QUERY] * len(documents), documents, max_length)[:, 0])
@@ -85,19 +105,19 @@ def _check(records: dict[str, dict[str, Any]], reference: ReferenceClassifier) -
     }
 
 
-@pytest.mark.parametrize("family", ["bert", "qwen3"])
+@pytest.mark.parametrize("family", ["bert", "roberta", "qwen3"])
 def test_a_cross_encoder_scores_pairs_offline_and_through_the_queue(
     redis_url: str, tmp_path: Path, family: str
 ) -> None:
     model = tmp_path / "model"
     options: dict[str, Any] = {"num_labels": 1, "max_position_embeddings": 256}
-    if family == "bert":
-        make_bert_checkpoint(model, head="classes", **options)
-    else:
+    if family == "qwen3":
         make_classifying_decoder(model, **options)
+    else:
+        _make_encoder(model, family, **options)
     lines, reference = _lines(), ReferenceClassifier(model)
     _check(_offline(lines, model, tmp_path), reference)
-    if family == "qwen3":
+    if family != "bert":
         return
     with running_workers(redis_url, model, 1, "--set", "worker.shard_size=4"), BatchClient(redis_url) as client:
         job_id = client.submit(lines)
@@ -105,6 +125,23 @@ def test_a_cross_encoder_scores_pairs_offline_and_through_the_queue(
         queued = {record["custom_id"]: record for record in client.results(job_id)}
     assert (status.request_counts.completed, status.request_counts.failed) == (len(lines) - 4, 4)
     _check(queued, reference)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_classes_of_a_text_are_a_softmax_unless_asked_otherwise(tmp_path: Path, family: str) -> None:
+    model = _make_encoder(tmp_path / "model", family, num_labels=3)
+    lines = [
+        _line("left out", "/classify", input=DOCUMENTS),
+        _line("logits", "/classify", input=DOCUMENTS[0], use_activation=False),
+    ]
+    records = _offline(lines, model, tmp_path)
+    logits = ReferenceClassifier(model).logits_of_texts(DOCUMENTS)
+    for name, expected in (("left out", logits.softmax(-1)), ("logits", logits[:1])):
+        data = records[name]["response"]["body"]["data"]
+        found = torch.tensor([item["probs"] for item in data])
+        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+        assert [item["label"] for item in data] == [f"LABEL_{index}" for index in expected.argmax(-1).tolist()]
+        assert {item["num_classes"] for item in data} == {3}
 
 
 def test_a_model_for_embeddings_scores_pairs_by_their_cosine(tmp_path: Path) -> None:

@@ -146,9 +146,7 @@ def make_checkpoint(
 
 def make_model(family: Family = "qwen3", *, seed: int = 0, **config_overrides: Any) -> PreTrainedModel:
     """The same model in memory, in evaluation mode. Leaves the global random state as it was."""
-    options = copy.deepcopy(DEFAULTS | FAMILY_DEFAULTS[family]) | config_overrides
-    if options.get("no_rope_layers"):
-        options["no_rope_layers"] = options["no_rope_layers"][: options["num_hidden_layers"]]
+    options = _options(family, config_overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _build(family, options)
@@ -158,6 +156,13 @@ def make_model(family: Family = "qwen3", *, seed: int = 0, **config_overrides: A
                 if "norm" in name or name.endswith("bias"):
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.eval()
+
+
+def _options(family: Family, overrides: dict[str, Any]) -> dict[str, Any]:
+    options = copy.deepcopy(DEFAULTS | FAMILY_DEFAULTS[family]) | overrides
+    if options.get("no_rope_layers"):
+        options["no_rope_layers"] = options["no_rope_layers"][: options["num_hidden_layers"]]
+    return options
 
 
 def _build(family: Family, options: dict[str, Any]) -> PreTrainedModel:
@@ -199,8 +204,9 @@ def make_bert_checkpoint(
 def make_classifying_decoder(path: Path, family: Family = "qwen3", *, seed: int = 0, **config_overrides: Any) -> Path:
     """A decoder with a head of classes in place of that of tokens."""
     tokenizer = make_tokenizer(path)
-    options = copy.deepcopy(DEFAULTS | FAMILY_DEFAULTS[family])
-    options |= {"pad_token_id": tokenizer.token_to_id(PAD_TOKEN)} | config_overrides
+    # Some families' defaults are ids of their own vocabulary, which this one does not have.
+    special = {"eos_token_id": tokenizer.token_to_id(EOS_TOKEN), "pad_token_id": tokenizer.token_to_id(PAD_TOKEN)}
+    options = _options(family, special | config_overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(family, **options))
