@@ -32,6 +32,11 @@ class ClassifierConfig:
     padding_id: int | None = None  # the token that a decoder's head looks past for a text's last one, as transformers'
 
     @classmethod
+    def of(cls, config: ConfigReader, classifying_class: str) -> Self | None:
+        """None where `architectures` names another class: the model has no such head. Raises CheckpointError."""
+        return cls.from_reader(config) if config.data.get("architectures") == [classifying_class] else None
+
+    @classmethod
     def from_reader(cls, config: ConfigReader) -> Self:
         """Read the keys, with the defaults of transformers and, for pairs, of sentence-transformers' CrossEncoder.
 

@@ -13,6 +13,7 @@ from engine.errors import CheckpointError
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
 DTYPES = ("float32", "bfloat16", "float16")
+NO_CODE = "null: code from a checkpoint is never run"
 MAX_CONFIG_BYTES = 1 << 20  # published configuration files are below 10 KB
 
 

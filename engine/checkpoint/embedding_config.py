@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from engine.checkpoint.config_reader import MAX_CONFIG_BYTES, ConfigReader, read_json, read_json_object
-from engine.checkpoint.model_config import EncoderConfig, ModelConfig
+from engine.checkpoint.encoder_config import EncoderConfig
+from engine.checkpoint.model_config import ModelConfig
 from engine.errors import CheckpointError
 
 Pooling = Literal["mean", "last_token", "cls"]

@@ -13,13 +13,26 @@ from engine.checkpoint.rope import DEFAULT_ROPE, RopeRules
 
 
 @dataclass(frozen=True, slots=True)
+class SharedExpertNames:
+    """What a family calls the expert that every token goes through, and how wide it is in config.json."""
+
+    module: str  # of a layer
+    projections: tuple[str, ...]  # gate, up, down; or gate and up in one, and down
+    size_key: str  # rows of gate and of up; 0: there is no such expert
+    gate: str | None = None  # of a layer: one row, whose sigmoid scales what the expert adds; None: nothing does
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertNames:
     """What a family calls its experts in the weights, and how wide they are in config.json."""
 
-    module: str  # of a layer: the router is its `gate`
-    projections: tuple[str, str, str]  # of one expert: gate, up, down
+    module: str  # of a layer
+    projections: tuple[str, ...]  # of one expert: gate, up, down; where experts are fused: gate and up in one, and down
     size_key: str  # rows of gate and of up
     always_renormalises: bool  # the weights of the chosen experts, whatever `norm_topk_prob` says
+    router: str = "gate"  # of the module
+    is_fused: bool = False  # the file has all experts of a layer in one tensor
+    shared: SharedExpertNames | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +60,8 @@ class DecoderFamily:
     norms: NormNames = PRE_NORM
     qk_norm: bool = False  # RMSNorm over each query and key head
     wide_qk_norm: bool = False  # RMSNorm over all query heads together, and over all key heads
-    qkv_bias: bool = False  # of the projections of queries, keys and values
+    # A bias of the projections of queries, keys and values; or the key of config.json that says so, and its default.
+    qkv_bias: bool | tuple[str, bool] = False
     fuses_projections: bool = False  # the file has qkv_proj and gate_up_proj
     experts: ExpertNames | None = None  # None: every MLP is dense
     has_multipliers: bool = False  # config.json scales embedding, attention, what layers add, and logits
@@ -100,6 +114,24 @@ QWEN3_MOE = DecoderFamily(
     ),
     window="off",
 )
+QWEN2_MOE = DecoderFamily(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    qkv_bias=("qkv_bias", True),
+    experts=ExpertNames(
+        "mlp",
+        ("gate_proj", "up_proj", "down_proj"),
+        "moe_intermediate_size",
+        always_renormalises=False,
+        shared=SharedExpertNames(
+            "mlp.shared_expert",
+            ("gate_proj", "up_proj", "down_proj"),
+            "shared_expert_intermediate_size",
+            gate="mlp.shared_expert_gate",
+        ),
+    ),
+    window="off",
+)
 MISTRAL = DecoderFamily("mistral", "MistralForCausalLM", window="default")
 MIXTRAL = DecoderFamily(
     "mixtral",
@@ -126,6 +158,26 @@ SMOLLM3 = DecoderFamily(
     window="off",
 )
 GRANITE = DecoderFamily("granite", "GraniteForCausalLM", has_multipliers=True, kv_heads_may_be_left_out=True)
+_GRANITE_EXPERTS = ExpertNames(
+    "block_sparse_moe",
+    ("input_linear", "output_linear"),
+    "intermediate_size",
+    always_renormalises=True,
+    router="router.layer",
+    is_fused=True,
+)
+GRANITE_MOE = replace(
+    GRANITE, model_type="granitemoe", generating_class="GraniteMoeForCausalLM", experts=_GRANITE_EXPERTS
+)
+GRANITE_MOE_SHARED = replace(
+    GRANITE_MOE,
+    model_type="granitemoeshared",
+    generating_class="GraniteMoeSharedForCausalLM",
+    experts=replace(
+        _GRANITE_EXPERTS,
+        shared=SharedExpertNames("shared_mlp", ("input_linear", "output_linear"), "shared_intermediate_size"),
+    ),
+)
 OLMO2 = DecoderFamily(
     "olmo2",
     "Olmo2ForCausalLM",
@@ -159,6 +211,25 @@ XLM_ROBERTA = replace(
 
 DECODERS = {
     family.model_type: family
-    for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MISTRAL, MIXTRAL, PHI3, SMOLLM3, GRANITE, OLMO2)
+    for family in (
+        LLAMA,
+        QWEN2,
+        QWEN2_MOE,
+        QWEN3,
+        QWEN3_MOE,
+        MISTRAL,
+        MIXTRAL,
+        PHI3,
+        SMOLLM3,
+        GRANITE,
+        GRANITE_MOE,
+        GRANITE_MOE_SHARED,
+        OLMO2,
+    )
 }
 ENCODERS = {family.model_type: family for family in (BERT, ROBERTA, XLM_ROBERTA)}
+# Families that people ask for and that no entry can describe, and why.
+REFUSED = dict.fromkeys(
+    ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "minicpm3"),
+    "whose latent attention (MLA) keeps one compressed vector a token, which this KV cache of keys and values does not",
+)

@@ -5,31 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
 
 from engine.checkpoint.classifier_config import ClassifierConfig
 from engine.checkpoint.config_reader import (
     MAX_CONFIG_BYTES,
+    NO_CODE,
     ConfigReader,
     DtypeName,
     read_json_object,
     refuse_unsupported,
     weights_dtype,
 )
-from engine.checkpoint.families import (
-    DECODERS,
-    ENCODERS,
-    PRE_NORM,
-    DecoderFamily,
-    EncoderFamily,
-    ExpertNames,
-    NormNames,
-)
+from engine.checkpoint.encoder_config import EncoderConfig
+from engine.checkpoint.families import DECODERS, ENCODERS, PRE_NORM, REFUSED, DecoderFamily, NormNames
+from engine.checkpoint.moe_config import MoeConfig
 from engine.checkpoint.quantization_config import QuantizationConfig
 from engine.checkpoint.rope import RopeConfig
 from engine.errors import CheckpointError
-
-_UNQUANTISED = "weights not quantised beforehand: take the model in float32, bfloat16 or float16"
 
 MUST_BE_FALSE = ("attention_bias", "mlp_bias", "add_cross_attention", "is_encoder_decoder")
 DEFAULT_WINDOW = 4096  # tokens, of Mistral and Qwen2 where a file leaves it out
@@ -37,7 +29,7 @@ DEFAULT_FIRST_WINDOWED = 28  # layer, of Qwen2
 MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
 MUST_BE_ABSENT = {
     "compression_config": "null: quantization_config is its newer name",
-    "auto_map": "null: code from a checkpoint is never run",
+    "auto_map": NO_CODE,
     # What other families' attention or residual stream does, found in files that call themselves by these names.
     **dict.fromkeys(
         (
@@ -51,12 +43,6 @@ MUST_BE_ABSENT = {
         "null: not part of this architecture here",
     ),
 }
-
-Activation = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "relu"]
-
-ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
-ENCODER_MUST_BE_FALSE = ("is_decoder", "add_cross_attention")
-ENCODER_MUST_BE_ABSENT = {"quantization_config": _UNQUANTISED, "auto_map": MUST_BE_ABSENT["auto_map"]}
 
 
 def read_config(path: Path) -> ModelConfig | EncoderConfig:
@@ -73,42 +59,9 @@ def read_config(path: Path) -> ModelConfig | EncoderConfig:
         )
     if model_type not in DECODERS:
         accepted = ", ".join((*DECODERS, *ENCODERS))
-        raise CheckpointError(f"config.json: model_type is {model_type!r}; accepted: {accepted}")
+        reason = f", {REFUSED[model_type]}" if isinstance(model_type, str) and model_type in REFUSED else ""
+        raise CheckpointError(f"config.json: model_type is {model_type!r}{reason}; accepted: {accepted}")
     return ModelConfig.from_hf(data)
-
-
-@dataclass(frozen=True, slots=True)
-class MoeConfig:
-    """Which layers have experts, and how a token chooses among them."""
-
-    num_experts: int
-    experts_per_token: int
-    intermediate_size: int  # of one expert
-    norm_topk_prob: bool  # whether the chosen experts' weights are scaled to sum to 1
-    sparse_layers: frozenset[int]  # the layers with experts; the others have a dense MLP
-    names: ExpertNames
-
-    @classmethod
-    def from_reader(cls, config: ConfigReader, names: ExpertNames, num_layers: int) -> MoeConfig:
-        """Read the keys, with transformers' defaults. Raises CheckpointError naming the key."""
-        num_experts = config.integer(config.first_of("num_local_experts", "num_experts"))
-        experts_per_token = config.integer("num_experts_per_tok")
-        if experts_per_token > num_experts:
-            raise config.refuse("num_experts_per_tok", experts_per_token, f"at most num_experts ({num_experts})")
-        dense = config.integers("mlp_only_layers")
-        if any(layer >= num_layers for layer in dense):
-            raise config.refuse("mlp_only_layers", dense, f"layers below num_hidden_layers ({num_layers})")
-        step = config.integer("decoder_sparse_step", default=1)
-        return cls(
-            num_experts=num_experts,
-            experts_per_token=experts_per_token,
-            intermediate_size=config.integer(names.size_key),
-            norm_topk_prob=names.always_renormalises or config.flag("norm_topk_prob", default=False),
-            sparse_layers=frozenset(
-                layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0
-            ),
-            names=names,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +150,10 @@ class ModelConfig:
             windowed_layers=_windowed_layers(config, family, num_layers, window),
             unrotated_layers=_unrotated_layers(config, num_layers) if family.skips_rope else frozenset(),
             multipliers=Multipliers.from_reader(config) if family.has_multipliers else Multipliers(),
-            qkv_bias=family.qkv_bias,
+            qkv_bias=_has_qkv_bias(config, family),
             fuses_projections=family.fuses_projections,
             quantization=quantization,
-            classifier=_classifier(config, family),
+            classifier=ClassifierConfig.of(config, family.classifying_class),
         )
 
     def window_of(self, layer: int) -> int | None:
@@ -280,6 +233,13 @@ def _attention_scale(config: ConfigReader, family: DecoderFamily, head_dim: int)
     return scale
 
 
+def _has_qkv_bias(config: ConfigReader, family: DecoderFamily) -> bool:
+    if isinstance(family.qkv_bias, bool):
+        return family.qkv_bias
+    key, default = family.qkv_bias
+    return config.flag(key, default=default)
+
+
 def _unrotated_layers(config: ConfigReader, num_layers: int) -> frozenset[int]:
     """`no_rope_layers` has a 0 for each layer that is not rotated; left out, that is every fourth."""
     if not config.has("no_rope_layers"):
@@ -313,94 +273,6 @@ def _head_dim(config: ConfigReader, family: DecoderFamily, num_heads: int) -> in
     if head_dim % 2:
         raise config.refuse("head_dim", head_dim, "an even number: rotary embedding turns pairs")
     return head_dim
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderConfig:
-    """The shape of an encoder like BERT (arXiv 1810.04805): everything about it that is not in its tensors."""
-
-    family: EncoderFamily
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    intermediate_size: int
-    activation: Activation  # gelu is the exact one, gelu_new and gelu_pytorch_tanh are its tanh approximation
-    layer_norm_eps: float
-    max_position_embeddings: int  # tokens
-    max_seq_length: int | None  # tokens it was trained on, as sentence_bert_config.json says; None: it does not
-    num_token_types: int
-    dtype: DtypeName  # of the weights on disk
-    padding_id: int | None  # the token that has no position, and whose id the first one comes behind; None: from 0 on
-    classifier: ClassifierConfig | None  # None: no classification head, so texts become vectors
-
-    @property
-    def architecture(self) -> str:
-        """The family's name."""
-        return self.family.model_type
-
-    @property
-    def longest_input(self) -> int:
-        """Tokens that there are positions for."""
-        return self.max_position_embeddings - (0 if self.padding_id is None else self.padding_id + 1)
-
-    @property
-    def default_max_len(self) -> int:
-        """Tokens of one input unless a setting says otherwise."""
-        return min(self.longest_input, self.max_seq_length or self.longest_input)
-
-    @classmethod
-    def from_hf(cls, data: Mapping[str, object], sentence: Mapping[str, object]) -> EncoderConfig:
-        """Check and translate config.json and sentence_bert_config.json. Raises CheckpointError naming the key."""
-        config = ConfigReader(data, "config.json")
-        family = ENCODERS[config.choice("model_type", tuple(ENCODERS))]
-        _refuse_unsupported_encoder(config, family)
-        hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
-        if hidden_size % num_heads:
-            raise config.refuse("hidden_size", hidden_size, f"a multiple of num_attention_heads ({num_heads})")
-        trained = ConfigReader(sentence, "sentence_bert_config.json")
-        if trained.flag("do_lower_case", default=False):
-            raise trained.refuse("do_lower_case", True, "false: a text is lower-cased by its tokenizer only")
-        return cls(
-            family=family,
-            vocab_size=config.integer("vocab_size"),
-            hidden_size=hidden_size,
-            num_layers=config.integer("num_hidden_layers"),
-            num_heads=num_heads,
-            intermediate_size=config.integer("intermediate_size"),
-            activation=cast(Activation, config.choice("hidden_act", ACTIVATIONS, default="gelu")),
-            layer_norm_eps=config.number("layer_norm_eps", default=1e-12),
-            max_position_embeddings=config.integer("max_position_embeddings"),
-            max_seq_length=trained.integer("max_seq_length", minimum=2) if trained.has("max_seq_length") else None,
-            num_token_types=config.integer("type_vocab_size", default=2),
-            dtype=weights_dtype(config, default="float32"),  # files older than the key are float32's
-            padding_id=_padding_id(config) if family.counts_from_padding else None,
-            classifier=_classifier(config, family),
-        )
-
-
-def _classifier(config: ConfigReader, family: DecoderFamily | EncoderFamily) -> ClassifierConfig | None:
-    has_head = config.data.get("architectures") == [family.classifying_class]
-    return ClassifierConfig.from_reader(config) if has_head else None
-
-
-def _padding_id(config: ConfigReader) -> int:
-    """RoBERTa's is 1 where it is left out."""
-    padding_id = config.integer("pad_token_id", default=1, minimum=0)
-    positions = config.integer("max_position_embeddings")
-    if padding_id + 1 >= positions:
-        raise config.refuse("max_position_embeddings", positions, f"more than pad_token_id and 1 ({padding_id + 1})")
-    return padding_id
-
-
-def _refuse_unsupported_encoder(config: ConfigReader, family: EncoderFamily) -> None:
-    classes, accepted = config.data.get("architectures"), (*family.classes, family.classifying_class)
-    if classes is not None and (not isinstance(classes, list) or len(classes) != 1 or classes[0] not in accepted):
-        raise config.refuse("architectures", classes, f"one of {', '.join(accepted)}")
-    refuse_unsupported(config, absent=ENCODER_MUST_BE_ABSENT, false=ENCODER_MUST_BE_FALSE)
-    config.choice("position_embedding_type", ("absolute",), default="absolute")
-    if config.data.get("embedding_size") not in (None, config.data.get("hidden_size")):
-        raise CheckpointError("config.json: embedding_size differs from hidden_size; accepted: the same number")
 
 
 def read_eos_token_ids(path: Path, vocab_size: int) -> frozenset[int]:

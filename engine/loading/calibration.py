@@ -165,6 +165,10 @@ def _of_tensors(
         for names, weight in ((gate_up, mlp.gate_up_proj), (["down_proj"], mlp.down_proj)):
             yield from ((f"{prefix}.mlp.{name}.weight", squares[weight]) for name in names)
     elif config.moe is not None:
+        if mlp.shared is not None and config.moe.shared is not None:
+            *gate_up, down = config.moe.shared.projections
+            for names, weight in ((gate_up, mlp.shared.gate_up_proj), ([down], mlp.shared.down_proj)):
+                yield from ((f"{prefix}.{config.moe.shared.module}.{name}.weight", squares[weight]) for name in names)
         *gate_up, down = config.moe.names.projections
         experts = f"{prefix}.{config.moe.names.module}.experts"
         for names, weight in ((gate_up, mlp.gate_up_proj), ([down], mlp.down_proj)):

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from engine.checkpoint.encoder_config import EncoderConfig
 from engine.checkpoint.files import check_files_are_under_root, check_is_checkpoint, model_directory
-from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_config
+from engine.checkpoint.model_config import ModelConfig, read_config
 from engine.checkpoint.weights import Checkpoint
 from engine.errors import CapabilityError
 from engine.loading.kv_pool import derive_pool, device_memory, with_pool

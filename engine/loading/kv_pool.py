@@ -182,6 +182,7 @@ def expected_step_bytes(config: ModelConfig, settings: EngineSettings) -> int:
     feed_forward = 3 * config.intermediate_size
     if config.moe is not None:
         feed_forward = config.moe.experts_per_token * (3 * config.moe.intermediate_size + config.hidden_size)
+        feed_forward += 3 * config.moe.shared_size
     layer = settings.max_num_batched_tokens * (4 * config.hidden_size + max(attention, feed_forward)) * itemsize
     logits = settings.max_num_seqs * config.vocab_size * (itemsize + 4 * LOGITS_COPIES + MASK_BYTES)
     scored_tokens = min(settings.max_num_batched_tokens, MAX_LOGITS_BYTES // (4 * config.vocab_size))

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.checkpoint.embedding_config import read_pooling
-from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_config, read_eos_token_ids
+from engine.checkpoint.encoder_config import EncoderConfig
+from engine.checkpoint.model_config import ModelConfig, read_config, read_eos_token_ids
 from engine.checkpoint.weights import Checkpoint
 from engine.encoder import EncoderEngine, EncoderParts
 from engine.engine import Engine
@@ -32,7 +33,8 @@ from engine.loading.warm_up import log_memory_profile, measure_memory
 from engine.model_interface import ModelInterface
 from engine.model_status import MemoryProfile
 from engine.models.decoder import DecoderModel
-from engine.models.load import load_decoder, load_encoder
+from engine.models.load import load_decoder
+from engine.models.load_encoder import load_encoder
 from engine.models.placement import prepare_placement
 from engine.out_of_memory import POOL_SETTINGS, WEIGHTS_ADVICE, naming_settings
 from engine.text.tokenizer import Tokenizer

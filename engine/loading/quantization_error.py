@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.checkpoint.model_config import EncoderConfig, read_config
+from engine.checkpoint.encoder_config import EncoderConfig
+from engine.checkpoint.model_config import read_config
 from engine.checkpoint.weights import Checkpoint
 from engine.errors import CapabilityError
 from engine.execution.batch import ForwardItem, plan_batch

@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from engine.checkpoint.config_reader import MAX_CONFIG_BYTES, read_json_object
+from engine.checkpoint.encoder_config import EncoderConfig
 from engine.checkpoint.files import CONFIG_FILE, INDEX_FILE, OTHER_FORMATS, WeightFiles
-from engine.checkpoint.model_config import EncoderConfig, read_config
+from engine.checkpoint.model_config import read_config
 from engine.checkpoint.weights import Checkpoint
 from engine.errors import CheckpointError
 from engine.loading.calibration import calibrated, read_prompts
@@ -27,7 +28,7 @@ from kernels.quantised import QuantisedWeight, WeightScheme, quantise
 
 DEFAULT_GROUP_SIZE = 128
 # Heads and routers are left as they are: their rounding would cost more than their bytes.
-IGNORED = ("lm_head", "re:.*(mlp|block_sparse_moe)\\.gate$")
+IGNORED = ("lm_head", "re:.*(mlp|block_sparse_moe)\\.(shared_expert_)?gate$")
 _WEIGHTS = {"type": "int", "symmetric": True, "dynamic": False, "observer": "minmax"}
 _INPUTS = {"num_bits": 8, "symmetric": True, "dynamic": True, "strategy": "token", "group_size": None}
 FORMATS: Mapping[str, str] = MappingProxyType(
@@ -58,6 +59,8 @@ def quantise_checkpoint(
         raise CheckpointError(f"{source}: an encoder; accepted: a decoder")
     if config.quantization is not None:
         raise CheckpointError(f"{source}: quantised already ({config.quantization}); accepted: the full weights")
+    if config.moe is not None and config.moe.names.is_fused:
+        raise CheckpointError(f"{source}: a layer's experts are one tensor; accepted: a tensor for each expert")
     if target.exists():
         raise CheckpointError(f"{target}: is there already; accepted: a directory that is not")
     files, scheme = WeightFiles.find(source), scheme_named(name, group_size)

@@ -136,20 +136,34 @@ class DenseMLP:
 
 @dataclass(frozen=True, eq=False)
 class MoeMLP:
-    """Routed SwiGLU experts: softmax over all experts, the top k of them, weights renormalised if asked."""
+    """Routed SwiGLU experts: softmax over all experts, the top k of them, weights renormalised if asked; and one that
+    every token goes through, where the family has it.
+    """
 
     ops: Operations
-    router: PackedWeight  # [E, H]
+    router: PackedWeight  # [E, H], or [E + 1, H]: the last row is the shared expert's gate
     gate_up_proj: PackedWeight  # [E, 2I, H]
     down_proj: PackedWeight  # [E, H, I]
     top_k: int
     renormalise: bool
     bucketed_min_tokens: int | None  # from so many tokens on, sort by expert and run one GEMM each; None: never
+    shared: DenseMLP | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | ExpertOutputs:
         """x [T, H] -> [T, H], or what is added up to that."""
+        num_experts = self.gate_up_proj.shape[0]
+        router_logits = self.ops.linear(x, self.router)
+        routed = self._routed(x, router_logits[:, :num_experts])
+        if self.shared is None:
+            return routed
+        added = self.ops.combine_experts(*routed) if isinstance(routed, ExpertOutputs) else routed
+        shared = self.shared.forward(x)
+        if router_logits.shape[1] > num_experts:
+            shared *= router_logits[:, num_experts:].sigmoid()
+        return added.add_(shared)
+
+    def _routed(self, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor | ExpertOutputs:
         ops = self.ops
-        router_logits = ops.linear(x, self.router)
         if self.bucketed_min_tokens is None or x.shape[0] < self.bucketed_min_tokens:
             routed = ops.route_topk(router_logits, self.top_k, renormalise=self.renormalise)
             return ops.moe_small_batch(x, self.gate_up_proj, self.down_proj, routed)
@@ -344,4 +358,10 @@ def packed_weights(model: DecoderModel) -> Iterator[PackedWeight]:
         yield model.classifier.classes
     for layer in model.layers:
         yield from (layer.attention.qkv_proj, layer.attention.o_proj)
-        yield from (value for value in vars(layer.mlp).values() if isinstance(value, PackedWeight))
+        yield from _products(layer.mlp)
+        if isinstance(layer.mlp, MoeMLP) and layer.mlp.shared is not None:
+            yield from _products(layer.mlp.shared)
+
+
+def _products(mlp: DenseMLP | MoeMLP) -> Iterator[PackedWeight]:
+    yield from (value for value in vars(mlp).values() if isinstance(value, PackedWeight))

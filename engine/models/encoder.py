@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 import torch
 
-from engine.checkpoint.model_config import EncoderConfig
+from engine.checkpoint.encoder_config import EncoderConfig
 from engine.models.classifier import ClassificationHead
 from engine.models.decoder import LayerObserver
 from kernels.interface import Operations

@@ -25,7 +25,7 @@ ONES = {4: 0x11111111, 8: 0x01010101}
 
 
 class StoredTensors(Protocol):
-    """Hands out each stored tensor once: `TensorSource` of engine.models.load."""
+    """Hands out each stored tensor once: `TensorSource` of engine.models.tensor_source."""
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name that nobody has taken."""

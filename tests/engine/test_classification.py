@@ -16,13 +16,15 @@ from safetensors.torch import load_file, save_file
 
 from engine.checkpoint.classifier_config import ClassActivation, ClassifierConfig
 from engine.checkpoint.config_reader import ConfigReader
-from engine.checkpoint.model_config import EncoderConfig, read_config
+from engine.checkpoint.encoder_config import EncoderConfig
+from engine.checkpoint.model_config import read_config
 from engine.checkpoint.weights import Checkpoint
 from engine.encoder import EncoderEngine
 from engine.engine import Engine
 from engine.errors import CheckpointError, EngineError, InvalidRequest, NonFiniteLogits, PromptTooLong
 from engine.loading.load import load_engine
-from engine.models.load import check_decoder, check_encoder
+from engine.models.load import check_decoder
+from engine.models.load_encoder import check_encoder
 from engine.request import AnyRequest, ClassificationRequest, EmbeddingRequest, RequestOutput
 from settings import load_settings
 from tests.support.engines import greedy_request
@@ -47,6 +49,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, a score": ("qwen3", {"num_labels": 1, "tie_word_embeddings": True}),
     "llama, classes": ("llama", {"num_labels": 5}),
     "qwen2, classes": ("qwen2", {"num_labels": 2}),
+    "qwen2_moe, classes": ("qwen2_moe", {"num_labels": 3}),
     "qwen3_moe, a score": ("qwen3_moe", {"num_labels": 1}),
     "mistral, a score": ("mistral", {"num_labels": 1}),
     "mixtral, classes": ("mixtral", {"num_labels": 3}),
@@ -166,8 +169,9 @@ def test_a_head_is_computed_in_float32_whatever_the_models_dtype(tmp_path: Path,
     torch.testing.assert_close(logits, ReferenceClassifier(tmp_path).logits([3, 4, 5]), atol=0.1, rtol=0.1)
 
 
-def test_a_deterministic_engine_gives_the_bits_of_a_text_alone(tmp_path: Path) -> None:
-    make_classifying_decoder(tmp_path, num_labels=3)
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_moe"])
+def test_a_deterministic_engine_gives_the_bits_of_a_text_alone(tmp_path: Path, family: Family) -> None:
+    make_classifying_decoder(tmp_path, family, num_labels=3)
     inputs = [[number, *range(20 + number)] for number in range(1, 9)]
     alone = [
         run(load(tmp_path, deterministic="true"), ClassificationRequest("a", [token_ids], "softmax"))["a"]

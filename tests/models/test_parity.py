@@ -73,6 +73,9 @@ VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     "smollm3-tied": ("smollm3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "granite-gqa2": ("granite", {}),
     "olmo2-gqa2": ("olmo2", {}),
+    "qwen2_moe-mixed-layers": ("qwen2_moe", {"mlp_only_layers": [1], "num_hidden_layers": 3}),
+    "granitemoe-top2": ("granitemoe", {}),
+    "granitemoeshared-top2": ("granitemoeshared", {}),
 }
 SWITCHED = {"use_sliding_window": True, "sliding_window": 21}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -108,6 +111,21 @@ MORE_VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
         {"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 24, "tie_word_embeddings": True},
     ),
     "granite-tied-sharded": ("granite", {"tie_word_embeddings": True, "max_shard_size": "40KB"}),
+    "qwen2_moe-top5-not-renormalised": ("qwen2_moe", {"num_experts_per_tok": 5, "norm_topk_prob": False}),
+    "qwen2_moe-without-bias-tied-sharded": (
+        "qwen2_moe",
+        {"qkv_bias": False, "tie_word_embeddings": True, "decoder_sparse_step": 2, "max_shard_size": "60KB"},
+    ),
+    "granitemoe-top1-tied": ("granitemoe", {"num_experts_per_tok": 1, "tie_word_embeddings": True}),
+    "granitemoe-top4-of-5-sharded": (
+        "granitemoe",
+        {"num_local_experts": 5, "num_experts_per_tok": 4, "max_shard_size": "60KB", "residual_multiplier": 1.0},
+    ),
+    "granitemoeshared-none": ("granitemoeshared", {"shared_intermediate_size": 0}),
+    "granitemoeshared-wide-sharded": (
+        "granitemoeshared",
+        {"shared_intermediate_size": 200, "num_key_value_heads": 4, "max_shard_size": "60KB"},
+    ),
     "granite-one-left-out": ("granite", {"residual_multiplier": 1.0, "attention_multiplier": 1.0}),
 }
 _OTHERS = [pytest.param(variant, marks=pytest.mark.slow) for variant in MORE_VARIANTS]

@@ -38,7 +38,21 @@ from tests.support.tiny_tokenizer import EOS_TOKEN, PAD_TOKEN, make_tokenizer
 
 Head = Literal["none", "tokens", "classes"]
 EncoderName = Literal["bert", "roberta", "xlm-roberta"]
-Family = Literal["qwen3", "qwen3_moe", "llama", "qwen2", "mistral", "mixtral", "phi3", "smollm3", "granite", "olmo2"]
+Family = Literal[
+    "qwen3",
+    "qwen3_moe",
+    "llama",
+    "qwen2",
+    "qwen2_moe",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "smollm3",
+    "granite",
+    "granitemoe",
+    "granitemoeshared",
+    "olmo2",
+]
 
 # The tokenizer knows fewer ids than the model, as with published Qwen3 checkpoints: the last ids decode to nothing.
 VOCAB_SIZE = 320
@@ -64,6 +78,13 @@ MOE_DEFAULTS: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 MILLION = {"rope_type": "default", "rope_theta": 1000000.0}
+GRANITE: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 1.7,
+}
 # What each family's configuration has beside DEFAULTS.
 FAMILY_DEFAULTS: dict[Family, dict[str, Any]] = {
     "qwen3": {"rope_parameters": MILLION},
@@ -79,17 +100,14 @@ FAMILY_DEFAULTS: dict[Family, dict[str, Any]] = {
         }
     },
     "qwen2": {"rope_parameters": MILLION},
+    "qwen2_moe": {"rope_parameters": MILLION, **MOE_DEFAULTS, "shared_expert_intermediate_size": 160},
     "mistral": {"rope_parameters": MILLION, "sliding_window": None},
     "mixtral": {"rope_parameters": MILLION, "num_local_experts": 8, "num_experts_per_tok": 2},
     "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "pad_token_id": 0},
     "smollm3": {"rope_parameters": MILLION, "no_rope_layers": [1, 0, 1, 0], "pad_token_id": 0},
-    "granite": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.7,
-        "attention_multiplier": 0.3,
-        "logits_scaling": 1.7,
-    },
+    "granite": GRANITE,
+    "granitemoe": {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 2},
+    "granitemoeshared": {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
     "olmo2": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "pad_token_id": 0},
 }
 

@@ -12,13 +12,15 @@ import torch
 
 from engine.checkpoint.classifier_config import ClassifierConfig
 from engine.checkpoint.embedding_config import read_pooling
-from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_config, read_eos_token_ids
+from engine.checkpoint.encoder_config import EncoderConfig
+from engine.checkpoint.model_config import ModelConfig, read_config, read_eos_token_ids
 from engine.checkpoint.weights import Checkpoint, is_body_alone
 from engine.errors import CapabilityError, CheckpointError, EngineError
 from engine.loading.derived_settings import derive_for, model_path
 from engine.loading.kv_pool import device_memory, expected_profile, expected_weights_bytes, kv_cache_spec
 from engine.loading.quantization_error import measure_quantization_error
-from engine.models.load import check_decoder, check_encoder
+from engine.models.load import check_decoder
+from engine.models.load_encoder import check_encoder
 from engine.text.tokenizer import Tokenizer
 from settings import EffectiveSettings, EngineSettings, SettingsError, Source
 from worker.doctor.machine import device_findings, machine_findings, size_text, wanted_device

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from engine.checkpoint.embedding_config import EmbeddingConfig, Pooling
+from engine.checkpoint.encoder_config import EncoderConfig
 from engine.checkpoint.families import DECODERS, ENCODERS
-from engine.checkpoint.model_config import EncoderConfig, ModelConfig, read_config
+from engine.checkpoint.model_config import ModelConfig, read_config
 from engine.errors import CheckpointError
 from tests.support.tiny_checkpoint import make_checkpoint, write_pooling
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.checkpoint.families import DECODERS
-from engine.checkpoint.model_config import ModelConfig, Multipliers
+from engine.checkpoint.families import DECODERS, ENCODERS, REFUSED
+from engine.checkpoint.model_config import ModelConfig, Multipliers, read_config
 from engine.checkpoint.rope import LongRopeScaling, RopeConfig
 from engine.errors import CheckpointError
 from tests.support.tiny_checkpoint import FAMILY_DEFAULTS
@@ -140,6 +142,47 @@ FILES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=False,
         vocab_size=100352,
     ),
+    "Qwen1.5-MoE-A2.7B-Chat": _published(
+        "qwen2_moe",
+        (2048, 5632, 24, 16, 16),
+        architectures=["Qwen2MoeForCausalLM"],
+        decoder_sparse_step=1,
+        max_position_embeddings=8192,
+        max_window_layers=21,
+        moe_intermediate_size=1408,
+        norm_topk_prob=False,
+        num_experts=60,
+        num_experts_per_tok=4,
+        output_router_logits=False,
+        rms_norm_eps=1e-06,
+        rope_theta=1000000.0,
+        router_aux_loss_coef=0.001,
+        shared_expert_intermediate_size=5632,
+        sliding_window=32768,
+        tie_word_embeddings=False,
+        use_sliding_window=False,
+        vocab_size=151936,
+    ),
+    "granite-3.1-3b-a800m-instruct": _published(
+        "granitemoe",
+        (1536, 512, 32, 24, 8),
+        architectures=["GraniteMoeForCausalLM"],
+        attention_bias=False,
+        attention_multiplier=0.015625,
+        embedding_multiplier=12.0,
+        logits_scaling=6.0,
+        max_position_embeddings=131072,
+        num_experts_per_tok=8,
+        num_local_experts=40,
+        output_router_logits=False,
+        residual_multiplier=0.22,
+        rms_norm_eps=1e-06,
+        rope_scaling=None,
+        rope_theta=10000000.0,
+        router_aux_loss_coef=0.0,
+        tie_word_embeddings=True,
+        vocab_size=49155,
+    ),
     "granite-3.3-8b-instruct": _published(
         "granite",
         (4096, 12800, 40, 32, 8),
@@ -163,11 +206,12 @@ FILES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", FILES)
 def test_a_published_file_is_read(name: str) -> None:
     config = ModelConfig.from_hf(FILES[name])
-    assert (config.architecture, config.head_dim) == (FILES[name]["model_type"], 128)
+    head_dim = 64 if name == "granite-3.1-3b-a800m-instruct" else 128
+    assert (config.architecture, config.head_dim) == (FILES[name]["model_type"], head_dim)
     assert (config.rope.scaling is None) == (name != "Phi-4-mini-instruct")
     assert config.rope.theta == FILES[name]["rope_theta"]
-    assert config.tie_word_embeddings == (name in ("Phi-4-mini-instruct", "SmolLM3-3B", "granite-3.3-8b-instruct"))
-    assert config.qkv_bias == (name == "Qwen2.5-7B-Instruct")
+    assert config.tie_word_embeddings == (name.startswith("granite") or name in ("Phi-4-mini-instruct", "SmolLM3-3B"))
+    assert config.qkv_bias == (name in ("Qwen2.5-7B-Instruct", "Qwen1.5-MoE-A2.7B-Chat"))
     assert config.fuses_projections == name.lower().startswith("phi-4")
     assert not config.qk_norm
     assert config.wide_qk_norm == (config.norms.before_mlp is None) == name.startswith("OLMo")
@@ -179,6 +223,14 @@ def test_what_a_published_file_alone_has_is_read() -> None:
     assert (mixtral.moe.num_experts, mixtral.moe.experts_per_token, mixtral.moe.intermediate_size) == (8, 2, 14336)
     assert mixtral.moe.norm_topk_prob
     assert all(map(mixtral.is_moe_layer, range(32)))
+    qwen = ModelConfig.from_hf(FILES["Qwen1.5-MoE-A2.7B-Chat"]).moe
+    assert qwen is not None
+    assert (qwen.num_experts, qwen.intermediate_size, qwen.shared_size, qwen.norm_topk_prob) == (60, 1408, 5632, False)
+    assert not ModelConfig.from_hf(FILES["Qwen1.5-MoE-A2.7B-Chat"] | {"qkv_bias": False}).qkv_bias
+    granite_moe = ModelConfig.from_hf(FILES["granite-3.1-3b-a800m-instruct"])
+    assert granite_moe.moe is not None
+    assert (granite_moe.moe.num_experts, granite_moe.moe.intermediate_size, granite_moe.moe.shared) == (40, 512, None)
+    assert (granite_moe.moe.norm_topk_prob, granite_moe.multipliers.logits) == (True, 6.0)
     granite = ModelConfig.from_hf(FILES["granite-3.3-8b-instruct"])
     assert granite.attention_scale == 0.0078125
     assert granite.multipliers == Multipliers(embedding=12.0, residual=0.22, logits=16.0)
@@ -233,6 +285,14 @@ def test_what_a_file_leaves_out_is_what_transformers_takes() -> None:
         ("granite-3.3-8b-instruct", {"embedding_multiplier": "12"}, "embedding_multiplier is '12'"),
         ("granite-3.3-8b-instruct", {"attention_bias": True}, "attention_bias is True"),
         ("Qwen2.5-7B-Instruct", {"embedding_multiplier": 12.0}, "embedding_multiplier is 12.0"),
+        (
+            "Qwen1.5-MoE-A2.7B-Chat",
+            {"shared_expert_intermediate_size": None},
+            "shared_expert_intermediate_size is missing",
+        ),
+        ("Qwen1.5-MoE-A2.7B-Chat", {"qkv_bias": "yes"}, "qkv_bias is 'yes'"),
+        ("Qwen1.5-MoE-A2.7B-Chat", {"use_sliding_window": True}, "use_sliding_window is True"),
+        ("granite-3.1-3b-a800m-instruct", {"num_experts_per_tok": 41}, "num_experts_per_tok is 41"),
         ("granite-3.3-8b-instruct", {"no_rope_layers": [1] * 40}, "no_rope_layers is [1, 1"),
     ],
 )
@@ -284,6 +344,15 @@ def test_a_window_that_is_left_out_is_4096_where_that_is_the_default() -> None:
     assert ModelConfig.from_hf(without).window_of(0) == 4096
     without = {key: value for key, value in FILES["Mixtral-8x7B-Instruct-v0.1"].items() if key != "sliding_window"}
     assert ModelConfig.from_hf(without).window_of(0) is None
+
+
+def test_a_family_that_no_entry_can_describe_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v2"}))
+    with pytest.raises(
+        CheckpointError, match=r"model_type is 'deepseek_v2', whose latent attention \(MLA\).*; accepted: llama"
+    ):
+        read_config(tmp_path)
+    assert not REFUSED.keys() & {*DECODERS, *ENCODERS}
 
 
 def test_every_family_is_made_for_the_tests() -> None:

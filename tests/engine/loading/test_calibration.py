@@ -92,7 +92,7 @@ def decoder(path: Path) -> ModelConfig:
     return config
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral", "phi3", "granite"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe", "qwen3_moe", "mixtral", "phi3", "granite"])
 def test_each_weight_of_a_layer_loses_less_on_its_own_inputs(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from tests.support.engines import greedy_request, load_engine, run_all, tokens_o
 from tests.support.tiny_checkpoint import Family, make_bert_checkpoint, make_checkpoint, make_classifying_decoder
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 200, 100]
-FAMILIES: list[Family] = ["llama", "qwen2", "phi3", "qwen3_moe", "mixtral"]
+FAMILIES: list[Family] = ["llama", "qwen2", "phi3", "qwen2_moe", "qwen3_moe", "mixtral"]
 FLOAT32 = {"engine.dtype": "float32"}
 
 
@@ -157,8 +157,14 @@ def test_config_json_says_what_was_done(tmp_path: Path) -> None:
     quantise_checkpoint(plain, tmp_path / "out", "w8a8")
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert said["format"] == "int-quantized"
-    assert said["ignore"] == ["lm_head", "re:.*(mlp|block_sparse_moe)\\.gate$"]
+    assert said["ignore"] == ["lm_head", "re:.*(mlp|block_sparse_moe)\\.(shared_expert_)?gate$"]
     assert said["config_groups"]["group_0"]["input_activations"]["strategy"] == "token"
+
+
+def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    plain = make_checkpoint(tmp_path / "plain", "granitemoe")
+    with pytest.raises(CheckpointError, match="a layer's experts are one tensor; accepted: a tensor for each expert"):
+        quantise_checkpoint(plain, tmp_path / "out", "w8a8")
 
 
 def test_a_head_of_classes_stays_as_it_is(tmp_path: Path) -> None:

@@ -13,11 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint.model_config import EncoderConfig, read_config
+from engine.checkpoint.encoder_config import EncoderConfig
+from engine.checkpoint.model_config import read_config
 from engine.checkpoint.weights import Checkpoint
 from engine.errors import CapabilityError, CheckpointError
 from engine.models.decoder import weights_bytes
-from engine.models.load import check_decoder, check_encoder, load_decoder, load_encoder
+from engine.models.load import check_decoder, load_decoder
+from engine.models.load_encoder import check_encoder, load_encoder
 from engine.models.placement import ModelPlacement
 from kernels.dispatch import operations
 from tests.support.engines import load_engine
@@ -33,7 +35,11 @@ from tests.support.tiny_checkpoint import (
 )
 
 CPU = torch.device("cpu")
-FEW_EXPERTS = {"qwen3_moe": {"num_experts": 2}, "mixtral": {"num_local_experts": 2}}
+FEW_EXPERTS = {
+    "qwen2_moe": {"num_experts": 2},
+    "qwen3_moe": {"num_experts": 2},
+    "mixtral": {"num_local_experts": 2},
+}
 PLACEMENT = ModelPlacement(CPU, torch.float32, operations(CPU), max_positions=64, bucketed_min_tokens=8)
 
 
@@ -149,7 +155,7 @@ def test_so_do_a_tied_one_a_body_alone_and_an_encoder(tmp_path: Path) -> None:
     check(make_bert_checkpoint(tmp_path / "bert", head="tokens"))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2", "phi3", "bert"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "granitemoeshared", "mixtral", "qwen2", "phi3", "bert"])
 def test_each_missing_or_misshapen_tensor_is_refused_as_loading_does(tmp_path: Path, family: Family | str) -> None:
     path = (
         make_bert_checkpoint(tmp_path, num_hidden_layers=1)

@@ -1,0 +1,104 @@
+"""Reads an encoder's shape out of config.json and sentence_bert_config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from engine.checkpoint.classifier_config import ClassifierConfig
+from engine.checkpoint.config_reader import NO_CODE, ConfigReader, DtypeName, refuse_unsupported, weights_dtype
+from engine.checkpoint.families import ENCODERS, EncoderFamily
+from engine.errors import CheckpointError
+
+Activation = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "relu"]
+
+ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+ENCODER_MUST_BE_FALSE = ("is_decoder", "add_cross_attention")
+ENCODER_MUST_BE_ABSENT = {
+    "quantization_config": "weights not quantised beforehand: take the model in float32, bfloat16 or float16",
+    "auto_map": NO_CODE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """The shape of an encoder like BERT (arXiv 1810.04805): everything about it that is not in its tensors."""
+
+    family: EncoderFamily
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    activation: Activation  # gelu is the exact one, gelu_new and gelu_pytorch_tanh are its tanh approximation
+    layer_norm_eps: float
+    max_position_embeddings: int  # tokens
+    max_seq_length: int | None  # tokens it was trained on, as sentence_bert_config.json says; None: it does not
+    num_token_types: int
+    dtype: DtypeName  # of the weights on disk
+    padding_id: int | None  # the token that has no position, and whose id the first one comes behind; None: from 0 on
+    classifier: ClassifierConfig | None  # None: no classification head, so texts become vectors
+
+    @property
+    def architecture(self) -> str:
+        """The family's name."""
+        return self.family.model_type
+
+    @property
+    def longest_input(self) -> int:
+        """Tokens that there are positions for."""
+        return self.max_position_embeddings - (0 if self.padding_id is None else self.padding_id + 1)
+
+    @property
+    def default_max_len(self) -> int:
+        """Tokens of one input unless a setting says otherwise."""
+        return min(self.longest_input, self.max_seq_length or self.longest_input)
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, object], sentence: Mapping[str, object]) -> EncoderConfig:
+        """Check and translate config.json and sentence_bert_config.json. Raises CheckpointError naming the key."""
+        config = ConfigReader(data, "config.json")
+        family = ENCODERS[config.choice("model_type", tuple(ENCODERS))]
+        _refuse_unsupported_encoder(config, family)
+        hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+        if hidden_size % num_heads:
+            raise config.refuse("hidden_size", hidden_size, f"a multiple of num_attention_heads ({num_heads})")
+        trained = ConfigReader(sentence, "sentence_bert_config.json")
+        if trained.flag("do_lower_case", default=False):
+            raise trained.refuse("do_lower_case", True, "false: a text is lower-cased by its tokenizer only")
+        return cls(
+            family=family,
+            vocab_size=config.integer("vocab_size"),
+            hidden_size=hidden_size,
+            num_layers=config.integer("num_hidden_layers"),
+            num_heads=num_heads,
+            intermediate_size=config.integer("intermediate_size"),
+            activation=cast(Activation, config.choice("hidden_act", ACTIVATIONS, default="gelu")),
+            layer_norm_eps=config.number("layer_norm_eps", default=1e-12),
+            max_position_embeddings=config.integer("max_position_embeddings"),
+            max_seq_length=trained.integer("max_seq_length", minimum=2) if trained.has("max_seq_length") else None,
+            num_token_types=config.integer("type_vocab_size", default=2),
+            dtype=weights_dtype(config, default="float32"),  # files older than the key are float32's
+            padding_id=_padding_id(config) if family.counts_from_padding else None,
+            classifier=ClassifierConfig.of(config, family.classifying_class),
+        )
+
+
+def _padding_id(config: ConfigReader) -> int:
+    """RoBERTa's is 1 where it is left out."""
+    padding_id = config.integer("pad_token_id", default=1, minimum=0)
+    positions = config.integer("max_position_embeddings")
+    if padding_id + 1 >= positions:
+        raise config.refuse("max_position_embeddings", positions, f"more than pad_token_id and 1 ({padding_id + 1})")
+    return padding_id
+
+
+def _refuse_unsupported_encoder(config: ConfigReader, family: EncoderFamily) -> None:
+    classes, accepted = config.data.get("architectures"), (*family.classes, family.classifying_class)
+    if classes is not None and (not isinstance(classes, list) or len(classes) != 1 or classes[0] not in accepted):
+        raise config.refuse("architectures", classes, f"one of {', '.join(accepted)}")
+    refuse_unsupported(config, absent=ENCODER_MUST_BE_ABSENT, false=ENCODER_MUST_BE_FALSE)
+    config.choice("position_embedding_type", ("absolute",), default="absolute")
+    if config.data.get("embedding_size") not in (None, config.data.get("hidden_size")):
+        raise CheckpointError("config.json: embedding_size differs from hidden_size; accepted: the same number")
