@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from kernels.triton.launch import tuned
 
+_MAX_PROJECTED_HEAD_BYTES = 256
 _MIN_DOT_SIZE = 16  # tl.dot takes no smaller dimension
 # Two tiles: a program with fewer mostly starts up. With 8 query heads a KV head and 128 dims, the result of such a
 # split (4 KiB in float32, written and read again) is an eighth of the keys and values it read.
@@ -69,19 +70,32 @@ def padded_head_dim(head_dim: int) -> int:
     return max(1 << (head_dim - 1).bit_length(), _MIN_DOT_SIZE)
 
 
-def decode_launch(element_bytes: int) -> AttentionLaunch:
-    """Launch of the decode kernel, for any head_dim up to 256 and both generations.
+def decode_launch(head_dim: int, element_bytes: int, capability: int) -> AttentionLaunch:
+    """Launch of the decode kernel, for head_dim up to 256; capability: compute capability such as 90.
 
     16 packed heads, the smallest M, since decode waits for memory and not for products. The keys and values of two
     tiles are in flight while a third is added, so that memory is busy with one while the other is waited for. Tiles of
     32 keys take 38 KiB and at 128 dims up to 114 registers on sm_90 and 96 on sm_80 (128 with heads as projected):
     four and five programs share a multiprocessor. Two tiles of 64 keys take 158 registers and 73 KiB: three programs.
     One of 64 keys, as many bytes in one piece, takes 38 KiB in two stages. The block table, read ahead of the keys,
-    takes two of the stages.
+    takes two of the stages. Heads that are padded (80 and 96 to 128 dims) have one tile in flight before Hopper: with
+    two, or with tiles of 16 keys, triton 3.6.0 spills 4 bytes there.
     """
     if element_bytes == 4:  # exact products without tensor cores: larger ones spill
         return AttentionLaunch(block_m=16, tile=16, num_warps=8, num_stages=1)
-    return AttentionLaunch(block_m=16, **(tuned("decode_attention") or {"tile": 32, "num_warps": 4, "num_stages": 5}))
+    num_stages = 4 if head_dim < padded_head_dim(head_dim) and capability != 90 else 5
+    rule = {"tile": 32, "num_warps": 4, "num_stages": num_stages}
+    return AttentionLaunch(block_m=16, **(tuned("decode_attention") or rule))
+
+
+def decodes_projected(head_dim: int, element_bytes: int, capability: int) -> bool:
+    """Whether the decode kernel takes heads as projected; not where it would spill: they then have their own launch.
+
+    Larger heads spill on sm_80: the query, its partner and the new key; so do padded ones, under triton 3.6.0 with two
+    tiles in flight and under 3.7.1 with one.
+    """
+    is_padded = head_dim < padded_head_dim(head_dim)
+    return head_dim * element_bytes <= _MAX_PROJECTED_HEAD_BYTES and (capability == 90 or not is_padded)
 
 
 def decode_splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) -> DecodeSplits:
@@ -127,7 +141,7 @@ def shared_prefix_launch(num_pairs: int, head_dim: int, element_bytes: int, capa
     sm_80). At 256 dims 128 rows spill 128 bytes on sm_90.
     """
     if num_pairs <= 16:
-        return decode_launch(element_bytes)
+        return decode_launch(head_dim, element_bytes, capability)
     launch = prefill_launch(head_dim, element_bytes, capability)
     if element_bytes == 4:
         return launch

@@ -16,15 +16,15 @@ from kernels.triton.attention_launch import (
     SPLIT_MULTIPLE,
     decode_launch,
     decode_splits,
+    decodes_projected,
     padded_head_dim,
 )
-from kernels.triton.launch import num_multiprocessors
+from kernels.triton.launch import compute_capability, num_multiprocessors
 from kernels.triton.partial_attention import LOG2E, LOWEST_SCORE, attend_keys
 from kernels.triton.rope_kv_store import check_layout, qk_norm_rope_store_kv
 from kernels.triton.shared_prefix import attend_shared_prefixes, plan_decode
 
 MULTIPLE = tl.constexpr(SPLIT_MULTIPLE)
-MAX_PROJECTED_HEAD_BYTES = 256  # of a larger head the query, its partner and the new key spill on sm_80
 
 
 def paged_decode_attention(
@@ -46,11 +46,11 @@ def store_and_decode(heads: ProjectedHeads, rows: AttentionRows, scale: float) -
     """See `Operations.store_and_decode`. One launch: the program that sees a row's last key norms, rotates and writes
     it, and takes it from its registers; each program rotates the queries that it takes.
 
-    Two where rows share prefixes, whose kernel needs the queries before, and with heads above 128 dims, in float32
-    above 64, where one would spill on sm_80. Raises ValueError as the operations that it stands for do.
+    Two where rows share prefixes, whose kernel needs the queries before, and with heads of which one launch would
+    spill: `decodes_projected`. Raises ValueError as the operations that it stands for do.
     """
     num_kv_heads, head_dim = heads.k_cache.shape[2:]
-    if rows.prefix_groups or head_dim * heads.qkv.element_size() > MAX_PROJECTED_HEAD_BYTES:
+    if rows.prefix_groups or not decodes_projected(head_dim, heads.qkv.element_size(), compute_capability()):
         queries = qk_norm_rope_store_kv(*heads)
         return paged_decode_attention(queries, heads.k_cache, heads.v_cache, rows, scale)
     check_layout(qkv=heads.qkv, cos_sin=heads.cos_sin)
@@ -75,7 +75,7 @@ def _decode(
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_rows == 0:
         return output
-    launch = decode_launch(q.element_size())
+    launch = decode_launch(head_dim, q.element_size(), compute_capability())
     num_kv_heads = k_cache.shape[2]
     head_blocks = num_kv_heads * triton.cdiv(num_heads // num_kv_heads, launch.block_m)
     plan = plan_decode(q, num_kv_heads, rows)

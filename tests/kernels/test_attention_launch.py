@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from kernels.triton.attention_launch import (
     DecodeSplits,
     decode_launch,
     decode_splits,
+    decodes_projected,
     merge_block_rows,
     padded_head_dim,
     prefill_launch,
@@ -31,8 +34,18 @@ def test_a_head_dim_is_padded_to_a_power_of_two_a_product_takes() -> None:
 
 
 def test_decode_packs_16_heads() -> None:
-    assert decode_launch(2) == AttentionLaunch(block_m=16, tile=32, num_warps=4, num_stages=5)
-    assert decode_launch(4).tile == 16
+    for capability in (80, 90):
+        for head_dim in (64, 128, 256):
+            assert decode_launch(head_dim, 2, capability) == LAUNCH
+        assert decode_launch(128, 4, capability).tile == 16
+    assert decode_launch(96, 2, 90) == LAUNCH
+    assert decode_launch(96, 2, 80) == decode_launch(80, 2, 89) == replace(LAUNCH, num_stages=4)
+
+
+def test_heads_are_decoded_as_projected_where_that_spills_nothing() -> None:
+    assert all(decodes_projected(head_dim, 2, capability) for head_dim in (64, 128) for capability in (80, 89, 90))
+    assert not any(decodes_projected(*large, capability) for large in ((256, 2), (128, 4)) for capability in (80, 90))
+    assert [decodes_projected(96, 2, capability) for capability in (80, 89, 90)] == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -77,8 +90,8 @@ def test_splits_hold_whole_tiles_and_at_least_two_of_them() -> None:
         for max_kv_len in (0, 1, 63, 129, 1000, 4097, 131_072):
             splits = decode_splits(num_rows * 8, max_kv_len, H200)
             split_tokens = _split_tokens(splits, max_kv_len)
-            assert split_tokens % decode_launch(2).tile == 0
-            assert split_tokens % decode_launch(4).tile == 0
+            assert split_tokens % decode_launch(128, 2, 90).tile == 0
+            assert split_tokens % decode_launch(128, 4, 90).tile == 0
             assert 128 <= split_tokens <= 8192
             assert split_tokens * splits.num_splits >= max_kv_len
 
@@ -101,13 +114,13 @@ def test_a_bound_of_the_longest_row_splits_short_rows_as_finely() -> None:
 @pytest.mark.parametrize(
     ("num_pairs", "head_dim", "element_bytes", "capability", "expected"),
     [
-        (16, 128, 2, 90, decode_launch(2)),
+        (16, 128, 2, 90, decode_launch(128, 2, 90)),
         (17, 128, 2, 90, AttentionLaunch(64, 64, 4, 3)),
         (64, 128, 2, 80, AttentionLaunch(64, 32, 4, 3)),
         (65, 128, 2, 90, prefill_launch(128, 2, 90)),
         (400, 256, 2, 90, AttentionLaunch(64, 32, 8, 3)),
         (400, 256, 2, 80, prefill_launch(256, 2, 80)),
-        (8, 128, 4, 90, decode_launch(4)),
+        (8, 128, 4, 90, decode_launch(128, 4, 90)),
         (64, 128, 4, 90, prefill_launch(128, 4, 90)),
     ],
 )

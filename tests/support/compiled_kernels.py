@@ -47,11 +47,6 @@ class CompiledKernel:
     ptx: str
 
     @property
-    def most_spill_bytes(self) -> int:
-        """What it may spill: nothing, but for one kernel on sm_80 under the compiler of PyTorch 2.11."""
-        return 8 if (self.name, self.capability, triton.__version__) == ("_decode_kernel", 80, "3.6.0") else 0
-
-    @property
     def num_async_copies(self) -> int:
         """cp.async of 16 bytes."""
         return len(re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", self.ptx))

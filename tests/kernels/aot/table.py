@@ -3,7 +3,8 @@
 `python -m tests.kernels.aot.table --write` writes the Markdown table into the document that keeps it for the triton
 that is installed; without --write it is printed. It needs no GPU: the kernels are compiled for sm_80 and sm_90, those
 of quantised weights for sm_89 too, or taken from triton's cache where their code has not changed. Launched are
-attention and elementwise operations at the shapes of four models and at the head sizes none of them has, experts at
+attention and elementwise operations at the shapes of four models and at the head sizes none of them has, with a window
+at four of these, experts at
 those of Qwen3-30B-A3B and of other expert layers, products with quantised weights at 4096 x 4096, sampling at two sizes
 of vocabulary.
 """
@@ -351,7 +352,7 @@ def launch_quantised() -> None:
         quantised.moe_small_batch(torch.empty(1, HIDDEN, dtype=DTYPE), gate_up, down, routed)
 
 
-LAUNCHES = (launch_attention, launch_elementwise, launch_experts, launch_sampling, launch_quantised)
+LAUNCHES = (launch_attention, launch_windows, launch_elementwise, launch_experts, launch_sampling, launch_quantised)
 # Where float8 begins, the products alone: an L4 and an RTX 4090 otherwise run what is compiled for sm_80.
 LAUNCHES_OF = {80: LAUNCHES, 89: (launch_quantised,), 90: LAUNCHES}
 
@@ -374,13 +375,11 @@ def table_rows(kernels: Iterable[CompiledKernel]) -> list[tuple[str, ...]]:
     """One row a kernel, launch (blocks, warps, stages) and architecture.
 
     Kernels that differ in what the shapes decide (head size, gathered or not, dtype, divisibility) share a row, which
-    names those constants and has the range of what they take.
+    names those constants and has the range of what they take. Those with a window have rows of their own.
     """
     groups: dict[tuple[str, ...], list[CompiledKernel]] = defaultdict(list)
     for kernel in kernels:
-        blocks = _join(
-            f"{name}={value}" for name, value in kernel.constants.items() if name.startswith(LAUNCH_CONSTANTS)
-        )
+        blocks = _join(f"{name}={value}" for name, value in kernel.constants.items() if _has_own_row(name, value))
         num_stages = kernel.constants.get("NUM_STAGES", kernel.num_stages)
         launch = (kernel.num_warps, num_stages, kernel.capability)
         groups[kernel.name, blocks, *(str(value) for value in launch)].append(kernel)
@@ -388,6 +387,11 @@ def table_rows(kernels: Iterable[CompiledKernel]) -> list[tuple[str, ...]]:
         (key[0], _join([key[1], _shape_constants(group)]), *key[2:], *_resources(group))
         for key, group in sorted(groups.items(), key=lambda item: item[0])
     ]
+
+
+def _has_own_row(name: str, value: object) -> bool:
+    """Whether kernels with this constant have a row of their own: what a launch function decides, and a window."""
+    return name.startswith(LAUNCH_CONSTANTS) or (name == "WINDOW" and value != 0)
 
 
 def markdown(rows: Iterable[tuple[str, ...]]) -> str:
