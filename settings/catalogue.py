@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, SecretStr, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from settings.callbacks import CallbackSettings
 from settings.engine import EngineSettings
 from settings.fields import (
     BOOLEAN_FORMS,
@@ -68,6 +69,7 @@ class Settings(BaseSettings):
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
     tracing: TracingSettings = Field(default_factory=TracingSettings)
     serve: ServeSettings = Field(default_factory=ServeSettings)
+    callbacks: CallbackSettings = Field(default_factory=CallbackSettings)
 
     @classmethod
     def settings_customise_sources(

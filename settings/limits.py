@@ -85,6 +85,34 @@ class LimitSettings(SettingsGroup):
         description="Models that jobs may wait for, beside those that workers serve or served within a week.",
     )
 
+    callback_hosts: Annotated[Names, Accepted(NAMES_FORMS)] | None = Field(
+        default=None,
+        description="Hosts that a job's on_done may name, by https and at public addresses: host, host:port, or "
+        "*.domain. None: no host.",
+    )
+    callback_private_hosts: Annotated[Names, Accepted(NAMES_FORMS)] | None = Field(
+        default=None,
+        description="The same for hosts that may have addresses of a private network, and take http. None: no host.",
+    )
+    callback_queues: Annotated[Names, Accepted(NAMES_FORMS)] | None = Field(
+        default=None, description="Queues of Celery that a job's on_done may name, task:NAME@QUEUE. None: no queue."
+    )
+
+    @property
+    def callback_host_names(self) -> tuple[str, ...]:
+        """The names in `callback_hosts`."""
+        return read_names(self.callback_hosts)
+
+    @property
+    def callback_private_host_names(self) -> tuple[str, ...]:
+        """The names in `callback_private_hosts`."""
+        return read_names(self.callback_private_hosts)
+
+    @property
+    def callback_queue_names(self) -> tuple[str, ...]:
+        """The names in `callback_queues`."""
+        return read_names(self.callback_queues)
+
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names in `models`."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from worker.registry.connect import MAX_PASSWORD_BYTES, read_password_line
@@ -55,7 +55,7 @@ _QUEUE_KEYS = (
 )  # the lanes end in \x06\x16 and a step
 # A job's keys; units to look at, queued shards, counters, the list of jobs, dead units, producers' own keys for jobs.
 _JOB_KEYS = tuple(
-    f"millrace:{{*}}:{part}" for part in ("j:*", "open", "queued*", "adm*", "jobs", "dead", "idem:*", "w:*")
+    f"millrace:{{*}}:{part}" for part in ("j:*", "open", "queued*", "adm*", "jobs", "dead", "idem:*", "w:*", "cb:*")
 )
 
 # Uploaded files, and the digests of keys.
@@ -152,9 +152,20 @@ FLOWER = RedisUser(
 ADMIN = RedisUser("millrace-admin", ("*",), ("@all",))
 
 
-def acl_file(passwords: Mapping[RedisUser, str], redis_version: tuple[int, int]) -> str:
-    """The text of an ACL file with these users and one who may only ask for health, for servers of this version."""
-    lines = [user.acl_line(password, redis_version) for user, password in passwords.items()]
+def acl_file(
+    passwords: Mapping[RedisUser, str], redis_version: tuple[int, int], callback_queues: Sequence[str] = ()
+) -> str:
+    """The text of an ACL file with these users and one who may only ask for health, for servers of this version.
+
+    Workers and servers may send to `callback_queues` of other programs too.
+    """
+    bindings = ("", "_kombu.binding.", "_kombu.binding_permanent.")
+    patterns = tuple(f"{binding}{queue}" for queue in callback_queues for binding in bindings)
+    lines = []
+    for user, password in passwords.items():
+        is_sender = user in (WORKER, SERVER)
+        granted = replace(user, key_patterns=user.key_patterns + patterns) if is_sender else user
+        lines.append(granted.acl_line(password, redis_version))
     return "\n".join([_DEFAULT_USER, _HEALTH_USER, *lines, ""])
 
 

@@ -99,6 +99,7 @@ class BatchClient:
         """
         refuse_single_line(lines)
         checked = checked_options(options)
+        self._intake.check(checked)
         job_id = self._keys.new_job_id() if job_id is None else self._keys.check_job_id(job_id)
         self._trust.check()
         accepted_id = self._submit(job_id, lines, checked)

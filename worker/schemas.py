@@ -77,6 +77,12 @@ class SubmitOptions(_Frozen):
         pattern=r"^[A-Za-z0-9._-]{1,128}$",
         description="What the batch object calls the file of its lines. None: a name made of the job's id.",
     )
+    on_done: Annotated[str | None, Accepted("a URL, or task:NAME@QUEUE, at most 512 characters (ASCII)")] = Field(
+        default=None,
+        max_length=512,
+        pattern=r"^(https?://[!-~]+|task:[A-Za-z0-9_.:-]+@[A-Za-z0-9_.-]+)$",
+        description="Whom to tell that the job has ended: a URL of limits.callback_hosts, or a Celery task.",
+    )
     traceparent: Annotated[str | None, Accepted("a W3C trace context, 00-<32 hex digits>-<16>-<2>")] = Field(
         default=None,
         pattern=r"^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$",
@@ -103,6 +109,7 @@ class SubmitArguments(TypedDict, total=False):
     strict: bool
     result_ttl_s: float | None
     input_file_id: str | None
+    on_done: str | None
     traceparent: str | None
 
 

@@ -123,7 +123,7 @@ def test_a_job_of_a_newer_schema_waits_for_a_worker_that_knows_it(
 ) -> None:
     jobs = submit_jobs(client, num_jobs=1, num_prompts=20)
     (newer,) = jobs
-    bare.hset(Keys().job(newer), "v", 4)
+    bare.hset(Keys().job(newer), "v", 5)
     fleet.start()
     jobs |= submit_jobs(client, num_jobs=1, num_prompts=20)
     wait_until(lambda: client.status([*jobs][1]).status.is_terminal, timeout_s=20)

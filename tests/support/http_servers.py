@@ -1,4 +1,4 @@
-"""Runs `millrace serve` in a thread, and asks it as OpenAI's client and as a bare one do."""
+"""Runs `millrace serve` in a thread, and asks it as OpenAI's client and as a bare one do; receives its callbacks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx2
@@ -15,6 +16,7 @@ from openai.types import Batch
 from pydantic import SecretStr
 
 from settings import LimitSettings, MetricsSettings, RedisSettings, ServeSettings, Settings
+from settings.callbacks import CallbackSettings
 from tests.support.processes import wait_until
 from tests.support.redis_servers import free_port
 from tests.support.request_lines import CHAT, batch_line
@@ -68,6 +70,7 @@ def serving(
     limits: LimitSettings | None = None,
     redis: RedisSettings | None = None,
     metrics: MetricsSettings | None = None,
+    callbacks: CallbackSettings | None = None,
     **options: Any,
 ) -> Iterator[HttpServer]:
     """A server on a free port of this machine; options are those of ServeSettings."""
@@ -76,6 +79,7 @@ def serving(
         redis=redis or RedisSettings(url=SecretStr(redis_url)),
         limits=limits or LimitSettings(),
         metrics=metrics or MetricsSettings(),
+        callbacks=callbacks or CallbackSettings(),
         serve=ServeSettings(port=port, **options),
     )
     server = make_server(settings)
@@ -119,3 +123,63 @@ def ended_batch(client: OpenAI, batch_id: str, is_so: Callable[[Batch], object] 
 def records(content: bytes) -> Sequence[dict[str, Any]]:
     """The records of a downloaded file."""
     return [json.loads(line) for line in content.splitlines()]
+
+
+class Receiver(ThreadingHTTPServer):
+    """Takes callbacks. `answers`: the next ones, a status, or `hang` until the receiver closes; then always 200."""
+
+    daemon_threads = True
+
+    def __init__(self, answers: Sequence[int | str] = ()) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answers = list(answers)
+        self.location = ""  # of redirects
+        self.received: list[tuple[dict[str, str], bytes]] = []
+        self.closing = threading.Event()
+
+    @property
+    def host(self) -> str:
+        """Its address and port."""
+        return f"127.0.0.1:{self.server_address[1]}"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}/done?who=us"
+
+    @property
+    def ids(self) -> list[str]:
+        """Of what came, in its order."""
+        return [headers["webhook-id"] for headers, _ in self.received]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        answer = self.server.answers.pop(0) if self.server.answers else 200
+        self.server.received.append(({name.lower(): value for name, value in self.headers.items()}, body))
+        if answer == "hang":
+            self.server.closing.wait(60)
+            return
+        self.send_response(int(answer))
+        if self.server.location:
+            self.send_header("Location", self.server.location)
+        self.end_headers()
+
+    def log_message(self, *_arguments: object) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def receiving(*answers: int | str) -> Iterator[Receiver]:
+    """A receiver of callbacks on this machine."""
+    with Receiver(answers) as receiver:
+        thread = threading.Thread(target=receiver.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield receiver
+        finally:
+            receiver.closing.set()
+            receiver.shutdown()
+            thread.join()

@@ -102,10 +102,12 @@ class TestRegistry:
     def shard_queue(self, *, ageing_s: float = 60.0, models: Sequence[str] = ("fake",)) -> ShardQueue:
         return ShardQueue(self.redis, self.keys, ageing_s=ageing_s, models=models)
 
-    def submit(self, lines: Sequence[bytes], options: SubmitOptions | None = None) -> str:
+    def submit(
+        self, lines: Sequence[bytes], options: SubmitOptions | None = None, limits: LimitSettings | None = None
+    ) -> str:
         """A queued job with these lines."""
         job_id = self.keys.new_job_id()
-        intake = self.intake()
+        intake = self.intake(limits=limits)
         intake.stage(job_id, 0, lines)
         intake.submit(job_id, len(lines), options or SubmitOptions())
         return job_id

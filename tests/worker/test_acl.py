@@ -24,8 +24,11 @@ from worker.acl import (
 from worker.registry import scripts
 
 # With these a producer stages, submits, reads, cancels and deletes, and closes units of a cancelled job nobody runs.
-PRODUCER_SCRIPTS = ("cancel", "claim", "delete", "discard", "page", "put", "release", "renew", "stage", "submit")
-SERVER_SCRIPTS = (*PRODUCER_SCRIPTS, "copy_file", "keep_file", "queue")
+PRODUCER_SCRIPTS = (
+    *("cancel", "claim", "delete", "discard", "page", "put", "release", "renew", "stage", "submit"),
+    "change_callback",
+)
+SERVER_SCRIPTS = (*PRODUCER_SCRIPTS, "copy_file", "keep_file", "queue", "take_callback", "settle_callback")
 SCRIPTS = sorted(
     entry.name.removesuffix(".lua") for entry in resources.files(scripts).iterdir() if ".lua" in entry.name
 )
@@ -102,6 +105,14 @@ def test_the_default_user_is_off_and_another_has_the_rights_given_to_it() -> Non
         HEALTH,
         f"user somebody reset on #{digest} resetchannels ~a:* ~b -@all +client|setname +get +script|load",
     ]
+
+
+def test_workers_and_servers_alone_may_send_to_a_queue_for_callbacks() -> None:
+    passwords = {user: f"{user.name}, long enough" for user in (PRODUCER, WORKER, SERVER)}
+    before, lines = acl_file(passwords, (8, 0)).splitlines(), acl_file(passwords, (8, 0), ["done"]).splitlines()
+    more = {new.split()[1]: set(new.split()) - set(old.split()) for old, new in zip(before, lines, strict=True)}
+    granted = {"~done", "~_kombu.binding.done", "~_kombu.binding_permanent.done"}
+    assert {name: rules for name, rules in more.items() if rules} == {WORKER.name: granted, SERVER.name: granted}
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,16 @@ class Announcer:
             logger.warning("a unit could not be announced, a reaper will: %s", error, extra=ref.log_fields)
 
 
+def send_task_to(app: Celery, queue: str, task: str, task_id: str, argument: object) -> None:
+    """Send a task of other programs, which have this Redis as their broker, with one argument that is JSON.
+
+    Raises kombu's OperationalError, redis.RedisError and OSError.
+    """
+    bound = Queue(queue, Exchange(queue, type="direct"), routing_key=queue)
+    # The lane of priority 0 is the list of the queue's own name: whatever lanes its workers know, they know this one.
+    app.send_task(task, args=[argument], task_id=task_id, queue=bound, priority=0)
+
+
 class MessageEnd(Enum):
     """What becomes of a Celery message when its task is over."""
 

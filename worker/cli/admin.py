@@ -152,16 +152,23 @@ def _print_functions(context: click.Context, _option: click.Parameter, is_given:
 @click.option("--server-password-file", "server", metavar="FILE", help="Of millrace-server, that of `millrace serve`.")
 @click.option("--flower-password-file", "flower", metavar="FILE", help="Of millrace-flower, who hears Celery's events.")
 @click.option("--admin-password-file", "admin", metavar="FILE", help="Of millrace-admin, who may do everything.")
+@click.option(
+    "--callback-queue", "queues", multiple=True, metavar="NAME",
+    help="A Celery queue to which workers and servers may send callbacks (limits.callback_queues). Repeatable.",
+)  # fmt: skip
 @click.option("--generate", is_flag=True, help="Make a password where there is no such file.")
 @click.option("--redis-version", default="8.0", show_default=True, metavar="X.Y", help="Of the server.")
 @click.option("-o", "--output", default="-", metavar="FILE", help="The ACL file; - is stdout.")
-def acl(generate: bool, redis_version: str, output: str, **files: str | None) -> None:
+def acl(generate: bool, redis_version: str, output: str, queues: tuple[str, ...], **files: str | None) -> None:
     """Print an ACL file (redis-server --aclfile) with one user for producers and one for workers.
 
     Each may do its work and nothing else; the default user is off. Passwords come from files; the ACL file holds their
     SHA-256. From Redis 7.0 on producers call functions, which a worker loads at its start.
     """
     version = _version(redis_version)
+    for queue in queues:
+        if re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", queue) is None:
+            raise BadUsage(f"--callback-queue {queue}: accepted: 1 to 100 letters, digits, ., _ and - (ASCII)")
     try:
         passwords = {
             user: _password(Path(file), generate) for name, user in _USERS.items() if (file := files[name]) is not None
@@ -171,7 +178,7 @@ def acl(generate: bool, redis_version: str, output: str, **files: str | None) ->
     if len(set(passwords.values())) < len(passwords):
         raise BadUsage("two users have the same password; accepted: one for each")
     with open_output(output) as target:
-        target.write(acl_file(passwords, version).encode("ascii"))
+        target.write(acl_file(passwords, version, queues).encode("ascii"))
 
 
 def _password(file: Path, generate: bool) -> str:

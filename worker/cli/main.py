@@ -111,6 +111,7 @@ cli = LazyGroup(
         ),
         "serve": LazyCommand("worker.cli.serve", "Serve OpenAI's Files and Batches API over HTTP."),
         "keys": LazyCommand("worker.cli.keys", "Create, list and revoke the keys of `millrace serve`."),
+        "callbacks": LazyCommand("worker.cli.callbacks", "List, retry and drop callbacks of jobs that have ended."),
         "quantize": LazyCommand("worker.cli.quantize", "Write a checkpoint with weights of 4 or 8 bits."),
         "acl": LazyCommand("worker.cli.admin", "Print the Redis users that producers and workers need."),
         "flower": LazyCommand("worker.monitor.flower", "Serve Celery's own page about the workers, behind a password."),

@@ -60,6 +60,7 @@ class Arguments(TypedDict):
     endpoint: str | None
     model: str | None
     strict: bool
+    on_done: str | None
     ignored_params: tuple[str, ...]
     redis_url: str | None
     assignments: tuple[str, ...]
@@ -93,6 +94,10 @@ class Arguments(TypedDict):
     "--model", metavar="NAME", help="The model of lines that name none; default: the only one that is served."
 )
 @click.option("--strict", is_flag=True, help="One bad line fails the job before any runs; else it fails alone.")
+@click.option(
+    "--on-done", metavar="TARGET",
+    help="Whom to tell when the job has ended: a URL (limits.callback_hosts), or task:NAME@QUEUE, a Celery task.",
+)  # fmt: skip
 @ignore_param_option
 @producer_options
 def submit(**arguments: Unpack[Arguments]) -> None:
@@ -162,6 +167,7 @@ def _submit(
             endpoint=arguments["endpoint"],
             model=arguments["model"],
             strict=arguments["strict"],
+            on_done=arguments["on_done"],
         )
     except UnreadableInput as error:
         raise BadUsage(f"{error}; nothing was submitted") from error

@@ -31,7 +31,7 @@ ATTEMPTS = ("1", "2", "3+")
 UNIT_ENDS = ("finished", *(reason.metric_label for reason in StopReason))
 JOB_ENDS = ("completed", "failed", "cancelled", "expired")
 LANES = ("0", "3", "6", "9")
-PARTS = ("consumer", "engine", "lease-keeper", "result-writer", "reaper", "watchdog", "queue-reader")
+PARTS = ("consumer", "engine", "lease-keeper", "result-writer", "reaper", "watchdog", "callbacks", "queue-reader")
 
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 STEP_SEQUENCES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
@@ -145,6 +145,9 @@ QUEUE_METRICS = (
         "Plans and prompts given up as worker_lost, of the last week, at most 10,000.",
     ),
     Metric("millrace_queue_dead_frames_total", "counter", "Frames in the queue that were no message (dead letters)."),
+    Metric("millrace_queue_waiting_callbacks", "gauge", "Callbacks (on_done) of ended jobs that are not sent yet."),
+    Metric("millrace_queue_dead_callbacks", "gauge", "Callbacks given up, of the last week, at most 10,000."),
+    Metric("millrace_queue_sent_callbacks_total", "counter", "Callbacks that were sent."),
 )
 
 WORKER_METRICS = (

@@ -46,6 +46,9 @@ def queue_figures(reading: QueueReading) -> dict[str, Figure]:
         "millrace_queue_records_total": reading.num_records,
         "millrace_queue_dead_units": reading.num_dead_units,
         "millrace_queue_dead_frames_total": reading.num_dead_frames,
+        "millrace_queue_waiting_callbacks": reading.waiting_callbacks,
+        "millrace_queue_dead_callbacks": reading.dead_callbacks,
+        "millrace_queue_sent_callbacks_total": reading.sent_callbacks,
     }
 
 

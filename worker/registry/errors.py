@@ -237,6 +237,14 @@ class KeyUnknown(RegistryError):
         self.key_id = key_id
 
 
+class CallbackUnknown(RegistryError):
+    """There is no such callback: it was sent, dropped or forgotten, or there never was."""
+
+    def __init__(self, event_id: str) -> None:
+        super().__init__(f"no callback {event_id[:80]!r}; accepted: an id that `millrace callbacks list` shows")
+        self.event_id = event_id
+
+
 class RedisFull(RegistryError, OutOfMemoryError):
     """Redis has no memory left for a job: its maxmemory is reached."""
 

@@ -335,7 +335,7 @@ class Scripts:
         keys="staged file_lines files",
     )
     PAGE = Script("page", "order cursor last max_records max_bytes", keys="job records order", is_reading=True)
-    REFUSE = Script("refuse", "job_id reason errors tenant retain_ms staging_ms", keys="job jobs staged")
+    REFUSE = Script("refuse", "job_id reason errors tenant retain_ms staging_ms on_done", keys="job jobs staged")
     STAGE = Script("stage", "staging_ms", row="index line", keys="job staged")
     SUBMIT = Script("submit", "job", keys=_SUBMIT_KEYS)
     SUBMIT_ONCE = Script("submit", "job", keys=f"{_SUBMIT_KEYS} idempotency")
@@ -344,6 +344,16 @@ class Scripts:
     FIND_ONCE = Script("submit", "job", keys=f"{_SUBMIT_KEYS} idempotency", allow_oom=True)
     # About all of them
     ACKNOWLEDGE = Script("acknowledge", "ack", keys="counters", allow_oom=True)
+    CHANGE_CALLBACK = Script(
+        "change_callback", "prefix event_id action", keys="callback_urls callback_tasks dead_callbacks", allow_oom=True
+    )
+    SETTLE_CALLBACK = Script(
+        "settle_callback",
+        "prefix event_id token error wait_ms keep_ms",
+        keys="callbacks dead_callbacks counters",
+        allow_oom=True,
+    )
+    TAKE_CALLBACK = Script("take_callback", "prefix nonce lease_ms longest_ms", keys="callbacks", allow_oom=True)
     ANNOUNCE = Script("announce", "worker announcement ttl_ms known_ms only_check", keys="served known_models")
     CHOOSE = Script(
         "choose",

@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from settings import LimitSettings, Settings
 from worker.lines.strict_json import shorten
+from worker.registry.callbacks import CallbackTarget, allowed_target
 from worker.registry.errors import (
     EmptyJob,
     FileUnknown,
@@ -143,6 +144,11 @@ class JobIntake:
         known = self._client.get(self._keys.idempotency(tenant, idempotency_key))
         return None if known is None else text(known)
 
+    def check(self, options: SubmitOptions) -> None:
+        """Raise InvalidOption for a callback that `limits.callback_*` do not allow."""
+        if options.on_done is not None:
+            CallbackTarget.checked(options.on_done, self._limits)
+
     def stage(self, job_id: str, first_index: int, lines: Sequence[bytes], nonce: str = "") -> bool:
         """Add lines of a new job from `first_index` on. False, and nothing is stored, if it was accepted already.
 
@@ -202,8 +208,10 @@ class JobIntake:
         A job that was accepted before with these lines, under this id or the options' idempotency key, is returned as
         it is. One of this id that nobody has planned is to be announced again: the first answer may have been lost on
         its way, and the second message does no harm. Staged lines that are refused are forgotten after
-        redis.staging_ttl_s. Raises EmptyJob, JobTooLarge, JobIncomplete, JobReused, QueueFull, RedisFull.
+        redis.staging_ttl_s. Raises InvalidOption, EmptyJob, JobTooLarge, JobIncomplete, JobReused, QueueFull,
+        RedisFull.
         """
+        self.check(options)
         if num_lines < 1:
             raise EmptyJob
         keys = self._of_job(job_id, staged.nonce)
@@ -235,8 +243,11 @@ class JobIntake:
                 raise
             return reply
 
-    def refuse(self, job_id: str, error: BatchError, tenant: str, nonce: str = "") -> None:
-        """Remember as failed a job whose producer does not wait for the answer; its lines are forgotten in time."""
+    def refuse(self, job_id: str, error: BatchError, tenant: str, nonce: str = "", on_done: object = None) -> None:
+        """Remember as failed a job whose producer does not wait for the answer; its lines are forgotten in time.
+
+        `on_done`: whom to tell, as the producer wrote it; nobody, where that is not allowed.
+        """
         call = Scripts.REFUSE(
             self._of_job(job_id, nonce),
             job_id=job_id,
@@ -245,6 +256,7 @@ class JobIntake:
             tenant=tenant,
             retain_ms=self._retain_ms,
             staging_ms=self._staging_ms,
+            on_done=allowed_target(on_done, self._limits),
         )
         ask_one(self._client, call)
 
@@ -269,6 +281,7 @@ class JobIntake:
             "strict": int(options.strict),
             "endpoint": options.endpoint or "",
             "model": options.model or "",
+            "on_done": options.on_done or "",
             "trace": options.traceparent or "",
             "tenant": options.tenant,
             "priority": options.priority,

@@ -217,7 +217,7 @@ class JobQueries:
         job = yield from self.status(job_id)
         if not job.status.is_terminal:
             raise JobNotEnded(job_id, job.status.value)
-        [(endpoint, strict, spec)] = yield [("HMGET", self._keys.job(job_id), "url", "strict", "spec")]
+        [(endpoint, strict, spec, on_done)] = yield [("HMGET", self._keys.job(job_id), "url", "strict", "spec", "cb")]
         return {
             "priority": job.priority,
             "deadline_s": None if job.expires_at is None else round(job.expires_at - job.created_at, 3),
@@ -226,6 +226,7 @@ class JobQueries:
             "endpoint": text(endpoint or b"") or None,
             "model": job.model,  # also if no line named it: those that failed are for the one that answered the others
             "strict": strict == b"1",
+            "on_done": None if on_done is None else text(on_done),
             "result_ttl_s": json.loads(text(spec)).get("result_ttl_s"),
         }
 

@@ -5,7 +5,7 @@ r"""Names the registry's keys, all of one hash slot, `millrace:{s0}:`, and the u
                           tokc, toko (prompt, cached, output tokens), tokr, tokt (of these resumed, thinking), retain,
                           idem, plan_tok (the token under which it was planned), lost_plan, strict, url, urls, model,
                           pin (the model it was submitted for), m:<model> (shards of that model that are not done),
-                          trace, digest (of its lines, "": not known), resb (bytes of its records)
+                          trace, digest (of its lines, "": not known), resb (bytes of its records), cb (on_done)
     j:<job>:in      HASH  index -> request line as it was given, until it has an answer
     j:<job>:in:<nonce>    HASH  likewise, of one submit, until it is accepted and this is renamed
     j:<job>:res     HASH  index -> record, JSON; written once (HSETNX)
@@ -24,13 +24,15 @@ r"""Names the registry's keys, all of one hash slot, `millrace:{s0}:`, and the u
     adm:e:<tenant>  ZSET  <job>/<bytes> -> until when they are
     adm, adm:t:<tenant>   HASH  prompts, bytes, jobs outstanding; a tenant's also result_bytes, of open jobs' records;
                           adm also has total (records), rate, rate_at, rate_total; since ever: sub_jobs, sub_prompts
-                          (accepted), end_<state> (jobs), frames (no messages)
+                          (accepted), end_<state> (jobs), frames (no messages), cb_sent (callbacks)
     idem:<digest>   STRING job id
     jobs            ZSET  job -> created, ms, the newest 10 000
     dead            ZSET  <job>/<unit> that crashed too many workers ; deadraw LIST of frames that were no message
     w:<worker>      HASH  heartbeat
     f:<file>:in     HASH  index -> line of an uploaded file; f:<file>:in:<nonce> while it comes
     files:<tenant>  HASH  file -> created, ms, expires, ms, bytes, and the rest as JSON, separated by blanks
+    cb:e:<event>    HASH  a callback: job, to, tenant, state (the job's end), at, n, ok, err, tries, tok, error
+    cb:url, cb:task ZSET  event -> when to send it next, or when its sender's lease ends, ms ; cb:dead: since when
     keys            HASH  SHA-256 of a key of `millrace serve` -> whose it is, JSON
 
 A unit of work is a job's plan or one of its shards; both are claimed, renewed, released and written through a lease
@@ -55,6 +57,7 @@ PLAN = "plan"
 _UNIT = re.compile(r"plan|[0-9]{1,9}")
 _JOB_ID = re.compile(r"[a-z0-9]+-[0-9a-f-]{36}")
 _FILE_ID = re.compile(r"file-[a-z0-9]+-[0-9a-f-]{36}")
+_EVENT_ID = re.compile(r"evt_[a-z0-9]+-[0-9a-f-]{36}_[0-9]{1,16}")
 _BEGINNING = re.compile(r"[0-9a-f-]{1,36}")
 
 
@@ -117,6 +120,7 @@ class Keys:
         self.dead = f"{self.prefix}dead"  # units that crashed too many workers
         self.dead_frames = f"{self.prefix}deadraw"  # from the queue, that were no message
         self.workers = f"{self.prefix}w:"  # what a worker's heartbeat key begins with
+        self.callbacks = f"{self.prefix}cb:"  # of jobs that have ended: what is to be told, and to whom
         self.api_keys = f"{self.prefix}keys"  # of `millrace serve`, by digest
 
     def tenant_counters(self, tenant: str) -> str:
@@ -155,6 +159,12 @@ class Keys:
     def files(self, tenant: str) -> str:
         """The tenant's uploaded files."""
         return f"{self.prefix}files:{tenant}"
+
+    def callback(self, event_id: str) -> str:
+        """A callback's hash. Raises ValueError for what is no event's id."""
+        if _EVENT_ID.fullmatch(event_id) is None:
+            raise ValueError(f"{event_id[:80]!r} is no id of a callback")
+        return f"{self.callbacks}e:{event_id}"
 
     def file_lines(self, file_id: str, nonce: str = "") -> str:
         """The lines of an uploaded file, or of an upload that goes on. Raises ValueError for what is no file's id."""

@@ -205,6 +205,9 @@ class QueueReading:
     num_records: int
     num_dead_units: int  # given up, of the last week
     num_dead_frames: int  # that were no message
+    waiting_callbacks: int  # not sent yet
+    dead_callbacks: int  # given up, of the last week
+    sent_callbacks: int
 
 
 class QueueFigures:
@@ -225,8 +228,8 @@ class QueueFigures:
             max_shards=MAX_SHARDS,
         )
         reply = ask_one(self._client, call)
-        num_units, overdue_ms, num_dead, num_tenants, counters, rows, others = reply
-        jobs, prompts, num_bytes, sub_jobs, sub_prompts, total, frames, done, failed, cancelled, expired = [
+        num_units, overdue_ms, num_dead, num_tenants, counters, rows, others, *callbacks = reply
+        jobs, prompts, num_bytes, sub_jobs, sub_prompts, total, frames, done, failed, cancelled, expired, sent = [
             int(value or 0) for value in counters
         ]
         backlogs = tuple(map(_backlog, rows))
@@ -247,6 +250,9 @@ class QueueFigures:
             num_records=total,
             num_dead_units=num_dead,
             num_dead_frames=frames,
+            waiting_callbacks=callbacks[0],
+            dead_callbacks=callbacks[1],
+            sent_callbacks=sent,
         )
 
 

@@ -14,9 +14,11 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from settings import Settings
 from worker.app import SPARE_THREADS
 from worker.broker.messages import Announcer
+from worker.callbacks.sender import CallbackSender
 from worker.lines.request_line import names_model
 from worker.metrics.catalogue import TOP_TENANTS
 from worker.metrics.server import MetricsServer
+from worker.registry.callbacks import CallbackOutbox
 from worker.registry.connect import Trust, connect
 from worker.registry.intake import JobIntake
 from worker.registry.keys import Keys
@@ -63,6 +65,7 @@ class WorkerParts:
             settings.tracing, service="millrace-worker", instance=self.worker_id, model_name=self.model_name
         )
         self._keys, self._announcer = Keys(), Announcer(app)
+        self._callbacks = CallbackSender(CallbackOutbox(self.client, self._keys), app, settings)
         # Without redis.ack, which is a client's: a job that a worker accepts is in Redis's file behind its message.
         not_waiting = settings.redis.model_copy(update={"ack": "memory"})
         self.trust = Trust(self.client, self._keys, not_waiting)
@@ -132,6 +135,8 @@ class WorkerParts:
             SupervisedThread("result-writer", self._writer.run, on_failure=self.state.writer_failed),
             SupervisedThread("reaper", reaper.run, on_failure=failed),
         ]
+        if self._callbacks.has_work:
+            self.threads.append(SupervisedThread("callbacks", self._callbacks.run, on_failure=failed))
         self.metrics: MetricsServer | None = None
         if self.settings.metrics.port is not None:  # else nobody could ask for what the reader reads
             self.threads.append(SupervisedThread("queue-reader", reader.run, on_failure=failed))

@@ -69,7 +69,7 @@ class StagedJobs:
             logger.info("job accepted", extra={"job_id": job_id, "prompts": num_lines})
             return
         logger.warning("the job was refused: %s", refusal.message, extra={"job_id": job_id})
-        self._intake.refuse(job_id, refusal, "default", nonce)
+        self._intake.refuse(job_id, refusal, "default", nonce, others.get("on_done"))
 
     def _try_to_submit(
         self, job_id: str, num_lines: int, options: Mapping[str, object], nonce: str

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from settings import Settings, SettingsError
+from worker.callbacks.sender import sending_callbacks
 from worker.registry.api_keys import look
 from worker.registry.connect import connect
 from worker.registry.exchange import Exchange, RedisReply, perform, perform_async
@@ -105,7 +106,8 @@ def make_app(settings: Settings) -> Starlette:
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         async with context:
-            yield
+            with sending_callbacks(settings):
+                yield
 
     routes = [route for kind in (FileRoutes, BatchRoutes, ModelRoutes) for route in kind(context).routes()]
     app = Starlette(

@@ -139,7 +139,7 @@ def _options(new: NewBatch, tenant: str, key: str | None) -> SubmitArguments:
 
 
 def _options_in(metadata: Mapping[str, str]) -> SubmitArguments:
-    """Options of ours among the metadata: millrace.priority, millrace.strict, millrace.model."""
+    """Options of ours among the metadata: millrace.priority, millrace.strict, millrace.model, millrace.on_done."""
     found: SubmitArguments = {}
     for name, value in metadata.items():
         if not name.startswith(_OPTIONS):
@@ -149,10 +149,13 @@ def _options_in(metadata: Mapping[str, str]) -> SubmitArguments:
             found["priority"] = whole_number(param, value, 0, 9)
         elif name == "millrace.model":
             found["model"] = value
+        elif name == "millrace.on_done":
+            found["on_done"] = value
         elif name == "millrace.strict" and value in ("true", "false"):
             found["strict"] = value == "true"
         else:
-            accepted = "millrace.priority (0 to 9), millrace.model (a name), millrace.strict (true or false)"
+            accepted = "millrace.priority (0 to 9), millrace.model (a name), millrace.strict (true or false), "
+            accepted += "millrace.on_done (a URL or a task)"
             raise ApiError(f"{param[:80]} is {value[:80]!r}; accepted: {accepted}", param=param[:80])
     return found
 

@@ -139,7 +139,7 @@ def test_a_worker_whose_engine_hangs_is_unhealthy_until_it_ends(client: BatchCli
 
 def test_a_worker_without_its_redis_is_unhealthy_until_that_is_back(tmp_path: Path) -> None:
     with restartable_redis(tmp_path, is_durable=False) as server, worker_processes(server.url, tmp_path) as workers:
-        port = _start(workers)
+        port = _start(workers, limits__callback_queues="done")  # all of its parts
 
         def overdue_s(part: str) -> float:
             return scrape(port)[f'millrace_part_overdue_seconds{{part="{part}"}}']

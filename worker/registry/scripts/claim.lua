@@ -17,7 +17,7 @@ end
 local held = redis.call('HMGET', UNIT, 'st', 'lease', 'att', 'idx', 'tok', 'alone', 'guilty', 'first', 'head', 'turn',
   'model', 'term', 'judged')
 local model = held[11] or nil -- HMGET says false
-if job[8] ~= '1' and job[8] ~= '2' and job[8] ~= '3' then
+if job[8] ~= '1' and job[8] ~= '2' and job[8] ~= '3' and job[8] ~= '4' then
   dequeue(job[6], model, member)
   return {'newer'}
 end

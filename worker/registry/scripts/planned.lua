@@ -7,7 +7,7 @@ if not held_under(token, PLAN) then
   return redis.call('HGET', JOB, 'plan_tok') == token and 1 or 0
 end
 local now = now_ms()
-local job = redis.call('HMGET', JOB, 'cancel', 'deadline', 'pri', 'tenant', 'n')
+local job = redis.call('HMGET', JOB, 'cancel', 'deadline', 'pri', 'tenant', 'n', 'v')
 -- Every line has a record or is in a shard; else Redis has lost records of bad lines, and the plan is made again.
 local num_lines = redis.call('HLEN', RES)
 for i = 8, #ARGV, 3 do
@@ -31,7 +31,7 @@ for i = 8, #ARGV, 3 do
   num_shards = num_shards + 1
 end
 -- A worker that does not know version 3 would run a shard on whatever model it serves.
-redis.call('HSET', JOB, 'v', 3, 'st', 'running', 'started', now, 'ns', num_shards, 'sd', 0, 'plan_tok', token,
+redis.call('HSET', JOB, 'v', math.max(job[6] or 3, 3), 'st', 'running', 'started', now, 'ns', num_shards, 'sd', 0, 'plan_tok', token,
   'urls', ARGV[5], 'model', ARGV[6])
 if ARGV[7] ~= '' then redis.call('HSET', JOB, 'trace', ARGV[7]) end
 redis.call('UNLINK', PLAN)

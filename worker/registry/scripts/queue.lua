@@ -3,7 +3,7 @@
 -- Returns: units that are not finished, ms for which the first has been due, dead units, tenants with waiting shards,
 -- fields of adm; then for each tenant and model told apart the two, the tenant's open prompts, for each priority of the
 -- shards that were read the priority, their number and the ms since the oldest was first queued, and how many were not
--- read; then for each model how many shards all its other tenants have.
+-- read; then for each model how many shards all its other tenants have; callbacks that wait, and dead ones.
 local OPEN, QUEUED, ADM, DEAD, prefix = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
 local most_rows, unread_budget = tonumber(ARGV[2]), tonumber(ARGV[3])
 local MOST_TENANTS = 200 -- of a model, looked at, those that have waited longest: bounds the script's time
@@ -63,5 +63,7 @@ end
 local due = redis.call('ZRANGE', OPEN, 0, 0, 'WITHSCORES')[2]
 local overdue = math.max(now - tonumber(due or now), 0)
 local adm = redis.call('HMGET', ADM, 'jobs', 'prompts', 'bytes', 'sub_jobs', 'sub_prompts', 'total', 'frames',
-  'end_done', 'end_failed', 'end_cancelled', 'end_expired')
-return {redis.call('ZCARD', OPEN), overdue, redis.call('ZCARD', DEAD), num_tenants, adm, rows, order}
+  'end_done', 'end_failed', 'end_cancelled', 'end_expired', 'cb_sent')
+local callbacks = redis.call('ZCARD', prefix .. 'cb:url') + redis.call('ZCARD', prefix .. 'cb:task')
+return {redis.call('ZCARD', OPEN), overdue, redis.call('ZCARD', DEAD), num_tenants, adm, rows, order, callbacks,
+  redis.call('ZCARD', prefix .. 'cb:dead')}

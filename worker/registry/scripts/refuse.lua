@@ -1,5 +1,5 @@
 -- Remember that a job was refused, where its producer is not there to be told. KEYS job, jobs, where its lines wait.
--- ARGV job id, reason, errors (JSON), tenant, ms to remember it, ms to keep its lines.
+-- ARGV job id, reason, errors (JSON), tenant, ms to remember it, ms to keep its lines, whom to tell (or empty).
 local state = redis.call('HGET', KEYS[1], 'st')
 if state and state ~= 'refused' then
   -- The accepted job keeps its lines; those of this submit alone go, as it staged them without an end.
@@ -14,4 +14,8 @@ redis.call('PEXPIRE', KEYS[1], ARGV[5])
 -- A plain Celery producer stages them without an end.
 redis.call('PEXPIRE', KEYS[3], ARGV[6])
 redis.call('ZADD', KEYS[2], now, ARGV[1])
+-- Not again when its message comes twice.
+if ARGV[7] ~= '' and not state then
+  put_callback(string.sub(KEYS[2], 1, -5), ARGV[1], ARGV[7], ARGV[4], now, 'failed', {0, 0, 0}, now)
+end
 return 1
