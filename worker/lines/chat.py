@@ -54,7 +54,7 @@ class ContentPart(BodyModel):
         return {"type": "text", "text": self.said}
 
 
-def _arguments(value: object, info: ValidationInfo[LimitSettings]) -> Mapping[str, object]:
+def arguments_object(value: object, info: ValidationInfo[LimitSettings]) -> Mapping[str, object]:
     """OpenAI writes arguments as JSON in a string, empty where there are none; templates want the object."""
     if isinstance(value, str):
         value = json_in_string(value, info, "a JSON object in a string") if value else {}
@@ -67,7 +67,7 @@ class CalledFunction(GivenModel):
     """Name and arguments of one call that the assistant made."""
 
     name: Annotated[str, Field(min_length=1)]
-    arguments: Annotated[Mapping[str, object], BeforeValidator(_arguments)]
+    arguments: Annotated[Mapping[str, object], BeforeValidator(arguments_object)]
 
 
 class ToolCall(GivenModel):

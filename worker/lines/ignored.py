@@ -16,6 +16,7 @@ ENVELOPE_MARKS = frozenset({"method", "url", "body"})  # a line with one of thes
 # ignored it would not be what the line asked for.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "stream": (False,),
+    "background": (False,),
     "modalities": (["text"],),
     "best_of": (1,),
     "suffix": ("",),
@@ -58,6 +59,7 @@ _OF_PAIRS = _OF_POOLED | {"documents"}
 _LEFT_TO_BODY: Mapping[Endpoint, frozenset[str]] = {
     Endpoint.CHAT_COMPLETIONS: _OF_CHAT,
     Endpoint.COMPLETIONS: frozenset(),
+    Endpoint.RESPONSES: _OF_CHAT - {"reasoning_effort"},
     Endpoint.EMBEDDINGS: _OF_POOLED,
     Endpoint.SCORE: _OF_PAIRS,
     Endpoint.RERANK: _OF_PAIRS,

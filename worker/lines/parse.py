@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -19,6 +20,7 @@ from worker.lines.errors import LineError, RefusalError
 from worker.lines.fields import BodyModel
 from worker.lines.ignored import ENVELOPE_MARKS, without_neutral
 from worker.lines.request_line import PROMPT_KEYS, Endpoint, RequestBody, RequestLine
+from worker.lines.responses import ResponsesBody, ResponsesChat, responses_name
 from worker.lines.scoring import ClassifyBody, PairBody, RerankBody, ScoreBody
 from worker.lines.strict_json import StrictJson, has_surrogate, read_strict_json, shorten
 
@@ -32,6 +34,7 @@ _ENDPOINTS["/v2/rerank"] = Endpoint.RERANK
 _BODIES: dict[Endpoint, type[RequestBody]] = {
     Endpoint.CHAT_COMPLETIONS: ChatBody,
     Endpoint.COMPLETIONS: CompletionBody,
+    Endpoint.RESPONSES: ResponsesChat,
     Endpoint.EMBEDDINGS: EmbeddingBody,
     Endpoint.SCORE: ScoreBody,
     Endpoint.RERANK: RerankBody,
@@ -45,6 +48,8 @@ _COUNTED = frozenset(
 
 # Characters of all pairs of a line, as a multiple of its bytes at most: a query is read once for each of its documents.
 MAX_PAIRS_SIZE = 4
+
+Body = TypeVar("Body", bound=BodyModel)
 
 _PREFIX = "Input should be "
 _ACCEPTED = {
@@ -218,17 +223,29 @@ def _endpoint(url: object, faults: list[RefusalError]) -> Endpoint | None:
 def _parse_body(
     body: Mapping[str, object], endpoint: Endpoint, limits: LimitSettings, faults: list[RefusalError]
 ) -> RequestBody | None:
-    model = _BODIES[endpoint]
     kept, unsupported = without_neutral(body, endpoint)
     faults += unsupported
+    parsed: RequestBody | None
+    if endpoint is not Endpoint.RESPONSES:
+        parsed = _validated(_BODIES[endpoint], kept, limits, faults)
+    else:
+        asked = _validated(ResponsesBody, kept, limits, faults)
+        # What is left to find is said in chat's names.
+        parsed = None if asked is None else _validated(ResponsesChat, asked.as_chat(kept), limits, faults)
+    if parsed is not None:
+        faults += _beyond_limits(parsed, limits)
+    return parsed
+
+
+def _validated(
+    model: type[Body], body: Mapping[str, object], limits: LimitSettings, faults: list[RefusalError]
+) -> Body | None:
     try:
-        parsed = model.model_validate(kept, context=limits)
+        return model.model_validate(body, context=limits)
     except ValidationError as error:
         found = [details for details in error.errors(include_url=False) if not _follows(details)]
         faults += (_fault(details, model) for details in found[: RefusalError.most_told + 1])
         return None
-    faults += _beyond_limits(parsed, limits)
-    return parsed
 
 
 def _beyond_limits(body: RequestBody, limits: LimitSettings) -> Iterator[RefusalError]:
@@ -275,7 +292,7 @@ def _fault(details: ErrorDetails, model: type[BodyModel]) -> RefusalError:
     if "at" in context:
         at = context["at"]
         location = (*location, at if isinstance(at, int) else str(at))
-    param = _path(location)
+    param = responses_name(_path(location)) if model is ResponsesChat else _path(location)
     if details["type"] == "extra_forbidden":
         return _unknown(param, str(location[-1]), model if len(location) == 1 else None)
     if details["type"] == "missing":

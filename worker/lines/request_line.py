@@ -28,6 +28,7 @@ class Endpoint(StrEnum):
 
     CHAT_COMPLETIONS = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
+    RESPONSES = "/v1/responses"
     EMBEDDINGS = "/v1/embeddings"
     SCORE = "/v1/score"
     RERANK = "/v1/rerank"
@@ -38,7 +39,7 @@ class Endpoint(StrEnum):
 PROMPT_KEYS: Mapping[str, tuple[Endpoint, ...]] = {
     "messages": (Endpoint.CHAT_COMPLETIONS,),
     "prompt": (Endpoint.COMPLETIONS,),
-    "input": (Endpoint.EMBEDDINGS, Endpoint.CLASSIFY),
+    "input": (Endpoint.EMBEDDINGS, Endpoint.RESPONSES, Endpoint.CLASSIFY),
     "query": (Endpoint.RERANK,),
 } | {first: (Endpoint.SCORE,) for first, _ in ScoreBody.forms}
 # What else makes a body the request that it is.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -81,3 +82,10 @@ def split_reasoning(text: str, *, opened: bool) -> tuple[str, int] | None:
     if end < 0:
         return text[begin:].strip("\n"), len(text)
     return text[begin:end].strip("\n"), end + len(REASONING_END)
+
+
+def call_id(place: str, *, is_short: bool) -> str:
+    """The id of a call, which follows from where it stands, so it is always the same."""
+    # A digest. Ids go back into conversations, where OpenAI takes up to 40 characters and Mistral's templates nine.
+    digest = hashlib.blake2b(place.encode("utf-8"), digest_size=12).hexdigest()
+    return digest[:9] if is_short else f"call_{digest}"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Self
 
 from worker.lines.bodies import EmbeddingBody
 from worker.lines.errors import LineError
 from worker.lines.request_line import RequestLine
+from worker.lines.responses import ResponsesChat
 from worker.lines.scoring import ClassifyBody, PairBody
 from worker.records.record import RecordContext
 
@@ -33,6 +35,11 @@ class Failure:
         """The engine's fault."""
         return cls(503 if may_pass else 500, "server_error", message, code)
 
+    def renamed(self, name_of: Callable[[str], str]) -> Self:
+        """The same with another name for the parameter, with which its message begins."""
+        param = None if self.param is None else name_of(self.param)
+        return replace(self, message=name_of(self.message), param=param)
+
 
 # Parameters that make a record large, the worst first.
 _ENLARGING = ("logprobs", "top_logprobs", "echo", "return_token_ids", "n", "max_completion_tokens", "max_tokens")
@@ -49,7 +56,10 @@ def too_large_record(line: RequestLine, num_bytes: int, limit: int, context: Rec
         less = "fewer texts in a line"
     else:
         asked = [name for name in _ENLARGING if getattr(line.body, name, None) not in (None, False, 0, 1)]
-        param, less = (asked or ["max_tokens"])[0], "less by " + ", ".join(asked or ["max_tokens"])
+        asked = asked or ["max_tokens"]
+        if isinstance(line.body, ResponsesChat):
+            asked = ["max_output_tokens"]
+        param, less = asked[0], "less by " + ", ".join(asked)
     failure = Failure.of_request(
         f"the record would have {num_bytes:,} bytes, limit {limit:,} (limits.max_record_bytes): ask for {less}",
         code="record_too_large",

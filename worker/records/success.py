@@ -7,7 +7,6 @@ echoed prompt.
 from __future__ import annotations
 
 import base64
-import hashlib
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
@@ -18,9 +17,11 @@ from engine.text.tokenizer import Tokenizer
 from worker.lines.bodies import EmbeddingBody
 from worker.lines.chat import ChatBody
 from worker.lines.request_line import GeneratingBody, RequestLine
+from worker.lines.responses import ResponsesChat
 from worker.lines.scoring import ClassifyBody, PairBody
-from worker.records.answers import ChatAnswer
+from worker.records.answers import ChatAnswer, call_id
 from worker.records.record import RecordContext
+from worker.records.responses import responses_record
 from worker.records.scores import scores_record
 
 LOWEST_LOGPROB = -9999.0  # OpenAI's and vLLM's stand-in for minus infinity, which JSON cannot write
@@ -44,8 +45,8 @@ def success_record(
     answers: Sequence[ChatAnswer],
     echo: EchoedPrompt | None = None,
 ) -> dict[str, object]:
-    """The result line of `line`: a `chat.completion`, a `text_completion` or a list of embeddings, as OpenAI has them,
-    or what vLLM has of scores, rerankings and classes.
+    """The result line of `line`: a `chat.completion`, a `text_completion`, a `response` or a list of embeddings, as
+    OpenAI has them, or what vLLM has of scores, rerankings and classes.
 
     `answers`: one for each completion of a chat, none for other lines. `echo`: the prompt that a text completion asks
     to have back.
@@ -58,6 +59,8 @@ def success_record(
         return embedding_record(line, line.body, output, context)
     if isinstance(line.body, PairBody | ClassifyBody):
         return scores_record(line, line.body, output, context)
+    if isinstance(line.body, ResponsesChat):
+        return responses_record(line, line.body, output, context, answers)
     if isinstance(line.body, ChatBody):
         completion_id, kind = f"chatcmpl-{context.job_id}-{line.index}", "chat.completion"
         said = [_chat_answer(*pair, completion_id, tokenizer) for pair in zip(output.completions, answers, strict=True)]
@@ -150,19 +153,13 @@ def answer_message(answer: ChatAnswer, completion_id: str, choice: int) -> dict[
     if answer.calls:
         message["tool_calls"] = [
             {
-                "id": _call_id(f"{completion_id}/{choice}/{number}", is_short=answer.has_short_ids),
+                "id": call_id(f"{completion_id}/{choice}/{number}", is_short=answer.has_short_ids),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
             for number, call in enumerate(answer.calls)
         ]
     return message
-
-
-def _call_id(place: str, *, is_short: bool) -> str:
-    # A digest. Ids go back into conversations, where OpenAI takes up to 40 characters and Mistral's templates nine.
-    digest = hashlib.blake2b(place.encode("utf-8"), digest_size=12).hexdigest()
-    return digest[:9] if is_short else f"call_{digest}"
 
 
 def chat_logprobs(chosen: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, object]:

@@ -16,6 +16,7 @@ from worker.lines.bodies import CompletionBody
 from worker.lines.chat import ChatBody
 from worker.lines.errors import LineError
 from worker.lines.request_line import RequestLine
+from worker.lines.responses import ResponsesChat, responses_name
 from worker.records.answers import AnswerFormats
 from worker.records.failure import (
     Failure,
@@ -151,7 +152,10 @@ class ServedJob:
 
     def of_error(self, line: RequestLine, error: EngineError) -> Record:
         """The record of `line` when the engine raised `error`."""
-        return error_record(_failure(error), line.index, line.custom_id, self._context)
+        failure = _failure(error)
+        if isinstance(line.body, ResponsesChat):
+            failure = failure.renamed(responses_name)
+        return error_record(failure, line.index, line.custom_id, self._context)
 
 
 def _failure(error: EngineError) -> Failure:

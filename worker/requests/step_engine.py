@@ -78,7 +78,7 @@ def served_endpoints(*, generates: bool, compares: bool, classifier: ClassifierC
     compares: whether these are made for it, see StepEngine. The hidden states of a model that only generates are not,
     and lines without a model would have it to choose from beside a reranker.
     """
-    generating = (Endpoint.CHAT_COMPLETIONS, Endpoint.COMPLETIONS) if generates else ()
+    generating = (Endpoint.CHAT_COMPLETIONS, Endpoint.COMPLETIONS, Endpoint.RESPONSES) if generates else ()
     pairs = (Endpoint.SCORE, Endpoint.RERANK)
     if classifier is None:
         return (*generating, Endpoint.EMBEDDINGS, *(pairs if compares else ()))

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 _OPERATIONS = {
     Endpoint.CHAT_COMPLETIONS: "chat",
     Endpoint.COMPLETIONS: "text_completion",
+    Endpoint.RESPONSES: "chat",
     Endpoint.EMBEDDINGS: "embeddings",
     Endpoint.SCORE: "score",
     Endpoint.RERANK: "rerank",
