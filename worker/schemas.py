@@ -218,6 +218,7 @@ class JobStatus(_Frozen):
     tenant: str
     metadata: Mapping[str, str]
     input_file_id: str | None = None  # of the lines, as the producer named it
+    failures: Mapping[str, int] = Field(default_factory=dict)  # by code: prompts without an answer, the most first
     error: str | None = None  # why it failed as a whole
     errors: tuple[BatchError, ...] = ()  # the same in parts, for programs; bad lines beyond the first hundred left out
 
@@ -248,6 +249,17 @@ class JobFilter(_Frozen):
 ALL_JOBS = JobFilter()
 
 
+class EngineLoad(BaseModel):
+    """What a worker's engine is at, and what it did since it was loaded; fields of newer versions are left out."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    kv_blocks: int = 0  # that it has; 0: the model keeps no KV
+    used_kv_blocks: int = 0  # of these, by prompts that run; what is kept for hits alone gives way to others
+    prompt_tokens: int = 0  # of prompts that have ended
+    cached_tokens: int = 0  # of prompt_tokens: found in the prefix cache
+
+
 class WorkerInfo(_Frozen):
     """A worker's last heartbeat, at most half a minute old."""
 
@@ -257,6 +269,7 @@ class WorkerInfo(_Frozen):
     steps: int  # engine steps since it started
     open_requests: int  # prompts in its engine
     held: int  # plans and shards it holds a lease on
+    engine: EngineLoad | None = None  # None: it loads its model, or is of an older version
 
 
 def batch_object(job: JobStatus) -> dict[str, object]:

@@ -105,6 +105,7 @@ cli = LazyGroup(
         "delete": LazyCommand("worker.cli.jobs", "Delete a job that has ended, with its records."),
         "jobs": LazyCommand("worker.cli.jobs", "List jobs, newest first."),
         "queue": LazyCommand("worker.cli.queue", "Show how many prompts wait for which model, also with no worker up."),
+        "usage": LazyCommand("worker.cli.usage", "Show prompts and tokens used, by tenant, model and day."),
         "config": LazyCommand("worker.cli.admin", "Show every setting: value, source, what is accepted."),
         "doctor": LazyCommand(
             "worker.cli.admin", "Check Redis, its workers, this machine and the model; say how to mend what is wrong."

@@ -19,6 +19,7 @@ from worker.registry.models import ServedModels
 from worker.schemas import (
     ALL_JOBS,
     BatchError,
+    EngineLoad,
     JobFilter,
     JobState,
     JobStatus,
@@ -36,6 +37,7 @@ SCAN_COUNT = 1000
 LATEST = "latest"  # in place of a job's id: the newest
 
 _OPEN_SHARDS = "m:"  # what the field of a model's open shards begins with
+_FAILED = "e:"  # likewise of the prompts that failed by a code
 
 # Workers look for expired units every worker.reap_interval_s; one that is up but hangs leaves them to whoever looks.
 WORKER_LATE_S = 10.0
@@ -111,16 +113,17 @@ class JobQueries:
         """
         # All names at once, at most 10 000 (400 kB): in pages by rank, a job that is dropped on the way, here or by
         # another reader, would move the next ones into a page that was read already.
-        [members] = yield [("ZREVRANGE", self._keys.jobs, 0, -1)]
+        listed = self._keys.jobs_of(matching.tenant)
+        [members] = yield [("ZREVRANGE", listed, 0, -1)]
         names = [text(member) for member in members]
         if after is not None:
             if after not in names:
                 raise JobNotFound(after)
             names = names[names.index(after) + 1 :]
         found: list[JobStatus] = []
-        step = limit if matching == ALL_JOBS else max(limit, PAGE_JOBS)
+        step = limit if matching == JobFilter(tenant=matching.tenant) else max(limit, PAGE_JOBS)
         for start in range(0, len(names), max(step, 1)):
-            jobs = yield from self._statuses(names[start : start + step])
+            jobs = yield from self._statuses(names[start : start + step], listed)
             found += filter(matching.matches, jobs)
             if len(found) >= limit:
                 break
@@ -138,7 +141,9 @@ class JobQueries:
         names = [job_id for member in members if (job_id := text(member)).startswith(beginning)]
         found: list[JobStatus] = []
         for start in range(0, len(names), PAGE_JOBS):
-            found += yield from self._statuses(names[start : start + PAGE_JOBS])  # some may be forgotten
+            found += yield from self._statuses(
+                names[start : start + PAGE_JOBS], self._keys.jobs
+            )  # some may be forgotten
             if len(found) > 1 or (found and name == LATEST):
                 break
         if not found:
@@ -166,9 +171,12 @@ class JobQueries:
         if not names:
             return []
         heartbeats = yield [("HGETALL", f"{prefix}{name}") for name in names]
+        engines = yield [("GET", f"{self._keys.engines}{name}") for name in names]
         return [
-            WorkerInfo.model_validate_strings({"id": name, **text_fields(fields)})
-            for name, fields in zip(names, heartbeats, strict=True)
+            WorkerInfo.model_validate_strings({"id": name, **text_fields(fields)}).model_copy(
+                update={"engine": None if engine is None else EngineLoad.model_validate_json(engine)}
+            )
+            for name, fields, engine in zip(names, heartbeats, engines, strict=True)
             if fields
         ]
 
@@ -235,7 +243,8 @@ class JobQueries:
         [values] = yield [("HMGET", self._keys.lines(job_id), *indices)]
         return raw_values(values)
 
-    def _statuses(self, job_ids: Sequence[str]) -> Exchange[list[JobStatus]]:
+    def _statuses(self, job_ids: Sequence[str], listed: str) -> Exchange[list[JobStatus]]:
+        """Those that are not forgotten; the others are dropped from the list in `listed`."""
         if not job_ids:
             return []
         questions = ServedModels.questions(self._keys)
@@ -244,7 +253,7 @@ class JobQueries:
         found = dict(zip(job_ids, replies[len(questions) :], strict=True))
         forgotten = [job_id for job_id, fields in found.items() if not fields]
         if forgotten:
-            yield [("ZREM", self._keys.jobs, *forgotten)]
+            yield [("ZREM", listed, *forgotten)]
         return [job_status(job_id, fields, served) for job_id, fields in found.items() if fields]
 
 
@@ -380,6 +389,7 @@ def job_status(job_id: str, fields: Mapping[Untyped, Untyped], served: ServedMod
         tenant=job["tenant"],
         metadata=spec.get("metadata", {}),
         input_file_id=spec.get("input_file_id"),
+        failures=_failures(job),
         error=job["reason"] or None,
         errors=_errors(job),
     )
@@ -393,6 +403,11 @@ def _waiting_for(job: Mapping[str, str], served: ServedModels) -> tuple[str, ...
     if pin and job["started"] == "0":
         models = [served.resolve(pin) or pin]
     return tuple(sorted(model for model in models if not served.is_served(model)))
+
+
+def _failures(job: Mapping[str, str]) -> dict[str, int]:
+    found = [(name.removeprefix(_FAILED), int(count)) for name, count in job.items() if name.startswith(_FAILED)]
+    return dict(sorted(found, key=lambda entry: (-entry[1], entry[0])))
 
 
 def _counts(job: Mapping[str, str]) -> RequestCounts:

@@ -5,7 +5,8 @@ r"""Names the registry's keys, all of one hash slot, `millrace:{s0}:`, and the u
                           tokc, toko (prompt, cached, output tokens), tokr, tokt (of these resumed, thinking), retain,
                           idem, plan_tok (the token under which it was planned), lost_plan, strict, url, urls, model,
                           pin (the model it was submitted for), m:<model> (shards of that model that are not done),
-                          trace, digest (of its lines, "": not known), resb (bytes of its records), cb (on_done)
+                          trace, digest (of its lines, "": not known), resb (bytes of its records), cb (on_done),
+                          e:<code> (records of prompts that failed so)
     j:<job>:in      HASH  index -> request line as it was given, until it has an answer
     j:<job>:in:<nonce>    HASH  likewise, of one submit, until it is accepted and this is renamed
     j:<job>:res     HASH  index -> record, JSON; written once (HSETNX)
@@ -25,10 +26,13 @@ r"""Names the registry's keys, all of one hash slot, `millrace:{s0}:`, and the u
     adm, adm:t:<tenant>   HASH  prompts, bytes, jobs outstanding; a tenant's also result_bytes, of open jobs' records;
                           adm also has total (records), rate, rate_at, rate_total; since ever: sub_jobs, sub_prompts
                           (accepted), end_<state> (jobs), frames (no messages), cb_sent (callbacks)
+    adm:u:<day>     HASH  <n, i, c or o>/<tenant>/<model> -> prompts, tokens in, cached and out, of a day (from 1970 on)
     idem:<digest>   STRING job id
     jobs            ZSET  job -> created, ms, the newest 10 000
+    adm:j:<tenant>  ZSET  likewise of one tenant
     dead            ZSET  <job>/<unit> that crashed too many workers ; deadraw LIST of frames that were no message
     w:<worker>      HASH  heartbeat
+    adm:w:<worker>  STRING  what its engine is at, JSON, which goes with the heartbeat
     f:<file>:in     HASH  index -> line of an uploaded file; f:<file>:in:<nonce> while it comes
     files:<tenant>  HASH  file -> created, ms, expires, ms, bytes, and the rest as JSON, separated by blanks
     cb:e:<event>    HASH  a callback: job, to, tenant, state (the job's end), at, n, ok, err, tries, tok, error
@@ -121,11 +125,20 @@ class Keys:
         self.dead_frames = f"{self.prefix}deadraw"  # from the queue, that were no message
         self.workers = f"{self.prefix}w:"  # what a worker's heartbeat key begins with
         self.callbacks = f"{self.prefix}cb:"  # of jobs that have ended: what is to be told, and to whom
+        self.engines = f"{self.counters}:w:"  # and that of its engine's figures
         self.api_keys = f"{self.prefix}keys"  # of `millrace serve`, by digest
+
+    def jobs_of(self, tenant: str | None) -> str:
+        """The jobs of a tenant by time of creation; None: of all."""
+        return self.jobs if tenant is None else f"{self.counters}:j:{tenant}"
 
     def tenant_counters(self, tenant: str) -> str:
         """Outstanding work of one tenant."""
         return f"{self.counters}:t:{tenant}"
+
+    def usage(self, day: int) -> str:
+        """What was used on a day, counted from 1970 on."""
+        return f"{self.counters}:u:{day}"
 
     def idempotency(self, tenant: str, key: str) -> str:
         """Where the job of a producer's own key is remembered. The key may be any text, so it is hashed."""

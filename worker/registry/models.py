@@ -215,9 +215,12 @@ class Heartbeats:
         """
         key = f"{self._keys.workers}{info.id}"
         with self._directory.client.pipeline(transaction=True) as pipeline:
-            fields = info.model_dump(exclude={"id"})
+            # Apart from the engine's figures: clients of a version before know no others.
+            fields = info.model_dump(exclude={"id", "engine"})
             pipeline.hset(key, mapping={name: str(value) for name, value in fields.items()})
             pipeline.expire(key, TTL_S)
+            if info.engine is not None:
+                pipeline.set(f"{self._keys.engines}{info.id}", info.engine.model_dump_json(), ex=TTL_S)
             pipeline.execute()
         if is_well:
             self._directory.renew()
@@ -225,7 +228,7 @@ class Heartbeats:
     def forget(self, worker_id: str) -> None:
         """Say that it is gone."""
         self._directory.forget()
-        self._directory.client.delete(f"{self._keys.workers}{worker_id}")
+        self._directory.client.delete(f"{self._keys.workers}{worker_id}", f"{self._keys.engines}{worker_id}")
 
 
 def _refusal(ours: Announcement, status: str, worker_id: str, model: str, name: str) -> SettingsError:

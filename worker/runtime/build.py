@@ -39,7 +39,7 @@ from worker.runtime.unit_runner import ShardSlots, UnitRunner
 from worker.runtime.window import AdmissionWindow
 from worker.runtime.worker_metrics import WatchedWorker, WorkerCollector, WorkerHealth
 from worker.runtime.writer import ResultWriter, refused_record
-from worker.schemas import WorkerInfo
+from worker.schemas import EngineLoad, WorkerInfo
 from worker.tracing.spans import make_tracing
 from worker.unit_closer import UnitCloser
 
@@ -180,6 +180,18 @@ class WorkerParts:
             steps=self.engine.num_steps,
             open_requests=self.engine.num_open_requests,
             held=len(self.held_units),
+            engine=self._engine_load(),
+        )
+
+    def _engine_load(self) -> EngineLoad | None:
+        stats = self._meter.stats
+        if stats is None:  # it is not loaded yet
+            return None
+        return EngineLoad(
+            kv_blocks=max(stats.num_blocks - 1, 0),  # less the null block
+            used_kv_blocks=max(stats.num_blocks - 1 - stats.num_free_blocks, 0),
+            prompt_tokens=stats.prompt_tokens,
+            cached_tokens=stats.cached_tokens,
         )
 
 

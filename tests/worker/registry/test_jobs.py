@@ -15,7 +15,7 @@ from worker.registry import jobs as job_queries
 from worker.registry.connect import connect_async
 from worker.registry.errors import InvalidJobId, JobNotFound, ResultsLost, ResultsRewound
 from worker.registry.exchange import Command, Script, ScriptCall, Scripts, perform, perform_async, script_source
-from worker.registry.jobs import PAGE_JOBS, JobQueries, ResultOrder, ResultPage
+from worker.registry.jobs import PAGE_JOBS, JobControl, JobQueries, ResultOrder, ResultPage
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import Claim
 from worker.registry.lifecycle import PutStatus
@@ -157,6 +157,32 @@ def test_dropping_forgotten_jobs_skips_no_live_one(registry: TestRegistry) -> No
         registry.redis.delete(registry.keys.job(job_id))
     assert [job.id for job in registry.jobs(2)] == [job_ids[3], job_ids[2]]
     assert registry.redis.zcard(registry.keys.jobs) == 4
+
+
+def _listed(registry: TestRegistry, tenant: str, limit: int = 100) -> list[str]:
+    found = perform(registry.redis, JobQueries(registry.keys).jobs(limit, JobFilter(tenant=tenant)))
+    return [job.id for job in found]
+
+
+def test_a_tenants_jobs_are_found_without_looking_at_anothers(registry: TestRegistry) -> None:
+    ours = [registry.submit([b"x"], SubmitOptions(tenant="a")) for _ in range(3)]
+    theirs = registry.submit([b"x"], SubmitOptions(tenant="b"))
+    registry.redis.delete(registry.keys.jobs)  # whatever is in it, such as 10 000 of another's
+    assert sorted(_listed(registry, "a")) == sorted(ours)
+    assert _listed(registry, "b") == [theirs]
+    assert _listed(registry, "c") == []
+    registry.redis.hset(registry.keys.job(theirs), "st", "done")
+    JobControl(registry.redis, registry.keys).delete(theirs)
+    assert registry.redis.zcard(registry.keys.jobs_of("b")) == 0
+
+
+def test_a_tenants_list_does_not_grow_with_jobs_that_are_forgotten(registry: TestRegistry) -> None:
+    for _ in range(8):
+        job_id = registry.submit([b"x"], SubmitOptions(tenant="a"))
+        registry.redis.delete(registry.keys.job(job_id))
+    assert registry.redis.zcard(registry.keys.jobs_of("a")) <= 2
+    assert _listed(registry, "a") == []
+    assert registry.redis.zcard(registry.keys.jobs_of("a")) == 0
 
 
 def test_the_newest_jobs_come_first_and_no_more_than_asked_for(registry: TestRegistry) -> None:

@@ -6,6 +6,7 @@ local state, idem, tenant, bytes = unpack(redis.call('HMGET', JOB, 'st', 'idem',
 if not state or state == 'queued' or state == 'running' then return state end
 redis.call('UNLINK', JOB, KEYS[2], KEYS[3], KEYS[4])
 redis.call('ZREM', JOBS, ARGV[1])
+redis.call('ZREM', ADM .. ':j:' .. tenant, ARGV[1])
 if bytes and redis.call('ZREM', ADM .. ':e:' .. tenant, ARGV[1] .. '/' .. bytes) == 1 then
   redis.call('HINCRBY', ADM .. ':r:' .. tenant, 'bytes', 0 - bytes)
 end

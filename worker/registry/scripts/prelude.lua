@@ -145,6 +145,40 @@ local function split(job_id, unit, missing, whole, now)
   count_open(whole.model, num_parts - 1)
 end
 
+-- A job's deadline is a year away at most, and its records are kept for a year at most.
+local MAX_KEPT_MS = 2 * 366 * 86400000
+
+-- Put a job in the list of all and in `own`, that of its tenant, which no other tenant's jobs push out. With each that
+-- comes two of the oldest go if they are forgotten, so that this holds about as many as there are; and all of it goes
+-- when the last job has that can be in it.
+local function list(all, own, job, job_id, now)
+  for _, oldest in ipairs(redis.call('ZRANGE', own, 0, 1)) do
+    local key = string.sub(job, 1, -5 - #job_id) .. oldest .. ':job'
+    if redis.call('EXISTS', key) == 0 then redis.call('ZREM', own, oldest) end
+  end
+  for _, jobs in ipairs({all, own}) do
+    redis.call('ZADD', jobs, now, job_id)
+    redis.call('ZREMRANGEBYRANK', jobs, 0, -10001)
+  end
+  redis.call('PEXPIRE', own, MAX_KEPT_MS)
+end
+
+-- What a tenant used of a model, by day, beyond the life of its results: records, and their tokens in, cached and out.
+-- A day has at most so many tenants and models apart; further ones are counted together. It is forgotten after 400 days.
+local MAX_USERS, USAGE_MS = 5000, 400 * 86400000
+
+local function count_usage(adm, tenant, model, sums, now)
+  local day = math.floor(now / 86400000)
+  local key, user = adm .. ':u:' .. day, tenant .. '/' .. model
+  if redis.call('HEXISTS', key, 'n/' .. user) == 0 then
+    local num_users = redis.call('HLEN', key) / 4
+    if num_users >= MAX_USERS then user = '/' end
+    redis.call('HSETNX', key, 'n/' .. user, 0)
+    redis.call('PEXPIRE', key, day * 86400000 + USAGE_MS - now)
+  end
+  for field, sum in pairs(sums) do redis.call('HINCRBY', key, field .. '/' .. user, sum) end
+end
+
 -- Not `-prompts`: minus nought is written "-0", which Redis does not take for a number.
 local function give_back(counters, prompts, bytes, jobs)
   redis.call('HINCRBY', counters, 'prompts', 0 - prompts)

@@ -10,6 +10,8 @@ if not is_open(job[1]) then return {'fenced', ''} end
 
 local now = now_ms()
 if is_rewound(job_id .. '/' .. unit, ARGV[4], now) then return {'rewound', ''} end
+-- By code: what failed. A quote inside a text is escaped, so no text of a record looks like this.
+local codes = {}
 local added, sums = 0, {ok = 0, err = 0, exp = 0, can = 0, tokp = 0, tokc = 0, toko = 0, tokr = 0, tokt = 0, resb = 0}
 local has_resume_states = redis.call('EXISTS', RESUME) == 1
 for i = 5, #ARGV, 8 do
@@ -23,6 +25,8 @@ for i = 5, #ARGV, 8 do
       redis.call('HDEL', IN, ARGV[i])
     else
       sums.err = sums.err + 1
+      local code = string.match(ARGV[i + 2], '"code":"([%w_]+)"')
+      if code then codes['e:' .. code] = (codes['e:' .. code] or 0) + 1 end
     end
     if outcome == 'expired' then sums.exp = sums.exp + 1 end
     if outcome == 'cancelled' then sums.can = sums.can + 1 end
@@ -38,6 +42,9 @@ if added > 0 then
   for field, sum in pairs(sums) do
     if sum > 0 then redis.call('HINCRBY', JOB, field, sum) end
   end
+  for field, count in pairs(codes) do redis.call('HINCRBY', JOB, field, count) end
+  local model = held[4] or redis.call('HGET', JOB, 'model') or ''
+  count_usage(ADM, job[5], model, {n = added, i = sums.tokp, c = sums.tokc, o = sums.toko}, now)
   give_back(ADM, added, 0, 0)
   give_back(ADM .. ':t:' .. job[5], added, 0, 0)
   redis.call('HINCRBY', ADM .. ':t:' .. job[5], 'result_bytes', sums.resb)

@@ -1,4 +1,4 @@
--- Remember that a job was refused, where its producer is not there to be told. KEYS job, jobs, where its lines wait.
+-- Remember that a job was refused, where its producer is not there to be told. KEYS job, jobs, where its lines wait, adm.
 -- ARGV job id, reason, errors (JSON), tenant, ms to remember it, ms to keep its lines, whom to tell (or empty).
 local state = redis.call('HGET', KEYS[1], 'st')
 if state and state ~= 'refused' then
@@ -13,7 +13,7 @@ redis.call('HSET', KEYS[1], 'v', 1, 'st', 'refused', 'n', 0, 'ok', 0, 'err', 0, 
 redis.call('PEXPIRE', KEYS[1], ARGV[5])
 -- A plain Celery producer stages them without an end.
 redis.call('PEXPIRE', KEYS[3], ARGV[6])
-redis.call('ZADD', KEYS[2], now, ARGV[1])
+list(KEYS[2], KEYS[4] .. ':j:' .. ARGV[4], KEYS[1], ARGV[1], now)
 -- Not again when its message comes twice.
 if ARGV[7] ~= '' and not state then
   put_callback(string.sub(KEYS[2], 1, -5), ARGV[1], ARGV[7], ARGV[4], now, 'failed', {0, 0, 0}, now)

@@ -118,7 +118,6 @@ redis.call('HINCRBY', ADM, 'sub_prompts', a.n)
 local look = now + a.grace_ms
 if deadline > 0 then look = math.min(look, deadline) end
 redis.call('ZADD', OPEN, look, a.job_id .. '/plan')
-redis.call('ZADD', JOBS, now, a.job_id)
-redis.call('ZREMRANGEBYRANK', JOBS, 0, -10001)
+list(JOBS, ADM .. ':j:' .. a.tenant, JOB, a.job_id, now)
 if IDEM then redis.call('SET', IDEM, a.job_id) end
 return {'accepted', a.job_id}
