@@ -7,8 +7,9 @@
 #   make slow          tests that take too long for `make test` and disturb nothing
 #   make explore       the tests of properties with draws that no run had before
 #   make structured    the tests of structured output, also 600 random JSON schemas
-#   make test-interop  a producer in another language; needs node and npm
-#   make test-browser  the dashboard and Flower in Chromium while a worker runs; needs chromium and prometheus
+#   make test-interop  producers in another language, OpenAI's client for Node too; needs node and npm
+#   make test-browser  dashboard, Flower and the page of `millrace serve` in Chromium while a worker runs; needs chromium,
+#                      prometheus, node and npm
 #   make test-compose  compose.yaml with real containers; needs Docker; some 10 minutes, most of them the build
 #   make test-triton36 what the kernels compile to under triton 3.6.0, PyTorch 2.11's: 190 MB, then 4 minutes of a core
 #   make sanitize      the tests of the native kernels with sanitizers of addresses and of undefined behaviour
@@ -74,7 +75,8 @@ test-interop: $(VENV)/.test-installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/interop -m "interop or not interop"
 
 test-browser: $(VENV)/.test-installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/worker/monitor -m "browser or not browser"
+	npm ci --prefix tests/interop --no-audit --no-fund
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/worker/monitor tests/worker/serve/test_page_in_browser.py -m "browser or not browser"
 
 test-compose: $(VENV)/.test-installed
 	$(BIN)/python -m pytest tests/compose -m "compose or not compose" --capture=no

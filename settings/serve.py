@@ -33,6 +33,13 @@ class ServeSettings(SettingsGroup):
         le=10_000,
         description="Most downloads of files at once, half of them one tenant's; further ones get a 429.",
     )
+    max_streams: Annotated[int, Unit("pages")] = Field(
+        default=64,
+        ge=1,
+        le=10_000,
+        description="Most pages that are live at once, half of them one tenant's; further ones stay as they were "
+        "loaded.",
+    )
     upload_timeout_s: WholeSeconds = Field(
         default=3600, ge=1, le=86_400, description="Longest time that an upload may take as a whole."
     )

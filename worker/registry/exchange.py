@@ -335,7 +335,9 @@ class Scripts:
         keys="staged file_lines files",
     )
     PAGE = Script("page", "order cursor last max_records max_bytes", keys="job records order", is_reading=True)
-    REFUSE = Script("refuse", "job_id reason errors tenant retain_ms staging_ms on_done", keys="job jobs staged counters")
+    REFUSE = Script(
+        "refuse", "job_id reason errors tenant retain_ms staging_ms on_done", keys="job jobs staged counters"
+    )
     STAGE = Script("stage", "staging_ms", row="index line", keys="job staged")
     SUBMIT = Script("submit", "job", keys=_SUBMIT_KEYS)
     SUBMIT_ONCE = Script("submit", "job", keys=f"{_SUBMIT_KEYS} idempotency")

@@ -35,7 +35,11 @@ class Gate:
 
     async def tenant_of(self, request: Request) -> str:
         """Whose files and jobs the request may see. Raises KeyRefused, NotAllowed, TooMuch, redis.RedisError."""
-        entry = await self._entry_of(request)
+        return await self.tenant_with(request, _key_of(request))
+
+    async def tenant_with(self, request: Request, key: str | None) -> str:
+        """`tenant_of` for a request that brings its key some other way."""
+        entry = await self._entry_of(request, key)
         if entry is None:
             return OPEN_TENANT
         if entry.tenant is None:
@@ -44,13 +48,12 @@ class Gate:
 
     async def check_may_read_metrics(self, request: Request) -> None:
         """Raise what `tenant_of` raises, unless the key is for metrics: they tell of all tenants."""
-        entry = await self._entry_of(request)
+        entry = await self._entry_of(request, _key_of(request))
         if entry is not None and entry.tenant is not None:
             raise NotAllowed("metrics tell of all tenants; accepted: a key of `millrace keys create --metrics`")
 
-    async def _entry_of(self, request: Request) -> KeyEntry | None:
+    async def _entry_of(self, request: Request, key: str | None) -> KeyEntry | None:
         """The key's entry; None where no key is needed."""
-        key = _key_of(request)
         entry, are_keys = await perform_async(self._client, look(self._keys, key))
         if entry is not None:
             return entry
@@ -117,6 +120,21 @@ def _key_of(request: Request) -> str | None:
     if len(given) > 1 or scheme.lower() != "bearer" or not key:
         raise KeyRefused("the Authorization header is not understood; accepted: Bearer KEY")
     return key.strip()
+
+
+def check_same_site(request: Request) -> None:
+    """Raise NotAllowed for what a page of another site, also of a sibling of this one, has a browser send.
+
+    A browser says of each POST where it comes from; the scheme is not compared, as a proxy may be where TLS ends.
+    """
+    hosts, origins = request.headers.getlist("host"), request.headers.getlist("origin")
+    try:
+        places = [urlsplit(origin).netloc for origin in origins]
+    except ValueError:
+        places = []
+    fetched = request.headers.getlist("sec-fetch-site")
+    if len(hosts) != 1 or places != hosts or any(site != "same-origin" for site in fetched):
+        raise NotAllowed("the request does not come from a page of this server")
 
 
 def _refuse_other_sites(request: Request) -> None:

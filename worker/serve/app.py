@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
@@ -31,7 +32,10 @@ from worker.serve.batches import BatchRoutes
 from worker.serve.context import ServeContext, answered
 from worker.serve.errors import ApiError
 from worker.serve.files import FileRoutes
+from worker.serve.html import Pages, file_routes
 from worker.serve.metrics import ServerMetrics
+from worker.serve.openapi import document_routes
+from worker.serve.page import PageRoutes
 
 MAX_HEADER_BYTES = 32 * 1024
 STOP_TIMEOUT_S = 30  # for answers that are on their way
@@ -110,15 +114,22 @@ def make_app(settings: Settings) -> Starlette:
                 yield
 
     routes = [route for kind in (FileRoutes, BatchRoutes, ModelRoutes) for route in kind(context).routes()]
+    own = [Route("/healthz", answered(healthz)), Route("/metrics", answered(figures))]
     app = Starlette(
-        routes=[*routes, Route("/healthz", answered(healthz)), Route("/metrics", answered(figures))],
+        routes=[*routes, *own, *_page_routes(context)],
         middleware=[Middleware(HeaderGuard)],
         exception_handlers={HTTPException: on_http_error},
         lifespan=lifespan,
     )
     # A redirect would come before any key, and to whatever host the request names.
     app.router.redirect_slashes = False
+    app.state.stopping = context.stopping
     return app
+
+
+def _page_routes(context: ServeContext) -> Sequence[Route]:
+    pages = Pages()
+    return [*PageRoutes(context, pages).routes(), *document_routes(pages), *file_routes()]
 
 
 class HeaderGuard:
@@ -242,13 +253,26 @@ class ImpatientProtocol(H11Protocol):
         self.transport.abort()
 
 
+class StoppingServer(uvicorn.Server):
+    """uvicorn's server, which ends live pages before it waits for answers that are on their way."""
+
+    def __init__(self, config: uvicorn.Config, stopping: asyncio.Event) -> None:
+        super().__init__(config)
+        self._stopping = stopping
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop."""
+        self._stopping.set()
+        await super().shutdown(sockets)
+
+
 def make_server(settings: Settings) -> uvicorn.Server:
     """The server, which `run` lets serve until SIGINT or SIGTERM."""
-    serve = settings.serve
+    serve, app = settings.serve, make_app(settings)
     protocol = type("Protocol", (ImpatientProtocol,), {"timeout_s": serve.read_timeout_s})
-    return uvicorn.Server(
+    return StoppingServer(
         uvicorn.Config(
-            make_app(settings),
+            app,
             host=serve.host,
             port=serve.port,
             http=protocol,
@@ -260,5 +284,6 @@ def make_server(settings: Settings) -> uvicorn.Server:
             limit_concurrency=serve.max_connections,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             timeout_graceful_shutdown=STOP_TIMEOUT_S,
-        )
+        ),
+        app.state.stopping,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Self
@@ -46,6 +47,7 @@ class ServeContext:
         self.uploads = Uploads(self.redis, self.keys, self.files, settings, self.counts)
         self.downloads = Slots("downloads", settings.serve.max_downloads)
         self.gate = Gate(self.redis, self.keys, settings.serve.host)
+        self.stopping = asyncio.Event()  # the server ends: what would go on for ever does, too
 
     async def job_of(self, tenant: str, job_id: str) -> JobStatus:
         """A job of this tenant. Raises JobNotFound for any other, in the words for one that there never was."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import redis
@@ -33,13 +33,15 @@ MAX_FILENAME = 255
 # Of expires_after, as OpenAI has it: an hour to 30 days.
 LEAST_TTL_S, MOST_TTL_S = 3_600, 2_592_000
 MAX_FORM_BYTES = 64 * 1024  # beside the lines: fields, headers, boundaries
-_MAX_IDEMPOTENCY_KEY = 256
+MAX_IDEMPOTENCY_KEY = 256
 
 
 class UploadForm:
     """Takes a form (multipart/form-data) apart as it comes: its fields are kept, the file's lines are handed on."""
 
-    def __init__(self, boundary: bytes, max_line_bytes: int) -> None:
+    def __init__(self, boundary: bytes, max_line_bytes: int, accepted: Sequence[str] = FIELDS) -> None:
+        """`accepted`: names of the fields beside the file."""
+        self._accepted = accepted
         self._parser = MultipartParser(
             boundary,
             {
@@ -102,9 +104,9 @@ class UploadForm:
             raise ApiError("a part of the form has no name")
         if self._name == FILE_FIELD:
             self._begin_file(options.get(b"filename"))
-        elif self._name not in FIELDS:
+        elif self._name not in self._accepted:
             raise ApiError(
-                f"unknown field {self._name[:64]!r}; accepted: {FILE_FIELD}, {', '.join(FIELDS)}",
+                f"unknown field {self._name[:64]!r}; accepted: {FILE_FIELD}, {', '.join(self._accepted)}",
                 param=self._name[:64],
                 code="unknown_parameter",
             )
@@ -222,11 +224,19 @@ class Uploads:
 
     async def take(self, request: Request, tenant: str) -> StoredFile:
         """The file that the request brings. Raises ApiError and what the registry refuses; then nothing is kept."""
+        file, _ = await self.take_form(request, tenant, FIELDS)
+        return file
+
+    async def take_form(
+        self, request: Request, tenant: str, accepted: Sequence[str]
+    ) -> tuple[StoredFile, Mapping[str, bytes]]:
+        """`take` of a form that may have these fields; and what it has of them."""
         boundary = _boundary(request)
         key = idempotency_key(request)
         file = NewFile(self._keys.new_file_id(tenant, key), secrets.token_hex(8), tenant, key)
+        form = UploadForm(boundary, self._limits.max_prompt_bytes, accepted)
         with self._slots.taken(tenant):
-            return await self._take(request, UploadForm(boundary, self._limits.max_prompt_bytes), file)
+            return await self._take(request, form, file), form.fields
 
     async def _take(self, request: Request, form: UploadForm, file: NewFile) -> StoredFile:
         self._counts.open_uploads += 1
@@ -292,8 +302,8 @@ def idempotency_key(request: Request) -> str | None:
     given = request.headers.getlist("idempotency-key")
     if not given:
         return None
-    if len(given) > 1 or not 0 < len(given[0]) <= _MAX_IDEMPOTENCY_KEY:
-        raise ApiError(f"Idempotency-Key: accepted: once, 1 to {_MAX_IDEMPOTENCY_KEY} characters")
+    if len(given) > 1 or not 0 < len(given[0]) <= MAX_IDEMPOTENCY_KEY:
+        raise ApiError(f"Idempotency-Key: accepted: once, 1 to {MAX_IDEMPOTENCY_KEY} characters")
     return given[0]
 
 

@@ -21,6 +21,7 @@ from worker.registry.keys import Keys
 from worker.schemas import SubmitOptions
 from worker.serve import access
 from worker.serve.app import check_address, make_app
+from worker.serve.openapi import OPERATIONS
 
 
 @pytest.fixture
@@ -47,17 +48,17 @@ def test_no_route_shows_or_touches_what_is_another_tenants(
     }
     before = {key: registry.redis.dump(key) for key in registry.redis.keys("*")}
     num_tried = 0
-    for route in make_app(Settings(redis=redis_settings(redis_url))).routes:
-        assert isinstance(route, Route)
+    # The document has every route of the API, see test_openapi.py; of the pages see test_page.py.
+    operations = [*OPERATIONS, *(("HEAD", path) for method, path in OPERATIONS if method == "GET")]
+    for method, path in operations:
         for parameter, values in names.items():
-            for value in values if f"{{{parameter}}}" in route.path else ():
-                for method in route.methods or ():
-                    answer = _ask(server, method, route.path.replace(f"{{{parameter}}}", value), theirs)
-                    assert answer.status_code == 404, (method, route.path, value)
-                    if method != "HEAD":  # the words are those for what there never was
-                        unknown = answer.json()["error"]["message"].replace(value, "")
-                        assert "ours" not in unknown
-                    num_tried += 1
+            for value in values if f"{{{parameter}}}" in path else ():
+                answer = _ask(server, method, path.replace(f"{{{parameter}}}", value), theirs)
+                assert answer.status_code == 404, (method, path, value)
+                if method != "HEAD":  # the words are those for what there never was
+                    unknown = answer.json()["error"]["message"].replace(value, "")
+                    assert "ours" not in unknown
+                num_tried += 1
     assert num_tried == (2 + 1 + 2) * 5 + (2 + 1 + 1) * 2
     for path in ("/v1/files", "/v1/batches"):
         assert _ask(server, "GET", path, theirs).json()["data"] == []
@@ -95,18 +96,31 @@ def test_an_idempotency_key_is_its_tenants_own(server: HttpServer, redis_url: st
     assert len(set(found)) == len(found) == 4
 
 
-def test_every_route_but_healthz_wants_a_key_where_there_is_one(server: HttpServer, redis_url: str) -> None:
+def test_every_route_wants_a_key_but_those_that_tell_of_nobody(server: HttpServer, redis_url: str) -> None:
     key = new_key(redis_url, "a")
     routes = [route for route in make_app(Settings()).routes if isinstance(route, Route)]
     for route in routes:
         for method in route.methods or ():
             path = route.path.replace("{", "").replace("}", "")
-            expected = 200 if route.path == "/healthz" else 401
-            assert _ask(server, method, path, "").status_code == expected, (method, route.path)
+            expected = _without_a_key(method, path)
+            answer = _ask(server, method, path, "")
+            assert answer.status_code == expected, (method, route.path)
+            assert expected != 303 or answer.headers["Location"] == "/sign-in"
             if expected == 401 and method == "GET":
                 refused = _ask(server, method, path, key[:-1])
                 assert refused.json()["error"]["code"] == "invalid_api_key"
     assert _ask(server, "GET", "/v1/files", key).status_code == 200
+
+
+def _without_a_key(method: str, path: str) -> int:
+    """What is answered: as it is, where nothing is anybody's; a page sends to where one signs in."""
+    if path in ("/healthz", "/openapi.json", "/docs", "/page.css", "/page.js") or (path, method) == ("/sign-in", "GET"):
+        return 200
+    if path.startswith(("/v1/", "/metrics")):
+        return 401
+    if (path, method) == ("/sign-in", "HEAD"):
+        return 200
+    return 403 if method == "POST" else 303  # it comes from no page of this server
 
 
 def test_a_wrong_key_is_answered_late_and_many_at_once_not_at_all(

@@ -1,0 +1,172 @@
+"""What the pages show of jobs and workers, and how they stay true: server-sent events, each a part of the page anew."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import redis
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from worker.schemas import JobFilter, JobState, JobStatus, WorkerInfo
+from worker.serve.context import ServeContext
+from worker.serve.html import HEADERS
+
+EVERY_S = 1.0  # a look at Redis for each tenant whose page is open, however many have it open
+QUIET_S = 10.0  # after which a page is told that nothing has changed: it, and proxies, would give up
+# Then the browser comes again, and with it its key: one that was revoked sees no more than this.
+STREAM_S = 30.0
+AGAIN_MS = 500
+
+_UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
+
+
+def duration(seconds: float) -> str:
+    """In the two greatest units: `2 h 5 min`."""
+    left, parts = max(round(seconds), 0), list[str]()
+    for unit, unit_s in _UNITS:
+        if left >= unit_s or (unit == "s" and not parts):
+            parts.append(f"{left // unit_s} {unit}")
+            left %= unit_s
+    return " ".join(parts[:2])
+
+
+def moment(unix_s: float) -> str:
+    """A time in words that sort; of the universal clock, as a server does not know its readers'."""
+    return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """A job at a time."""
+
+    job: JobStatus
+    now_s: float  # Unix time, Redis'
+
+    @property
+    def name(self) -> str:
+        """What its producer calls it: the file it was dropped as, or the first of its notes."""
+        return next(iter(self.job.metadata.values()), "")
+
+    @property
+    def percent(self) -> int:
+        """Of its prompts; whole ones, 100 only when all have their record."""
+        return int(self.job.progress * 100)
+
+    @property
+    def per_s(self) -> float:
+        """Records a second since its lines were planned; 0: none yet."""
+        began_s = self.job.in_progress_at
+        if began_s is None:
+            return 0.0
+        return self.job.request_counts.finished / max((self.job.finished_at or self.now_s) - began_s, 0.001)
+
+    @property
+    def left(self) -> str:
+        """How long it will take at this rate; "" where that cannot be told."""
+        counts = self.job.request_counts
+        if self.job.status.is_terminal or not counts.finished:
+            return ""
+        return duration((counts.total - counts.finished) / self.per_s)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing changes any more."""
+        return self.job.status.is_terminal
+
+    @property
+    def can_be_cancelled(self) -> bool:
+        """Whether that would do anything."""
+        return not self.job.status.is_terminal and self.job.status is not JobState.CANCELLING
+
+    @property
+    def can_be_retried(self) -> bool:
+        """Whether there are lines without an answer."""
+        return self.job.status.is_terminal and self.job.request_counts.failed > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """A tenant's newest jobs, and the workers, which are everybody's."""
+
+    jobs: Sequence[JobView]
+    workers: Sequence[WorkerInfo]
+    has_more: bool
+
+
+class Views:
+    """Reads what is shown, at most once in EVERY_S for whatever number of pages."""
+
+    def __init__(self, context: ServeContext) -> None:
+        self._context = context
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._known: dict[str, tuple[float, Overview]] = {}  # by tenant, and when it was read
+
+    async def overview(self, tenant: str, most: int) -> Overview:
+        """The newest `most` jobs. Raises redis.RedisError."""
+        lock = self._locks.setdefault(tenant, asyncio.Lock())
+        async with lock:
+            now_s = time.monotonic()
+            self._known = {name: known for name, known in self._known.items() if now_s < known[0] + EVERY_S}
+            if tenant not in self._known:
+                self._known[tenant] = (now_s, await self._read(tenant, most))
+            found = self._known[tenant][1]
+        if not lock.locked():
+            self._locks.pop(tenant, None)
+        return found
+
+    async def job(self, tenant: str, job_id: str) -> JobView:
+        """One of the tenant's. Raises JobNotFound, InvalidJobId, redis.RedisError."""
+        return JobView(await self._context.job_of(tenant, job_id), await self._now_s())
+
+    async def _read(self, tenant: str, most: int) -> Overview:
+        jobs = await self._context.jobs.jobs(most + 1, JobFilter(tenant=tenant))
+        workers, now_s = await self._context.jobs.workers(), await self._now_s()
+        return Overview([JobView(job, now_s) for job in jobs[:most]], workers, len(jobs) > most)
+
+    async def _now_s(self) -> float:
+        seconds, micros = await self._context.redis.time()
+        return float(seconds) + float(micros) / 1e6
+
+
+class EventStream(StreamingResponse):
+    """Parts of a page, each time they have changed."""
+
+    def __init__(
+        self, render: Callable[[], Awaitable[str]], stopping: asyncio.Event, place: AbstractContextManager[object]
+    ) -> None:
+        """`render` gives the parts; `stopping`: the server ends; `place` is given up with the stream."""
+        self._place = place
+        headers: Mapping[str, str] = {**HEADERS, "X-Accel-Buffering": "no"}  # nginx would wait for more
+        super().__init__(_events(render, stopping), headers=headers, media_type="text/event-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        with self._place:
+            await super().__call__(scope, receive, send)
+
+
+async def _events(render: Callable[[], Awaitable[str]], stopping: asyncio.Event) -> AsyncIterator[str]:
+    yield f"retry: {AGAIN_MS}\n\n"
+    shown, told_s = "", time.monotonic()
+    ends_s = told_s + STREAM_S
+    while not stopping.is_set() and time.monotonic() < ends_s:
+        try:
+            parts = await render()
+        except (redis.RedisError, OSError):
+            return  # the browser comes again, and is told why
+        if parts != shown:
+            shown, told_s = parts, time.monotonic()
+            yield "".join(f"data: {line}\n" for line in parts.splitlines()) + "\n"
+        elif time.monotonic() >= told_s + QUIET_S:
+            told_s = time.monotonic()
+            yield ": nothing new\n\n"
+        try:
+            await asyncio.wait_for(stopping.wait(), EVERY_S)
+        except TimeoutError:
+            continue
