@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.http_servers import bearer, chat_lines, new_key, serving
+from tests.support.processes import wait_until
 from tests.support.registry import TestRegistry, must_claim, ok
 from tests.support.request_lines import chat_line, completion_line, essences, read_records
-from tests.support.workers import ONE_THREAD, millrace, running_workers
+from tests.support.tiny_tokenizer import CHAT_TEMPLATE
+from tests.support.workers import ONE_THREAD, WorkerProcesses, millrace, running_workers
 from worker.registry.keys import UnitRef
 
 HERE = Path(__file__).parent
@@ -39,6 +42,32 @@ def test_a_node_producer_gets_the_records_of_an_offline_run(redis_url: str, tiny
     records = read_records(results)
     assert len(records) == len(lines)
     assert essences(records) == essences(read_records(offline))
+
+
+@pytest.mark.interop
+def test_openais_client_for_node_goes_through_all_of_a_batch(
+    redis_url: str, workers: WorkerProcesses, tmp_path: Path
+) -> None:
+    requests = tmp_path / "requests.jsonl"
+    requests.write_bytes(chat_lines("a", "b", "c"))
+    workers.start(engine={"chat_template": CHAT_TEMPLATE}, model__name="fake", limits__models="later")
+    key = new_key(redis_url, "team-a")
+    with serving(redis_url) as server:
+        wait_until(lambda: server.http.get("/v1/models", headers=bearer(key)).json()["data"], timeout_s=60)
+        command = ["node", str(HERE / "openai_batches.mjs"), f"{server.url}/v1", key, str(requests), "later"]
+        done = subprocess.run(command, capture_output=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()
+    found = json.loads(done.stdout)
+    assert found["file"] == found["sameFile"]
+    assert found["sent"].encode() == requests.read_bytes()
+    assert (found["done"]["status"], found["done"]["request_counts"]["completed"]) == ("completed", 3)
+    answers = [json.loads(line) for line in found["output"].splitlines()]
+    assert {answer["custom_id"] for answer in answers} == {"a", "b", "c"}
+    assert all(answer["response"]["body"]["object"] == "chat.completion" for answer in answers)
+    assert found["cancelled"]["status"] == "cancelled"
+    assert found["batches"] == [found["cancelled"]["id"], found["done"]["id"]]  # two pages of one
+    assert (found["files"], found["models"]) == ([found["file"]["id"]], ["fake"])
+    assert (found["deleted"]["deleted"], found["isGone"], found["conflict"]) == (True, True, 409)
 
 
 def test_records_come_while_the_job_runs_and_the_reader_ends_with_it(redis_url: str) -> None:

@@ -1,0 +1,103 @@
+// Uses the page as a person does, in Chromium, and looks at it: node use_page.mjs URL KEY FILE WAITING BROWSER PICTURES
+// The lines of WAITING are for a model that nobody serves. Signs in, submits a file by dropping it, cancels one job, retries another; prints what it saw as JSON.
+import fs from "node:fs";
+import { createRequire } from "node:module";
+import { chromium } from "playwright-core";
+
+const [url, key, path, waiting, executablePath, pictures] = process.argv.slice(2);
+const axe = fs.readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
+const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", "--disable-gpu"] });
+const seen = { faults: [], problems: [], wide: [] };
+
+async function page(options) {
+  // axe is put in by the browser's debugger, which the page's policy does not bind.
+  const context = await browser.newContext(options);
+  const found = await context.newPage();
+  found.on("console", (message) => { if (message.type() === "error") seen.problems.push(message.text()); });
+  found.on("pageerror", (error) => seen.problems.push(String(error)));
+  found.on("dialog", (dialog) => dialog.accept());
+  return found;
+}
+
+async function lookAt(tab, name) {
+  await tab.screenshot({ path: `${pictures}/${name}.png`, fullPage: true });
+  await tab.evaluate(axe);
+  const { violations } = await tab.evaluate(() => globalThis.axe.run());
+  for (const fault of violations) {
+    seen.faults.push([name, fault.impact, fault.id, fault.nodes.map((node) => node.html).slice(0, 3)]);
+  }
+  const isWide = await tab.evaluate(() => document.documentElement.scrollWidth > innerWidth + 1);
+  if (isWide) seen.wide.push(name);
+}
+
+async function signIn(tab) {
+  await tab.goto(url);
+  await tab.getByLabel("Key").fill(key);
+  await tab.keyboard.press("Enter");
+  await tab.waitForURL(`${url}/`);
+}
+
+async function dropFile(tab, from, name) {
+  const text = fs.readFileSync(from, "utf8");
+  const transfer = await tab.evaluateHandle(([lines, called]) => {
+    const dropped = new DataTransfer();
+    dropped.items.add(new File([lines], called, { type: "application/jsonl" }));
+    return dropped;
+  }, [text, name]);
+  await tab.dispatchEvent("[data-drop]", "drop", { dataTransfer: transfer });
+  await tab.waitForURL(/\/jobs\/s0-/);
+  return new URL(tab.url()).pathname.replace("/jobs/", "");
+}
+
+const state = (tab, text) => tab.locator(".state", { hasText: text }).first().waitFor({ timeout: 90_000 });
+
+const desk = await page({ viewport: { width: 1280, height: 800 }, colorScheme: "light" });
+await desk.goto(url);
+await lookAt(desk, "sign-in");
+await signIn(desk);
+await lookAt(desk, "empty");
+
+// A job that waits is cancelled, by the keyboard alone.
+seen.cancelled = await dropFile(desk, waiting, "waiting.jsonl");
+await desk.locator(`#cancel-${seen.cancelled}`).focus();
+await desk.keyboard.press("Enter");
+await state(desk, "cancelled");
+
+await desk.locator(`#retry-${seen.cancelled}`).click();
+await desk.waitForURL((to) => /\/jobs\/s0-/.test(to.pathname) && !to.pathname.endsWith(seen.cancelled));
+seen.retried = new URL(desk.url()).pathname.replace("/jobs/", "");
+// Another runs to its end: the page shows that without being loaded.
+await desk.goto(url);
+seen.ran = await dropFile(desk, path, "tickets.jsonl");
+await desk.evaluate(() => { globalThis.isSamePage = true; });
+await state(desk, "completed");
+seen.wasLive = await desk.evaluate(() => globalThis.isSamePage === true);
+await lookAt(desk, "job");
+const [download] = await Promise.all([desk.waitForEvent("download"), desk.locator(`#output-${seen.ran}`).click()]);
+seen.output = fs.readFileSync(await download.path(), "utf8");
+
+await desk.goto(url);
+await desk.locator("#workers progress").waitFor({ timeout: 60_000 });
+await lookAt(desk, "light");
+await desk.goto(`${url}/docs`);
+await lookAt(desk, "docs");
+
+const night = await page({ viewport: { width: 1280, height: 800 }, colorScheme: "dark" });
+await signIn(night);
+await lookAt(night, "dark");
+await night.goto(`${url}/jobs/${seen.cancelled}`);
+await lookAt(night, "dark-job");
+
+const phone = await page({ viewport: { width: 390, height: 844 }, isMobile: true, hasTouch: true, deviceScaleFactor: 2 });
+await signIn(phone);
+await lookAt(phone, "phone");
+await phone.goto(`${url}/jobs/${seen.cancelled}`);
+await lookAt(phone, "phone-job");
+
+seen.cookies = (await desk.context().cookies()).map(({ name, httpOnly, sameSite }) => [name, httpOnly, sameSite]);
+seen.readable = await desk.evaluate(() => document.cookie);
+await desk.goto(url);
+await desk.getByRole("button", { name: "Sign out" }).click();
+await desk.waitForURL(`${url}/sign-in`);
+await browser.close();
+console.log(JSON.stringify(seen));
