@@ -1,4 +1,4 @@
-"""Makes pages: templates that escape whatever they are given, the headers that go with them, and their two files."""
+"""Makes pages: templates that escape whatever they are given, the headers that go with them, and their files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADERS = {
     "X-Frame-Options": "DENY",
 }
 
-_FILES = {"page.css": "text/css", "page.js": "text/javascript"}
+_FILES = {"page.css": "text/css", "page.js": "text/javascript", "icon.svg": "image/svg+xml"}
 _FILE_AGE_S = 3600  # for which a browser takes them from its cache
 
 
@@ -48,7 +48,7 @@ class Pages:
 
 
 def file_routes() -> list[Route]:
-    """The routes of the style and of the script, which are nobody's secret."""
+    """The routes of the style, the script and the icon, which are nobody's secret."""
 
     def route(name: str, media_type: str) -> Route:
         content = resources.files(serve).joinpath("static", name).read_bytes()

@@ -114,7 +114,8 @@ def test_every_route_wants_a_key_but_those_that_tell_of_nobody(server: HttpServe
 
 def _without_a_key(method: str, path: str) -> int:
     """What is answered: as it is, where nothing is anybody's; a page sends to where one signs in."""
-    if path in ("/healthz", "/openapi.json", "/docs", "/page.css", "/page.js") or (path, method) == ("/sign-in", "GET"):
+    files = ("/page.css", "/page.js", "/icon.svg")
+    if path in ("/healthz", "/openapi.json", "/docs", *files) or (path, method) == ("/sign-in", "GET"):
         return 200
     if path.startswith(("/v1/", "/metrics")):
         return 401

@@ -26,7 +26,7 @@ from worker.serve.app import make_app
 from worker.serve.openapi import OPERATIONS, document
 
 HELD_TO = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-OF_NO_API = {"/openapi.json", "/docs", "/page.css", "/page.js", "/", "/events", "/sign-in", "/sign-out"}
+OF_NO_API = {"/openapi.json", "/docs", "/page.css", "/page.js", "/icon.svg", "/", "/events", "/sign-in", "/sign-out"}
 
 EXAMPLES, MORE_EXAMPLES = 12, 400
 
