@@ -19,6 +19,7 @@ class SharedExpertNames:
     module: str  # of a layer
     projections: tuple[str, ...]  # gate, up, down; or gate and up in one, and down
     size_key: str  # rows of gate and of up; 0: there is no such expert
+    count_key: str | None = None  # how many times as many rows there are, 1 if left out; None: as many
     gate: str | None = None  # of a layer: one row, whose sigmoid scales what the expert adds; None: nothing does
 
 
@@ -29,8 +30,14 @@ class ExpertNames:
     module: str  # of a layer
     projections: tuple[str, ...]  # of one expert: gate, up, down; where experts are fused: gate and up in one, and down
     size_key: str  # rows of gate and of up
-    always_renormalises: bool  # the weights of the chosen experts, whatever `norm_topk_prob` says
+    # Whether the weights of the chosen experts are scaled to sum to 1: always, or as `norm_topk_prob` says.
+    renormalises: Literal["always", "if asked", "unless asked not to"] = "if asked"
     router: str = "gate"  # of the module
+    count_keys: tuple[str, str] = ("num_local_experts", "num_experts")  # the newer one, and the older
+    first_key: str | None = None  # how many layers, from the first on, have a dense MLP, 1 if left out; None: 0
+    # How a token scores experts. softmax: over all of them. grouped sigmoid: each by itself; those of the best groups
+    # are chosen from, by scores to which the router's `e_score_correction_bias` is added (arXiv 2412.19437).
+    scoring: Literal["softmax", "grouped sigmoid"] = "softmax"
     is_fused: bool = False  # the file has all experts of a layer in one tensor
     shared: SharedExpertNames | None = None
 
@@ -58,13 +65,14 @@ class DecoderFamily:
     model_type: str  # in config.json
     generating_class: str  # in config.json's `architectures`
     norms: NormNames = PRE_NORM
-    qk_norm: bool = False  # RMSNorm over each query and key head
+    qk_norm: bool | tuple[str, bool] = False  # RMSNorm over each query and key head; or a key of config.json, likewise
     wide_qk_norm: bool = False  # RMSNorm over all query heads together, and over all key heads
     # A bias of the projections of queries, keys and values; or the key of config.json that says so, and its default.
     qkv_bias: bool | tuple[str, bool] = False
     fuses_projections: bool = False  # the file has qkv_proj and gate_up_proj
     experts: ExpertNames | None = None  # None: every MLP is dense
     has_multipliers: bool = False  # config.json scales embedding, attention, what layers add, and logits
+    extra_layers_key: str | None = None  # how many layers of drafts the file has behind the model's, 1 if left out
     skips_rope: bool = False  # config.json names layers whose queries and keys are not rotated
     default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
     rope: RopeRules = DEFAULT_ROPE
@@ -109,9 +117,7 @@ QWEN3_MOE = DecoderFamily(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     qk_norm=True,
-    experts=ExpertNames(
-        "mlp", ("gate_proj", "up_proj", "down_proj"), "moe_intermediate_size", always_renormalises=False
-    ),
+    experts=ExpertNames("mlp", ("gate_proj", "up_proj", "down_proj"), "moe_intermediate_size"),
     window="off",
 )
 QWEN2_MOE = DecoderFamily(
@@ -122,7 +128,6 @@ QWEN2_MOE = DecoderFamily(
         "mlp",
         ("gate_proj", "up_proj", "down_proj"),
         "moe_intermediate_size",
-        always_renormalises=False,
         shared=SharedExpertNames(
             "mlp.shared_expert",
             ("gate_proj", "up_proj", "down_proj"),
@@ -136,7 +141,7 @@ MISTRAL = DecoderFamily("mistral", "MistralForCausalLM", window="default")
 MIXTRAL = DecoderFamily(
     "mixtral",
     "MixtralForCausalLM",
-    experts=ExpertNames("block_sparse_moe", ("w1", "w3", "w2"), "intermediate_size", always_renormalises=True),
+    experts=ExpertNames("block_sparse_moe", ("w1", "w3", "w2"), "intermediate_size", renormalises="always"),
     rope=RopeRules(default_theta=1_000_000.0),
     window="named",
 )
@@ -162,7 +167,7 @@ _GRANITE_EXPERTS = ExpertNames(
     "block_sparse_moe",
     ("input_linear", "output_linear"),
     "intermediate_size",
-    always_renormalises=True,
+    renormalises="always",
     router="router.layer",
     is_fused=True,
 )
@@ -184,6 +189,29 @@ OLMO2 = DecoderFamily(
     norms=NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     wide_qk_norm=True,
     kv_heads_may_be_left_out=True,
+)
+GLM4_MOE = DecoderFamily(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    qk_norm=("use_qk_norm", False),
+    qkv_bias=("attention_bias", False),
+    experts=ExpertNames(
+        "mlp",
+        ("gate_proj", "up_proj", "down_proj"),
+        "moe_intermediate_size",
+        renormalises="unless asked not to",
+        count_keys=("n_routed_experts", "num_local_experts"),
+        first_key="first_k_dense_replace",
+        scoring="grouped sigmoid",
+        shared=SharedExpertNames(
+            "mlp.shared_experts",
+            ("gate_proj", "up_proj", "down_proj"),
+            "moe_intermediate_size",
+            count_key="n_shared_experts",
+        ),
+    ),
+    extra_layers_key="num_nextn_predict_layers",
+    rope=RopeRules(may_be_partial=True, default_share=0.5),
 )
 BERT = EncoderFamily(
     model_type="bert",
@@ -225,6 +253,7 @@ DECODERS = {
         GRANITE_MOE,
         GRANITE_MOE_SHARED,
         OLMO2,
+        GLM4_MOE,
     )
 }
 ENCODERS = {family.model_type: family for family in (BERT, ROBERTA, XLM_ROBERTA)}

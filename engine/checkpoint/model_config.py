@@ -111,6 +111,7 @@ class ModelConfig:
     qkv_bias: bool = False
     fuses_projections: bool = False  # the file has qkv_proj and gate_up_proj
     quantization: QuantizationConfig | None = None  # None: no layer is quantised
+    num_extra_layers: int = 0  # of drafts, which the file has behind the model's and which are not read
     classifier: ClassifierConfig | None = None  # of a head of classes in place of that of tokens; None: there is none
 
     @classmethod
@@ -119,7 +120,6 @@ class ModelConfig:
         config = ConfigReader(data, "config.json")
         family = _decoder_family(config)
         _refuse_unsupported_decoder(config, family)
-        quantization = QuantizationConfig.from_reader(config)
         num_layers = config.integer("num_hidden_layers")
         num_heads = config.integer("num_attention_heads")
         max_position_embeddings = config.integer("max_position_embeddings")
@@ -140,7 +140,7 @@ class ModelConfig:
             rope=rope,
             max_position_embeddings=max_position_embeddings,
             tie_word_embeddings=config.flag("tie_word_embeddings", default=family.ties_by_default),
-            qk_norm=family.qk_norm,
+            qk_norm=_switched(config, family.qk_norm),
             moe=MoeConfig.from_reader(config, family.experts, num_layers) if family.experts else None,
             dtype=weights_dtype(config),
             attention_scale=_attention_scale(config, family, head_dim),
@@ -150,9 +150,10 @@ class ModelConfig:
             windowed_layers=_windowed_layers(config, family, num_layers, window),
             unrotated_layers=_unrotated_layers(config, num_layers) if family.skips_rope else frozenset(),
             multipliers=Multipliers.from_reader(config) if family.has_multipliers else Multipliers(),
-            qkv_bias=_has_qkv_bias(config, family),
+            qkv_bias=_switched(config, family.qkv_bias),
             fuses_projections=family.fuses_projections,
-            quantization=quantization,
+            quantization=QuantizationConfig.from_reader(config),
+            num_extra_layers=_num_extra_layers(config, family),
             classifier=ClassifierConfig.of(config, family.classifying_class),
         )
 
@@ -183,7 +184,8 @@ def _decoder_family(config: ConfigReader) -> DecoderFamily:
 def _refuse_unsupported_decoder(config: ConfigReader, family: DecoderFamily) -> None:
     own = {*(MULTIPLIERS if family.has_multipliers else ()), *(("no_rope_layers",) if family.skips_rope else ())}
     absent = {key: accepted for key, accepted in MUST_BE_ABSENT.items() if key not in own}
-    refuse_unsupported(config, absent=absent, false=MUST_BE_FALSE)
+    switches = {has[0] for has in (family.qkv_bias, family.qk_norm) if not isinstance(has, bool)}
+    refuse_unsupported(config, absent=absent, false=[key for key in MUST_BE_FALSE if key not in switches])
     if config.has("sliding_window") and family.window == "none":
         raise config.refuse("sliding_window", config.data["sliding_window"], "null")
     if family.window != "switched" and config.flag("use_sliding_window", default=False):
@@ -233,11 +235,13 @@ def _attention_scale(config: ConfigReader, family: DecoderFamily, head_dim: int)
     return scale
 
 
-def _has_qkv_bias(config: ConfigReader, family: DecoderFamily) -> bool:
-    if isinstance(family.qkv_bias, bool):
-        return family.qkv_bias
-    key, default = family.qkv_bias
-    return config.flag(key, default=default)
+def _num_extra_layers(config: ConfigReader, family: DecoderFamily) -> int:
+    return config.integer(family.extra_layers_key, default=1, minimum=0) if family.extra_layers_key else 0
+
+
+def _switched(config: ConfigReader, has: bool | tuple[str, bool]) -> bool:
+    """What every model of a family has or has not, or a key of config.json says, with its default."""
+    return has if isinstance(has, bool) else config.flag(has[0], default=has[1])
 
 
 def _unrotated_layers(config: ConfigReader, num_layers: int) -> frozenset[int]:

@@ -141,9 +141,10 @@ class RopeRules:
 
     default_theta: float = 10_000.0
     rope_types: tuple[str, ...] = ROPE_TYPES
-    # `partial_rotary_factor` may be below 1. The loader then reorders the rows of queries and keys; a family that has a
-    # bias or norms there as well needs them reordered, too.
+    # `partial_rotary_factor` may be below 1. The loader then reorders the rows of queries and keys, with their bias and
+    # the norms of a head; a norm over all heads would need it, too.
     may_be_partial: bool = False
+    default_share: float = 1.0  # what a file without `partial_rotary_factor` means
 
 
 DEFAULT_ROPE = RopeRules()
@@ -206,10 +207,11 @@ def _num_rotated(config: ConfigReader, table: ConfigReader, rules: RopeRules, he
         accepted = f"{shares[0]} as in {readers[0].source}" if rules.may_be_partial else "1.0"
         if share != (shares[0] if rules.may_be_partial else 1.0):
             raise reader.refuse("partial_rotary_factor", share, accepted)
-    num_rotated = int(head_dim * shares[0]) if shares else head_dim
+    share = shares[0] if shares else rules.default_share
+    num_rotated = int(head_dim * share)
     if num_rotated % 2 or not 0 < num_rotated <= head_dim:
-        raise readers[0].refuse(
-            "partial_rotary_factor", shares[0], f"a share of head_dim ({head_dim}) that is an even number of dimensions"
+        raise (readers or [config])[0].refuse(
+            "partial_rotary_factor", share, f"a share of head_dim ({head_dim}) that is an even number of dimensions"
         )
     return num_rotated
 

@@ -16,6 +16,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.errors import CapabilityError
 from engine.kv_cache.tensors import KVCacheTensors
 from engine.models.classifier import ClassificationHead
+from engine.models.routing import SigmoidRouting
 from kernels.interface import Operations
 from kernels.operands import AttentionRows, ExpertOutputs, PackedWeight, ProjectedHeads
 
@@ -136,23 +137,24 @@ class DenseMLP:
 
 @dataclass(frozen=True, eq=False)
 class MoeMLP:
-    """Routed SwiGLU experts: softmax over all experts, the top k of them, weights renormalised if asked; and one that
-    every token goes through, where the family has it.
+    """Routed SwiGLU experts: softmax over all experts, the top k of them, weights renormalised if asked, unless the
+    family routes otherwise; and one that every token goes through, where the family has it.
     """
 
     ops: Operations
-    router: PackedWeight  # [E, H], or [E + 1, H]: the last row is the shared expert's gate
+    router: PackedWeight  # [E, H], or [E + 1, H]: the last row is the shared expert's gate; float32 beside `routing`
     gate_up_proj: PackedWeight  # [E, 2I, H]
     down_proj: PackedWeight  # [E, H, I]
     top_k: int
     renormalise: bool
     bucketed_min_tokens: int | None  # from so many tokens on, sort by expert and run one GEMM each; None: never
     shared: DenseMLP | None = None
+    routing: SigmoidRouting | None = None  # None: the softmax
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | ExpertOutputs:
         """x [T, H] -> [T, H], or what is added up to that."""
         num_experts = self.gate_up_proj.shape[0]
-        router_logits = self.ops.linear(x, self.router)
+        router_logits = self.ops.linear(x if self.routing is None else x.float(), self.router)
         routed = self._routed(x, router_logits[:, :num_experts])
         if self.shared is None:
             return routed
@@ -164,10 +166,15 @@ class MoeMLP:
 
     def _routed(self, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor | ExpertOutputs:
         ops = self.ops
+        chosen = None if self.routing is None else self.routing.route(router_logits)
         if self.bucketed_min_tokens is None or x.shape[0] < self.bucketed_min_tokens:
-            routed = ops.route_topk(router_logits, self.top_k, renormalise=self.renormalise)
-            return ops.moe_small_batch(x, self.gate_up_proj, self.down_proj, routed)
-        weights, layout = ops.route_and_sort(router_logits, self.top_k, renormalise=self.renormalise)
+            if chosen is None:
+                chosen = ops.route_topk(router_logits, self.top_k, renormalise=self.renormalise)
+            return ops.moe_small_batch(x, self.gate_up_proj, self.down_proj, chosen)
+        if chosen is None:
+            weights, layout = ops.route_and_sort(router_logits, self.top_k, renormalise=self.renormalise)
+        else:
+            weights, layout = chosen.weights, ops.sort_tokens_by_expert(chosen.expert_ids, router_logits.shape[1])
         hidden = ops.grouped_gemm(x, self.gate_up_proj, layout, gather=True, gated=True)
         rows = ops.grouped_gemm(hidden, self.down_proj, layout, gather=False)
         return ExpertOutputs(rows, layout, weights)
@@ -346,6 +353,8 @@ def _tensors(model: DecoderModel) -> Iterator[torch.Tensor]:
             yield from () if qk_norm is None else qk_norm[:2]
         if layer.attention.qkv_bias is not None:
             yield layer.attention.qkv_bias
+        if isinstance(layer.mlp, MoeMLP) and layer.mlp.routing is not None:
+            yield layer.mlp.routing.bias
     for weight in packed_weights(model):
         yield from weight.parts
 

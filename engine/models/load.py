@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from engine.checkpoint.model_config import ModelConfig
-from engine.checkpoint.moe_config import MoeConfig
+from engine.checkpoint.moe_config import GroupedSigmoid, MoeConfig
 from engine.checkpoint.rope import paired_dimensions, rope_cos_sin, unrotated_cos_sin
 from engine.checkpoint.weights import Checkpoint, is_body_alone
 from engine.errors import CheckpointError
@@ -24,7 +24,8 @@ from engine.models.decoder import (
     StreamedLayers,
 )
 from engine.models.placement import SHAPES_ONLY, ModelPlacement
-from engine.models.quantised_weights import in_order, take_experts, take_weight
+from engine.models.quantised_weights import FLOATS, in_order, take_experts, take_weight
+from engine.models.routing import SigmoidRouting
 from engine.models.tensor_source import ShapeSource, TensorSource, head_weight
 from kernels.operands import PackedWeight
 from kernels.quantised import QuantisedWeight
@@ -78,6 +79,8 @@ def _stream_decoder(
     if config.quantization is not None and config.quantization.has_kv_scales:
         prefixes = [f"{root}layers.{index}.self_attn" for index in range(config.num_layers)]
         source.leave_out(*(f"{prefix}.{scale}" for prefix in prefixes for scale in KV_SCALES))
+    extra = range(config.num_layers, config.num_layers + config.num_extra_layers)
+    source.leave_out(*(f"{root}layers.{index}." for index in extra))  # they draft tokens, which nothing here checks
     vocabulary = (config.vocab_size, config.hidden_size)
     embed_tokens = source.take(f"{root}embed_tokens.weight", vocabulary)
     layers = StreamedLayers(_DecoderLayers(config, source, placement, root).load, config.num_layers)
@@ -144,10 +147,14 @@ class _DecoderLayers:
         if config.qk_norm or config.wide_qk_norm:
             names = (f"{prefix}.{part}_norm.weight" for part in "qk")
             q, k = (self.source.take(name, (width,)) for name, width in zip(names, widths, strict=True))
+            if self.order_of_head is not None:
+                q, k = q.index_select(0, self.order_of_head), k.index_select(0, self.order_of_head)
             qk_norm = (q, k, config.rms_norm_eps)
         rows, qkv_bias = (q_rows, kv_rows, kv_rows), None
         if config.qkv_bias:  # before the weights, which may be quantised in a format that has zeros for a bias
             qkv_bias = self.source.take_fused([f"{prefix}.{part}_proj.bias" for part in "qkv"], [(n,) for n in rows])
+            if self.order_of_qkv is not None:
+                qkv_bias = qkv_bias.index_select(0, self.order_of_qkv)
         return AttentionLayer(
             ops=self.placement.ops,
             qkv_proj=self._projection(prefix, "qkv", rows, config.hidden_size, fused="qkv", order=self.order_of_qkv),
@@ -161,16 +168,24 @@ class _DecoderLayers:
         )
 
     @cached_property
+    def order_of_head(self) -> torch.Tensor | None:
+        """A head's dimensions so that halves are turned together; None: as they are in the file."""
+        order = paired_dimensions(self.config.rope, self.config.head_dim)
+        return None if order is None else order.to(self.placement.device)
+
+    @cached_property
     def order_of_qkv(self) -> torch.Tensor | None:
         """The rows of queries and keys so that halves of a head are turned together, those of values as they are."""
         config = self.config
-        order = paired_dimensions(config.rope, config.head_dim)
+        order = self.order_of_head
         if order is None:
             return None
         num_paired = config.num_heads + config.num_kv_heads
-        starts = torch.arange(num_paired)[:, None] * config.head_dim
-        values = torch.arange(config.num_kv_heads * config.head_dim) + num_paired * config.head_dim
-        return torch.cat(((starts + order).flatten(), values)).to(self.placement.device)
+        starts = torch.arange(num_paired, device=order.device)[:, None] * config.head_dim
+        values = (
+            torch.arange(config.num_kv_heads * config.head_dim, device=order.device) + starts.numel() * config.head_dim
+        )
+        return torch.cat(((starts + order).flatten(), values))
 
     def _dense(self, modules: Sequence[str], inner: int) -> DenseMLP:
         """modules: gate, up and down, or gate and up in one, and down. inner: rows of gate and of up."""
@@ -189,7 +204,10 @@ class _DecoderLayers:
         if shared is not None and shared.gate is not None:
             routers.append(f"{layer}.{shared.gate}")
             shapes.append((1, hidden))
-        router = take_weight(self.source, self.config.quantization, routers, shapes)
+        if moe.grouped_sigmoid is not None:
+            router: torch.Tensor | QuantisedWeight = self.source.take(f"{routers[0]}.weight", shapes[0]).float()
+        else:
+            router = take_weight(self.source, self.config.quantization, routers, shapes)
         shared_mlp = None
         if shared is not None:
             shared_mlp = self._dense(
@@ -205,6 +223,18 @@ class _DecoderLayers:
             renormalise=moe.norm_topk_prob,
             bucketed_min_tokens=self.placement.bucketed_min_tokens,
             shared=shared_mlp,
+            routing=None if moe.grouped_sigmoid is None else self._routing(routers[0], moe, moe.grouped_sigmoid),
+        )
+
+    def _routing(self, router: str, moe: MoeConfig, groups: GroupedSigmoid) -> SigmoidRouting:
+        bias = self.source.take_stored(f"{router}.e_score_correction_bias", [(moe.num_experts,)], FLOATS)
+        return SigmoidRouting(
+            bias=bias.float(),
+            num_groups=groups.num_groups,
+            chosen_groups=groups.chosen_groups,
+            top_k=moe.experts_per_token,
+            renormalise=moe.norm_topk_prob,
+            scale=groups.scale,
         )
 
     def _experts(self, prefix: str, moe: MoeConfig) -> tuple[torch.Tensor | QuantisedWeight, ...]:

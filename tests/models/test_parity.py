@@ -76,6 +76,7 @@ VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     "qwen2_moe-mixed-layers": ("qwen2_moe", {"mlp_only_layers": [1], "num_hidden_layers": 3}),
     "granitemoe-top2": ("granitemoe", {}),
     "granitemoeshared-top2": ("granitemoeshared", {}),
+    "glm4_moe-groups": ("glm4_moe", {"use_qk_norm": True}),
 }
 SWITCHED = {"use_sliding_window": True, "sliding_window": 21}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -125,6 +126,14 @@ MORE_VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     "granitemoeshared-wide-sharded": (
         "granitemoeshared",
         {"shared_intermediate_size": 200, "num_key_value_heads": 4, "max_shard_size": "60KB"},
+    ),
+    "glm4_moe-one-group-of-few": (
+        "glm4_moe",
+        {"n_group": 1, "topk_group": 1, "attention_bias": False, "n_shared_experts": 2, "num_hidden_layers": 3},
+    ),
+    "glm4_moe-not-renormalised-sharded": (
+        "glm4_moe",
+        {"norm_topk_prob": False, "first_k_dense_replace": 0, "max_shard_size": "60KB", "num_key_value_heads": 1},
     ),
     "granite-one-left-out": ("granite", {"residual_multiplier": 1.0, "attention_multiplier": 1.0}),
 }

@@ -52,6 +52,7 @@ Family = Literal[
     "granitemoe",
     "granitemoeshared",
     "olmo2",
+    "glm4_moe",
 ]
 
 # The tokenizer knows fewer ids than the model, as with published Qwen3 checkpoints: the last ids decode to nothing.
@@ -108,6 +109,17 @@ FAMILY_DEFAULTS: dict[Family, dict[str, Any]] = {
     "granite": GRANITE,
     "granitemoe": {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 2},
     "granitemoeshared": {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
+    "glm4_moe": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "attention_bias": True,
+        "num_nextn_predict_layers": 0,
+    },
     "olmo2": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "pad_token_id": 0},
 }
 
@@ -173,6 +185,9 @@ def make_model(family: Family = "qwen3", *, seed: int = 0, **config_overrides: A
                 # Made as ones and as zeros, which would hide one that is left out or swapped with another.
                 if "norm" in name or name.endswith("bias"):
                     parameter.add_(torch.randn_like(parameter) * 0.1)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.add_(torch.randn_like(buffer) * 0.1)
     return model.eval()
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from engine.checkpoint.families import DECODERS, ENCODERS, REFUSED
 from engine.checkpoint.model_config import ModelConfig, Multipliers, read_config
+from engine.checkpoint.moe_config import GroupedSigmoid
 from engine.checkpoint.rope import LongRopeScaling, RopeConfig
 from engine.errors import CheckpointError
 from tests.support.tiny_checkpoint import FAMILY_DEFAULTS
@@ -163,6 +164,31 @@ FILES: dict[str, dict[str, Any]] = {
         use_sliding_window=False,
         vocab_size=151936,
     ),
+    "GLM-4.5-Air": _published(
+        "glm4_moe",
+        (4096, 10944, 46, 96, 8),
+        architectures=["Glm4MoeForCausalLM"],
+        attention_bias=True,
+        first_k_dense_replace=1,
+        head_dim=128,
+        max_position_embeddings=131072,
+        moe_intermediate_size=1408,
+        n_group=1,
+        n_routed_experts=128,
+        n_shared_experts=1,
+        norm_topk_prob=True,
+        num_experts_per_tok=8,
+        num_nextn_predict_layers=1,
+        partial_rotary_factor=0.5,
+        rms_norm_eps=1e-05,
+        rope_scaling=None,
+        rope_theta=1000000,
+        routed_scaling_factor=1.0,
+        tie_word_embeddings=False,
+        topk_group=1,
+        use_qk_norm=False,
+        vocab_size=151552,
+    ),
     "granite-3.1-3b-a800m-instruct": _published(
         "granitemoe",
         (1536, 512, 32, 24, 8),
@@ -211,7 +237,7 @@ def test_a_published_file_is_read(name: str) -> None:
     assert (config.rope.scaling is None) == (name != "Phi-4-mini-instruct")
     assert config.rope.theta == FILES[name]["rope_theta"]
     assert config.tie_word_embeddings == (name.startswith("granite") or name in ("Phi-4-mini-instruct", "SmolLM3-3B"))
-    assert config.qkv_bias == (name in ("Qwen2.5-7B-Instruct", "Qwen1.5-MoE-A2.7B-Chat"))
+    assert config.qkv_bias == (name in ("Qwen2.5-7B-Instruct", "Qwen1.5-MoE-A2.7B-Chat", "GLM-4.5-Air"))
     assert config.fuses_projections == name.lower().startswith("phi-4")
     assert not config.qk_norm
     assert config.wide_qk_norm == (config.norms.before_mlp is None) == name.startswith("OLMo")
@@ -227,6 +253,12 @@ def test_what_a_published_file_alone_has_is_read() -> None:
     assert qwen is not None
     assert (qwen.num_experts, qwen.intermediate_size, qwen.shared_size, qwen.norm_topk_prob) == (60, 1408, 5632, False)
     assert not ModelConfig.from_hf(FILES["Qwen1.5-MoE-A2.7B-Chat"] | {"qkv_bias": False}).qkv_bias
+    glm = ModelConfig.from_hf(FILES["GLM-4.5-Air"])
+    assert glm.moe is not None
+    assert (glm.moe.num_experts, glm.moe.shared_size, glm.moe.norm_topk_prob) == (128, 1408, True)
+    assert glm.moe.grouped_sigmoid == GroupedSigmoid(num_groups=1, chosen_groups=1, scale=1.0)
+    assert (glm.moe.sparse_layers, glm.num_extra_layers, glm.rope.num_rotated) == (frozenset(range(1, 46)), 1, 64)
+    assert ModelConfig.from_hf(FILES["GLM-4.5-Air"] | {"use_qk_norm": True}).qk_norm
     granite_moe = ModelConfig.from_hf(FILES["granite-3.1-3b-a800m-instruct"])
     assert granite_moe.moe is not None
     assert (granite_moe.moe.num_experts, granite_moe.moe.intermediate_size, granite_moe.moe.shared) == (40, 512, None)
@@ -253,6 +285,9 @@ def test_what_a_file_leaves_out_is_what_transformers_takes() -> None:
     assert of("Mixtral-8x7B-Instruct-v0.1", "rope_theta").rope.theta == 1_000_000.0
     assert of("SmolLM3-3B", "rope_theta", "rope_scaling").rope.theta == 2_000_000.0
     assert of("phi-4", "num_key_value_heads").num_kv_heads == 40
+    left_out = ("partial_rotary_factor", "norm_topk_prob", "first_k_dense_replace", "n_shared_experts", "n_group")
+    assert of("GLM-4.5-Air", *left_out) == ModelConfig.from_hf(FILES["GLM-4.5-Air"])
+    assert not of("GLM-4.5-Air", "attention_bias").qkv_bias
     granite = of("granite-3.3-8b-instruct", "attention_multiplier", "logits_scaling", "num_key_value_heads")
     assert (granite.attention_scale, granite.multipliers.logits, granite.num_kv_heads) == (1.0, 1.0, 32)
 
@@ -292,6 +327,15 @@ def test_what_a_file_leaves_out_is_what_transformers_takes() -> None:
         ),
         ("Qwen1.5-MoE-A2.7B-Chat", {"qkv_bias": "yes"}, "qkv_bias is 'yes'"),
         ("Qwen1.5-MoE-A2.7B-Chat", {"use_sliding_window": True}, "use_sliding_window is True"),
+        ("GLM-4.5-Air", {"n_group": 3}, "n_group is 3"),
+        ("GLM-4.5-Air", {"n_group": 128}, "n_group is 128"),
+        (
+            "GLM-4.5-Air",
+            {"n_group": 32, "topk_group": 1},
+            "topk_group is 1; accepted: 2 to n_group (32), with 4 experts",
+        ),
+        ("GLM-4.5-Air", {"n_group": 2, "topk_group": 3}, "topk_group is 3"),
+        ("GLM-4.5-Air", {"mlp_bias": True}, "mlp_bias is True"),
         ("granite-3.1-3b-a800m-instruct", {"num_experts_per_tok": 41}, "num_experts_per_tok is 41"),
         ("granite-3.3-8b-instruct", {"no_rope_layers": [1] * 40}, "no_rope_layers is [1, 1"),
     ],
