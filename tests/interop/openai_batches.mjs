@@ -1,7 +1,7 @@
 // OpenAI's own client, of which nothing is set but these two: node openai_batches.mjs BASE_URL API_KEY FILE MODEL
 // MODEL is one that jobs may wait for and that nobody serves, so that a batch of it is there to be cancelled. Uploads, creates, polls, downloads, lists, cancels and deletes; prints what came of it as JSON.
 import fs from "node:fs";
-import OpenAI, { NotFoundError } from "openai";
+import OpenAI, { NotFoundError, toFile } from "openai";
 
 const [baseURL, apiKey, path, waitedFor] = process.argv.slice(2);
 const client = new OpenAI({ baseURL, apiKey });
@@ -22,10 +22,12 @@ const sent = await (await client.files.content(file.id)).text();
 const done = await ended(await create(file));
 const output = await (await client.files.content(done.output_file_id)).text();
 
-const second = await client.batches.create({
-  input_file_id: file.id, endpoint: "/v1/chat/completions", completion_window: "24h",
-  metadata: { "millrace.model": waitedFor, "millrace.strict": "false" },
-}).then((batch) => client.batches.cancel(batch.id));
+const waiting = await client.files.create({
+  file: await toFile(Buffer.from(sent.replaceAll('"fake"', JSON.stringify(waitedFor))), "waiting.jsonl"),
+  purpose: "batch",
+});
+const second = await create(waiting).then((batch) => client.batches.cancel(batch.id));
+await client.files.delete(waiting.id);
 const cancelled = await ended(second);
 
 const batches = [];

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -45,14 +46,13 @@ def test_a_node_producer_gets_the_records_of_an_offline_run(redis_url: str, tiny
 
 
 @pytest.mark.interop
-def test_openais_client_for_node_goes_through_all_of_a_batch(
-    redis_url: str, workers: WorkerProcesses, tmp_path: Path
-) -> None:
+def test_openais_client_for_node_goes_through_all_of_a_batch(redis_url: str, tmp_path: Path) -> None:
     requests = tmp_path / "requests.jsonl"
     requests.write_bytes(chat_lines("a", "b", "c"))
-    workers.start(engine={"chat_template": CHAT_TEMPLATE}, model__name="fake", limits__models="later")
-    key = new_key(redis_url, "team-a")
-    with serving(redis_url) as server:
+    key, workers = new_key(redis_url, "team-a"), WorkerProcesses(redis_url, tmp_path)
+    with ExitStack() as stack, serving(redis_url) as server:
+        stack.callback(workers.kill_all)
+        workers.start(engine={"chat_template": CHAT_TEMPLATE}, model__name="fake", limits__models="later")
         wait_until(lambda: server.http.get("/v1/models", headers=bearer(key)).json()["data"], timeout_s=60)
         command = ["node", str(HERE / "openai_batches.mjs"), f"{server.url}/v1", key, str(requests), "later"]
         done = subprocess.run(command, capture_output=True, check=False, timeout=120)
