@@ -60,6 +60,17 @@ class Operations(Protocol):
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """`silu(gate) * up` (SwiGLU, arXiv 2002.05202). gate_up [T, 2I], gate first -> [T, I]."""
 
+    def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """`gelu(gate) * up` (GeGLU, arXiv 2002.05202) by GELU's tanh form (arXiv 1606.08415); as `silu_and_mul`."""
+
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        """`gate * sigmoid(alpha * gate) * (up + 1)` of a gate of at most `limit` and an up within it on both sides
+        (gpt-oss); as `silu_and_mul`.
+        """
+
+    def cap_logits(self, logits: Tensor, cap: float) -> None:
+        """In place: each logit x becomes cap * tanh(x / cap). logits [N, V] model dtype, cap above 0."""
+
     def qk_norm_rope_store_kv(
         self,
         qkv: Tensor,
@@ -89,7 +100,8 @@ class Operations(Protocol):
 
         q [N, Hq, D]; caches as above -> like q, contiguous.
 
-        Both attentions may use `rows.prefix_groups` or ignore them; the result is the same up to rounding.
+        Both attentions may use `rows.prefix_groups` or ignore them; the result is the same up to rounding. Both cap
+        scores and add sinks where `rows` has them.
 
         Cache entries past a row's length, whatever they hold (NaN included), have no influence.
         """

@@ -103,6 +103,10 @@ class AttentionRows:
     # The last keys that a query sees, its own included; None: all before it. Blocks that no query sees are not read:
     # their entries in block_tables may be any of the pool's. Such rows are in no group.
     window: int | None = None
+    soft_cap: float | None = None  # c: a score s, which is scaled already, becomes c * tanh(s / c); None: it stays
+    # [Hq], float32: one more score of each query head, which takes its share of the softmax and has no value, so that
+    # what the keys get sums to less than 1. None: there is none.
+    sinks: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -125,6 +129,15 @@ class AttentionRows:
     def windowed(self, window: int) -> AttentionRows:
         """The same rows for layers whose queries see so many keys; made once, with plans of its own."""
         return self.once(("windowed", window), lambda: replace(self, prefix_groups=(), window=window))
+
+    def scored(self, soft_cap: float | None, sinks: torch.Tensor | None) -> AttentionRows:
+        """The same rows for a layer with a soft cap or sinks [Hq] float32, with the plans of these."""
+        if soft_cap is None and sinks is None:
+            return self
+        _ = self._plans  # made before they are shared
+        rows = replace(self, soft_cap=soft_cap, sinks=sinks)
+        vars(rows).update({name: value for name, value in vars(self).items() if name not in vars(rows)})
+        return rows
 
     @cached_property
     def max_seen(self) -> int:
@@ -159,6 +172,13 @@ class AttentionRows:
     @cached_property
     def _plans(self) -> dict[tuple[str | int, ...], object]:
         return {}
+
+
+class ScoreRule(NamedTuple):
+    """How the product of a query and a key becomes a score."""
+
+    scale: float
+    soft_cap: float | None = None  # as of `AttentionRows`
 
 
 class ProjectedHeads(NamedTuple):

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from kernels.cpu.attention import paged_decode_attention, paged_prefill_attention, store_and_decode
 from kernels.cpu.dense import (
+    cap_logits,
+    clamped_swiglu,
     fused_add_rms_norm,
+    gelu_and_mul,
     qk_norm_rope_store_kv,
     rms_norm,
     silu_and_mul,

@@ -8,9 +8,9 @@ from kernels.cpu.dense import qk_norm_rope_store_kv
 from kernels.cpu.indexed_attention import attend_by_index
 from kernels.cpu.kv_gather import KvGather, gather_plan
 from kernels.cpu.paged_reads import KvReader
-from kernels.cpu.partial_attention import AttentionState, RunningAttention, flash_attention
+from kernels.cpu.partial_attention import AttentionState, RunningAttention, flash_attention, with_sinks
 from kernels.cpu.shared_prefix import add_shared_prefixes, attend_unmasked
-from kernels.operands import AttentionRows, ProjectedHeads
+from kernels.operands import AttentionRows, ProjectedHeads, ScoreRule
 
 # Queries whose windows are attended to together: their first 512 keys, which the operator takes at a time, hold one at
 # least for each.
@@ -31,32 +31,34 @@ def paged_decode_attention(
     if q.shape[0] != rows.num_rows:
         raise ValueError(f"q has {q.shape[0]} queries for {rows.num_rows} rows; a decode row has exactly one")
     reader = KvReader(k_cache, v_cache)
-    return add_shared_prefixes(q, reader, rows, scale, attend_single_queries(q, reader, rows, scale))
+    rule = ScoreRule(scale, rows.soft_cap)
+    own = with_sinks(attend_single_queries(q, reader, rows, rule), rows.sinks)
+    return add_shared_prefixes(q, reader, rows, rule, own)
 
 
-def attend_single_queries(q: torch.Tensor, reader: KvReader, rows: AttentionRows, scale: float) -> AttentionState:
+def attend_single_queries(q: torch.Tensor, reader: KvReader, rows: AttentionRows, rule: ScoreRule) -> AttentionState:
     """Attention of the rows with one query over their own keys, those after a shared prefix.
 
     Other rows get output 0 and log-sum-exp -inf. The caller may overwrite the result.
     """
     if q.dtype is torch.float32:
-        return attend_by_index(q, reader, rows, scale)
+        return attend_by_index(q, reader, rows, rule)
     plan = gather_plan(rows, reader.block_size, reader.max_tokens)
     if plan.num_segments <= 1:
         result = AttentionState.without_keys(q.shape, q.dtype)
         for gather in plan.gathers:
-            part, part_lse = _attend_gather(q, reader, gather, scale)
+            part, part_lse = _attend_gather(q, reader, gather, rule)
             result.output.index_copy_(0, gather.query_ids, part.to(q.dtype))
             result.lse.index_copy_(0, gather.query_ids, part_lse)
         return result
     running = RunningAttention(q.shape)
     for gather in plan.gathers:
-        running.add(gather.query_ids, *_attend_gather(q, reader, gather, scale))
+        running.add(gather.query_ids, *_attend_gather(q, reader, gather, rule))
     return running.state(q.dtype)
 
 
 def _attend_gather(
-    q: torch.Tensor, reader: KvReader, gather: KvGather, scale: float
+    q: torch.Tensor, reader: KvReader, gather: KvGather, rule: ScoreRule
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [num_ranges, Hq, D] and log-sum-exp [num_ranges, Hq] over the keys of one gather."""
     keys, values = reader.read(gather.block_ids)
@@ -72,7 +74,7 @@ def _attend_gather(
         packed,
         keys.view(num_ranges, gather.num_tokens, kv_heads, head_dim).transpose(1, 2),
         values.view(num_ranges, gather.num_tokens, kv_heads, head_dim).transpose(1, 2),
-        scale,
+        rule,
         mask=gather.mask,
     )
     return output.reshape(num_ranges, num_heads, head_dim), lse.reshape(num_ranges, num_heads)
@@ -89,7 +91,8 @@ def paged_prefill_attention(
     queries see the same keys, and there is a mask for a few of them at a time.
     """
     reader = KvReader(k_cache, v_cache)
-    own = attend_single_queries(q, reader, rows, scale)
+    rule = ScoreRule(scale, rows.soft_cap)
+    own = attend_single_queries(q, reader, rows, rule)
     end = 0
     for row, (query_len, kv_len) in enumerate(zip(rows.query_lens, rows.kv_lens, strict=True)):
         start, end = end, end + query_len
@@ -98,36 +101,36 @@ def paged_prefill_attention(
             tokens = (rows.own_starts[row], kv_len)
             blocks = rows.block_tables[row].long()
             if rows.window is not None and rows.window < kv_len:
-                own.output[start:end] = _attend_window(q[start:end], reader, blocks, (rows.window, kv_len), scale)
-                continue
-            state = _attend_chunk(q[start:end], reader, blocks, tokens, scale)
+                state = _attend_window(q[start:end], reader, blocks, (rows.window, kv_len), rule)
+            else:
+                state = _attend_chunk(q[start:end], reader, blocks, tokens, rule)
             own.output[start:end], own.lse[start:end] = state.output, state.lse
-    return add_shared_prefixes(q, reader, rows, scale, own)
+    return add_shared_prefixes(q, reader, rows, rule, with_sinks(own, rows.sinks))
 
 
 def _attend_chunk(
-    q: torch.Tensor, reader: KvReader, block_table: torch.Tensor, tokens: tuple[int, int], scale: float
+    q: torch.Tensor, reader: KvReader, block_table: torch.Tensor, tokens: tuple[int, int], rule: ScoreRule
 ) -> AttentionState:
     """q [Q, Hq, D], the last Q of tokens tokens[0] .. tokens[1] - 1; block_table [max_blocks] int64."""
     before = tokens[1] - q.shape[0]
     keys, values = reader.read_tokens(block_table, before, tokens[1])
-    own, own_lse = flash_attention(q.transpose(0, 1)[None], keys, values, scale, causal=True)
+    own, own_lse = flash_attention(q.transpose(0, 1)[None], keys, values, rule, causal=True)
     own, own_lse = own[0].transpose(0, 1), own_lse[0].transpose(0, 1)
     if before == tokens[0]:
         return AttentionState(own.to(q.dtype), own_lse)
     running = RunningAttention(q.shape)
     running.add(slice(None), own, own_lse)
-    part = attend_unmasked(q, reader, block_table, (tokens[0], before), scale)
+    part = attend_unmasked(q, reader, block_table, (tokens[0], before), rule)
     running.add(slice(None), part.output, part.lse)
     return running.state(q.dtype)
 
 
 def _attend_window(
-    q: torch.Tensor, reader: KvReader, block_table: torch.Tensor, window_and_len: tuple[int, int], scale: float
-) -> torch.Tensor:
+    q: torch.Tensor, reader: KvReader, block_table: torch.Tensor, window_and_len: tuple[int, int], rule: ScoreRule
+) -> AttentionState:
     """q [Q, Hq, D], the last Q of so many tokens, each of which sees the last `window` up to its own."""
     window, kv_len = window_and_len
-    output = torch.empty_like(q)
+    output, lse = torch.empty_like(q), torch.empty(q.shape[:2])
     for first in range(0, q.shape[0], WINDOW_QUERIES):
         some = q[first : first + WINDOW_QUERIES]
         place = kv_len - q.shape[0] + first
@@ -135,9 +138,10 @@ def _attend_window(
         keys, values = reader.read_tokens(block_table, start, end)
         num_behind = torch.arange(place, end)[:, None] - torch.arange(start, end)
         mask = torch.zeros(num_behind.shape).masked_fill_((num_behind < 0) | (num_behind >= window), -torch.inf)
-        part, _ = flash_attention(some.transpose(0, 1)[None], keys, values, scale, mask=mask[None, None])
+        part, part_lse = flash_attention(some.transpose(0, 1)[None], keys, values, rule, mask=mask[None, None])
         output[first : first + WINDOW_QUERIES] = part[0].transpose(0, 1)
-    return output
+        lse[first : first + WINDOW_QUERIES] = part_lse[0].t()
+    return AttentionState(output, lse)
 
 
 def store_and_decode(heads: ProjectedHeads, rows: AttentionRows, scale: float) -> torch.Tensor:

@@ -80,6 +80,27 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate).mul_(up)
 
 
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `Operations.gelu_and_mul`; gelu is rounded to the model dtype first, as in transformers."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """See `Operations.clamped_swiglu`. In float32, rounded once."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    activated = torch.sigmoid(gate * alpha).mul_(gate).mul_(up.clamp(-limit, limit).add_(1))
+    return activated.to(gate_up.dtype)
+
+
+def cap_logits(logits: torch.Tensor, cap: float) -> None:
+    """See `Operations.cap_logits`."""
+    wide = logits.float()  # itself in float32
+    wide.div_(cap).tanh_().mul_(cap)
+    logits.copy_(wide)
+
+
 def qk_norm_rope_store_kv(
     qkv: torch.Tensor,
     qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None,

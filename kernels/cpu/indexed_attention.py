@@ -13,8 +13,8 @@ from itertools import chain
 import torch
 
 from kernels.cpu.paged_reads import KvReader
-from kernels.cpu.partial_attention import AttentionState, RunningAttention
-from kernels.operands import AttentionRows
+from kernels.cpu.partial_attention import AttentionState, RunningAttention, cap
+from kernels.operands import AttentionRows, ScoreRule
 
 # Keys of a row that all its heads read before the next ones. The keys of one head lie a whole token apart, so a head
 # that reads all of a long row misses the TLB at every key: the scores of 64 rows of 448 to 512 keys, 8 heads of 128,
@@ -31,7 +31,7 @@ MAX_SCORES = 1 << 20
 MAX_KEPT_SCORES = 4 * MAX_SCORES
 
 
-def attend_by_index(q: torch.Tensor, reader: KvReader, rows: AttentionRows, scale: float) -> AttentionState:
+def attend_by_index(q: torch.Tensor, reader: KvReader, rows: AttentionRows, rule: ScoreRule) -> AttentionState:
     """Attention of the rows with one query over their own keys, in float32; output 0 and log-sum-exp -inf for others.
 
     Scores are a sampled dense-dense product, the weighted sum of values an embedding bag: both take the keys by index.
@@ -40,10 +40,10 @@ def attend_by_index(q: torch.Tensor, reader: KvReader, rows: AttentionRows, scal
     pieces = _pieces(rows, q.shape[1], reader)
     first, second = next(pieces, None), next(pieces, None)
     if first is not None and second is None and first.num_rows == q.shape[0]:
-        return AttentionState(*_attend_chunks(q, reader, first, scale))
+        return AttentionState(*_attend_chunks(q, reader, first, rule))
     running = RunningAttention(q.shape)
     for piece in chain(filter(None, (first, second)), pieces):  # one at a time: each may be tens of MB
-        running.add(piece.query_ids, *_attend_chunks(q, reader, piece, scale))
+        running.add(piece.query_ids, *_attend_chunks(q, reader, piece, rule))
     return running.state(q.dtype)
 
 
@@ -56,15 +56,18 @@ def _pieces(rows: AttentionRows, num_heads: int, reader: KvReader) -> Iterator[K
 
 
 def _attend_chunks(
-    q: torch.Tensor, reader: KvReader, chunks: KeyChunks, scale: float
+    q: torch.Tensor, reader: KvReader, chunks: KeyChunks, rule: ScoreRule
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [n, Hq, D] and log-sum-exp [n, Hq] over the keys of the chunks."""
     num_heads, head_dim = q.shape[1:]
     keys, values = reader.keys.vectors, reader.values.vectors
     queries = q.index_select(0, chunks.query_ids.index_select(0, chunks.chunk_rows)).view(-1, head_dim)
     # In place: a new product would copy the indices too, as many bytes as the scores.
-    scores, products = chunks.scores.copy_(chunks.bias), chunks.products
-    torch.sparse.sampled_addmm(products, queries, keys.t(), beta=1.0, alpha=scale, out=products)
+    scores, products = chunks.scores, chunks.products
+    scores = scores.copy_(chunks.bias) if rule.soft_cap is None else scores.zero_()
+    torch.sparse.sampled_addmm(products, queries, keys.t(), beta=1.0, alpha=rule.scale, out=products)
+    if rule.soft_cap is not None:  # of scores, not of the bias
+        cap(scores, rule.soft_cap).add_(chunks.bias)
     maxima = scores.amax(-1).index_select(0, chunks.row_chunks.view(-1))
     row_max = maxima.view(*chunks.row_chunks.shape, num_heads).amax(1)
     weights = scores.sub_(row_max.index_select(0, chunks.chunk_rows)[..., None]).exp_()

@@ -18,11 +18,12 @@ from kernels.cpu.partial_attention import (
     MIN_QUERIES,
     AttentionState,
     RunningAttention,
+    cap,
     flash_attention,
     matmul_attention,
     merge_attention_states,
 )
-from kernels.operands import AttentionRows, PrefixGroup
+from kernels.operands import AttentionRows, PrefixGroup, ScoreRule
 
 # Bytes of keys read at a time, and as many of values. 16 rows over 1024 keys of 8 heads of 128 in float32 take 8.8 ms
 # with 2 MiB, 9.6 with 0.5 or 1 and 12.6 with 4 (one thread, Xeon 2.5 GHz).
@@ -58,7 +59,7 @@ class _Plan(NamedTuple):
 
 
 def add_shared_prefixes(
-    q: torch.Tensor, reader: KvReader, rows: AttentionRows, scale: float, own: AttentionState
+    q: torch.Tensor, reader: KvReader, rows: AttentionRows, rule: ScoreRule, own: AttentionState
 ) -> torch.Tensor:
     """Output of attention over all keys: `own`, over those after the shared prefixes, merged with each group's prefix.
 
@@ -69,7 +70,7 @@ def add_shared_prefixes(
     key = ("prefix_plan", q.itemsize, q.shape[1], reader.num_kv_heads, reader.head_dim, reader.block_size)
     plan = rows.once(key, lambda: _make_plan(q, reader, rows))
     # One merge for all groups and the rows between them, which cost less than a second merge would.
-    shared = _attend_groups(q[plan.queries], reader, plan, scale)
+    shared = _attend_groups(q[plan.queries], reader, plan, rule)
     merged = merge_attention_states(AttentionState(own.output[plan.queries], own.lse[plan.queries]), shared)
     if merged.shape == own.output.shape:
         return merged
@@ -77,22 +78,22 @@ def add_shared_prefixes(
     return own.output
 
 
-def _attend_groups(q: torch.Tensor, reader: KvReader, plan: _Plan, scale: float) -> AttentionState:
+def _attend_groups(q: torch.Tensor, reader: KvReader, plan: _Plan, rule: ScoreRule) -> AttentionState:
     """Attention over the prefixes, in float32; output 0 and log-sum-exp -inf for queries in no group.
 
     q: the plan's queries.
     """
     result = AttentionState.without_keys(q.shape, torch.float32)
     for batch in plan.batches:
-        attend_prefix_batch(q, reader, batch, scale, result)
+        attend_prefix_batch(q, reader, batch, rule, result)
     for queries, blocks, num_tokens in plan.reads:
-        state = attend_unmasked(q[queries], reader, blocks, (0, num_tokens), scale)
+        state = attend_unmasked(q[queries], reader, blocks, (0, num_tokens), rule)
         result.output[queries], result.lse[queries] = state.output, state.lse
     return result
 
 
 def attend_unmasked(
-    q: torch.Tensor, reader: KvReader, block_table: torch.Tensor, tokens: tuple[int, int], scale: float
+    q: torch.Tensor, reader: KvReader, block_table: torch.Tensor, tokens: tuple[int, int], rule: ScoreRule
 ) -> AttentionState:
     """Attention of queries that all see all of tokens tokens[0] .. tokens[1] - 1 of one sequence.
 
@@ -107,7 +108,7 @@ def attend_unmasked(
     attend_packed = matmul_attention if by_matmul else flash_attention
 
     def attend(start: int, end: int) -> AttentionState:
-        part, lse = attend_packed(packed, *reader.read_tokens(block_table, start, end), scale)
+        part, lse = attend_packed(packed, *reader.read_tokens(block_table, start, end), rule)
         part = part.view(-1, num_queries, group_size, head_dim).transpose(0, 1).reshape(q.shape)
         return AttentionState(part, lse.view(-1, num_queries, group_size).transpose(0, 1).reshape(q.shape[:2]))
 
@@ -188,7 +189,7 @@ def _head_ids(queries: slice, num_kv_heads: int) -> torch.Tensor:
 
 
 def attend_prefix_batch(
-    q: torch.Tensor, reader: KvReader, batch: PrefixBatch, scale: float, result: AttentionState
+    q: torch.Tensor, reader: KvReader, batch: PrefixBatch, rule: ScoreRule, result: AttentionState
 ) -> None:
     """Write the attention of the groups' rows over their prefixes to `result`.
 
@@ -202,7 +203,10 @@ def attend_prefix_batch(
     unused = q.new_empty(())
     queries, products = _by_group(vectors, batch, kv_heads), _by_group(scores, batch, kv_heads)
     for blocks, own_queries, out in zip(batch.prefixes, queries, products, strict=True):
-        torch.baddbmm(unused, own_queries, reader.keys.read_run(blocks).transpose(1, 2), beta=0, alpha=scale, out=out)
+        torch.baddbmm(
+            unused, own_queries, reader.keys.read_run(blocks).transpose(1, 2), beta=0, alpha=rule.scale, out=out
+        )
+    scores = cap(scores, rule.soft_cap)
     largest = scores.amax(-1, keepdim=True)
     sums = scores.sub_(largest).exp_().sum(-1, keepdim=True)
     for blocks, weights, out in zip(batch.prefixes, products, queries, strict=True):

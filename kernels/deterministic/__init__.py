@@ -23,6 +23,9 @@ from kernels.cpu import (
 )
 from kernels.deterministic.attention import paged_decode_attention, paged_prefill_attention, store_and_decode
 from kernels.deterministic.products import (
+    cap_logits,
+    clamped_swiglu,
+    gelu_and_mul,
     grouped_gemm,
     linear,
     moe_small_batch,

@@ -20,7 +20,7 @@ from kernels.deterministic.key_blocks import (
     from_tiles,
     queries_per_tile,
 )
-from kernels.operands import AttentionRows, ProjectedHeads
+from kernels.operands import AttentionRows, ProjectedHeads, ScoreRule
 
 # Keys are copied this many bytes at a time, as in kernels.cpu.paged_reads.
 SLAB_BYTES = 4 << 20
@@ -48,17 +48,17 @@ def paged_decode_attention(
     num_rows = plan.row_ids.shape[0]
     running = RunningAttention((num_rows, *q.shape[1:]))
     if num_rows:
-        outputs, lses = _attend_pairs(q.index_select(0, plan.row_ids), reader, plan, scale)
+        outputs, lses = _attend_pairs(q.index_select(0, plan.row_ids), reader, plan, ScoreRule(scale, rows.soft_cap))
         start = 0
         for count in plan.rows_with_block:
             running.add(slice(0, count), outputs[start : start + count], lses[start : start + count])
             start += count
     output = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    return output.index_copy_(0, plan.row_ids, running.output(q.dtype))
+    return output.index_copy_(0, plan.row_ids, running.output(q.dtype, rows.sinks))
 
 
 def _attend_pairs(
-    q: torch.Tensor, reader: KeyBlockReader, plan: KeyBlockPlan, scale: float
+    q: torch.Tensor, reader: KeyBlockReader, plan: KeyBlockPlan, rule: ScoreRule
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [num_pairs, Hq, D] and log-sum-exp [num_pairs, Hq] of each pair; q [num_rows, Hq, D] as in row_ids."""
     group_size = q.shape[1] // reader.num_kv_heads
@@ -73,7 +73,7 @@ def _attend_pairs(
         pairs = slice(start, start + slab)
         keys, values = reader.read(plan.slots[pairs])
         own = tiles.index_select(0, plan.places[pairs])
-        output, lse = attend_key_block(own, keys, values, plan.mask[pairs], scale)
+        output, lse = attend_key_block(own, keys, values, plan.mask[pairs], rule)
         outputs.append(from_tiles(output, 1, group_size, output.shape[0]))
         lses.append(from_tiles(lse, 1, group_size, lse.shape[0]))
     return torch.cat(outputs), torch.cat(lses)
@@ -94,7 +94,8 @@ def paged_prefill_attention(
             plan = _row_plan(rows, row, reader.block_size)
             first_block = rows.first_key(row) // KEY_BLOCK_TOKENS
             span = ChunkSpan(first_block * KEY_BLOCK_TOKENS, kv_len, rows.window or NO_WINDOW)
-            output[chunk] = _attend_chunk(q[chunk], reader, plan, span, scale)
+            rule = ScoreRule(scale, rows.soft_cap)
+            output[chunk] = _attend_chunk(q[chunk], reader, plan, span, rule).output(q.dtype, rows.sinks)
         start += query_len
     return output
 
@@ -117,8 +118,8 @@ class ChunkSpan(NamedTuple):
 
 
 def _attend_chunk(
-    q: torch.Tensor, reader: KeyBlockReader, plan: KeyBlockPlan, span: ChunkSpan, scale: float
-) -> torch.Tensor:
+    q: torch.Tensor, reader: KeyBlockReader, plan: KeyBlockPlan, span: ChunkSpan, rule: ScoreRule
+) -> RunningAttention:
     """q [Q, Hq, D], the last Q tokens of the span."""
     num_queries, group_size = q.shape[0], q.shape[1] // reader.num_kv_heads
     per_tile = queries_per_tile(group_size)
@@ -135,10 +136,10 @@ def _attend_chunk(
             if count > 0:
                 tiles = as_tiles(q[queries], reader.num_kv_heads, per_tile)
                 mask = _mask(offset + queries.start, tiles.shape, (per_tile, group_size), span.window)
-                output, lse = attend_key_block(tiles, keys, values, mask, scale)
+                output, lse = attend_key_block(tiles, keys, values, mask, rule)
                 output, lse = (from_tiles(part, per_tile, group_size, count) for part in (output, lse))
                 running.add(queries, output, lse)
-    return running.output(q.dtype)
+    return running
 
 
 def _mask(first: int, tiles_shape: torch.Size, per_tile_and_group: tuple[int, int], window: int) -> torch.Tensor:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.partial_attention import flash_attention
+from kernels.cpu.partial_attention import cap, flash_attention
+from kernels.operands import ScoreRule
 
 # Tokens of a block. With 64 a query takes half as long again per key, and 256 make short sequences pay for keys that
 # they do not have.
@@ -52,7 +53,7 @@ def from_tiles(tiles: torch.Tensor, num_queries: int, group_size: int, total: in
 
 
 def attend_key_block(
-    tiles: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+    tiles: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, rule: ScoreRule
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of each tile over its block of keys.
 
@@ -60,19 +61,38 @@ def attend_key_block(
     mask [B or 1, 1, rows or 1, KEY_BLOCK_TOKENS] float32, added to the scores.
     -> output [B, Hkv, rows, D], log-sum-exp [B, Hkv, rows], both float32.
     """
+    if (
+        rule.soft_cap is not None
+    ):  # in the place of the mask: no operator caps, but this one adds and takes exp in order
+        mask = _capped_scores(tiles, keys, rule).add_(mask)
+        tiles, rule = torch.zeros_like(tiles), ScoreRule(1.0)
     num_tiles = tiles.shape[0]
     if num_tiles * tiles.shape[1] == 1:
         # Threads share out tiles and heads, but with only one of them all work inside its products.
-        tiles = tiles.expand(2, -1, -1, -1)
+        tiles, mask = tiles.expand(2, -1, -1, -1), mask.expand(2, -1, -1, -1)
     batch = tiles.shape[0]
     output, lse = flash_attention(
         tiles,
         keys.expand(batch, -1, -1, -1).transpose(1, 2),
         values.expand(batch, -1, -1, -1).transpose(1, 2),
-        scale,
+        rule,
         mask=mask,
     )
     return output[:num_tiles], lse[:num_tiles]
+
+
+def _capped_scores(tiles: torch.Tensor, keys: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
+    """[B, Hkv, rows, KEY_BLOCK_TOKENS] float32. One product of one shape for each tile and KV head, and tanh of as much
+    as no thread shares: the bits of both depend on where a row stands in more.
+    """
+    keys = keys.transpose(1, 2).contiguous()
+    scores = tiles.new_empty((*tiles.shape[:3], KEY_BLOCK_TOKENS))
+    for tile in range(tiles.shape[0]):
+        for head in range(tiles.shape[1]):
+            own = keys[tile if keys.shape[0] > 1 else 0, head]
+            torch.mm(tiles[tile, head], own.t(), out=scores[tile, head])
+            cap(scores[tile, head].mul_(rule.scale), rule.soft_cap)
+    return scores
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +185,9 @@ class RunningAttention:
         self._mass[queries] += new_share
         self._largest[queries] = after
 
-    def output(self, dtype: torch.dtype) -> torch.Tensor:
-        """Attention over the blocks so far, 0 for queries without keys."""
+    def output(self, dtype: torch.dtype, sinks: torch.Tensor | None) -> torch.Tensor:
+        """Attention over the blocks so far and the sinks, [Hq] float32; 0 for queries without keys."""
         mass = self._mass.masked_fill(self._largest == -torch.inf, 1.0)
+        if sinks is not None:
+            mass = mass + (sinks - self._largest).exp_()
         return (self._output / mass[..., None]).to(dtype)

@@ -6,6 +6,7 @@ Which heights of a tile agree is found by experiment, once for each shape of a w
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -136,14 +137,39 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `Operations.silu_and_mul`. As many rows at a time as PyTorch leaves to one thread; a longer row alone, since
     it is always cut alike.
     """
+    return _uncut(dense.silu_and_mul, gate_up)
+
+
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `Operations.gelu_and_mul`. As many rows at a time as `silu_and_mul`."""
+    return _uncut(dense.gelu_and_mul, gate_up)
+
+
+def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """See `Operations.clamped_swiglu`. A row at a time: clamped rows lie side by side, so that where vectors end would
+    depend on a row's place.
+    """
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    for row in range(gate_up.shape[0]):
+        out[row : row + 1] = dense.clamped_swiglu(gate_up[row : row + 1], alpha, limit)
+    return out
+
+
+def _uncut(activation: Callable[[torch.Tensor], torch.Tensor], gate_up: torch.Tensor) -> torch.Tensor:
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     rows = max(MAX_UNCUT_ELEMENTS // width, 1)
     if num_rows <= rows:
-        return dense.silu_and_mul(gate_up)
+        return activation(gate_up)
     out = gate_up.new_empty(num_rows, width)
     for start in range(0, num_rows, rows):
-        out[start : start + rows] = dense.silu_and_mul(gate_up[start : start + rows])
+        out[start : start + rows] = activation(gate_up[start : start + rows])
     return out
+
+
+def cap_logits(logits: torch.Tensor, cap: float) -> None:
+    """See `Operations.cap_logits`. A row at a time, which is always cut alike."""
+    for row in range(logits.shape[0]):
+        dense.cap_logits(logits[row : row + 1], cap)
 
 
 def route_topk(router_logits: torch.Tensor, top_k: int, *, renormalise: bool) -> RoutedExperts:

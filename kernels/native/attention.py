@@ -67,6 +67,8 @@ def paged_attention(
         num_groups=len(rows.prefix_groups),
         window=rows.window or 0,
         scale=scale,
+        soft_cap=rows.soft_cap or 0.0,
+        sinks=None if rows.sinks is None else rows.sinks.data_ptr(),
         out=out.data_ptr(),
     )
     kernels.attention(byref(args))

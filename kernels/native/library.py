@@ -131,6 +131,8 @@ class AttentionArgs(Structure):
         ("num_groups", c_int64),
         ("window", c_int64),
         ("scale", c_float),
+        ("soft_cap", c_float),
+        ("sinks", c_void_p),
         ("out", c_void_p),
     )
 

@@ -269,6 +269,9 @@ class NativeOperations:
         return self.silu_and_mul(rows) if gated and not fused else rows
 
     # By PyTorch, and so named by `implementation_names`; subclasses below have native ones of some.
+    gelu_and_mul = staticmethod(cpu.gelu_and_mul)
+    clamped_swiglu = staticmethod(cpu.clamped_swiglu)
+    cap_logits = staticmethod(cpu.cap_logits)
     sort_tokens_by_expert = staticmethod(cpu.sort_tokens_by_expert)
     paged_decode_attention = staticmethod(cpu.paged_decode_attention)
     paged_prefill_attention = staticmethod(cpu.paged_prefill_attention)

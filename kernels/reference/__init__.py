@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from kernels.reference.layers import (
     add_experts_rms_norm,
+    cap_logits,
+    clamped_swiglu,
     combine_experts,
     fused_add_rms_norm,
+    gelu_and_mul,
     grouped_gemm,
     linear,
     moe_small_batch,

@@ -56,6 +56,25 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return (gate / (1 + torch.exp(-gate)) * up).to(gate_up.dtype)
 
 
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gelu(gate) * up` by the tanh form, all in float32."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    return (0.5 * gate * (1 + torch.tanh(inner)) * up).to(gate_up.dtype)
+
+
+def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """All in float32."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate / (1 + torch.exp(-alpha * gate)) * (up + 1)).to(gate_up.dtype)
+
+
+def cap_logits(logits: torch.Tensor, cap: float) -> None:
+    """In place, rounded once."""
+    logits.copy_(cap * torch.tanh(logits.float() / cap))
+
+
 def qk_norm_rope_store_kv(
     qkv: torch.Tensor,
     qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None,
@@ -120,7 +139,11 @@ def paged_prefill_attention(
                 first = 0 if rows.window is None else max(num_seen - rows.window, 0)
                 seen_keys = keys[first:num_seen, head // group_size]
                 scores = seen_keys @ q[query, head].float() * scale
-                probabilities = torch.softmax(scores, dim=0)
+                if rows.soft_cap is not None:
+                    scores = rows.soft_cap * torch.tanh(scores / rows.soft_cap)
+                if rows.sinks is not None:
+                    scores = torch.cat((scores, rows.sinks[head : head + 1].float()))
+                probabilities = torch.softmax(scores, dim=0)[: num_seen - first]
                 output[query, head] = probabilities @ values[first:num_seen, head // group_size]
     return output
 

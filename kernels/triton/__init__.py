@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kernels.triton.combine_experts import add_experts_rms_norm, combine_experts
 from kernels.triton.decode_attention import paged_decode_attention, store_and_decode
-from kernels.triton.dense import fused_add_rms_norm, rms_norm, silu_and_mul
+from kernels.triton.dense import cap_logits, clamped_swiglu, fused_add_rms_norm, gelu_and_mul, rms_norm, silu_and_mul
 from kernels.triton.experts import route_and_sort, route_topk, sort_tokens_by_expert
 from kernels.triton.gumbel import choose_tokens, gumbel_argmax
 from kernels.triton.prefill_attention import paged_prefill_attention

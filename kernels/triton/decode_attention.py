@@ -20,7 +20,7 @@ from kernels.triton.attention_launch import (
     padded_head_dim,
 )
 from kernels.triton.launch import compute_capability, num_multiprocessors
-from kernels.triton.partial_attention import LOG2E, LOWEST_SCORE, attend_keys
+from kernels.triton.partial_attention import LOG2E, LOG2E_CONSTANT, LOWEST_SCORE, add_sinks, attend_keys, soft_capped
 from kernels.triton.rope_kv_store import check_layout, qk_norm_rope_store_kv
 from kernels.triton.shared_prefix import attend_shared_prefixes, plan_decode
 
@@ -90,9 +90,9 @@ def _decode(
         parts = torch.empty((*q.shape[:2], num_parts, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((*q.shape[:2], num_parts), dtype=torch.float32, device=q.device)
     if plan is not None:
-        attend_shared_prefixes(parts, lse, q, k_cache, v_cache, rows.block_tables, plan, scale)
+        attend_shared_prefixes(parts, lse, q, k_cache, v_cache, rows, plan, scale)
     _decode_kernel[num_rows, head_blocks, splits.num_splits](
-        *(output, parts, lse, q, k_cache, v_cache, rows.block_tables, rows.seq_lens, own_starts),
+        *(output, parts, lse, q, k_cache, v_cache, rows.block_tables, rows.seq_lens, own_starts, rows.sinks),
         *_projection(heads),
         *(scale * LOG2E, splits.min_split_tokens, shared_split_tokens, num_heads, num_parts),
         *(*q.stride()[:2], *k_cache.stride()[:3], rows.block_tables.stride(0)),
@@ -100,12 +100,13 @@ def _decode(
         IS_PART=num_parts > 1,
         HAS_PREFIX=plan is not None,
         WINDOW=rows.window or 0,
+        SOFT_CAP=rows.soft_cap or 0.0,
         IS_PROJECTED=heads is not None,
         HAS_NORM=heads is not None and heads.qk_norm is not None,
     )
     if num_parts > 1:
         _combine_kernel[num_rows, num_heads](
-            *(output, parts, lse, rows.seq_lens, own_starts),
+            *(output, parts, lse, rows.seq_lens, own_starts, rows.sinks),
             *(splits.num_splits, splits.min_split_tokens, shared_split_tokens, num_parts),
             HAS_PREFIX=plan is not None,
             WINDOW=rows.window or 0,
@@ -159,9 +160,13 @@ def _load_rotated(
 
 
 @triton.jit
-def _add_key(q, k, v, is_seen, top, mass, acc, scale_log2e):
+def _add_key(q, k, v, is_seen, top, mass, acc, scale_log2e, SOFT_CAP: tl.constexpr):
     """`attend_keys` after one more key, k and v [1, BLOCK_D], if it is seen."""
-    scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1) * scale_log2e
+    scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
+    if SOFT_CAP > 0:
+        scores = soft_capped(scores, scale_log2e, SOFT_CAP, q.dtype)
+    else:
+        scores *= scale_log2e
     scores = tl.where(is_seen, scores, -float("inf"))
     new_top = tl.maximum(top, scores)
     share = tl.exp2(scores - new_top)
@@ -223,7 +228,7 @@ def _split(
 @triton.jit(
     do_not_specialize=["min_split_tokens", "shared_split_tokens", "num_parts", "stride_block_tables_row"],
     do_not_specialize_on_alignment=[
-        *("block_tables_ptr", "seq_lens_ptr", "own_starts_ptr", "positions_ptr", "slot_mapping_ptr")
+        *("block_tables_ptr", "seq_lens_ptr", "own_starts_ptr", "sinks_ptr", "positions_ptr", "slot_mapping_ptr")
     ],
 )
 def _decode_kernel(
@@ -236,6 +241,7 @@ def _decode_kernel(
     block_tables_ptr,  # [num_rows, max_blocks], int32
     seq_lens_ptr,  # [num_rows], int32
     own_starts_ptr,  # [num_rows], int32: keys before are not a row's own; None unless HAS_PREFIX
+    sinks_ptr,  # [num_heads], float32; None: there are none
     query_weight_ptr,  # [HEAD_DIM], model dtype; this and the next None unless HAS_NORM
     key_weight_ptr,  # likewise
     cos_sin_ptr,  # [max_positions, HEAD_DIM], float32; this and the next two None unless IS_PROJECTED
@@ -263,6 +269,7 @@ def _decode_kernel(
     IS_PART: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
     WINDOW: tl.constexpr,  # keys of a row that are seen, the last ones; 0: all. Not with HAS_PREFIX
+    SOFT_CAP: tl.constexpr,
     IS_PROJECTED: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
@@ -301,7 +308,7 @@ def _decode_kernel(
     block_table_ptr = block_tables_ptr + row64 * stride_block_tables_row
     top, mass, acc = attend_keys(  # at most one tile is not full: the row's last
         *(q, k_head_ptr, v_head_ptr, block_table_ptr, tile, start, end, (end - start) // TILE, None),
-        *(scale_log2e, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE),
+        *(scale_log2e, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP),
     )
     if IS_PROJECTED:
         k_ptrs = q_ptr + row64 * stride_q_row + (num_heads + kv_head) * HEAD_DIM + dims[None, :]
@@ -311,7 +318,9 @@ def _decode_kernel(
         slot, is_new = tl.load(slot_mapping_ptr + row), is_new & (tl.program_id(1) % HEAD_BLOCKS == 0)
         _store_slot(k_head_ptr + dims[None, :], k, slot, is_new, stride_cache_block, stride_cache_slot, BLOCK_SIZE)
         _store_slot(v_head_ptr + dims[None, :], v, slot, is_new, stride_cache_block, stride_cache_slot, BLOCK_SIZE)
-        top, mass, acc = _add_key(q, k, v, is_last, top, mass, acc, scale_log2e)
+        top, mass, acc = _add_key(q, k, v, is_last, top, mass, acc, scale_log2e, SOFT_CAP)
+    if sinks_ptr is not None:  # those of a row of several parts are added where these are merged
+        top, mass, acc = add_sinks(sinks_ptr, heads, is_head & is_whole, top, mass, acc)
     is_empty = mass == 0.0  # no key
     mass = tl.where(is_empty, 1.0, mass)
     # Before `places`, or the kernel takes up to 18 registers more. For an unsplit row nobody reads it, but without the
@@ -328,7 +337,7 @@ def _decode_kernel(
 
 @triton.jit(
     do_not_specialize=["num_splits", "min_split_tokens", "shared_split_tokens", "num_parts"],
-    do_not_specialize_on_alignment=["seq_lens_ptr", "own_starts_ptr"],
+    do_not_specialize_on_alignment=["seq_lens_ptr", "own_starts_ptr", "sinks_ptr"],
 )
 def _combine_kernel(
     output_ptr,  # [num_rows, num_heads, HEAD_DIM], model dtype
@@ -336,6 +345,7 @@ def _combine_kernel(
     part_lse_ptr,  # [num_rows, num_heads, num_parts], float32, base 2
     seq_lens_ptr,  # [num_rows], int32
     own_starts_ptr,  # [num_rows], int32: keys before are a shared prefix; None unless HAS_PREFIX
+    sinks_ptr,  # [num_heads], float32; None: there are none
     num_splits,  # of a row's own keys, at most
     min_split_tokens,
     shared_split_tokens,
@@ -380,6 +390,11 @@ def _combine_kernel(
         mass = mass * decay + tl.sum(shares, 0)
         acc = acc * decay + tl.sum(part * shares[:, None], 0)
         top = new_top
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + tl.program_id(1)) * LOG2E_CONSTANT
+        new_top = tl.maximum(top, sink)
+        decay = tl.exp2(top - new_top)
+        mass, acc = mass * decay + tl.exp2(sink - new_top), acc * decay
     is_empty = mass == 0.0  # no key
     mass = tl.where(is_empty, 1.0, mass)
     tl.store(output_ptr + place * HEAD_DIM + dims, (acc / mass).to(output_ptr.dtype.element_ty), mask=is_dim)

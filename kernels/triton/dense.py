@@ -146,6 +146,9 @@ def silu_and_mul_kernel(
     WIDTH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
+    IS_GELU: tl.constexpr = False,  # by its tanh form
+    ALPHA: tl.constexpr = 1.0,
+    LIMIT: tl.constexpr = 0.0,  # of the gate above, of up on both sides, which 1 is added to; 0: as they are
 ):
     """One tile of the result a program, tiles of a row next to each other.
 
@@ -160,13 +163,38 @@ def silu_and_mul_kernel(
     gate_ptrs = gate_up_ptr + rows * stride_gate_up_row + columns
     gate = tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + WIDTH, mask=mask, other=0.0).to(tl.float32)
+    if LIMIT > 0:  # comparisons, which leave a NaN, where a GPU's minimum does not
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+    sharpness = gate * ALPHA
+    if IS_GELU:  # (1 + tanh(y)) / 2 is the sigmoid of 2 y, y = sqrt(2 / pi) (x + 0.044715 x^3)
+        sharpness = gate * (1.5957691216057308 + 0.07135481282553624 * gate * gate)
     # exp overflows to infinity below -88, and the quotient is then the -0 it should be.
-    activated = gate / (1.0 + tl.exp(-gate)) * up
+    activated = gate / (1.0 + tl.exp(-sharpness)) * up
     tl.store(out_ptr + rows * WIDTH + columns, activated.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `Operations.silu_and_mul`. float32 between the two reads and the one rounding."""
+    return _activate_and_mul(gate_up)
+
+
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `Operations.gelu_and_mul`. As `silu_and_mul`."""
+    return _activate_and_mul(gate_up, IS_GELU=True)
+
+
+def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """See `Operations.clamped_swiglu`. As `silu_and_mul`, compiled for these two numbers."""
+    return _activate_and_mul(gate_up, ALPHA=alpha, LIMIT=limit)
+
+
+def cap_logits(logits: torch.Tensor, cap: float) -> None:
+    """See `Operations.cap_logits`. By PyTorch's own kernels: one a step, behind the product with the head."""
+    logits.copy_(logits.float().div_(cap).tanh_().mul_(cap))
+
+
+def _activate_and_mul(gate_up: torch.Tensor, **options: float) -> torch.Tensor:
     if gate_up.stride(1) != 1:
         gate_up = gate_up.contiguous()
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -183,6 +211,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
         WIDTH=width,
         BLOCK_ROWS=launch.rows,
         BLOCK_WIDTH=launch.columns,
+        **options,
         num_warps=launch.num_warps,
     )
     return out

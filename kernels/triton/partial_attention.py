@@ -14,6 +14,7 @@ import triton.language as tl
 from kernels.triton.attention_launch import MERGE_NUM_WARPS, merge_block_rows, padded_head_dim
 
 LOG2E = math.log2(math.e)
+LOG2E_CONSTANT = tl.constexpr(LOG2E)
 # A running maximum starts here and not at -inf: -inf - -inf would be NaN where no key was seen yet. Below every score.
 LOWEST_SCORE = tl.constexpr(-3.38e38)
 
@@ -73,6 +74,7 @@ def attend_keys(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr = 0,  # of the keys before num_seen each query sees so many, the last; 0: all
+    SOFT_CAP: tl.constexpr = 0.0,  # c: a score s becomes c * tanh(s / c); 0: it stays
 ):
     """Attention over the keys start .. end - 1 of a row: running maximum (base 2) and sum of exponentials [BLOCK_M],
     and weighted values [BLOCK_M, BLOCK_D], not yet divided by the sum.
@@ -89,7 +91,11 @@ def attend_keys(
             *(stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_D, BLOCK_SIZE),
             IS_FULL=True,
         )
-        top, mass, acc = _add_tile(tl.dot(q, k, input_precision="ieee"), v, top, mass, acc, scale_log2e)
+        scores = tl.dot(q, k, input_precision="ieee")
+        if SOFT_CAP > 0:
+            top, mass, acc = _add_tile(soft_capped(scores, scale_log2e, SOFT_CAP, q.dtype), v, top, mass, acc, 1.0)
+        else:
+            top, mass, acc = _add_tile(scores, v, top, mass, acc, scale_log2e)
     for index in tl.range(num_full, tl.cdiv(end - start, TILE)):
         positions = start + index * TILE + tile
         k, v = _load_tile(
@@ -104,9 +110,38 @@ def attend_keys(
             is_seen = positions[None, :] < num_seen[:, None]
             if WINDOW > 0:
                 is_seen &= positions[None, :] >= num_seen[:, None] - WINDOW
-        scores = tl.where(is_seen, scores, -float("inf"))
-        top, mass, acc = _add_tile(scores, v, top, mass, acc, scale_log2e)
+        if SOFT_CAP > 0:  # before the mask: a capped score is finite
+            scores = soft_capped(scores, scale_log2e, SOFT_CAP, q.dtype)
+            top, mass, acc = _add_tile(tl.where(is_seen, scores, -float("inf")), v, top, mass, acc, 1.0)
+        else:
+            scores = tl.where(is_seen, scores, -float("inf"))
+            top, mass, acc = _add_tile(scores, v, top, mass, acc, scale_log2e)
     return top, mass, acc
+
+
+@triton.jit
+def soft_capped(scores, scale_log2e, SOFT_CAP: tl.constexpr, dtype: tl.constexpr):
+    """c * tanh(s / c) of scores that are not scaled, times log2(e). In float32 near 0 by its series: 1 - e^-2x has lost
+    digits there that half precision does not have.
+    """
+    share = scores * (scale_log2e * (1.0 / (LOG2E_CONSTANT * SOFT_CAP)))
+    magnitude = tl.abs(share)
+    rest = tl.exp2(magnitude * (-2.0 * LOG2E_CONSTANT))
+    capped = (1.0 - rest) / (1.0 + rest)
+    if dtype == tl.float32:
+        square = share * share
+        series = -1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))
+        capped = tl.where(magnitude < 0.25, magnitude + magnitude * square * series, capped)
+    return tl.where(share < 0, -capped, capped) * (SOFT_CAP * LOG2E_CONSTANT)
+
+
+@triton.jit
+def add_sinks(sinks_ptr, heads, mask, top, mass, acc):
+    """What `attend_keys` has summed, after one more score of each head, [num_heads] float32, whose value is 0."""
+    sinks = tl.load(sinks_ptr + heads, mask=mask, other=-float("inf")) * LOG2E_CONSTANT
+    new_top = tl.maximum(top, sinks)
+    decay = tl.exp2(top - new_top)
+    return new_top, mass * decay + tl.exp2(sinks - new_top), acc * decay[:, None]
 
 
 @triton.jit

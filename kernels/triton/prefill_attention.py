@@ -9,7 +9,7 @@ import triton.language as tl
 from kernels.operands import AttentionRows
 from kernels.triton.attention_launch import prefill_launch
 from kernels.triton.launch import compute_capability
-from kernels.triton.partial_attention import LOG2E, attend_keys, merge_attention_states
+from kernels.triton.partial_attention import LOG2E, add_sinks, attend_keys, merge_attention_states
 from kernels.triton.shared_prefix import attend_shared_prefixes, plan_prefill
 
 ROWS_AT_ONCE = 256  # read by one step of a program's search for its row
@@ -40,26 +40,29 @@ def paged_prefill_attention(
     lse = None if plan is None else torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     _prefill_kernel[num_blocks, num_kv_heads](
         *(output, lse, q, k_cache, v_cache, rows.block_tables, rows.cu_seqlens_q, rows.seq_lens),
-        None if plan is None else plan.own_starts,
+        *(None if plan is None else plan.own_starts, rows.sinks),
         *(scale * LOG2E, rows.num_rows),
         *(*q.stride()[:2], *k_cache.stride()[:3], rows.block_tables.stride(0)),
         **launch.options(q.shape, k_cache.shape),
         HAS_PREFIX=plan is not None,
         WINDOW=rows.window or 0,
+        SOFT_CAP=rows.soft_cap or 0.0,
         ROWS_AT_ONCE=ROWS_AT_ONCE,
     )
     if plan is None or lse is None:
         return output
     shared, shared_lse = torch.empty_like(output), torch.full_like(lse, -torch.inf)  # no key outside groups
     parts = (shared[:, :, None], shared_lse[:, :, None])
-    attend_shared_prefixes(*parts, q, k_cache, v_cache, rows.block_tables, plan, scale)
+    attend_shared_prefixes(*parts, q, k_cache, v_cache, rows, plan, scale)
     return merge_attention_states(shared, shared_lse, output, lse)
 
 
 # As for decode: what varies from step to step is not specialised on; what is copied 16 bytes at a time is.
 @triton.jit(
     do_not_specialize=["num_rows", "stride_block_tables_row"],
-    do_not_specialize_on_alignment=["block_tables_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr", "own_starts_ptr"],
+    do_not_specialize_on_alignment=[
+        *("block_tables_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr", "own_starts_ptr", "sinks_ptr")
+    ],
 )
 def _prefill_kernel(
     output_ptr,  # [num_queries, num_heads, HEAD_DIM], model dtype
@@ -71,6 +74,7 @@ def _prefill_kernel(
     cu_seqlens_q_ptr,  # [num_rows + 1], int32
     seq_lens_ptr,  # [num_rows], int32
     own_starts_ptr,  # [num_rows], int32: keys before are not a row's own; None unless HAS_PREFIX
+    sinks_ptr,  # [num_heads], float32; None: there are none
     scale_log2e,
     num_rows,
     stride_q_token,
@@ -87,6 +91,7 @@ def _prefill_kernel(
     TILE: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
     WINDOW: tl.constexpr,  # keys that a query sees at most, its own included; 0: all up to its own
+    SOFT_CAP: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr,
 ):
     """Attention of BLOCK_M consecutive (query, head of the group) pairs of one row and one KV head.
@@ -130,8 +135,10 @@ def _prefill_kernel(
         num_full = 0
     top, mass, acc = attend_keys(
         *(q, k_head_ptr, v_head_ptr, block_table_ptr, tile, start, end, num_full, num_seen),
-        *(scale_log2e, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE, WINDOW),
+        *(scale_log2e, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP),
     )
+    if sinks_ptr is not None:  # in a row's own part, so that they count once where a shared prefix is merged with it
+        top, mass, acc = add_sinks(sinks_ptr, heads, is_pair, top, mass, acc)
     is_empty = mass == 0.0  # no key
     mass = tl.where(is_empty, 1.0, mass)
     places = (query_start + queries).to(tl.int64) * (tl.num_programs(1) * GROUP_SIZE) + heads

@@ -131,7 +131,7 @@ def attend_shared_prefixes(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
+    rows: AttentionRows,
     plan: SharedPrefixPlan,
     scale: float,
 ) -> None:
@@ -140,14 +140,15 @@ def attend_shared_prefixes(
     output [num_queries, num_heads, num_parts, head_dim] and lse [num_queries, num_heads, num_parts], contiguous; the
     parts of a prefix are the first of its rows'. lse is float32, to base 2; output float32, or of the model dtype where
     there is one part and the plan splits no prefix.
-    q [num_queries, num_heads, head_dim] with a last stride of 1; caches and block_tables as in `AttentionRows`.
+    q [num_queries, num_heads, head_dim] with a last stride of 1. Sinks are left to what the rows see beside it.
     """
     num_heads, num_parts = output.shape[1:3]
     _shared_prefix_kernel[plan.programs.shape[0], k_cache.shape[2]](
-        *(output, lse, q, k_cache, v_cache, block_tables, plan.programs),
+        *(output, lse, q, k_cache, v_cache, rows.block_tables, plan.programs),
         *(scale * LOG2E, num_heads, num_parts),
-        *(*q.stride()[:2], *k_cache.stride()[:3], block_tables.stride(0)),
+        *(*q.stride()[:2], *k_cache.stride()[:3], rows.block_tables.stride(0)),
         **plan.launch.options(q.shape, k_cache.shape),
+        SOFT_CAP=rows.soft_cap or 0.0,
     )
 
 
@@ -179,6 +180,7 @@ def _shared_prefix_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):
     """Attention of BLOCK_M consecutive (query, head of the group) pairs over keys that all of them see.
 
@@ -201,7 +203,7 @@ def _shared_prefix_kernel(
     block_table_ptr = block_tables_ptr + row.to(tl.int64) * stride_block_tables_row
     top, mass, acc = attend_keys(  # at most one tile is not full: a prefix ends with a block
         *(q, k_head_ptr, v_head_ptr, block_table_ptr, tile, start, end, (end - start) // TILE, None),
-        *(scale_log2e, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE),
+        *(scale_log2e, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP),
     )
     places = (queries.to(tl.int64) * num_heads + heads) * num_parts + part
     tl.store(lse_ptr + places, top + tl.log2(mass), mask=queries < query_end)

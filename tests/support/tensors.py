@@ -185,6 +185,12 @@ def with_window(case: PagedCache, window: int) -> PagedCache:
     return replace(case, rows=replace(rows, block_tables=tables))
 
 
+def with_scores(case: PagedCache, soft_cap: float | None, has_sinks: bool) -> PagedCache:
+    """The same with scores that are capped, and with sinks, as large as a head's largest score, of both signs."""
+    sinks = torch.randn(case.q.shape[1], generator=torch.Generator().manual_seed(5)) * 3 if has_sinks else None
+    return replace(case, rows=replace(case.rows, soft_cap=soft_cap, sinks=sinks))
+
+
 def check_prefix_groups(groups: Sequence[PrefixGroup], lens: Sequence[tuple[int, int]], block_size: int) -> None:
     """Check groups against what `PrefixGroup` and `AttentionRows.prefix_groups` promise.
 

@@ -93,6 +93,8 @@ struct AttentionArgs {
     int64_t num_groups;
     int64_t window;  // keys that a query sees, its own the last; 0: all before it
     float scale;
+    float soft_cap;  // c: a score s becomes c tanh(s / c); 0: it stays
+    const float* sinks;  // [heads]: a score more, of no value; null: none
     void* out;  // [queries, heads, dim]
 };
 

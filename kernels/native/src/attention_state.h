@@ -73,7 +73,9 @@ struct Attention {
   private:
     void write_output(int64_t query, int64_t head, const Sums& sums) const {
         T* out = static_cast<T*>(args.out) + (query * args.heads + head) * args.dim;
-        const float share = sums.total == 0 ? 0 : 1 / sums.total;
+        // Here, where all parts of a query have met, so that its sink counts once.
+        const float sink = args.sinks ? std::exp(args.sinks[head] - sums.largest) : 0;
+        const float share = sums.total == 0 ? 0 : 1 / (sums.total + sink);
         for (int64_t d = 0; d < args.dim; d += STEP<T>) {
             f32x16 first = load(sums.values + d);
             if constexpr (PACK<T> == 2) {

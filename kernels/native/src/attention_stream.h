@@ -186,10 +186,11 @@ class Stream {
         const f32x16 all = sums_over<0, 16>([&](int i) __attribute__((always_inline)) {
             return sums[i / REPEAT / STREAMS][i / REPEAT % STREAMS];
         }) * args_.scale;
+        const f32x16 capped_or_all = args_.soft_cap > 0 ? capped(all, args_.soft_cap) : all;
         float scores[LANES];
-        if constexpr (REPEAT == 1) write(scores, all);
-        if constexpr (REPEAT == 2) write(scores, __builtin_shufflevector(all, all, 0, 2, 4, 6, 8, 10, 12, 14));
-        if constexpr (REPEAT == 4) write(scores, __builtin_shufflevector(all, all, 0, 4, 8, 12));
+        if constexpr (REPEAT == 1) write(scores, capped_or_all);
+        if constexpr (REPEAT == 2) write(scores, __builtin_shufflevector(capped_or_all, capped_or_all, 0, 2, 4, 6, 8, 10, 12, 14));
+        if constexpr (REPEAT == 4) write(scores, __builtin_shufflevector(capped_or_all, capped_or_all, 0, 4, 8, 12));
 #pragma GCC unroll 4
         for (int h = 0; h < HEADS; h++) memcpy(scores_ + (head + h) * CHUNK_KEYS + k, scores + h * STREAMS, 16);
     }

@@ -253,6 +253,7 @@ class TileAttention {
         f32x16 top = largest_[tile];
         for (int64_t k = 0; k < seen; k++) {
             f32x16 score = load(scores + k * ldc) * args_.scale;
+            if (args_.soft_cap > 0) score = capped(score, args_.soft_cap);
             const i32x16 key = static_cast<int32_t>(k) + i32x16{};
             if (k >= seen_by_all) score = key <= limit ? score : splat(-INFINITY);
             if (k < first_of_all) score = key >= first ? score : splat(-INFINITY);

@@ -12,7 +12,7 @@ from kernels.cpu.attention import attend_single_queries
 from kernels.cpu.kv_gather import SEGMENT_TOKENS, KvGatherPlan, gather_plan
 from kernels.cpu.paged_reads import KvReader
 from kernels.cpu.partial_attention import AttentionState, RunningAttention, merge_attention_states
-from kernels.operands import KeyRange
+from kernels.operands import KeyRange, ScoreRule
 from tests.support.tensors import PagedCache, assert_close, make_paged_cache, merge_by_definition
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -108,7 +108,7 @@ def test_a_row_without_keys_gets_zero() -> None:
     check_decode(case, 0.25)
     output = cpu.paged_decode_attention(case.q, case.k_cache, case.v_cache, case.rows, 0.25)
     assert (output[1] == 0).all()
-    part = attend_single_queries(case.q, KvReader(case.k_cache, case.v_cache), case.rows, 0.25)
+    part = attend_single_queries(case.q, KvReader(case.k_cache, case.v_cache), case.rows, ScoreRule(0.25))
     assert (part.lse[1] == -torch.inf).all()
 
 
@@ -205,7 +205,7 @@ def test_a_part_of_the_keys_comes_with_their_log_sum_exp(num_heads: int, num_kv_
         tokens = case.k_cache[case.rows.block_tables[row].long()].flatten(0, 1)[:kv_len].float()
         keys = tokens.repeat_interleave(num_heads // num_kv_heads, dim=1)
         expected[row] = torch.einsum("hd,khd->hk", case.q[row].float(), keys).mul(0.125).logsumexp(-1)
-    part = attend_single_queries(case.q, KvReader(case.k_cache, case.v_cache), case.rows, 0.125)
+    part = attend_single_queries(case.q, KvReader(case.k_cache, case.v_cache), case.rows, ScoreRule(0.125))
     # float32 whatever the dtype; in bfloat16 oneDNN rounds scores within about 1e-4.
     steps = 64.0 if dtype is torch.float32 else 2048.0
     assert_close(part.lse, expected, max_steps=steps, rms_steps=steps / 4)

@@ -7,7 +7,8 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from kernels import cpu, reference
+from kernels import cpu, deterministic, reference
+from kernels.interface import Operations
 from kernels.operands import PackedWeight
 from tests.support.tensors import assert_close
 
@@ -53,11 +54,23 @@ def test_fused_add_rms_norm_agrees_and_updates_the_residual(shape: tuple[int, in
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 130), (17, 1000)])
-def test_silu_and_mul_agrees_with_the_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_gated_activations_agree_with_the_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
     gate_up = random(*shape, dtype=dtype) * 4
     before = gate_up.clone()
     assert_close(cpu.silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
+    assert_close(cpu.gelu_and_mul(gate_up), reference.gelu_and_mul(gate_up))
+    assert_close(cpu.clamped_swiglu(gate_up, 1.7, 3.0), reference.clamped_swiglu(gate_up, 1.7, 3.0))
     assert torch.equal(gate_up, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+@pytest.mark.parametrize("ops", [cpu, deterministic])
+def test_logits_are_capped_in_place(ops: Operations, cap: float, dtype: torch.dtype) -> None:
+    logits, expected = (random(3, 1001, dtype=dtype) * 20 for _ in range(2))
+    reference.cap_logits(expected, cap)
+    ops.cap_logits(logits, cap)
+    assert_close(logits, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -45,11 +45,14 @@ def test_norms(width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 333, 20_001])
-def test_silu_and_mul(width: int, dtype: torch.dtype) -> None:
+def test_gated_activations(width: int, dtype: torch.dtype) -> None:
     num_rows = NUM_ROWS if width < 1000 else 5
     gate_up = random(num_rows, 2 * width, dtype=dtype)
-    check_rows(deterministic.silu_and_mul, gate_up)
-    assert_close(deterministic.silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
+    for name in ("silu_and_mul", "gelu_and_mul"):
+        check_rows(getattr(deterministic, name), gate_up)
+        assert_close(getattr(deterministic, name)(gate_up), getattr(reference, name)(gate_up))
+    check_rows(lambda rows: deterministic.clamped_swiglu(rows, 1.7, 3.0), gate_up)
+    assert_close(deterministic.clamped_swiglu(gate_up, 1.7, 3.0), reference.clamped_swiglu(gate_up, 1.7, 3.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,15 @@ import torch
 
 from kernels import reference
 from kernels.triton import dense
-from kernels.triton.dense import fused_add_rms_norm, linear, rms_norm, silu_and_mul
+from kernels.triton.dense import (
+    cap_logits,
+    clamped_swiglu,
+    fused_add_rms_norm,
+    gelu_and_mul,
+    linear,
+    rms_norm,
+    silu_and_mul,
+)
 from kernels.triton.quantised import pack
 from tests.support.devices import GuardedMemory, past_int32_storage
 from tests.support.tensors import assert_close, assert_same_bits
@@ -83,13 +91,24 @@ def test_results_are_rounded_where_the_reference_rounds(dtype: torch.dtype, devi
 
 @pytest.mark.usefixtures("many_rows")
 @pytest.mark.parametrize("shape", [(1, 2), (3, 130), (5, 1536), (3, 2000), (19, 128)])
-def test_silu_and_mul_agrees_with_the_reference(
+def test_gated_activations_agree_with_the_reference(
     shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
     gate_up = random(*shape, dtype=dtype, device=device) * 4
     before = gate_up.clone()
     assert_close(silu_and_mul(gate_up).cpu(), reference.silu_and_mul(gate_up.cpu()))
+    assert_close(gelu_and_mul(gate_up).cpu(), reference.gelu_and_mul(gate_up.cpu()))
+    clamped = reference.clamped_swiglu(gate_up.cpu(), 1.7, 3.0)
+    assert_close(clamped_swiglu(gate_up, 1.7, 3.0).cpu(), clamped)
     assert torch.equal(gate_up, before)
+
+
+def test_logits_are_capped_in_place(dtype: torch.dtype, device: torch.device) -> None:
+    logits = random(3, 130, dtype=dtype, device=device) * 20
+    expected = logits.cpu()
+    reference.cap_logits(expected, 30.0)
+    cap_logits(logits, 30.0)
+    assert_close(logits.cpu(), expected)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of the interpreter's numpy, and meant
