@@ -66,16 +66,24 @@ class DecoderFamily:
     generating_class: str  # in config.json's `architectures`
     norms: NormNames = PRE_NORM
     qk_norm: bool | tuple[str, bool] = False  # RMSNorm over each query and key head; or a key of config.json, likewise
+    plus_one_norms: bool = False  # the file has the weights of norms less 1
     wide_qk_norm: bool = False  # RMSNorm over all query heads together, and over all key heads
     # A bias of the projections of queries, keys and values; or the key of config.json that says so, and its default.
     qkv_bias: bool | tuple[str, bool] = False
     fuses_projections: bool = False  # the file has qkv_proj and gate_up_proj
     experts: ExpertNames | None = None  # None: every MLP is dense
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
+    scales_embedding: bool = False  # by the root of hidden_size, rounded to the dtype of the weights
+    has_query_scalar: bool = False  # products of queries and keys are divided by the root of query_pre_attn_scalar
+    # Caps of attention's scores and of logits where config.json leaves them out, 0: none. None: the family has no caps.
+    default_soft_caps: tuple[float, float] | None = None
     has_multipliers: bool = False  # config.json scales embedding, attention, what layers add, and logits
     extra_layers_key: str | None = None  # how many layers of drafts the file has behind the model's, 1 if left out
     skips_rope: bool = False  # config.json names layers whose queries and keys are not rotated
     default_head_dim: int | None = None  # None: hidden_size / num_attention_heads
     rope: RopeRules = DEFAULT_ROPE
+    # Layers with a window have a rope of their own, with this theta where config.json says none: 0, that of the others.
+    local_theta: float | None = None  # None: all layers have one rope
     ties_by_default: bool = False
     # Whether num_key_value_heads may be left out, for one KV head a query head, as Llama 2 files do. transformers gives
     # Qwen3 files without it 32 or 4 heads, whatever the model: there it must be named, or be null.
@@ -83,17 +91,25 @@ class DecoderFamily:
     # What `sliding_window` means. none: it must be null. off: nothing, and `use_sliding_window` must be false. named:
     # every layer has it. default: likewise, and left out it is 4096. switched: where `use_sliding_window` is true, the
     # layers from `max_window_layers` on have it, or those that `layer_types` names.
-    window: Literal["none", "off", "named", "default", "switched"] = "none"
+    # mixed: it is 4096 where it is left out, in all layers but each `full_every`th or, where `layer_types` is there, in
+    # those that this names.
+    window: Literal["none", "off", "named", "default", "switched", "mixed"] = "none"
+    full_every: int = 0
+    bare_name: str | None = None  # of the classes without a head of tokens, where it is not the generating class's
 
     @property
     def body_class(self) -> str:
         """The class in `architectures` of a model without a head, of which embeddings are made."""
-        return self.generating_class.replace("ForCausalLM", "Model")
+        return f"{self._bare_name}Model"
 
     @property
     def classifying_class(self) -> str:
         """The class in `architectures` of a model with a classification head."""
-        return self.generating_class.replace("ForCausalLM", "ForSequenceClassification")
+        return f"{self._bare_name}ForSequenceClassification"
+
+    @property
+    def _bare_name(self) -> str:
+        return self.bare_name or self.generating_class.removesuffix("ForCausalLM")
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +229,42 @@ GLM4_MOE = DecoderFamily(
     extra_layers_key="num_nextn_predict_layers",
     rope=RopeRules(may_be_partial=True, default_share=0.5),
 )
+OLMO3 = replace(
+    OLMO2,
+    model_type="olmo3",
+    generating_class="Olmo3ForCausalLM",
+    rope=RopeRules(default_theta=500_000.0),
+    local_theta=0.0,
+    window="mixed",
+    full_every=4,
+)
+GEMMA2 = DecoderFamily(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    norms=NormNames(
+        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    ),
+    plus_one_norms=True,
+    activation="gelu_tanh",
+    scales_embedding=True,
+    has_query_scalar=True,
+    default_soft_caps=(50.0, 30.0),
+    default_head_dim=256,
+    ties_by_default=True,
+    window="mixed",
+    full_every=2,
+)
+GEMMA3 = replace(
+    GEMMA2,
+    model_type="gemma3_text",
+    generating_class="Gemma3ForCausalLM",
+    bare_name="Gemma3Text",
+    qk_norm=True,
+    default_soft_caps=(0.0, 0.0),
+    rope=RopeRules(default_theta=1_000_000.0),
+    local_theta=10_000.0,
+    full_every=6,
+)
 BERT = EncoderFamily(
     model_type="bert",
     classes=("BertModel", "BertForMaskedLM", "BertForPreTraining"),
@@ -254,6 +306,9 @@ DECODERS = {
         GRANITE_MOE_SHARED,
         OLMO2,
         GLM4_MOE,
+        OLMO3,
+        GEMMA2,
+        GEMMA3,
     )
 }
 ENCODERS = {family.model_type: family for family in (BERT, ROBERTA, XLM_ROBERTA)}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from engine.checkpoint.classifier_config import ClassifierConfig
 from engine.checkpoint.config_reader import (
@@ -20,12 +21,15 @@ from engine.checkpoint.encoder_config import EncoderConfig
 from engine.checkpoint.families import DECODERS, ENCODERS, PRE_NORM, REFUSED, DecoderFamily, NormNames
 from engine.checkpoint.moe_config import MoeConfig
 from engine.checkpoint.quantization_config import QuantizationConfig
-from engine.checkpoint.rope import RopeConfig
+from engine.checkpoint.rope import RopeConfig, rope_readers
 from engine.errors import CheckpointError
 
-MUST_BE_FALSE = ("attention_bias", "mlp_bias", "add_cross_attention", "is_encoder_decoder")
+MUST_BE_FALSE = (
+    *("attention_bias", "mlp_bias", "add_cross_attention", "is_encoder_decoder", "use_bidirectional_attention"),
+)
 DEFAULT_WINDOW = 4096  # tokens, of Mistral and Qwen2 where a file leaves it out
 DEFAULT_FIRST_WINDOWED = 28  # layer, of Qwen2
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
 MUST_BE_ABSENT = {
     "compression_config": "null: quantization_config is its newer name",
@@ -34,9 +38,8 @@ MUST_BE_ABSENT = {
     **dict.fromkeys(
         (
             *MULTIPLIERS,
+            *CAPS,
             "attention_chunk_size",
-            "attn_logit_softcapping",
-            "final_logit_softcapping",
             "no_rope_layers",
             "qk_layernorm",
         ),
@@ -71,10 +74,18 @@ class Multipliers:
     embedding: float = 1.0
     residual: float = 1.0
     logits: float = 1.0  # they are divided by it
+    rounds_embedding: bool = False  # that of the embedding, to the dtype of the weights
 
     @classmethod
-    def from_reader(cls, config: ConfigReader) -> Multipliers:
-        """Read the three keys, 1 where one is left out. Raises CheckpointError naming the key."""
+    def from_reader(cls, config: ConfigReader, family: DecoderFamily) -> Multipliers:
+        """Read the three keys, 1 where one is left out; families without them scale the embedding alone, if that.
+
+        Raises CheckpointError naming the key.
+        """
+        if family.scales_embedding:
+            return cls(embedding=config.integer("hidden_size") ** 0.5, rounds_embedding=True)
+        if not family.has_multipliers:
+            return cls()
         return cls(
             embedding=config.number("embedding_multiplier", default=1.0),
             residual=config.number("residual_multiplier", default=1.0),
@@ -104,6 +115,12 @@ class ModelConfig:
     attention_scale: float  # of the products of queries and keys
     norms: NormNames = PRE_NORM
     wide_qk_norm: bool = False  # RMSNorm over all query heads together, and over all key heads
+    plus_one_norms: bool = False  # the file has the weights of norms less 1
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
+    attention_cap: float | None = None  # c: a score s of attention becomes c * tanh(s / c)
+    logits_cap: float | None = None  # likewise of logits
+    local_rope: RopeConfig | None = None  # of `local_layers`; None: all layers have `rope`
+    local_layers: frozenset[int] = frozenset()  # those meant to have a window, even if no sequence is longer than it
     window: int | None = None  # tokens that a query of some layers sees at most, its own included
     windowed_layers: frozenset[int] = frozenset()  # of these
     unrotated_layers: frozenset[int] = frozenset()  # whose queries and keys are not rotated by their position
@@ -124,10 +141,9 @@ class ModelConfig:
         num_heads = config.integer("num_attention_heads")
         max_position_embeddings = config.integer("max_position_embeddings")
         head_dim = _head_dim(config, family, num_heads)
-        rope = RopeConfig.from_reader(config, max_position_embeddings, family.rope, head_dim)
-        max_position_embeddings = rope.stretched(max_position_embeddings)
-        window = _window(config, family, max_position_embeddings)
-        return cls(
+        full, _ = rope_readers(config, family.rope, family.local_theta)
+        rope = RopeConfig.from_reader(full, max_position_embeddings, family.rope, head_dim)
+        model = cls(
             architecture=family.model_type,
             vocab_size=config.integer("vocab_size"),
             hidden_size=config.integer("hidden_size"),
@@ -138,7 +154,7 @@ class ModelConfig:
             intermediate_size=config.integer("intermediate_size"),
             rms_norm_eps=config.number("rms_norm_eps"),
             rope=rope,
-            max_position_embeddings=max_position_embeddings,
+            max_position_embeddings=rope.stretched(max_position_embeddings),
             tie_word_embeddings=config.flag("tie_word_embeddings", default=family.ties_by_default),
             qk_norm=_switched(config, family.qk_norm),
             moe=MoeConfig.from_reader(config, family.experts, num_layers) if family.experts else None,
@@ -146,16 +162,16 @@ class ModelConfig:
             attention_scale=_attention_scale(config, family, head_dim),
             norms=family.norms,
             wide_qk_norm=family.wide_qk_norm,
-            window=window,
-            windowed_layers=_windowed_layers(config, family, num_layers, window),
-            unrotated_layers=_unrotated_layers(config, num_layers) if family.skips_rope else frozenset(),
-            multipliers=Multipliers.from_reader(config) if family.has_multipliers else Multipliers(),
+            plus_one_norms=family.plus_one_norms,
+            activation=family.activation,
+            multipliers=Multipliers.from_reader(config, family),
             qkv_bias=_switched(config, family.qkv_bias),
             fuses_projections=family.fuses_projections,
             quantization=QuantizationConfig.from_reader(config),
             num_extra_layers=_num_extra_layers(config, family),
             classifier=ClassifierConfig.of(config, family.classifying_class),
         )
+        return _with_caps_and_windows(model, config, family)
 
     def window_of(self, layer: int) -> int | None:
         """Tokens that a query of a layer sees at most, its own included; None: all up to its own."""
@@ -171,6 +187,29 @@ class ModelConfig:
         return self.moe is not None and layer in self.moe.sparse_layers
 
 
+def _with_caps_and_windows(model: ModelConfig, config: ConfigReader, family: DecoderFamily) -> ModelConfig:
+    """The model with what few families have, or only some of its layers."""
+    attention_cap, logits_cap = _soft_caps(config, family)
+    num_layers = model.num_layers
+    _, local = rope_readers(config, family.rope, family.local_theta)
+    local_rope = None
+    if local is not None:
+        original = config.integer("max_position_embeddings")
+        local_rope = RopeConfig.from_reader(local, original, family.rope, model.head_dim)
+    window = _window(config, family, model.max_position_embeddings)
+    sliding_layers = _sliding_layers(config, family, num_layers, window)
+    return replace(
+        model,
+        attention_cap=attention_cap,
+        logits_cap=logits_cap,
+        window=window,
+        windowed_layers=sliding_layers if window is not None else frozenset(),
+        local_rope=local_rope,
+        local_layers=sliding_layers if local_rope is not None else frozenset(),
+        unrotated_layers=_unrotated_layers(config, num_layers) if family.skips_rope else frozenset(),
+    )
+
+
 def _decoder_family(config: ConfigReader) -> DecoderFamily:
     family = DECODERS[config.choice("model_type", tuple(DECODERS))]
     accepted = (family.generating_class, family.body_class, family.classifying_class)
@@ -183,6 +222,7 @@ def _decoder_family(config: ConfigReader) -> DecoderFamily:
 
 def _refuse_unsupported_decoder(config: ConfigReader, family: DecoderFamily) -> None:
     own = {*(MULTIPLIERS if family.has_multipliers else ()), *(("no_rope_layers",) if family.skips_rope else ())}
+    own |= {*(CAPS if family.default_soft_caps else ())}
     absent = {key: accepted for key, accepted in MUST_BE_ABSENT.items() if key not in own}
     switches = {has[0] for has in (family.qkv_bias, family.qk_norm) if not isinstance(has, bool)}
     refuse_unsupported(config, absent=absent, false=[key for key in MUST_BE_FALSE if key not in switches])
@@ -190,9 +230,29 @@ def _refuse_unsupported_decoder(config: ConfigReader, family: DecoderFamily) -> 
         raise config.refuse("sliding_window", config.data["sliding_window"], "null")
     if family.window != "switched" and config.flag("use_sliding_window", default=False):
         raise config.refuse("use_sliding_window", True, "false")
-    config.choice("hidden_act", ("silu",), default="silu")
+    _refuse_activation(config, family)
     if not config.flag("is_causal", default=True):
         raise config.refuse("is_causal", False, "true: a token sees none that follow it")
+
+
+def _refuse_activation(config: ConfigReader, family: DecoderFamily) -> None:
+    """Files of Gemma have it under a key of their own, and some under both, where the newer one says "gelu" and means
+    its tanh form.
+    """
+    if family.activation == "silu":
+        config.choice("hidden_act", ("silu",), default="silu")
+        return
+    config.choice("hidden_activation", ("gelu_pytorch_tanh",), default="gelu_pytorch_tanh")
+    config.choice("hidden_act", ("gelu_pytorch_tanh", "gelu"), default="gelu_pytorch_tanh")
+
+
+def _soft_caps(config: ConfigReader, family: DecoderFamily) -> tuple[float | None, float | None]:
+    """Of attention and of logits. A key that is null means none, one that is left out the family's."""
+    caps = [
+        config.number(key) if config.has(key) else 0.0 if key in config.data else default
+        for key, default in zip(CAPS, family.default_soft_caps or (0.0, 0.0), strict=True)
+    ]
+    return caps[0] or None, caps[1] or None
 
 
 def _window(config: ConfigReader, family: DecoderFamily, max_position_embeddings: int) -> int | None:
@@ -202,22 +262,23 @@ def _window(config: ConfigReader, family: DecoderFamily, max_position_embeddings
     ):
         return None
     is_left_out = "sliding_window" not in config.data
-    if not config.has("sliding_window") and not (is_left_out and family.window in ("default", "switched")):
+    if not config.has("sliding_window") and not (is_left_out and family.window in ("default", "switched", "mixed")):
         return None
     window = config.integer("sliding_window", default=DEFAULT_WINDOW)
     return window if window < max_position_embeddings else None
 
 
-def _windowed_layers(
-    config: ConfigReader, family: DecoderFamily, num_layers: int, window: int | None
-) -> frozenset[int]:
-    """A `sliding_window` that no layer type asks for is not in use."""
+def _sliding_layers(config: ConfigReader, family: DecoderFamily, num_layers: int, window: int | None) -> frozenset[int]:
+    """Those that have the window, if there is one. A `sliding_window` that no layer type asks for is not in use."""
     if not config.has("layer_types"):
+        if family.window == "mixed":
+            every = config.integer("sliding_window_pattern", default=family.full_every)
+            return frozenset(layer for layer in range(num_layers) if (layer + 1) % every)
         is_upper = family.window == "switched"
         first = config.integer("max_window_layers", default=DEFAULT_FIRST_WINDOWED, minimum=0) if is_upper else 0
         return frozenset(range(first, num_layers)) if window is not None else frozenset()
     kinds: tuple[str, ...] = ("full_attention",)
-    if family.window == "switched" and config.flag("use_sliding_window", default=False):
+    if family.window == "mixed" or (family.window == "switched" and config.flag("use_sliding_window", default=False)):
         kinds = ("full_attention", "sliding_attention")
     elif family.window in ("named", "default") and window is not None:
         kinds = ("sliding_attention",)
@@ -226,11 +287,13 @@ def _windowed_layers(
     if not isinstance(layer_types, list) or not is_known or not all(kind in kinds for kind in layer_types):
         accepted = " or ".join(f'"{kind}"' for kind in kinds)
         raise config.refuse("layer_types", layer_types, f"{accepted} for each of {num_layers} layers")
-    return frozenset(layer for layer, kind in enumerate(layer_types) if kind == "sliding_attention" and window)
+    return frozenset(layer for layer, kind in enumerate(layer_types) if kind == "sliding_attention")
 
 
 def _attention_scale(config: ConfigReader, family: DecoderFamily, head_dim: int) -> float:
-    """Granite's is 1 where it is left out, and not that of the head's size."""
+    """Granite's is 1 where it is left out, and not that of the head's size; Gemma's has a number of its own."""
+    if family.has_query_scalar:
+        return float(config.number("query_pre_attn_scalar", default=256.0) ** -0.5)
     scale: float = config.number("attention_multiplier", default=1.0) if family.has_multipliers else head_dim**-0.5
     return scale
 

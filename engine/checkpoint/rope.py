@@ -200,6 +200,39 @@ class RopeConfig:
         return max(max_position_embeddings, stretched)
 
 
+def rope_readers(
+    config: ConfigReader, rules: RopeRules, local_theta: float | None
+) -> tuple[ConfigReader, ConfigReader | None]:
+    """What `RopeConfig.from_reader` reads for layers that see everything, and for those with a window where these have
+    a rope of their own. local_theta: as of `DecoderFamily`.
+
+    In the form of transformers 5 both are in `rope_parameters`; before, `rope_scaling` is of the former alone, and
+    `rope_local_base_freq` of the latter. Raises CheckpointError naming the key.
+    """
+    if local_theta is None:
+        return config, None
+    table = config.table("rope_parameters")
+    kinds = ("full_attention", "sliding_attention")
+    if table is not None and any(kind in table.data for kind in kinds):
+        for key in table.data:
+            if key not in kinds:
+                raise table.refuse(key, table.data[key], f"only {', '.join(kinds)}")
+        found = [table.table(kind) or ConfigReader({}, config.source) for kind in kinds]
+    elif table is not None:
+        raise config.refuse("rope_parameters", dict(table.data), f"one object each for {' and '.join(kinds)}")
+    else:
+        found = [config.table("rope_scaling") or ConfigReader({}, config.source), ConfigReader({}, config.source)]
+    theta = config.number("rope_theta", default=rules.default_theta)
+    local = config.number("rope_local_base_freq", default=local_theta or theta)
+    name = "rope_scaling" if table is None else "rope_parameters"
+    base = {key: value for key, value in config.data.items() if key != "rope_scaling"}
+    full, windowed = (
+        ConfigReader(base | {name: reader.data, "rope_theta": value}, config.source)
+        for reader, value in zip(found, (theta, local), strict=True)
+    )
+    return full, windowed
+
+
 def _num_rotated(config: ConfigReader, table: ConfigReader, rules: RopeRules, head_dim: int) -> int:
     readers = [reader for reader in (table, config) if reader.has("partial_rotary_factor")]
     shares = [reader.number("partial_rotary_factor") for reader in readers]

@@ -76,6 +76,7 @@ class AttentionLayer:
     scale: float  # of the products of queries and keys
     qkv_bias: torch.Tensor | None = None  # [(Hq + 2 Hkv) * D]
     window: int | None = None  # keys that a query sees at most, its own included; None: all up to its own
+    soft_cap: float | None = None  # c: a score s becomes c * tanh(s / c)
     wide_qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None = None  # over all heads: [Hq * D], [Hkv * D], eps
 
     def forward(
@@ -119,19 +120,23 @@ class AttentionLayer:
             heads.copy_(self.ops.rms_norm(heads, weight, eps))
 
     def _seen(self, rows: AttentionRows) -> AttentionRows:
-        return rows if self.window is None else rows.windowed(self.window)
+        seen = rows if self.window is None else rows.windowed(self.window)
+        return seen.scored(self.soft_cap, None)
 
 
 @dataclass(frozen=True, eq=False)
 class DenseMLP:
-    """SwiGLU feed-forward (arXiv 2002.05202)."""
+    """SwiGLU or GeGLU feed-forward (arXiv 2002.05202)."""
 
     ops: Operations
     gate_up_proj: PackedWeight  # [2I, H], gate first
     down_proj: PackedWeight  # [H, I]
+    is_gelu: bool = False  # of the gate, by its tanh form; else silu
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, H]."""
+        if self.is_gelu:
+            return self.ops.linear(self.ops.gelu_and_mul(self.ops.linear(x, self.gate_up_proj)), self.down_proj)
         return self.ops.linear(self.ops.linear(x, self.gate_up_proj, gated=True), self.down_proj)
 
 
@@ -271,6 +276,9 @@ class DecoderModel:
     lm_head: PackedWeight | None  # [V, H]; None: a body alone, which makes embeddings only, or with a head of classes
     weights_digest: str  # tells checkpoints apart, see TensorSource.digest
     classifier: ClassificationHead | None = None  # None: there is none
+    embedding_multiplier: float = (
+        1.0  # the configuration's, rounded where the family has it in the dtype of its weights
+    )
 
     @property
     def device(self) -> torch.device:
@@ -296,7 +304,7 @@ class DecoderModel:
         """
         embedded = torch.nn.functional.embedding(batch.token_ids, self.embed_tokens)
         if self.config.multipliers.embedding != 1:
-            embedded *= self.config.multipliers.embedding
+            embedded *= self.embedding_multiplier
         x: torch.Tensor | ExpertOutputs = embedded
         residual = torch.zeros_like(embedded)
         if observer is not None:
@@ -322,7 +330,11 @@ class DecoderModel:
             raise CapabilityError("the model has no lm_head: it generates nothing")
         logits = self.ops.linear(normed, self.lm_head)
         scaling = self.config.multipliers.logits
-        return logits if scaling == 1 else logits.div_(scaling)
+        if scaling != 1:
+            logits.div_(scaling)
+        if self.config.logits_cap is not None:
+            self.ops.cap_logits(logits, self.config.logits_cap)
+        return logits
 
     def _logits(self, residual: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[S, V], model dtype."""

@@ -84,11 +84,22 @@ def _stream_decoder(
     vocabulary = (config.vocab_size, config.hidden_size)
     embed_tokens = source.take(f"{root}embed_tokens.weight", vocabulary)
     layers = StreamedLayers(_DecoderLayers(config, source, placement, root).load, config.num_layers)
-    final_norm = source.take(f"{root}norm.weight", (config.hidden_size,))
+    final_norm = _norm_weight(config, source, f"{root}norm.weight", config.hidden_size)
     classifier = None if config.classifier is None else _decoder_head(config, source, placement)
     has_lm_head = not is_body and classifier is None
     lm_head = placement.pack(_head(config, source, embed_tokens)) if has_lm_head else None
-    return DecoderModel(config, placement.ops, embed_tokens, layers, final_norm, lm_head, source.digest(), classifier)
+    multiplier = config.multipliers.embedding
+    if config.multipliers.rounds_embedding:
+        multiplier = float(torch.tensor(multiplier).to(placement.dtype))
+    return DecoderModel(
+        *(config, placement.ops, embed_tokens, layers, final_norm, lm_head, source.digest(), classifier), multiplier
+    )
+
+
+def _norm_weight(config: ModelConfig, source: TensorSource, name: str, size: int) -> torch.Tensor:
+    """[size], with the 1 that some files leave out added in float32 and rounded to the model dtype once."""
+    weight = source.take(name, (size,))
+    return (weight.float() + 1).to(weight.dtype) if config.plus_one_norms else weight
 
 
 def _head(config: ModelConfig, source: TensorSource, embed_tokens: torch.Tensor) -> torch.Tensor | QuantisedWeight:
@@ -114,13 +125,21 @@ class _DecoderLayers:
         return table.to(self.placement.device)
 
     @cached_property
+    def rotated_locally(self) -> torch.Tensor:
+        """The rotary table of layers with a window, where it is another."""
+        table = rope_cos_sin(
+            self.config.local_rope or self.config.rope, self.config.head_dim, self.placement.max_positions
+        )
+        return table.to(self.placement.device)
+
+    @cached_property
     def unrotated(self) -> torch.Tensor:
         """The table of layers that know no positions, made where there are any."""
         return unrotated_cos_sin(self.config.head_dim, self.placement.max_positions).to(self.placement.device)
 
     def load(self, index: int) -> DecoderLayer:
         config, source = self.config, self.source
-        prefix, norm = f"{self.root}layers.{index}", (config.hidden_size,)
+        prefix = f"{self.root}layers.{index}"
         mlp: DenseMLP | MoeMLP
         if config.moe is not None and config.is_moe_layer(index):
             mlp = self._moe(prefix, config.moe)
@@ -129,7 +148,10 @@ class _DecoderLayers:
             mlp = self._dense([f"{prefix}.mlp.{part}_proj" for part in parts], config.intermediate_size)
         names = config.norms
         places = (names.before_attention, names.after_attention, names.before_mlp, names.after_mlp)
-        norms = [None if name is None else source.take(f"{prefix}.{name}.weight", norm) for name in places]
+        norms = [
+            None if name is None else _norm_weight(config, source, f"{prefix}.{name}.weight", config.hidden_size)
+            for name in places
+        ]
         return DecoderLayer(
             ops=self.placement.ops,
             norms=LayerNorms(*norms),
@@ -146,7 +168,7 @@ class _DecoderLayers:
         qk_norm = None
         if config.qk_norm or config.wide_qk_norm:
             names = (f"{prefix}.{part}_norm.weight" for part in "qk")
-            q, k = (self.source.take(name, (width,)) for name, width in zip(names, widths, strict=True))
+            q, k = (_norm_weight(config, self.source, *named) for named in zip(names, widths, strict=True))
             if self.order_of_head is not None:
                 q, k = q.index_select(0, self.order_of_head), k.index_select(0, self.order_of_head)
             qk_norm = (q, k, config.rms_norm_eps)
@@ -161,11 +183,19 @@ class _DecoderLayers:
             o_proj=self._projection(prefix, "o", (config.hidden_size,), q_rows),
             qk_norm=None if config.wide_qk_norm else qk_norm,
             wide_qk_norm=qk_norm if config.wide_qk_norm else None,
-            cos_sin=self.unrotated if index in config.unrotated_layers else self.rotated,
+            cos_sin=self._cos_sin(index),
             scale=config.attention_scale,
             window=config.window_of(index),
+            soft_cap=config.attention_cap,
             qkv_bias=qkv_bias,
         )
+
+    def _cos_sin(self, index: int) -> torch.Tensor:
+        config = self.config
+        if index in config.unrotated_layers:
+            return self.unrotated
+        is_local = config.local_rope is not None and index in config.local_layers
+        return self.rotated_locally if is_local else self.rotated
 
     @cached_property
     def order_of_head(self) -> torch.Tensor | None:
@@ -196,6 +226,7 @@ class _DecoderLayers:
             ops=self.placement.ops,
             gate_up_proj=pack(take_weight(self.source, quantization, gate_up, shapes)),
             down_proj=pack(take_weight(self.source, quantization, [down], [(hidden, inner)])),
+            is_gelu=self.config.activation == "gelu_tanh",
         )
 
     def _moe(self, layer: str, moe: MoeConfig) -> MoeMLP:

@@ -77,7 +77,11 @@ VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     "granitemoe-top2": ("granitemoe", {}),
     "granitemoeshared-top2": ("granitemoeshared", {}),
     "glm4_moe-groups": ("glm4_moe", {"use_qk_norm": True}),
+    "olmo3-gqa2": ("olmo3", {"num_hidden_layers": 3}),
+    "gemma2-gqa2": ("gemma2", {"num_hidden_layers": 3}),
+    "gemma3-gqa2": ("gemma3_text", {"num_hidden_layers": 3}),
 }
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 SWITCHED = {"use_sliding_window": True, "sliding_window": 21}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 # More of these families, by `make slow` alone.
@@ -110,6 +114,18 @@ MORE_VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     "olmo2-gqa7-tied": (
         "olmo2",
         {"num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 24, "tie_word_embeddings": True},
+    ),
+    "olmo3-mha-sharded": ("olmo3", {"num_key_value_heads": 4, "max_shard_size": "40KB", "sliding_window": 16}),
+    "olmo3-all-windows": ("olmo3", {"layer_types": ["sliding_attention"] * 2, "num_key_value_heads": 1}),
+    "gemma2-tied-without-caps": ("gemma2", {"tie_word_embeddings": True, **dict.fromkeys(CAPS), "sliding_window": 16}),
+    "gemma2-all-windows-gqa8": (
+        "gemma2",
+        {"layer_types": ["sliding_attention"] * 2, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 24},
+    ),
+    "gemma3-tied-sharded": ("gemma3_text", {"tie_word_embeddings": True, "max_shard_size": "40KB"}),
+    "gemma3-capped-gqa8": (  # logits alone: transformers' attention for this family leaves out the other cap
+        "gemma3_text",
+        {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 24, CAPS[1]: 4.0},
     ),
     "granite-tied-sharded": ("granite", {"tie_word_embeddings": True, "max_shard_size": "40KB"}),
     "qwen2_moe-top5-not-renormalised": ("qwen2_moe", {"num_experts_per_tok": 5, "norm_topk_prob": False}),

@@ -53,6 +53,9 @@ Family = Literal[
     "granitemoeshared",
     "olmo2",
     "glm4_moe",
+    "olmo3",
+    "gemma2",
+    "gemma3_text",
 ]
 
 # The tokenizer knows fewer ids than the model, as with published Qwen3 checkpoints: the last ids decode to nothing.
@@ -86,6 +89,7 @@ GRANITE: dict[str, Any] = {
     "attention_multiplier": 0.3,
     "logits_scaling": 1.7,
 }
+ALTERNATING = {"sliding_window": 21, "layer_types": ["sliding_attention", "full_attention"] * 2}
 # What each family's configuration has beside DEFAULTS.
 FAMILY_DEFAULTS: dict[Family, dict[str, Any]] = {
     "qwen3": {"rope_parameters": MILLION},
@@ -121,6 +125,36 @@ FAMILY_DEFAULTS: dict[Family, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
     "olmo2": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "pad_token_id": 0},
+    "olmo3": {
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "attention_factor": 1.2,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+        "pad_token_id": 0,
+        **ALTERNATING,
+    },
+    # Caps low enough to bend most scores, and a scale that is not the head's.
+    "gemma2": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0,
+        "query_pre_attn_scalar": 24,
+        **ALTERNATING,
+    },
+    "gemma3_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "query_pre_attn_scalar": 24,
+        **ALTERNATING,
+    },
 }
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,?!"
@@ -193,8 +227,9 @@ def make_model(family: Family = "qwen3", *, seed: int = 0, **config_overrides: A
 
 def _options(family: Family, overrides: dict[str, Any]) -> dict[str, Any]:
     options = copy.deepcopy(DEFAULTS | FAMILY_DEFAULTS[family]) | overrides
-    if options.get("no_rope_layers"):
-        options["no_rope_layers"] = options["no_rope_layers"][: options["num_hidden_layers"]]
+    for of_each_layer in ("no_rope_layers", "layer_types"):
+        if options.get(of_each_layer):
+            options[of_each_layer] = options[of_each_layer][: options["num_hidden_layers"]]
     return options
 
 
