@@ -9,8 +9,10 @@ from pydantic import Field
 
 from settings.fields import NAMES_FORMS, Accepted, Name, Names, SettingsGroup, read_names
 
-ToolCallFormat = Literal["auto", "qwen3", "qwen3_coder", "llama3", "mistral", "mistral_v11", "granite", "none"]
-ReasoningFormat = Literal["auto", "qwen3", "none"]
+ToolCallFormat = Literal[
+    "auto", "qwen3", "qwen3_coder", "llama3", "mistral", "mistral_v11", "granite", "harmony", "none"
+]
+ReasoningFormat = Literal["auto", "qwen3", "harmony", "none"]
 
 
 class ModelSettings(SettingsGroup):
@@ -36,13 +38,14 @@ class ModelSettings(SettingsGroup):
     tool_call_format: ToolCallFormat = Field(
         default="auto",
         description="How the model writes tool calls: qwen3 (also Hermes) and qwen3_coder between <tool_call> marks, "
-        "llama3 as bare JSON, mistral and mistral_v11 behind [TOOL_CALLS], granite behind <|tool_call|>; none: calls "
-        "stay text; auto: what the chat template shows, and tools are refused where it shows none of these.",
+        "llama3 as bare JSON, mistral and mistral_v11 behind [TOOL_CALLS], granite behind <|tool_call|>, harmony in "
+        "channels; none: calls stay text; auto: what the chat template shows, and tools are refused where it shows "
+        "none of these.",
     )
     reasoning_format: ReasoningFormat = Field(
         default="auto",
-        description="How the model writes reasoning: before </think>; none: it stays text; auto: what the chat "
-        "template shows.",
+        description="How the model writes reasoning: before </think>, harmony in a channel; none: it stays text; auto: "
+        "what the chat template shows.",
     )
 
     @property

@@ -39,6 +39,8 @@ class ExpertNames:
     # are chosen from, by scores to which the router's `e_score_correction_bias` is added (arXiv 2412.19437).
     scoring: Literal["softmax", "grouped sigmoid"] = "softmax"
     is_fused: bool = False  # the file has all experts of a layer in one tensor
+    # So it has, and biases, the router's too; the SwiGLU's sides are clamped, and gate and up come by turns.
+    is_biased: bool = False
     shared: SharedExpertNames | None = None
 
 
@@ -70,6 +72,8 @@ class DecoderFamily:
     wide_qk_norm: bool = False  # RMSNorm over all query heads together, and over all key heads
     # A bias of the projections of queries, keys and values; or the key of config.json that says so, and its default.
     qkv_bias: bool | tuple[str, bool] = False
+    has_biases: bool = False  # of all four projections of attention, which `attention_bias` must not deny
+    has_sinks: bool = False  # a learned score more of each query head
     fuses_projections: bool = False  # the file has qkv_proj and gate_up_proj
     experts: ExpertNames | None = None  # None: every MLP is dense
     activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
@@ -95,6 +99,8 @@ class DecoderFamily:
     # those that this names.
     window: Literal["none", "off", "named", "default", "switched", "mixed"] = "none"
     full_every: int = 0
+    default_window: int = 4096  # tokens, of `default`, `switched` and `mixed`
+    default_dtype: Literal["bfloat16"] | None = None  # of weights whose file does not say it; None: it must
     bare_name: str | None = None  # of the classes without a head of tokens, where it is not the generating class's
 
     @property
@@ -265,6 +271,20 @@ GEMMA3 = replace(
     local_theta=10_000.0,
     full_every=6,
 )
+GPT_OSS = DecoderFamily(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    has_biases=True,
+    has_sinks=True,
+    experts=ExpertNames("mlp", (), "intermediate_size", always_renormalises=True, router="router", is_biased=True),
+    default_head_dim=64,
+    # transformers has a yarn of this family's own for files that name none. There is no such file.
+    rope=RopeRules(default_theta=150_000.0, rope_types=("yarn",), must_be_named=True),
+    window="mixed",
+    full_every=2,
+    default_window=128,
+    default_dtype="bfloat16",
+)
 BERT = EncoderFamily(
     model_type="bert",
     classes=("BertModel", "BertForMaskedLM", "BertForPreTraining"),
@@ -309,6 +329,7 @@ DECODERS = {
         OLMO3,
         GEMMA2,
         GEMMA3,
+        GPT_OSS,
     )
 }
 ENCODERS = {family.model_type: family for family in (BERT, ROBERTA, XLM_ROBERTA)}

@@ -20,14 +20,13 @@ from engine.checkpoint.config_reader import (
 from engine.checkpoint.encoder_config import EncoderConfig
 from engine.checkpoint.families import DECODERS, ENCODERS, PRE_NORM, REFUSED, DecoderFamily, NormNames
 from engine.checkpoint.moe_config import MoeConfig
-from engine.checkpoint.quantization_config import QuantizationConfig
+from engine.checkpoint.quantization_config import MXFP4, QuantizationConfig
 from engine.checkpoint.rope import RopeConfig, rope_readers
 from engine.errors import CheckpointError
 
 MUST_BE_FALSE = (
     *("attention_bias", "mlp_bias", "add_cross_attention", "is_encoder_decoder", "use_bidirectional_attention"),
 )
-DEFAULT_WINDOW = 4096  # tokens, of Mistral and Qwen2 where a file leaves it out
 DEFAULT_FIRST_WINDOWED = 28  # layer, of Qwen2
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
@@ -126,6 +125,8 @@ class ModelConfig:
     unrotated_layers: frozenset[int] = frozenset()  # whose queries and keys are not rotated by their position
     multipliers: Multipliers = Multipliers()
     qkv_bias: bool = False
+    output_bias: bool = False  # of attention's last projection
+    has_sinks: bool = False  # a learned score more of each query head
     fuses_projections: bool = False  # the file has qkv_proj and gate_up_proj
     quantization: QuantizationConfig | None = None  # None: no layer is quantised
     num_extra_layers: int = 0  # of drafts, which the file has behind the model's and which are not read
@@ -158,16 +159,16 @@ class ModelConfig:
             tie_word_embeddings=config.flag("tie_word_embeddings", default=family.ties_by_default),
             qk_norm=_switched(config, family.qk_norm),
             moe=MoeConfig.from_reader(config, family.experts, num_layers) if family.experts else None,
-            dtype=weights_dtype(config),
+            dtype=weights_dtype(config, default=family.default_dtype),
             attention_scale=_attention_scale(config, family, head_dim),
             norms=family.norms,
             wide_qk_norm=family.wide_qk_norm,
             plus_one_norms=family.plus_one_norms,
             activation=family.activation,
             multipliers=Multipliers.from_reader(config, family),
-            qkv_bias=_switched(config, family.qkv_bias),
+            qkv_bias=family.has_biases or _switched(config, family.qkv_bias),
             fuses_projections=family.fuses_projections,
-            quantization=QuantizationConfig.from_reader(config),
+            quantization=_quantization(config, family),
             num_extra_layers=_num_extra_layers(config, family),
             classifier=ClassifierConfig.of(config, family.classifying_class),
         )
@@ -200,6 +201,8 @@ def _with_caps_and_windows(model: ModelConfig, config: ConfigReader, family: Dec
     sliding_layers = _sliding_layers(config, family, num_layers, window)
     return replace(
         model,
+        output_bias=family.has_biases,
+        has_sinks=family.has_sinks,
         attention_cap=attention_cap,
         logits_cap=logits_cap,
         window=window,
@@ -225,7 +228,10 @@ def _refuse_unsupported_decoder(config: ConfigReader, family: DecoderFamily) -> 
     own |= {*(CAPS if family.default_soft_caps else ())}
     absent = {key: accepted for key, accepted in MUST_BE_ABSENT.items() if key not in own}
     switches = {has[0] for has in (family.qkv_bias, family.qk_norm) if not isinstance(has, bool)}
+    switches |= {"attention_bias"} if family.has_biases else set()
     refuse_unsupported(config, absent=absent, false=[key for key in MUST_BE_FALSE if key not in switches])
+    if family.has_biases and not config.flag("attention_bias", default=True):
+        raise config.refuse("attention_bias", False, "true")
     if config.has("sliding_window") and family.window == "none":
         raise config.refuse("sliding_window", config.data["sliding_window"], "null")
     if family.window != "switched" and config.flag("use_sliding_window", default=False):
@@ -233,6 +239,16 @@ def _refuse_unsupported_decoder(config: ConfigReader, family: DecoderFamily) -> 
     _refuse_activation(config, family)
     if not config.flag("is_causal", default=True):
         raise config.refuse("is_causal", False, "true: a token sees none that follow it")
+
+
+def _quantization(config: ConfigReader, family: DecoderFamily) -> QuantizationConfig | None:
+    """Experts in one tensor, with biases, are read in one format, which others are not read in."""
+    found = QuantizationConfig.from_reader(config)
+    is_biased = family.experts is not None and family.experts.is_biased
+    if found is not None and (found.method == MXFP4) != is_biased:
+        accepted = f"{MXFP4} or no quantization_config" if is_biased else "another quant_method"
+        raise config.refuse("quantization_config", {"quant_method": found.method}, accepted)
+    return found
 
 
 def _refuse_activation(config: ConfigReader, family: DecoderFamily) -> None:
@@ -264,7 +280,7 @@ def _window(config: ConfigReader, family: DecoderFamily, max_position_embeddings
     is_left_out = "sliding_window" not in config.data
     if not config.has("sliding_window") and not (is_left_out and family.window in ("default", "switched", "mixed")):
         return None
-    window = config.integer("sliding_window", default=DEFAULT_WINDOW)
+    window = config.integer("sliding_window", default=family.default_window)
     return window if window < max_position_embeddings else None
 
 

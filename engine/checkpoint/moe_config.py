@@ -30,6 +30,14 @@ class GroupedSigmoid:
 
 
 @dataclass(frozen=True, slots=True)
+class Clamp:
+    """Of a SwiGLU: gate * sigmoid(alpha * gate) * (up + 1), of a gate of at most `limit` and an up within it."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class MoeConfig:
     """Which layers have experts, and how a token chooses among them."""
 
@@ -39,6 +47,7 @@ class MoeConfig:
     norm_topk_prob: bool  # whether the chosen experts' weights are scaled to sum to 1
     sparse_layers: frozenset[int]  # the layers with experts; the others have a dense MLP
     names: ExpertNames
+    clamp: Clamp | None = None  # of biased experts
     shared_size: int = 0  # of the expert that every token goes through; 0: there is none
     grouped_sigmoid: GroupedSigmoid | None = None  # None: experts are scored by a softmax over all of them
 
@@ -69,6 +78,9 @@ class MoeConfig:
                 layer for layer in range(first, num_layers) if layer not in dense and (layer + 1) % step == 0
             ),
             names=names,
+            clamp=Clamp(config.number("swiglu_alpha", default=1.702), config.number("swiglu_limit", default=7.0))
+            if names.is_biased
+            else None,
             shared_size=_shared_size(config, names.shared) if names.shared else 0,
             grouped_sigmoid=None
             if names.scoring == "softmax"

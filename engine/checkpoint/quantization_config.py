@@ -15,10 +15,11 @@ from engine.checkpoint.config_reader import ConfigReader
 from engine.errors import CheckpointError
 from kernels.quantised import Activations, WeightScheme
 
-METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
+MXFP4 = "mxfp4"  # of experts alone, which `engine.models.biased_experts` reads
+METHODS = ("awq", "compressed-tensors", "fp8", "gptq", MXFP4)
 # gptq: qweight [K / 8, N], qzeros one too low in `gptq`; awq: qweight [K, N / 8], interleaved; packed: weight_packed
 # [N, K / 8]; plain: weight [N, K] in 8 bits, its scales weight_scale or weight_scale_inv.
-Layout = Literal["gptq", "gptq_v2", "awq", "packed", "plain"]
+Layout = Literal["gptq", "gptq_v2", "awq", "packed", "plain", "mxfp4"]
 FORMATS: dict[str, Layout] = {
     "pack-quantized": "packed",
     "int-quantized": "plain",
@@ -72,6 +73,9 @@ class QuantizationConfig:
         method = table.choice("quant_method", METHODS)
         if method == "compressed-tensors":
             return _compressed_tensors(table)
+        if method == MXFP4:
+            stored = StoredScheme(WeightScheme(8, is_float=False, group_size=32), "mxfp4")
+            return cls(method, (SchemeGroup("experts", (), stored),), (), by_tensors=True)
         read = {"gptq": _gptq, "awq": _awq, "fp8": _fp8}[method]
         groups = (SchemeGroup("all", ("Linear",), read(table)),)
         if method != "gptq":

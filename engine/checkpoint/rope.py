@@ -145,6 +145,7 @@ class RopeRules:
     # the norms of a head; a norm over all heads would need it, too.
     may_be_partial: bool = False
     default_share: float = 1.0  # what a file without `partial_rotary_factor` means
+    must_be_named: bool = False  # the type
 
 
 DEFAULT_ROPE = RopeRules()
@@ -170,7 +171,9 @@ class RopeConfig:
         if table is None:
             table = ConfigReader({}, config.source)
         # A table without a type means the default form, as in transformers, which has no use for the context before.
-        rope_type = table.choice(table.first_of("rope_type", "type"), rules.rope_types, default="default")
+        rope_type = table.choice(
+            table.first_of("rope_type", "type"), rules.rope_types, default=None if rules.must_be_named else "default"
+        )
         if config.has("original_max_position_embeddings") and rope_type not in ("default", "longrope"):
             raise config.refuse(
                 "original_max_position_embeddings",

@@ -18,7 +18,7 @@ from engine.checkpoint.weights import Checkpoint, is_body_alone
 from engine.errors import CheckpointError
 from engine.execution.batch import ForwardItem, plan_batch
 from engine.kv_cache.tensors import KVCacheSpec, KVCacheTensors
-from engine.models.decoder import DecoderLayer, DenseMLP, ForwardBatch
+from engine.models.decoder import DecoderLayer, DenseMLP, ForwardBatch, MoeMLP
 from engine.models.load import stream_decoder
 from engine.models.placement import ModelPlacement
 from engine.staging import ArrayStaging
@@ -164,7 +164,7 @@ def _of_tensors(
     if isinstance(mlp, DenseMLP):
         for names, weight in ((gate_up, mlp.gate_up_proj), (["down_proj"], mlp.down_proj)):
             yield from ((f"{prefix}.mlp.{name}.weight", squares[weight]) for name in names)
-    elif config.moe is not None:
+    elif config.moe is not None and isinstance(mlp, MoeMLP):
         if mlp.shared is not None and config.moe.shared is not None:
             *gate_up, down = config.moe.shared.projections
             for names, weight in ((gate_up, mlp.shared.gate_up_proj), ([down], mlp.shared.down_proj)):

@@ -59,7 +59,7 @@ def quantise_checkpoint(
         raise CheckpointError(f"{source}: an encoder; accepted: a decoder")
     if config.quantization is not None:
         raise CheckpointError(f"{source}: quantised already ({config.quantization}); accepted: the full weights")
-    if config.moe is not None and config.moe.names.is_fused:
+    if config.moe is not None and (config.moe.names.is_fused or config.moe.names.is_biased):
         raise CheckpointError(f"{source}: a layer's experts are one tensor; accepted: a tensor for each expert")
     if target.exists():
         raise CheckpointError(f"{target}: is there already; accepted: a directory that is not")

@@ -15,6 +15,7 @@ import torch
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import CapabilityError
 from engine.kv_cache.tensors import KVCacheTensors
+from engine.models.biased_experts import BiasedMoeMLP
 from engine.models.classifier import ClassificationHead
 from engine.models.routing import SigmoidRouting
 from kernels.interface import Operations
@@ -75,6 +76,8 @@ class AttentionLayer:
     cos_sin: torch.Tensor  # [max_positions, D], float32, shared by layers
     scale: float  # of the products of queries and keys
     qkv_bias: torch.Tensor | None = None  # [(Hq + 2 Hkv) * D]
+    o_bias: torch.Tensor | None = None  # [H]
+    sinks: torch.Tensor | None = None  # [Hq], float32: a score more of each head
     window: int | None = None  # keys that a query sees at most, its own included; None: all up to its own
     soft_cap: float | None = None  # c: a score s becomes c * tanh(s / c)
     wide_qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None = None  # over all heads: [Hq * D], [Hkv * D], eps
@@ -98,7 +101,7 @@ class AttentionLayer:
         scale = self.scale
         if batch.decode is not None and batch.prefill is None and last is None:
             attended = ops.store_and_decode(heads, self._seen(batch.decode), scale)
-            return ops.linear(attended.reshape(attended.shape[0], -1), self.o_proj)
+            return self._output(attended)
         q = ops.qk_norm_rope_store_kv(*heads)
         split = batch.num_decode_tokens
         parts: list[torch.Tensor] = []
@@ -111,7 +114,7 @@ class AttentionLayer:
             if batch.prefill is not None:
                 parts.append(ops.paged_prefill_attention(q[split:], k_cache, v_cache, self._seen(batch.prefill), scale))
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return ops.linear(attended.reshape(attended.shape[0], -1), self.o_proj)
+        return self._output(attended)
 
     def _norm_queries_and_keys(self, qkv: torch.Tensor, q: torch.Tensor, k: torch.Tensor, eps: float) -> None:
         """In place."""
@@ -121,7 +124,12 @@ class AttentionLayer:
 
     def _seen(self, rows: AttentionRows) -> AttentionRows:
         seen = rows if self.window is None else rows.windowed(self.window)
-        return seen.scored(self.soft_cap, None)
+        return seen.scored(self.soft_cap, self.sinks)
+
+    def _output(self, attended: torch.Tensor) -> torch.Tensor:
+        """attended [T, Hq, D] -> [T, H]."""
+        out = self.ops.linear(attended.reshape(attended.shape[0], -1), self.o_proj)
+        return out if self.o_bias is None else out.add_(self.o_bias)
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +209,7 @@ class DecoderLayer:
     ops: Operations
     norms: LayerNorms
     attention: AttentionLayer
-    mlp: DenseMLP | MoeMLP
+    mlp: DenseMLP | MoeMLP | BiasedMoeMLP
     eps: float
     residual_multiplier: float = 1.0  # of what attention and MLP add
 
@@ -363,8 +371,9 @@ def _tensors(model: DecoderModel) -> Iterator[torch.Tensor]:
         yield from (norm for norm in layer.norms if norm is not None)
         for qk_norm in (layer.attention.qk_norm, layer.attention.wide_qk_norm):
             yield from () if qk_norm is None else qk_norm[:2]
-        if layer.attention.qkv_bias is not None:
-            yield layer.attention.qkv_bias
+        attention = layer.attention
+        yield from (each for each in (attention.qkv_bias, attention.o_bias, attention.sinks) if each is not None)
+        yield from (value for value in vars(layer.mlp).values() if isinstance(value, torch.Tensor))
         if isinstance(layer.mlp, MoeMLP) and layer.mlp.routing is not None:
             yield layer.mlp.routing.bias
     for weight in packed_weights(model):
@@ -384,5 +393,5 @@ def packed_weights(model: DecoderModel) -> Iterator[PackedWeight]:
             yield from _products(layer.mlp.shared)
 
 
-def _products(mlp: DenseMLP | MoeMLP) -> Iterator[PackedWeight]:
+def _products(mlp: DenseMLP | MoeMLP | BiasedMoeMLP) -> Iterator[PackedWeight]:
     yield from (value for value in vars(mlp).values() if isinstance(value, PackedWeight))

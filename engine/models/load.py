@@ -13,6 +13,7 @@ from engine.checkpoint.moe_config import GroupedSigmoid, MoeConfig
 from engine.checkpoint.rope import paired_dimensions, rope_cos_sin, unrotated_cos_sin
 from engine.checkpoint.weights import Checkpoint, is_body_alone
 from engine.errors import CheckpointError
+from engine.models.biased_experts import BiasedMoeMLP, load_biased_experts
 from engine.models.classifier import ClassificationHead
 from engine.models.decoder import (
     AttentionLayer,
@@ -140,8 +141,11 @@ class _DecoderLayers:
     def load(self, index: int) -> DecoderLayer:
         config, source = self.config, self.source
         prefix = f"{self.root}layers.{index}"
-        mlp: DenseMLP | MoeMLP
-        if config.moe is not None and config.is_moe_layer(index):
+        mlp: DenseMLP | MoeMLP | BiasedMoeMLP
+        if config.moe is not None and config.moe.names.is_biased:
+            module = f"{prefix}.{config.moe.names.module}"
+            mlp = load_biased_experts(source, self.placement, module, config.moe, config.hidden_size)
+        elif config.moe is not None and config.is_moe_layer(index):
             mlp = self._moe(prefix, config.moe)
         else:
             parts = ("gate_up", "down") if config.fuses_projections else ("gate", "up", "down")
@@ -177,6 +181,8 @@ class _DecoderLayers:
             qkv_bias = self.source.take_fused([f"{prefix}.{part}_proj.bias" for part in "qkv"], [(n,) for n in rows])
             if self.order_of_qkv is not None:
                 qkv_bias = qkv_bias.index_select(0, self.order_of_qkv)
+        o_bias = self.source.take(f"{prefix}.o_proj.bias", (config.hidden_size,)) if config.output_bias else None
+        sinks = self.source.take(f"{prefix}.sinks", (config.num_heads,)).float() if config.has_sinks else None
         return AttentionLayer(
             ops=self.placement.ops,
             qkv_proj=self._projection(prefix, "qkv", rows, config.hidden_size, fused="qkv", order=self.order_of_qkv),
@@ -188,6 +194,8 @@ class _DecoderLayers:
             window=config.window_of(index),
             soft_cap=config.attention_cap,
             qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            sinks=sinks,
         )
 
     def _cos_sin(self, index: int) -> torch.Tensor:

@@ -80,6 +80,7 @@ VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
     "olmo3-gqa2": ("olmo3", {"num_hidden_layers": 3}),
     "gemma2-gqa2": ("gemma2", {"num_hidden_layers": 3}),
     "gemma3-gqa2": ("gemma3_text", {"num_hidden_layers": 3}),
+    "gpt_oss-gqa2": ("gpt_oss", {"num_hidden_layers": 3}),
 }
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 SWITCHED = {"use_sliding_window": True, "sliding_window": 21}
@@ -122,6 +123,17 @@ MORE_VARIANTS: dict[str, tuple[Family, dict[str, Any]]] = {
         "gemma2",
         {"layer_types": ["sliding_attention"] * 2, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 24},
     ),
+    "gpt_oss-gqa8-top1-sharded": (
+        "gpt_oss",
+        {
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "num_experts_per_tok": 1,
+            "max_shard_size": "60KB",
+            "sliding_window": 16,
+        },
+    ),
+    "gpt_oss-all-windows-mha": ("gpt_oss", {"num_key_value_heads": 4, "layer_types": ["sliding_attention"] * 2}),
     "gemma3-tied-sharded": ("gemma3_text", {"tie_word_embeddings": True, "max_shard_size": "40KB"}),
     "gemma3-capped-gqa8": (  # logits alone: transformers' attention for this family leaves out the other cap
         "gemma3_text",

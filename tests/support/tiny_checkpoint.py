@@ -56,6 +56,7 @@ Family = Literal[
     "olmo3",
     "gemma2",
     "gemma3_text",
+    "gpt_oss",
 ]
 
 # The tokenizer knows fewer ids than the model, as with published Qwen3 checkpoints: the last ids decode to nothing.
@@ -145,6 +146,19 @@ FAMILY_DEFAULTS: dict[Family, dict[str, Any]] = {
         "attn_logit_softcapping": 3.0,
         "final_logit_softcapping": 5.0,
         "query_pre_attn_scalar": 24,
+        **ALTERNATING,
+    },
+    "gpt_oss": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 128,
+            "truncate": False,
+        },
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 2.0,  # low enough to clamp some
         **ALTERNATING,
     },
     "gemma3_text": {

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from settings import ReasoningFormat, ToolCallFormat
+from worker.records.harmony import CHANNEL, HARMONY_MARKS
 from worker.records.tool_calls import MARKS, CalledTool, shown_format
 
 REASONING_BEGIN, REASONING_END = "<think>", "</think>"
@@ -23,9 +24,10 @@ class AnswerFormats:
     - llama3: an answer that is such objects (`name`, `parameters`), also behind `<|python_tag|>`;
     - mistral: a list of them behind `[TOOL_CALLS]`; mistral_v11: behind that a name, `[ARGS]` and the arguments;
     - granite: a list of them behind `<|tool_call|>`, of Granite 3;
+    - harmony: messages to a function, in channels, of gpt-oss;
     - none leaves calls in the text.
 
-    reasoning: qwen3 is `<think>` ... `</think>` before the answer.
+    reasoning: qwen3 is `<think>` ... `</think>` before the answer, harmony the channel `analysis`.
     """
 
     tool_calls: ToolCallFormat = "auto"
@@ -36,17 +38,25 @@ class AnswerFormats:
 
         tool_calls stays `auto` where the template shows no format that is known here.
         """
-        tool_calls = shown_format(writes) if self.tool_calls == "auto" else self.tool_calls
+        shown: ToolCallFormat = "harmony" if writes(CHANNEL) else shown_format(writes)
+        tool_calls = shown if self.tool_calls == "auto" else self.tool_calls
         reasoning = self.reasoning
         if reasoning == "auto":
-            reasoning = "qwen3" if writes(REASONING_END) else "none"
+            reasoning = "harmony" if writes(CHANNEL) else "qwen3" if writes(REASONING_END) else "none"
         return AnswerFormats(tool_calls, reasoning)
 
     @property
     def marks(self) -> frozenset[str]:
         """The texts by which parts are told apart. Some tokenizers have special tokens for them."""
+        if self.is_harmony:
+            return HARMONY_MARKS
         calls = MARKS.get(self.tool_calls, frozenset())
         return calls | ({REASONING_BEGIN, REASONING_END} if self.reasoning == "qwen3" else set())
+
+    @property
+    def is_harmony(self) -> bool:
+        """Whether answers are messages in channels."""
+        return "harmony" in (self.tool_calls, self.reasoning)
 
     @property
     def has_short_ids(self) -> bool:

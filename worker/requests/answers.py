@@ -9,6 +9,7 @@ from engine.request import Completion, FinishReason
 from engine.text.tokenizer import Tokenizer
 from worker.lines.chat import ChatBody
 from worker.records.answers import ChatAnswer, split_reasoning
+from worker.records.harmony import read_channels
 from worker.records.tool_calls import Tools, read_calls
 from worker.requests.chat_prompts import ChatPrompts
 
@@ -36,6 +37,8 @@ class AnswerReader:
     def _read(self, completion: Completion, tools: Tools, *, opened: bool) -> ChatAnswer:
         reasons = self._formats.reasoning != "none"
         spelled = self._token_text.of(completion)
+        if self._formats.is_harmony:
+            return self._read_channels(completion, spelled, tools)
         split = split_reasoning(spelled.text, opened=opened) if reasons else None
         answer = spelled.text if split is None else spelled.text[split[1] :].lstrip("\n")
         found = read_calls(answer, self._formats.tool_calls, tools) if tools else None
@@ -49,6 +52,26 @@ class AnswerReader:
             has_short_ids=self._formats.has_short_ids,
             num_reasoning_tokens=num_reasoning_tokens if reasons else None,
         )
+
+    def _read_channels(self, completion: Completion, spelled: AnswerText, tools: Tools) -> ChatAnswer:
+        reasons, calls = self._formats.reasoning == "harmony", self._formats.tool_calls == "harmony"
+        found = read_channels(spelled.text, tools if calls else ())
+        if found is None:
+            return ChatAnswer(completion.text, num_reasoning_tokens=0 if reasons else None)
+        content = found.content
+        if not reasons and found.reasoning:
+            content = "\n\n".join(part for part in (found.reasoning, content) if part)
+        content = self._plain(content)
+        return ChatAnswer(
+            content=None if found.calls and not content else content,
+            calls=found.calls,
+            reasoning=self._plain(found.reasoning) if reasons and found.reasoning is not None else None,
+            num_reasoning_tokens=self._num_reasoning_tokens(spelled, found.reasoning_end) if reasons else None,
+        )
+
+    @staticmethod
+    def _num_reasoning_tokens(spelled: AnswerText, num_characters: int) -> int:
+        return spelled.num_tokens_of(num_characters) if num_characters else 0
 
     def _plain(self, text: str) -> str:
         """Without the marks that are special tokens, as in any other text."""

@@ -11,6 +11,16 @@ from engine.structured.grammar import ANY_OBJECT, Grammar, form_rules, json_rule
 from worker.lines.chat import ChatBody, ToolChoice, ToolFunction
 from worker.lines.grammar import GivenGrammar
 from worker.records.answers import REASONING_BEGIN, REASONING_END
+from worker.records.harmony import (
+    ANSWER_CHANNEL,
+    CALL_CHANNEL,
+    CHANNEL,
+    CONSTRAIN,
+    END,
+    MESSAGE,
+    REASONING_CHANNEL,
+    START,
+)
 from worker.records.tool_calls import (
     CALL_BEGIN,
     CALL_END,
@@ -74,14 +84,26 @@ class CallGrammar:
 
     def _of_form(self, body: ChatBody, given: GivenGrammar) -> Grammar:
         stands_alone = given.kind == "lark" and not self._prompts.opens_reasoning(body)
-        if self._formats.reasoning == "none" or stands_alone:
+        if (self._formats.reasoning == "none" and not self._formats.is_harmony) or stands_alone:
             return Grammar(given.kind, given.text, given.param)
-        return self._from_the_start(body, ["answer: shape", _shape(given)], given.param)
+        return self._from_the_start(body, [f"answer: {self._before_answer}shape", _shape(given)], given.param)
+
+    @property
+    def _before_answer(self) -> str:
+        """What stands before an answer that is no call, in a rule's words."""
+        is_harmony = self._formats.is_harmony
+        return f'{self._mark(CHANNEL)} "{ANSWER_CHANNEL}" {self._mark(MESSAGE)} ' if is_harmony else ""
 
     def _from_the_start(self, body: ChatBody, answer: list[str], param: str) -> Grammar:
         """The grammar of the rules of `answer`, with the reasoning before it."""
         rules = ["start: answer"]
-        if self._formats.reasoning != "none":
+        if self._formats.is_harmony:
+            begin = f'{self._mark(CHANNEL)} "{REASONING_CHANNEL}" {self._mark(MESSAGE)}'
+            rules = [
+                f'start: ({begin} inside {self._mark(START)} "assistant")? answer',
+                self._up_to("inside", self._mark(END)),
+            ]
+        elif self._formats.reasoning != "none":
             begin, end = self._mark(REASONING_BEGIN), self._mark(REASONING_END)
             reasoning = "inside GAP?" if self._prompts.opens_reasoning(body) else f"({begin} inside GAP?)?"
             rules = [f"start: {reasoning} answer", self._up_to("inside", end), r"GAP: /\n{1,2}/"]
@@ -89,7 +111,7 @@ class CallGrammar:
 
     @property
     def _reads_calls(self) -> bool:
-        return self._formats.tool_calls in MARKS
+        return self._formats.tool_calls in MARKS or self._formats.tool_calls == "harmony"
 
     def _check(self, given: GivenGrammar | None, *, is_forced: bool) -> None:
         if not self._reads_calls:
@@ -104,6 +126,9 @@ class CallGrammar:
         rules = call_rules(body, self._arguments_of, is_forced=is_forced)
         if given is not None:
             rules.append(_shape(given))
+        if written == "harmony":  # a call ends the answer: another one is the next answer's
+            other = "" if is_forced else f" | {self._before_answer}{'shape' if given else 'FREE'}"
+            return [f"answer: call{other}", r"FREE: /(?s:.*)/", *rules]
         if written == "llama3":
             tag = self._mark(PYTHON_TAG)
             if given is not None:  # the shape may be an object too: the tag tells them apart
@@ -146,6 +171,9 @@ class CallGrammar:
         rules = [json_rule(name, _parameters(function) if is_held else ANY_OBJECT)]
         if written == "mistral_v11":
             return f"{quoted(function.name)} {self._mark(MISTRAL_ARGUMENTS)} {name}", rules
+        if written == "harmony":
+            head = f"{self._mark(CHANNEL)} {quoted(f'{CALL_CHANNEL} to=functions.{function.name} ')}"
+            return f'{head} {self._mark(CONSTRAIN)} "json" {self._mark(MESSAGE)} {name}', rules
         key = "parameters" if written == "llama3" else "arguments"
         head = quoted(f'{{"name": "{function.name}", "{key}": ')
         return f'{head} {name} "}}"', rules

@@ -129,8 +129,8 @@ def test_a_published_mixture_of_experts_file_is_read() -> None:
 def test_what_transformers_5_writes_is_read(tmp_path: Path, family: Family) -> None:
     config = decoder_config(make_checkpoint(tmp_path, family, dtype="bfloat16"))
     assert (config.architecture, config.dtype, config.head_dim) == (family, "bfloat16", 16)
-    assert (config.rope.scaling is not None) == (family in ("llama", "olmo3", "gemma3_text"))
-    assert (config.moe is not None) == ("moe" in family or family == "mixtral")
+    assert (config.rope.scaling is not None) == (family in ("llama", "olmo3", "gemma3_text", "gpt_oss"))
+    assert (config.moe is not None) == ("moe" in family or family in ("mixtral", "gpt_oss"))
 
 
 @pytest.mark.parametrize(("step", "dense"), [(1, []), (2, []), (1, [0, 3]), (3, [2]), (2, [0])])
