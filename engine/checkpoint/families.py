@@ -276,7 +276,7 @@ GPT_OSS = DecoderFamily(
     "GptOssForCausalLM",
     has_biases=True,
     has_sinks=True,
-    experts=ExpertNames("mlp", (), "intermediate_size", always_renormalises=True, router="router", is_biased=True),
+    experts=ExpertNames("mlp", (), "intermediate_size", renormalises="always", router="router", is_biased=True),
     default_head_dim=64,
     # transformers has a yarn of this family's own for files that name none. There is no such file.
     rope=RopeRules(default_theta=150_000.0, rope_types=("yarn",), must_be_named=True),

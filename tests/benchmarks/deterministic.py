@@ -19,7 +19,8 @@ from typing import Any
 from engine.engine import Engine
 from engine.request import Request
 from tests.support.engines import greedy_request, load_engine, run_all
-from tests.support.tiny_checkpoint import Family, make_checkpoint
+from tests.support.tiny_checkpoint import make_checkpoint
+from tests.support.tiny_families import Family
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 512,

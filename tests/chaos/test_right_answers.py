@@ -18,7 +18,8 @@ from tests.support.engines import load_engine
 from tests.support.processes import wait_until
 from tests.support.request_lines import CHECKPOINT, GOAL, run_lines, ticket_lines
 from tests.support.tensors import needs_vnni
-from tests.support.tiny_checkpoint import VOCAB_SIZE, Family, make_checkpoint
+from tests.support.tiny_checkpoint import VOCAB_SIZE, make_checkpoint
+from tests.support.tiny_families import Family
 from worker.client import BatchClient
 from worker.demo.tickets import GradedAnswers, answer_text, numbered_tickets
 from worker.records.record import encode_record

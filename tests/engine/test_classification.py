@@ -30,12 +30,12 @@ from settings import load_settings
 from tests.support.engines import greedy_request
 from tests.support.tiny_checkpoint import (
     ENCODER_DEFAULTS,
-    Family,
     ReferenceClassifier,
     make_bert_checkpoint,
     make_checkpoint,
     make_classifying_decoder,
 )
+from tests.support.tiny_families import Family
 
 TOLERANCE = 1e-4  # wanted; observed: below 3e-6
 LENGTHS = (1, 2, 5, 16, 33, 60)

@@ -22,12 +22,12 @@ from tests.support.engines import greedy_request, load_engine, run_all, tokens_o
 from tests.support.tensors import native_variants
 from tests.support.tiny_checkpoint import (
     VOCAB_SIZE,
-    Family,
     ReferenceContinuation,
     continue_greedily,
     count_ties_where_it_differs,
     make_checkpoint,
 )
+from tests.support.tiny_families import Family
 
 NUM_TOKENS = 32  # prompts of 33 and 50 tokens cross a block more than once
 LOGITS_TOLERANCE = 1e-4  # float32 over two or three layers: observed below 2e-5

@@ -18,7 +18,8 @@ from engine.errors import CheckpointError
 from engine.model_interface import LogitsResult, ModelInterface
 from tests.support.engines import load_engine
 from tests.support.quantised_checkpoint import METHODS, quantise_checkpoint
-from tests.support.tiny_checkpoint import Family, make_checkpoint
+from tests.support.tiny_checkpoint import make_checkpoint
+from tests.support.tiny_families import Family
 
 # Both sides multiply the same float32 weights: what is left is the order of their sums, as without quantisation.
 LOGITS_TOLERANCE = 1e-4

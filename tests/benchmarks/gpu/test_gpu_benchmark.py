@@ -41,7 +41,8 @@ from tests.benchmarks.machine import ROOT
 from tests.benchmarks.operation_cases import OperationCase, operation_cases
 from tests.kernels.aot.test_table import kernel_names
 from tests.support.compiled_kernels import recorded_specialisations
-from tests.support.tiny_checkpoint import Family, make_checkpoint
+from tests.support.tiny_checkpoint import make_checkpoint
+from tests.support.tiny_families import Family
 
 TINY = ["--device", "cpu", "--tiny"]
 ONE = [*TINY, "--model", "Qwen3-0.6B", "--only", "nano-vllm", "--only", "decode"]

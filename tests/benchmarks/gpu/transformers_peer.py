@@ -25,7 +25,8 @@ from engine.request import Request, RequestOutput
 from engine.sampling_params import SamplingParams
 from tests.benchmarks.gpu.workload import Deadline, GpuSizes, GpuWorkload
 from tests.support.engines import load_engine
-from tests.support.tiny_checkpoint import VOCAB_SIZE, Family, make_checkpoint
+from tests.support.tiny_checkpoint import VOCAB_SIZE, make_checkpoint
+from tests.support.tiny_families import Family
 
 # Sizes that the kernels are made for: heads of 128, groups of 4 query heads.
 SHAPE: dict[str, Any] = {

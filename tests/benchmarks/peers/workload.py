@@ -16,7 +16,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.loading.quantize import quantise_checkpoint
-from tests.support.tiny_checkpoint import Family, make_model
+from tests.support.tiny_checkpoint import make_model
+from tests.support.tiny_families import Family
 from tests.support.tiny_tokenizer import SPECIAL_TOKENS, tokenizer_config
 
 VOCAB_SIZE = 32_768

@@ -16,7 +16,7 @@ from engine.checkpoint.model_config import ModelConfig, Multipliers, read_config
 from engine.checkpoint.moe_config import GroupedSigmoid
 from engine.checkpoint.rope import LongRopeScaling, RopeConfig
 from engine.errors import CheckpointError
-from tests.support.tiny_checkpoint import FAMILY_DEFAULTS
+from tests.support.tiny_families import FAMILY_DEFAULTS
 
 # Published files without what says nothing of the arithmetic, in the form transformers wrote before version 5.
 _COMMON: dict[str, Any] = {

@@ -18,7 +18,8 @@ from engine.checkpoint.config_reader import ConfigReader
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.rope import Llama3Scaling, RopeConfig, RopeRules, inverse_frequencies, rope_cos_sin
 from engine.errors import CheckpointError
-from tests.support.tiny_checkpoint import FAMILY_DEFAULTS, Family, decoder_config, make_checkpoint, make_model
+from tests.support.tiny_checkpoint import decoder_config, make_checkpoint, make_model
+from tests.support.tiny_families import FAMILY_DEFAULTS, Family
 
 # The keys of the published files, in the form transformers wrote before version 5.
 LLAMA_3_2_1B: dict[str, Any] = {

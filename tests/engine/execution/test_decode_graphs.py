@@ -33,7 +33,8 @@ from tests.support.engines import (
     run_all,
     tokens_of,
 )
-from tests.support.tiny_checkpoint import Family, make_checkpoint
+from tests.support.tiny_checkpoint import make_checkpoint
+from tests.support.tiny_families import Family
 
 MAX_MODEL_LEN = 48
 PROMPT_LENS = {"a": 5, "b": 17, "c": 30, "d": 1, "e": 41}

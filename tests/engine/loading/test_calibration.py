@@ -15,7 +15,8 @@ from engine.loading.quantize import quantise_checkpoint
 from engine.text.tokenizer import Tokenizer
 from kernels.quantised import QuantisedWeight, WeightScheme, quantise
 from kernels.reference.quantised import dequantised
-from tests.support.tiny_checkpoint import Family, make_bert_checkpoint, make_checkpoint
+from tests.support.tiny_checkpoint import make_bert_checkpoint, make_checkpoint
+from tests.support.tiny_families import Family
 
 SCHEME = WeightScheme(4, is_float=False, group_size=16)
 

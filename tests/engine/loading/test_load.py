@@ -27,7 +27,8 @@ from tests.support.compiled_kernels import on_a_new_device, recorded_specialisat
 from tests.support.devices import simulated_device
 from tests.support.engines import load_engine as load_decoder
 from tests.support.engines import run_all
-from tests.support.tiny_checkpoint import Family, make_bert_checkpoint, make_checkpoint
+from tests.support.tiny_checkpoint import make_bert_checkpoint, make_checkpoint
+from tests.support.tiny_families import Family
 
 KINDS: list[tuple[Callable[[Path], Path], type, str]] = [
     (make_checkpoint, Engine, "model.embed_tokens.weight"),

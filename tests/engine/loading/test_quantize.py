@@ -16,7 +16,8 @@ from engine.loading.quantize import FORMATS, quantise_checkpoint
 from engine.model_interface import LogitsResult
 from engine.request import ClassificationRequest
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
-from tests.support.tiny_checkpoint import Family, make_bert_checkpoint, make_checkpoint, make_classifying_decoder
+from tests.support.tiny_checkpoint import make_bert_checkpoint, make_checkpoint, make_classifying_decoder
+from tests.support.tiny_families import Family
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 200, 100]
 FAMILIES: list[Family] = ["llama", "qwen2", "phi3", "qwen2_moe", "qwen3_moe", "mixtral"]

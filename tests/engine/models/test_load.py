@@ -24,15 +24,14 @@ from engine.models.placement import ModelPlacement
 from kernels.dispatch import operations
 from tests.support.engines import load_engine
 from tests.support.tiny_checkpoint import (
-    FAMILY_DEFAULTS,
     VOCAB_SIZE,
-    Family,
     decoder_config,
     load_alone,
     make_bert_checkpoint,
     make_body_checkpoint,
     make_checkpoint,
 )
+from tests.support.tiny_families import FAMILY_DEFAULTS, Family
 
 CPU = torch.device("cpu")
 FEW_EXPERTS = {

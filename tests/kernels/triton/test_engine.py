@@ -17,7 +17,8 @@ from engine.sampling_params import SamplingParams
 from tests.support.compiled_kernels import counted_compilations
 from tests.support.devices import simulated_device
 from tests.support.engines import greedy_request, load_engine, run_all
-from tests.support.tiny_checkpoint import Family, make_checkpoint
+from tests.support.tiny_checkpoint import make_checkpoint
+from tests.support.tiny_families import Family
 
 PREFIX = list(range(5, 25))  # more than a block, so that later requests hit it
 # Small enough that chunks, a preemption and prefix hits happen in a few steps: the interpreter takes 0.1 s a step.

@@ -19,7 +19,8 @@ from kernels.triton.quantised import FLOAT8_CAPABILITY
 from kernels.triton.round_activations import round_activations
 from tests.support.engines import greedy_request, load_engine, run_all, tokens_of
 from tests.support.quantised_checkpoint import METHODS, quantise_checkpoint
-from tests.support.tiny_checkpoint import Family, make_checkpoint
+from tests.support.tiny_checkpoint import make_checkpoint
+from tests.support.tiny_families import Family
 
 PREFIX = list(range(5, 21))  # a block, so that later requests hit it
 PROMPTS = {"long": [*PREFIX, 40, 41, 42], "hit": [*PREFIX, 50], "short": [7]}
