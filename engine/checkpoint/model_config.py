@@ -138,6 +138,7 @@ class ModelConfig:
         config = ConfigReader(data, "config.json")
         family = _decoder_family(config)
         _refuse_unsupported_decoder(config, family)
+        quantization = _quantization(config, family)
         num_layers = config.integer("num_hidden_layers")
         num_heads = config.integer("num_attention_heads")
         max_position_embeddings = config.integer("max_position_embeddings")
@@ -168,7 +169,7 @@ class ModelConfig:
             multipliers=Multipliers.from_reader(config, family),
             qkv_bias=family.has_biases or _switched(config, family.qkv_bias),
             fuses_projections=family.fuses_projections,
-            quantization=_quantization(config, family),
+            quantization=quantization,
             num_extra_layers=_num_extra_layers(config, family),
             classifier=ClassifierConfig.of(config, family.classifying_class),
         )

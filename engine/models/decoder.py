@@ -168,9 +168,9 @@ class MoeMLP:
         """x [T, H] -> [T, H], or what is added up to that."""
         num_experts = self.gate_up_proj.shape[0]
         router_logits = self.ops.linear(x if self.routing is None else x.float(), self.router)
-        routed = self._routed(x, router_logits[:, :num_experts])
         if self.shared is None:
-            return routed
+            return self._routed(x, router_logits)
+        routed = self._routed(x, router_logits[:, :num_experts])
         added = self.ops.combine_experts(*routed) if isinstance(routed, ExpertOutputs) else routed
         shared = self.shared.forward(x)
         if router_logits.shape[1] > num_experts:

@@ -289,8 +289,8 @@ def test_a_text_that_is_too_long_is_named(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("generates", "compares", "classifier", "served_", "others"),
     [
-        (True, True, None, [*Endpoint][:5], [CLASSIFY]),
-        (True, False, None, [*Endpoint][:3], [SCORE, RERANK, CLASSIFY]),
+        (True, True, None, [*Endpoint][:6], [CLASSIFY]),
+        (True, False, None, [*Endpoint][:4], [SCORE, RERANK, CLASSIFY]),
         (False, True, None, [Endpoint.EMBEDDINGS, SCORE, RERANK], [Endpoint.COMPLETIONS, CLASSIFY]),
         (False, False, SCORING, [SCORE, RERANK, CLASSIFY], [Endpoint.EMBEDDINGS, Endpoint.CHAT_COMPLETIONS]),
         (False, True, CLASSES, [CLASSIFY], [Endpoint.EMBEDDINGS, Endpoint.COMPLETIONS, SCORE, RERANK]),
@@ -306,6 +306,7 @@ def test_a_model_refuses_the_endpoints_that_it_does_not_serve(
 ) -> None:
     bodies: dict[Endpoint, Mapping[str, object]] = {
         Endpoint.CHAT_COMPLETIONS: {"messages": [{"role": "user", "content": "a"}]},
+        Endpoint.RESPONSES: {"input": "a"},
         Endpoint.COMPLETIONS: {"prompt": "a"},
         Endpoint.EMBEDDINGS: {"input": "a"},
         SCORE: PAIRS,
@@ -314,7 +315,7 @@ def test_a_model_refuses_the_endpoints_that_it_does_not_serve(
     }
     assert list(served_endpoints(generates=generates, compares=compares, classifier=classifier)) == served_
     builder = served(tokenizer, classifier, generates=generates, compares=compares).requests
-    for endpoint in set(served_) - {Endpoint.CHAT_COMPLETIONS}:
+    for endpoint in set(served_) - {Endpoint.CHAT_COMPLETIONS, Endpoint.RESPONSES}:
         build_request(builder, parse(batch_line(endpoint, bodies[endpoint])))
     for endpoint in others:
         with pytest.raises(InvalidRequest, match=f"does not serve {endpoint}") as caught:
