@@ -159,8 +159,8 @@ def acl_file(
 
     Workers and servers may send to `callback_queues` of other programs too.
     """
-    bindings = ("", "_kombu.binding.", "_kombu.binding_permanent.")
-    patterns = tuple(f"{binding}{queue}" for queue in callback_queues for binding in bindings)
+    forms = ("{}", "{}??[0-9]", "_kombu.binding.{}", "_kombu.binding_permanent.{}")  # its lanes, as in _QUEUE_KEYS
+    patterns = tuple(form.format(queue) for queue in callback_queues for form in forms)
     lines = []
     for user, password in passwords.items():
         is_sender = user in (WORKER, SERVER)

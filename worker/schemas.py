@@ -16,6 +16,7 @@ from worker.lines.request_line import Endpoint
 from worker.records.record import BatchFile
 
 DEFAULT_PRIORITY = 5
+ON_DONE_PATTERN = r"^(https?://[!-~]+|task:[A-Za-z0-9_.:-]+@[A-Za-z0-9_.-]+)$"
 
 _MetadataKey = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 _MetadataValue = Annotated[str, StringConstraints(max_length=512)]
@@ -80,7 +81,7 @@ class SubmitOptions(_Frozen):
     on_done: Annotated[str | None, Accepted("a URL, or task:NAME@QUEUE, at most 512 characters (ASCII)")] = Field(
         default=None,
         max_length=512,
-        pattern=r"^(https?://[!-~]+|task:[A-Za-z0-9_.:-]+@[A-Za-z0-9_.-]+)$",
+        pattern=ON_DONE_PATTERN,
         description="Whom to tell that the job has ended: a URL of limits.callback_hosts, or a Celery task.",
     )
     traceparent: Annotated[str | None, Accepted("a W3C trace context, 00-<32 hex digits>-<16>-<2>")] = Field(

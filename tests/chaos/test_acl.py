@@ -9,13 +9,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import redis
 from click.testing import CliRunner
 
+from settings import Settings
 from tests.chaos.jobs import prompts
 from tests.support.http_servers import chat_lines, ended_batch, new_key, records, serving
 from tests.support.processes import redis_executables, wait_until
@@ -24,6 +25,8 @@ from tests.support.registry import redis_time_s
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE
 from tests.support.workers import WorkerProcesses, millrace, python_block, replace_line, worker_processes
 from worker.acl import SERVER
+from worker.app import create_app
+from worker.broker.messages import send_task_to
 from worker.cli.main import cli
 from worker.client import BatchClient
 from worker.registry.connect import connect
@@ -174,6 +177,16 @@ def test_an_http_server_answers_every_route_as_a_user_of_its_own(server: AclRedi
         assert openai.files.delete(file.id).deleted
         assert openai.files.delete(done.output_file_id).deleted
         assert http.http.get("/healthz").status_code == 200
+
+
+@pytest.mark.usefixtures("nothing_denied")
+@pytest.mark.parametrize("url_of", [lambda server: server.worker_url, _url_of_server], ids=["worker", "server"])
+def test_who_sends_callbacks_may_send_tasks(server: AclRedis, url_of: Callable[[AclRedis], str]) -> None:
+    server.admin.delete("done")
+    app = create_app(Settings(redis=redis_settings(url_of(server))))
+    send_task_to(app, "done", "shop.on_batch", "evt_1", {})
+    app.close()
+    assert server.admin.llen("done") == 1
 
 
 @pytest.mark.usefixtures("nothing_denied")

@@ -209,10 +209,10 @@ class AclRedis:
 
 @contextmanager
 def acl_redis(directory: Path, *, port: int, executable: str = "") -> Iterator[AclRedis]:
-    """Run a server on `port` with every user of ours, and no default user."""
+    """Run a server on `port` with every user of ours, and no default user; `done` is a queue for callbacks."""
     file = directory / "users.acl"
     version = server_version(executable or redis_executable())
-    file.write_text(acl_file(_PASSWORDS, version))
+    file.write_text(acl_file(_PASSWORDS, version, ["done"]))
     options = {"port": port, "bind": "127.0.0.1", "dir": directory, "save": "", "aclfile": file, "appendonly": "yes"}
     if version >= (7, 0):  # off by default since then, which would refuse the command, not the user
         options |= {"enable-module-command": "local", "enable-debug-command": "local"}

@@ -77,6 +77,8 @@ class CallbackSender:
                     pass
             except redis.RedisError as error:
                 logger.warning("callbacks could not be looked for: %s", error)
+            except Exception:  # a seam: a defect costs a look, not the process, nor the sending without a word
+                logger.exception("callbacks could not be looked for")
         ends_at_s = time.monotonic() + STOP_TIMEOUT_S
         for _ in range(MAX_SENDING):
             self._sending.acquire(timeout=max(ends_at_s - time.monotonic(), 0.0))

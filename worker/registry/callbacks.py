@@ -8,9 +8,11 @@ under the same id.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Self
@@ -20,8 +22,9 @@ import redis
 
 from settings import LimitSettings
 from worker.registry.errors import CallbackUnknown, InvalidOption
-from worker.registry.exchange import RedisReply, Scripts, ask, ask_one, text, text_fields
+from worker.registry.exchange import RedisReply, Scripts, Untyped, ask, ask_one, text, text_fields
 from worker.registry.keys import Keys
+from worker.schemas import ON_DONE_PATTERN
 
 OPTION = "on_done"
 
@@ -32,6 +35,8 @@ _HOST = re.compile(r"[a-z0-9._-]{1,253}|[0-9a-f:.]{2,45}")
 _TASK = "task:"
 # Whose messages workers take themselves.
 _OWN_QUEUE = re.compile(r"millrace(\..*)?")
+
+logger = logging.getLogger(__name__)
 
 
 class CallbackKind(StrEnum):
@@ -94,7 +99,7 @@ class CallbackTarget:
 def allowed_target(on_done: object, limits: LimitSettings) -> str:
     """`on_done` if it is one that `limits` allow; "" for anything else."""
     try:
-        if isinstance(on_done, str) and len(on_done) <= 512:
+        if isinstance(on_done, str) and len(on_done) <= 512 and re.fullmatch(ON_DONE_PATTERN, on_done):
             CallbackTarget.checked(on_done, limits)
             return on_done
     except InvalidOption:
@@ -195,12 +200,16 @@ class CallbackOutbox:
             lease_ms=round(lease_s * 1000),
             longest_ms=round(longest_wait_s * 1000),
         )
-        reply = ask_one(self._client, call)
-        if not reply:
-            return None
-        event_id, token, fields = reply
-        entry = text_fields(dict(zip(fields[::2], fields[1::2], strict=True)))
-        return TakenCallback(CallbackEvent.of(text(event_id), entry), text(token))
+        while reply := ask_one(self._client, call):
+            event_id, token, fields = reply
+            try:
+                event = self._event(event_id, dict(zip(fields[::2], fields[1::2], strict=True)))
+            except (KeyError, ValueError):
+                logger.exception("%r is no callback: nobody sends it", event_id)
+                self._client.zrem(self._waiting(kind), event_id)
+            else:
+                return TakenCallback(event, text(token))
+        return None
 
     def settle(self, taken: TakenCallback, error: str = "", *, wait_s: float | None = None) -> bool:
         """Note that the event was sent or, with an `error`, that it waits `wait_s` for its next try; None: it is dead.
@@ -229,15 +238,30 @@ class CallbackOutbox:
         dead = self._read([("ZREVRANGE", f"{self._keys.callbacks}dead", 0, limit - 1, "WITHSCORES")], is_dead=True)
         return found[:limit] + dead
 
+    def _event(
+        self, event_id: bytes | str, entry: Mapping[Untyped, Untyped], due_ms: float = 0.0, *, is_dead: bool = False
+    ) -> CallbackEvent:
+        """The event of what is found in Redis. Raises KeyError or ValueError where that is none."""
+        checked_id = text(event_id)
+        self._keys.callback(checked_id)
+        return CallbackEvent.of(checked_id, text_fields(entry), due_ms, is_dead=is_dead)
+
     def _read(self, question: Sequence[Sequence[str | int]], *, is_dead: bool) -> list[CallbackEvent]:
+        """Those of a set; none for a member that is no event, that was sent meanwhile, or that is forgotten."""
         [members] = ask(self._client, question)
-        rows: dict[str, float] = dict(_scores(members))
-        entries = ask(self._client, [("HGETALL", self._keys.callback(event_id)) for event_id in rows]) if rows else []
-        return [
-            CallbackEvent.of(event_id, text_fields(entry), due_ms, is_dead=is_dead)
-            for (event_id, due_ms), entry in zip(rows.items(), entries, strict=True)
-            if entry  # one that was sent meanwhile, or is forgotten
-        ]
+        found = []
+        with self._client.pipeline(transaction=False) as pipeline:
+            rows = _scores(members)
+            for event_id, _ in rows:
+                pipeline.hgetall(f"{self._keys.callbacks}e:".encode() + event_id)
+            entries = pipeline.execute(raise_on_error=False)
+        for (event_id, due_ms), entry in zip(rows, entries, strict=True):
+            if isinstance(entry, Exception) and "WRONGTYPE" not in str(entry):
+                raise entry
+            with suppress(KeyError, ValueError):
+                if entry and not isinstance(entry, Exception):
+                    found.append(self._event(event_id, entry, due_ms, is_dead=is_dead))
+        return found
 
     def retry(self, event_id: str) -> None:
         """Have an event sent now, with all of its tries before it. Raises CallbackUnknown."""
@@ -262,8 +286,8 @@ class CallbackOutbox:
         return f"{self._keys.callbacks}{kind}"
 
 
-def _scores(members: RedisReply) -> list[tuple[str, float]]:
+def _scores(members: RedisReply) -> list[tuple[bytes, float]]:
     """Members and scores as Redis answers them, in pairs or flat."""
-    if members and isinstance(members[0], (list, tuple)):
-        return [(text(member), float(score)) for member, score in members]
-    return [(text(member), float(score)) for member, score in zip(members[::2], members[1::2], strict=True)]
+    is_paired = bool(members) and isinstance(members[0], (list, tuple))
+    pairs = members if is_paired else zip(members[::2], members[1::2], strict=True)
+    return [(member.encode() if isinstance(member, str) else member, float(score)) for member, score in pairs]

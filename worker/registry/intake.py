@@ -38,8 +38,8 @@ MAX_RETRY_S = 3600.0
 # Of a plain Celery producer's job, read at once to know which lines it has: so many that are not larger, or one line.
 READ_LINES, READ_BYTES = 500, 1024 * 1024
 
-# Options whose values are the producer's own words: a refusal is logged, and logs hold no such words.
-_OWN_WORDS = frozenset({"metadata", "idempotency_key"})
+# Options whose values are the producer's own words, or may hold a secret: a refusal is logged, and logs hold neither.
+_OWN_WORDS = frozenset({"metadata", "idempotency_key", "on_done"})
 
 
 def checked_options(options: Mapping[str, object]) -> SubmitOptions:

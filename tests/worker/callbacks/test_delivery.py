@@ -96,6 +96,13 @@ def test_what_has_no_form_of_a_target_is_no_option(on_done: object) -> None:
         checked_options({"on_done": on_done})
 
 
+@pytest.mark.parametrize("on_done", ["https://me:hunter2@a.example/ x", "http//hooks.example/hunter2", ["hunter2"]])
+def test_a_refusal_does_not_tell_what_was_given(on_done: object) -> None:
+    with pytest.raises(InvalidOption, match="on_done") as caught:
+        checked_options({"on_done": on_done})
+    assert "hunter2" not in str(caught.value)
+
+
 def test_millraces_own_queues_are_not_for_callbacks() -> None:
     limits = LimitSettings(callback_queues="millrace,millrace.fake")
     for queue in ("millrace", "millrace.fake"):

@@ -8,7 +8,7 @@ local lease, max_attempts = tonumber(ARGV[5]), tonumber(ARGV[6])
 local member = job_id .. '/' .. unit
 local now = now_ms()
 local job = redis.call('HMGET', JOB, 'st', 'cancel', 'deadline', 'n', 'pri', 'tenant', 'created', 'v', 'strict', 'url',
-  'trace', 'pin')
+  'trace', 'pin', 'cb')
 if not job[1] then
   redis.call('ZREM', OPEN, member)
   return {'gone'}
@@ -48,6 +48,7 @@ end
 
 -- Every prompt has its record, though the unit was not told so: it ends here.
 if unit ~= 'plan' and #missing == 0 then
+  check_outbox(job[13])
   redis.call('UNLINK', UNIT)
   redis.call('ZREM', OPEN, member)
   dequeue(job[6], model, member)

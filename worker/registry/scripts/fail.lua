@@ -6,10 +6,11 @@ if not held_under(token, PLAN) then
   -- A client that lost the reply sends the same call again.
   return redis.call('HGET', JOB, 'plan_tok') == token and {'job_done', ''} or {'fenced', ''}
 end
-local job = redis.call('HMGET', JOB, 'cancel', 'deadline')
+local job = redis.call('HMGET', JOB, 'cancel', 'deadline', 'cb')
 local now = now_ms()
 local mode = verdict(job[1], job[2], now)
 if mode ~= 'run' then return {'open', mode} end
+check_outbox(job[3])
 local num_records = redis.call('HLEN', RES)
 local prompts = redis.call('HGET', JOB, 'n') - num_records
 redis.call('HSET', JOB, 'n', num_records, 'errors', ARGV[4], 'plan_tok', token)

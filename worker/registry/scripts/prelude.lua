@@ -199,6 +199,16 @@ local function retain_results(job_id, tenant, bytes, retain, now)
   for _, key in ipairs({sum, ends}) do redis.call('PEXPIRE', key, last - now) end
 end
 
+local function waiting_callbacks(prefix, target)
+  return prefix .. (string.sub(target, 1, 5) == 'task:' and 'cb:task' or 'cb:url')
+end
+
+-- Fails where the outbox cannot be had, as with an ACL file from before there was one. Called before the first write of
+-- whatever may end a job: Redis takes back nothing that a script wrote, so it would have ended and nobody be told.
+local function check_outbox(target)
+  if target then redis.call('ZRANGE', waiting_callbacks(string.sub(OPEN, 1, -5), target), 0, 0) end
+end
+
 -- Put into the outbox that a job has ended. A job that ends again, because Redis went back, does so under the same id; one
 -- that was refused and then accepted has another time of creation. `counts`: prompts, answered ones, failed ones.
 local function put_callback(prefix, job_id, target, tenant, created, state, counts, now)
@@ -208,7 +218,7 @@ local function put_callback(prefix, job_id, target, tenant, created, state, coun
   redis.call('HSET', entry, 'job', job_id, 'to', target, 'tenant', tenant, 'state', state, 'at', now,
     'n', counts[1], 'ok', counts[2], 'err', counts[3], 'tries', 0, 'tok', '', 'error', '')
   redis.call('ZREM', prefix .. 'cb:dead', id)
-  redis.call('ZADD', prefix .. (string.sub(target, 1, 5) == 'task:' and 'cb:task' or 'cb:url'), now, id)
+  redis.call('ZADD', waiting_callbacks(prefix, target), now, id)
 end
 
 -- A job's end, with `prompts` of it that have no record. Its shards are gone by then, or there were none. The lines that
@@ -216,6 +226,9 @@ end
 local function close(job_id, state, reason, prompts, now)
   local job = redis.call('HMGET', JOB, 'bytes', 'tenant', 'retain', 'idem', 'err', 'resb', 'cb',
     'created', 'n', 'ok')
+  if job[7] then
+    put_callback(string.sub(OPEN, 1, -5), job_id, job[7], job[2], job[8], state, {job[9], job[10], job[5]}, now)
+  end
   redis.call('HSET', JOB, 'st', state, 'reason', reason, 'fin', now)
   redis.call('HINCRBY', ADM, 'end_' .. state, 1)
   redis.call('ZREM', OPEN, job_id .. '/plan')
@@ -228,9 +241,6 @@ local function close(job_id, state, reason, prompts, now)
   if tonumber(redis.call('HGET', tenant, 'jobs')) <= 0 then redis.call('DEL', tenant) end
   for _, key in ipairs({JOB, RES, ORD}) do redis.call('PEXPIRE', key, job[3]) end
   if job[4] ~= '' then redis.call('PEXPIRE', job[4], job[3]) end
-  if job[7] then
-    put_callback(string.sub(OPEN, 1, -5), job_id, job[7], job[2], job[8], state, {job[9], job[10], job[5]}, now)
-  end
 end
 
 -- The job's last record is written. Every shard's hash went with the shard's own last record.

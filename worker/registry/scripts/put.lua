@@ -5,8 +5,9 @@
 local job_id, unit, token = ARGV[1], ARGV[2], ARGV[3]
 local held = held_under(token, UNIT, 'n', 'model')
 if not held then return {'fenced', ''} end
-local job = redis.call('HMGET', JOB, 'st', 'cancel', 'deadline', 'n', 'tenant')
+local job = redis.call('HMGET', JOB, 'st', 'cancel', 'deadline', 'n', 'tenant', 'cb')
 if not is_open(job[1]) then return {'fenced', ''} end
+check_outbox(job[6])
 
 local now = now_ms()
 if is_rewound(job_id .. '/' .. unit, ARGV[4], now) then return {'rewound', ''} end

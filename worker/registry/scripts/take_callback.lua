@@ -7,10 +7,16 @@ local latest = now + math.max(tonumber(ARGV[3]), tonumber(ARGV[4]))
 for _, id in ipairs(redis.call('ZRANGE', KEYS[1], '(' .. latest, '+inf', 'BYSCORE', 'LIMIT', 0, 10)) do due[#due + 1] = id end
 for _, id in ipairs(due) do
   local entry = ARGV[1] .. 'cb:e:' .. id
-  if redis.call('EXISTS', entry) == 0 then
+  local tries = redis.call('EXISTS', entry) == 1 and redis.pcall('HINCRBY', entry, 'tries', 1)
+  local failure = type(tries) == 'table' and tries.err
+  -- No hash, or its tries are no number: it would hold up all behind it. Any other failure is no fault of the entry.
+  local is_none = failure and (string.find(failure, 'WRONGTYPE') or string.find(failure, 'not an integer')
+    or string.find(failure, 'overflow'))
+  if failure and not is_none then return tries end
+  if failure or not tries then
     redis.call('ZREM', KEYS[1], id)
   else
-    local token = redis.call('HINCRBY', entry, 'tries', 1) .. ':' .. ARGV[2]
+    local token = tries .. ':' .. ARGV[2]
     redis.call('HSET', entry, 'tok', token)
     redis.call('ZADD', KEYS[1], now + ARGV[3], id)
     return {id, token, redis.call('HGETALL', entry)}
