@@ -177,6 +177,10 @@ def test_an_http_server_answers_every_route_as_a_user_of_its_own(server: AclRedi
         assert openai.files.delete(file.id).deleted
         assert openai.files.delete(done.output_file_id).deleted
         assert http.http.get("/healthz").status_code == 200
+        cookie = {"Cookie": f"millrace_key={key}"}
+        assert '<td data-name="KV in use">' in http.http.get("/", headers=cookie).text
+        with http.http.stream("GET", "/events", headers=cookie) as events:
+            assert any('id="workers"' in line for line in events.iter_lines())
 
 
 @pytest.mark.usefixtures("nothing_denied")

@@ -72,6 +72,7 @@ seen.ran = await dropFile(desk, path, "tickets.jsonl");
 await desk.evaluate(() => { globalThis.isSamePage = true; });
 await state(desk, "completed");
 seen.wasLive = await desk.evaluate(() => globalThis.isSamePage === true);
+seen.note = await desk.locator("#live").textContent();
 await lookAt(desk, "job");
 const [download] = await Promise.all([desk.waitForEvent("download"), desk.locator(`#output-${seen.ran}`).click()]);
 seen.output = fs.readFileSync(await download.path(), "utf8");

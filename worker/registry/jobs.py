@@ -167,9 +167,17 @@ class JobQueries:
             names += [text(key).removeprefix(prefix) for key in keys]
             if int(cursor) == 0:
                 break
-        names = sorted(set(names))  # SCAN may name a key twice
+        return (yield from self._fresh(sorted(set(names))))  # SCAN may name a key twice
+
+    def serving_workers(self) -> Exchange[list[WorkerInfo]]:
+        """`workers` without those that still load their model; asks no SCAN, which goes through all keys of Redis."""
+        [names] = yield [("HKEYS", self._keys.served)]
+        return (yield from self._fresh(sorted(map(text, names))))
+
+    def _fresh(self, names: Sequence[str]) -> Exchange[list[WorkerInfo]]:
         if not names:
             return []
+        prefix = self._keys.workers
         heartbeats = yield [("HGETALL", f"{prefix}{name}") for name in names]
         engines = yield [("GET", f"{self._keys.engines}{name}") for name in names]
         return [

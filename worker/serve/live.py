@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ import redis
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from worker.registry.exchange import perform_async
 from worker.schemas import JobFilter, JobState, JobStatus, WorkerInfo
 from worker.serve.context import ServeContext
 from worker.serve.html import HEADERS
@@ -69,10 +72,15 @@ class JobView:
     @property
     def left(self) -> str:
         """How long it will take at this rate; "" where that cannot be told."""
-        counts = self.job.request_counts
-        if self.job.status.is_terminal or not counts.finished:
+        if self.has_ended or not self.per_s:
             return ""
+        counts = self.job.request_counts
         return duration((counts.total - counts.finished) / self.per_s)
+
+    @property
+    def other_failures(self) -> int:
+        """Failed prompts of no code: their records were written by workers older than the counts by code."""
+        return self.job.request_counts.failed - sum(self.job.failures.values())
 
     @property
     def has_ended(self) -> bool:
@@ -100,25 +108,28 @@ class Overview:
 
 
 class Views:
-    """Reads what is shown, at most once in EVERY_S for whatever number of pages."""
+    """Reads lists of jobs, and the workers, at most once in EVERY_S for whatever number of pages; a job each time."""
 
     def __init__(self, context: ServeContext) -> None:
         self._context = context
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)  # no more than there are tenants with keys
         self._known: dict[str, tuple[float, Overview]] = {}  # by tenant, and when it was read
+        self._workers_lock = asyncio.Lock()
+        self._workers: tuple[float, Sequence[WorkerInfo]] = (-math.inf, ())  # when they were read
 
     async def overview(self, tenant: str, most: int) -> Overview:
         """The newest `most` jobs. Raises redis.RedisError."""
-        lock = self._locks.setdefault(tenant, asyncio.Lock())
-        async with lock:
+        async with self._locks[tenant]:
             now_s = time.monotonic()
             self._known = {name: known for name, known in self._known.items() if now_s < known[0] + EVERY_S}
             if tenant not in self._known:
                 self._known[tenant] = (now_s, await self._read(tenant, most))
-            found = self._known[tenant][1]
-        if not lock.locked():
-            self._locks.pop(tenant, None)
-        return found
+            return self._known[tenant][1]
+
+    async def forget(self, tenant: str) -> None:
+        """Read the tenant's jobs anew, as one of them is gone."""
+        async with self._locks[tenant]:
+            self._known.pop(tenant, None)
 
     async def job(self, tenant: str, job_id: str) -> JobView:
         """One of the tenant's. Raises JobNotFound, InvalidJobId, redis.RedisError."""
@@ -126,8 +137,16 @@ class Views:
 
     async def _read(self, tenant: str, most: int) -> Overview:
         jobs = await self._context.jobs.jobs(most + 1, JobFilter(tenant=tenant))
-        workers, now_s = await self._context.jobs.workers(), await self._now_s()
+        workers, now_s = await self._read_workers(), await self._now_s()
         return Overview([JobView(job, now_s) for job in jobs[:most]], workers, len(jobs) > most)
+
+    async def _read_workers(self) -> Sequence[WorkerInfo]:
+        async with self._workers_lock:
+            now_s = time.monotonic()
+            if now_s >= self._workers[0] + EVERY_S:
+                workers = self._context.queries.serving_workers()
+                self._workers = (now_s, await perform_async(self._context.redis, workers))
+            return self._workers[1]
 
     async def _now_s(self) -> float:
         seconds, micros = await self._context.redis.time()

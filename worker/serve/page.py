@@ -6,11 +6,14 @@ changes something also has to come from a page of this server.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from urllib.parse import parse_qs, quote
 
+import redis
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
@@ -29,10 +32,12 @@ from worker.serve.live import EventStream, JobView, Views, duration, moment
 from worker.serve.uploads import FIELDS
 
 COOKIE = "millrace_key"
+SECURE_COOKIE = f"__Host-{COOKIE}"  # a browser lets no sibling site, and no page without TLS, set one of such a name
 MAX_KEY = 256
 MAX_FIELDS = 16  # of the form that one signs in with
 SHOWN_JOBS = 50
 MODEL_FIELD = "model"
+ONCE_FIELD = "once"  # drawn anew with each page, so that a form that is sent twice makes one job
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +93,7 @@ class PageRoutes:
 
     def _shown(self, handler: Handler) -> Callable[..., Awaitable[Response]]:
         async def for_tenant(request: Request) -> Response:
-            key = request.cookies.get(COOKIE)
+            key = _key_of_cookie(request)
             return await handler(request, await self._context.gate.tenant_with(request, key))
 
         return self._answered(for_tenant)
@@ -96,7 +101,7 @@ class PageRoutes:
     def _changing(self, handler: Handler) -> Callable[..., Awaitable[Response]]:
         async def for_tenant(request: Request) -> Response:
             check_same_site(request)
-            key = request.cookies.get(COOKIE)
+            key = _key_of_cookie(request)
             return await handler(request, await self._context.gate.tenant_with(request, key))
 
         return self._answered(for_tenant)
@@ -117,15 +122,17 @@ class PageRoutes:
         except KeyRefused:
             return self._pages.response("sign_in.html", {"is_refused": True}, 401)
         response = _to("/")
-        # Of a page that came by TLS, whoever ended that: the browser says how it asked.
-        is_secure = request.headers.get("origin", "").startswith("https://")
-        response.set_cookie(COOKIE, key, httponly=True, samesite="strict", secure=is_secure)
+        is_secure = _is_secure(request)
+        response.set_cookie(
+            SECURE_COOKIE if is_secure else COOKIE, key, httponly=True, samesite="strict", secure=is_secure
+        )
         return response
 
     async def _sign_out(self, request: Request) -> Response:
         check_same_site(request)
         response = _to("/sign-in")
         response.delete_cookie(COOKIE, httponly=True, samesite="strict")
+        response.delete_cookie(SECURE_COOKIE, httponly=True, samesite="strict", secure=True)
         return response
 
     async def _form(self, request: Request) -> dict[str, str]:
@@ -144,7 +151,8 @@ class PageRoutes:
 
     async def _jobs(self, request: Request, tenant: str) -> Response:
         read_query(request, {})
-        return self._pages.response("jobs.html", await self._overview(tenant))
+        shown = {**await self._overview(tenant), "once": secrets.token_hex(16)}
+        return self._pages.response("jobs.html", shown)
 
     async def _job_events(self, request: Request, tenant: str) -> Response:
         read_query(request, {})
@@ -211,14 +219,20 @@ class PageRoutes:
     async def _submit(self, request: Request, tenant: str) -> Response:
         """A file that is dropped, as a job; it is not kept beside the job."""
         read_query(request, {})
-        file, fields = await self._context.uploads.take_form(request, tenant, (*FIELDS, MODEL_FIELD))
+        file, fields = await self._context.uploads.take_form(request, tenant, (*FIELDS, MODEL_FIELD, ONCE_FIELD))
         options: SubmitArguments = {"tenant": tenant, "metadata": {"file": file.filename}}
-        if model := fields.get(MODEL_FIELD, b"").decode("utf-8", "replace").strip():
+        model = fields.get(MODEL_FIELD, b"").decode("utf-8", "replace").strip()
+        if model:
             options["model"] = model
+        if once := fields.get(ONCE_FIELD):
+            # With what is sent: a browser may go back to the same page, and send another file from it.
+            sent = b"\0".join((once, model.encode(), file.digest.encode()))
+            options["idempotency_key"] = f"page:{hashlib.sha256(sent).hexdigest()}"
         try:
             job_id = await self._context.jobs.submit(file, **options)
         finally:
-            with suppress(FileUnknown):
+            # The job is accepted, or was refused, whatever becomes of the file: that goes after serve.file_ttl_s.
+            with suppress(FileUnknown, redis.RedisError, OSError):
                 await perform_async(self._context.redis, self._context.files.delete(tenant, file.id))
         return _to(f"/jobs/{quote(job_id)}")
 
@@ -231,12 +245,33 @@ class PageRoutes:
 
     async def _retry(self, request: Request, tenant: str) -> Response:
         job = await self._context.job_of(tenant, request.path_params["job_id"])
-        return _to(f"/jobs/{quote(await self._context.jobs.retry(job.id))}")
+        retried = await self._context.jobs.retry(job.id, idempotency_key=f"retry:{job.id}")  # once, however often sent
+        return _to(f"/jobs/{quote(retried)}")
 
     async def _delete(self, request: Request, tenant: str) -> Response:
         job = await self._context.job_of(tenant, request.path_params["job_id"])
         await self._context.jobs.delete(job.id)
+        await self._views.forget(tenant)  # else the next page would still show it
         return _to("/")
+
+
+def _is_secure(request: Request) -> bool:
+    """Whether a POST is of a page that came by TLS, whoever ended that: the browser says how it asked."""
+    return request.headers.get("origin", "").startswith("https://")
+
+
+def _key_of_cookie(request: Request) -> str | None:
+    """The key that the browser keeps. Raises ApiError where it has two, of which another site may have set one.
+
+    A GET does not say whether it came by TLS, so the plain name is read there if the secure one is missing.
+    """
+    given = ";".join(request.headers.getlist("cookie")).split(";")
+    names = [cookie.partition("=")[0].strip() for cookie in given]
+    for name in (SECURE_COOKIE, COOKIE):
+        if names.count(name) > 1:
+            raise ApiError(f"the cookie {name} came twice; accepted: once. Clear this site's cookies", param="Cookie")
+    secure = request.cookies.get(SECURE_COOKIE)
+    return secure if secure is not None or _is_secure(request) else request.cookies.get(COOKIE)
 
 
 def _to(path: str) -> Response:

@@ -10,13 +10,17 @@ from collections.abc import Iterator
 
 import httpx2
 import pytest
+import redis
 
 from tests.support.http_servers import HttpServer, bearer, chat_lines, new_key, serving
+from tests.support.processes import running_thread, wait_until
 from tests.support.registry import TestRegistry, ended_job
-from worker.registry.models import Heartbeats, ModelDirectory
+from worker.registry.files import FileStore
+from worker.registry.models import Announcement, Heartbeats, ModelDirectory
 from worker.schemas import EngineLoad, SubmitOptions, WorkerInfo
 from worker.serve import access, live
 
+FOREIGN_LINK = re.compile(r'(src|href|action)="(?!/(?!/)|#)')
 EVIL = "<script>alert(1)</script>\"'&"
 
 
@@ -78,11 +82,71 @@ def test_errors_by_code_are_shown_and_what_failed_is_retried(server: HttpServer,
     assert server.http.get(f"/v1/batches/{retried}").json()["request_counts"]["total"] == 3
 
 
+def test_failures_of_before_the_counts_by_code_are_shown(server: HttpServer, registry: TestRegistry) -> None:
+    job_id = ended_job(registry, {1: ("b", "internal_error"), 2: ("c", "batch_expired"), 3: ("d", "batch_expired")})
+    registry.redis.hdel(registry.keys.job(job_id), "e:batch_expired")
+    page = _get(server, f"/jobs/{job_id}").text
+    assert re.findall(r"<td>(\w+)</td><td class=\"number\">(\d+)</td>", page) == [
+        ("internal_error", "1"),
+        ("other", "2"),
+    ]
+    assert "<td>other</td>" not in _get(server, f"/jobs/{ended_job(registry, {1: ('b', 'internal_error')})}").text
+
+
+def test_a_job_with_failures_before_it_was_planned_is_shown(server: HttpServer, registry: TestRegistry) -> None:
+    job_id = registry.submit([b"x"] * 2)
+    registry.redis.hset(registry.keys.job(job_id), "err", 1)  # as cancelling writes them, a part at a time
+    for path in ("/", f"/jobs/{job_id}"):
+        answer = _get(server, path)
+        assert answer.status_code == 200
+        assert "1 of 2" in answer.text
+
+
+def test_what_is_sent_twice_makes_one_job(server: HttpServer, registry: TestRegistry) -> None:
+    first, second = (re.findall(r'name="once" value="(\w+)"', _get(server, "/").text)[0] for _ in range(2))
+    assert first != second
+    job_id = _submit(server, "a.jsonl", once=first)
+    assert _submit(server, "a.jsonl", once=first) == job_id
+    others = [_submit(server, "a.jsonl", **fields) for fields in ({"once": second}, {"once": first, "model": "fake"})]
+    assert len({job_id, *others}) == 3
+    ended = ended_job(registry, {1: ("b", "internal_error")})
+    retries = {_post(server, f"/jobs/{ended}/retry").headers["Location"] for _ in range(2)}
+    assert len(retries) == 1
+
+
+def test_an_accepted_job_is_told_where_its_file_could_not_be_deleted(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_arguments: object) -> None:
+        raise redis.ConnectionError("gone")
+
+    monkeypatch.setattr(FileStore, "delete", lost)
+    job_id = _submit(server, "a.jsonl")
+    assert _get(server, f"/jobs/{job_id}").status_code == 200
+
+
+def test_workers_are_read_once_for_all_and_a_deleted_job_goes_at_once(
+    server: HttpServer, registry: TestRegistry, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "EVERY_S", 600.0)
+    ours, theirs = new_key(redis_url, "ours"), new_key(redis_url, "theirs")
+    job_id = ended_job(registry, {}, SubmitOptions(tenant="ours"))
+    assert job_id in _get(server, "/", ours).text
+    directory = registry.directory("w1")
+    directory.announce(Announcement(name="fake"))
+    info = WorkerInfo(id="w1", version="1", model="fake", steps=0, open_requests=0, held=0)
+    Heartbeats(directory, registry.keys).beat(info)
+    assert "No worker is up" in _get(server, "/", theirs).text
+    assert _post(server, f"/jobs/{job_id}/delete", cookie=ours).status_code == 303
+    assert job_id not in _get(server, "/", ours).text
+
+
 def test_what_a_user_can_name_is_escaped(server: HttpServer, registry: TestRegistry) -> None:
     options = SubmitOptions(metadata={EVIL[:40]: EVIL}, model=EVIL)
     job_id = registry.submit([b"x"], options)
     info = WorkerInfo(id=EVIL, version=EVIL, model=EVIL, steps=0, open_requests=0, held=0)
     directory = ModelDirectory(registry.redis, registry.keys, worker_id=EVIL)
+    directory.announce(Announcement(name=EVIL))
     Heartbeats(directory, registry.keys).beat(info)
     _submit(server, EVIL.replace('"', ""), model=EVIL)
     for path in ("/", f"/jobs/{job_id}"):
@@ -105,7 +169,9 @@ def test_a_page_loads_nothing_from_elsewhere_and_has_no_script_inside(server: Ht
         assert "unsafe" not in policy
         assert answer.headers["Cache-Control"] == "no-store"
         assert not re.search(r"<script>|<style|style=|\son\w+=|javascript:", answer.text)
-        assert not re.search(r"(src|href|action)=\"(?!/|#)", answer.text)
+        assert not FOREIGN_LINK.search(answer.text)
+    for link in ('src="https://example.com/a.js"', 'href="//example.com"', 'action="javascript:a()"', 'href="a"'):
+        assert FOREIGN_LINK.search(link)
 
 
 def test_the_key_is_kept_in_a_cookie_that_no_script_reads(server: HttpServer, redis_url: str) -> None:
@@ -123,12 +189,28 @@ def test_the_key_is_kept_in_a_cookie_that_no_script_reads(server: HttpServer, re
     secure = server.http.post(
         "/sign-in", data={"key": key}, headers={"Origin": server.url.replace("http:", "https:")}
     ).headers["Set-Cookie"]
+    assert secure.startswith(f"__Host-millrace_key={key};")
     assert "Secure" in secure
+    assert "Path=/;" in secure
+    assert "Domain" not in secure
     assert "tenant team-a" in _get(server, "/", key).text
-    assert 'millrace_key=""' in _post(server, "/sign-out", cookie=key).headers["Set-Cookie"]
+    dropped = _post(server, "/sign-out", cookie=key).headers.get_list("Set-Cookie")
+    assert [cookie.partition(";")[0] for cookie in dropped] == ['millrace_key=""', '__Host-millrace_key=""']
     # The API takes no cookie: whatever a page can have a browser send, it is not its key.
     assert server.http.get("/v1/files", headers={"Cookie": f"millrace_key={key}"}).status_code == 401
     assert server.http.get("/", headers=bearer(key)).headers["Location"] == "/sign-in"
+
+
+def test_a_cookie_that_another_site_may_have_set_is_not_taken(server: HttpServer, redis_url: str) -> None:
+    ours, theirs = new_key(redis_url, "ours"), new_key(redis_url, "theirs")
+    both = {"Cookie": f"millrace_key={theirs}; __Host-millrace_key={ours}"}
+    assert "tenant ours" in server.http.get("/", headers=both).text
+    twice = server.http.get("/", headers={"Cookie": f"millrace_key={theirs}; millrace_key={ours}"})
+    assert twice.status_code == 400
+    assert "came twice" in twice.text
+    by_tls = {"Origin": server.url.replace("http:", "https:"), "Cookie": f"millrace_key={theirs}"}
+    job = server.http.post("/jobs/s0-none/cancel", headers=by_tls)
+    assert job.headers["Location"] == "/sign-in"
 
 
 @pytest.mark.parametrize(
@@ -189,11 +271,23 @@ def test_an_open_page_is_told_what_changes(server: HttpServer) -> None:
     job_id = _submit(server, "a.jsonl")
     for path in ("/events", f"/jobs/{job_id}/events"):
         _parts(server, path, "validating")
-    told = threading.Thread(target=_parts, args=(server, f"/jobs/{job_id}/events", "state cancelled"))
-    told.start()
-    _post(server, f"/jobs/{job_id}/cancel")
-    told.join(30)
-    assert not told.is_alive()
+    is_open, told = threading.Event(), list[str]()
+
+    def read(_stop: threading.Event) -> None:
+        with server.http.stream("GET", f"/jobs/{job_id}/events") as stream:
+            for line in stream.iter_lines():
+                told.append(line)
+                if "state validating" in line:
+                    is_open.set()
+                if "state cancelled" in line:
+                    return
+
+    with running_thread(read):
+        assert is_open.wait(30)
+        assert not [line for line in told if "data-ended" in line]
+        _post(server, f"/jobs/{job_id}/cancel")
+        wait_until(lambda: [line for line in told if "state cancelled" in line])
+    assert [line for line in told if "data-ended" in line]  # the page's script comes no more
 
 
 def test_no_more_pages_are_live_than_may_be_and_none_keeps_the_server(redis_url: str) -> None:
@@ -212,12 +306,16 @@ def test_no_more_pages_are_live_than_may_be_and_none_keeps_the_server(redis_url:
 def test_workers_are_shown_with_their_kv_and_hits(server: HttpServer, registry: TestRegistry) -> None:
     load = EngineLoad(kv_blocks=1000, used_kv_blocks=250, prompt_tokens=400, cached_tokens=300)
     info = WorkerInfo(id="w1", version="1", model="fake", steps=1, open_requests=7, held=1, engine=load)
-    heartbeats = Heartbeats(ModelDirectory(registry.redis, registry.keys, worker_id="w1"), registry.keys)
+    directory = registry.directory("w1")
+    directory.announce(Announcement(name="fake"))
+    heartbeats = Heartbeats(directory, registry.keys)
     heartbeats.beat(info)
+    registry.serve("fake", "died")  # of which no heartbeat is fresh
     assert registry.workers() == [info]
     page = _get(server, "/").text
     assert "250 of 1,000 blocks" in page
     assert "75%" in page
+    assert "died" not in page
     heartbeats.forget("w1")
     assert registry.workers() == []
-    assert "No worker is up" in _get(server, "/").text
+    wait_until(lambda: "No worker is up" in _get(server, "/").text)

@@ -53,6 +53,7 @@ def test_a_job_is_submitted_cancelled_and_retried_by_the_page(seen: dict[str, An
         assert client.status(seen["retried"]).request_counts.total == 40
         assert {job.tenant for job in client.jobs()} == {"team-a"}
     assert seen["wasLive"]
+    assert seen["note"] == ""  # no longer: the job has ended
     assert len(seen["output"].splitlines()) == 40
     assert seen["problems"] == []  # nothing that the page's own policy refuses, no error of its script
     assert (seen["cookies"], seen["readable"]) == ([["millrace_key", True, "Strict"]], "")

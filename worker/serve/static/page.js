@@ -12,7 +12,7 @@ function replace(part) {
 }
 
 function live(url) {
-  let events = null, again = 0;
+  let events = null, again = 0, hasEnded = false;
   function open() {
     events = new EventSource(url);
     events.onopen = () => { note.textContent = "Live"; };
@@ -20,6 +20,11 @@ function live(url) {
       const parts = document.createElement("template");
       parts.innerHTML = event.data;
       parts.content.querySelectorAll("[data-live]").forEach(replace);
+      if (parts.content.querySelector("[data-ended]")) {  // nothing changes any more
+        hasEnded = true;
+        events.close();
+        note.textContent = "";
+      }
     };
     events.onerror = () => {
       if (events.readyState !== EventSource.CLOSED) return;  // it tries again by itself
@@ -32,7 +37,7 @@ function live(url) {
   document.addEventListener("visibilitychange", () => {
     events.close();
     clearTimeout(again);
-    if (!document.hidden) open();
+    if (!document.hidden && !hasEnded) open();
   });
   open();
 }
