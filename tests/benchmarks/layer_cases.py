@@ -5,8 +5,9 @@ For experts each operation is a case, and so is the whole layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
@@ -55,8 +56,12 @@ def elementwise_cases(ops: Operations, models: Sequence[ModelShape], sizes: Size
             yield Case("fused_add_rms_norm", names, shape, "bandwidth", _add_norm(ops, num_tokens, hidden), goal)
         for names, model in distinct(models, lambda m: (m.intermediate_size, m.experts_per_token)):
             rows = num_tokens * max(model.experts_per_token, 1)
-            shape, prepare = f"rows {rows}, I {model.intermediate_size}", _silu(ops, rows, model.intermediate_size)
-            yield Case("silu_and_mul", names, shape, "bandwidth", prepare, goal)
+            shape = f"rows {rows}, I {model.intermediate_size}"
+            for name, activation in _activations(ops).items():
+                yield Case(name, names, shape, "bandwidth", _gated(activation, rows, model.intermediate_size), goal)
+    for names, model in distinct(models, lambda m: m.vocab_size):
+        shape = f"N {sizes.few_tokens}, V {model.vocab_size}"
+        yield Case("cap_logits", names, shape, "bandwidth", _cap(ops, sizes.few_tokens, model.vocab_size), None)
 
 
 def _linear_cases(ops: Operations, models: Sequence[ModelShape], sizes: Sizes) -> Iterator[Case]:
@@ -138,16 +143,58 @@ def _add_norm(ops: Operations, num_tokens: int, hidden: int) -> Prepare:
     return prepare
 
 
-def _silu(ops: Operations, num_rows: int, width: int) -> Prepare:
+class _Activation(NamedTuple):
+    """Of gates and ups side by side [N, 2I], and the same in PyTorch."""
+
+    ours: Callable[[torch.Tensor], torch.Tensor]
+    library: str
+    by_torch: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # gate, up [N, I]
+
+
+def _activations(ops: Operations) -> Mapping[str, _Activation]:
+    """By operation: Qwen's, Gemma's, gpt-oss' with its own two numbers."""
+    alpha, limit = 1.702, 7.0
+
+    def clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate = gate.clamp(max=limit)
+        return gate.mul(alpha).sigmoid_().mul_(gate).mul_(up.clamp(-limit, limit).add_(1))
+
+    return {
+        "silu_and_mul": _Activation(ops.silu_and_mul, "torch silu, mul_", lambda gate, up: F.silu(gate).mul_(up)),
+        "gelu_and_mul": _Activation(
+            ops.gelu_and_mul, "torch gelu, mul_", lambda gate, up: F.gelu(gate, approximate="tanh").mul_(up)
+        ),
+        "clamped_swiglu": _Activation(
+            lambda gate_up: ops.clamped_swiglu(gate_up, alpha, limit), "torch clamp, sigmoid_, mul_", clamped
+        ),
+    }
+
+
+def _gated(activation: _Activation, num_rows: int, width: int) -> Prepare:
     def prepare(device: torch.device) -> Workload:
         gate_up = random(num_rows, 2 * width, device=device)
+        library = {activation.library: lambda: activation.by_torch(*gate_up.chunk(2, dim=-1))}
+        return Workload(2 * 3 * num_rows * width, "2 x 3 rows I bytes", lambda: activation.ours(gate_up), library)
 
-        def by_torch() -> torch.Tensor:
-            gate, up = gate_up.chunk(2, dim=-1)
-            return F.silu(gate).mul_(up)
+    return prepare
 
-        amount = 2 * 3 * num_rows * width
-        return Workload(amount, "2 x 3 rows I bytes", lambda: ops.silu_and_mul(gate_up), {"torch silu, mul_": by_torch})
+
+def _cap(ops: Operations, num_rows: int, vocab_size: int) -> Prepare:
+    def prepare(device: torch.device) -> Workload:
+        logits, cap = random(num_rows, vocab_size, device=device), 30.0
+        original = logits.clone()
+
+        def capped() -> torch.Tensor:
+            ops.cap_logits(logits, cap)
+            return logits
+
+        return Workload(
+            2 * 2 * num_rows * vocab_size,
+            "2 x 2 N V bytes: read and written",
+            capped,
+            {"torch div_, tanh_, mul_": lambda: logits.div_(cap).tanh_().mul_(cap)},
+            restore=lambda: copy_back(logits, original),
+        )
 
     return prepare
 

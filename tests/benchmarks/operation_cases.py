@@ -104,6 +104,8 @@ def _row_cases(dtype: torch.dtype, is_tiny: bool) -> Iterator[OperationCase]:
             lambda ops, x, r, w: [ops.fused_add_rms_norm(x, r, w, EPS), r],
         )
         yield _case(f"silu_and_mul {rows}", (gate,), lambda ops, g: [ops.silu_and_mul(g)])
+        yield _case(f"gelu_and_mul {rows}", (gate,), lambda ops, g: [ops.gelu_and_mul(g)])
+        yield _case(f"clamped_swiglu {rows}", (gate,), lambda ops, g: [ops.clamped_swiglu(g, 1.702, 7.0)])
         slots = torch.randperm(blocks * BLOCK_SIZE, generator=torch.Generator().manual_seed(rows))[:rows]
         cache = torch.full((2, blocks, BLOCK_SIZE, kv_heads, dim), torch.nan, dtype=dtype)
         head_norm = 1 + 0.1 * _normal(dim, seed=6)
@@ -245,6 +247,11 @@ def _outputs(ops: Any, rows: torch.Tensor, routed: RoutedExperts, num_experts: i
     return ExpertOutputs(rows, ops.sort_tokens_by_expert(routed.expert_ids, num_experts), routed.weights)
 
 
+def _capped(ops: Any, logits: torch.Tensor) -> Results:
+    ops.cap_logits(logits, 30.0)
+    return [logits]
+
+
 def _sampling(is_tiny: bool) -> Iterator[OperationCase]:
     rows, vocab = (2, 300) if is_tiny else (64, 151_936)
     logits = 4 * _normal(rows, vocab, seed=11)
@@ -252,6 +259,7 @@ def _sampling(is_tiny: bool) -> Iterator[OperationCase]:
     pairs = torch.arange(min(1000, vocab)), torch.zeros(min(1000, vocab), dtype=torch.int64)
     top = (torch.full((rows,), 50), torch.full((rows,), 0.9), torch.full((rows,), 0.02))
     ones = torch.ones(rows)
+    yield _case("cap_logits", (10 * logits,), _capped)
     yield _case("argmax", (logits,), lambda ops, x: [ops.argmax(x)])
     yield _case("gumbel_argmax", (logits, ids, ids), lambda ops, *given: [ops.gumbel_argmax(*given)], peer=cpu)
     drawn = (logits, torch.arange(vocab) % 7 > 0, ids % 2 * ones, ids, ids)

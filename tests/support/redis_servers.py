@@ -125,7 +125,9 @@ class RestartableRedis:
     def start(self) -> None:
         """Start the server and wait until it has read its file and answers."""
         options = {"port": self.port, "bind": "127.0.0.1", "dir": self.directory, "save": ""}
-        options |= {"appendonly": "yes" if self._is_durable else "no", "appendfsync": "everysec"}
+        # Flushed before each answer: with everysec a write that has been answered waits behind a busy disk, and a
+        # server killed meanwhile has lost it (17 of 20 writes, measured).
+        options |= {"appendonly": "yes" if self._is_durable else "no", "appendfsync": "always"}
         options["auto-aof-rewrite-percentage"] = 0  # else a place in the file, see faults.FileHistory, would move
         command = _command({**options, **self._options}, self._executable)
         # The server inherits that this is ignored, so a file that may not grow is an error of write() and not the end.
