@@ -70,7 +70,7 @@ def padded_head_dim(head_dim: int) -> int:
     return max(1 << (head_dim - 1).bit_length(), _MIN_DOT_SIZE)
 
 
-def decode_launch(head_dim: int, element_bytes: int, capability: int) -> AttentionLaunch:
+def decode_launch(head_dim: int, element_bytes: int, capability: int, *, is_capped: bool = False) -> AttentionLaunch:
     """Launch of the decode kernel, for head_dim up to 256; capability: compute capability such as 90.
 
     16 packed heads, the smallest M, since decode waits for memory and not for products. The keys and values of two
@@ -79,11 +79,13 @@ def decode_launch(head_dim: int, element_bytes: int, capability: int) -> Attenti
     four and five programs share a multiprocessor. Two tiles of 64 keys take 158 registers and 73 KiB: three programs.
     One of 64 keys, as many bytes in one piece, takes 38 KiB in two stages. The block table, read ahead of the keys,
     takes two of the stages. Heads that are padded (80 and 96 to 128 dims) have one tile in flight before Hopper: with
-    two, or with tiles of 16 keys, triton 3.6.0 spills 4 bytes there.
+    two, or with tiles of 16 keys, triton 3.6.0 spills 4 bytes there. So have capped scores above 128 dims (8 bytes on
+    sm_90 else).
     """
     if element_bytes == 4:  # exact products without tensor cores: larger ones spill
         return AttentionLaunch(block_m=16, tile=16, num_warps=8, num_stages=1)
-    num_stages = 4 if head_dim < padded_head_dim(head_dim) and capability != 90 else 5
+    has_one_in_flight = (head_dim < padded_head_dim(head_dim) and capability != 90) or (is_capped and head_dim > 128)
+    num_stages = 4 if has_one_in_flight else 5
     rule = {"tile": 32, "num_warps": 4, "num_stages": num_stages}
     return AttentionLaunch(block_m=16, **(tuned("decode_attention") or rule))
 

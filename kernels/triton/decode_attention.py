@@ -75,7 +75,8 @@ def _decode(
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_rows == 0:
         return output
-    launch = decode_launch(head_dim, q.element_size(), compute_capability())
+    is_capped = rows.soft_cap is not None
+    launch = decode_launch(head_dim, q.element_size(), compute_capability(), is_capped=is_capped)
     num_kv_heads = k_cache.shape[2]
     head_blocks = num_kv_heads * triton.cdiv(num_heads // num_kv_heads, launch.block_m)
     plan = plan_decode(q, num_kv_heads, rows)
