@@ -53,6 +53,8 @@ def is_public(address: str) -> bool:
             found = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
         else:
             found = found.ipv4_mapped or found.sixtofour or found
+            if found.version == 6 and found.is_site_local:  # which counts as global
+                return False
     return found.is_global and not (found.is_multicast or found.is_reserved or found.is_unspecified)
 
 
@@ -120,6 +122,7 @@ def _connected(target: CallbackTarget, deadline: _Deadline) -> socket.socket:
         try:
             connection.settimeout(deadline.left_s())
             connection.connect(address)
+            connection.settimeout(deadline.left_s())
             return _encrypted(connection, target) if target.is_tls else connection
         except OSError as error:
             connection.close()

@@ -186,9 +186,15 @@ class TextFormat(BodyModel):
 
     @model_validator(mode="after")
     def _has_a_schema_or_none(self) -> Self:
-        if self.type != "json_schema" and self.schema_object is not None:
-            at = {"at": "schema", "value": "set"}
-            raise PydanticCustomError("invalid_value", "only with type json_schema", at)
+        given = {
+            "schema": self.schema_object,
+            "name": self.name,
+            "description": self.description,
+            "strict": self.strict,
+        }
+        for name, value in given.items():
+            if self.type != "json_schema" and value is not None:
+                raise PydanticCustomError("invalid_value", "only with type json_schema", {"at": name, "value": "set"})
         return self
 
 
@@ -203,6 +209,8 @@ class ReasoningOptions(BodyModel):
     """How much the model is to think. Reasoning comes back as it is, so nothing is summed up."""
 
     effort: Effort | None = None
+    summary: None = None
+    generate_summary: None = None
 
 
 class FunctionTool(BodyModel):

@@ -25,6 +25,7 @@ from worker.app import create_app
 from worker.callbacks.sender import CallbackSender, kinds_sent_with, wait_before_next_s
 from worker.cli.main import cli
 from worker.client import BatchClient
+from worker.lines.request_line import Endpoint
 from worker.registry.callbacks import CallbackKind, CallbackOutbox, TakenCallback
 from worker.registry.errors import InvalidOption
 from worker.registry.keys import UnitRef
@@ -126,6 +127,8 @@ def test_workers_of_older_versions_leave_such_a_job_alone(registry: TestRegistry
     assert registry.redis.hget(registry.keys.job(job_id), "v") == b"4"  # before and after it is planned
     assert registry.redis.hget(registry.keys.job(_planned(registry)), "v") == b"4"
     assert registry.redis.hget(registry.keys.job(_planned(registry, on_done=None)), "v") == b"3"
+    responses = registry.submit([b"{}"], SubmitOptions(endpoint=Endpoint.RESPONSES))  # which they do not know either
+    assert registry.redis.hget(registry.keys.job(responses), "v") == b"4"
 
 
 def test_a_job_that_ends_again_after_a_rewind_has_the_same_event(registry: TestRegistry) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ from worker.registry.connect import connect
 from worker.registry.keys import UnitRef
 from worker.registry.leases import NewShard
 from worker.runtime.staged_jobs import StagedJobs
-from worker.schemas import JobState, SubmitOptions
+from worker.schemas import BatchError, JobState, SubmitOptions
 
 TASK = "task:shop.on_batch@done"
 DENIED = r"(?i)access|permission"
@@ -145,6 +146,14 @@ def test_who_may_not_write_the_outbox_ends_no_job(registry: TestRegistry, redis_
     [event] = _outbox(registry).events(10)
     counters = registry.redis.hgetall(registry.keys.counters)
     assert (event.job_id, counters[b"prompts"], counters[b"jobs"]) == (job_id, b"1" if way == "claim" else b"0", b"0")
+
+
+def test_a_second_refusal_is_told_if_it_says_something_else(registry: TestRegistry) -> None:
+    intake, job_id = registry.intake(limits=TASKS), registry.keys.new_job_id()
+    for message, num_events in (("no", 1), ("no", 1), ("never", 2)):
+        intake.refuse(job_id, BatchError(code="invalid_request", message=message), "default", on_done=TASK)
+        time.sleep(0.002)  # an event's id has milliseconds
+        assert len(_outbox(registry).events(10)) == num_events
 
 
 @pytest.mark.parametrize("on_done", ["task:\ud800@done", "task:a b@done", TASK + "\n"])

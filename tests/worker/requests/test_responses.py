@@ -169,13 +169,15 @@ NOTHING: dict[str, object] = {
     "previous_response_id": None, "conversation": None, "max_tool_calls": None, "metadata": {"a": "b"}, "user": "u",
     "service_tier": "auto", "prompt_cache_key": "k", "safety_identifier": "s", "text": {"format": {"type": "text"}},
     "tools": [], "tool_choice": "auto", "parallel_tool_calls": True,
+    "reasoning": {"effort": None, "summary": None, "generate_summary": None},
 }  # fmt: skip
 
 
 def test_what_asks_for_nothing_changes_nothing() -> None:
     assert _chat(_line(**NOTHING)).grammar is None
-    shown = [message.for_template() for message in _chat(_line(**NOTHING)).messages]
-    assert shown == [message.for_template() for message in _chat(_line()).messages]
+    text = {"text": {"format": {"type": "text"}}}
+    given, plain = (_chat(_line(**fields)).model_dump(exclude={"asked"}) for fields in (NOTHING, text))
+    assert given == plain
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -216,6 +218,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a schema without a name": ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
     "a name without a schema": ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     "a schema of text": ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
+    "a name of text": ({"text": {"format": {"type": "text", "name": "x"}}}, "text.format.name"),
+    "a description of text": ({"text": {"format": {"type": "text", "description": "x"}}}, "text.format.description"),
+    "strict text": ({"text": {"format": {"type": "text", "strict": False}}}, "text.format.strict"),
     "a verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity"),
     "an effort": ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
     "a summary": ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),

@@ -1,6 +1,7 @@
 -- Remember that a job was refused, where its producer is not there to be told. KEYS job, jobs, where its lines wait, adm.
 -- ARGV job id, reason, errors (JSON), tenant, ms to remember it, ms to keep its lines, whom to tell (or empty).
 local state = redis.call('HGET', KEYS[1], 'st')
+local before = redis.call('HMGET', KEYS[1], 'reason', 'errors')
 if state and state ~= 'refused' then
   -- The accepted job keeps its lines; those of this submit alone go, as it staged them without an end.
   if KEYS[3] ~= string.sub(KEYS[1], 1, -4) .. 'in' then redis.call('PEXPIRE', KEYS[3], ARGV[6]) end
@@ -15,7 +16,7 @@ redis.call('PEXPIRE', KEYS[1], ARGV[5])
 redis.call('PEXPIRE', KEYS[3], ARGV[6])
 list(KEYS[2], KEYS[4] .. ':j:' .. ARGV[4], KEYS[1], ARGV[1], now)
 -- Not again when its message comes twice.
-if ARGV[7] ~= '' and not state then
+if ARGV[7] ~= '' and not (before[1] == ARGV[2] and before[2] == ARGV[3]) then
   put_callback(string.sub(KEYS[2], 1, -5), ARGV[1], ARGV[7], ARGV[4], now, 'failed', {0, 0, 0}, now)
 end
 return 1

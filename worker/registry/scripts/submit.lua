@@ -89,8 +89,9 @@ local deadline = 0
 if a.deadline_ms > 0 then deadline = now + a.deadline_ms end
 -- The first write is one that a Redis without memory refuses: before anything has changed.
 -- A worker that does not know version 2 must leave the job alone, as it would run the good lines of a bad file; one that
--- does not know version 3, as it would run them on its own model; and one that does not know 4, as it would tell nobody.
-redis.call('HSET', JOB, 'v', a.on_done ~= '' and 4 or a.model ~= '' and 3 or (a.strict == 1 or a.endpoint ~= '') and 2 or 1,
+-- does not know version 3, as it would run them on its own model; and one that does not know 4, as it would tell nobody,
+-- or refuse lines of /v1/responses.
+redis.call('HSET', JOB, 'v', (a.on_done ~= '' or a.endpoint == '/v1/responses') and 4 or a.model ~= '' and 3 or (a.strict == 1 or a.endpoint ~= '') and 2 or 1,
   'st', 'queued', 'n', a.n, 'ok', 0, 'err', 0, 'exp', 0, 'bytes', bytes,
   'tenant', a.tenant, 'pri', a.priority, 'spec', a.spec, 'created', now, 'started', 0, 'deadline', deadline,
   'cancel', 0, 'fin', 0, 'reason', '', 'ns', 0, 'sd', 0, 'tokp', 0, 'tokc', 0, 'toko', 0,
