@@ -1,8 +1,8 @@
 """Starts private Redis servers for tests: real redis-servers, never a mock.
 
-Plain, with the users that `millrace acl` prints, stopped and started again on the same port, behind TLS (not every
-redis-server is built with it, so TLS stands in front as stunnel does), behind a TCP proxy that misbehaves as networks
-do, set up badly for `millrace doctor`, or with a reply that gets lost after the command was carried out.
+Plain, with the users that `millrace acl` prints, stopped and started again on the same port, behind TLS (stunnel's, as
+not every server has its own), behind a TCP proxy that misbehaves as networks do, set up badly for `millrace doctor`, or
+with a reply that gets lost after the command was carried out.
 """
 
 from __future__ import annotations
@@ -125,13 +125,12 @@ class RestartableRedis:
     def start(self) -> None:
         """Start the server and wait until it has read its file and answers."""
         options = {"port": self.port, "bind": "127.0.0.1", "dir": self.directory, "save": ""}
-        # Flushed before each answer: with everysec a write that has been answered waits behind a busy disk, and a
-        # server killed meanwhile has lost it (17 of 20 writes, measured).
+        # Flushed before each answer: everysec lost 17 of 20 answered writes, measured, to a kill beside a busy disk.
         options |= {"appendonly": "yes" if self._is_durable else "no", "appendfsync": "always"}
         options["auto-aof-rewrite-percentage"] = 0  # else a place in the file, see faults.FileHistory, would move
         command = _command({**options, **self._options}, self._executable)
-        # The server inherits that this is ignored, so a file that may not grow is an error of write() and not the end.
-        # Python ignores it from its start on; LLVM catches it once Triton has compiled, which is not inherited.
+        # Inherited, so a file that may not grow is an error of write() and not the end. Python ignores it from its
+        # start on, but LLVM catches it once Triton has compiled, which is not inherited.
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         with (self.directory / "redis.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, restore_signals=False)
@@ -151,9 +150,10 @@ class RestartableRedis:
 
     @contextmanager
     def no_larger_files(self) -> Iterator[None]:
-        """Let the server's files grow no further: its writes fail as on a full disk."""
-        if self._process is None:
-            raise RuntimeError("the server does not run")
+        """Let its files grow no further, as on a full disk: with `appendfsync always` a server would end itself."""
+        assert self._process is not None, "the server does not run"
+        with redis.Redis.from_url(self.url) as client:
+            client.config_set("appendfsync", "everysec")
         present = max(path.stat().st_size for path in self.directory.glob("*.aof"))
         before = resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (present, before[1]))
