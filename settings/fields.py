@@ -100,6 +100,17 @@ def _check_names(text: str) -> str:
     return text
 
 
+HOSTS_FORMS = "hosts separated by commas, each host, host:port, [IPv6], [IPv6]:port or *.domain"
+_HOST_ENTRY = re.compile(r"((\*\.)?[a-z0-9_-][a-z0-9._-]*|\[[0-9a-f:.]{2,45}\])(:[1-9][0-9]{0,4})?", re.IGNORECASE)
+
+
+def _check_hosts(text: str) -> str:
+    # What is no host would allow none or, as `*.`, one that nobody meant: every name with a dot at its end.
+    if not all(map(_HOST_ENTRY.fullmatch, read_names(text))):
+        raise ValueError("not hosts")
+    return text
+
+
 def _check_printable(text: str) -> str:
     if not text.isprintable():
         raise ValueError("not printable")  # it is shown on terminals
@@ -108,6 +119,7 @@ def _check_printable(text: str) -> str:
 
 Name = Annotated[str, AfterValidator(_check_printable)]
 Names = Annotated[str, AfterValidator(_check_names)]
+Hosts = Annotated[str, AfterValidator(_check_hosts)]
 
 
 def write(value: object) -> str:

@@ -7,7 +7,19 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from settings.errors import FieldOrderError
-from settings.fields import NAMES_FORMS, Accepted, Bytes, Jobs, Names, Prompts, SettingsGroup, Unit, read_names
+from settings.fields import (
+    HOSTS_FORMS,
+    NAMES_FORMS,
+    Accepted,
+    Bytes,
+    Hosts,
+    Jobs,
+    Names,
+    Prompts,
+    SettingsGroup,
+    Unit,
+    read_names,
+)
 
 
 class LimitSettings(SettingsGroup):
@@ -85,12 +97,12 @@ class LimitSettings(SettingsGroup):
         description="Models that jobs may wait for, beside those that workers serve or served within a week.",
     )
 
-    callback_hosts: Annotated[Names, Accepted(NAMES_FORMS)] | None = Field(
+    callback_hosts: Annotated[Hosts, Accepted(HOSTS_FORMS)] | None = Field(
         default=None,
         description="Hosts that a job's on_done may name, by https and at public addresses: host, host:port, or "
         "*.domain. None: no host.",
     )
-    callback_private_hosts: Annotated[Names, Accepted(NAMES_FORMS)] | None = Field(
+    callback_private_hosts: Annotated[Hosts, Accepted(HOSTS_FORMS)] | None = Field(
         default=None,
         description="The same for hosts that may have addresses of a private network, and take http. None: no host.",
     )

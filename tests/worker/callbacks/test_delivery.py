@@ -103,6 +103,16 @@ def test_a_refusal_does_not_tell_what_was_given(on_done: object) -> None:
     assert "hunter2" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "entry", ["*.", "*", "*.*.com", "https://a.com", "a.com/x", "a.com:", "a.com:0", "::1", "a.com?x"]
+)
+@pytest.mark.parametrize("key", ["limits.callback_hosts", "limits.callback_private_hosts"])
+def test_an_entry_that_is_no_host_is_refused(key: str, entry: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings({key: f"hooks.example.com,{entry}"}, environ={})
+    assert f"{key}=hooks.example.com,{entry}: accepted: hosts separated by commas" in str(caught.value)
+
+
 def test_millraces_own_queues_are_not_for_callbacks() -> None:
     limits = LimitSettings(callback_queues="millrace,millrace.fake")
     for queue in ("millrace", "millrace.fake"):
