@@ -29,7 +29,7 @@ r"""Names the registry's keys, all of one hash slot, `millrace:{s0}:`, and the u
     adm:u:<day>     HASH  <n, i, c or o>/<tenant>/<model> -> prompts, tokens in, cached and out, of a day (from 1970 on)
     idem:<digest>   STRING job id
     jobs            ZSET  job -> created, ms, the newest 10 000
-    adm:j:<tenant>  ZSET  likewise of one tenant
+    adm:j:<tenant>  ZSET  likewise of one tenant; adm:l:<tenant> STRING until when the last of its ended ones is kept
     dead            ZSET  <job>/<unit> that crashed too many workers ; deadraw LIST of frames that were no message
     w:<worker>      HASH  heartbeat
     adm:w:<worker>  STRING  what its engine is at, JSON, which goes with the heartbeat

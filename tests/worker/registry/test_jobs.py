@@ -10,7 +10,9 @@ from typing import cast
 
 import pytest
 
+from settings import RedisSettings
 from tests.support.registry import TestRegistry, must_claim, ok
+from worker.client import BatchClient
 from worker.registry import jobs as job_queries
 from worker.registry.connect import connect_async
 from worker.registry.errors import InvalidJobId, JobNotFound, ResultsLost, ResultsRewound
@@ -20,7 +22,7 @@ from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import Claim
 from worker.registry.lifecycle import PutStatus
 from worker.registry.queues import lanes_by_priority
-from worker.schemas import JobFilter, SubmitOptions
+from worker.schemas import BatchError, JobFilter, SubmitOptions
 
 NUM_LINES = 6
 
@@ -183,6 +185,31 @@ def test_a_tenants_list_does_not_grow_with_jobs_that_are_forgotten(registry: Tes
     assert registry.redis.zcard(registry.keys.jobs_of("a")) <= 2
     assert _listed(registry, "a") == []
     assert registry.redis.zcard(registry.keys.jobs_of("a")) == 0
+
+
+def test_a_tenants_list_is_kept_as_long_as_what_is_in_it(registry: TestRegistry, client: BatchClient) -> None:
+    own, no = registry.keys.jobs_of("a"), BatchError(code="invalid_request", message="no")
+
+    def submitted(result_ttl_s: int) -> str:
+        return registry.submit([b"x"], SubmitOptions(tenant="a", result_ttl_s=result_ttl_s))
+
+    def is_kept_for(seconds: float) -> bool:
+        return seconds - 60 < registry.redis.ttl(own) <= seconds
+
+    short, long = submitted(3600), submitted(7200)
+    client.cancel(long)
+    assert registry.redis.ttl(own) == -1  # one is open
+    client.cancel(short)
+    assert is_kept_for(7200)
+    client.cancel(submitted(60))
+    assert is_kept_for(7200)
+    registry.intake().refuse(registry.keys.new_job_id(), no, "a")
+    assert is_kept_for(RedisSettings().result_ttl_s)
+    last = submitted(60)
+    registry.intake().refuse(registry.keys.new_job_id(), no, "a")
+    assert registry.redis.ttl(own) == -1
+    client.cancel(last)
+    assert is_kept_for(RedisSettings().result_ttl_s)
 
 
 def test_the_newest_jobs_come_first_and_no_more_than_asked_for(registry: TestRegistry) -> None:

@@ -145,12 +145,19 @@ local function split(job_id, unit, missing, whole, now)
   count_open(whole.model, num_parts - 1)
 end
 
--- A job's deadline is a year away at most, and its records are kept for a year at most.
-local MAX_KEPT_MS = 2 * 366 * 86400000
+-- Let a tenant's list live as long as what is in it, once a job has ended that is kept until then: without an end while
+-- others of the tenant are open, see submit; else until the last one is forgotten, which ADM:l: notes meanwhile.
+local function keep_list(adm, tenant, kept_until, now)
+  local noted, own = adm .. ':l:' .. tenant, adm .. ':j:' .. tenant
+  local last = math.max(kept_until, tonumber(redis.call('GET', noted) or '0'))
+  redis.call('SET', noted, string.format('%.0f', last), 'PX', math.max(last - now, 1))
+  if tonumber(redis.call('HGET', adm .. ':t:' .. tenant, 'jobs') or '0') <= 0 then
+    redis.call('PEXPIRE', own, math.max(last - now, 1))
+  end
+end
 
 -- Put a job in the list of all and in `own`, that of its tenant, which no other tenant's jobs push out. With each that
--- comes two of the oldest go if they are forgotten, so that this holds about as many as there are; and all of it goes
--- when the last job has that can be in it.
+-- comes two of the oldest go if they are forgotten, so that this holds about as many as there are.
 local function list(all, own, job, job_id, now)
   for _, oldest in ipairs(redis.call('ZRANGE', own, 0, 1)) do
     local key = string.sub(job, 1, -5 - #job_id) .. oldest .. ':job'
@@ -160,7 +167,6 @@ local function list(all, own, job, job_id, now)
     redis.call('ZADD', jobs, now, job_id)
     redis.call('ZREMRANGEBYRANK', jobs, 0, -10001)
   end
-  redis.call('PEXPIRE', own, MAX_KEPT_MS)
 end
 
 -- What a tenant used of a model, by day, beyond the life of its results: records, and their tokens in, cached and out.
@@ -238,6 +244,7 @@ local function close(job_id, state, reason, prompts, now)
   give_back(ADM, prompts, tonumber(job[1]), 1)
   give_back(tenant, prompts, tonumber(job[1]), 1)
   retain_results(job_id, job[2], tonumber(job[6] or '0'), job[3], now)
+  keep_list(ADM, job[2], now + job[3], now)
   if tonumber(redis.call('HGET', tenant, 'jobs')) <= 0 then redis.call('DEL', tenant) end
   for _, key in ipairs({JOB, RES, ORD}) do redis.call('PEXPIRE', key, job[3]) end
   if job[4] ~= '' then redis.call('PEXPIRE', job[4], job[3]) end

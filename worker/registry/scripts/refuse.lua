@@ -15,6 +15,7 @@ redis.call('PEXPIRE', KEYS[1], ARGV[5])
 -- A plain Celery producer stages them without an end.
 redis.call('PEXPIRE', KEYS[3], ARGV[6])
 list(KEYS[2], KEYS[4] .. ':j:' .. ARGV[4], KEYS[1], ARGV[1], now)
+keep_list(KEYS[4], ARGV[4], now + ARGV[5], now)
 -- Not again when its message comes twice.
 if ARGV[7] ~= '' and not (before[1] == ARGV[2] and before[2] == ARGV[3]) then
   put_callback(string.sub(KEYS[2], 1, -5), ARGV[1], ARGV[7], ARGV[4], now, 'failed', {0, 0, 0}, now)
