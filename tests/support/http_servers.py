@@ -134,6 +134,7 @@ class Receiver(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answers = list(answers)
         self.location = ""  # of redirects
+        self.together: threading.Barrier | None = None  # answers once so many have come, again and again
         self.received: list[tuple[dict[str, str], bytes]] = []
         self.closing = threading.Event()
 
@@ -162,6 +163,8 @@ class _Handler(BaseHTTPRequestHandler):
         if answer == "hang":
             self.server.closing.wait(60)
             return
+        if self.server.together is not None:
+            self.server.together.wait(60)
         self.send_response(int(answer))
         if self.server.location:
             self.send_header("Location", self.server.location)

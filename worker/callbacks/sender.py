@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -24,10 +25,10 @@ from worker.registry.errors import InvalidOption
 from worker.registry.keys import Keys
 
 LOOK_INTERVAL_S = 1.0  # between two looks while nothing is due
-MAX_SENDING = 8  # at once: a receiver that hangs keeps one of these places for callbacks.timeout_s
+MAX_SENDING = 16  # of a kind at once: a receiver that hangs keeps one of these places for callbacks.timeout_s
 FIRST_WAIT_S = 5.0  # before the second try; it doubles
 LEAST_LEASE_S = 30.0
-STOP_TIMEOUT_S = 3.0  # for what is on its way; the rest is sent again by whoever takes it when the lease has run out
+STOP_TIMEOUT_S = 3.0  # for what is on its way
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,57 @@ def wait_before_next_s(num_tries: int, settings: CallbackSettings, share: float)
     return min(doubled_s, settings.longest_wait_s) * (0.5 + share)
 
 
+class _Places:
+    """Where events of one kind are on their way. A tenant takes none while it has as many as are free.
+
+    So one whose receivers hang has half of the places, a second one a quarter, and a fifth fills them.
+    """
+
+    def __init__(self, num_places: int) -> None:
+        self._num_free = num_places
+        self._taken: Counter[str] = Counter()
+        self._num_left = 0
+        self._changed = threading.Condition()
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @property
+    def num_left(self) -> int:
+        """How many were taken and left so far."""
+        return self._num_left
+
+    def crowded(self) -> list[str]:
+        """The tenants that take none for now."""
+        with self._changed:
+            return [tenant for tenant, number in self._taken.items() if number >= self._num_free]
+
+    def take(self, tenant: str) -> None:
+        with self._changed:
+            self._num_free -= 1
+            self._taken[tenant] += 1
+
+    def leave(self, tenant: str) -> None:
+        with self._changed:
+            self._num_free += 1
+            self._num_left += 1
+            self._taken[tenant] -= 1
+            if not self._taken[tenant]:
+                del self._taken[tenant]
+            self._changed.notify_all()
+
+    def wait_for_one(self, num_left: int, timeout_s: float) -> None:
+        """Wait until another one was left than the `num_left` before, at most so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_left != num_left, timeout_s)
+
+    def wait_for_all(self, timeout_s: float) -> None:
+        """Wait until none is taken, at most so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taken, timeout_s)
+
+
 class CallbackSender:
     """Takes events that are due and sends each on a thread of its own, so that no receiver holds up another's."""
 
@@ -58,7 +110,6 @@ class CallbackSender:
         self._kinds = kinds_sent_with(settings)
         self._look_interval_s = look_interval_s
         self._lease_s = max(LEAST_LEASE_S, 3 * settings.callbacks.timeout_s)
-        self._sending = threading.Semaphore(MAX_SENDING)
         self._ways: dict[CallbackKind, Callable[[TakenCallback], None]] = {
             CallbackKind.URL: self._post,
             CallbackKind.TASK: self._send_task,
@@ -70,43 +121,59 @@ class CallbackSender:
         return bool(self._kinds)
 
     def run(self, stopping: threading.Event) -> None:
-        """Send until told to stop, then wait a moment for what is on its way."""
-        while not stopping.wait(self._look_interval_s):
+        """Send until told to stop, then wait a moment for what is on its way. Each kind has a thread and places."""
+        threads = [
+            threading.Thread(target=self._run, args=(kind, stopping), name=f"{kind}-callbacks", daemon=True)
+            for kind in self._kinds
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _run(self, kind: CallbackKind, stopping: threading.Event) -> None:
+        places = _Places(MAX_SENDING)
+        search_at_s = 0.0  # when to look behind the events of crowded tenants again, if there are any
+        while not stopping.is_set():
+            num_left, crowded = places.num_left, places.crowded()
             try:
-                while not stopping.is_set() and sum(self._send_next(kind) for kind in self._kinds):
-                    pass
+                if not crowded or (places.num_free and time.monotonic() >= search_at_s):
+                    if self._send_next(kind, places, crowded):
+                        continue
+                    search_at_s = time.monotonic() + self._look_interval_s
             except redis.RedisError as error:
                 logger.warning("callbacks could not be looked for: %s", error)
             except Exception:  # a seam: a defect costs a look, not the process, nor the sending without a word
                 logger.exception("callbacks could not be looked for")
-        ends_at_s = time.monotonic() + STOP_TIMEOUT_S
-        for _ in range(MAX_SENDING):
-            self._sending.acquire(timeout=max(ends_at_s - time.monotonic(), 0.0))
+            if places.num_free < MAX_SENDING:
+                places.wait_for_one(num_left, self._look_interval_s)
+            else:
+                stopping.wait(self._look_interval_s)
+        places.wait_for_all(STOP_TIMEOUT_S)  # the rest is sent again by whoever takes it when the lease has run out
 
-    def _send_next(self, kind: CallbackKind) -> bool:
-        """Whether an event was taken."""
-        if not self._sending.acquire(blocking=False):
-            return False
-        taken: TakenCallback | None = None
-        try:
-            longest_s = 1.5 * self._settings.callbacks.longest_wait_s
-            taken = self._outbox.take(kind, lease_s=self._lease_s, longest_wait_s=longest_s)
-        finally:
-            if taken is None:
-                self._sending.release()
+    def _send_next(self, kind: CallbackKind, places: _Places, but_of: list[str]) -> bool:
+        """Whether an event was taken; none of the tenants `but_of` is."""
+        longest_s = 1.5 * self._settings.callbacks.longest_wait_s
+        taken = self._outbox.take(kind, lease_s=self._lease_s, longest_wait_s=longest_s, but_of=but_of)
         if taken is None:
             return False
-        # Daemons: a receiver, or a resolver, that hangs does not keep the process from ending.
-        threading.Thread(target=self._send, args=(taken,), name="callback", daemon=True).start()
+        tenant = taken.event.tenant
+        places.take(tenant)
+        try:
+            # Daemons: a receiver, or a resolver, that hangs does not keep the process from ending.
+            threading.Thread(target=self._send, args=(taken, places), name="callback", daemon=True).start()
+        except BaseException:
+            places.leave(tenant)
+            raise
         return True
 
-    def _send(self, taken: TakenCallback) -> None:
+    def _send(self, taken: TakenCallback, places: _Places) -> None:
         try:
             error = self._error_of(taken)
             with suppress(redis.RedisError):  # then it is sent once more, when the lease has run out
                 self._settle(taken, error)
         finally:
-            self._sending.release()
+            places.leave(taken.event.tenant)
 
     def _error_of(self, taken: TakenCallback) -> str:
         """Why the event was not taken; "": it was."""

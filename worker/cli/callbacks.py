@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 
 import click
@@ -55,10 +55,20 @@ def retry(event_id: str | None, all_dead: bool, redis_url: str | None, assignmen
     if (event_id is None) == (not all_dead):
         raise BadUsage("accepted: an ID, or --dead for all that were given up")
     with _outbox(assignments, redis_url) as outbox:
-        ids = [event.id for event in outbox.events(10_000, only_dead=True)] if event_id is None else [event_id]
-        for chosen in ids:
-            outbox.retry(chosen)
-    click.echo(f"{len(ids)} to be sent", err=True)
+        if event_id is not None:
+            outbox.retry(event_id)
+        num_sent = _retry_dead(outbox) if event_id is None else 1
+    click.echo(f"{num_sent} to be sent", err=True)
+
+
+def _retry_dead(outbox: CallbackOutbox) -> int:
+    """How many there were. One that was dropped or forgotten since it was listed is none."""
+    num_retried = 0
+    for event in outbox.events(10_000, only_dead=True):
+        with suppress(CallbackUnknown):
+            outbox.retry(event.id)
+            num_retried += 1
+    return num_retried
 
 
 @callbacks.command("drop")

@@ -191,10 +191,16 @@ class CallbackOutbox:
         self._client = client
         self._keys = keys
 
-    def take(self, kind: CallbackKind, *, lease_s: float, longest_wait_s: float) -> TakenCallback | None:
-        """The event of this kind that has been due for longest, one try of it counted; None: none is due."""
+    def take(
+        self, kind: CallbackKind, *, lease_s: float, longest_wait_s: float, but_of: Sequence[str] = ()
+    ) -> TakenCallback | None:
+        """The event of this kind that has been due for longest, one try of it counted; None: none is due.
+
+        Those of the tenants `but_of` are passed over, at most 1000 of them.
+        """
         call = Scripts.TAKE_CALLBACK(
             {"callbacks": self._waiting(kind)},
+            [(tenant,) for tenant in but_of],
             prefix=self._keys.prefix,
             nonce=secrets.token_hex(8),
             lease_ms=round(lease_s * 1000),

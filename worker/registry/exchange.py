@@ -355,7 +355,9 @@ class Scripts:
         keys="callbacks dead_callbacks counters",
         allow_oom=True,
     )
-    TAKE_CALLBACK = Script("take_callback", "prefix nonce lease_ms longest_ms", keys="callbacks", allow_oom=True)
+    TAKE_CALLBACK = Script(
+        "take_callback", "prefix nonce lease_ms longest_ms", row="tenant", keys="callbacks", allow_oom=True
+    )
     ANNOUNCE = Script("announce", "worker announcement ttl_ms known_ms only_check", keys="served known_models")
     CHOOSE = Script(
         "choose",

@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import redis
+from click.testing import CliRunner
 from pydantic import SecretStr
 
 from settings import LimitSettings, RedisSettings, Settings
+from settings.callbacks import CallbackSettings
+from tests.support.http_servers import Receiver, receiving
 from tests.support.processes import running_thread, wait_until
 from tests.support.registry import RecordingAnnouncer, TestRegistry, must_claim, ok
 from worker.app import create_app
 from worker.broker.messages import MessageEnd
-from worker.callbacks.sender import CallbackSender
+from worker.callbacks.sender import MAX_SENDING, CallbackSender
+from worker.cli.main import cli
 from worker.client import BatchClient
-from worker.registry.callbacks import CallbackKind, CallbackOutbox, TakenCallback
+from worker.registry.callbacks import CallbackEvent, CallbackKind, CallbackOutbox, TakenCallback
 from worker.registry.connect import connect
 from worker.registry.keys import UnitRef
 from worker.registry.leases import NewShard
 from worker.runtime.staged_jobs import StagedJobs
 from worker.schemas import BatchError, JobState, SubmitOptions
 
+SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 TASK = "task:shop.on_batch@done"
 DENIED = r"(?i)access|permission"
 TASKS = LimitSettings(callback_queues="done")
-GOOD: dict[str, Any] = dict.fromkeys(("job", "tenant", "tok", "error"), "") | {"to": TASK, "state": "done"}
+MONTH_S = 30 * 86_400
+GOOD: dict[Any, Any] = dict.fromkeys(("job", "tenant", "tok", "error"), "") | {"to": TASK, "state": "done"}
 GOOD |= dict.fromkeys(("at", "n", "ok", "err", "tries"), "0")
 ENTRIES: dict[str, Any] = {
     "no-fields": {"tries": "0"},
@@ -45,6 +53,10 @@ ENTRIES: dict[str, Any] = {
 
 def _outbox(registry: TestRegistry) -> CallbackOutbox:
     return CallbackOutbox(registry.redis, registry.keys)
+
+
+def _id(number: int) -> str:
+    return f"evt_s0-00000000-0000-7000-8000-000000000000_{number}"
 
 
 def _take(registry: TestRegistry) -> TakenCallback | None:
@@ -103,6 +115,128 @@ def test_a_defect_does_not_end_the_sending(
     app.close()
     assert registry.redis.llen("done") == 1
     assert "a defect" in caplog.text
+
+
+@contextmanager
+def _sending(registry: TestRegistry, *receivers: Receiver, look_interval_s: float) -> Iterator[None]:
+    hosts = ",".join(receiver.host for receiver in receivers)
+    limits = LimitSettings(callback_private_hosts=hosts, callback_queues="done")
+    callbacks = CallbackSettings(secret=SecretStr(SECRET), timeout_s=60.0)
+    settings = Settings(redis=registry.settings, limits=limits, callbacks=callbacks)
+    app = create_app(settings)
+    sender = CallbackSender(_outbox(registry), app, settings, look_interval_s=look_interval_s)
+    try:
+        with running_thread(sender.run):
+            yield
+    finally:
+        for receiver in receivers:  # it dies, so what hangs there ends
+            receiver.closing.set()
+        app.close()
+
+
+def _cancel_jobs(registry: TestRegistry, client: BatchClient, number: int, target: str, tenant: str) -> None:
+    """Jobs that ended and tell `target`, the first to be sent first."""
+    limits = LimitSettings(callback_private_hosts=urlsplit(target).netloc) if target != TASK else TASKS
+    for _ in range(number):
+        client.cancel(registry.submit([b"{}"], SubmitOptions(on_done=target, tenant=tenant), limits))
+
+
+def test_events_are_sent_as_fast_as_receivers_answer(registry: TestRegistry, client: BatchClient) -> None:
+    at_once = MAX_SENDING // 2  # of one tenant
+    with receiving() as receiver:
+        receiver.together = threading.Barrier(at_once)
+        _cancel_jobs(registry, client, 4 * at_once, receiver.url, "a")
+        with _sending(registry, receiver, look_interval_s=600.0):  # there is but one look
+            wait_until(lambda: _outbox(registry).events(1) == [])
+    assert len(set(receiver.ids)) == len(receiver.ids) == 4 * at_once
+
+
+def test_a_tenant_whose_receivers_hang_holds_up_no_other(registry: TestRegistry, client: BatchClient) -> None:
+    with receiving(*["hang"] * 300) as hanging, receiving() as other:
+        _cancel_jobs(registry, client, 150, hanging.url, "a")
+        _cancel_jobs(registry, client, 3, other.url, "b")
+        _cancel_jobs(registry, client, 2 * MAX_SENDING, TASK, "a")  # kinds have places of their own
+        with _sending(registry, hanging, other, look_interval_s=0.02):
+            wait_until(lambda: len(other.received) == 3)
+            wait_until(lambda: registry.redis.llen("done") == 2 * MAX_SENDING)
+            wait_until(lambda: len(hanging.received) == MAX_SENDING // 2)
+            _cancel_jobs(registry, client, 1, other.url, "c")
+            wait_until(lambda: len(other.received) == 4)
+            assert len(hanging.received) == MAX_SENDING // 2
+
+
+def test_a_take_looks_behind_a_thousand_events_of_others(registry: TestRegistry, client: BatchClient) -> None:
+    _cancel_jobs(registry, client, 2, TASK, "a")
+    [first, second] = _outbox(registry).events(2)
+    with registry.redis.pipeline() as pipeline:
+        for number in range(999):
+            pipeline.hset(registry.keys.callback(_id(number)), mapping={**GOOD, "tenant": "b"})
+            pipeline.zadd(f"{registry.keys.callbacks}task", {_id(number): 1})
+        pipeline.execute()
+
+    def take() -> TakenCallback | None:
+        return _outbox(registry).take(CallbackKind.TASK, lease_s=30.0, longest_wait_s=3600.0, but_of=["b", "c"])
+
+    taken = take()
+    assert taken is not None
+    assert taken.event.id == first.id
+    registry.redis.hset(registry.keys.callback(_id(1000)), mapping={**GOOD, "tenant": "c"})
+    registry.redis.zadd(f"{registry.keys.callbacks}task", {_id(1000): 2})
+    assert take() is None
+    assert second.id in {event.id for event in _outbox(registry).events(2000)}
+
+
+def test_an_event_that_nobody_takes_is_forgotten_in_time(registry: TestRegistry, client: BatchClient) -> None:
+    outbox, waiting = _outbox(registry), f"{registry.keys.callbacks}task"
+    _cancel_jobs(registry, client, 3, TASK, "a")
+    first, second, third = outbox.events(10)
+    taken = _take(registry)
+    assert taken is not None
+    assert taken.event.id == first.id
+    registry.redis.persist(registry.keys.callback(first.id))
+    outbox.settle(taken, "answered 500", wait_s=60.0)  # each try begins it anew
+    for key in (registry.keys.callback(first.id), registry.keys.callback(second.id), waiting):
+        assert MONTH_S - 60 < registry.redis.ttl(key) <= MONTH_S
+    registry.redis.delete(registry.keys.callback(second.id), registry.keys.callback(third.id))
+    _cancel_jobs(registry, client, 1, TASK, "a")
+    assert set(registry.redis.zrange(waiting, 0, -1)) == {event.id.encode() for event in outbox.events(10)}
+
+
+def test_of_ten_thousand_dead_events_the_oldest_goes_whole(registry: TestRegistry, client: BatchClient) -> None:
+    dead = f"{registry.keys.callbacks}dead"
+    oldest = registry.keys.callback(_id(0))
+    registry.redis.hset(oldest, mapping=GOOD)
+    now_ms = round(time.time() * 1000)
+    registry.redis.zadd(dead, {_id(number): now_ms - 20_000 + number for number in range(10_000)})
+    client.cancel(_planned(registry))
+    taken = _take(registry)
+    assert taken is not None
+    assert _outbox(registry).settle(taken, "answered 500")
+    assert (registry.redis.zcard(dead), registry.redis.exists(oldest)) == (10_000, 0)
+    assert registry.redis.zrank(dead, _id(1)) == 0
+
+
+def test_retrying_the_dead_skips_those_that_are_gone(
+    registry: TestRegistry, client: BatchClient, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox, listed = _outbox(registry), CallbackOutbox.events
+    _cancel_jobs(registry, client, 3, TASK, "a")
+    for _ in range(3):
+        taken = _take(registry)
+        assert taken is not None
+        outbox.settle(taken, "answered 500")
+    gone = outbox.events(10, only_dead=True)[1]
+
+    def listed_before_one_went(*arguments: Any, **options: Any) -> list[CallbackEvent]:
+        events = listed(*arguments, **options)
+        outbox.drop(gone.id)
+        return events
+
+    monkeypatch.setattr(CallbackOutbox, "events", listed_before_one_went)
+    done = CliRunner().invoke(cli, ["callbacks", "retry", "--dead", "--redis-url", redis_url])
+    assert (done.exit_code, done.stderr) == (0, "2 to be sent\n")
+    assert registry.redis.zcard(f"{registry.keys.callbacks}task") == 2
+    assert registry.redis.zcard(f"{registry.keys.callbacks}dead") == 0
 
 
 @contextmanager

@@ -9,7 +9,6 @@ if ARGV[3] == 'drop' then
   return 1
 end
 redis.call('HSET', entry, 'tries', 0, 'tok', '')
-redis.call('PERSIST', entry)
 redis.call('ZREM', KEYS[3], id)
-redis.call('ZADD', KEYS[string.sub(target, 1, 5) == 'task:' and 2 or 1], now, id)
+queue_callback(KEYS[string.sub(target, 1, 5) == 'task:' and 2 or 1], id, entry, now)
 return 1

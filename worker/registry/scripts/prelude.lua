@@ -215,8 +215,19 @@ local function check_outbox(target)
   if target then redis.call('ZRANGE', waiting_callbacks(string.sub(OPEN, 1, -5), target), 0, 0) end
 end
 
+-- Of a callback that nobody takes, as nobody may send it. Each try, and each retry of an operator, begins this anew.
+local CALLBACK_MS = 30 * 86400000
+
+-- Let a callback wait until it is due.
+local function queue_callback(waiting, id, entry, due)
+  redis.call('ZADD', waiting, due, id)
+  redis.call('PEXPIRE', entry, CALLBACK_MS)
+  redis.call('PEXPIRE', waiting, CALLBACK_MS)
+end
+
 -- Put into the outbox that a job has ended. A job that ends again, because Redis went back, does so under the same id; one
--- that was refused and then accepted has another time of creation. `counts`: prompts, answered ones, failed ones.
+-- that was refused and then accepted has another time of creation. `counts`: prompts, answered ones, failed ones. With each
+-- that comes two of the oldest go if they are forgotten, as in a job's list.
 local function put_callback(prefix, job_id, target, tenant, created, state, counts, now)
   local id = 'evt_' .. job_id .. '_' .. created
   local entry = prefix .. 'cb:e:' .. id
@@ -224,7 +235,11 @@ local function put_callback(prefix, job_id, target, tenant, created, state, coun
   redis.call('HSET', entry, 'job', job_id, 'to', target, 'tenant', tenant, 'state', state, 'at', now,
     'n', counts[1], 'ok', counts[2], 'err', counts[3], 'tries', 0, 'tok', '', 'error', '')
   redis.call('ZREM', prefix .. 'cb:dead', id)
-  redis.call('ZADD', waiting_callbacks(prefix, target), now, id)
+  local waiting = waiting_callbacks(prefix, target)
+  queue_callback(waiting, id, entry, now)
+  for _, oldest in ipairs(redis.call('ZRANGE', waiting, 0, 1)) do
+    if redis.call('EXISTS', prefix .. 'cb:e:' .. oldest) == 0 then redis.call('ZREM', waiting, oldest) end
+  end
 end
 
 -- A job's end, with `prompts` of it that have no record. Its shards are gone by then, or there were none. The lines that

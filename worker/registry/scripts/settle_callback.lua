@@ -10,7 +10,7 @@ if ARGV[4] == '' then
 end
 redis.call('HSET', entry, 'tok', '', 'error', ARGV[4])
 if tonumber(ARGV[5]) >= 0 then
-  redis.call('ZADD', KEYS[1], now + ARGV[5], id)
+  queue_callback(KEYS[1], id, entry, now + ARGV[5])
   return 'waits'
 end
 redis.call('ZREM', KEYS[1], id)
@@ -21,5 +21,8 @@ redis.call('PEXPIRE', KEYS[2], ARGV[6])
 for _, old in ipairs(redis.call('ZRANGE', KEYS[2], '-inf', now - ARGV[6], 'BYSCORE', 'LIMIT', 0, 100)) do
   redis.call('ZREM', KEYS[2], old)
 end
-redis.call('ZREMRANGEBYRANK', KEYS[2], 0, -10001)
+for _, old in ipairs(redis.call('ZRANGE', KEYS[2], 0, -10001)) do
+  redis.call('UNLINK', ARGV[1] .. 'cb:e:' .. old)
+  redis.call('ZREM', KEYS[2], old)
+end
 return 'dead'
