@@ -20,9 +20,9 @@ BANNED_NAMES = {"utils.py", "misc.py", "common.py", "helpers.py"}
 DOCSTRING_ONLY = ("kernels", "engine", "engine/*", "worker", "worker/*")  # settings and each device's kernels export
 
 MAX_FILE_LINES = 450
-MAX_MODULES = 251  # one of which holds only names
-MAX_CODE_LINES = 48_038  # of all modules that hold more than names
-MAX_TEST_FILES = 228
+MAX_MODULES = 253  # one of which holds only names
+MAX_CODE_LINES = 48_400  # of all modules that hold more than names
+MAX_TEST_FILES = 229
 MAX_OTHER_TEST_FILES = 75
 # Lines -> the share of modules that may be shorter: a small file is opened for next to nothing.
 MAX_SHARES = {20: 0.03, 50: 0.10}

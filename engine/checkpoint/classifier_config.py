@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, Self, cast
 
 from engine.checkpoint.config_reader import ConfigReader
@@ -17,9 +18,35 @@ _BY_PROBLEM: dict[str, ClassActivation] = {
 }
 # The last part of the name that sentence-transformers writes, torch.nn.modules.linear.Identity: no name is imported.
 _BY_MODULE: dict[str, ClassActivation] = {"Identity": "none", "Sigmoid": "sigmoid"}
-# vLLM's: false joins the two texts without what the tokenizer puts between them, which nothing here does.
-_PAIR_KEYS = ("use_sep_token", "use_pad_token")
+# vLLM's, the older one first: false joins the two texts without what the tokenizer puts between them.
+_PAIR_KEYS = ("use_pad_token", "use_sep_token")
 _OLD_MODULE_KEY = "sbert_ce_default_activation_function"  # before sentence-transformers 4
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogit:
+    """A class that is the logit of a token, less that of another one where there is one."""
+
+    token_id: int
+    less_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PairForm:
+    """How two texts become one input.
+
+    pair: as the tokenizer puts them together. joined: one behind the other, as one text. template: by the model's chat
+    template, which has them from messages of the roles `query` and `document`. template or joined: so where the
+    template names these roles.
+    """
+
+    kind: Literal["pair", "joined", "template", "template or joined"] = "pair"
+    instruction: str | None = None  # what a template has from a message of the system's, before these; None: no message
+    arguments: Mapping[str, object] = field(default_factory=dict)  # variables of the template
+    takes_parts: bool = False  # the content of messages is a list of one part
+
+
+AS_PAIR = PairForm()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +57,8 @@ class ClassifierConfig:
     activation: ClassActivation  # of a text's logits
     pair_activation: ClassActivation  # of a pair's one logit, which makes it a score; of no use with several
     padding_id: int | None = None  # the token that a decoder's head looks past for a text's last one, as transformers'
+    token_logits: tuple[TokenLogit, ...] = ()  # one a class; empty: the head has weights of its own
+    pair_form: PairForm = AS_PAIR
 
     @classmethod
     def of(cls, config: ConfigReader, classifying_class: str) -> Self | None:
@@ -51,7 +80,7 @@ class ClassifierConfig:
             activation = by_number  # a softmax over one class is 1 whatever its logit: vLLM's is a sigmoid, too
         pair_activation: ClassActivation = _pair_activation(config) if len(labels) == 1 else "sigmoid"
         padding_id = config.integer("pad_token_id", minimum=-1) if config.has("pad_token_id") else None
-        return cls(labels, activation, pair_activation, padding_id)
+        return cls(labels, activation, pair_activation, padding_id, pair_form=_pair_form(config))
 
     @property
     def scores_pairs(self) -> bool:
@@ -72,17 +101,22 @@ def _labels(config: ConfigReader) -> tuple[str, ...]:
     return tuple(cast(list[str], names))
 
 
+def _pair_form(config: ConfigReader) -> PairForm:
+    key = next((key for key in _PAIR_KEYS if config.has(key)), None)
+    return AS_PAIR if key is None or config.flag(key) else PairForm("joined")
+
+
 def _pair_activation(config: ConfigReader) -> ClassActivation:
-    for key in _PAIR_KEYS:
-        if not config.flag(key, default=True):
-            raise config.refuse(key, False, "true")
     own, key = config.table("sentence_transformers"), "activation_fn"
     if own is None or not own.has(key):
         own, key = config, _OLD_MODULE_KEY
-    if not own.has(key):
-        return "sigmoid"
-    module = own.data[key]
+    return named_activation(own, key) if own.has(key) else "sigmoid"
+
+
+def named_activation(config: ConfigReader, key: str) -> ClassActivation:
+    """The activation that a file of sentence-transformers names by its class. Raises CheckpointError."""
+    module = config.data.get(key)
     name = module.rpartition(".")[2] if isinstance(module, str) else ""
     if name not in _BY_MODULE:
-        raise own.refuse(key, module, "torch.nn.modules.linear.Identity or torch.nn.modules.activation.Sigmoid")
+        raise config.refuse(key, module, "torch.nn.modules.linear.Identity or torch.nn.modules.activation.Sigmoid")
     return _BY_MODULE[name]

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from engine.checkpoint.config_reader import MAX_CONFIG_BYTES, ConfigReader, read_json, read_json_object
+from engine.checkpoint.config_reader import MAX_CONFIG_BYTES, ConfigReader, read_json_object
 from engine.checkpoint.encoder_config import EncoderConfig
+from engine.checkpoint.files import MODULES_FILE, read_modules
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import CheckpointError
 
 Pooling = Literal["mean", "last_token", "cls"]
 
-MODULES_FILE = "modules.json"
 # sentence-transformers' switches (before version 5.2) and names (`pooling_mode`, since) of what is pooled here.
 _SWITCHES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
@@ -91,11 +91,8 @@ def _dimensions(config: ConfigReader, size: int) -> Sequence[int]:
 
 def _pooling(path: Path, default: Pooling) -> Pooling:
     """The pooling of the Pooling module. Every vector is normalised here, so a Normalize module adds nothing."""
-    file = path / MODULES_FILE
-    if not file.exists():
-        return default
-    pooling = default
-    for module in _modules(file):
+    file, pooling = path / MODULES_FILE, default
+    for module in read_modules(path):
         kind = str(module.get("type")).rpartition(".")[2]
         if kind == "Pooling":
             pooling = _configured(path / str(module.get("path")) / "config.json", path)
@@ -104,13 +101,6 @@ def _pooling(path: Path, default: Pooling) -> Pooling:
                 f"{file}: type is {module.get('type')!r}; accepted: Transformer, Pooling and Normalize modules"
             )
     return pooling
-
-
-def _modules(file: Path) -> list[dict[str, object]]:
-    modules = read_json(file, max_bytes=MAX_CONFIG_BYTES)
-    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise CheckpointError(f"{file}: holds no list of modules; accepted: a list of objects")
-    return modules
 
 
 def _configured(file: Path, directory: Path) -> Pooling:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.checkpoint.config_reader import MAX_CONFIG_BYTES, read_json_object
+from engine.checkpoint.config_reader import MAX_CONFIG_BYTES, read_json, read_json_object
 from engine.errors import CheckpointError
 from settings import ModelSettings, SettingsError
 
@@ -18,11 +18,15 @@ INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 << 20  # the index of Qwen3-235B, 118 files, takes 3.3 MB
 CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_config.json"
+MODULES_FILE = "modules.json"  # sentence-transformers'
+TOKENIZER_FILE = "tokenizer.json"
+MAX_TOKENIZER_BYTES = 128 << 20  # Qwen3's takes 11 MB, Gemma 3's 33 MB
 WHOLE_BYTES = 16 << 20  # a file this small is read whole for the fingerprint
 SAMPLED_BLOCKS, BLOCK_BYTES = 1024, 4096  # of a larger one
 _LOADED_NAMES = (
-    *(CONFIG_FILE, INDEX_FILE, "generation_config.json", "sentence_bert_config.json", "modules.json"),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    *(CONFIG_FILE, INDEX_FILE, "generation_config.json", "sentence_bert_config.json", MODULES_FILE),
+    "config_sentence_transformers.json",
+    *(TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
 )
 GGUF = ".gguf"
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz")
@@ -65,6 +69,15 @@ class WeightFiles:
             weight_map = _read_index(directory)
             return cls(directory, tuple(sorted(set(weight_map.values()))), weight_map)
         raise CheckpointError(f"{directory}: {_nothing_found(directory)}")
+
+
+def read_modules(directory: Path) -> list[dict[str, object]]:
+    """What sentence-transformers runs one after the other; empty without its file. Raises CheckpointError."""
+    file = directory / MODULES_FILE
+    modules = read_json(file, max_bytes=MAX_CONFIG_BYTES) if file.exists() else []
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise CheckpointError(f"{file}: holds no list of modules; accepted: a list of objects")
+    return modules
 
 
 def _read_index(directory: Path) -> dict[str, str]:

@@ -22,6 +22,7 @@ from engine.checkpoint.families import DECODERS, ENCODERS, PRE_NORM, REFUSED, De
 from engine.checkpoint.moe_config import MoeConfig
 from engine.checkpoint.quantization_config import MXFP4, QuantizationConfig
 from engine.checkpoint.rope import RopeConfig, rope_readers
+from engine.checkpoint.token_scores import read_token_scores, with_saved_activation
 from engine.errors import CheckpointError
 
 MUST_BE_FALSE = (
@@ -48,7 +49,7 @@ MUST_BE_ABSENT = {
 
 
 def read_config(path: Path) -> ModelConfig | EncoderConfig:
-    """The shape of the model in directory `path`; of an encoder sentence_bert_config.json is read as well.
+    """The shape of the model in directory `path`; and what the files of sentence-transformers say of it.
 
     Raises CheckpointError.
     """
@@ -56,14 +57,19 @@ def read_config(path: Path) -> ModelConfig | EncoderConfig:
     model_type = data.get("model_type")
     if model_type in ENCODERS:
         trained = path / "sentence_bert_config.json"
-        return EncoderConfig.from_hf(
+        encoder = EncoderConfig.from_hf(
             data, read_json_object(trained, max_bytes=MAX_CONFIG_BYTES) if trained.exists() else {}
         )
+        return replace(encoder, classifier=with_saved_activation(path, encoder.classifier))
     if model_type not in DECODERS:
         accepted = ", ".join((*DECODERS, *ENCODERS))
         reason = f", {REFUSED[model_type]}" if isinstance(model_type, str) and model_type in REFUSED else ""
         raise CheckpointError(f"config.json: model_type is {model_type!r}{reason}; accepted: {accepted}")
-    return ModelConfig.from_hf(data)
+    decoder = ModelConfig.from_hf(data)
+    classifier = read_token_scores(path, ConfigReader(data, "config.json")) or decoder.classifier
+    if classifier is not None and classifier.token_logits and decoder.logits_cap is not None:
+        raise CheckpointError("config.json: final_logit_softcapping caps the logits that make a score; accepted: null")
+    return replace(decoder, classifier=with_saved_activation(path, classifier))
 
 
 @dataclass(frozen=True, slots=True)

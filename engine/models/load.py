@@ -86,7 +86,7 @@ def _stream_decoder(
     embed_tokens = source.take(f"{root}embed_tokens.weight", vocabulary)
     layers = StreamedLayers(_DecoderLayers(config, source, placement, root).load, config.num_layers)
     final_norm = _norm_weight(config, source, f"{root}norm.weight", config.hidden_size)
-    classifier = None if config.classifier is None else _decoder_head(config, source, placement)
+    classifier = None if config.classifier is None else _decoder_head(config, source, placement, embed_tokens)
     has_lm_head = not is_body and classifier is None
     lm_head = placement.pack(_head(config, source, embed_tokens)) if has_lm_head else None
     multiplier = config.multipliers.embedding
@@ -323,7 +323,23 @@ class _DecoderLayers:
         return self.placement.pack(weight if order is None else in_order(weight, order))
 
 
-def _decoder_head(config: ModelConfig, source: TensorSource, placement: ModelPlacement) -> ClassificationHead:
-    """The head of classes, over the last token's hidden state: transformers' GenericForSequenceClassification."""
-    shape = (0 if config.classifier is None else len(config.classifier.labels), config.hidden_size)
-    return ClassificationHead(placement.ops, head_weight(source, placement, "score", shape))
+def _decoder_head(
+    config: ModelConfig, source: TensorSource, placement: ModelPlacement, embed_tokens: torch.Tensor
+) -> ClassificationHead:
+    """The head of classes, over the last token's hidden state: transformers' GenericForSequenceClassification, or rows
+    of the head of tokens.
+    """
+    logits = () if config.classifier is None else config.classifier.token_logits
+    if not logits:
+        shape = (0 if config.classifier is None else len(config.classifier.labels), config.hidden_size)
+        return ClassificationHead(placement.ops, head_weight(source, placement, "score", shape))
+    if config.tie_word_embeddings:
+        source.drop_equal("lm_head.weight", embed_tokens)
+        head = embed_tokens
+    else:
+        head = source.take("lm_head.weight", (config.vocab_size, config.hidden_size))
+    rows = head[[logit.token_id for logit in logits]].float()
+    for index, logit in enumerate(logits):
+        if logit.less_id is not None:
+            rows[index] -= head[logit.less_id].float()
+    return ClassificationHead(placement.ops, placement.ops.pack(rows / config.multipliers.logits, keep_dtype=True))

@@ -14,12 +14,12 @@ from typing import Any, Self
 import tokenizers
 
 from engine.checkpoint.config_reader import check_size, read_json_object
+from engine.checkpoint.files import MAX_TOKENIZER_BYTES, TOKENIZER_FILE
 from engine.errors import CheckpointError, InvalidRequest
 from engine.text.chat_template import ChatTemplate, check_encodable, read_chat_templates
 from engine.text.detokenizer import ByteLevelDetokenizer, IncrementalDetokenizer, TokenDecoder, WindowDetokenizer
 from engine.text.inputs import EncodedInput, TextPair, TruncationSide, cut
 
-MAX_TOKENIZER_BYTES = 128 << 20  # Qwen3's tokenizer.json takes 11 MB, Gemma 3's 33 MB
 CONFIG_FILE = "tokenizer_config.json"
 MAX_TOKENIZER_CONFIG_BYTES = 16 << 20  # the largest published ones, thousands of added tokens, are below 2 MB
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -72,7 +72,7 @@ class Tokenizer:
     def from_directory(cls, path: Path) -> Tokenizer:
         """Load the tokenizer of a model directory. Raises CheckpointError naming file and key."""
         config = _read_tokenizer_config(path)
-        tokenizer = _read(path / "tokenizer.json")
+        tokenizer = _read(path / TOKENIZER_FILE)
         kind = type(tokenizer.model).__name__
         if config.get("clean_up_tokenization_spaces") and kind != "BPE":
             raise CheckpointError(
@@ -91,7 +91,7 @@ class Tokenizer:
 
         Any decoder will do, but decoding raises CheckpointError if it is not supported (WordPiece).
         """
-        tokenizer, config = _read(path / "tokenizer.json"), _read_tokenizer_config(path)
+        tokenizer, config = _read(path / TOKENIZER_FILE), _read_tokenizer_config(path)
         _complete(tokenizer, config)
         return cls(tokenizer, None, _truncation_side(tokenizer, config))
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint.classifier_config import ClassActivation, ClassifierConfig
+from engine.checkpoint.classifier_config import ClassActivation, ClassifierConfig, PairForm
 from engine.checkpoint.config_reader import ConfigReader
 from engine.checkpoint.encoder_config import EncoderConfig
 from engine.checkpoint.model_config import read_config
@@ -306,11 +306,15 @@ IDENTITY = "torch.nn.modules.linear.Identity"
         ),
         (
             {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Softmax"}, "use_pad_token": False},
-            ClassifierConfig(("LABEL_0", "LABEL_1"), "softmax", "sigmoid"),
+            ClassifierConfig(("LABEL_0", "LABEL_1"), "softmax", "sigmoid", pair_form=PairForm("joined")),
         ),
         (
             {"num_labels": 1, "sentence_transformers": {"activation_fn": IDENTITY, "version": "5.0"}},
             ClassifierConfig(("LABEL_0",), "sigmoid", "none"),
+        ),
+        (
+            {"num_labels": 1, "use_sep_token": False},
+            ClassifierConfig(("LABEL_0",), "sigmoid", "sigmoid", pair_form=PairForm("joined")),
         ),
         (
             {"num_labels": 1, "sbert_ce_default_activation_function": IDENTITY},
@@ -336,8 +340,7 @@ def test_what_config_json_says_of_a_head(keys: dict[str, object], expected: Clas
             "accepted: torch.nn.modules",
         ),
         ({"num_labels": 1, "sentence_transformers": {"activation_fn": 3}}, "activation_fn is 3"),
-        ({"num_labels": 1, "use_sep_token": False}, "use_sep_token is False; accepted: true"),
-        ({"num_labels": 1, "use_pad_token": False}, "use_pad_token is False; accepted: true"),
+        ({"num_labels": 1, "use_sep_token": "no"}, "use_sep_token is 'no'; accepted: true or false"),
     ],
 )
 def test_a_head_that_cannot_be_run_is_refused_by_its_key(keys: dict[str, object], said: str) -> None:

@@ -234,7 +234,8 @@ def _run(
     """The figures, also of a run that broke off, and the error that broke it off."""
     window = request_window(engine.settings.engine.max_num_seqs)
     job_id, created_s = work.part.run_id, work.part.created_s
-    run = OfflineRun(engine, engine.settings.model, window=window, write=write, job_id=job_id, created_s=created_s)
+    with refusals_in_a_line():
+        run = OfflineRun(engine, engine.settings.model, window=window, write=write, job_id=job_id, created_s=created_s)
     progress = ProgressBar(sys.stderr, plain_lines=True, state=RUNNING)
 
     def show_progress() -> None:

@@ -25,6 +25,7 @@ from engine.text.tokenizer import Tokenizer
 from settings import EffectiveSettings, EngineSettings, SettingsError, Source
 from worker.doctor.machine import device_findings, machine_findings, size_text, wanted_device
 from worker.doctor.report import Finding, Level
+from worker.requests.pair_prompts import PairPrompts
 from worker.requests.step_engine import served_endpoints
 
 
@@ -78,13 +79,17 @@ def _of_checkpoint(
     if is_decoder and config.classifier is None:
         yield _chat_template(tokenizer)
     else:
-        yield _endpoints(config.classifier)
+        yield _endpoints(config.classifier, tokenizer)
 
 
-def _endpoints(classifier: ClassifierConfig | None) -> Finding:
-    """What a model that generates nothing serves."""
+def _endpoints(classifier: ClassifierConfig | None, tokenizer: Tokenizer) -> Finding:
+    """What a model that generates nothing serves. Raises CheckpointError without the template that its pairs need."""
+    if classifier is not None:
+        PairPrompts(classifier.pair_form, tokenizer)
     if classifier is None:
         kind = "no head"
+    elif classifier.token_logits and classifier.scores_pairs:
+        kind = "the logits of its tokens, which score pairs"
     elif classifier.scores_pairs:
         kind = "a head of one class, which scores pairs"
     else:

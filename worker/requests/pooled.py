@@ -5,28 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
-from engine.checkpoint.classifier_config import ClassActivation, ClassifierConfig
+from engine.checkpoint.classifier_config import AS_PAIR, ClassActivation, ClassifierConfig
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.request import ClassificationRequest, EmbeddingRequest, PooledRequest
 from engine.text.inputs import EncodedInput, TextPair, cut_ids
 from worker.lines.bodies import EmbeddingBody, InputBody, PooledBody
 from worker.lines.scoring import ClassifyBody, PairBody
 from worker.requests.encoding import attempt
+from worker.requests.pair_prompts import PairPrompt, PairPrompts
 from worker.requests.step_engine import StepEngine
 
 # Characters that are tokenised together: of a token some 100 bytes are kept until it is cut, with all around it.
 SLICE_CHARACTERS = 2 << 20
 
-PooledInput = str | TextPair | EncodedInput  # a text, a pair of them, or the token ids of a line
-CutText = tuple[str | TextPair, int | None]  # with the tokens that it is cut to; None: it is not
+PooledInput = str | TextPair | PairPrompt | EncodedInput  # a text, a pair of them, or the token ids of a line
+CutText = tuple[str | TextPair | PairPrompt, int | None]  # with the tokens that it is cut to; None: it is not
 
 
 class PooledRequestBuilder:
-    """For one model. Pairs go to a head of one class as they are; without a head each text is embedded by itself."""
+    """For one model. Pairs go to a head of one class in the form that its files ask for; without a head each text is
+    embedded by itself.
+    """
 
     def __init__(self, engine: StepEngine) -> None:
+        """Raises CheckpointError for a model that scores pairs by a template and has none for them."""
         self._tokenizer = engine.tokenizer
         self._classifier: ClassifierConfig | None = engine.classifier
+        form = AS_PAIR if self._classifier is None else self._classifier.pair_form
+        self._pair_prompts = PairPrompts(form, engine.tokenizer)
         self._max_model_len = engine.max_model_len
 
     def build_all(
@@ -61,7 +67,7 @@ class PooledRequestBuilder:
         if not isinstance(body, PairBody):
             raise TypeError(f"{type(body).__name__} has no inputs")
         if self._classifier is not None:
-            return body.pairs
+            return [self._pair_prompts.input_of(pair, body.param_of(at)) for at, pair in enumerate(body.pairs)]
         if not body.use_activation:
             raise _refusal("use_activation", False, "true: this model's scores are cosines of embeddings")
         return [text for _, texts in body.sides for text in texts]
@@ -94,12 +100,19 @@ class PooledRequestBuilder:
 
     def _encode_each(self, texts: Sequence[CutText]) -> Sequence[EncodedInput | Exception]:
         try:
-            return self._tokenizer.encode_inputs([text for text, _ in texts], [limit for _, limit in texts])
+            return self._encode_together(texts)
         except Exception:  # a seam: one text is at fault, or several; each on its own shows which
             return [attempt(self._encode, *each) for each in texts]
 
-    def _encode(self, text: str | TextPair, limit: int | None) -> EncodedInput | Exception:
-        (encoded,) = self._tokenizer.encode_inputs([text], [limit])
+    def _encode_together(self, texts: Sequence[CutText]) -> Sequence[EncodedInput | Exception]:
+        plain = [(text, limit) for text, limit in texts if not isinstance(text, PairPrompt)]
+        written = [(text, limit) for text, limit in texts if isinstance(text, PairPrompt)]
+        encoded = iter(self._tokenizer.encode_inputs([text for text, _ in plain], [limit for _, limit in plain]))
+        prompts = iter(self._pair_prompts.encode(written))
+        return [next(prompts if isinstance(text, PairPrompt) else encoded) for text, _ in texts]
+
+    def _encode(self, text: str | TextPair | PairPrompt, limit: int | None) -> EncodedInput | Exception:
+        (encoded,) = self._encode_together([(text, limit)])
         return encoded
 
     def _given(self, token_ids: Sequence[int], limit: int | None) -> EncodedInput:

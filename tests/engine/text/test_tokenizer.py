@@ -14,9 +14,10 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, p
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import PreTrainedTokenizerFast
 
+from engine.checkpoint.files import MAX_TOKENIZER_BYTES
 from engine.errors import CheckpointError, InvalidRequest
 from engine.text.chat_template import ChatTemplate
-from engine.text.tokenizer import MAX_TOKENIZER_BYTES, PartEncoder, Tokenizer
+from engine.text.tokenizer import PartEncoder, Tokenizer
 from tests.support.tiny_tokenizer import (
     CHAT_TEMPLATE,
     SPECIAL_TOKENS,
