@@ -206,6 +206,7 @@ class FirstContact:
         return next((line.strip() for line in reversed(said) if line.strip()), "")[:MAX_ERROR_CHARS]
 
     def _write(self, record: dict[str, Any]) -> None:
+        record |= {"at": time.strftime("%H:%M:%S")}
         print(json.dumps(record), file=self._lines, flush=True)
         print(_short(record), flush=True)
 

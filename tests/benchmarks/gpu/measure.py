@@ -35,6 +35,7 @@ SYNCS = re.compile(r"cu(da)?(Stream|Event|Device|Ctx)Synchronize\w*|cudaMemcpy|c
 ALLOCATIONS = re.compile(r"cu(da)?(Malloc|HostAlloc|MemAlloc|MemHostAlloc|MemCreate)\w*")
 COPY_TO_HOST = "Memcpy DtoH"
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+NUM_KERNELS, KERNEL_NAME_CHARS = 16, 80  # that a figure names; templates' names are endless
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,7 @@ class StepCounts:
     copies_to_host: float
     driver_allocations: float  # cudaMalloc, cudaHostAlloc and their like
     idle_percent: float  # of the time of these steps in which the GPU did nothing; the profiler makes the host slower
+    kernel_us: dict[str, float]  # a step, by the kernel's name: those that take most
 
     @classmethod
     def of_trace(cls, events: Sequence[dict[str, Any]]) -> StepCounts | None:
@@ -231,7 +233,16 @@ class StepCounts:
             copies_to_host=sum(name.startswith(COPY_TO_HOST) for name in copies) / len(steps),
             driver_allocations=mean(ALLOCATIONS),
             idle_percent=_idle_percent([event for event in events if event.get("cat") in DEVICE_WORK], begin, end),
+            kernel_us=_kernel_us(events, len(steps)),
         )
+
+
+def _kernel_us(events: Sequence[dict[str, Any]], num_steps: int) -> dict[str, float]:
+    total_us: Counter[str] = Counter()
+    for event in events:
+        if event.get("cat") in DEVICE_WORK:
+            total_us[event["name"][:KERNEL_NAME_CHARS]] += event["dur"]
+    return {name: round(us / num_steps, 1) for name, us in total_us.most_common(NUM_KERNELS)}
 
 
 def _idle_percent(work: Sequence[dict[str, Any]], begin: float, end: float) -> float:

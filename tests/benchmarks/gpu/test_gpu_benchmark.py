@@ -200,6 +200,7 @@ def event(category: str, name: str, at: float, lasts: float = 1.0) -> dict[str, 
     return {"ph": "X", "cat": category, "name": name, "ts": at, "dur": lasts}
 
 
+COPIES = ("Memcpy DtoH (Device -> Pinned)", "Memcpy HtoD (Pinned -> Device)")
 STEPS = [event("user_annotation", STEP, 10.0, 8.0), event("user_annotation", STEP, 20.0, 8.0)]
 TWO_STEPS = [
     *STEPS,
@@ -216,8 +217,7 @@ TWO_STEPS = [
     event("cuda_runtime", "cudaHostAlloc", 25.0),
     event("cuda_runtime", "cudaDeviceSynchronize", 30.0),  # the profiler's own
     *(event("kernel", f"kernel {number}", 15.0 + number) for number in range(6)),
-    event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 23.0),
-    event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 23.0),
+    *(event("gpu_memcpy", name, 23.0) for name in COPIES),
 ]
 
 
@@ -230,6 +230,7 @@ def test_the_steps_are_counted_and_what_the_profiler_does_after_is_not() -> None
         copies_to_host=0.5,
         driver_allocations=0.5,
         idle_percent=100 * (1 - 7 / 18),  # six kernels and one of two copies that overlap, of 18
+        kernel_us={name: 0.5 for name in (*(f"kernel {n}" for n in range(6)), *COPIES)},
     )
 
 

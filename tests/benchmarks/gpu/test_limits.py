@@ -121,7 +121,7 @@ def test_the_random_weights_are_as_many_as_the_published(model: str, billions: f
 
 
 def cell(model: str, batch: int, step_ms: float, **changes: Any) -> GpuResult:
-    counts = StepCounts(400.0, 5.0, 1.0, changes.get("syncs", 1.0), 1.0, 0.0, 10.0)
+    counts = StepCounts(400.0, 5.0, 1.0, changes.get("syncs", 1.0), 1.0, 0.0, 10.0, {})
     times = (step_ms, step_ms * 2, step_ms)
     figure = DecodeCell(batch, 1024.0, times, 6.0, changes.get("allocations", 0.0), 1.0, counts)
     return GpuResult("decode", model, changes.get("graphs", True), figure)
