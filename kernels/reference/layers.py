@@ -192,12 +192,12 @@ def sort_tokens_by_expert(expert_ids: torch.Tensor, num_experts: int) -> ExpertL
 def grouped_gemm(
     x: torch.Tensor, weight: PackedWeight, layout: ExpertLayout, *, gather: bool, gated: bool = False
 ) -> torch.Tensor:
-    """See `Operations.grouped_gemm`. One row at a time."""
+    """See `Operations.grouped_gemm`. One expert at a time."""
     out = x.new_empty(layout.pair_ids.shape[0], weight.shape[1])
+    sources = layout.pair_ids // layout.top_k if gather else torch.arange(len(out))
     for expert in range(weight.shape[0]):
-        for row in range(int(layout.expert_offsets[expert]), int(layout.expert_offsets[expert + 1])):
-            source = int(layout.pair_ids[row]) // layout.top_k if gather else row
-            out[row] = multiply(x[source : source + 1], weight, expert)[0]
+        rows = slice(int(layout.expert_offsets[expert]), int(layout.expert_offsets[expert + 1]))
+        out[rows] = multiply(x[sources[rows]], weight, expert)
     return silu_and_mul(out) if gated else out
 
 
