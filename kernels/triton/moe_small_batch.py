@@ -171,8 +171,13 @@ def gate_up_launch(hidden_size: int, itemsize: int) -> TileLaunch:
 def down_launch(intermediate_size: int, top_k: int, itemsize: int) -> TileLaunch:
     """The second half: rows = outputs of a program, columns = depth of a step, for all choices at once.
 
-    One token of Qwen3-30B-A3B makes 512 programs. A depth of 256 divides its 768.
+    One token of Qwen3-30B-A3B makes 512 programs. A depth of 256 divides its 768. It does not divide the 1408 of
+    GLM-4.5-Air and Qwen1.5-MoE, and half of it does: as many elements in twice the rows, since a tail took all 255
+    registers of a thread, against 120, and spilled 56 bytes on sm_90 with 8 choices.
     """
     choices = power_of_two_from(top_k)
     columns = min(power_of_two_from(intermediate_size), 512 // itemsize, max(ELEMENTS_OF_A_STEP // choices, 1))
-    return TileLaunch(max(ELEMENTS_OF_A_STEP // 256 // choices, 1), columns, 4)
+    rows = max(ELEMENTS_OF_A_STEP // 256 // choices, 1)
+    if intermediate_size % columns and columns == 256 and intermediate_size % 128 == 0:
+        rows, columns = 2 * rows, 128
+    return TileLaunch(rows, columns, 4)

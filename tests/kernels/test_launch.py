@@ -127,6 +127,7 @@ def test_tiles_are_no_wider_than_what_they_cover() -> None:
     assert gate_up_launch(72, 2).columns == 128
     assert down_launch(40, 64, 2).columns == 64
     assert down_launch(40, 64, 2).rows == 1
+    assert down_launch(1408, 8, 2) == TileLaunch(8, 128, 4)  # 11 steps of 128 have no tail, and 5.5 of 256 would
     assert down_launch(768, 64, 2).columns * 64 <= 8192
     assert combine_launch(1, 72).columns == 128
     assert combine_launch(64, 2048).columns == 256
