@@ -1,6 +1,7 @@
 """Writes the pages that are made from the code; with `--check` it only says which are stale.
 
-They are settings/SETTINGS.md, worker/METRICS.md and worker/COMMANDS.md.
+They are settings/SETTINGS.md, worker/METRICS.md, worker/COMMANDS.md and engine/FAMILIES.md, and the list of families in
+README.md.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from pathlib import Path
 import click
 from pydantic import BaseModel
 
+from engine.checkpoint.families import DECODERS, ENCODERS, REFUSED
 from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import Checkpoint
 from engine.loading.derived_settings import derive_for
 from settings import SettingRow, Settings, Source, load_settings
+from tests.support.family_table import COLUMNS, MODELS, reason
 from worker.cli.main import cli
 from worker.metrics import catalogue
 from worker.metrics.catalogue import Metric
@@ -104,7 +107,47 @@ def settings_page() -> str:
     )
 
 
+def families_page() -> str:
+    """The page of all families: what tests show of each, and why they do not where they do not."""
+    reasons = list(dict.fromkeys(why for column in COLUMNS.values() for why in column.without.values()))
+
+    def cell(column: str, family: str) -> str:
+        why = reason(column, family)
+        return "yes" if why is None else f"no ({reasons.index(why) + 1})"
+
+    head = ("models, `model_type`", *(column.title for column in COLUMNS.values()))
+    rows = ((f"{models}, `{family}`", *(cell(name, family) for name in COLUMNS)) for family, models in MODELS.items())
+    shown = ((column.title, f"`{column.module}`", f"`{column.test}`") for column in COLUMNS.values())
+    return page(
+        "Families of models",
+        "Each *yes* is a test that runs for that family, on a small checkpoint with random weights; each *no* has a "
+        "reason, which a test checks as well. A family that is new in `engine/checkpoint/families.py` runs in all.",
+        table(head, rows),
+        "\n".join(f"{number}. {why}." for number, why in enumerate(reasons, start=1)),
+        "## Which test shows it",
+        "Interpreted means by Triton's interpreter, which runs the kernels on a CPU; compiled ahead means at the sizes "
+        "of a published model, for sm_90, and in `make slow` for sm_80. 8 bits need a CPU with AVX-512 VNNI, and on "
+        "another one that test is skipped.",
+        table(("column", "module", "test"), shown),
+        "## Refused by name",
+        "\n".join(f"- `{family}`, {why}." for family, why in REFUSED.items()),
+    )
+
+
+FAMILIES_OF_README = re.compile(r"(?<=<!-- make pages -->)[^<]*(?=<!-- -->)")
+
+
+def readme() -> str:
+    """README.md, its list of families from the table."""
+    generating = ", ".join(MODELS[family] for family in DECODERS if reason("generates", family) is None)
+    others = ", ".join(MODELS[family] for family in ENCODERS if reason("embeds", family) is None)
+    families = f"{generating}; for embeddings, scores, rerankings and classes these, {others}"
+    return FAMILIES_OF_README.sub(families, (ROOT / "README.md").read_text(), count=1)
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
+    "README.md": readme,
+    "engine/FAMILIES.md": families_page,
     "settings/SETTINGS.md": settings_page,
     "worker/METRICS.md": metrics_page,
     "worker/COMMANDS.md": commands_page,

@@ -15,7 +15,17 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.pages.__main__ import PAGES, ROOT, commands_page, metrics_page, settings_page, stale_pages
+from tests.pages.__main__ import (
+    PAGES,
+    ROOT,
+    commands_page,
+    families_page,
+    metrics_page,
+    readme,
+    settings_page,
+    stale_pages,
+)
+from tests.support.family_table import MODELS
 
 INSTALL_PAGE = ROOT / "worker" / "INSTALL.md"
 LICENCES_HEADER = "\n| licence | packages |\n|---|---|\n"
@@ -27,7 +37,7 @@ def test_no_page_is_stale() -> None:
 
 
 def test_a_page_that_differs_or_is_missing_is_stale(tmp_path: Path) -> None:
-    for name in ("settings/SETTINGS.md", "worker/METRICS.md"):
+    for name in ("README.md", "engine/FAMILIES.md", "settings/SETTINGS.md", "worker/METRICS.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
     (tmp_path / "worker/METRICS.md").write_text("by hand")
@@ -75,6 +85,16 @@ def test_the_commands_page_has_click_s_own_help() -> None:
 
     assert "\n## millrace submit\n\n`millrace submit [OPTIONS] FILE...`\n" in text
     assert "| `--priority INTEGER RANGE` | 0 runs first. [default: 5; 0<=x<=9] |" in text
+
+
+def test_the_families_page_and_readme_follow_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "| Gemma 2, `gemma2` | yes | yes |" in families_page()
+    assert "| BERT, `bert` | yes | no (1) | yes | yes |" in families_page()
+    monkeypatch.setitem(MODELS, "gemma2", "Another Gemma")
+    assert "OLMo 3, Another Gemma, Gemma 3" in readme()
+    monkeypatch.setitem(MODELS, "new", "New")
+    with pytest.raises(LookupError, match="new, loads: neither a test nor a reason"):
+        families_page()
 
 
 @pytest.mark.slow

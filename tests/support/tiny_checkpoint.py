@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -111,7 +111,7 @@ def make_checkpoint(
 
 def make_model(family: Family = "qwen3", *, seed: int = 0, **config_overrides: Any) -> PreTrainedModel:
     """The same model in memory, in evaluation mode. Leaves the global random state as it was."""
-    options = _options(family, config_overrides)
+    options = options_of(family, config_overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _build(family, options)
@@ -126,8 +126,9 @@ def make_model(family: Family = "qwen3", *, seed: int = 0, **config_overrides: A
     return model.eval()
 
 
-def _options(family: Family, overrides: dict[str, Any]) -> dict[str, Any]:
-    options = copy.deepcopy(DEFAULTS | FAMILY_DEFAULTS[family]) | overrides
+def options_of(family: Family, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a tiny checkpoint's config.json, in transformers' names."""
+    options = copy.deepcopy(DEFAULTS | FAMILY_DEFAULTS[family]) | dict(overrides)
     for of_each_layer in ("no_rope_layers", "layer_types"):
         if options.get(of_each_layer):
             options[of_each_layer] = options[of_each_layer][: options["num_hidden_layers"]]
@@ -175,7 +176,7 @@ def make_classifying_decoder(path: Path, family: Family = "qwen3", *, seed: int 
     tokenizer = make_tokenizer(path)
     # Some families' defaults are ids of their own vocabulary, which this one does not have.
     special = {"eos_token_id": tokenizer.token_to_id(EOS_TOKEN), "pad_token_id": tokenizer.token_to_id(PAD_TOKEN)}
-    options = _options(family, special | config_overrides)
+    options = options_of(family, special | config_overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(family, **options))
