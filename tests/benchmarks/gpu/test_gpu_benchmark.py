@@ -230,7 +230,7 @@ def test_the_steps_are_counted_and_what_the_profiler_does_after_is_not() -> None
         copies_to_host=0.5,
         driver_allocations=0.5,
         idle_percent=100 * (1 - 7 / 18),  # six kernels and one of two copies that overlap, of 18
-        kernel_us={name: 0.5 for name in (*(f"kernel {n}" for n in range(6)), *COPIES)},
+        kernel_us=dict.fromkeys((*(f"kernel {n}" for n in range(6)), *COPIES), 0.5),
     )
 
 
