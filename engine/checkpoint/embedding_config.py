@@ -76,7 +76,8 @@ def read_pooling(path: Path, config: ModelConfig | EncoderConfig) -> EmbeddingCo
     is_encoder, size = isinstance(config, EncoderConfig), config.hidden_size
     if config.classifier is not None:
         padding_id = None if is_encoder else config.classifier.padding_id
-        return EmbeddingConfig("cls" if is_encoder else "last_token", size, (size,), padding_id)
+        pooling: Pooling = config.head_pooling if isinstance(config, EncoderConfig) else "last_token"
+        return EmbeddingConfig(pooling, size, (size,), padding_id)
     return EmbeddingConfig.from_directory(path, size=size, default="mean" if is_encoder else "last_token")
 
 

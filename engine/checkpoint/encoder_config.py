@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from engine.checkpoint.classifier_config import ClassifierConfig
 from engine.checkpoint.config_reader import NO_CODE, ConfigReader, DtypeName, refuse_unsupported, weights_dtype
 from engine.checkpoint.families import ENCODERS, EncoderFamily
+from engine.checkpoint.rope import RopeConfig, rope_readers
 from engine.errors import CheckpointError
 
-Activation = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "relu"]
+Activation = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"]
 
-ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
+POOLINGS = ("cls", "mean")
+DEFAULT_LOCAL_TOKENS, DEFAULT_FULL_EVERY = 128, 3  # ModernBERT's
 ENCODER_MUST_BE_FALSE = ("is_decoder", "add_cross_attention")
 ENCODER_MUST_BE_ABSENT = {
     "quantization_config": "weights not quantised beforehand: take the model in float32, bfloat16 or float16",
@@ -22,8 +25,63 @@ ENCODER_MUST_BE_ABSENT = {
 
 
 @dataclass(frozen=True, slots=True)
+class RotaryLayers:
+    """How the layers of an encoder without learned positions rotate queries and keys, and how far each sees."""
+
+    full: RopeConfig
+    local: RopeConfig  # of `local_layers`
+    local_layers: frozenset[int]
+    reach: int  # tokens that these see on each side of a token
+
+    @classmethod
+    def from_reader(cls, config: ConfigReader, family: EncoderFamily, head_dim: int) -> RotaryLayers | None:
+        """Read its keys, in the form of transformers 5 and the one before. Raises CheckpointError naming the key."""
+        rules = family.rope
+        if rules is None:
+            return None
+        older = {"rope_theta": "global_rope_theta", "rope_local_base_freq": "local_rope_theta"}
+        given = {new: config.data[old] for new, old in older.items() if config.has(old)}
+        full, local = rope_readers(ConfigReader({**config.data, **given}, config.source), rules, family.local_theta)
+        ropes = [RopeConfig.from_reader(each or full, 0, rules, head_dim) for each in (full, local)]
+        if family.local_theta is None:
+            return cls(ropes[0], ropes[0], frozenset(), 0)
+        reach = config.integer("local_attention", default=DEFAULT_LOCAL_TOKENS) // 2
+        return cls(ropes[0], ropes[1], _local_layers(config), reach)
+
+
+def _local_layers(config: ConfigReader) -> frozenset[int]:
+    num_layers = config.integer("num_hidden_layers")
+    if not config.has("layer_types"):
+        every = config.integer("global_attn_every_n_layers", default=DEFAULT_FULL_EVERY)
+        return frozenset(layer for layer in range(num_layers) if layer % every)
+    kinds, found = ("full_attention", "sliding_attention"), config.data["layer_types"]
+    if not isinstance(found, list) or len(found) != num_layers or not all(kind in kinds for kind in found):
+        accepted = " or ".join(f'"{kind}"' for kind in kinds)
+        raise config.refuse("layer_types", found, f"{accepted} for each of {num_layers} layers")
+    return frozenset(layer for layer, kind in enumerate(found) if kind == kinds[1])
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderBiases:
+    """Which parts have a bias."""
+
+    attention: bool = True
+    mlp: bool = True
+    norms: bool = True
+    head: bool = True  # of the dense layer before the classes
+
+    @classmethod
+    def from_reader(cls, config: ConfigReader, family: EncoderFamily) -> EncoderBiases:
+        """Read the keys of a family that has them. Raises CheckpointError."""
+        if family.has_biases:
+            return cls()
+        keys = ("attention_bias", "mlp_bias", "norm_bias", "classifier_bias")
+        return cls(*(config.flag(key, default=False) for key in keys))
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """The shape of an encoder like BERT (arXiv 1810.04805): everything about it that is not in its tensors."""
+    """The shape of an encoder (arXiv 1810.04805, 2412.13663): everything about it that is not in its tensors."""
 
     family: EncoderFamily
     vocab_size: int
@@ -39,6 +97,10 @@ class EncoderConfig:
     dtype: DtypeName  # of the weights on disk
     padding_id: int | None  # the token that has no position, and whose id the first one comes behind; None: from 0 on
     classifier: ClassifierConfig | None  # None: no classification head, so texts become vectors
+    rotary: RotaryLayers | None = None  # None: positions are learned
+    biases: EncoderBiases = EncoderBiases()
+    head_pooling: Literal["cls", "mean"] = "cls"  # what a head of classes is given
+    head_activation: Activation | Literal["tanh"] = "tanh"
 
     @property
     def architecture(self) -> str:
@@ -67,15 +129,15 @@ class EncoderConfig:
         trained = ConfigReader(sentence, "sentence_bert_config.json")
         if trained.flag("do_lower_case", default=False):
             raise trained.refuse("do_lower_case", True, "false: a text is lower-cased by its tokenizer only")
-        return cls(
+        encoder = cls(
             family=family,
             vocab_size=config.integer("vocab_size"),
             hidden_size=hidden_size,
             num_layers=config.integer("num_hidden_layers"),
             num_heads=num_heads,
             intermediate_size=config.integer("intermediate_size"),
-            activation=cast(Activation, config.choice("hidden_act", ACTIVATIONS, default="gelu")),
-            layer_norm_eps=config.number("layer_norm_eps", default=1e-12),
+            activation=_activation(config, family.names.activation_key, family.default_activation),
+            layer_norm_eps=config.number(family.names.eps_key, default=family.default_eps),
             max_position_embeddings=config.integer("max_position_embeddings"),
             max_seq_length=trained.integer("max_seq_length", minimum=2) if trained.has("max_seq_length") else None,
             num_token_types=config.integer("type_vocab_size", default=2),
@@ -83,6 +145,31 @@ class EncoderConfig:
             padding_id=_padding_id(config) if family.counts_from_padding else None,
             classifier=ClassifierConfig.of(config, family.classifying_class),
         )
+        return _with_own_parts(encoder, config)
+
+
+def _with_own_parts(encoder: EncoderConfig, config: ConfigReader) -> EncoderConfig:
+    """The encoder with what BERT has not, or not by choice."""
+    family = encoder.family
+    head_dim = encoder.hidden_size // encoder.num_heads
+    if config.integer("head_dim", default=head_dim) != head_dim:
+        raise config.refuse("head_dim", config.data["head_dim"], f"hidden_size / num_attention_heads ({head_dim})")
+    encoder = replace(
+        encoder,
+        rotary=RotaryLayers.from_reader(config, family, head_dim),
+        biases=EncoderBiases.from_reader(config, family),
+    )
+    if family.head_norm is None:
+        return encoder
+    return replace(
+        encoder,
+        head_pooling=cast(Literal["cls", "mean"], config.choice("classifier_pooling", POOLINGS, default="cls")),
+        head_activation=_activation(config, "classifier_activation", family.default_activation),
+    )
+
+
+def _activation(config: ConfigReader, key: str, default: str) -> Activation:
+    return cast(Activation, config.choice(key, ACTIVATIONS, default=default))
 
 
 def _padding_id(config: ConfigReader) -> int:

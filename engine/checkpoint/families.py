@@ -119,17 +119,50 @@ class DecoderFamily:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderNames:
+    """What a family of encoders calls its tensors, and the keys of config.json that are not BERT's.
+
+    Projections that have a tensor each are named one by one, those that have one together by its one name.
+    """
+
+    words: str = "embeddings.word_embeddings"
+    positions: str | None = "embeddings.position_embeddings"  # None: queries and keys are rotated instead
+    types: str | None = "embeddings.token_type_embeddings"  # None: a text of a pair is like another
+    embedding_norm: str = "embeddings.LayerNorm"
+    layer: str = "encoder.layer"
+    qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
+    output: str = "attention.output.dense"
+    attention_norm: str = "attention.output.LayerNorm"
+    up: tuple[str, ...] = ("intermediate.dense",)  # of gated MLPs: what is activated, and what it is multiplied with
+    down: str = "output.dense"
+    mlp_norm: str = "output.LayerNorm"
+    final_norm: str | None = None  # None: there is none
+    activation_key: str = "hidden_act"
+    eps_key: str = "layer_norm_eps"
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderFamily:
-    """A family of encoders: post-norm layers of bidirectional attention with learned positions."""
+    """A family of encoders: layers of bidirectional attention."""
 
     model_type: str
     classes: tuple[str, ...]  # in config.json's `architectures`; heads beyond the body are left out
     classifying_class: str  # likewise, of a model with a classification head
     root: str  # before the names of the body's tensors where there is a head beside it
     left_out: tuple[str, ...]  # what the names of other heads' tensors begin with
-    head: tuple[str, str]  # the modules of the classification head: a dense layer with tanh, and the classes
+    head: tuple[str, str]  # the modules of the classification head: a dense layer with an activation, and the classes
+    names: EncoderNames = EncoderNames()
     # Whether positions count from behind the padding token's id on, as fairseq's do, which RoBERTa was trained with.
     counts_from_padding: bool = False
+    head_norm: str | None = None  # behind the head's dense layer, whose activation and pooling config.json then names
+    norms_first: bool = False  # of each half of a layer, and of the first layer's MLP alone; else of the sum behind it
+    is_gated: bool = False  # the MLP
+    has_biases: bool = True  # of every projection; else those that config.json says
+    rope: RopeRules | None = None  # None: learned positions
+    # Layers that see only tokens nearby have this theta where config.json says none; None: all layers see everything.
+    local_theta: float | None = None
+    default_eps: float = 1e-12
+    default_activation: Literal["gelu", "silu"] = "gelu"
 
 
 LLAMA = DecoderFamily("llama", "LlamaForCausalLM", kv_heads_may_be_left_out=True)
@@ -308,6 +341,37 @@ XLM_ROBERTA = replace(
     classes=("XLMRobertaModel", "XLMRobertaForMaskedLM"),
     classifying_class="XLMRobertaForSequenceClassification",
 )
+MODERNBERT = EncoderFamily(
+    model_type="modernbert",
+    classes=("ModernBertModel", "ModernBertForMaskedLM"),
+    classifying_class="ModernBertForSequenceClassification",
+    root="model.",
+    left_out=("head.", "decoder."),
+    head=("head.dense", "classifier"),
+    names=EncoderNames(
+        words="embeddings.tok_embeddings",
+        positions=None,
+        types=None,
+        embedding_norm="embeddings.norm",
+        layer="layers",
+        qkv=("attn.Wqkv",),
+        output="attn.Wo",
+        attention_norm="attn_norm",
+        up=("mlp.Wi",),
+        down="mlp.Wo",
+        mlp_norm="mlp_norm",
+        final_norm="final_norm",
+        activation_key="hidden_activation",
+        eps_key="norm_eps",
+    ),
+    head_norm="head.norm",
+    norms_first=True,
+    is_gated=True,
+    has_biases=False,
+    rope=RopeRules(default_theta=160_000.0, rope_types=("default",)),
+    local_theta=10_000.0,
+    default_eps=1e-5,
+)
 
 DECODERS = {
     family.model_type: family
@@ -332,7 +396,7 @@ DECODERS = {
         GPT_OSS,
     )
 }
-ENCODERS = {family.model_type: family for family in (BERT, ROBERTA, XLM_ROBERTA)}
+ENCODERS = {family.model_type: family for family in (BERT, ROBERTA, XLM_ROBERTA, MODERNBERT)}
 # Families that people ask for and that no entry can describe, and why.
 REFUSED = dict.fromkeys(
     ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "minicpm3"),

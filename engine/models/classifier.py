@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,18 +13,23 @@ from engine.checkpoint.classifier_config import ClassActivation
 from kernels.interface import Operations
 from kernels.operands import PackedWeight
 
+Elementwise = Callable[[torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True, eq=False)
 class ClassificationHead:
     """Logits of C classes, in float32 whatever the model's dtype: one row a text costs nothing, and rounding is seen.
 
-    Encoders put a dense layer with tanh before the classes (BERT calls it the pooler); decoders have none, and no bias.
+    Encoders put a dense layer and an activation before the classes (BERT's is tanh, and it calls them the pooler),
+    ModernBERT a norm behind these; decoders have none, and no bias.
     """
 
     ops: Operations
     classes: PackedWeight  # [C, H], float32
     bias: torch.Tensor | None = None  # [C], float32
-    dense: tuple[PackedWeight, torch.Tensor] | None = None  # [H, H] and [H], float32
+    dense: tuple[PackedWeight, torch.Tensor | None] | None = None  # [H, H] and [H], float32
+    activation: Elementwise = torch.tanh  # behind the dense layer
+    norm: Elementwise | None = None  # behind that: [n, H] -> [n, H]
 
     def logits(self, pooled: torch.Tensor) -> torch.Tensor:
         """pooled [n, H] float32 -> [n, C] float32; NaN where a row of `pooled` is not finite."""
@@ -31,7 +37,10 @@ class ClassificationHead:
         x = pooled
         if self.dense is not None:
             weight, bias = self.dense
-            x = torch.tanh(self.ops.linear(x, weight) + bias)
+            x = self.ops.linear(x, weight)
+            x = self.activation(x if bias is None else x + bias)
+        if self.norm is not None:
+            x = self.norm(x)
         out = self.ops.linear(x, self.classes)
         if self.bias is not None:
             out = out + self.bias

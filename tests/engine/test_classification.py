@@ -46,6 +46,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert, one segment": ("bert", {"type_vocab_size": 1}),
     "roberta, classes": ("roberta", {"num_labels": 4}),
     "xlm-roberta, a score": ("xlm-roberta", {"num_labels": 1, "type_vocab_size": 2}),
+    "modernbert, a score": ("modernbert", {"num_labels": 1}),
+    "modernbert, classes": (
+        "modernbert",
+        {
+            "num_labels": 3,
+            "classifier_pooling": "mean",
+            "classifier_bias": True,
+            "norm_bias": True,
+            "classifier_activation": "silu",
+        },
+    ),
     "qwen3, a score": ("qwen3", {"num_labels": 1, "tie_word_embeddings": True}),
     "llama, classes": ("llama", {"num_labels": 5}),
     "qwen2, classes": ("qwen2", {"num_labels": 2}),

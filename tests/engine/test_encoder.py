@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,25 @@ VARIANTS: dict[str, tuple[Pooling | None, dict[str, Any]]] = {
     "mean": ("mean", {"head": "tokens"}),
     "cls": ("cls", {"hidden_act": "gelu_new", "num_attention_heads": 3}),
     "last token": ("last_token", {"hidden_act": "relu", "type_vocab_size": 1}),
+    "modernbert": ("mean", {"family": "modernbert"}),
+    "modernbert, all biases": (
+        "cls",
+        {
+            "family": "modernbert",
+            "head": "tokens",
+            "norm_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+            "local_attention": 6,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+            },
+            "hidden_activation": "relu",
+        },
+    ),
 }
 
 
@@ -70,6 +90,32 @@ def test_embeddings_are_transformers(tmp_path: Path, variant: str, max_num_batch
     for token_ids, one, among in zip(inputs, alone, together, strict=True):
         for found in (one, among):
             torch.testing.assert_close(torch.tensor(list(found)), reference.embed(token_ids), atol=TOLERANCE, rtol=0)
+
+
+def test_layers_that_see_nearby_tokens_are_transformers_in_long_inputs(tmp_path: Path) -> None:
+    make_bert_checkpoint(tmp_path, family="modernbert", local_attention=64, max_position_embeddings=1024)
+    rng = random.Random(1)
+    inputs = [rng.choices(range(5, 80), k=length) for length in (33, 34, 600, 257, 512, 1024, 600)]
+    found = run(load(tmp_path), EmbeddingRequest("all", inputs))["all"].embeddings
+    reference = ReferenceEmbedder(tmp_path, "mean")
+    for token_ids, vector in zip(inputs, found, strict=True):
+        torch.testing.assert_close(torch.tensor(list(vector)), reference.embed(token_ids), atol=TOLERANCE, rtol=0)
+
+
+def test_keys_of_older_files_name_layers_and_ropes(tmp_path: Path) -> None:
+    make_bert_checkpoint(tmp_path, family="modernbert", num_hidden_layers=4)
+    file = tmp_path / "config.json"
+    data = json.loads(file.read_text())
+    for key in ("layer_types", "rope_parameters"):
+        del data[key]
+    given = {"global_attn_every_n_layers": 2, "global_rope_theta": 300.0, "local_rope_theta": 30.0}
+    file.write_text(json.dumps(data | given))
+    engine = load(tmp_path)
+    inputs = engine.tokenizer.encode_batch(TEXTS)
+    reference = ReferenceEmbedder(tmp_path, "mean")
+    found = run(engine, EmbeddingRequest("all", inputs))["all"].embeddings
+    for token_ids, vector in zip(inputs, found, strict=True):
+        torch.testing.assert_close(torch.tensor(list(vector)), reference.embed(token_ids), atol=TOLERANCE, rtol=0)
 
 
 def test_after_a_step_that_failed_nothing_runs_any_more(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ MODELS = {
     "bert": "BERT",
     "roberta": "RoBERTa",
     "xlm-roberta": "XLM-RoBERTa",
+    "modernbert": "ModernBERT",
 }
 _OF_DECODERS, _OF_KERNELS = "tests.models.test_families", "tests.kernels"
 NO_HEAD = "transformers has no class of this family with a head of classes, so no file has one"

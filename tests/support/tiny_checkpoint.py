@@ -38,7 +38,7 @@ from tests.support.tiny_families import FAMILY_DEFAULTS, Family
 from tests.support.tiny_tokenizer import EOS_TOKEN, PAD_TOKEN, make_tokenizer
 
 Head = Literal["none", "tokens", "classes"]
-EncoderName = Literal["bert", "roberta", "xlm-roberta"]
+EncoderName = Literal["bert", "roberta", "xlm-roberta", "modernbert"]
 
 # The tokenizer knows fewer ids than the model, as with published Qwen3 checkpoints: the last ids decode to nothing.
 VOCAB_SIZE = 320
@@ -76,6 +76,12 @@ ENCODER_DEFAULTS: dict[EncoderName, dict[str, Any]] = {
     "bert": {},
     "roberta": _LIKE_ROBERTA,
     "xlm-roberta": _LIKE_ROBERTA,
+    "modernbert": {
+        "local_attention": 16,  # tokens; inputs of the tests have more
+        **dict.fromkeys(("bos_token_id", "cls_token_id"), 2),
+        **dict.fromkeys(("eos_token_id", "sep_token_id"), 3),
+        "pad_token_id": 0,
+    },
 }
 SWITCHES: dict[Pooling, str] = {
     "cls": "pooling_mode_cls_token",
@@ -165,7 +171,7 @@ def make_bert_checkpoint(
         model: PreTrainedModel = kinds[head].from_config(AutoConfig.for_model(family, **options))
         with torch.no_grad():
             for name, parameter in model.named_parameters():  # norms are made as ones, biases as zeros
-                if "LayerNorm" in name or "bias" in name:
+                if "norm" in name.lower() or "bias" in name:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(path)
     return path

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.checkpoint.embedding_config import EmbeddingConfig, Pooling
-from engine.checkpoint.encoder_config import EncoderConfig
+from engine.checkpoint.encoder_config import EncoderBiases, EncoderConfig
 from engine.checkpoint.families import DECODERS, ENCODERS
 from engine.checkpoint.model_config import ModelConfig, read_config
 from engine.errors import CheckpointError
@@ -23,6 +23,49 @@ MINILM: dict[str, Any] = {
     "num_attention_heads": 12, "num_hidden_layers": 6, "pad_token_id": 0, "position_embedding_type": "absolute",
     "transformers_version": "4.8.2", "type_vocab_size": 2, "use_cache": True, "vocab_size": 30522,
 }  # fmt: skip
+
+# answerdotai/ModernBERT-base
+MODERNBERT: dict[str, Any] = {
+    "architectures": ["ModernBertForMaskedLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 50281,
+    "classifier_activation": "gelu",
+    "classifier_bias": False,
+    "classifier_dropout": 0.0,
+    "classifier_pooling": "mean",
+    "cls_token_id": 50281,
+    "decoder_bias": True,
+    "deterministic_flash_attn": False,
+    "embedding_dropout": 0.0,
+    "eos_token_id": 50282,
+    "global_attn_every_n_layers": 3,
+    "global_rope_theta": 160000.0,
+    "gradient_checkpointing": False,
+    "hidden_activation": "gelu",
+    "hidden_size": 768,
+    "initializer_cutoff_factor": 2.0,
+    "initializer_range": 0.02,
+    "intermediate_size": 1152,
+    "layer_norm_eps": 1e-05,
+    "local_attention": 128,
+    "local_rope_theta": 10000.0,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "mlp_dropout": 0.0,
+    "model_type": "modernbert",
+    "norm_bias": False,
+    "norm_eps": 1e-05,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 22,
+    "pad_token_id": 50283,
+    "position_embedding_type": "absolute",
+    "sep_token_id": 50282,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    "transformers_version": "4.47.0.dev0",
+    "vocab_size": 50368,
+}
 
 
 def _read(path: Path, config: dict[str, Any] | None = None) -> EmbeddingConfig:
@@ -115,7 +158,7 @@ def test_a_published_file_is_understood() -> None:
         {"architectures": ["BertForTokenClassification"]},
         {"architectures": ["RobertaModel"]},
         {"hidden_size": 385},
-        {"hidden_act": "silu"},
+        {"hidden_act": "mish"},
         {"position_embedding_type": "relative_key"},
         {"is_decoder": True},
         {"auto_map": {"AutoModel": "modeling.Model"}},
@@ -127,6 +170,42 @@ def test_a_published_file_is_understood() -> None:
 def test_what_is_not_bert_is_refused_by_key(change: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=next(iter(change))):
         EncoderConfig.from_hf(MINILM | change, {})
+
+
+def test_a_published_file_of_modernbert_is_understood() -> None:
+    config = EncoderConfig.from_hf(MODERNBERT, {})
+    assert (config.num_layers, config.layer_norm_eps, config.default_max_len) == (22, 1e-5, 8192)
+    assert config.biases == EncoderBiases(attention=False, mlp=False, norms=False, head=False)
+    rotary = config.rotary
+    assert rotary is not None
+    assert (rotary.full.theta, rotary.local.theta, rotary.reach) == (160_000.0, 10_000.0, 64)
+    assert rotary.local_layers == set(range(22)) - set(range(0, 22, 3))
+    classifying = EncoderConfig.from_hf(MODERNBERT | {"architectures": ["ModernBertForSequenceClassification"]}, {})
+    assert (classifying.head_pooling, classifying.head_activation) == ("mean", "gelu")
+    assert classifying.classifier is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_activation": "mish"},
+        {"classifier_pooling": "max"},
+        {"classifier_activation": "mish"},
+        {"local_attention": 0},
+        {"global_attn_every_n_layers": 0},
+        {"global_rope_theta": -1},
+        {"layer_types": ["full_attention"]},
+        {"layer_types": ["chunked_attention"] * 22},
+        {"head_dim": 32},
+        {"norm_bias": 1},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}},
+    ],
+)
+def test_what_is_not_modernbert_is_refused_by_key(change: dict[str, Any]) -> None:
+    key = "rope_theta" if "global_rope_theta" in change else "rope_type" if "rope_scaling" in change else min(change)
+    with pytest.raises(CheckpointError, match=key):
+        EncoderConfig.from_hf(MODERNBERT | change, {})
 
 
 def test_a_text_is_not_lower_cased_before_its_tokenizer() -> None:
