@@ -62,7 +62,9 @@ class ChatTemplate:
                 raise CheckpointError(f"chat template {name!r}, line {error.lineno}: {error.message}") from error
         trial = {**self._special_tokens, "strftime_now": datetime.fromtimestamp(0, UTC).strftime}
         self._takes_parts = {
-            name: takes_parts(partial(_run, template), trial) for name, template in self._templates.items()
+            (name, role): takes_parts(partial(_run, template), trial, role)
+            for name, template in self._templates.items()
+            for role in ("user", "system")
         }
 
     def reads(self, variable: str, *, with_tools: bool) -> bool:
@@ -77,9 +79,12 @@ class ChatTemplate:
         """Whether the template names `role`; if not, it may drop messages of that role or write them somehow."""
         return role in self._literals[self._name(with_tools=with_tools)]
 
-    def takes_parts(self, *, with_tools: bool) -> bool:
-        """Whether the template writes the text of a message whose content is a list of text parts."""
-        return self._takes_parts[self._name(with_tools=with_tools)]
+    def takes_parts(self, *, with_tools: bool, role: str = "user") -> bool:
+        """Whether the template writes the texts of a message whose content is a list of text parts.
+
+        The system's message is tried by itself: Gemma 3's template writes the first of its parts alone.
+        """
+        return self._takes_parts[self._name(with_tools=with_tools), "system" if role == "system" else "user"]
 
     def render(
         self,
@@ -203,14 +208,18 @@ def _refuse(value: object) -> CheckpointError:
     )
 
 
-def takes_parts(run: Callable[[Mapping[str, object]], str], variables: Mapping[str, object]) -> bool:
-    """Whether a template writes the texts of a message that is a list of two parts, and not the list itself.
+def takes_parts(
+    run: Callable[[Mapping[str, object]], str], variables: Mapping[str, object], role: str = "user"
+) -> bool:
+    """Whether a template writes the texts of this role's message that is a list of two parts, and not the list itself.
 
     `run`: variables to prompt; `variables`: what the template reads beside the conversation. Tried, not read off the
     source: templates reach the parts through macros, filters and variables of their own.
     """
     content = [{"type": "text", "text": _FIRST}, {"type": "text", "text": _SECOND}]
-    messages = [{"role": "user", "content": content}]
+    messages: list[dict[str, object]] = [{"role": role, "content": content}]
+    if role == "system":  # which alone many templates refuse
+        messages.append({"role": "user", "content": "x"})
     try:
         prompt = run({**variables, "messages": messages, "tools": None, "add_generation_prompt": False})
     except InvalidRequest:

@@ -87,11 +87,13 @@ class ChatPrompts:
         raise InvalidRequest(f"tools {fault}", param="tools")
 
     def _message(self, template: ChatTemplate, message: ChatMessage, *, with_tools: bool) -> dict[str, object]:
-        given = message.for_template(keep_parts=template.takes_parts(with_tools=with_tools))
         # OpenAI's new word for system. Qwen3's template would leave it out, Llama 3's write a role nobody trained.
-        if message.role == "developer" and not template.knows_role("developer", with_tools=with_tools):
-            given["role"] = "system"
-        return given
+        is_system = message.role == "developer" and not template.knows_role("developer", with_tools=with_tools)
+        role = "system" if is_system else message.role
+        return {
+            **message.for_template(keep_parts=template.takes_parts(with_tools=with_tools, role=role)),
+            "role": role,
+        }
 
 
 def template_arguments(template: ChatTemplate, body: ChatBody) -> dict[str, object]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.errors import CheckpointError, InvalidRequest
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer
+from tests.support.fake_engine import chat_model, template_source
 from tests.support.tiny_tokenizer import BRACKETS, EVERYTHING, HEADERS, THINKING, make_tokenizer
 
 TOOL: dict[str, Any] = {
@@ -58,7 +59,8 @@ SPECIAL = {
     "image_token": "<img>",
 }
 
-TEMPLATES = {"qwen": THINKING, "llama": HEADERS, "old": BRACKETS, "all": EVERYTHING}
+TURNS = template_source("turns")
+TEMPLATES = {"qwen": THINKING, "llama": HEADERS, "old": BRACKETS, "all": EVERYTHING, "gemma": TURNS}
 
 NAMED = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
 
@@ -129,7 +131,21 @@ def test_the_prompts_compared_are_not_refusals(models: dict[str, Both]) -> None:
     for name in ("qwen", "llama", "all"):
         for messages in CONVERSATIONS.values():
             assert models[name].render(messages, tools=[TOOL])[1] != "refused"
-    assert models["old"].render(CONVERSATIONS["turns"])[1].startswith("<|endoftext|>")
+    for name in ("old", "gemma"):
+        assert models[name].render(CONVERSATIONS["turns"])[1].startswith("<|endoftext|>")
+
+
+def test_a_later_question_begins_with_what_was_generated(tmp_path: Path) -> None:
+    """So that the next turn of a conversation with Gemma hits the blocks of this one."""
+    tokenizer = chat_model(tmp_path, TURNS, {"<start_of_turn>": True, "<end_of_turn>": True})
+    template = tokenizer.chat_template
+    assert template is not None
+    asked = CONVERSATIONS["system"]
+    prompt = tokenizer.encode(template.render(asked, NOW), add_special_tokens=False)
+    answer = tokenizer.encode("Four, é.<end_of_turn>", add_special_tokens=False)
+    later = template.render([*asked, {"role": "assistant", "content": "Four, é."}, QUESTION], NOW)
+    assert tokenizer.encode(later, add_special_tokens=False)[: len(prompt) + len(answer)] == prompt + answer
+    assert tokenizer.decode(answer) == "Four, é."
 
 
 @pytest.mark.parametrize("tools", [None, [], [TOOL]])
@@ -288,6 +304,13 @@ def test_a_template_that_writes_the_texts_takes_parts(source: str) -> None:
 )
 def test_a_template_that_writes_the_list_or_nothing_wants_a_string(source: str) -> None:
     assert not takes_parts(source)
+
+
+def test_the_systems_parts_are_tried_by_themselves() -> None:
+    turns, loop = (ChatTemplate({"default": source}, BEGIN_ONLY) for source in (TURNS, LOOP))
+    assert turns.takes_parts(with_tools=False)
+    assert not turns.takes_parts(with_tools=False, role="system")
+    assert loop.takes_parts(with_tools=False, role="system")
 
 
 def test_each_of_a_models_templates_is_tried() -> None:

@@ -77,9 +77,9 @@ def test_a_tool_choice_of_none_keeps_the_tools_from_the_model() -> None:
 
 
 def test_tools_are_refused_where_the_template_does_not_show_them() -> None:
-    error = refusal(CHAT_TEMPLATE, AnswerFormats("qwen3"), tools=TOOLS)
-
-    assert (error.param, "does not show them" in str(error)) == ("tools", True)
+    for source in (CHAT_TEMPLATE, template_source("turns")):
+        error = refusal(source, AnswerFormats("qwen3"), tools=TOOLS)
+        assert (error.param, "does not show them" in str(error)) == ("tools", True)
 
 
 def test_tools_are_refused_where_calls_could_not_be_read() -> None:
@@ -115,6 +115,25 @@ def test_text_parts_stay_parts_for_a_template_that_reads_them() -> None:
 
     assert "[user]onetwo[" in prompts(template_source("parts")).text(body(messages=messages), 0)
     assert "user\none\ntwo<|im_end|>" in prompts(template_source("marked_calls")).text(body(messages=messages), 0)
+
+
+def test_parts_that_a_template_would_drop_are_one_text() -> None:
+    parts = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]
+    question = {"role": "user", "content": parts}
+    turns = prompts(template_source("turns"))
+
+    for role in ("system", "developer"):
+        text = turns.text(body(messages=[{"role": role, "content": parts}, question]), 0)
+        assert text == (
+            "<b><start_of_turn>user\nBe brief.\nBe kind.\n\nBe brief.Be kind.<end_of_turn>\n<start_of_turn>model\n"
+        )
+
+
+def test_a_template_without_a_system_refuses_its_message() -> None:
+    gemma2 = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    error = refusal(gemma2, messages=[{"role": "developer", "content": "a"}, {"role": "user", "content": "hi"}])
+
+    assert (error.param, "System role not supported" in str(error)) == ("messages", True)
 
 
 def test_an_effort_is_the_templates_own_or_turns_thinking_off() -> None:
@@ -219,6 +238,14 @@ def bodies(draw: st.DrawFn) -> dict[str, Any]:
     return body
 
 
+@st.composite
+def alternating(draw: st.DrawFn) -> list[Message]:
+    """What a template of strict turns takes, and now and then what it refuses."""
+    first = draw(st.sampled_from([[], [{"role": "system", "content": draw(TEXTS)}]]))
+    roles = draw(st.sampled_from([["user", "assistant"] * 2 + ["user"], ["user"], ["user", "user"], ["assistant"]]))
+    return [*first, *({"role": role, "content": draw(CONTENT)} for role in roles)]
+
+
 def by_transformers(theirs: PreTrainedTokenizerFast, body: Mapping[str, Any]) -> str:
     """The prompt; "refused" where the template refuses.
 
@@ -280,6 +307,11 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Both:
     return Both(tmp_path_factory.mktemp("parts"), "parts", {})
 
 
+@pytest.fixture(scope="module")
+def turns(tmp_path_factory: pytest.TempPathFactory) -> Both:
+    return Both(tmp_path_factory.mktemp("turns"), "turns", {"<start_of_turn>": True, "<end_of_turn>": True})
+
+
 @given(body=bodies(), thinking=st.sampled_from([None, True, False]))
 @CONVERSATIONS
 def test_prompts_of_the_qwen3_kind(marked: Both, body: dict[str, Any], thinking: bool | None) -> None:
@@ -309,8 +341,16 @@ def test_prompts_of_a_template_that_reads_parts(parts: Both, body: dict[str, Any
     parts.check({**body, "chat_template_kwargs": {"reasoning_effort": effort}})
 
 
-def test_most_of_the_conversations_were_compared_and_not_refused(marked: Both, bare: Both, parts: Both) -> None:
+@given(messages=alternating())
+@CONVERSATIONS
+def test_prompts_of_the_gemma_kind(turns: Both, messages: list[Message]) -> None:
+    turns.check({"messages": messages})
+
+
+def test_most_of_the_conversations_were_compared_and_not_refused(
+    marked: Both, bare: Both, parts: Both, turns: Both
+) -> None:
     fixed = {"messages": [{"role": "user", "content": "hi"}]}
-    for both in (marked, bare, parts):
+    for both in (marked, bare, parts, turns):
         both.check(fixed)
         assert both.num_compared > 0
