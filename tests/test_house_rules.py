@@ -21,9 +21,9 @@ DOCSTRING_ONLY = ("kernels", "engine", "engine/*", "worker", "worker/*")  # sett
 
 MAX_FILE_LINES = 450
 MAX_MODULES = 253  # one of which holds only names
-MAX_CODE_LINES = 48_685  # of all modules that hold more than names
+MAX_CODE_LINES = 48_689  # of all modules that hold more than names
 MAX_TEST_FILES = 232
-MAX_OTHER_TEST_FILES = 76
+MAX_OTHER_TEST_FILES = 77
 # Lines -> the share of modules that may be shorter: a small file is opened for next to nothing.
 MAX_SHARES = {20: 0.03, 50: 0.10}
 # Likewise a module of one short function or class.

@@ -1,7 +1,7 @@
 """Launch parameters of the attention kernels: plain functions of shapes and compute capability.
 
 The numbers come from published Triton kernels and from compiling each candidate for sm_80 and sm_90
-(tests/kernels/aot/test_attention.py fails if a chosen one spills); no GPU has measured them yet. GPUs of other
+(tests/kernels/aot/test_attention.py fails if a chosen one spills); DESIGN.md has what an H200 found. GPUs of other
 generations take sm_80's, which fit in the 99 KiB of shared memory of sm_86, sm_89 and sm_120.
 
 How `engine.deterministic`, which is refused on a GPU today, could hold there: a token must get the same bits as a
@@ -25,6 +25,8 @@ _MIN_SPLIT_TOKENS = 128
 # One program reads some 30 GB/s (32 KiB in flight, 1 us of latency): 8192 tokens of 128 dims take 0.14 ms. Longer rows
 # are split even where there are enough rows, so that the longest does not run on when the others are done.
 _MAX_SPLIT_TOKENS = 8192
+_PROGRAMS = 4  # of a multiprocessor, that a launch is split for
+_MAX_FULL_SPLITS = 8  # of a launch that has half of those unsplit; those past a row's end start and return
 SPLIT_MULTIPLE = 64  # of every tile: only the last tile of a row is partly filled
 COMBINE_SPLITS_AT_ONCE = 16  # splits read at a time: 8 KiB at 128 dims, 16 numbers a thread
 COMBINE_NUM_WARPS = 4
@@ -87,7 +89,8 @@ def decode_launch(head_dim: int, element_bytes: int, capability: int, *, is_capp
     has_one_in_flight = (head_dim < padded_head_dim(head_dim) and capability != 90) or (is_capped and head_dim > 128)
     num_stages = 4 if has_one_in_flight else 5
     rule = {"tile": 32, "num_warps": 4, "num_stages": num_stages}
-    return AttentionLaunch(block_m=16, **(tuned("decode_attention") or rule))
+    measured = None if is_capped else (tuned("decode_attention") or {}).get(str(head_dim))
+    return AttentionLaunch(block_m=16, **(measured or rule))
 
 
 def decodes_projected(head_dim: int, element_bytes: int, capability: int) -> bool:
@@ -101,20 +104,21 @@ def decodes_projected(head_dim: int, element_bytes: int, capability: int) -> boo
 
 
 def decode_splits(num_programs: int, max_kv_len: int, num_multiprocessors: int) -> DecodeSplits:
-    """How many splits a decode step has: one where that gives each multiprocessor two programs, else enough for four of
-    the five programs that fit on one (the rule of TensorRT-LLM's Triton backend).
+    """How many splits a decode step has: where unsplit rows give each multiprocessor two programs, one for 8192 keys,
+    else enough for four of the five programs that fit on one (the rule of TensorRT-LLM's Triton backend). A GPU's tuned
+    rule has other numbers, and may split rows of full launches too.
 
     num_programs: programs of an unsplit launch; max_kv_len: tokens of the longest row, or a bound.
     """
-    least, most = tuned("decode_splits") or (_MIN_SPLIT_TOKENS, _MAX_SPLIT_TOKENS)
-    is_full = num_programs >= 2 * num_multiprocessors
-    num_splits = 1 if is_full else -(-4 * num_multiprocessors // num_programs)
-    split_tokens = min(max(-(-max_kv_len // num_splits), least), most)
+    least, least_full, wanted = tuned("decode_splits") or (_MIN_SPLIT_TOKENS, _MAX_SPLIT_TOKENS, _PROGRAMS)
+    num_programs_wanted = wanted * num_multiprocessors
+    if 2 * num_programs >= num_programs_wanted:
+        num_splits = min(-(-max_kv_len // least_full), _MAX_FULL_SPLITS)
+        return DecodeSplits(max(num_splits, -(-max_kv_len // _MAX_SPLIT_TOKENS), 1), least_full)
+    num_splits = -(-num_programs_wanted // num_programs)
+    split_tokens = min(max(-(-max_kv_len // num_splits), least), _MAX_SPLIT_TOKENS)
     split_tokens = -(-split_tokens // SPLIT_MULTIPLE) * SPLIT_MULTIPLE
-    return DecodeSplits(
-        num_splits=max(-(-max_kv_len // split_tokens), 1),
-        min_split_tokens=most if is_full else least,
-    )
+    return DecodeSplits(max(-(-max_kv_len // split_tokens), 1), least)
 
 
 def prefill_launch(head_dim: int, element_bytes: int, capability: int) -> AttentionLaunch:

@@ -55,8 +55,7 @@ STAGES = (
     Stage("Qwen3-8B", 55, "decode at 64 and 256"),
     Stage("Qwen3-30B-A3B", 70, "decode at 64 and 256"),
     Stage("moe-tiles", 45, "tiles of the experts' products", True),
-    Stage("decode-stages", 20, "tile and stages of decode attention", True),
-    Stage("split-thresholds", 15, "how decode attention splits rows", True),
+    Stage("decode-attention", 35, "tile, stages and splits of decode attention", True),
     Stage("blas", 10, "cuBLAS or cuBLASLt for products without a bias"),
 )
 TOOLS = ("memcheck", "racecheck")

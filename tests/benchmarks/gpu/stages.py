@@ -6,7 +6,6 @@ the stage says so, and engines on the CPU's operations: each figure names what i
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 import tempfile
@@ -14,11 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import torch
 import transformers
@@ -33,9 +28,9 @@ from engine.sampling_params import SamplingParams
 from kernels.dispatch import operation_names
 from kernels.triton import launch
 from kernels.triton.compilation import compile_ahead
-from kernels.triton.grouped_gemm import grouped_gemm_launch
 from tests.benchmarks.gpu import __main__ as benchmark
 from tests.benchmarks.gpu.report import as_json, line
+from tests.benchmarks.gpu.sweeps import NO_GPU, Figures, Place, blas, decode_attention, moe_tiles
 from tests.benchmarks.gpu.workload import Deadline
 from tests.benchmarks.kernels import check_operation
 from tests.benchmarks.machine import GpuTimer, measure_machine
@@ -44,63 +39,11 @@ from tests.kernels.aot import table
 from tests.support.compiled_kernels import compiling_for, counted_compilations, on_a_new_device
 from tests.support.devices import interpreter_beside_numpy
 from tests.support.engines import StaticRunner, load_engine, load_static_engine, run_all
-from tests.support.tensors import make_paged_cache
 from tests.support.tiny_checkpoint import make_checkpoint
-
-Figures = Iterator[dict[str, Any]]
 
 REPEATS = 20
 COMPILED_CAPABILITY = 90  # without a GPU
 MODEL_S = 70.0  # of the stage's process, which is ended at its own limit
-MOE_TOKENS = (1, 8, 32, 64, 128, 256)
-RULED_TOKENS = (512, 1024, 1536, 2048)
-# Lines as of the launch table of grouped products: rows, columns, depth, rows side by side, warps, stages.
-MOE_TILES = (
-    *((16, 64, 128, 1, 4, 3), (16, 64, 128, 1, 4, 4), (16, 64, 256, 1, 4, 2), (16, 128, 128, 1, 4, 2)),
-    *((16, 128, 128, 1, 4, 3), (16, 128, 128, 1, 8, 3), (16, 256, 128, 1, 8, 2), (16, 128, 64, 1, 4, 4)),
-    *((32, 128, 128, 1, 4, 2), (32, 128, 128, 1, 4, 3), (32, 256, 128, 16, 8, 2), (64, 128, 64, 1, 4, 3)),
-)
-DECODE_LAUNCHES = (
-    *({"tile": 64, "num_warps": 4, "num_stages": stages} for stages in (2, 3, 4)),
-    *({"tile": 128, "num_warps": warps, "num_stages": 2} for warps in (4, 8)),
-)
-SPLITS = tuple((least, most) for least in (128, 256, 512) for most in (4096, 8192, 16384))
-LIBRARIES = ("cublas", "cublaslt")
-PRODUCTS = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))  # [N, K] of Qwen3-8B
-
-
-@dataclass
-class Place:
-    """Where a stage runs."""
-
-    device: torch.device
-    out: Path
-    is_tiny: bool
-
-    @property
-    def has_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    @property
-    def gpu(self) -> str:
-        """The GPU's name."""
-        return torch.cuda.get_device_name(self.device) if self.has_gpu else "none"
-
-    def ran_on(self, without_gpu: str) -> str:
-        """What a figure ran on."""
-        return self.gpu if self.has_gpu else without_gpu
-
-    @cached_property
-    def _timer(self) -> GpuTimer:
-        return GpuTimer(self.device)
-
-    def median_us(self, run: Callable[[], object]) -> float:
-        """Time of a run on the GPU; without one the time of a single run, which means nothing."""
-        if self.has_gpu:
-            return self._timer.median_us(run)
-        begin = time.perf_counter()
-        run()
-        return (time.perf_counter() - begin) * 1e6
 
 
 def stage_figures(name: str, device: str, out: Path, *, is_tiny: bool) -> Figures:
@@ -114,7 +57,7 @@ def _machine(place: Place) -> Figures:
     versions |= {"python": platform.python_version(), "cores": str(usable_cores())}
     yield {"figure": "versions", **versions, "headline": " ".join(f"{k} {v}" for k, v in versions.items())}
     if not place.has_gpu:
-        yield {"figure": "rates", "ran_on": "no GPU", "headline": "rates not measured"}
+        yield {"figure": "rates", "ran_on": "no GPU", "headline": f"rates {NO_GPU}"}
         return
     machine = measure_machine(GpuTimer(place.device), place.device)
     rates = {"copy_bytes_per_s": machine.copy_bytes_per_s, "matmul_flop_per_s": machine.matmul_flop_per_s}
@@ -200,7 +143,7 @@ def _benchmark(place: Place, *arguments: str) -> Figures:
                 "ran_on": place.ran_on("CPU operations"),
                 **figure,
                 "ok": result.figure is not None and not result.differs,
-                "headline": " ".join(line(result).split()) if counts else "not measured",
+                "headline": " ".join(line(result).split()) if counts else NO_GPU,
             }
 
 
@@ -255,7 +198,7 @@ def _graphs(place: Place) -> Figures:
         "same_tokens": same,
         "replays": stats.num_replays if stats else 0,
         "steps": num_steps,
-        "waits": waits if place.has_gpu else "not measured",
+        "waits": waits if place.has_gpu else NO_GPU,
         "headline": f"{'same' if same else 'OTHER'} tokens, {stats.num_replays if stats else 0} replays",
     }
 
@@ -286,135 +229,8 @@ def _warm_up(place: Place) -> Figures:
         "load_s": round(seconds, 1),
         "at_start": at_start,
         "later": list(compiled),
-        "headline": f"{at_start} compiled at start, {len(compiled)} later" if place.has_gpu else "not measured",
+        "headline": f"{at_start} compiled at start, {len(compiled)} later" if place.has_gpu else NO_GPU,
     }
-
-
-def _choose(place: Place, name: str, tried: Mapping[str, Any], run: Callable[[], object], shape: str) -> Figures:
-    """Time `run` with each choice for the launch `name`, and with the rules that hold where nothing was tuned."""
-    times_us: dict[str, float] = {}
-    errors: dict[str, str] = {}
-    choices = {"rules": {}, **{label: {name: choice} for label, choice in tried.items()}}
-
-    def launch_each() -> None:
-        for chosen in choices.values():
-            with mock.patch.object(launch, "read_tuned", return_value=chosen):
-                run()
-
-    compile_ahead(launch_each, usable_cores())
-    for label, chosen in choices.items():
-        with mock.patch.object(launch, "read_tuned", return_value=chosen):
-            try:
-                times_us[label] = place.median_us(run)
-            except Exception as raised:  # the seam: a tile may not fit, but the engine's own must
-                if label == "rules":
-                    raise
-                errors[label] = f"{type(raised).__name__}: {raised}".splitlines()[0][:200]
-    best = min(times_us, key=lambda label: times_us[label])
-    gain = 1 - times_us[best] / times_us["rules"]
-    yield {
-        "figure": name,
-        "shape": shape,
-        "ran_on": place.ran_on("Triton's interpreter"),
-        "times_us": {label: round(us, 1) for label, us in times_us.items()},
-        "errors": errors,
-        "best": best,
-        "choice": tried.get(best),
-        "headline": f"{shape}: {best}, {100 * gain:.0f} % faster than the rules" if place.has_gpu else "not measured",
-    }
-
-
-def _keep(place: Place, name: str, choice: Any) -> None:
-    """Add a choice to tuned.json; without a GPU under the name of none, which no launch reads."""
-    path = place.out / "tuned.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    known.setdefault(place.gpu, {})[name] = choice
-    path.write_text(json.dumps(known, indent=1) + "\n")
-
-
-def _moe_tiles(place: Place) -> Figures:
-    num_experts, top_k, hidden, width = (4, 2, 32, 16) if place.is_tiny else (128, 8, 2048, 768)
-    dtype = torch.bfloat16 if place.has_gpu else torch.float16
-    lines: dict[str, Any] = {}  # beside those tried, of more tokens by the rules: the nearest line is taken
-    gate_up, down = (
-        kernels.triton.pack(torch.randn(num_experts, *shape, device=place.device).mul(0.02).to(dtype))
-        for shape in ((2 * width, hidden), (hidden, width))
-    )
-    for tokens in (2,) if place.is_tiny else MOE_TOKENS:
-        x = torch.randn(tokens, hidden, device=place.device).to(dtype)
-        scores = torch.rand(tokens, num_experts, device=place.device).to(dtype)
-        routed = kernels.triton.route_topk(scores, top_k, renormalise=True)
-
-        def run(x: torch.Tensor = x, ids: torch.Tensor = routed.expert_ids) -> torch.Tensor:
-            layout = kernels.triton.sort_tokens_by_expert(ids, num_experts)  # into the tiles that are tried
-            inner = kernels.triton.grouped_gemm(x, gate_up, layout, gather=True, gated=True)
-            return kernels.triton.grouped_gemm(inner, down, layout, gather=False)
-
-        tiles = [tile for tile in MOE_TILES if tile[0] <= 16 or tokens >= 64][: 2 if place.is_tiny else None]
-        tried = {str(tile): {f"{num_experts}, {top_k}": {str(tokens): tile}} for tile in tiles}
-        (figure,) = _choose(place, "grouped_gemm", tried, run, f"{tokens} tokens")
-        yield figure
-        if figure["choice"]:
-            lines |= figure["choice"][f"{num_experts}, {top_k}"]
-    if lines:
-        ruled = {str(tokens): _ruled_tile(tokens, num_experts, top_k) for tokens in (*MOE_TOKENS, *RULED_TOKENS)}
-        _keep(place, "grouped_gemm", {f"{num_experts}, {top_k}": ruled | lines})
-
-
-def _ruled_tile(tokens: int, num_experts: int, top_k: int) -> list[int]:
-    capability = launch.compute_capability()
-    found = grouped_gemm_launch(tokens * top_k, top_k, num_experts, itemsize=2, capability=capability, gather=True)
-    tile = [found.block_m, found.block_n, found.block_k, found.group_m]
-    return [*tile, found.num_warps, found.num_stages]
-
-
-def _decode(place: Place, name: str, tried: Mapping[str, Any]) -> Figures:
-    heads, lens = ((2, 1, 16), [(1, 70)]) if place.is_tiny else ((32, 8, 128), [(1, 64 * (i + 1)) for i in range(64)])
-    dtype = torch.bfloat16 if place.has_gpu else torch.float16
-    cache = make_paged_cache(
-        lens, num_heads=heads[0], num_kv_heads=heads[1], head_dim=heads[2], dtype=dtype, block_size=16
-    )
-    q, k, v = (tensor.to(place.device) for tensor in (cache.q, cache.k_cache, cache.v_cache))
-    rows = replace(
-        cache.rows,
-        block_tables=cache.rows.block_tables.to(place.device),
-        cu_seqlens_q=cache.rows.cu_seqlens_q.to(place.device),
-        seq_lens=cache.rows.seq_lens.to(place.device),
-    )
-    run = partial(kernels.triton.paged_decode_attention, q, k, v, rows, heads[2] ** -0.5)
-    (figure,) = _choose(place, name, tried, run, f"{len(lens)} rows to {lens[-1][1]}")
-    yield figure
-    if figure["choice"]:
-        _keep(place, name, figure["choice"])
-
-
-def _decode_stages(place: Place) -> Figures:
-    chosen = DECODE_LAUNCHES[:2] if place.is_tiny else DECODE_LAUNCHES
-    yield from _decode(place, "decode_attention", {str([*choice.values()]): choice for choice in chosen})
-
-
-def _splits(place: Place) -> Figures:
-    yield from _decode(place, "decode_splits", {str(c): c for c in (SPLITS[:2] if place.is_tiny else SPLITS)})
-
-
-def _blas(place: Place) -> Figures:
-    if not place.has_gpu:
-        yield {"figure": "blas_library", "ran_on": "no GPU", "headline": "not measured"}
-        return
-    require_float32_sums()
-    total_us = dict.fromkeys(LIBRARIES, 0.0)
-    for columns, depth in PRODUCTS:
-        weight = torch.randn(columns, depth, device=place.device).bfloat16()
-        for tokens in (1, 64, 256):
-            x = torch.randn(tokens, depth, device=place.device).bfloat16()
-            for library in LIBRARIES:
-                torch.backends.cuda.preferred_blas_library(library)
-                us = place.median_us(partial(torch.nn.functional.linear, x, weight))
-                total_us[library] += us
-                yield {"figure": "product", "shape": [tokens, columns, depth], "library": library, "us": round(us, 1)}
-    best = min(total_us, key=lambda library: total_us[library])
-    _keep(place, "blas_library", best)
-    yield {"figure": "blas_library", "total_us": total_us, "best": best, "headline": best}
 
 
 def small_launches() -> list[str]:
@@ -432,10 +248,9 @@ STAGES: Mapping[str, Callable[[Place], Figures]] = {
     "Qwen3-0.6B": _model("Qwen3-0.6B", "decode", "nano-vllm"),
     "Qwen3-8B": _model("Qwen3-8B", "decode"),
     "Qwen3-30B-A3B": _model("Qwen3-30B-A3B", "decode"),
-    "moe-tiles": _moe_tiles,
-    "decode-stages": _decode_stages,
-    "split-thresholds": _splits,
-    "blas": _blas,
+    "moe-tiles": moe_tiles,
+    "decode-attention": decode_attention,
+    "blas": blas,
 }
 
 

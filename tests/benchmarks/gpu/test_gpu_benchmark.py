@@ -21,7 +21,7 @@ from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.weights import Checkpoint
 from kernels.dispatch import operation_names
 from tests.benchmarks.gpu import __main__ as gpu_main
-from tests.benchmarks.gpu import first_contact, stages
+from tests.benchmarks.gpu import first_contact, sweeps
 from tests.benchmarks.gpu.__main__ import main
 from tests.benchmarks.gpu.first_contact import STAGES, FirstContact
 from tests.benchmarks.gpu.measure import STEP, StepCounts, count_steps
@@ -359,13 +359,13 @@ def test_every_stage_runs_without_a_gpu(tmp_path: Path) -> None:
 def test_a_sweep_passes_over_what_does_not_fit_but_not_over_the_rules(tmp_path: Path) -> None:
     def figures(*times_us: float | Exception) -> list[dict[str, Any]]:
         """Of the sweep over two launches, behind the rules, if they take so long."""
-        timing = mock.patch.object(stages.Place, "median_us", side_effect=times_us)
-        with timing, mock.patch.object(stages, "compile_ahead"):
-            return list(stage_figures("decode-stages", "cpu", tmp_path, is_tiny=True))
+        timing = mock.patch.object(sweeps.Place, "median_us", side_effect=times_us)
+        with timing, mock.patch.object(sweeps, "compile_ahead"):
+            return list(stage_figures("decode-attention", "cpu", tmp_path, is_tiny=True))
 
     (figure,) = figures(5.0, MemoryError("too large"), 3.0)
-    assert figure["errors"] == {"[64, 4, 2]": "MemoryError: too large"}
-    assert (figure["best"], figure["choice"]["num_stages"]) == ("[64, 4, 3]", 3)
+    assert figure["errors"] == {"[32, 4, 5, 128, 8192, 4]": "MemoryError: too large"}
+    assert (figure["best"], figure["choice"]["decode_splits"]) == ("[32, 4, 5, 128, 8192, 2]", (128, 8192, 2))
     with pytest.raises(MemoryError, match="too large"):
         figures(MemoryError("too large"), 5.0, 3.0)
 

@@ -1,0 +1,236 @@
+"""Tries launches of kernels and PyTorch's libraries on the GPU that is there, and writes what was fastest.
+
+`tuned.json`, beside the other figures, is what `kernels.triton.launch.tuned` reads.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+from unittest import mock
+
+import torch
+
+import kernels.triton
+from engine.loading.derived_settings import usable_cores
+from engine.models.placement import require_float32_sums
+from kernels.operands import AttentionRows, ProjectedHeads
+from kernels.triton import launch
+from kernels.triton.compilation import compile_ahead
+from kernels.triton.grouped_gemm import grouped_gemm_launch
+from tests.benchmarks.kernel_inputs import BLOCK_SIZE, EPS, last_slots
+from tests.benchmarks.machine import GpuTimer
+
+Figures = Iterator[dict[str, Any]]
+
+NO_GPU = "not measured"
+MOE_TOKENS = (1, 8, 32, 64, 128, 256)
+RULED_TOKENS = (512, 1024, 1536, 2048)
+# Lines as of the launch table of grouped products: rows, columns, depth, rows side by side, warps, stages.
+MOE_TILES = (
+    *((16, 64, 128, 1, 4, 3), (16, 64, 128, 1, 4, 4), (16, 64, 256, 1, 4, 2), (16, 128, 128, 1, 4, 2)),
+    *((16, 128, 128, 1, 4, 3), (16, 128, 128, 1, 8, 3), (16, 256, 128, 1, 8, 2), (16, 128, 64, 1, 4, 4)),
+    *((32, 128, 128, 1, 4, 2), (32, 128, 128, 1, 4, 3), (32, 256, 128, 16, 8, 2), (64, 128, 64, 1, 4, 3)),
+)
+DECODE_LAUNCHES = tuple(
+    {"tile": tile, "num_warps": warps, "num_stages": stages}
+    for tile, warps, stages in ((32, 4, 5), (32, 2, 4), (16, 1, 5), (32, 1, 4), (64, 2, 4), (128, 4, 3))
+)
+# The fewest keys of a split, the same in launches that are full without, and the programs that a multiprocessor gets.
+SPLITS = ((128, 8192, 4), (128, 8192, 2), (128, 1024, 8), (128, 512, 16), (64, 256, 24))
+# Heads, KV heads, dims, lengths: batches of 256 and 64 of Qwen3-0.6B, 8B and 30B-A3B.
+DECODE_SHAPES: Mapping[str, tuple[int, int, int, Sequence[int]]] = {
+    "16/8 heads, 256 x 800": (16, 8, 128, [800] * 256),
+    "16/8 heads, 128 to 2005": (16, 8, 128, [100 + 15 * (53 * row % 128) for row in range(128)]),
+    "32/8 heads, 64 x 1024": (32, 8, 128, [1024] * 64),
+    "32/4 heads, 64 x 1024": (32, 4, 128, [1024] * 64),
+    "32/8 heads, 8 x 1024": (32, 8, 128, [1024] * 8),
+}
+LIBRARIES = ("cublas", "cublaslt")
+PRODUCTS = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))  # [N, K] of Qwen3-8B
+
+
+@dataclass
+class Place:
+    """Where a stage runs."""
+
+    device: torch.device
+    out: Path
+    is_tiny: bool
+
+    @property
+    def has_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def gpu(self) -> str:
+        """The GPU's name."""
+        return torch.cuda.get_device_name(self.device) if self.has_gpu else "none"
+
+    def ran_on(self, without_gpu: str) -> str:
+        """What a figure ran on."""
+        return self.gpu if self.has_gpu else without_gpu
+
+    @cached_property
+    def _timer(self) -> GpuTimer:
+        return GpuTimer(self.device)
+
+    def median_us(self, run: Callable[[], object]) -> float:
+        """Time of a run on the GPU; without one the time of a single run, which means nothing."""
+        if self.has_gpu:
+            return self._timer.median_us(run)
+        begin = time.perf_counter()
+        run()
+        return (time.perf_counter() - begin) * 1e6
+
+
+def _choose(
+    place: Place, tried: Mapping[str, Mapping[str, Any]], runs: Mapping[str, Callable[[], object]]
+) -> dict[str, Any]:
+    """Time the runs, by name, with each choice of launches, and with the rules that hold where nothing was tuned. Best
+    is what is fastest over all of them, each in shares of the rules' time.
+    """
+    times_us: dict[str, list[float]] = {}
+    errors: dict[str, str] = {}
+    choices: dict[str, Mapping[str, Any]] = {"rules": {}, **tried}
+
+    def launch_each() -> None:
+        for chosen in choices.values():
+            with mock.patch.object(launch, "read_tuned", return_value=chosen):
+                for run in runs.values():
+                    run()
+
+    compile_ahead(launch_each, usable_cores())
+    for label, chosen in choices.items():
+        with mock.patch.object(launch, "read_tuned", return_value=chosen):
+            try:
+                times_us[label] = [round(place.median_us(run), 1) for run in runs.values()]
+            except Exception as raised:  # the seam: a tile may not fit, but the engine's own must
+                if label == "rules":
+                    raise
+                errors[label] = f"{type(raised).__name__}: {raised}".splitlines()[0][:200]
+    ratios = {
+        label: geometric_mean(us / rules_us for us, rules_us in zip(found, times_us["rules"], strict=True))
+        for label, found in times_us.items()
+    }
+    best = min(ratios, key=lambda label: ratios[label])
+    return {
+        "shapes": list(runs),
+        "ran_on": place.ran_on("Triton's interpreter"),
+        "times_us": times_us,
+        "errors": errors,
+        "best": best,
+        "choice": tried.get(best),
+        "headline": f"{best}, {100 * (1 - ratios[best]):.0f} % faster than the rules" if place.has_gpu else NO_GPU,
+    }
+
+
+def _keep(place: Place, name: str, choice: Any) -> None:
+    """Add a choice to tuned.json; without a GPU under the name of none, which no launch reads."""
+    path = place.out / "tuned.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known.setdefault(place.gpu, {})[name] = choice
+    path.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def moe_tiles(place: Place) -> Figures:
+    """Tiles of the experts' products, by the number of tokens."""
+    num_experts, top_k, hidden, width = (4, 2, 32, 16) if place.is_tiny else (128, 8, 2048, 768)
+    dtype = torch.bfloat16 if place.has_gpu else torch.float16
+    lines: dict[str, Any] = {}  # beside those tried, of more tokens by the rules: the nearest line is taken
+    gate_up, down = (
+        kernels.triton.pack(torch.randn(num_experts, *shape, device=place.device).mul(0.02).to(dtype))
+        for shape in ((2 * width, hidden), (hidden, width))
+    )
+    for tokens in (2,) if place.is_tiny else MOE_TOKENS:
+        x = torch.randn(tokens, hidden, device=place.device).to(dtype)
+        scores = torch.rand(tokens, num_experts, device=place.device).to(dtype)
+        routed = kernels.triton.route_topk(scores, top_k, renormalise=True)
+
+        def run(x: torch.Tensor = x, ids: torch.Tensor = routed.expert_ids) -> torch.Tensor:
+            layout = kernels.triton.sort_tokens_by_expert(ids, num_experts)  # into the tiles that are tried
+            inner = kernels.triton.grouped_gemm(x, gate_up, layout, gather=True, gated=True)
+            return kernels.triton.grouped_gemm(inner, down, layout, gather=False)
+
+        tiles = [tile for tile in MOE_TILES if tile[0] <= 16 or tokens >= 64][: 2 if place.is_tiny else None]
+        tried = {str(tile): {"grouped_gemm": {f"{num_experts}, {top_k}": {str(tokens): tile}}} for tile in tiles}
+        figure = _choose(place, tried, {f"{tokens} tokens": run})
+        yield {"figure": "grouped_gemm", **figure}
+        if figure["choice"]:
+            lines |= figure["choice"]["grouped_gemm"][f"{num_experts}, {top_k}"]
+    if lines:
+        ruled = {str(tokens): _ruled_tile(tokens, num_experts, top_k) for tokens in (*MOE_TOKENS, *RULED_TOKENS)}
+        _keep(place, "grouped_gemm", {f"{num_experts}, {top_k}": ruled | lines})
+
+
+def _ruled_tile(tokens: int, num_experts: int, top_k: int) -> list[int]:
+    capability = launch.compute_capability()
+    found = grouped_gemm_launch(tokens * top_k, top_k, num_experts, itemsize=2, capability=capability, gather=True)
+    tile = [found.block_m, found.block_n, found.block_k, found.group_m]
+    return [*tile, found.num_warps, found.num_stages]
+
+
+def decode_attention(place: Place) -> Figures:
+    """Launches and splits together: smaller programs want more of them."""
+    shapes = {"2 rows": (2, 1, 16, [5, 70])} if place.is_tiny else DECODE_SHAPES
+    runs = {name: _decoding(place, *shape) for name, shape in shapes.items()}
+    chosen = [(options, splits) for options in DECODE_LAUNCHES for splits in SPLITS]
+    tried = {
+        f"{[*options.values(), *splits]}": {"decode_attention": {"128": options}, "decode_splits": splits}
+        for options, splits in (chosen[:2] if place.is_tiny else chosen)
+    }
+    figure = _choose(place, tried, runs)
+    yield {"figure": "decode_attention", **figure}
+    for name, choice in (figure["choice"] or {}).items():
+        _keep(place, name, choice)
+
+
+def _decoding(place: Place, heads: int, kv_heads: int, dim: int, lens: Sequence[int]) -> Callable[[], object]:
+    """A decode step's attention of rows with so many keys, as the engine launches it."""
+    dtype = torch.bfloat16 if place.has_gpu else torch.float16
+    num_blocks = [-(-length // BLOCK_SIZE) for length in lens]
+    order = iter(torch.randperm(sum(num_blocks)).tolist())
+    tables = torch.zeros(len(lens), max(num_blocks), dtype=torch.int32)
+    for row, count in enumerate(num_blocks):
+        tables[row, :count] = torch.tensor([next(order) for _ in range(count)])
+    device = place.device
+    rows = AttentionRows(
+        tables.to(device),
+        torch.arange(len(lens) + 1, dtype=torch.int32, device=device),
+        torch.tensor(lens, dtype=torch.int32, device=device),
+        (1,) * len(lens),
+        (max(lens),) * len(lens),
+    )
+    positions, slots = last_slots(rows, BLOCK_SIZE)
+    caches = torch.randn(2, sum(num_blocks), BLOCK_SIZE, kv_heads, dim, device=device, dtype=dtype)
+    qkv = torch.randn(len(lens), (heads + 2 * kv_heads) * dim, device=device, dtype=dtype)
+    norm, rotations = torch.ones(dim, device=device, dtype=dtype), torch.randn(max(lens), dim, device=device)
+    projected = ProjectedHeads(qkv, (norm, norm, EPS), rotations, positions, caches[0], caches[1], slots)
+    return partial(kernels.triton.store_and_decode, projected, rows, dim**-0.5)
+
+
+def blas(place: Place) -> Figures:
+    """Which library multiplies Qwen3-8B's matrices faster."""
+    if not place.has_gpu:
+        yield {"figure": "blas_library", "ran_on": "no GPU", "headline": NO_GPU}
+        return
+    require_float32_sums()
+    total_us = dict.fromkeys(LIBRARIES, 0.0)
+    for columns, depth in PRODUCTS:
+        weight = torch.randn(columns, depth, device=place.device).bfloat16()
+        for tokens in (1, 64, 256):
+            x = torch.randn(tokens, depth, device=place.device).bfloat16()
+            for library in LIBRARIES:
+                torch.backends.cuda.preferred_blas_library(library)
+                us = place.median_us(partial(torch.nn.functional.linear, x, weight))
+                total_us[library] += us
+                yield {"figure": "product", "shape": [tokens, columns, depth], "library": library, "us": round(us, 1)}
+    best = min(total_us, key=lambda library: total_us[library])
+    _keep(place, "blas_library", best)
+    yield {"figure": "blas_library", "total_us": total_us, "best": best, "headline": best}
