@@ -21,7 +21,7 @@ DOCSTRING_ONLY = ("kernels", "engine", "engine/*", "worker", "worker/*")  # sett
 
 MAX_FILE_LINES = 450
 MAX_MODULES = 253  # one of which holds only names
-MAX_CODE_LINES = 48_689  # of all modules that hold more than names
+MAX_CODE_LINES = 48_755  # of all modules that hold more than names
 MAX_TEST_FILES = 232
 MAX_OTHER_TEST_FILES = 77
 # Lines -> the share of modules that may be shorter: a small file is opened for next to nothing.

@@ -16,6 +16,20 @@ Activation = Literal["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"]
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu")
 POOLINGS = ("cls", "mean")
+GPT_KEYS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "layer_norm_eps": "layer_norm_epsilon",
+    "rope_theta": "rotary_emb_base",
+}
+GPT_MUST_BE_FALSE = (
+    *("prenorm", "parallel_block", "use_rms_norm", "causal", "scale_attn_by_inverse_layer_idx"),
+    *("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "rotary_emb_interleaved"),
+)
+GATES = {"swiglu": "silu", "geglu": "gelu"}
 DEFAULT_LOCAL_TOKENS, DEFAULT_FULL_EVERY = 128, 3  # ModernBERT's
 ENCODER_MUST_BE_FALSE = ("is_decoder", "add_cross_attention")
 ENCODER_MUST_BE_ABSENT = {
@@ -73,8 +87,9 @@ class EncoderBiases:
     @classmethod
     def from_reader(cls, config: ConfigReader, family: EncoderFamily) -> EncoderBiases:
         """Read the keys of a family that has them. Raises CheckpointError."""
-        if family.has_biases:
-            return cls()
+        if family.biases != "named":
+            has_all = family.biases == "every"
+            return cls(attention=has_all, mlp=has_all)
         keys = ("attention_bias", "mlp_bias", "norm_bias", "classifier_bias")
         return cls(*(config.flag(key, default=False) for key in keys))
 
@@ -122,6 +137,8 @@ class EncoderConfig:
         """Check and translate config.json and sentence_bert_config.json. Raises CheckpointError naming the key."""
         config = ConfigReader(data, "config.json")
         family = ENCODERS[config.choice("model_type", tuple(ENCODERS))]
+        if family.has_gpt_keys:
+            config = _from_gpt_keys(config)
         _refuse_unsupported_encoder(config, family)
         hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
         if hidden_size % num_heads:
@@ -146,6 +163,28 @@ class EncoderConfig:
             classifier=ClassifierConfig.of(config, family.classifying_class),
         )
         return _with_own_parts(encoder, config)
+
+
+def _from_gpt_keys(config: ConfigReader) -> ConfigReader:
+    """The keys of transformers for those that Nomic's own code reads, which are GPT-2's. Raises CheckpointError."""
+    for key in GPT_MUST_BE_FALSE:
+        if config.flag(key, default=False):
+            raise config.refuse(key, True, "false")
+    if config.has("rotary_emb_scale_base"):
+        raise config.refuse("rotary_emb_scale_base", config.data["rotary_emb_scale_base"], "null")
+    if config.number("rotary_emb_fraction", default=1.0) != 1:
+        raise config.refuse("rotary_emb_fraction", config.data["rotary_emb_fraction"], "1.0")
+    if not config.flag("scale_attn_weights", default=True):
+        raise config.refuse("scale_attn_weights", False, "true")
+    found = {new: config.data[old] for new, old in GPT_KEYS.items() if config.has(old)}
+    if config.has("activation_function"):
+        found["hidden_act"] = GATES[config.choice("activation_function", tuple(GATES))]
+    if config.has("rotary_scaling_factor") and "max_position_embeddings" in found:
+        # What the factor changes begins behind the positions that it was trained on.
+        trained, most = config.integer("max_trained_positions", default=2048), config.integer("n_positions")
+        found["max_position_embeddings"] = min(trained, most)
+    data = {key: value for key, value in config.data.items() if key != "auto_map"}
+    return ConfigReader({**data, **found}, config.source)
 
 
 def _with_own_parts(encoder: EncoderConfig, config: ConfigReader) -> EncoderConfig:

@@ -157,12 +157,15 @@ class EncoderFamily:
     head_norm: str | None = None  # behind the head's dense layer, whose activation and pooling config.json then names
     norms_first: bool = False  # of each half of a layer, and of the first layer's MLP alone; else of the sum behind it
     is_gated: bool = False  # the MLP
-    has_biases: bool = True  # of every projection; else those that config.json says
+    # every: projections and norms. named: those that config.json says. norms: theirs and the head's alone.
+    biases: Literal["every", "named", "norms"] = "every"
     rope: RopeRules | None = None  # None: learned positions
     # Layers that see only tokens nearby have this theta where config.json says none; None: all layers see everything.
     local_theta: float | None = None
     default_eps: float = 1e-12
     default_activation: Literal["gelu", "silu"] = "gelu"
+    # Older files of the family come with code, which is not run: it does what this does, by other keys.
+    has_gpt_keys: bool = False
 
 
 LLAMA = DecoderFamily("llama", "LlamaForCausalLM", kv_heads_may_be_left_out=True)
@@ -367,10 +370,34 @@ MODERNBERT = EncoderFamily(
     head_norm="head.norm",
     norms_first=True,
     is_gated=True,
-    has_biases=False,
+    biases="named",
     rope=RopeRules(default_theta=160_000.0, rope_types=("default",)),
     local_theta=10_000.0,
     default_eps=1e-5,
+)
+NOMIC_BERT = EncoderFamily(
+    model_type="nomic_bert",
+    classes=("NomicBertModel", "NomicBertForMaskedLM"),
+    classifying_class="NomicBertForSequenceClassification",
+    root="nomic_bert.",
+    left_out=("cls.",),
+    head=("nomic_bert.pooler.dense", "classifier"),
+    names=EncoderNames(
+        positions=None,
+        embedding_norm="emb_ln",
+        layer="encoder.layers",
+        qkv=("attn.Wqkv",),
+        output="attn.out_proj",
+        attention_norm="norm1",
+        up=("mlp.fc12", "mlp.fc11"),
+        down="mlp.fc2",
+        mlp_norm="norm2",
+    ),
+    is_gated=True,
+    biases="norms",
+    rope=RopeRules(default_theta=1000.0, rope_types=("default",)),
+    default_activation="silu",
+    has_gpt_keys=True,
 )
 
 DECODERS = {
@@ -396,7 +423,7 @@ DECODERS = {
         GPT_OSS,
     )
 }
-ENCODERS = {family.model_type: family for family in (BERT, ROBERTA, XLM_ROBERTA, MODERNBERT)}
+ENCODERS = {family.model_type: family for family in (BERT, ROBERTA, XLM_ROBERTA, MODERNBERT, NOMIC_BERT)}
 # Families that people ask for and that no entry can describe, and why.
 REFUSED = dict.fromkeys(
     ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "minicpm3"),

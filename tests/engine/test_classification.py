@@ -57,6 +57,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "classifier_activation": "silu",
         },
     ),
+    "nomic_bert, a score": ("nomic_bert", {"num_labels": 1}),
+    "nomic_bert, classes": ("nomic_bert", {"num_labels": 3, "type_vocab_size": 1, "hidden_act": "gelu"}),
     "qwen3, a score": ("qwen3", {"num_labels": 1, "tie_word_embeddings": True}),
     "llama, classes": ("llama", {"num_labels": 5}),
     "qwen2, classes": ("qwen2", {"num_labels": 2}),

@@ -30,6 +30,16 @@ VARIANTS: dict[str, tuple[Pooling | None, dict[str, Any]]] = {
     "mean": ("mean", {"head": "tokens"}),
     "cls": ("cls", {"hidden_act": "gelu_new", "num_attention_heads": 3}),
     "last token": ("last_token", {"hidden_act": "relu", "type_vocab_size": 1}),
+    "nomic_bert": ("mean", {"family": "nomic_bert"}),
+    "nomic_bert, another rope": (
+        "last_token",
+        {
+            "family": "nomic_bert",
+            "head": "tokens",
+            "hidden_act": "gelu",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 30.0},
+        },
+    ),
     "modernbert": ("mean", {"family": "modernbert"}),
     "modernbert, all biases": (
         "cls",
@@ -116,6 +126,34 @@ def test_keys_of_older_files_name_layers_and_ropes(tmp_path: Path) -> None:
     found = run(engine, EmbeddingRequest("all", inputs))["all"].embeddings
     for token_ids, vector in zip(inputs, found, strict=True):
         torch.testing.assert_close(torch.tensor(list(vector)), reference.embed(token_ids), atol=TOLERANCE, rtol=0)
+
+
+def test_nomics_own_files_are_those_of_transformers(tmp_path: Path) -> None:
+    """Its keys are GPT-2's, and name code that is not run; transformers reads none of them."""
+    make_bert_checkpoint(tmp_path, family="nomic_bert")
+    engine = load(tmp_path)
+    inputs = engine.tokenizer.encode_batch(TEXTS)
+    expected = run(engine, EmbeddingRequest("all", inputs))["all"].embeddings
+    file = tmp_path / "config.json"
+    data = json.loads(file.read_text())
+    keys = ("architectures", "model_type", "vocab_size", "type_vocab_size", "dtype")
+    older = {
+        "n_embd": data["hidden_size"],
+        "n_layer": data["num_hidden_layers"],
+        "n_head": data["num_attention_heads"],
+        "n_inner": data["intermediate_size"],
+        "n_positions": data["max_position_embeddings"],
+        "layer_norm_epsilon": data["layer_norm_eps"],
+        "activation_function": "swiglu",
+        "auto_map": {"AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel"},
+        "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0,
+        "prenorm": False,
+    }
+    file.write_text(json.dumps({key: data[key] for key in keys} | older))
+    again = load(tmp_path)
+    assert again.max_model_len == 128
+    assert run(again, EmbeddingRequest("all", inputs))["all"].embeddings == expected
 
 
 def test_after_a_step_that_failed_nothing_runs_any_more(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ MODELS = {
     "roberta": "RoBERTa",
     "xlm-roberta": "XLM-RoBERTa",
     "modernbert": "ModernBERT",
+    "nomic_bert": "Nomic's BERT",
 }
 _OF_DECODERS, _OF_KERNELS = "tests.models.test_families", "tests.kernels"
 NO_HEAD = "transformers has no class of this family with a head of classes, so no file has one"

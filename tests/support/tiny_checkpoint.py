@@ -38,7 +38,7 @@ from tests.support.tiny_families import FAMILY_DEFAULTS, Family
 from tests.support.tiny_tokenizer import EOS_TOKEN, PAD_TOKEN, make_tokenizer
 
 Head = Literal["none", "tokens", "classes"]
-EncoderName = Literal["bert", "roberta", "xlm-roberta", "modernbert"]
+EncoderName = Literal["bert", "roberta", "xlm-roberta", "modernbert", "nomic_bert"]
 
 # The tokenizer knows fewer ids than the model, as with published Qwen3 checkpoints: the last ids decode to nothing.
 VOCAB_SIZE = 320
@@ -82,6 +82,7 @@ ENCODER_DEFAULTS: dict[EncoderName, dict[str, Any]] = {
         **dict.fromkeys(("eos_token_id", "sep_token_id"), 3),
         "pad_token_id": 0,
     },
+    "nomic_bert": {},
 }
 SWITCHES: dict[Pooling, str] = {
     "cls": "pooling_mode_cls_token",

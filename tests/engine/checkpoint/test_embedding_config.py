@@ -24,6 +24,46 @@ MINILM: dict[str, Any] = {
     "transformers_version": "4.8.2", "type_vocab_size": 2, "use_cache": True, "vocab_size": 30522,
 }  # fmt: skip
 
+# nomic-ai/nomic-embed-text-v1.5, without what only its training reads
+NOMIC: dict[str, Any] = {
+    "activation_function": "swiglu",
+    "architectures": ["NomicBertModel"],
+    "auto_map": {
+        "AutoConfig": "nomic-ai/nomic-bert-2048--configuration_hf_nomic_bert.NomicBertConfig",
+        "AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel",
+    },
+    "bos_token_id": None,
+    "causal": False,
+    "dense_seq_output": True,
+    "eos_token_id": None,
+    "fused_bias_fc": True,
+    "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-12,
+    "max_trained_positions": 2048,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "model_type": "nomic_bert",
+    "n_embd": 768,
+    "n_head": 12,
+    "n_inner": 3072,
+    "n_layer": 12,
+    "n_positions": 8192,
+    "pad_vocab_size_multiple": 64,
+    "parallel_block": False,
+    "prenorm": False,
+    "qkv_proj_bias": False,
+    "rotary_emb_base": 1000,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "rotary_emb_scale_base": None,
+    "rotary_scaling_factor": None,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+    "torch_dtype": "float32",
+    "type_vocab_size": 2,
+    "use_rms_norm": False,
+    "vocab_size": 30528,
+}
 # answerdotai/ModernBERT-base
 MODERNBERT: dict[str, Any] = {
     "architectures": ["ModernBertForMaskedLM"],
@@ -206,6 +246,35 @@ def test_what_is_not_modernbert_is_refused_by_key(change: dict[str, Any]) -> Non
     key = "rope_theta" if "global_rope_theta" in change else "rope_type" if "rope_scaling" in change else min(change)
     with pytest.raises(CheckpointError, match=key):
         EncoderConfig.from_hf(MODERNBERT | change, {})
+
+
+def test_a_published_file_of_nomic_is_understood() -> None:
+    config = EncoderConfig.from_hf(NOMIC, {})
+    assert (config.hidden_size, config.num_layers, config.num_heads, config.intermediate_size) == (768, 12, 12, 3072)
+    assert (config.activation, config.layer_norm_eps, config.longest_input) == ("silu", 1e-12, 8192)
+    assert config.biases == EncoderBiases(attention=False, mlp=False)
+    assert config.rotary is not None
+    assert (config.rotary.full.theta, config.rotary.local_layers) == (1000.0, frozenset())
+    assert EncoderConfig.from_hf(NOMIC | {"rotary_scaling_factor": 2}, {}).longest_input == 2048
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prenorm": True},
+        {"qkv_proj_bias": True},
+        {"mlp_fc1_bias": True},
+        {"rotary_emb_interleaved": True},
+        {"rotary_emb_fraction": 0.5},
+        {"rotary_emb_scale_base": 512},
+        {"scale_attn_weights": False},
+        {"activation_function": "gelu"},
+        {"causal": True},
+    ],
+)
+def test_what_is_not_nomics_bert_is_refused_by_key(change: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=f"{min(change)} is"):
+        EncoderConfig.from_hf(NOMIC | change, {})
 
 
 def test_a_text_is_not_lower_cased_before_its_tokenizer() -> None:
