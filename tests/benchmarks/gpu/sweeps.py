@@ -40,7 +40,7 @@ MOE_TILES = (
 )
 DECODE_LAUNCHES = tuple(
     {"tile": tile, "num_warps": warps, "num_stages": stages}
-    for tile, warps, stages in ((32, 4, 5), (32, 2, 4), (16, 1, 5), (32, 1, 4), (64, 2, 4), (128, 4, 3))
+    for tile, warps, stages in ((32, 4, 5), (32, 2, 3), (16, 1, 4), (16, 1, 5), (64, 4, 3), (128, 4, 3))
 )
 # The fewest keys of a split, the same in launches that are full without, and the programs that a multiprocessor gets.
 SPLITS = ((128, 8192, 4), (128, 8192, 2), (128, 1024, 8), (128, 512, 16), (64, 256, 24))
