@@ -252,7 +252,9 @@ def test_every_native_variant_gives_pytorchs_logits_in_bfloat16(case: Case, nati
         torch.testing.assert_close(actual.logits, expected.logits, atol=steps * float(expected.logits.std()), rtol=0)
 
 
-@by_default_on("qwen3-gqa7-untied", "llama-gqa4-llama3-rope", "moe-top5-mixed-layers-sharded", "smollm3-tied")
+@by_default_on(
+    "qwen3-gqa7-untied", "llama-gqa4-llama3-rope", "moe-top5-mixed-layers-sharded", "smollm3-tied", "gemma3-gqa2"
+)
 def test_in_chunks_of_seven(case: Case) -> None:
     case.run(case.engine(engine__max_num_batched_tokens="7", engine__max_num_seqs="7"), range(16))
 
@@ -269,7 +271,7 @@ def test_prefill_and_decode_apart(case: Case) -> None:
     case.run(case.engine(engine__unified_prefill="false"))
 
 
-@by_default_on("qwen3-mha-tied", "llama-tied-sharded", "moe-top5-mixed-layers-sharded", "phi3-gqa4")
+@by_default_on("qwen3-mha-tied", "llama-tied-sharded", "moe-top5-mixed-layers-sharded", "phi3-gqa4", "gpt_oss-gqa2")
 def test_on_prefix_hits(case: Case) -> None:
     engine = case.engine(engine__deduplicate="false")  # some prompts are equal: all of a duplicate counts as cached
     case.run(engine)
@@ -291,17 +293,19 @@ def check_preempted(case: Case, prefix_cache: str) -> None:
     assert engine.stats().num_preemptions > 0
 
 
-@by_default_on("qwen3-mha-tied", "llama-gqa4-llama3-rope", "moe-top5-mixed-layers-sharded")
+@by_default_on("qwen3-mha-tied", "llama-gqa4-llama3-rope", "moe-top5-mixed-layers-sharded", "gemma2-gqa2")
 def test_preempted_and_found_in_the_prefix_cache(case: Case) -> None:
     check_preempted(case, prefix_cache="true")
 
 
-@by_default_on("qwen3-gqa7-untied", "llama-tied-sharded", "moe-top1", "mixtral-top2")
+@by_default_on("qwen3-gqa7-untied", "llama-tied-sharded", "moe-top1", "mixtral-top2", "mistral-window")
 def test_preempted_and_recomputed(case: Case) -> None:
     check_preempted(case, prefix_cache="false")
 
 
-@by_default_on("qwen3-gqa7-untied", "llama-tied-sharded", "moe-top5-mixed-layers-sharded", "mistral-head-of-24")
+@by_default_on(
+    "qwen3-gqa7-untied", "llama-tied-sharded", "moe-top5-mixed-layers-sharded", "mistral-head-of-24", "olmo3-gqa2"
+)
 def test_shared_prefixes_attended_once(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.execution.forward.DECODE_GATE", lambda num_rows, num_tokens: True)
     engine = case.engine(engine__shared_prefix__enabled="true")
