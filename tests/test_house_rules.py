@@ -20,10 +20,10 @@ BANNED_NAMES = {"utils.py", "misc.py", "common.py", "helpers.py"}
 DOCSTRING_ONLY = ("kernels", "engine", "engine/*", "worker", "worker/*")  # settings and each device's kernels export
 
 MAX_FILE_LINES = 450
-MAX_MODULES = 253  # one of which holds only names
-MAX_CODE_LINES = 48_755  # of all modules that hold more than names
-MAX_TEST_FILES = 232
-MAX_OTHER_TEST_FILES = 77
+MAX_MODULES = 258  # one of which holds only names
+MAX_CODE_LINES = 49_576  # of all modules that hold more than names
+MAX_TEST_FILES = 235
+MAX_OTHER_TEST_FILES = 78
 # Lines -> the share of modules that may be shorter: a small file is opened for next to nothing.
 MAX_SHARES = {20: 0.03, 50: 0.10}
 # Likewise a module of one short function or class.

@@ -6,6 +6,7 @@ import glob
 import gzip
 import io
 import os
+import signal
 import stat
 import sys
 import time
@@ -15,12 +16,15 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Self, cast
+from typing import Any, BinaryIO, Self, cast
 
-from worker.cli.exit_codes import BadUsage
+from worker.cli.exit_codes import BadUsage, CommandError, Interrupted, stop_signals
 from worker.lines.errors import UnreadableInput
 from worker.lines.files import InputFile, refuse_other_formats
 from worker.records.record import BatchFile, encode_record
+from worker.storage.errors import StorageError
+from worker.storage.objects import check_writable, find_objects, writing_object
+from worker.storage.urls import WEB, ObjectUrl, file_path, is_url, object_url
 
 STANDARD = "-"
 GZIP_SUFFIX = ".gz"
@@ -31,6 +35,7 @@ FLUSH_EVERY_S = 1.0
 OUTPUT_NAME = "output.jsonl"
 ERRORS_NAME = "errors.jsonl"
 OUTPUT_HELP = f"- is stdout, NAME.gz is compressed, a directory (or NAME/) gets {OUTPUT_NAME} and {ERRORS_NAME}."
+OBJECT_HELP = "s3://, gs:// and az:// name an object, which is there once it is whole, when the job has ended."
 
 WriteRecord = Callable[[Mapping[str, object]], None]
 
@@ -38,12 +43,39 @@ WriteRecord = Callable[[Mapping[str, object]], None]
 def input_files(names: Sequence[str]) -> list[InputFile]:
     """The files in the given order, those of a pattern such as 'day-*.jsonl' sorted by name; - is stdin.
 
-    A name is a pattern only if no file is called so. Raises BadUsage if one is missing, unreadable or of another format
-    (a table, weights), so that half an input is never submitted or run.
+    URLs name objects likewise. A name is a pattern only if no file is called so. Raises BadUsage if one is missing,
+    unreadable or of another format (a table, weights), so that half an input is never submitted or run.
     """
     if names.count(STANDARD) > 1:
         raise BadUsage("- is given twice; accepted: standard input once")
-    return [_input_file(path) for name in names for path in _paths(name)]
+    return [file for name in map(local_name, names) for file in (_objects(name) if is_url(name) else _files(name))]
+
+
+def local_name(name: str) -> str:
+    """The path that a file:// URL means; any other name as it is. Raises BadUsage."""
+    with _usable_url():
+        return file_path(name) or name
+
+
+@contextmanager
+def _usable_url(kind: type[CommandError] = BadUsage) -> Iterator[None]:
+    """Raise BadUsage, or another error of a command, for what is wrong with a URL or with what it names."""
+    try:
+        yield
+    except StorageError as error:
+        raise kind(str(error)) from error
+
+
+def _objects(name: str) -> list[InputFile]:
+    with _usable_url():
+        files = [found.file for found in find_objects(object_url(name))]
+    for file in files:
+        _refuse_other_formats(file)
+    return files
+
+
+def _files(name: str) -> list[InputFile]:
+    return [_input_file(path) for path in _paths(name)]
 
 
 def _paths(name: str) -> list[str]:
@@ -67,11 +99,15 @@ def _input_file(path: str) -> InputFile:
             _open(path).close()
     file = InputFile(path, partial(_open, path), is_complete)
     if is_complete:
-        try:
-            refuse_other_formats(file)
-        except UnreadableInput as error:
-            raise BadUsage(str(error)) from error
+        _refuse_other_formats(file)
     return file
+
+
+def _refuse_other_formats(file: InputFile) -> None:
+    try:
+        refuse_other_formats(file)
+    except UnreadableInput as error:
+        raise BadUsage(str(error)) from error
 
 
 @contextmanager
@@ -93,12 +129,17 @@ def _open_stdin() -> io.BufferedReader:
 
 
 @contextmanager
-def open_output(path: str, *, appends: bool = False) -> Iterator[BinaryIO]:
+def open_output(path: str, *, appends: bool = False, identity: Mapping[str, str] | None = None) -> Iterator[BinaryIO]:
     """Open `path` for writing; a file that exists is replaced, one whose name ends in .gz is compressed.
 
     With `appends` what is in the file stays, and compressed data go behind it as gzip of their own, which readers take
-    for one. Raises BadUsage if it cannot be opened.
+    for one. Raises BadUsage if it cannot be opened. A URL's object is there at the end of the block, and not after an
+    error, with `identity` (see writing_object); what fails in between is a CommandError.
     """
+    if is_url(path):
+        with _usable_url(CommandError), _open_object(object_url(path), identity or {}) as file:
+            yield file
+        return
     if path == STANDARD:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
@@ -114,13 +155,32 @@ def open_output(path: str, *, appends: bool = False) -> Iterator[BinaryIO]:
             yield cast("BinaryIO", compressed)
 
 
+@contextmanager
+def _open_object(url: ObjectUrl, identity: Mapping[str, str]) -> Iterator[BinaryIO]:
+    with writing_object(url, identity) as file:
+        if not url.key.endswith(GZIP_SUFFIX):
+            yield cast("BinaryIO", file)
+            return
+        with GzipObject(filename="", mode="wb", fileobj=cast("BinaryIO", file), mtime=0) as compressed:
+            yield cast("BinaryIO", compressed)
+
+
 def is_stream(path: str) -> bool:
     """Whether it is standard output, a pipe or a device: what was written there cannot be read again."""
     return path == STANDARD or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
 
 
 def check_output(path: str) -> None:
-    """Raise BadUsage where open_output would; leaves a file that exists as it is, else makes an empty one."""
+    """Raise BadUsage where open_output would; leaves a file that exists as it is, else makes an empty one.
+
+    Of an object nothing is made: an upload is begun and given up, also on SIGINT and SIGTERM, which raise Interrupted.
+    """
+    if is_url(path):
+        with stop_signals(signal.SIGINT, signal.SIGTERM) as should_stop, _usable_url():
+            check_writable(object_url(path))
+        if should_stop():
+            raise Interrupted(f"interrupted; nothing is written to {path}")
+        return
     if is_stream(path):  # closing a pipe would end it for its reader
         return
     with usable(path):
@@ -130,6 +190,10 @@ def check_output(path: str) -> None:
 def refuse_same_file(path: str, *, other: str, role: str) -> None:
     """Raise BadUsage if `path` is the other file, which writing would destroy; `role` names that one: "input"."""
     if STANDARD in (path, other):
+        return
+    if is_url(path) or is_url(other):
+        if path == other:
+            raise BadUsage(f"{path} is also the {role}; accepted: another object")
         return
     try:
         same = os.path.samefile(path, other)
@@ -164,6 +228,14 @@ class GzipOutput(gzip.GzipFile):
             self._flushed_at_s = now_s
 
 
+class GzipObject(gzip.GzipFile):
+    """Is flushed at its end alone: the time of a flush shows in the bytes, and those of an object are to be the same
+    whoever writes them."""
+
+    def flush(self, zlib_mode: int = zlib.Z_SYNC_FLUSH) -> None:
+        """Nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class RecordPaths:
     """One file for all records or, as at OpenAI, one for those with an answer and one for those without."""
@@ -175,8 +247,12 @@ class RecordPaths:
     def of(cls, output: str, errors: str | None = None) -> Self:
         """As `-o` and `--errors-file` say; a directory gets output.jsonl and errors.jsonl, and is made if need be.
 
-        A name that ends in / is a directory. Raises BadUsage if it cannot be made, or if both files are one.
+        A name that ends in / is a directory. Raises BadUsage if it cannot be made, if both files are one, and where one
+        is an object and the other is not: neither is there before both are whole.
         """
+        output, errors = local_name(output), None if errors is None else local_name(errors)
+        if is_url(output) or is_url(errors or ""):
+            return cls._of_objects(output, errors)
         if output != STANDARD and (output.endswith(os.sep) or os.path.isdir(output)):
             with usable(output):
                 Path(output).mkdir(parents=True, exist_ok=True)
@@ -188,17 +264,45 @@ class RecordPaths:
             refuse_same_file(errors, other=output, role="output")
         return cls(output, errors)
 
+    @classmethod
+    def _of_objects(cls, output: str, errors: str | None) -> Self:
+        url = _output_url(output)
+        if url.is_folder:
+            errors = f"{url.name}{ERRORS_NAME}" if errors is None else errors
+            url = url.at(f"{url.key}{OUTPUT_NAME}")
+        named = None if errors is None else _output_url(errors)
+        if named is not None and (named.is_folder or named == url):
+            raise BadUsage(f"--errors-file {named.name}: accepted: another object than the output's")
+        return cls(url.name, None if named is None else named.name)
+
     def __iter__(self) -> Iterator[str]:
         yield self.output
         if self.errors is not None:
             yield self.errors
 
 
+def _output_url(path: str) -> ObjectUrl:
+    """The object of a URL, or the folder. Raises BadUsage for one that cannot be written to, and for a local name."""
+    if not is_url(path):
+        raise BadUsage(f"{path}: accepted: an object beside an object, a file beside a file")
+    with _usable_url():
+        url = object_url(path)
+    if url.scheme in WEB:
+        raise BadUsage(f"{url.name}: accepted for output: s3://, gs://, az://, or a file")
+    return url
+
+
 @contextmanager
-def record_output(paths: RecordPaths, *, appends: bool = False) -> Iterator[WriteRecord]:
-    """Open the files; yields a function that writes a record to its file at once, as a JSON line. Raises BadUsage."""
-    errors = open_output(paths.errors, appends=appends) if paths.errors is not None else nullcontext(None)
-    with open_output(paths.output, appends=appends) as output_file, errors as errors_file:
+def record_output(
+    paths: RecordPaths, *, appends: bool = False, identity: Mapping[str, str] | None = None
+) -> Iterator[WriteRecord]:
+    """Open the files; yields a function that writes a record to its file at once, as a JSON line. Raises BadUsage.
+
+    Objects, see open_output, are there at the end of the block: that of the errors first.
+    """
+    options: Any = {"appends": appends, "identity": identity}
+    errors = open_output(paths.errors, **options) if paths.errors is not None else nullcontext(None)
+    with open_output(paths.output, **options) as output_file, errors as errors_file:
 
         def write(record: Mapping[str, object]) -> None:
             file = output_file

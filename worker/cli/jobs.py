@@ -16,7 +16,16 @@ import redis
 from settings import EffectiveSettings, SettingsError
 from worker.cli.exit_codes import BadUsage, CommandError, printable
 from worker.cli.failures import FailureCounts, MaxFailed, max_failed_option
-from worker.cli.files import OUTPUT_HELP, STANDARD, RecordPaths, record_output, write_records
+from worker.cli.files import (
+    OBJECT_HELP,
+    OUTPUT_HELP,
+    STANDARD,
+    RecordPaths,
+    check_output,
+    local_name,
+    record_output,
+    write_records,
+)
 from worker.cli.follow import (
     Followed,
     Reading,
@@ -27,6 +36,7 @@ from worker.cli.follow import (
     require_completed,
     show_failures,
 )
+from worker.cli.objects import EndedJob, has_objects, refuse_objects
 from worker.cli.options import Duration, complete_file, load_producer_settings, producer_options
 from worker.cli.progress import JOB_COLUMNS, job_details, job_row
 from worker.client import BatchClient
@@ -107,7 +117,7 @@ class Arguments(TypedDict):
 @click.argument("job_id", metavar="JOB")
 @click.option(
     "-o", "--output", "output_path", default=STANDARD, metavar="FILE", shell_complete=complete_file,
-    help=f"Default stdout; a file is replaced. {OUTPUT_HELP}",
+    help=f"Default stdout; a file is replaced. {OUTPUT_HELP} {OBJECT_HELP}",
 )  # fmt: skip
 @click.option(
     "--errors-file", "errors_path", metavar="FILE", shell_complete=complete_file,
@@ -135,10 +145,15 @@ def results(**arguments: Unpack[Arguments]) -> None:
     follow, cursor, order = arguments["follow"], arguments["cursor"], arguments["order"]
     if arguments["max_failed"] is not None and not follow:
         raise BadUsage("--max-failed: nothing waits for the job's end; accepted: with --follow")
+    if cursor != "0" and has_objects([local_name(arguments["output_path"])]):
+        raise BadUsage("--cursor: an object holds all records of a job; accepted: a file")
     with job_client(effective) as client:
         job_id = client.find(arguments["job_id"])
         _check_readable(client, job_id, cursor, order)
         paths = RecordPaths.of(arguments["output_path"], arguments["errors_path"])
+        if has_objects(paths):
+            _write_objects(client, effective, job_id, paths, arguments)
+            return
         with record_output(paths) as write:
             if not follow:
                 write_records(client.results(job_id, cursor, order=order), write)
@@ -148,6 +163,19 @@ def results(**arguments: Unpack[Arguments]) -> None:
             end = follow_records(job, Reading(paths, failures.counting(write), cursor, order))
         show_failures(job, end, failures)
         require_completed(end, arguments["max_failed"])
+
+
+def _write_objects(
+    client: BatchClient, effective: EffectiveSettings, job_id: str, paths: RecordPaths, arguments: Arguments
+) -> None:
+    for path in paths:
+        check_output(path)
+    job = followed(client, effective, job_id, arguments["redis_url"])
+    status = follow_job(job) if arguments["follow"] else client.status(job_id)
+    failures = EndedJob(job, status, arguments["order"]).write(paths)
+    if arguments["follow"]:
+        show_failures(job, status, failures)
+        require_completed(status, arguments["max_failed"])
 
 
 def _check_readable(
@@ -175,6 +203,7 @@ def errors(job_id: str, output_path: str, redis_url: str | None, assignments: tu
     """
     effective = load_producer_settings(assignments, redis_url)
     with job_client(effective) as client:
+        refuse_objects(output=output_path)
         job = client.status(client.find(job_id))
         _check_readable(client, job.id)
         with record_output(RecordPaths(output_path, None)) as write:

@@ -33,6 +33,7 @@ from worker.cli.files import (
     write_line,
 )
 from worker.cli.kept_records import hold_output
+from worker.cli.objects import refuse_objects
 from worker.cli.options import (
     complete_directory,
     complete_file,
@@ -124,6 +125,12 @@ def run(**arguments: Unpack[Arguments]) -> None:
     the engine breaks, its requests end in error records and the exit code is 1, as it is if every request failed.
     However a run ended, the same command with --resume goes on: every line gets one record.
     """
+    refuse_objects(
+        output=arguments["output_path"],
+        retry=arguments["retry_path"],
+        summary=arguments["summary_path"],
+        profile=arguments["profile_path"],
+    )
     effective = load_command_settings(arguments["assignments"], {"model.path": arguments["model"]})
     ignored = read_ignored_params(arguments["ignored_params"], effective.settings.limits)
     files, paths = input_files(arguments["input_paths"]), RecordPaths.of(arguments["output_path"])

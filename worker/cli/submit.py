@@ -12,6 +12,7 @@ from settings import EffectiveSettings, LimitSettings
 from worker.cli.exit_codes import BadUsage
 from worker.cli.failures import FailureCounts, MaxFailed, max_failed_option
 from worker.cli.files import (
+    OBJECT_HELP,
     OUTPUT_HELP,
     STANDARD,
     RecordPaths,
@@ -22,6 +23,7 @@ from worker.cli.files import (
 )
 from worker.cli.follow import Reading, failures_of, follow_job, follow_records, require_completed, show_failures
 from worker.cli.jobs import followed, job_client
+from worker.cli.objects import EndedJob, has_objects
 from worker.cli.options import (
     Duration,
     complete_file,
@@ -71,7 +73,7 @@ class Arguments(TypedDict):
 @click.option("--wait", is_flag=True, help="Wait until the job has ended; exit 1 unless it completed.")
 @click.option(
     "-o", "--output", "output_path", metavar="FILE", shell_complete=complete_file,
-    help=f"Write results as they arrive, in place of what the file holds; implies --wait. {OUTPUT_HELP}",
+    help=f"Write results as they arrive, in place of what the file holds; implies --wait. {OUTPUT_HELP} {OBJECT_HELP}",
 )  # fmt: skip
 @max_failed_option
 @click.option(
@@ -141,6 +143,12 @@ def _wait(
     if paths is None:
         status = follow_job(job)
         show_failures(job, status, failures_of(client, status))
+        return status
+    if has_objects(paths):
+        status = follow_job(job)
+        failures = EndedJob(job, status).write(paths)
+        click.echo(counts_text(status), err=True)
+        show_failures(job, status, failures)
         return status
     failures = FailureCounts()
     # Only now, so that earlier results are not replaced unless the job is submitted.
