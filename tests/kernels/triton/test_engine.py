@@ -23,6 +23,7 @@ from tests.support.tiny_families import Family
 PREFIX = list(range(5, 25))  # more than a block, so that later requests hit it
 # Small enough that chunks, a preemption and prefix hits happen in a few steps: the interpreter takes 0.1 s a step.
 LIMITS = {
+    "engine.native_kernels": "off",  # they go before what is put in the place of a CPU's operations
     "engine.max_num_seqs": "3",
     "engine.max_num_batched_tokens": "16",
     "engine.kv_cache.num_blocks": "9",
