@@ -164,10 +164,13 @@ def _warn_dropped(request: Request, fault: str) -> None:
 
 
 def model_fingerprint(model: DecoderModel) -> str:
-    """Digest of a model's configuration, device, dtype, matrix products and of the first elements of its weights.
+    """Digest of a model's configuration, device, dtype, matrix products, of whether its KV cache is rounded, and of the
+    first elements of its weights.
 
     The products, because int8 weights and the deterministic mode give other logits, and each has products of its own.
     """
     products = model.ops.linear.__module__
-    computed = (model.config, model.device.type, products, str(model.dtype), model.weights_digest)
+    # As before there was a choice without it: states of earlier versions stay good.
+    cache = ("float8 cache",) if model.has_float8_cache else ()
+    computed = (model.config, model.device.type, products, str(model.dtype), model.weights_digest, *cache)
     return hashlib.blake2b(repr(computed).encode(), digest_size=16).hexdigest()

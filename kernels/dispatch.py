@@ -20,6 +20,7 @@ from kernels.native.operations import NativeOperations
 from kernels.quantised import WeightScheme
 
 OLDEST_CAPABILITY = (8, 0)  # Ampere: asynchronous copies and bfloat16; the kernels are compiled for 8.0 and 9.0
+FLOAT8_CAPABILITY = (8, 9)  # Ada: converts e4m3, and Triton compiles the conversion for no older one
 NATIVE_OFF = "off"  # in place of a variant: PyTorch alone
 LIBRARY_CALLS = {"linear": "cuBLAS through PyTorch, of quantised weights a kernel: nothing to fuse or to gather"}
 
@@ -121,6 +122,18 @@ def check_scheme(device: torch.device, scheme: WeightScheme) -> None:
     """Raise KernelsUnavailable where the device's kernels do not multiply weights that are rounded so."""
     if device.type == "cuda":
         importlib.import_module("kernels.triton.packed_quantised").check_scheme(scheme)
+
+
+def check_float8_cache(device: torch.device) -> None:
+    """Raise KernelsUnavailable where the device's kernels do not store keys and values in float8 e4m3."""
+    if device.type != "cuda":
+        raise KernelsUnavailable(str(device), "a KV cache in float8 is for GPUs; accepted: cuda")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FLOAT8_CAPABILITY:
+        found = ".".join(str(part) for part in capability)
+        raise KernelsUnavailable(
+            str(device), f"compute capability {found} does not convert e4m3; accepted: from 8.9 on"
+        )
 
 
 def has_operations(device: torch.device) -> bool:

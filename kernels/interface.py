@@ -80,6 +80,7 @@ class Operations(Protocol):
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping: Tensor,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Optional RMSNorm of each query and key head, rotary embedding (arXiv 2104.09864, half-split "neox" form) and
         the write of keys and values into the paged cache.
@@ -88,7 +89,10 @@ class Operations(Protocol):
         qk_norm (query weight [D], key weight [D], eps) or None;
         cos_sin [max_positions, D] float32: cosines of the D/2 frequencies, then their sines;
         positions [T] int64; k_cache, v_cache [num_blocks, block_size, Hkv, D] model dtype, written in place;
-        slot_mapping [T] int64: block_id * block_size + offset, a slot < 0 writes nothing.
+        slot_mapping [T] int64: block_id * block_size + offset, a slot < 0 writes nothing;
+        kv_scales [2, Hkv] float32, above 0: of keys, then of values, with caches in float8 e4m3, where elements are
+        divided by the scale of their head and rounded half to even, at most 448 in magnitude; those that are not
+        finite become NaN. None, and the caches as said, else. The implementations for CPUs refuse float8.
         -> queries [T, Hq, D] model dtype, contiguous.
         """
 
@@ -98,7 +102,7 @@ class Operations(Protocol):
         """Attention of one query a row over that row's whole sequence, or its last `rows.window` keys; 0 for a row
         without keys.
 
-        q [N, Hq, D]; caches as above -> like q, contiguous.
+        q [N, Hq, D]; caches as above, `rows.kv_scales` their scales -> like q, contiguous.
 
         Both attentions may use `rows.prefix_groups` or ignore them; the result is the same up to rounding. Both cap
         scores and add sinks where `rows` has them.

@@ -107,6 +107,9 @@ class AttentionRows:
     # [Hq], float32: one more score of each query head, which takes its share of the softmax and has no value, so that
     # what the keys get sums to less than 1. None: there is none.
     sinks: torch.Tensor | None = None
+    # [2, Hkv], float32, above 0: what the elements of keys, then of values, are multiplied by, where the caches are in
+    # float8 e4m3; None: they are in the model dtype.
+    kv_scales: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -132,10 +135,15 @@ class AttentionRows:
 
     def scored(self, soft_cap: float | None, sinks: torch.Tensor | None) -> AttentionRows:
         """The same rows for a layer with a soft cap or sinks [Hq] float32, with the plans of these."""
-        if soft_cap is None and sinks is None:
-            return self
+        return self if soft_cap is None and sinks is None else self._for_layer(soft_cap=soft_cap, sinks=sinks)
+
+    def scaled(self, kv_scales: torch.Tensor | None) -> AttentionRows:
+        """The same rows for a layer whose caches have these scales, with the plans of these: no plan asks for them."""
+        return self if kv_scales is None else self._for_layer(kv_scales=kv_scales)
+
+    def _for_layer(self, **changes: float | torch.Tensor | None) -> AttentionRows:
         _ = self._plans  # made before they are shared
-        rows = replace(self, soft_cap=soft_cap, sinks=sinks)
+        rows = replace(self, **changes)  # type: ignore[arg-type]
         vars(rows).update({name: value for name, value in vars(self).items() if name not in vars(rows)})
         return rows
 
@@ -193,6 +201,7 @@ class ProjectedHeads(NamedTuple):
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     slot_mapping: torch.Tensor
+    kv_scales: torch.Tensor | None = None
 
 
 class RoutedExperts(NamedTuple):
@@ -241,6 +250,15 @@ class ExpertOutputs(NamedTuple):
     rows: torch.Tensor  # [num_tokens * top_k, H], model dtype, in the layout's order
     layout: ExpertLayout
     weights: torch.Tensor  # [num_tokens, top_k], float32
+
+
+def refuse_float8(k_cache: torch.Tensor, v_cache: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
+    """Raise ValueError for caches in float8, or scales of such, where an implementation has none."""
+    if kv_scales is not None or torch.float8_e4m3fn in (k_cache.dtype, v_cache.dtype):
+        raise ValueError(
+            f"caches in {k_cache.dtype} and {v_cache.dtype} with{'out' if kv_scales is None else ''} scales; accepted "
+            "here: caches in the model dtype, without"
+        )
 
 
 def in_huge_pages(num_bytes: int) -> torch.Tensor:

@@ -21,9 +21,9 @@ DOCSTRING_ONLY = ("kernels", "engine", "engine/*", "worker", "worker/*")  # sett
 
 MAX_FILE_LINES = 450
 MAX_MODULES = 258  # one of which holds only names
-MAX_CODE_LINES = 49_576  # of all modules that hold more than names
-MAX_TEST_FILES = 235
-MAX_OTHER_TEST_FILES = 78
+MAX_CODE_LINES = 49_808  # of all modules that hold more than names
+MAX_TEST_FILES = 237
+MAX_OTHER_TEST_FILES = 79
 # Lines -> the share of modules that may be shorter: a small file is opened for next to nothing.
 MAX_SHARES = {20: 0.03, 50: 0.10}
 # Likewise a module of one short function or class.
@@ -31,7 +31,7 @@ MIN_ONLY_DEFINITION_LINES = 15
 MAX_LONELY_DEFINITIONS = 10
 
 MAX_FUNCTION_LINES = 40
-MAX_KERNEL_LINES = 94
+MAX_KERNEL_LINES = 96
 MAX_PARAMETERS = 6
 MAX_TEST_NAME = 70  # characters
 

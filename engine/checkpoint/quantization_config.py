@@ -61,7 +61,7 @@ class QuantizationConfig:
     # Whether a module without the tensors of a quantised one is not quantised: GPTQ, AWQ and FP8 files name neither
     # their routers nor their heads, which are left as they were.
     by_tensors: bool
-    has_kv_scales: bool = False  # scales of an 8-bit KV cache; nothing reads them, the cache keeps engine.dtype
+    has_kv_scales: bool = False  # scales of an 8-bit KV cache, which engine.kv_cache.dtype=fp8 alone reads
     is_head_quantised: bool | None = None  # as a GPTQ file says; None: its tensors alone do
 
     @classmethod
@@ -122,8 +122,8 @@ class QuantizationConfig:
 
     def __str__(self) -> str:
         schemes = dict.fromkeys(str(group.stored.scheme) for group in self.groups)
-        unread = ", scales of an 8-bit KV cache left unread" if self.has_kv_scales else ""
-        return f"{self.method}: {'; '.join(schemes)}{unread}"
+        scales = ", scales of an 8-bit KV cache" if self.has_kv_scales else ""
+        return f"{self.method}: {'; '.join(schemes)}{scales}"
 
 
 def _is_pattern(target: str) -> bool:
@@ -215,7 +215,7 @@ def _fp8(table: ConfigReader) -> StoredScheme:
     table.choice("scale_fmt", ("float",), default="float")
     table.choice("expert_dtype", ("fp8",), default="fp8")
     is_static = table.choice("activation_scheme", ("dynamic", "static"), default="dynamic") == "static"
-    table.choice("kv_cache_scheme", ("static",), default="static")  # AutoFP8's scales of a cache, which nothing reads
+    table.choice("kv_cache_scheme", ("static",), default="static")  # AutoFP8's scales of a cache
     _refuse_keys(table, {"modules_to_convert": "null: embeddings are not quantised"})
     block = table.integers("weight_block_size", minimum=1)
     if block and (len(block) != 2 or is_static):
@@ -229,7 +229,7 @@ def _compressed_tensors(table: ConfigReader) -> QuantizationConfig:
     sparsity = table.table("sparsity_config")
     if sparsity is not None and sparsity.data.get("format", "dense") != "dense":
         raise sparsity.refuse("format", sparsity.data.get("format"), "dense")
-    table.table("kv_cache_scheme")  # whatever it says, the cache keeps engine.dtype, which only adds precision
+    table.table("kv_cache_scheme")  # whatever it says: the setting decides, and a scale is one of e4m3 too
     _refuse_keys(table, {"transform_config": "null: rotations of activations are not computed"})
     groups = table.table("config_groups")
     if groups is None or not groups.data:

@@ -18,7 +18,7 @@ class KVCacheSpec:
     block_size: int
     num_kv_heads: int
     head_dim: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of keys and values: the model's, or float8_e4m3fn
 
     @property
     def bytes_per_token(self) -> int:
@@ -36,7 +36,7 @@ class KVCacheTensors:
     """The memory of the KV cache, made at start and kept as long as the model."""
 
     spec: KVCacheSpec
-    keys: tuple[torch.Tensor, ...]  # a layer each: [num_blocks, block_size, num_kv_heads, head_dim], model dtype
+    keys: tuple[torch.Tensor, ...]  # a layer each: [num_blocks, block_size, num_kv_heads, head_dim], spec.dtype
     values: tuple[torch.Tensor, ...]  # likewise
 
     @classmethod

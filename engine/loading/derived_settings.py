@@ -18,7 +18,14 @@ from engine.checkpoint.weights import Checkpoint
 from engine.errors import CapabilityError
 from engine.loading.kv_pool import derive_pool, device_memory, with_pool
 from engine.models.placement import explain_native, supported_dtypes
-from kernels.dispatch import NATIVE_OFF, check_scheme, has_operations, int8_operations, operations
+from kernels.dispatch import (
+    NATIVE_OFF,
+    check_float8_cache,
+    check_scheme,
+    has_operations,
+    int8_operations,
+    operations,
+)
 from kernels.interface import KernelsUnavailable
 from kernels.native.operations import native_operations
 from settings import EffectiveSettings, EngineSettings, Source
@@ -163,10 +170,20 @@ def _check_capabilities(
         raise CapabilityError(
             f"engine.dtype={settings.dtype}: not on {device.type}; accepted: auto, {', '.join(dtypes)}"
         )
+    _check_cache_dtype(settings, device)
     if settings.cuda_graphs.enabled and device.type != "cuda":
         raise CapabilityError(
             f"engine.cuda_graphs.enabled=true: {device.type} has no CUDA graphs; accepted: none, false"
         )
+
+
+def _check_cache_dtype(settings: EngineSettings, device: torch.device) -> None:
+    if settings.kv_cache.dtype == "auto":
+        return
+    try:
+        check_float8_cache(device)
+    except KernelsUnavailable as error:
+        raise CapabilityError(f"engine.kv_cache.dtype=fp8: {error}, or auto") from error
 
 
 def _check_memory(effective: EffectiveSettings, device: torch.device) -> None:

@@ -14,7 +14,7 @@ from engine.kv_cache.tensors import KVCacheSpec
 from engine.model_status import MemoryProfile
 from engine.models.decoder import packed_weights
 from engine.models.load import describe_decoder
-from engine.models.placement import DTYPES, INT4
+from engine.models.placement import DTYPES, INT4, kv_cache_dtype
 from engine.out_of_memory import POOL_SETTINGS, STEP_SETTINGS
 from engine.prompt_logprobs import MAX_LOGITS_BYTES
 from kernels.cpu.dense import has_blocked_layout
@@ -47,7 +47,7 @@ def kv_cache_spec(effective: EffectiveSettings, config: ModelConfig) -> KVCacheS
         block_size=settings.kv_cache.block_size,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        dtype=DTYPES[settings.dtype],
+        dtype=kv_cache_dtype(settings),
     )
 
 

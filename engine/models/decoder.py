@@ -81,6 +81,7 @@ class AttentionLayer:
     window: int | None = None  # keys that a query sees at most, its own included; None: all up to its own
     soft_cap: float | None = None  # c: a score s becomes c * tanh(s / c)
     wide_qk_norm: tuple[torch.Tensor, torch.Tensor, float] | None = None  # over all heads: [Hq * D], [Hkv * D], eps
+    kv_scales: torch.Tensor | None = None  # [2, Hkv], float32: see `Operations`; None: the caches are not float8
 
     def forward(
         self,
@@ -97,7 +98,8 @@ class AttentionLayer:
             qkv += self.qkv_bias
         if self.wide_qk_norm is not None:
             self._norm_queries_and_keys(qkv, *self.wide_qk_norm)
-        heads = ProjectedHeads(qkv, self.qk_norm, self.cos_sin, batch.positions, k_cache, v_cache, batch.slot_mapping)
+        caches = (k_cache, v_cache, batch.slot_mapping, self.kv_scales)
+        heads = ProjectedHeads(qkv, self.qk_norm, self.cos_sin, batch.positions, *caches)
         scale = self.scale
         if batch.decode is not None and batch.prefill is None and last is None:
             attended = ops.store_and_decode(heads, self._seen(batch.decode), scale)
@@ -124,7 +126,7 @@ class AttentionLayer:
 
     def _seen(self, rows: AttentionRows) -> AttentionRows:
         seen = rows if self.window is None else rows.windowed(self.window)
-        return seen.scored(self.soft_cap, self.sinks)
+        return seen.scored(self.soft_cap, self.sinks).scaled(self.kv_scales)
 
     def _output(self, attended: torch.Tensor) -> torch.Tensor:
         """attended [T, Hq, D] -> [T, H]."""
@@ -297,6 +299,11 @@ class DecoderModel:
     def dtype(self) -> torch.dtype:
         """The model dtype."""
         return self.embed_tokens.dtype
+
+    @property
+    def has_float8_cache(self) -> bool:
+        """Whether it writes a KV cache in float8."""
+        return any(layer.attention.kv_scales is not None for layer in self.layers)
 
     @torch.inference_mode()
     def forward(

@@ -25,14 +25,11 @@ from engine.models.decoder import (
     StreamedLayers,
 )
 from engine.models.placement import SHAPES_ONLY, ModelPlacement
-from engine.models.quantised_weights import FLOATS, in_order, take_experts, take_weight
+from engine.models.quantised_weights import FLOATS, KV_SCALES, in_order, take_experts, take_kv_scales, take_weight
 from engine.models.routing import SigmoidRouting
 from engine.models.tensor_source import ShapeSource, TensorSource, head_weight
 from kernels.operands import PackedWeight
 from kernels.quantised import QuantisedWeight
-
-# What files with an 8-bit KV cache have beside its layers: compressed-tensors' names, its older ones and AutoFP8's.
-KV_SCALES = ("k_scale", "v_scale", "kv_scale", "k_proj.output_scale", "v_proj.output_scale")
 
 
 def load_decoder(config: ModelConfig, checkpoint: Checkpoint, placement: ModelPlacement) -> DecoderModel:
@@ -77,9 +74,10 @@ def _stream_decoder(
     config: ModelConfig, source: TensorSource, placement: ModelPlacement, *, is_body: bool
 ) -> DecoderModel:
     root = "" if is_body else "model."
-    if config.quantization is not None and config.quantization.has_kv_scales:
+    has_kv_scales = config.quantization is not None and config.quantization.has_kv_scales
+    if has_kv_scales and not placement.has_float8_cache:
         prefixes = [f"{root}layers.{index}.self_attn" for index in range(config.num_layers)]
-        source.leave_out(*(f"{prefix}.{scale}" for prefix in prefixes for scale in KV_SCALES))
+        source.leave_out(*(f"{prefix}.{scale}" for prefix in prefixes for _, scale in KV_SCALES))
     extra = range(config.num_layers, config.num_layers + config.num_extra_layers)
     source.leave_out(*(f"{root}layers.{index}." for index in extra))  # they draft tokens, which nothing here checks
     vocabulary = (config.vocab_size, config.hidden_size)
@@ -183,6 +181,9 @@ class _DecoderLayers:
                 qkv_bias = qkv_bias.index_select(0, self.order_of_qkv)
         o_bias = self.source.take(f"{prefix}.o_proj.bias", (config.hidden_size,)) if config.output_bias else None
         sinks = self.source.take(f"{prefix}.sinks", (config.num_heads,)).float() if config.has_sinks else None
+        kv_scales = None
+        if self.placement.has_float8_cache:
+            kv_scales = take_kv_scales(self.source, prefix, config).to(self.placement.device)
         return AttentionLayer(
             ops=self.placement.ops,
             qkv_proj=self._projection(prefix, "qkv", rows, config.hidden_size, fused="qkv", order=self.order_of_qkv),
@@ -196,6 +197,7 @@ class _DecoderLayers:
             qkv_bias=qkv_bias,
             o_bias=o_bias,
             sinks=sinks,
+            kv_scales=kv_scales,
         )
 
     def _cos_sin(self, index: int) -> torch.Tensor:

@@ -43,6 +43,7 @@ class ModelPlacement:
     max_positions: int  # rows of the rotary table: the longest sequence, in tokens
     bucketed_min_tokens: int | None  # see MoeMLP
     rounded_to: WeightScheme | None = None  # how weights that are not quantised are rounded as they are loaded
+    has_float8_cache: bool = False  # keys and values are stored in e4m3
 
     def pack(self, weight: torch.Tensor | QuantisedWeight) -> PackedWeight:
         """Round a weight of products where the settings ask for it, and lay it out for them."""
@@ -73,7 +74,13 @@ def prepare_placement(settings: EngineSettings, *, max_positions: int) -> ModelP
         max_positions=max_positions,
         bucketed_min_tokens=settings.moe.bucketed_min_tokens if settings.moe.bucketed else None,
         rounded_to=INT4 if settings.quantization == "int4" else None,
+        has_float8_cache=kv_cache_dtype(settings) is torch.float8_e4m3fn,
     )
+
+
+def kv_cache_dtype(settings: EngineSettings) -> torch.dtype:
+    """Of keys and values in memory, under a fully derived dtype."""
+    return torch.float8_e4m3fn if settings.kv_cache.dtype == "fp8" else DTYPES[settings.dtype]
 
 
 def choose_operations(settings: EngineSettings, device: torch.device) -> Operations:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from engine.checkpoint.model_config import ModelConfig
 from engine.checkpoint.quantization_config import QuantizationConfig, StoredScheme
 from engine.errors import CheckpointError
 from kernels.quantised import NIBBLE_ZERO, QuantisedWeight, WeightScheme, pack_nibbles
@@ -18,6 +19,15 @@ from kernels.quantised import NIBBLE_ZERO, QuantisedWeight, WeightScheme, pack_n
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
 FLOATS = ("F32", "BF16", "F16")
+# What files with an 8-bit KV cache have beside a layer, of keys, of values or both: AutoFP8's name, compressed-tensors'
+# older ones and its own, which go before the others.
+KV_SCALES = (
+    (slice(0, 2), "kv_scale"),
+    (slice(0, 1), "k_proj.output_scale"),
+    (slice(1, 2), "v_proj.output_scale"),
+    (slice(0, 1), "k_scale"),
+    (slice(1, 2), "v_scale"),
+)
 # The nibble of a 32-bit word in which AWQ has each of 8 neighbouring outputs.
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 # What GPTQ's first format subtracted from each zero point, word by word: 1 in every nibble, or in every byte.
@@ -38,6 +48,24 @@ class StoredTensors(Protocol):
 
     def take_experts(self, names: Sequence[Sequence[str]], shapes: Sequence[tuple[int, int]]) -> Tensor:
         """For each expert its unquantised matrices stacked on top of each other."""
+
+
+def take_kv_scales(source: StoredTensors, prefix: str, config: ModelConfig) -> Tensor:
+    """What a layer's keys, then its values, in float8 are multiplied by: [2, Hkv] float32, 1 where the checkpoint
+    announces none or has none, as in vLLM. prefix: of the names, to `self_attn`. One number, or one a KV head.
+
+    Raises CheckpointError for a scale that is not above 0 and finite, or has another shape.
+    """
+    scales = torch.ones(2, config.num_kv_heads)
+    is_announced = config.quantization is not None and config.quantization.has_kv_scales
+    for rows, name in KV_SCALES if is_announced else ():
+        if not source.has(f"{prefix}.{name}"):
+            continue
+        scale = source.take_stored(f"{prefix}.{name}", ((1,), (), (config.num_kv_heads,)), FLOATS).float().cpu()
+        if not bool(((scale > 0) & scale.isfinite()).all()):
+            raise CheckpointError(f"tensor {prefix}.{name} holds {scale.tolist()}; accepted: finite numbers above 0")
+        scales[rows] = scale
+    return scales
 
 
 def take_weight(

@@ -10,7 +10,7 @@ from kernels.cpu.kv_gather import KvGather, gather_plan
 from kernels.cpu.paged_reads import KvReader
 from kernels.cpu.partial_attention import AttentionState, RunningAttention, flash_attention, with_sinks
 from kernels.cpu.shared_prefix import add_shared_prefixes, attend_unmasked
-from kernels.operands import AttentionRows, ProjectedHeads, ScoreRule
+from kernels.operands import AttentionRows, ProjectedHeads, ScoreRule, refuse_float8
 
 # Queries whose windows are attended to together: their first 512 keys, which the operator takes at a time, hold one at
 # least for each.
@@ -26,10 +26,11 @@ def paged_decode_attention(
     half precision, for which PyTorch has no such product, rows of similar length are gathered and attended together,
     and a row of more than 2048 tokens is cut into segments whose results are merged.
 
-    Raises ValueError if there are not as many queries as rows.
+    Raises ValueError if there are not as many queries as rows, and for float8.
     """
     if q.shape[0] != rows.num_rows:
         raise ValueError(f"q has {q.shape[0]} queries for {rows.num_rows} rows; a decode row has exactly one")
+    refuse_float8(k_cache, v_cache, rows.kv_scales)
     reader = KvReader(k_cache, v_cache)
     rule = ScoreRule(scale, rows.soft_cap)
     own = with_sinks(attend_single_queries(q, reader, rows, rule), rows.sinks)
@@ -90,6 +91,7 @@ def paged_prefill_attention(
     is built. A prefix that several rows share is one more part, with the queries of all of them. With a window no two
     queries see the same keys, and there is a mask for a few of them at a time.
     """
+    refuse_float8(k_cache, v_cache, rows.kv_scales)
     reader = KvReader(k_cache, v_cache)
     rule = ScoreRule(scale, rows.soft_cap)
     own = attend_single_queries(q, reader, rows, rule)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812  (the customary name)
 
-from kernels.operands import PackedWeight
+from kernels.operands import PackedWeight, refuse_float8
 
 # A float16 weight is converted this many elements at a time: 8 MiB of float32, which stay in cache.
 FLOAT16_CHUNK_ELEMENTS = 1 << 21
@@ -109,12 +109,14 @@ def qk_norm_rope_store_kv(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `Operations.qk_norm_rope_store_kv`.
 
     In float32 the result is transformers' bit for bit. In bfloat16 and float16 the rotation is computed in float32 and
-    rounded once, where transformers rounds the cosine, the sine and both products.
+    rounded once, where transformers rounds the cosine, the sine and both products. Raises ValueError for float8.
     """
+    refuse_float8(k_cache, v_cache, kv_scales)
     num_kv_heads, head_dim = k_cache.shape[-2:]
     num_tokens = qkv.shape[0]
     heads = qkv.view(num_tokens, -1, head_dim)

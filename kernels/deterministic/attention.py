@@ -20,7 +20,7 @@ from kernels.deterministic.key_blocks import (
     from_tiles,
     queries_per_tile,
 )
-from kernels.operands import AttentionRows, ProjectedHeads, ScoreRule
+from kernels.operands import AttentionRows, ProjectedHeads, ScoreRule, refuse_float8
 
 # Keys are copied this many bytes at a time, as in kernels.cpu.paged_reads.
 SLAB_BYTES = 4 << 20
@@ -34,10 +34,11 @@ def paged_decode_attention(
 
     A query has the bits that `paged_prefill_attention` gives it, although it has a tile of its own here.
 
-    Raises ValueError if there are not as many queries as rows.
+    Raises ValueError if there are not as many queries as rows, and for float8.
     """
     if q.shape[0] != rows.num_rows:
         raise ValueError(f"q has {q.shape[0]} queries for {rows.num_rows} rows; a decode row has exactly one")
+    refuse_float8(k_cache, v_cache, rows.kv_scales)
     reader = KeyBlockReader(k_cache, v_cache)
     plan = rows.once(
         ("key_block_plan", reader.block_size),
@@ -86,6 +87,7 @@ def paged_prefill_attention(
     groups. Queries within a block see a part of it, later ones the whole; which of them share a tile changes no bit.
     """
     output = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    refuse_float8(k_cache, v_cache, rows.kv_scales)
     reader = KeyBlockReader(k_cache, v_cache)
     start = 0
     for row, (query_len, kv_len) in enumerate(zip(rows.query_lens, rows.kv_lens, strict=True)):

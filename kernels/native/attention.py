@@ -7,7 +7,7 @@ from ctypes import byref
 import torch
 
 from kernels.native.library import AttentionArgs, Kernels, pointer
-from kernels.operands import AttentionRows
+from kernels.operands import AttentionRows, refuse_float8
 
 Tensor = torch.Tensor
 
@@ -39,8 +39,10 @@ def paged_attention(
     """Causal attention of ragged chunks, a decode row being a chunk of one query. See `Operations`.
 
     Rows with one query and up to sixteen query heads a KV head (AMX: eight) read keys as vectors, others in tiles;
-    prefixes of `rows.prefix_groups` are attended once a group. Long rows are cut for the threads and merged.
+    prefixes of `rows.prefix_groups` are attended once a group. Long rows are cut for the threads and merged. Raises
+    ValueError for float8.
     """
+    refuse_float8(k_cache, v_cache, rows.kv_scales)
     if q.stride(2) != 1 or q.stride(1) != q.shape[2]:
         q = q.contiguous()
     groups = rows.once(("native_groups",), lambda: torch.tensor(rows.prefix_groups, dtype=torch.int64))

@@ -34,6 +34,7 @@ from kernels.operands import (
     ProjectedHeads,
     RoutedExperts,
     in_huge_pages,
+    refuse_float8,
 )
 from kernels.quantised import QuantisedWeight
 
@@ -132,8 +133,10 @@ class NativeOperations:
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping: Tensor,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
-        """See `Operations.qk_norm_rope_store_kv`."""
+        """See `Operations.qk_norm_rope_store_kv`. Raises ValueError for float8."""
+        refuse_float8(k_cache, v_cache, kv_scales)
         if qkv.dtype not in DTYPES or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
             return cpu.qk_norm_rope_store_kv(qkv, qk_norm, cos_sin, positions, k_cache, v_cache, slot_mapping)
         rows = _rows(qkv)

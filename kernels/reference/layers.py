@@ -7,7 +7,7 @@ import math
 import torch
 
 from kernels.operands import AttentionRows, ExpertLayout, ExpertOutputs, PackedWeight, ProjectedHeads, RoutedExperts
-from kernels.quantised import PackedQuantised, QuantisedWeight
+from kernels.quantised import LARGEST_FLOAT8, PackedQuantised, QuantisedWeight
 from kernels.reference.quantised import quantised_product
 
 
@@ -83,6 +83,7 @@ def qk_norm_rope_store_kv(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `Operations.qk_norm_rope_store_kv`. One token, one head at a time."""
     _, block_size, num_kv_heads, head_dim = k_cache.shape
@@ -102,9 +103,18 @@ def qk_norm_rope_store_kv(
         for kv_head in range(num_kv_heads):
             key = heads[num_heads + kv_head]
             key = key if qk_norm is None else rms_norm(key, qk_norm[1], qk_norm[2])
-            k_cache[block, offset, kv_head] = _rotate(key, rotation)
-            v_cache[block, offset, kv_head] = heads[num_heads + num_kv_heads + kv_head]
+            key, value = _rotate(key, rotation), heads[num_heads + num_kv_heads + kv_head]
+            if kv_scales is not None:
+                key, value = as_float8(key, kv_scales[0, kv_head]), as_float8(value, kv_scales[1, kv_head])
+            k_cache[block, offset, kv_head] = key
+            v_cache[block, offset, kv_head] = value
     return queries
+
+
+def as_float8(head: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """head / scale in e4m3: half to even, at most 448 in magnitude, NaN where the head is not finite."""
+    steps = (head.float() / scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8)
+    return torch.where(head.isfinite(), steps, torch.nan).to(torch.float8_e4m3fn)
 
 
 def _rotate(head: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
@@ -133,6 +143,8 @@ def paged_prefill_attention(
         kv_len = int(rows.seq_lens[row])
         keys = _cached_tokens(k_cache, rows.block_tables[row], kv_len)
         values = _cached_tokens(v_cache, rows.block_tables[row], kv_len)
+        if rows.kv_scales is not None:
+            keys, values = keys * rows.kv_scales[0, :, None], values * rows.kv_scales[1, :, None]
         for query in range(start, end):
             num_seen = kv_len - (end - 1 - query)
             for head in range(num_heads if num_seen > 0 else 0):

@@ -72,8 +72,11 @@ def padded_head_dim(head_dim: int) -> int:
     return max(1 << (head_dim - 1).bit_length(), _MIN_DOT_SIZE)
 
 
-def decode_launch(head_dim: int, element_bytes: int, capability: int, *, is_capped: bool = False) -> AttentionLaunch:
-    """Launch of the decode kernel, for head_dim up to 256; capability: compute capability such as 90.
+def decode_launch(
+    head_dim: int, element_bytes: int, capability: int, *, is_capped: bool = False, is_float8: bool = False
+) -> AttentionLaunch:
+    """Launch of the decode kernel, for head_dim up to 256; capability: compute capability such as 90; is_float8: the
+    cache is, beside queries of element_bytes.
 
     16 packed heads, the smallest M, since decode waits for memory and not for products. The keys and values of two
     tiles are in flight while a third is added, so that memory is busy with one while the other is waited for. Tiles of
@@ -82,14 +85,18 @@ def decode_launch(head_dim: int, element_bytes: int, capability: int, *, is_capp
     One of 64 keys, as many bytes in one piece, takes 38 KiB in two stages. The block table, read ahead of the keys,
     takes two of the stages. Heads that are padded (80 and 96 to 128 dims) have one tile in flight before Hopper: with
     two, or with tiles of 16 keys, triton 3.6.0 spills 4 bytes there. So have capped scores above 128 dims (8 bytes on
-    sm_90 else).
+    sm_90 else). Float8, converted in registers, takes up to 128 of them at 128 dims (150 under triton 3.6.0: three
+    programs) and 21 KiB; above 128 dims it has one tile in flight (triton 3.7.1 spills 8 bytes on sm_90 else), padded
+    heads have two (one spills 8 bytes under 3.6.0).
     """
     if element_bytes == 4:  # exact products without tensor cores: larger ones spill
         return AttentionLaunch(block_m=16, tile=16, num_warps=8, num_stages=1)
-    has_one_in_flight = (head_dim < padded_head_dim(head_dim) and capability != 90) or (is_capped and head_dim > 128)
+    has_one_in_flight = (is_capped or is_float8) and head_dim > 128
+    if head_dim < padded_head_dim(head_dim) and capability != 90:
+        has_one_in_flight |= not is_float8
     num_stages = 4 if has_one_in_flight else 5
     rule = {"tile": 32, "num_warps": 4, "num_stages": num_stages}
-    measured = None if is_capped else (tuned("decode_attention") or {}).get(str(head_dim))
+    measured = None if is_capped or is_float8 else (tuned("decode_attention") or {}).get(str(head_dim))
     return AttentionLaunch(block_m=16, **(measured or rule))
 
 

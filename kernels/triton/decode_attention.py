@@ -20,7 +20,16 @@ from kernels.triton.attention_launch import (
     padded_head_dim,
 )
 from kernels.triton.launch import compute_capability, num_multiprocessors
-from kernels.triton.partial_attention import LOG2E, LOG2E_CONSTANT, LOWEST_SCORE, add_sinks, attend_keys, soft_capped
+from kernels.triton.partial_attention import (
+    LOG2E,
+    LOG2E_CONSTANT,
+    LOWEST_SCORE,
+    StoredCaches,
+    add_sinks,
+    attend_keys,
+    load_scales,
+    soft_capped,
+)
 from kernels.triton.rope_kv_store import check_layout, qk_norm_rope_store_kv
 from kernels.triton.shared_prefix import attend_shared_prefixes, plan_decode
 
@@ -37,31 +46,35 @@ def paged_decode_attention(
     split writes its output itself, and is not combined.
     Shared prefixes are attended once a group, as further parts of each member. scale must be above 0.
 
-    Raises ValueError if there are not as many queries as rows, or if the caches differ in layout.
+    Raises ValueError if there are not as many queries as rows, if the caches differ in layout, or if scales and dtype
+    do not go together.
     """
-    return _decode(q if q.stride(2) == 1 else q.contiguous(), k_cache, v_cache, rows, scale, None)
+    caches = StoredCaches.of(k_cache, v_cache, rows.kv_scales)
+    return _decode(q if q.stride(2) == 1 else q.contiguous(), caches, rows, scale, None)
 
 
 def store_and_decode(heads: ProjectedHeads, rows: AttentionRows, scale: float) -> torch.Tensor:
     """See `Operations.store_and_decode`. One launch: the program that sees a row's last key norms, rotates and writes
     it, and takes it from its registers; each program rotates the queries that it takes.
 
-    Two where rows share prefixes, whose kernel needs the queries before, and with heads of which one launch would
-    spill: `decodes_projected`. Raises ValueError as the operations that it stands for do.
+    Two where rows share prefixes, whose kernel needs the queries before, with heads of which one launch would spill
+    (`decodes_projected`), and with a cache in float8, so that a token is seen as rounded in its own step too. Raises
+    ValueError as the operations that it stands for do.
     """
     num_kv_heads, head_dim = heads.k_cache.shape[2:]
-    if rows.prefix_groups or not decodes_projected(head_dim, heads.qkv.element_size(), compute_capability()):
+    fits_in_one = decodes_projected(head_dim, heads.qkv.element_size(), compute_capability())
+    if rows.prefix_groups or not fits_in_one or heads.kv_scales is not None:
         queries = qk_norm_rope_store_kv(*heads)
         return paged_decode_attention(queries, heads.k_cache, heads.v_cache, rows, scale)
     check_layout(qkv=heads.qkv, cos_sin=heads.cos_sin)
     every = heads.qkv.view(heads.qkv.shape[0], heads.qkv.shape[1] // head_dim, head_dim)
-    return _decode(every[:, : -2 * num_kv_heads], heads.k_cache, heads.v_cache, rows, scale, heads)
+    caches = StoredCaches.of(heads.k_cache, heads.v_cache, rows.kv_scales)
+    return _decode(every[:, : -2 * num_kv_heads], caches, rows, scale, heads)
 
 
 def _decode(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    caches: StoredCaches,
     rows: AttentionRows,
     scale: float,
     heads: ProjectedHeads | None,
@@ -70,14 +83,12 @@ def _decode(
     num_rows, num_heads, head_dim = q.shape
     if num_rows != rows.num_rows:
         raise ValueError(f"q has {num_rows} queries for {rows.num_rows} rows; a decode row has exactly one")
-    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
-        raise ValueError(f"cache strides {k_cache.stride()} and {v_cache.stride()}; accepted: the same, the last 1")
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_rows == 0:
         return output
-    is_capped = rows.soft_cap is not None
-    launch = decode_launch(head_dim, q.element_size(), compute_capability(), is_capped=is_capped)
-    num_kv_heads = k_cache.shape[2]
+    kind = {"is_capped": rows.soft_cap is not None, "is_float8": caches.scales is not None}
+    launch = decode_launch(head_dim, q.element_size(), compute_capability(), **kind)
+    num_kv_heads = caches.keys.shape[2]
     head_blocks = num_kv_heads * triton.cdiv(num_heads // num_kv_heads, launch.block_m)
     plan = plan_decode(q, num_kv_heads, rows)
     max_tokens, max_shared_parts, own_starts, shared_split_tokens = rows.max_seen, 0, None, 0
@@ -91,13 +102,13 @@ def _decode(
         parts = torch.empty((*q.shape[:2], num_parts, head_dim), dtype=torch.float32, device=q.device)
     lse = torch.empty((*q.shape[:2], num_parts), dtype=torch.float32, device=q.device)
     if plan is not None:
-        attend_shared_prefixes(parts, lse, q, k_cache, v_cache, rows, plan, scale)
+        attend_shared_prefixes(parts, lse, q, caches, rows, plan, scale)
     _decode_kernel[num_rows, head_blocks, splits.num_splits](
-        *(output, parts, lse, q, k_cache, v_cache, rows.block_tables, rows.seq_lens, own_starts, rows.sinks),
+        *(output, parts, lse, q, *caches, rows.block_tables, rows.seq_lens, own_starts, rows.sinks),
         *_projection(heads),
         *(scale * LOG2E, splits.min_split_tokens, shared_split_tokens, num_heads, num_parts),
-        *(*q.stride()[:2], *k_cache.stride()[:3], rows.block_tables.stride(0)),
-        **launch.options(q.shape, k_cache.shape),
+        *(*q.stride()[:2], *caches.keys.stride()[:3], rows.block_tables.stride(0)),
+        **launch.options(q.shape, caches.keys.shape),
         IS_PART=num_parts > 1,
         HAS_PREFIX=plan is not None,
         WINDOW=rows.window or 0,
@@ -229,7 +240,8 @@ def _split(
 @triton.jit(
     do_not_specialize=["min_split_tokens", "shared_split_tokens", "num_parts", "stride_block_tables_row"],
     do_not_specialize_on_alignment=[
-        *("block_tables_ptr", "seq_lens_ptr", "own_starts_ptr", "sinks_ptr", "positions_ptr", "slot_mapping_ptr")
+        *("kv_scales_ptr", "block_tables_ptr", "seq_lens_ptr", "own_starts_ptr", "sinks_ptr"),
+        *("positions_ptr", "slot_mapping_ptr"),
     ],
 )
 def _decode_kernel(
@@ -237,8 +249,9 @@ def _decode_kernel(
     part_ptr,  # [num_rows, num_heads, num_parts, HEAD_DIM], float32: of rows in several; not touched unless IS_PART
     lse_ptr,  # [num_rows, num_heads, num_parts], float32, base 2
     q_ptr,  # [num_rows, num_heads, HEAD_DIM], model dtype; if IS_PROJECTED a row's keys and values follow
-    k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], model dtype; written if IS_PROJECTED
+    k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], model dtype (written if IS_PROJECTED) or e4m3
     v_cache_ptr,  # as k_cache
+    kv_scales_ptr,  # [2, num_kv_heads], float32; None: not e4m3. Not with IS_PROJECTED
     block_tables_ptr,  # [num_rows, max_blocks], int32
     seq_lens_ptr,  # [num_rows], int32
     own_starts_ptr,  # [num_rows], int32: keys before are not a row's own; None unless HAS_PREFIX
@@ -307,9 +320,10 @@ def _decode_kernel(
     head_offset = kv_head.to(tl.int64) * stride_cache_head
     k_head_ptr, v_head_ptr = k_cache_ptr + head_offset, v_cache_ptr + head_offset
     block_table_ptr = block_tables_ptr + row64 * stride_block_tables_row
+    k_scale, v_scale = load_scales(kv_scales_ptr, kv_head, num_heads // GROUP_SIZE)
     top, mass, acc = attend_keys(  # at most one tile is not full: the row's last
         *(q, k_head_ptr, v_head_ptr, block_table_ptr, tile, start, end, (end - start) // TILE, None),
-        *(scale_log2e, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP),
+        *(scale_log2e * k_scale, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP),
     )
     if IS_PROJECTED:
         k_ptrs = q_ptr + row64 * stride_q_row + (num_heads + kv_head) * HEAD_DIM + dims[None, :]
@@ -329,7 +343,7 @@ def _decode_kernel(
     lse = tl.where(is_empty, -float("inf"), top + tl.log2(mass))
     places = row64 * num_heads + heads
     tl.store(lse_ptr + places * num_parts + part, lse, mask=is_head)
-    acc = acc / mass[:, None]
+    acc = acc / mass[:, None] * v_scale
     if is_whole:
         _store_rows(output_ptr, places, dims, acc, is_element, HEAD_DIM)
     elif IS_PART:

@@ -6,6 +6,7 @@ Of a part the kernels keep its output and its log-sum-exp to base 2, -inf where 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,6 +20,32 @@ LOG2E_CONSTANT = tl.constexpr(LOG2E)
 LOWEST_SCORE = tl.constexpr(-3.38e38)
 
 
+class StoredCaches(NamedTuple):
+    """A layer's KV cache as the attention kernels take it."""
+
+    keys: torch.Tensor  # [num_blocks, block_size, Hkv, D], model dtype, or the bytes of float8 e4m3
+    values: torch.Tensor  # as keys, with the same strides
+    scales: torch.Tensor | None  # [2, Hkv], float32: of keys, then of values; None: not float8
+
+    @classmethod
+    def of(cls, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_scales: torch.Tensor | None) -> StoredCaches:
+        """Raises ValueError if the caches differ in layout, and for float8 without scales or scales without float8."""
+        if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
+            raise ValueError(f"cache strides {k_cache.stride()} and {v_cache.stride()}; accepted: the same, the last 1")
+        check_scales(k_cache, v_cache, kv_scales)
+        if kv_scales is None:
+            return cls(k_cache, v_cache, None)
+        return cls(k_cache.view(torch.uint8), v_cache.view(torch.uint8), kv_scales)
+
+
+def check_scales(k_cache: torch.Tensor, v_cache: torch.Tensor, kv_scales: torch.Tensor | None) -> None:
+    """Raise ValueError for a cache in float8 without scales, or scales without float8."""
+    for cache in (k_cache, v_cache):
+        if (cache.dtype is torch.float8_e4m3fn) != (kv_scales is not None):
+            given = "without scales" if kv_scales is None else "with scales"
+            raise ValueError(f"a cache in {cache.dtype} {given}; accepted: float8_e4m3fn with, others without")
+
+
 @triton.jit
 def _load_tile(
     k_head_ptr,  # k_cache of one head
@@ -28,14 +55,16 @@ def _load_tile(
     end,  # positions from here on are no keys; without meaning where IS_FULL
     stride_cache_block,
     stride_cache_slot,
+    dtype: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     IS_FULL: tl.constexpr,
 ):
-    """Keys [BLOCK_D, TILE] and values [TILE, BLOCK_D] at the positions; 0 from `end` and from HEAD_DIM on.
+    """Keys [BLOCK_D, TILE] and values [TILE, BLOCK_D] at the positions, in dtype; 0 from `end` and from HEAD_DIM on.
 
-    A full tile is loaded without a mask, so that copies of 16 bytes need no predicate.
+    A full tile is loaded without a mask, so that copies of 16 bytes need no predicate. Bytes are e4m3, which every
+    model dtype holds exactly.
     """
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM
@@ -47,14 +76,25 @@ def _load_tile(
     offsets = blocks * stride_cache_block + positions % BLOCK_SIZE * stride_cache_slot
     k_ptrs, v_ptrs = k_head_ptr + offsets[None, :] + dims[:, None], v_head_ptr + offsets[:, None] + dims[None, :]
     if not IS_FULL:
-        k = tl.load(k_ptrs, mask=is_key[None, :] & is_dim[:, None], other=0.0)
-        v = tl.load(v_ptrs, mask=is_key[:, None] & is_dim[None, :], other=0.0)
+        k = tl.load(k_ptrs, mask=is_key[None, :] & is_dim[:, None], other=0)
+        v = tl.load(v_ptrs, mask=is_key[:, None] & is_dim[None, :], other=0)
     elif BLOCK_D == HEAD_DIM:
         k, v = tl.load(k_ptrs), tl.load(v_ptrs)
     else:
-        k = tl.load(k_ptrs, mask=is_dim[:, None], other=0.0)
-        v = tl.load(v_ptrs, mask=is_dim[None, :], other=0.0)
+        k = tl.load(k_ptrs, mask=is_dim[:, None], other=0)
+        v = tl.load(v_ptrs, mask=is_dim[None, :], other=0)
+    if k.dtype == tl.uint8:
+        k, v = k.to(tl.float8e4nv, bitcast=True).to(dtype), v.to(tl.float8e4nv, bitcast=True).to(dtype)
     return k, v
+
+
+@triton.jit
+def load_scales(kv_scales_ptr, kv_head, num_kv_heads):
+    """What the products with a KV head's keys, and its weighted values, are multiplied by; 1 without scales."""
+    k_scale, v_scale = 1.0, 1.0
+    if kv_scales_ptr is not None:
+        k_scale, v_scale = tl.load(kv_scales_ptr + kv_head), tl.load(kv_scales_ptr + num_kv_heads + kv_head)
+    return k_scale, v_scale
 
 
 @triton.jit
@@ -88,7 +128,7 @@ def attend_keys(
     for index in tl.range(0, num_full):
         k, v = _load_tile(
             *(k_head_ptr, v_head_ptr, block_table_ptr, start + index * TILE + tile, end),
-            *(stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_D, BLOCK_SIZE),
+            *(stride_cache_block, stride_cache_slot, q.dtype, HEAD_DIM, BLOCK_D, BLOCK_SIZE),
             IS_FULL=True,
         )
         scores = tl.dot(q, k, input_precision="ieee")
@@ -100,7 +140,7 @@ def attend_keys(
         positions = start + index * TILE + tile
         k, v = _load_tile(
             *(k_head_ptr, v_head_ptr, block_table_ptr, positions, end),
-            *(stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_D, BLOCK_SIZE),
+            *(stride_cache_block, stride_cache_slot, q.dtype, HEAD_DIM, BLOCK_D, BLOCK_SIZE),
             IS_FULL=False,
         )
         scores = tl.dot(q, k, input_precision="ieee")

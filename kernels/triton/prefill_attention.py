@@ -9,7 +9,14 @@ import triton.language as tl
 from kernels.operands import AttentionRows
 from kernels.triton.attention_launch import prefill_launch
 from kernels.triton.launch import compute_capability
-from kernels.triton.partial_attention import LOG2E, add_sinks, attend_keys, merge_attention_states
+from kernels.triton.partial_attention import (
+    LOG2E,
+    StoredCaches,
+    add_sinks,
+    attend_keys,
+    load_scales,
+    merge_attention_states,
+)
 from kernels.triton.shared_prefix import attend_shared_prefixes, plan_prefill
 
 ROWS_AT_ONCE = 256  # read by one step of a program's search for its row
@@ -23,11 +30,10 @@ def paged_prefill_attention(
     The grid follows from the numbers of queries and rows, so nothing is read back from the device. Shared prefixes are
     planned once a step, attended apart and merged. With a window each tile is masked. scale must be above 0.
 
-    Raises ValueError if the caches differ in layout.
+    Raises ValueError if the caches differ in layout, or scales and dtype do not go together.
     """
     num_queries, num_heads, head_dim = q.shape
-    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
-        raise ValueError(f"cache strides {k_cache.stride()} and {v_cache.stride()}; accepted: the same, the last 1")
+    caches = StoredCaches.of(k_cache, v_cache, rows.kv_scales)
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_queries == 0:
         return output
@@ -39,7 +45,7 @@ def paged_prefill_attention(
     plan = plan_prefill(q, num_kv_heads, rows)
     lse = None if plan is None else torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     _prefill_kernel[num_blocks, num_kv_heads](
-        *(output, lse, q, k_cache, v_cache, rows.block_tables, rows.cu_seqlens_q, rows.seq_lens),
+        *(output, lse, q, *caches, rows.block_tables, rows.cu_seqlens_q, rows.seq_lens),
         *(None if plan is None else plan.own_starts, rows.sinks),
         *(scale * LOG2E, rows.num_rows),
         *(*q.stride()[:2], *k_cache.stride()[:3], rows.block_tables.stride(0)),
@@ -53,7 +59,7 @@ def paged_prefill_attention(
         return output
     shared, shared_lse = torch.empty_like(output), torch.full_like(lse, -torch.inf)  # no key outside groups
     parts = (shared[:, :, None], shared_lse[:, :, None])
-    attend_shared_prefixes(*parts, q, k_cache, v_cache, rows, plan, scale)
+    attend_shared_prefixes(*parts, q, caches, rows, plan, scale)
     return merge_attention_states(shared, shared_lse, output, lse)
 
 
@@ -61,15 +67,16 @@ def paged_prefill_attention(
 @triton.jit(
     do_not_specialize=["num_rows", "stride_block_tables_row"],
     do_not_specialize_on_alignment=[
-        *("block_tables_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr", "own_starts_ptr", "sinks_ptr")
+        *("kv_scales_ptr", "block_tables_ptr", "cu_seqlens_q_ptr", "seq_lens_ptr", "own_starts_ptr", "sinks_ptr")
     ],
 )
 def _prefill_kernel(
     output_ptr,  # [num_queries, num_heads, HEAD_DIM], model dtype
     lse_ptr,  # [num_queries, num_heads], float32, base 2; None unless HAS_PREFIX
     q_ptr,  # [num_queries, num_heads, HEAD_DIM], model dtype
-    k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], model dtype
+    k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], model dtype or bytes of e4m3
     v_cache_ptr,  # as k_cache
+    kv_scales_ptr,  # [2, num_kv_heads], float32; None: not e4m3
     block_tables_ptr,  # [num_rows, max_blocks], int32
     cu_seqlens_q_ptr,  # [num_rows + 1], int32
     seq_lens_ptr,  # [num_rows], int32
@@ -133,9 +140,10 @@ def _prefill_kernel(
     if WINDOW > 0:
         start = tl.maximum(num_before + first_pair // GROUP_SIZE + 1 - WINDOW, 0)
         num_full = 0
+    k_scale, v_scale = load_scales(kv_scales_ptr, kv_head, tl.num_programs(1))
     top, mass, acc = attend_keys(
         *(q, k_head_ptr, v_head_ptr, block_table_ptr, tile, start, end, num_full, num_seen),
-        *(scale_log2e, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP),
+        *(scale_log2e * k_scale, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP),
     )
     if sinks_ptr is not None:  # in a row's own part, so that they count once where a shared prefix is merged with it
         top, mass, acc = add_sinks(sinks_ptr, heads, is_pair, top, mass, acc)
@@ -144,6 +152,6 @@ def _prefill_kernel(
     places = (query_start + queries).to(tl.int64) * (tl.num_programs(1) * GROUP_SIZE) + heads
     if HAS_PREFIX:
         tl.store(lse_ptr + places, tl.where(is_empty, -float("inf"), top + tl.log2(mass)), mask=is_pair)
-    acc = acc / mass[:, None]
+    acc = acc / mass[:, None] * v_scale
     output_offsets = places[:, None] * HEAD_DIM + dims[None, :]
     tl.store(output_ptr + output_offsets, acc.to(output_ptr.dtype.element_ty), mask=is_pair[:, None] & is_dim[None, :])

@@ -6,10 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.quantised import LARGEST_FLOAT8
 from kernels.triton.launch import TileLaunch
+from kernels.triton.partial_attention import check_scales
+from kernels.triton.round_activations import round_to_float8
 
 # 8 elements a thread, 16 bytes of bfloat16, for the two warps of a program.
 TILE_ELEMENTS = 512
+_LARGEST_FLOAT8 = tl.constexpr(LARGEST_FLOAT8)
 
 
 @triton.jit
@@ -41,6 +45,17 @@ def _norm_and_rotate(
 
 
 @triton.jit
+def _as_float8(x, scales):
+    """x / scales in e4m3, as bytes: half to even, at most 448 in magnitude, NaN where x is not finite."""
+    x = x.to(tl.float32)
+    is_finite = tl.abs(x) < float("inf")  # not where NaN
+    steps = tl.div_rn(x, scales + tl.zeros_like(x))  # `/` is not correctly rounded
+    steps = tl.where(is_finite, tl.minimum(tl.maximum(steps, -_LARGEST_FLOAT8), _LARGEST_FLOAT8), 0.0)
+    stored = round_to_float8(steps).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return tl.where(is_finite, stored, 0x7F).to(tl.uint8)
+
+
+@triton.jit
 def qk_norm_rope_store_kv_kernel(
     qkv_ptr,  # [T, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM], model dtype
     query_weight_ptr,  # [HEAD_DIM], model dtype; this and the next not touched unless HAS_NORM
@@ -49,8 +64,9 @@ def qk_norm_rope_store_kv_kernel(
     positions_ptr,  # [T], int64
     slot_mapping_ptr,  # [T], int64
     queries_ptr,  # [T, NUM_HEADS, HEAD_DIM], model dtype, contiguous, written
-    k_cache_ptr,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM], model dtype, written
+    k_cache_ptr,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM], model dtype or bytes of e4m3, written
     v_cache_ptr,  # the same
+    kv_scales_ptr,  # [2, NUM_KV_HEADS], float32; None: not e4m3
     stride_qkv_token,
     stride_cos_sin_position,
     stride_k_block,
@@ -104,13 +120,20 @@ def qk_norm_rope_store_kv_kernel(
             first, second = _norm_and_rotate(
                 first, second, key_weight_ptr, rotation_ptr, eps, HAS_NORM, HEAD_DIM, BLOCK_WIDTH
             )
-            target = k_cache_ptr + block * stride_k_block + offset * stride_k_offset + heads * stride_k_head + columns
+            places = k_cache_ptr + block * stride_k_block + offset * stride_k_offset + heads * stride_k_head + columns
+            scale_head = heads
         else:
             source = token_ptr + (NUM_HEADS + NUM_KV_HEADS + heads) * HEAD_DIM + columns
             first, second = tl.load(source, mask=mask, other=0.0), tl.load(source + HALF, mask=mask, other=0.0)
-            target = v_cache_ptr + block * stride_v_block + offset * stride_v_offset + heads * stride_v_head + columns
-        tl.store(target, first, mask=mask)
-        tl.store(target + HALF, second, mask=mask)
+            places = v_cache_ptr + block * stride_v_block + offset * stride_v_offset + heads * stride_v_head + columns
+            scale_head = heads + NUM_KV_HEADS
+        if kv_scales_ptr is not None:
+            scales = tl.load(kv_scales_ptr + scale_head, mask=heads < NUM_KV_HEADS, other=1.0)
+            tl.store(places, _as_float8(first, scales), mask=mask)
+            tl.store(places + HALF, _as_float8(second, scales), mask=mask)
+        else:
+            tl.store(places, first, mask=mask)
+            tl.store(places + HALF, second, mask=mask)
 
 
 def qk_norm_rope_store_kv(
@@ -121,12 +144,16 @@ def qk_norm_rope_store_kv(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `Operations.qk_norm_rope_store_kv`.
 
-    Raises ValueError where the elements of a head do not lie side by side.
+    Raises ValueError where the elements of a head do not lie side by side, or scales and dtype do not go together.
     """
     check_layout(qkv=qkv, cos_sin=cos_sin, k_cache=k_cache, v_cache=v_cache)
+    check_scales(k_cache, v_cache, kv_scales)
+    if kv_scales is not None:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     queries = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
@@ -145,6 +172,7 @@ def qk_norm_rope_store_kv(
         queries,
         k_cache,
         v_cache,
+        kv_scales,
         *strides,
         eps,
         HAS_NORM=qk_norm is not None,

@@ -24,6 +24,16 @@ class RoundedActivations(NamedTuple):
 
 
 @triton.jit
+def round_to_float8(steps):
+    """float32 of at most 448 in magnitude, to the 3 bits of e4m3's mantissa, half to even: before the conversion, since
+    the interpreter's truncates. Below 2^-6 steps are 2^-9 wide.
+    """
+    bits = steps.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    return tl.where(tl.abs(steps) < 0.015625, (steps + 24576.0) - 24576.0, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
 def _round_activations_kernel(
     x_ptr,  # [T, K], model dtype
     values_ptr,  # [T, K], int8 or float8e4nv
@@ -62,11 +72,7 @@ def _round_activations_kernel(
     if is_int:
         rounded = (steps + 12582912.0) - 12582912.0  # 1.5 * 2^23: to an integer, half to even
     else:
-        # To the 3 bits of e4m3's mantissa, half to even, in place of the conversion that follows: the interpreter's
-        # truncates. Below 2^-6 steps are 2^-9 wide.
-        bits = steps.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-        rounded = tl.where(tl.abs(steps) < 0.015625, (steps + 24576.0) - 24576.0, bits.to(tl.float32, bitcast=True))
+        rounded = round_to_float8(steps)
     tl.store(values_ptr + row * depth + ks, rounded.to(values_ptr.dtype.element_ty), mask=mask)
     tl.store(scales_ptr + row * num_groups + groups, scales, mask=groups < num_groups)
 

@@ -22,7 +22,7 @@ from kernels.triton.attention_launch import (
     shared_prefix_split_tokens,
 )
 from kernels.triton.launch import compute_capability, num_multiprocessors
-from kernels.triton.partial_attention import LOG2E, attend_keys
+from kernels.triton.partial_attention import LOG2E, StoredCaches, attend_keys, load_scales
 
 # Blocks of 16 are for decode: most chunks have more pairs, and at 256 dims the kernel that writes no parts spills.
 _MIN_CHUNK_PAIRS = 17
@@ -129,8 +129,7 @@ def attend_shared_prefixes(
     output: torch.Tensor,
     lse: torch.Tensor,
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    caches: StoredCaches,
     rows: AttentionRows,
     plan: SharedPrefixPlan,
     scale: float,
@@ -143,11 +142,11 @@ def attend_shared_prefixes(
     q [num_queries, num_heads, head_dim] with a last stride of 1. Sinks are left to what the rows see beside it.
     """
     num_heads, num_parts = output.shape[1:3]
-    _shared_prefix_kernel[plan.programs.shape[0], k_cache.shape[2]](
-        *(output, lse, q, k_cache, v_cache, rows.block_tables, plan.programs),
+    _shared_prefix_kernel[plan.programs.shape[0], caches.keys.shape[2]](
+        *(output, lse, q, *caches, rows.block_tables, plan.programs),
         *(scale * LOG2E, num_heads, num_parts),
-        *(*q.stride()[:2], *k_cache.stride()[:3], rows.block_tables.stride(0)),
-        **plan.launch.options(q.shape, k_cache.shape),
+        *(*q.stride()[:2], *caches.keys.stride()[:3], rows.block_tables.stride(0)),
+        **plan.launch.options(q.shape, caches.keys.shape),
         SOFT_CAP=rows.soft_cap or 0.0,
     )
 
@@ -155,14 +154,15 @@ def attend_shared_prefixes(
 # As for decode: what varies from step to step is not specialised on; what is copied 16 bytes at a time is.
 @triton.jit(
     do_not_specialize=["num_parts", "stride_block_tables_row"],
-    do_not_specialize_on_alignment=["block_tables_ptr", "programs_ptr"],
+    do_not_specialize_on_alignment=["kv_scales_ptr", "block_tables_ptr", "programs_ptr"],
 )
 def _shared_prefix_kernel(
     output_ptr,  # [num_queries, num_heads, num_parts, HEAD_DIM], float32 or dtype of q
     lse_ptr,  # [num_queries, num_heads, num_parts], float32, base 2
     q_ptr,  # [num_queries, num_heads, HEAD_DIM], model dtype
-    k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], model dtype
+    k_cache_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM], model dtype or bytes of e4m3
     v_cache_ptr,  # as k_cache
+    kv_scales_ptr,  # [2, num_kv_heads], float32; None: not e4m3
     block_tables_ptr,  # [num_rows, max_blocks], int32
     programs_ptr,  # [num_programs, 6], int32: row, first pair, end of the queries, start and end of the keys, part
     scale_log2e,
@@ -201,12 +201,13 @@ def _shared_prefix_kernel(
     head_offset = kv_head.to(tl.int64) * stride_cache_head
     k_head_ptr, v_head_ptr = k_cache_ptr + head_offset, v_cache_ptr + head_offset
     block_table_ptr = block_tables_ptr + row.to(tl.int64) * stride_block_tables_row
+    k_scale, v_scale = load_scales(kv_scales_ptr, kv_head, tl.num_programs(1))
     top, mass, acc = attend_keys(  # at most one tile is not full: a prefix ends with a block
         *(q, k_head_ptr, v_head_ptr, block_table_ptr, tile, start, end, (end - start) // TILE, None),
-        *(scale_log2e, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP),
+        *(scale_log2e * k_scale, stride_cache_block, stride_cache_slot, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP),
     )
     places = (queries.to(tl.int64) * num_heads + heads) * num_parts + part
     tl.store(lse_ptr + places, top + tl.log2(mass), mask=queries < query_end)
-    acc = acc / mass[:, None]
+    acc = acc / mass[:, None] * v_scale
     output_ptrs = output_ptr + places[:, None] * HEAD_DIM + dims[None, :]
     tl.store(output_ptrs, acc.to(output_ptr.dtype.element_ty), mask=is_element)

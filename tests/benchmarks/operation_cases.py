@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from kernels import cpu, reference
 from kernels.operands import AttentionRows, ExpertOutputs, ProjectedHeads, RoutedExperts
 from kernels.quantised import LARGEST_FLOAT8, WeightScheme, quantise
+from kernels.reference.layers import as_float8
 from tests.benchmarks.kernel_inputs import BLOCK_SIZE, EPS, last_slots
 from tests.support.tensors import assert_close, framed, make_paged_cache, routing
 
@@ -22,6 +23,9 @@ SCHEMES = (
 # Activations are rounded to float8 on GPUs that multiply it. The reference leaves them as they are, so the case's are
 # float8 numbers already: rounding others differs by 2.6 % of the result (H200).
 ROUNDED_TO_FLOAT8 = WeightScheme(8, is_float=True, group_size=None, activations="float8_token")
+
+# A key rounded to e4m3 after two products that round apart may be a step of its 3 bits away, an eighth, but seldom.
+FLOAT8_STEPS = {"max_steps": 2.0**20, "rms_steps": 2.0**17}  # of float32
 
 # An operation's results from inputs on a device; the second argument is a device's implementation.
 Results = Sequence[torch.Tensor]
@@ -49,7 +53,9 @@ class OperationCase:
 
     def compare(self, found: torch.Tensor, wanted: torch.Tensor) -> None:
         """Raise AssertionError where a result is not what it must be."""
-        if self.most_different is None:
+        if found.dtype is wanted.dtype is torch.float8_e4m3fn:
+            assert_close(found.float(), wanted.float(), **FLOAT8_STEPS)
+        elif self.most_different is None:
             assert_close(found, wanted)
         elif (num_different := int((found != wanted).sum())) > self.most_different:
             raise AssertionError(f"{num_different} elements differ; accepted: {self.most_different}")
@@ -69,14 +75,20 @@ def _on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, RoutedExperts):
         return RoutedExperts(*(tensor.to(device) for tensor in value))
     if isinstance(value, AttentionRows):
-        tensors = (value.block_tables.to(device), value.cu_seqlens_q.to(device), value.seq_lens.to(device))
-        return AttentionRows(*tensors, value.query_lens, value.kv_lens, value.prefix_groups)
+        tensors: dict[str, Any] = {name: x.to(device) for name, x in vars(value).items() if isinstance(x, torch.Tensor)}
+        return replace(value, **tensors)
     return value
 
 
 def operation_cases(dtype: torch.dtype, *, is_tiny: bool) -> list[OperationCase]:
     """Every operation, at the shapes of decode and prefill steps of Qwen3, or at tiny ones; names are unique."""
-    return [*_row_cases(dtype, is_tiny), *_attention(dtype, is_tiny), *_experts(dtype, is_tiny), *_sampling(is_tiny)]
+    cases = [*_row_cases(dtype, is_tiny), *_attention(dtype, is_tiny), *_experts(dtype, is_tiny), *_sampling(is_tiny)]
+    return [*cases, *_float8_cache(dtype, is_tiny)] if _knows_float8() else cases
+
+
+def _knows_float8() -> bool:
+    """Whether kernels convert e4m3 here; Triton's interpreter does."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
 
 
 def _normal(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -86,7 +98,7 @@ def _normal(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> t
 def _row_cases(dtype: torch.dtype, is_tiny: bool) -> Iterator[OperationCase]:
     hidden, heads, kv_heads, dim, blocks = (40, 4, 2, 16, 3) if is_tiny else (4096, 32, 8, 128, 600)
     norm = 1 + 0.1 * _normal(hidden, seed=2)
-    multiplies_float8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    multiplies_float8 = torch.cuda.is_available() and _knows_float8()
     for rows in (3,) if is_tiny else (64, 4100):
         x, gate = Framed(_normal(rows, hidden, dtype=dtype)), Framed(_normal(rows, 6 * hidden, seed=4, dtype=dtype))
         residual, weight = _normal(rows, hidden, seed=3, dtype=dtype), norm.to(dtype)
@@ -144,10 +156,17 @@ def _case(name: str, inputs: tuple[Any, ...], call: Callable[..., Results], **mo
     return OperationCase(name, name.partition(" ")[0], inputs, call, **more)
 
 
-def _attention(dtype: torch.dtype, is_tiny: bool) -> Iterator[OperationCase]:
-    long, heads, kv_heads, dim = (300, 4, 2, 16) if is_tiny else (4096, 32, 8, 128)
+Step = tuple[str, list[tuple[int, int]], list[tuple[int, int, int]]]  # kind, queries and keys of rows, groups
+
+
+def _heads(is_tiny: bool) -> tuple[int, int, int]:
+    return (4, 2, 16) if is_tiny else (32, 8, 128)
+
+
+def _steps(is_tiny: bool) -> dict[str, Step]:
+    long = 300 if is_tiny else 4096
     ragged = [(1, max(long * (row + 1) // 64, 1)) for row in range(64)]
-    steps: dict[str, tuple[str, list[tuple[int, int]], list[tuple[int, int, int]]]] = {
+    steps: dict[str, Step] = {
         "of one row": ("decode", [(1, long)], []),
         "of short rows": ("decode", [(1, 17)] * (140 if is_tiny else 70), []),
         "of ragged rows": ("decode", [(1, 5), (1, long)] if is_tiny else ragged, []),
@@ -157,7 +176,12 @@ def _attention(dtype: torch.dtype, is_tiny: bool) -> Iterator[OperationCase]:
     }
     if is_tiny:  # 264 programs of a row and a head block are not split
         del steps["of ragged rows"]
-    for words, (kind, lens, groups) in steps.items():
+    return steps
+
+
+def _attention(dtype: torch.dtype, is_tiny: bool) -> Iterator[OperationCase]:
+    heads, kv_heads, dim = _heads(is_tiny)
+    for words, (kind, lens, groups) in _steps(is_tiny).items():
         cache = make_paged_cache(
             lens, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype, prefix_groups=groups
         )
@@ -179,8 +203,54 @@ def _store_and_decode(
 ) -> Results:
     """Each row's last key and value are written over, where the cache has others."""
     positions, slots = last_slots(rows, BLOCK_SIZE)
-    heads = ProjectedHeads(qkv, (norm, norm, EPS), rotations, positions, caches[0], caches[1], slots)
-    return [ops.store_and_decode(heads, rows, caches.shape[-1] ** -0.5), caches]
+    keys, values = caches if rows.kv_scales is None else caches.view(torch.float8_e4m3fn)
+    heads = ProjectedHeads(qkv, (norm, norm, EPS), rotations, positions, keys, values, slots, rows.kv_scales)
+    return [ops.store_and_decode(heads, rows, caches.shape[-1] ** -0.5), keys, values]
+
+
+def _float8_cache(dtype: torch.dtype, is_tiny: bool) -> Iterator[OperationCase]:
+    """Keys and values in float8, with scales that no two heads share: stored, decoded, seen by chunks and by groups."""
+    heads, kv_heads, dim = _heads(is_tiny)
+    tokens, blocks = (9, 20) if is_tiny else (64, 256)  # of 16 tokens: as many as the longest row has
+    scales = torch.stack((0.011 * (1 + torch.arange(kv_heads) / 4), 0.29 / (1 + torch.arange(kv_heads))))
+    slots = torch.randperm(blocks * BLOCK_SIZE, generator=torch.Generator().manual_seed(8))[:tokens]
+    norm, rotations = (1 + 0.1 * _normal(dim, seed=6)).to(dtype), _rotations(blocks * BLOCK_SIZE, dim)
+    qkv = _normal(tokens, (heads + 2 * kv_heads) * dim, seed=7, dtype=dtype)
+    unwritten = torch.full((2, blocks, BLOCK_SIZE, kv_heads, dim), 0x7F, dtype=torch.uint8)  # NaN
+    stored = (qkv, norm, rotations, slots, unwritten, scales)
+    yield _case(f"qk_norm_rope_store_kv {tokens}, float8", stored, _store_float8)
+    for words, (kind, lens, groups) in _steps(is_tiny).items():
+        if words == "of short rows":  # others are not split either
+            continue
+        cache = make_paged_cache(
+            lens, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype, prefix_groups=groups
+        )
+        rounded = (as_float8(c, s[:, None]) for c, s in zip((cache.k_cache, cache.v_cache), scales, strict=True))
+        caches, rows = torch.stack([each.view(torch.uint8) for each in rounded]), cache.rows.scaled(scales)
+        if kind == "decode":  # two launches, of which the second is that of paged_decode_attention
+            inputs = (qkv[: len(lens)], norm, rotations, caches, rows)
+            yield _case(f"store_and_decode {words}, float8", inputs, _store_and_decode)
+        else:
+            yield _case(f"paged_prefill_attention {words}, float8", (cache.q, caches, rows), _prefill_float8)
+
+
+def _prefill_float8(ops: Any, q: torch.Tensor, caches: torch.Tensor, rows: AttentionRows) -> Results:
+    return [ops.paged_prefill_attention(q, *caches.view(torch.float8_e4m3fn), rows, q.shape[-1] ** -0.5)]
+
+
+def _store_float8(
+    ops: Any,
+    qkv: torch.Tensor,
+    norm: torch.Tensor,
+    rotations: torch.Tensor,
+    slots: torch.Tensor,
+    caches: torch.Tensor,
+    scales: torch.Tensor,
+) -> Results:
+    """Queries, keys, and values as numbers: these are copied, so that theirs are the reference's."""
+    keys, values = caches.view(torch.float8_e4m3fn)
+    queries = ops.qk_norm_rope_store_kv(qkv, (norm, norm, EPS), rotations, slots, keys, values, slots, scales)
+    return [queries, keys, values.float()]
 
 
 def _experts(dtype: torch.dtype, is_tiny: bool) -> Iterator[OperationCase]:

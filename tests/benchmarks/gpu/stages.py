@@ -68,7 +68,7 @@ def _compile(place: Place) -> Figures:
     """All launches in a process a core, then what they take, by the cache; without a GPU for sm_90."""
     capability = launch.compute_capability() if place.has_gpu else COMPILED_CAPABILITY
     on_device = nullcontext() if place.has_gpu else on_a_new_device(capability)
-    launches = (table.launch_small,) if place.is_tiny else table.LAUNCHES
+    launches = (table.launch_small,) if place.is_tiny else table.launches_on(capability)
     begin = time.perf_counter()
 
     def launch_all() -> None:

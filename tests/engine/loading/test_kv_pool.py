@@ -15,13 +15,14 @@ from engine.loading.derived_settings import derive_settings
 from engine.loading.kv_pool import (
     cgroup_headroom_bytes,
     expected_step_bytes,
+    kv_cache_spec,
     meminfo_available_bytes,
     num_blocks_that_fit,
 )
 from settings import EffectiveSettings, Source, load_settings
 from tests.support.devices import simulated_device
 from tests.support.engines import load_engine
-from tests.support.tiny_checkpoint import make_checkpoint
+from tests.support.tiny_checkpoint import decoder_config, make_checkpoint
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MIB = 1 << 20
@@ -107,6 +108,31 @@ def test_a_cpu_refuses_the_gpus_setting(model: Path) -> None:
         CapabilityError, match=r"engine\.gpu_memory_utilization=0\.8: not on cpu; accepted: not set, or"
     ):
         _derive(model, gpu_memory_utilization="0.8")
+
+
+def test_a_cpu_and_an_older_gpu_refuse_a_cache_in_float8(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CapabilityError, match=r"engine\.kv_cache\.dtype=fp8: .*'cpu': .* accepted: cuda, or auto"):
+        _derive(model, kv_cache__dtype="fp8")
+    monkeypatch.setattr(derived_settings, "operations", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    with pytest.raises(CapabilityError, match=r"dtype=fp8: .* 8\.6 does not convert e4m3; accepted: from 8\.9 on, or"):
+        _derive(model, device="cuda", kv_cache__dtype="fp8", kv_cache__num_blocks="9")
+
+
+@pytest.mark.parametrize(("dtype", "element_bytes"), [("auto", 2), ("fp8", 1)])
+def test_a_cache_in_float8_holds_twice_the_tokens(
+    model: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, element_bytes: int
+) -> None:
+    monkeypatch.setattr(derived_settings, "operations", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    with simulated_device(1 << 30):
+        effective = _derive(
+            model, device="cuda", dtype="bfloat16", kv_cache__dtype=dtype, kv_cache__num_blocks="9", max_model_len="64"
+        )
+    spec = kv_cache_spec(effective, decoder_config(model))
+    assert spec.bytes_per_token == 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * element_bytes
+    pools = KVCacheTensors.allocate(spec, 9, torch.device("cpu"))
+    assert sum(pool.nbytes for pool in (*pools.keys, *pools.values)) == 9 * spec.bytes_per_block
 
 
 def test_a_gpu_refuses_the_cpus_setting(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

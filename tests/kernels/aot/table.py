@@ -2,11 +2,10 @@
 
 `python -m tests.kernels.aot.table --write` writes the Markdown table into the document that keeps it for the triton
 that is installed; without --write it is printed. It needs no GPU: the kernels are compiled for sm_80 and sm_90, those
-of quantised weights for sm_89 too, or taken from triton's cache where their code has not changed. Launched are
-attention and elementwise operations at the shapes of four models and at the head sizes none of them has, with a window
-at four of these, experts at
-those of Qwen3-30B-A3B and of other expert layers, products with quantised weights at 4096 x 4096, sampling at two sizes
-of vocabulary.
+of quantised weights and of a KV cache in float8 for sm_89 too (the latter not for sm_80), or taken from triton's cache
+where their code has not changed. Launched are attention and elementwise operations at the shapes of four models and at
+the head sizes none of them has, with a window at four of these, experts at those of Qwen3-30B-A3B and of other expert
+layers, products with quantised weights at 4096 x 4096, sampling at two sizes of vocabulary.
 """
 
 from __future__ import annotations
@@ -14,36 +13,27 @@ from __future__ import annotations
 import argparse
 import re
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import triton
 
-from kernels.operands import (
-    AttentionRows,
-    ExpertOutputs,
-    PackedWeight,
-    PrefixGroup,
-    ProjectedHeads,
-    RoutedExperts,
-)
+from kernels.operands import ExpertOutputs, PackedWeight, RoutedExperts
 from kernels.quantised import QuantisedWeight, WeightScheme
 from kernels.triton import quantised
 from kernels.triton.combine_experts import add_experts_rms_norm, combine_experts
-from kernels.triton.decode_attention import paged_decode_attention, store_and_decode
 from kernels.triton.dense import MANY_ROWS, fused_add_rms_norm, rms_norm, silu_and_mul
 from kernels.triton.experts import route_and_sort, route_topk, sort_tokens_by_expert
 from kernels.triton.grouped_gemm import grouped_gemm
 from kernels.triton.gumbel import choose_tokens, gumbel_argmax
 from kernels.triton.moe_small_batch import moe_small_batch
-from kernels.triton.partial_attention import merge_attention_states
-from kernels.triton.prefill_attention import paged_prefill_attention
 from kernels.triton.quantised import pack
 from kernels.triton.rope_kv_store import qk_norm_rope_store_kv
 from kernels.triton.sampling import apply_penalties, argmax
 from kernels.triton.truncation import mask_top_k_top_p_min_p
+from tests.kernels.aot.attention_launches import launch_attention, launch_float8_cache, launch_windows
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
 
 _KERNELS = Path(__file__).resolve().parents[3] / "kernels"
@@ -52,14 +42,6 @@ DOCUMENTS = {"3.7.1": _KERNELS / "DESIGN.md", "3.6.0": _KERNELS / "TRITON_3_6.md
 TABLE = re.compile(r"^\| kernel \|.*(?:\n\|.*)*", re.MULTILINE)
 
 BLOCK_SIZE = 16
-
-_SPLIT = [(1, 4096)]  # one row does not
-_UNSPLIT = [(1, 4096)] * 264  # rows alone fill 132 multiprocessors
-_CHUNKS = [(512, 4096), (100, 100), (1, 700)]
-# (query, head of the group) pairs of a group that the kernel over shared keys takes in blocks of 16, of 64 and of 128.
-_NUM_SHARED_PAIRS = (16, 64, 400)
-_SHARED_TOKENS = 1024
-
 DTYPE = torch.bfloat16
 ELEMENTWISE_ROW_COUNTS = (1, MANY_ROWS - 1, MANY_ROWS)  # one on each side of the only branch
 
@@ -77,127 +59,6 @@ HEADINGS = (
     *("16-byte async copies", "wgmma"),
 )
 LAUNCH_CONSTANTS = ("BLOCK", "TILE", "CHUNK", "SWAP")  # how the names begin of what a launch function decides
-
-
-@dataclass(frozen=True)
-class _Heads:
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int = 128
-    qk_norm: bool = True
-
-
-_HEADS_OF_MODELS = {
-    "Qwen3-0.6B": _Heads(16, 8),
-    "Qwen3-8B": _Heads(32, 8),
-    "Qwen3-30B-A3B": _Heads(32, 4),
-    "Llama-3-8B": _Heads(32, 8, qk_norm=False),
-}
-# Among them one head a KV head and 16, and groups that are no powers of two.
-_OTHER_HEADS = (_Heads(16, 1), _Heads(14, 2, 64), _Heads(5, 1, 80), _Heads(8, 8, 96), _Heads(14, 2, 256))
-
-# Not every combination, since a kernel over shared keys takes 3 to 5 s to compile for each of two architectures: every
-# head size but 96, and in the largest blocks the largest, which is the first to spill.
-_SHARING = (
-    *((_HEADS_OF_MODELS["Qwen3-8B"], num_pairs) for num_pairs in _NUM_SHARED_PAIRS),
-    (_HEADS_OF_MODELS["Qwen3-30B-A3B"], 64),
-    (_Heads(14, 2, 64), 64),
-    (_Heads(5, 1, 80), 16),
-    (_Heads(14, 2, 256), 400),
-)
-
-
-def launch_attention() -> None:
-    """Call the operations with tensors that nobody reads or writes."""
-    for heads in (*_HEADS_OF_MODELS.values(), *_OTHER_HEADS):
-        _attend(heads, torch.bfloat16, decode=(_SPLIT, _UNSPLIT), prefill=(_CHUNKS,))
-    for heads, num_pairs in _SHARING:
-        _attend_to_shared_keys(heads, torch.bfloat16, num_pairs)
-
-
-def launch_float32_attention() -> None:
-    """Two shapes in float32, in which no model of that size is run: of 128 dims, and of 64, whose heads are taken as
-    projected.
-    """
-    for heads in (_HEADS_OF_MODELS["Qwen3-8B"], _Heads(14, 2, 64)):
-        _attend(heads, torch.float32, decode=(_SPLIT, _UNSPLIT), prefill=(_CHUNKS,))
-    for num_pairs in _NUM_SHARED_PAIRS:
-        _attend_to_shared_keys(_HEADS_OF_MODELS["Qwen3-8B"], torch.float32, num_pairs)
-
-
-def launch_windows() -> None:
-    """A step of chunks and two of decode with a window, split and not, for heads up to the widest."""
-    for heads in (_HEADS_OF_MODELS["Qwen3-8B"], _Heads(14, 2, 64), _Heads(5, 1, 80), _Heads(14, 2, 256)):
-        _attend(heads, torch.bfloat16, decode=(_SPLIT, _UNSPLIT), prefill=(_CHUNKS,), window=1024)
-
-
-def launch_two_steps() -> None:
-    """Two steps of one model that differ in every number, and in where the rows' tensors start."""
-    _attend(_HEADS_OF_MODELS["Qwen3-8B"], torch.bfloat16, decode=(_UNSPLIT,), prefill=(_CHUNKS,))
-    _attend(
-        _HEADS_OF_MODELS["Qwen3-8B"],
-        torch.bfloat16,
-        decode=([(1, 999)] * 77,),
-        prefill=([(33, 77), (1, 5)],),
-        first_row=1,
-    )
-    _attend_to_shared_keys(_HEADS_OF_MODELS["Qwen3-8B"], torch.bfloat16, 400)
-    _attend_to_shared_keys(_HEADS_OF_MODELS["Qwen3-8B"], torch.bfloat16, 332, num_tokens=77 * BLOCK_SIZE, first_row=1)
-
-
-def _attend(
-    heads: _Heads,
-    dtype: torch.dtype,
-    *,
-    decode: tuple[list[tuple[int, int]], ...],
-    prefill: tuple[list[tuple[int, int]], ...],
-    first_row: int = 0,
-    window: int | None = None,
-) -> None:
-    k_cache, v_cache = (torch.empty(8, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, dtype=dtype) for _ in range(2))
-    for operation, steps in ((paged_decode_attention, decode), (paged_prefill_attention, prefill)):
-        for lens in steps:
-            rows = replace(_attention_rows(lens, first_row), window=window)
-            q = torch.empty(rows.num_queries, heads.num_heads, heads.head_dim, dtype=dtype)
-            output = operation(q, k_cache, v_cache, rows, heads.head_dim**-0.5)
-            if operation is paged_decode_attention:
-                _store_and_decode(heads, k_cache, v_cache, rows)
-            lse = torch.empty(output.shape[:2])
-            merge_attention_states(output, lse, torch.empty_like(output), torch.empty_like(lse))
-
-
-def _store_and_decode(heads: _Heads, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: AttentionRows) -> None:
-    dtype, ids = k_cache.dtype, torch.empty(rows.num_rows, dtype=torch.int64)
-    weight = torch.empty(heads.head_dim, dtype=dtype)
-    qk_norm = (weight, weight, 1e-6) if heads.qk_norm else None
-    qkv = torch.empty(rows.num_rows, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim, dtype=dtype)
-    projected = ProjectedHeads(qkv, qk_norm, torch.empty(40960, heads.head_dim), ids, k_cache, v_cache, ids)
-    store_and_decode(projected, rows, heads.head_dim**-0.5)
-
-
-def _attend_to_shared_keys(
-    heads: _Heads, dtype: torch.dtype, num_pairs: int, *, num_tokens: int = _SHARED_TOKENS, first_row: int = 0
-) -> None:
-    """Rows of one query; all but the last share their first num_tokens keys."""
-    k_cache, v_cache = (torch.empty(8, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, dtype=dtype) for _ in range(2))
-    num_members = max(num_pairs * heads.num_kv_heads // heads.num_heads, 2)
-    rows = _attention_rows([(1, num_tokens + 99)] * (num_members + 1), first_row)
-    q = torch.empty(rows.num_queries, heads.num_heads, heads.head_dim, dtype=dtype)
-    for operation in (paged_decode_attention, paged_prefill_attention):
-        shared = replace(rows, prefix_groups=(PrefixGroup(0, num_members, num_tokens),))
-        operation(q, k_cache, v_cache, shared, heads.head_dim**-0.5)
-
-
-def _attention_rows(lens: list[tuple[int, int]], first_row: int) -> AttentionRows:
-    """first_row: the tensors begin with so many other rows, which are cut off."""
-    num_rows, max_blocks = len(lens), max(-(-kv_len // BLOCK_SIZE) for _, kv_len in lens)
-    return AttentionRows(
-        block_tables=torch.empty(num_rows + first_row, max_blocks, dtype=torch.int32)[first_row:],
-        cu_seqlens_q=torch.empty(num_rows + first_row + 1, dtype=torch.int32)[first_row:],
-        seq_lens=torch.empty(num_rows + first_row, dtype=torch.int32)[first_row:],
-        query_lens=tuple(query_len for query_len, _ in lens),
-        kv_lens=tuple(kv_len for _, kv_len in lens),
-    )
 
 
 @dataclass(frozen=True)
@@ -353,8 +214,13 @@ def launch_quantised() -> None:
 
 
 LAUNCHES = (launch_attention, launch_windows, launch_elementwise, launch_experts, launch_sampling, launch_quantised)
-# Where float8 begins, the products alone: an L4 and an RTX 4090 otherwise run what is compiled for sm_80.
-LAUNCHES_OF = {80: LAUNCHES, 89: (launch_quantised,), 90: LAUNCHES}
+# Where float8 begins, what has it alone: an L4 and an RTX 4090 otherwise run what is compiled for sm_80.
+LAUNCHES_OF = {80: LAUNCHES, 89: (launch_quantised, launch_float8_cache), 90: (*LAUNCHES, launch_float8_cache)}
+
+
+def launches_on(capability: int) -> Sequence[Callable[[], None]]:
+    """What is launched where kernels are compiled for one GPU alone."""
+    return LAUNCHES if capability < 89 else LAUNCHES_OF[90]
 
 
 def launch_small() -> None:
@@ -375,7 +241,8 @@ def table_rows(kernels: Iterable[CompiledKernel]) -> list[tuple[str, ...]]:
     """One row a kernel, launch (blocks, warps, stages) and architecture.
 
     Kernels that differ in what the shapes decide (head size, gathered or not, dtype, divisibility) share a row, which
-    names those constants and has the range of what they take. Those with a window have rows of their own.
+    names those constants and has the range of what they take. Those with a window, and those of a KV cache in float8,
+    have rows of their own.
     """
     groups: dict[tuple[str, ...], list[CompiledKernel]] = defaultdict(list)
     for kernel in kernels:
@@ -390,8 +257,8 @@ def table_rows(kernels: Iterable[CompiledKernel]) -> list[tuple[str, ...]]:
 
 
 def _has_own_row(name: str, value: object) -> bool:
-    """Whether kernels with this constant have a row of their own: what a launch function decides, and a window."""
-    return name.startswith(LAUNCH_CONSTANTS) or (name == "WINDOW" and value != 0)
+    """Whether kernels with this constant have a row of their own: what a launch function decides, a window, float8."""
+    return name.startswith(LAUNCH_CONSTANTS) or (name in ("WINDOW", "KV_CACHE") and value != 0)
 
 
 def markdown(rows: Iterable[tuple[str, ...]]) -> str:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.aot.table import launch_attention, launch_float32_attention, launch_two_steps, launch_windows
+from tests.kernels.aot.attention_launches import (
+    launch_attention,
+    launch_float8_cache,
+    launch_float32_attention,
+    launch_two_steps,
+    launch_windows,
+)
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
 
 KERNELS = {
@@ -128,6 +134,40 @@ def test_windows_fit_too_and_four_decode_programs_share_a_processor(capability: 
         if kernel.name == "_decode_kernel":
             assert kernel.constants["WINDOW"] == 1024
             assert kernel.registers * 32 * kernel.num_warps * (4 if kernel.constants["BLOCK_D"] <= 128 else 2) <= 65_536
+
+
+@pytest.fixture(scope="module", params=[89, 90])
+def of_float8(request: pytest.FixtureRequest) -> list[CompiledKernel]:
+    with compiling_for(request.param) as kernels:
+        launch_float8_cache()
+    return [kernel for kernel in kernels if "KV_CACHE" in kernel.constants]
+
+
+def test_a_float8_cache_is_compiled_into_every_kernel_that_has_it_and_fits(of_float8: list[CompiledKernel]) -> None:
+    assert {kernel.name for kernel in of_float8} == KERNELS - {"_combine_kernel", "_merge_kernel"}
+    for kernel in of_float8:
+        assert kernel.spill_bytes == 0, kernel
+        assert kernel.shared_bytes <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
+
+
+def test_float8_keys_come_in_16_byte_copies_and_are_converted_late(of_float8: list[CompiledKernel]) -> None:
+    """As bytes into shared memory, a tile before and one in the body of each loop. Values come so where products are by
+    warpgroups, and in pieces of 4 bytes, as they lie there, where not.
+    """
+    for kernel in (kernel for kernel in of_float8 if "TILE" in kernel.constants):
+        assert "cvt.rn.f16x2.e4m3x2" in kernel.ptx, kernel
+        copies = kernel.constants["TILE"] * kernel.constants["BLOCK_D"] // (16 * 32 * kernel.num_warps)
+        num_loops = 1 if kernel.name == "_prefill_kernel" and kernel.constants["WINDOW"] else 2
+        assert kernel.num_async_copies >= 2 * num_loops * copies * (2 if kernel.uses_wgmma else 1), kernel
+    for kernel in named(of_float8, "qk_norm_rope_store_kv_kernel"):
+        assert "cvt.rn.satfinite.e4m3x2" in kernel.ptx, kernel
+
+
+def test_three_decode_programs_of_a_float8_cache_share_a_processor(of_float8: list[CompiledKernel]) -> None:
+    for kernel in named(of_float8, "_decode_kernel"):
+        if kernel.constants["BLOCK_D"] == 128:
+            assert kernel.registers * 32 * kernel.num_warps * 3 <= 65_536, kernel
+            assert kernel.shared_bytes * 4 <= SHARED_MEMORY_LIMIT_BYTES[kernel.capability], kernel
 
 
 @pytest.mark.parametrize("capability", [80, 90])

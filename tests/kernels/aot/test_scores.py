@@ -37,15 +37,18 @@ def rows_of(lens: Sequence[tuple[int, int]], **options: Any) -> AttentionRows:
 
 
 def attend(heads: tuple[int, int, int], dtype: torch.dtype, **scores: Any) -> None:
-    """Decode, split and not, alone and with its keys stored; chunks; and rows that share a prefix, few and many."""
+    """Decode, split and not, alone and with its keys stored; chunks; and rows that share a prefix, few and many. With
+    scales the cache is in float8.
+    """
     num_heads, num_kv_heads, head_dim = heads
-    cache = torch.empty(8, BLOCK_SIZE, num_kv_heads, head_dim, dtype=dtype)
+    cache_dtype = torch.float8_e4m3fn if "kv_scales" in scores else dtype
+    cache = torch.empty(8, BLOCK_SIZE, num_kv_heads, head_dim, dtype=cache_dtype)
     caches = (cache, torch.empty_like(cache))
     for lens in (SPLIT, UNSPLIT):
         rows, ids = rows_of(lens, **scores), torch.empty(len(lens), dtype=torch.int64)
         paged_decode_attention(torch.empty(len(lens), num_heads, head_dim, dtype=dtype), *caches, rows, 0.125)
         qkv = torch.empty(len(lens), (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
-        heads_of_step = ProjectedHeads(qkv, None, torch.empty(4096, head_dim), ids, *caches, ids)
+        heads_of_step = ProjectedHeads(qkv, None, torch.empty(4096, head_dim), ids, *caches, ids, rows.kv_scales)
         store_and_decode(heads_of_step, rows, 0.125)
     paged_prefill_attention(torch.empty(613, num_heads, head_dim, dtype=dtype), *caches, rows_of(CHUNKS, **scores), 0.1)
     if scores.get("window"):
@@ -61,7 +64,7 @@ def attend(heads: tuple[int, int, int], dtype: torch.dtype, **scores: Any) -> No
 def check(kernels: Sequence[CompiledKernel], capability: int) -> None:
     for kernel in kernels:
         assert kernel.spill_bytes == 0, kernel
-        limit = OTHER_SHARED_MEMORY_LIMIT_BYTES if capability == 80 else SHARED_MEMORY_LIMIT_BYTES[90]
+        limit = SHARED_MEMORY_LIMIT_BYTES[90] if capability == 90 else OTHER_SHARED_MEMORY_LIMIT_BYTES
         assert kernel.shared_bytes <= limit, kernel
 
 
@@ -75,6 +78,17 @@ def test_capped_scores_fit(capability: int) -> None:
     check(kernels, capability)
     assert {kernel.constants["SOFT_CAP"] for kernel in kernels if "TILE" in kernel.constants} == {50.0}
     assert [kernel.constants["IS_GELU"] for kernel in kernels if kernel.name == "silu_and_mul_kernel"] == [True]
+
+
+@pytest.mark.parametrize("capability", [89, 90])
+def test_caps_and_sinks_fit_beside_a_cache_in_float8(capability: int) -> None:
+    with compiling_for(capability) as kernels:
+        for heads in CAPS[:2]:
+            attend(heads, torch.bfloat16, soft_cap=50.0, kv_scales=torch.empty(2, heads[1]))
+        (heads,) = SINKS
+        attend(heads, torch.bfloat16, sinks=torch.empty(heads[0]), kv_scales=torch.empty(2, heads[1]), window=128)
+    check(kernels, capability)
+    assert {kernel.constants.get("KV_CACHE") for kernel in kernels if "TILE" in kernel.constants} == {"e4m3"}
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -49,8 +49,14 @@ def compiled() -> list[CompiledKernel]:
 def test_every_kernel_is_compiled_for_every_architecture(compiled: list[CompiledKernel]) -> None:
     expected = {name for path in SOURCES for name in kernel_names(path)}
     assert len(expected) >= 7
-    of_products = {"_quantised_gemm_kernel", "_round_activations_kernel"}
-    for capability, names in ((80, expected), (89, of_products), (90, expected)):
+    of_float8 = {
+        "_quantised_gemm_kernel",
+        "_round_activations_kernel",
+        "qk_norm_rope_store_kv_kernel",
+        "_decode_kernel",
+    }
+    of_float8 |= {"_combine_kernel", "_prefill_kernel", "_merge_kernel", "_shared_prefix_kernel"}
+    for capability, names in ((80, expected), (89, of_float8), (90, expected)):
         assert {kernel.name for kernel in compiled if kernel.capability == capability} >= names
 
 
@@ -78,7 +84,7 @@ def test_the_table_has_a_row_for_every_kernel_launch_and_architecture(compiled: 
 def test_attention_with_a_window_has_rows_of_its_own(compiled: list[CompiledKernel], name: str) -> None:
     rows = [row for row in table_rows(compiled) if row[0] == name]
     windowed = [row for row in rows if "WINDOW=1024" in row[1].split()]
-    assert {row[4] for row in windowed} == {row[4] for row in rows} == {"80", "90"}
+    assert {row[4] for row in windowed} == {row[4] for row in rows} == {"80", "89", "90"}
     assert not any("WINDOW=" in row[1] for row in rows if row not in windowed)
 
 
