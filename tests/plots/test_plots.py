@@ -101,6 +101,16 @@ def test_figures_name_machine_commit_day_and_command() -> None:
         assert "/tmp" not in file.figures["command"], path
 
 
+def test_figures_of_a_gpu_name_it_day_versions_commits_and_commands() -> None:
+    paths = sorted(RESULTS.glob("gpu/*.json"))
+    assert paths
+    for path in paths:
+        figures = FigureFile.read(path).figures
+        assert {"gpu", "driver", "torch", "triton"} <= figures["machine"].keys(), path
+        assert len(figures["date"]) == len("2026-11-26"), path
+        assert all(run["commit"] and run["command"] for run in figures["runs"]), path
+
+
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"scaling\.json"):
         list(plots(tmp_path))

@@ -32,6 +32,7 @@ LIMITS = {
 
 # The interpreter takes a second for a step and everything the sampler can do to its rows.
 SMALLEST_LIMITS = {
+    "engine.native_kernels": "off",
     "engine.max_num_seqs": "1",
     "engine.max_num_batched_tokens": "4",
     "engine.kv_cache.num_blocks": "9",
