@@ -19,7 +19,7 @@ _BY_PROBLEM: dict[str, ClassActivation] = {
 # The last part of the name that sentence-transformers writes, torch.nn.modules.linear.Identity: no name is imported.
 _BY_MODULE: dict[str, ClassActivation] = {"Identity": "none", "Sigmoid": "sigmoid"}
 # vLLM's, the older one first: false joins the two texts without what the tokenizer puts between them.
-_PAIR_KEYS = ("use_pad_token", "use_sep_token")
+PAIR_KEYS = ("use_pad_token", "use_sep_token")
 _OLD_MODULE_KEY = "sbert_ce_default_activation_function"  # before sentence-transformers 4
 
 
@@ -102,7 +102,7 @@ def _labels(config: ConfigReader) -> tuple[str, ...]:
 
 
 def _pair_form(config: ConfigReader) -> PairForm:
-    key = next((key for key in _PAIR_KEYS if config.has(key)), None)
+    key = next((key for key in PAIR_KEYS if config.has(key)), None)
     return AS_PAIR if key is None or config.flag(key) else PairForm("joined")
 
 

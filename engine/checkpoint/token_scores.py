@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tokenizers
 
-from engine.checkpoint.classifier_config import ClassifierConfig, PairForm, TokenLogit, named_activation
+from engine.checkpoint.classifier_config import PAIR_KEYS, ClassifierConfig, PairForm, TokenLogit, named_activation
 from engine.checkpoint.config_reader import MAX_CONFIG_BYTES, ConfigReader, check_size, read_json_object
 from engine.checkpoint.files import MAX_TOKENIZER_BYTES, MODULES_FILE, TOKENIZER_FILE, read_modules
 from engine.errors import CheckpointError
@@ -140,7 +140,7 @@ def _of_keys(path: Path, config: ConfigReader) -> ClassifierConfig:
     if len(found) != len(names):
         raise config.refuse(_TOKENS_KEY, names, f"tokens of {TOKENIZER_FILE}, spelled as in its vocabulary")
     logits = (TokenLogit(found[1], found[0]),) if is_pair else tuple(map(TokenLogit, found))
-    joins = not config.flag("use_sep_token", default=False)
+    joins = not config.flag(next((key for key in PAIR_KEYS if config.has(key)), PAIR_KEYS[-1]), default=False)
     return _classifier(config, logits, PairForm("template or joined" if joins else "pair"))
 
 

@@ -206,6 +206,10 @@ def _check_encoder(settings: EngineSettings) -> None:
         raise CapabilityError(
             f"engine.quantization={settings.quantization}: not available for an encoder; accepted: none"
         )
+    if settings.kv_cache.dtype != "auto":
+        raise CapabilityError(
+            f"engine.kv_cache.dtype={settings.kv_cache.dtype}: not available for an encoder; accepted: auto"
+        )
 
 
 def _check_speculation(settings: EngineSettings, config: ModelConfig | EncoderConfig) -> None:

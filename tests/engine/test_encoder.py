@@ -213,10 +213,13 @@ def test_a_prompt_to_continue_is_refused(bert: Path) -> None:
     assert caught.value.code == "unsupported_endpoint"
 
 
-@pytest.mark.parametrize("options", [{"deterministic": "true"}, {"quantization": "int8"}, {"async_scheduling": "true"}])
-def test_what_an_encoder_cannot_do_is_refused_by_name(bert: Path, options: dict[str, str]) -> None:
-    with pytest.raises(CapabilityError, match=f"engine.{next(iter(options))}=.*not available for an encoder"):
-        load(bert, **options)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("deterministic", "true"), ("quantization", "int8"), ("async_scheduling", "true"), ("kv_cache__dtype", "fp8")],
+)
+def test_what_an_encoder_cannot_do_is_refused_by_name(bert: Path, key: str, value: str) -> None:
+    with pytest.raises(CapabilityError, match=f"engine.{key.replace('__', '.')}=.*not available for an encoder"):
+        load(bert, **{key: value})
 
 
 def test_names_of_tensorflow_and_an_old_buffer_are_understood(tmp_path: Path) -> None:

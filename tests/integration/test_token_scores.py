@@ -295,10 +295,11 @@ def test_a_document_that_the_template_refuses_is_named(tmp_path: Path) -> None:
     assert caught.value.param == "documents[1]"
 
 
-def test_labels_and_tokens_come_from_config_json(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["use_sep_token", "use_pad_token"])
+def test_labels_and_tokens_come_from_config_json(tmp_path: Path, key: str) -> None:
     make_checkpoint(tmp_path, "qwen3")
     names = names_of(tmp_path, NO, YES)
-    keys = {"classifier_from_token": names, "method": "no_post_processing", "use_sep_token": True}
+    keys = {"classifier_from_token": names, "method": "no_post_processing", key: True}
     add_keys(tmp_path / "config.json", {**keys, "id2label": {"0": "no", "1": "yes"}})
     classifier = read_config(tmp_path).classifier
     assert classifier is not None

@@ -120,6 +120,6 @@ local look = now + a.grace_ms
 if deadline > 0 then look = math.min(look, deadline) end
 redis.call('ZADD', OPEN, look, a.job_id .. '/plan')
 list(JOBS, ADM .. ':j:' .. a.tenant, JOB, a.job_id, now)
-redis.call('PERSIST', ADM .. ':j:' .. a.tenant)
+redis.call('PEXPIRE', ADM .. ':j:' .. a.tenant, 732 * 86400000) -- the longest life of a job; its end shortens it
 if IDEM then redis.call('SET', IDEM, a.job_id) end
 return {'accepted', a.job_id}
