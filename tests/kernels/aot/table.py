@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 import triton
 
@@ -213,6 +214,8 @@ def launch_quantised() -> None:
         quantised.moe_small_batch(torch.empty(1, HIDDEN, dtype=DTYPE), gate_up, down, routed)
 
 
+# Two minutes of a core, by `make slow`: float8 is compiled for sm_90 too.
+SM_89 = pytest.param(89, marks=pytest.mark.slow)
 LAUNCHES = (launch_attention, launch_windows, launch_elementwise, launch_experts, launch_sampling, launch_quantised)
 # Where float8 begins, what has it alone: an L4 and an RTX 4090 otherwise run what is compiled for sm_80.
 LAUNCHES_OF = {80: LAUNCHES, 89: (launch_quantised, launch_float8_cache), 90: (*LAUNCHES, launch_float8_cache)}

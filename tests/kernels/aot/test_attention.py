@@ -12,6 +12,7 @@ from tests.kernels.aot.attention_launches import (
     launch_two_steps,
     launch_windows,
 )
+from tests.kernels.aot.table import SM_89
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
 
 KERNELS = {
@@ -136,7 +137,7 @@ def test_windows_fit_too_and_four_decode_programs_share_a_processor(capability: 
             assert kernel.registers * 32 * kernel.num_warps * (4 if kernel.constants["BLOCK_D"] <= 128 else 2) <= 65_536
 
 
-@pytest.fixture(scope="module", params=[89, 90])
+@pytest.fixture(scope="module", params=[SM_89, 90])
 def of_float8(request: pytest.FixtureRequest) -> list[CompiledKernel]:
     with compiling_for(request.param) as kernels:
         launch_float8_cache()

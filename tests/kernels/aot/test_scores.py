@@ -12,6 +12,7 @@ from kernels.operands import AttentionRows, PrefixGroup, ProjectedHeads
 from kernels.triton.decode_attention import paged_decode_attention, store_and_decode
 from kernels.triton.dense import clamped_swiglu, gelu_and_mul
 from kernels.triton.prefill_attention import paged_prefill_attention
+from tests.kernels.aot.table import SM_89
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, compiling_for
 
 BLOCK_SIZE = 16
@@ -80,7 +81,7 @@ def test_capped_scores_fit(capability: int) -> None:
     assert [kernel.constants["IS_GELU"] for kernel in kernels if kernel.name == "silu_and_mul_kernel"] == [True]
 
 
-@pytest.mark.parametrize("capability", [89, 90])
+@pytest.mark.parametrize("capability", [SM_89, 90])
 def test_caps_and_sinks_fit_beside_a_cache_in_float8(capability: int) -> None:
     with compiling_for(capability) as kernels:
         for heads in CAPS[:2]:

@@ -15,7 +15,7 @@ import kernels.triton
 from kernels.triton.compilation import compile_ahead, settle_keys
 from kernels.triton.dense import rms_norm, silu_and_mul
 from kernels.triton.sampling import _argmax_kernel, argmax, ranked
-from tests.kernels.aot.table import DOCUMENTS, HEADINGS, compile_all, markdown, table_rows
+from tests.kernels.aot.table import DOCUMENTS, HEADINGS, SM_89, TABLE, compile_all, markdown, table_rows
 from tests.support.compiled_kernels import SHARED_MEMORY_LIMIT_BYTES, CompiledKernel, found_on_disk, on_a_new_device
 
 SOURCES = sorted(Path(kernels.triton.__file__).parent.glob("*.py"))
@@ -41,9 +41,9 @@ def called_names(function: ast.FunctionDef) -> set[str]:
 DEVICE_FUNCTIONS = {name for path in SOURCES for function in jit_functions(path) for name in called_names(function)}
 
 
-@pytest.fixture(scope="module")
-def compiled() -> list[CompiledKernel]:
-    return [kernel for capability in SHARED_MEMORY_LIMIT_BYTES for kernel in compile_all(capability)]
+@pytest.fixture(scope="module", params=[80, SM_89, 90])
+def compiled(request: pytest.FixtureRequest) -> list[CompiledKernel]:
+    return compile_all(request.param)
 
 
 def test_every_kernel_is_compiled_for_every_architecture(compiled: list[CompiledKernel]) -> None:
@@ -56,8 +56,7 @@ def test_every_kernel_is_compiled_for_every_architecture(compiled: list[Compiled
         "_decode_kernel",
     }
     of_float8 |= {"_combine_kernel", "_prefill_kernel", "_merge_kernel", "_shared_prefix_kernel"}
-    for capability, names in ((80, expected), (89, of_float8), (90, expected)):
-        assert {kernel.name for kernel in compiled if kernel.capability == capability} >= names
+    assert {kernel.name for kernel in compiled} >= (of_float8 if compiled[0].capability == 89 else expected)
 
 
 def test_every_kernel_has_a_name_of_its_own_for_profiles() -> None:
@@ -84,13 +83,15 @@ def test_the_table_has_a_row_for_every_kernel_launch_and_architecture(compiled: 
 def test_attention_with_a_window_has_rows_of_its_own(compiled: list[CompiledKernel], name: str) -> None:
     rows = [row for row in table_rows(compiled) if row[0] == name]
     windowed = [row for row in rows if "WINDOW=1024" in row[1].split()]
-    assert {row[4] for row in windowed} == {row[4] for row in rows} == {"80", "89", "90"}
+    assert windowed
     assert not any("WINDOW=" in row[1] for row in rows if row not in windowed)
 
 
 def test_the_table_kept_of_this_triton_is_the_one_printed(compiled: list[CompiledKernel]) -> None:
-    kept = DOCUMENTS[triton.__version__].read_text()
-    assert markdown(table_rows(compiled)) in kept, "run python -m tests.kernels.aot.table --write"
+    kept = TABLE.search(DOCUMENTS[triton.__version__].read_text())
+    assert kept is not None
+    rows = [line for line in kept[0].splitlines() if line.split(" | ")[4] == str(compiled[0].capability)]
+    assert rows == markdown(table_rows(compiled)).splitlines()[2:], "run python -m tests.kernels.aot.table --write"
 
 
 def test_kernels_that_differ_in_shape_constants_share_a_row() -> None:
