@@ -350,11 +350,18 @@ def web_server(data: bytes, *, secret: str) -> Iterator[str]:
         def log_message(self, *_arguments: object) -> None:
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Handler) as web:
+    with serving(Handler) as url:
+        yield f"{url}/a%20b/c.jsonl"
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The URL of an HTTP server, without a / at its end, that answers by this handler."""
+    with HTTPServer(("127.0.0.1", 0), handler) as web:
         thread = threading.Thread(target=web.serve_forever, args=(0.01,))
         thread.start()
         try:
-            yield f"http://127.0.0.1:{web.server_port}/a%20b/c.jsonl"
+            yield f"http://127.0.0.1:{web.server_port}"
         finally:
             web.shutdown()
             thread.join(10)

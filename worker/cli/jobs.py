@@ -37,7 +37,7 @@ from worker.cli.follow import (
     show_failures,
 )
 from worker.cli.objects import EndedJob, has_objects, refuse_objects
-from worker.cli.options import Duration, complete_file, load_producer_settings, producer_options
+from worker.cli.options import Duration, as_local_name, complete_file, load_producer_settings, producer_options
 from worker.cli.progress import JOB_COLUMNS, job_details, job_row
 from worker.client import BatchClient
 from worker.registry.errors import InvalidJobId, InvalidSubmission, RegistryError
@@ -191,8 +191,8 @@ def _check_readable(
 @click.command("errors")
 @click.argument("job_id", metavar="JOB")
 @click.option(
-    "-o", "--output", "output_path", default=STANDARD, metavar="FILE", shell_complete=complete_file,
-    help="Where to; default stdout; a file is replaced.",
+    "-o", "--output", "output_path", default=STANDARD, metavar="FILE", callback=as_local_name,
+    shell_complete=complete_file, help="Where to; default stdout; a file is replaced.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, expose_value=False, help="Records are JSON lines with or without it.")
 @producer_options

@@ -83,7 +83,8 @@ class EndedJob:
         """What tells an object of this job from any other that could have its name."""
         ended_us = round(1e6 * (self.status.finished_at or 0))
         kinds = "one" if paths.errors is None else "two"
-        return {"millrace-job": self.status.id, "millrace-records": f"{self.order}-{kinds}-{ended_us}"}
+        # No hyphens, which Azure refuses, and no _: nginx before a server drops headers that have one.
+        return {"millracejob": self.status.id, "millracerecords": f"{self.order}-{kinds}-{ended_us}"}
 
     def _write_once(self, paths: RecordPaths, failures: FailureCounts) -> None:
         pages = self.job.client.pages(self.status.id, order=self.order)

@@ -12,6 +12,7 @@ from click.shell_completion import CompletionItem
 
 from settings import EffectiveSettings, LimitSettings, Settings, SettingsError, load_settings, parse_assignments
 from worker.cli.exit_codes import BadUsage
+from worker.cli.files import local_name
 from worker.lines.errors import NotIgnorable
 from worker.lines.ignored import IgnoredParams
 from worker.runtime.log_setup import configure_logging
@@ -36,6 +37,11 @@ def complete_file(_context: click.Context, _parameter: click.Parameter, incomple
 def complete_directory(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Names of directories, likewise."""
     return [CompletionItem(incomplete, type="dir")]
+
+
+def as_local_name(_context: click.Context, _parameter: click.Parameter, name: str | None) -> str | None:
+    """The path that a file:// URL means, as an option's callback; any other name as it is. Raises BadUsage."""
+    return None if name is None else local_name(name)
 
 
 def input_options(command: Callable[..., None]) -> Callable[..., None]:

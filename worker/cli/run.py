@@ -35,6 +35,7 @@ from worker.cli.files import (
 from worker.cli.kept_records import hold_output
 from worker.cli.objects import refuse_objects
 from worker.cli.options import (
+    as_local_name,
     complete_directory,
     complete_file,
     ignore_param_option,
@@ -93,7 +94,8 @@ class _Work:
 @click.command("run")
 @input_options
 @click.option(
-    "-o", "--output", "output_path", required=True, metavar="FILE", shell_complete=complete_file,
+    "-o", "--output", "output_path", required=True, metavar="FILE", callback=as_local_name,
+    shell_complete=complete_file,
     help=f"Result lines, in the order they finish; a file that holds some is refused. {OUTPUT_HELP}",
 )  # fmt: skip
 @click.option(
@@ -102,7 +104,7 @@ class _Work:
 )  # fmt: skip
 @click.option("--overwrite", is_flag=True, help="Replace the records of the output, once the model is loaded.")
 @click.option(
-    "--retry", "retry_path", metavar="FILE", shell_complete=complete_file,
+    "--retry", "retry_path", metavar="FILE", callback=as_local_name, shell_complete=complete_file,
     help="Run only the lines that failed in FILE, which an earlier run of this input wrote (or its directory).",
 )  # fmt: skip
 @click.option("--model", metavar="DIR", shell_complete=complete_directory, help="Checkpoint directory (model.path).")
@@ -110,9 +112,11 @@ class _Work:
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the run's figures as JSON at the end. With -o - to stderr."
 )
-@click.option("--summary", "summary_path", metavar="FILE", help="Write the run's figures to FILE as JSON.")
 @click.option(
-    "--profile", "profile_path", metavar="FILE",
+    "--summary", "summary_path", metavar="FILE", callback=as_local_name, help="Write the run's figures to FILE as JSON."
+)
+@click.option(
+    "--profile", "profile_path", metavar="FILE", callback=as_local_name,
     help="Write a Chrome trace of the steps that engine.profile.* selects to FILE.",
 )  # fmt: skip
 @ignore_param_option

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from worker.lines.errors import UnreadableInput
 from worker.lines.files import InputFile
 from worker.storage.errors import StorageError
-from worker.storage.stores import named_errors, open_store
+from worker.storage.stores import REPLACED, named_errors, open_store
 from worker.storage.urls import WEB, KeyPattern, ObjectUrl
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 FIRST_RANGE_BYTES = 64 * 1024
 LARGEST_RANGE_BYTES = 8 * 1024 * 1024
 BUFFER_BYTES = 128 * 1024
+WEAK = "W/"  # how the ETag begins of a server that does not vouch for every byte
 
 # S3 takes 10,000 parts: 80 GB, more than a Redis holds of a job. So many are under way at once, and in memory.
 PART_BYTES = 8 * 1024 * 1024
@@ -132,14 +133,17 @@ class _ObjectReader(io.RawIOBase):
         found = self._found
         end = min(self._position + self._range_bytes, found.num_bytes)
         options: GetOptions = {"range": (self._position, end)}
-        if found.e_tag is not None:
+        if found.e_tag is not None and not found.e_tag.startswith(WEAK):  # which matches nothing (RFC 9110, 13.1.1)
             options["if_match"] = found.e_tag
         self._fetched = memoryview(b"")  # not two ranges at once
         try:
             with named_errors(found.url):
-                data = obstore.get(found.store, found.url.key, options=options).bytes()
+                reply = obstore.get(found.store, found.url.key, options=options)
+                e_tag, data = reply.meta["e_tag"], reply.bytes()
         except StorageError as error:
             raise UnreadableInput(error.name, error.reason) from error
+        if found.e_tag and e_tag and e_tag.removeprefix(WEAK) != found.e_tag.removeprefix(WEAK):
+            raise UnreadableInput(found.url.name, REPLACED)
         if len(data) != end - self._position:
             raise UnreadableInput(found.url.name, f"its server gave {len(data)} of {end - self._position} bytes")
         self._fetched, self._position = memoryview(data), end
@@ -186,8 +190,8 @@ def writing_object(url: ObjectUrl, identity: Mapping[str, str]) -> Iterator[Obje
     """Write an object: all of it is there at the end of the block, in one step, and nothing of it after any error.
 
     It is sent in parts, which an error of the block or of the network has the store forget; those of a process that is
-    killed are the store's to clear away (a bucket's rule for incomplete uploads). `identity`, names and values in
-    ASCII, is kept with it: what holds_object compares. Raises StorageError.
+    killed are the store's to clear away (a bucket's rule for incomplete uploads). `identity`, values in ASCII and
+    names of small letters alone, is kept with it: what holds_object compares. Raises StorageError.
     """
     import obstore  # noqa: PLC0415 - an extra
 
@@ -200,6 +204,10 @@ def writing_object(url: ObjectUrl, identity: Mapping[str, str]) -> Iterator[Obje
     writer = ObjectWriter(url, file)
     try:
         yield writer
+    except BaseException as error:
+        writer.abort(error)
+        raise
+    try:
         writer.close()
     except BaseException as error:
         writer.abort(error)
@@ -222,14 +230,18 @@ def holds_object(url: ObjectUrl, identity: Mapping[str, str]) -> bool:
 
 
 def check_writable(url: ObjectUrl) -> None:
-    """Raise StorageError where writing_object would at once; begins an upload, of two bytes, and gives it up."""
+    """Raise StorageError where writing_object would at once; begins an upload, of two bytes, and gives it up.
+
+    The second byte waits for the reply to the first: Azure hears of an upload only by its parts.
+    """
     import obstore  # noqa: PLC0415 - an extra
 
     store = open_store(url)
     with named_errors(url):
-        file = obstore.open_writer(store, url.key, buffer_size=1)
+        file = obstore.open_writer(store, url.key, buffer_size=1, max_concurrency=1)
     try:
         with named_errors(url):
-            file.write(b"..")
+            file.write(b".")
+            file.write(b".")
     finally:
         ObjectWriter(url, file).abort(InterruptedError())

@@ -6,6 +6,7 @@ Environment, profile and role are where they are read from; nothing of them is k
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ MAX_RETRIES = 8
 CONNECT_TIMEOUT_S = 10
 REQUEST_TIMEOUT_S = 120  # a part of 8 MiB at 0.6 Mbit/s
 CREDENTIALS_TTL_S = 600  # asked for anew then: botocore renews those of roles by itself
+
+REPLACED = "it was replaced while it was read; accepted: an object that nobody writes to"
 
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3}[^:\n<]*)")
@@ -75,12 +78,18 @@ def _s3_options(url: ObjectUrl) -> dict[str, Any]:
     session = botocore.session.Session()
     try:
         found = session.get_credentials()
+        if found is not None:
+            found.get_frozen_credentials()  # an expired login is told here: later it would pass for missing rights
         region, profile = session.get_config_variable("region"), session.get_scoped_config()
-    except botocore.exceptions.BotoCoreError as error:
-        raise StorageError(url.name, f"AWS' configuration: {error}") from error
+    except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError) as error:
+        raise StorageError(url.name, f"AWS' configuration or login: {error}") from error
+    # botocore knows no AWS_REGION; what obstore is given here it takes before the environment's.
+    region = os.environ.get("AWS_REGION") or region
+    named = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    endpoint = next(filter(None, map(os.environ.get, named)), None) or profile.get("endpoint_url")
     options: dict[str, Any] = {} if region is None else {"region": region}
-    if "endpoint_url" in profile:
-        options["endpoint"] = profile["endpoint_url"]
+    if endpoint is not None:
+        options["endpoint"] = endpoint
     if found is not None:
         options["credential_provider"] = _provider(found)
     return options
@@ -119,7 +128,7 @@ def _reason(url: ObjectUrl, error: Exception) -> str:
     said = f" ({code[1]})" if code else ""
     if any(place in text for place in _METADATA_SERVICES) or "Account must be specified" in text:
         return f"no credentials were found; accepted: {_CREDENTIALS[url.scheme]}"
-    if "NoSuchBucket" in said:
+    if code and code[1] in ("NoSuchBucket", "ContainerNotFound"):
         return "there is no such bucket"
     if isinstance(error, FileNotFoundError):
         return "there is no such object" if url.scheme not in ("https", "http") else "the server has no such file (404)"
@@ -127,7 +136,7 @@ def _reason(url: ObjectUrl, error: Exception) -> str:
     if kind in ("PermissionDeniedError", "PermissionError", "UnauthenticatedError") or _DENIED.search(text):
         return f"access is denied{said}; accepted, of somebody who may do this: {_CREDENTIALS[url.scheme]}"
     if kind == "PreconditionError":
-        return "it was replaced while it was read; accepted: an object that nobody writes to"
+        return REPLACED
     status = _STATUS.search(text)
     if status is not None:
         return f"its server answered {status[1].strip()}{said}"

@@ -225,7 +225,7 @@ def test_an_object_of_the_job_is_left_as_it_is(store: ObjectStore, registry: Tes
 
     assert "it is left as it is" in again.stderr
     assert same["LastModified"] == written["LastModified"]
-    assert store.metadata("out/o.jsonl")["millrace-job"] == second
+    assert store.metadata("out/o.jsonl")["millracejob"] == second
 
 
 def test_an_object_is_of_an_ended_job(store: ObjectStore, registry: TestRegistry) -> None:

@@ -319,6 +319,20 @@ def test_a_profile_is_a_trace_of_the_selected_steps(checkpoint: Path, tmp_path: 
     assert names.count("layer 1") == 3
 
 
+def test_every_file_of_a_run_may_be_a_file_url(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join([completion_line(max_tokens=1), b"bad"]))
+    at, run = tmp_path.as_uri(), ("run", tmp_path / "in.jsonl", "--model", checkpoint)
+
+    done = millrace(*run, "-o", f"{at}/o.jsonl", "--summary", f"{at}/s.json", "--profile", f"{at}/t.json")
+    again = millrace(*run, "-o", f"{at}/again.jsonl", "--retry", f"{at}/o.jsonl")
+
+    assert (done.returncode, again.returncode) == (0, 1), done.stderr + again.stderr
+    assert len(records_of((tmp_path / "o.jsonl").read_bytes())) == 2
+    assert json.loads((tmp_path / "s.json").read_bytes())["failed"] == 1
+    assert (tmp_path / "t.json").stat().st_size > 0
+    assert len(records_of((tmp_path / "again.jsonl").read_bytes())) == 1
+
+
 def test_a_profile_that_cannot_be_written_is_exit_2_before_the_model_loads(tmp_path: Path) -> None:
     results, nowhere = tmp_path / "out.jsonl", tmp_path / "none" / "trace.json"
     results.write_text("an older run's results")
