@@ -32,7 +32,7 @@ def cut(encoding: tokenizers.Encoding, limit: int | None, side: TruncationSide) 
         texts = encoding.sequence_ids  # 0, 1; None: a special token
         num_special = texts.count(None)
         if limit <= num_special:
-            return _no_room(limit, num_special)
+            return no_room(limit, f"the {num_special} special tokens around it")
         kept = _kept(texts, limit - num_special, side)
         ids, types = [ids[place] for place in kept], [types[place] for place in kept]
     second_start = types.index(1) if 1 in types else len(types)
@@ -74,8 +74,9 @@ def _lengths_within(room: int, first: int, second: int) -> tuple[int, int]:
     return (short, long) if first <= second else (long, short)
 
 
-def _no_room(limit: int, num_special: int) -> InvalidRequest:
-    accepted = f"more than the {num_special} special tokens around it"
+def no_room(limit: int, fixed: str) -> InvalidRequest:
+    """Why a text cannot be cut to `limit` tokens: `fixed` says which tokens stay."""
+    accepted = f"more than {fixed}"
     return InvalidRequest(
         f"truncate_prompt_tokens is {limit}; accepted: {accepted}",
         param="truncate_prompt_tokens",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from engine.checkpoint.classifier_config import PairForm
 from engine.errors import CheckpointError, InvalidRequest
 from engine.text.chat_template import ChatTemplate
-from engine.text.inputs import EncodedInput, TextPair
+from engine.text.inputs import EncodedInput, TextPair, no_room
 from engine.text.tokenizer import Tokenizer
 
 QUERY, DOCUMENT = "query", "document"  # sentence-transformers' roles, and vLLM's
@@ -78,7 +78,7 @@ class PairPrompts:
         if limit is not None and len(token_ids) > limit:
             room = limit - self._num_behind
             if room <= 0:
-                return _no_room(limit, self._num_behind)
+                return no_room(limit, f"the {self._num_behind} tokens that the template writes behind the document")
             if self._tokenizer.truncation_side == "left":
                 token_ids = token_ids[-limit:]
             else:
@@ -114,13 +114,3 @@ def _names_roles(template: ChatTemplate | None) -> bool:
 def _refuse(why: str) -> CheckpointError:
     accepted = f"a chat_template.jinja that shows messages of the roles {QUERY} and {DOCUMENT}"
     return CheckpointError(f"this model scores pairs by its chat template, which {why}; accepted: {accepted}")
-
-
-def _no_room(limit: int, num_behind: int) -> InvalidRequest:
-    accepted = f"more than the {num_behind} tokens that the template writes behind the document"
-    return InvalidRequest(
-        f"truncate_prompt_tokens is {limit}; accepted: {accepted}",
-        param="truncate_prompt_tokens",
-        value=limit,
-        accepted=accepted,
-    )

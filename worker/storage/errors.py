@@ -1,4 +1,4 @@
-"""Errors of object storage, and what obstore's errors mean in a sentence.
+"""Errors of object storage.
 
 OSError
 |-- UnreadableInput      worker.lines.errors: also an object that cannot be read
