@@ -10,7 +10,17 @@ from pydantic import Field
 from settings.fields import NAMES_FORMS, Accepted, Name, Names, SettingsGroup, read_names
 
 ToolCallFormat = Literal[
-    "auto", "qwen3", "qwen3_coder", "llama3", "mistral", "mistral_v11", "granite", "harmony", "none"
+    "auto",
+    "qwen3",
+    "qwen3_coder",
+    "llama3",
+    "pythonic",
+    "olmo3",
+    "mistral",
+    "mistral_v11",
+    "granite",
+    "harmony",
+    "none",
 ]
 ReasoningFormat = Literal["auto", "qwen3", "harmony", "none"]
 
@@ -38,9 +48,9 @@ class ModelSettings(SettingsGroup):
     tool_call_format: ToolCallFormat = Field(
         default="auto",
         description="How the model writes tool calls: qwen3 (also Hermes) and qwen3_coder between <tool_call> marks, "
-        "llama3 as bare JSON, mistral and mistral_v11 behind [TOOL_CALLS], granite behind <|tool_call|>, harmony in "
-        "channels; none: calls stay text; auto: what the chat template shows, and tools are refused where it shows "
-        "none of these.",
+        "llama3 as bare JSON, pythonic as a list of Python's calls, olmo3 as lines of them between <function_calls> "
+        "marks, mistral and mistral_v11 behind [TOOL_CALLS], granite behind <|tool_call|>, harmony in channels; none: "
+        "calls stay text; auto: what the chat template shows, and tools are refused where it shows none of these.",
     )
     reasoning_format: ReasoningFormat = Field(
         default="auto",

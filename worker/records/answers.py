@@ -22,6 +22,8 @@ class AnswerFormats:
     - qwen3: between `<tool_call>` and `</tool_call>`, also known as Hermes; SmolLM3 and Granite 4 have it too;
     - qwen3_coder: between the same marks `<function=name>` with a `<parameter=key>` for each argument;
     - llama3: an answer that is such objects (`name`, `parameters`), also behind `<|python_tag|>`;
+    - pythonic: an answer that is a list of Python's calls, `[name(key="value")]`, as Llama 3.2 is asked for by prompt;
+      olmo3: a line for each, between `<function_calls>` and `</function_calls>`;
     - mistral: a list of them behind `[TOOL_CALLS]`; mistral_v11: behind that a name, `[ARGS]` and the arguments;
     - granite: a list of them behind `<|tool_call|>`, of Granite 3;
     - harmony: messages to a function, in channels, of gpt-oss;

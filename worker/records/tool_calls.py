@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from settings import ToolCallFormat
 from worker.lines.strict_json import has_surrogate
+from worker.records.python_calls import read_python_call
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -17,6 +18,7 @@ MISTRAL_CALLS, MISTRAL_ID, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[AR
 LIST_BEGIN, LIST_END = "<|tool_call|>", "<|/tool_call|>"
 FUNCTION_BEGIN, FUNCTION_END = "<function=", "</function>"
 PARAMETER_BEGIN, PARAMETER_END = "<parameter=", "</parameter>"
+PYTHON_BEGIN, PYTHON_END = "<function_calls>", "</function_calls>"
 
 # Marks of special tokens, or text, by which calls are told from other text.
 MARKS: Mapping[ToolCallFormat, frozenset[str]] = MappingProxyType(
@@ -24,6 +26,8 @@ MARKS: Mapping[ToolCallFormat, frozenset[str]] = MappingProxyType(
         "qwen3": frozenset({CALL_BEGIN, CALL_END}),
         "qwen3_coder": frozenset({CALL_BEGIN, CALL_END}),
         "llama3": frozenset({PYTHON_TAG}),
+        "pythonic": frozenset({PYTHON_TAG}),
+        "olmo3": frozenset({PYTHON_BEGIN, PYTHON_END}),
         "mistral": frozenset({MISTRAL_CALLS}),
         "mistral_v11": frozenset({MISTRAL_CALLS, MISTRAL_ID, MISTRAL_ARGUMENTS}),
         "granite": frozenset({LIST_BEGIN, LIST_END}),
@@ -63,6 +67,10 @@ def shown_format(writes: Callable[[str], bool]) -> ToolCallFormat:
         return "granite"
     if writes(CALL_BEGIN) and not writes("<arg_key>"):  # GLM's, between the same marks
         return "qwen3_coder" if writes(FUNCTION_BEGIN) else "qwen3"
+    if writes(PYTHON_BEGIN):
+        return "olmo3"
+    if writes("[func_name1("):  # as Llama's prompts for it tell the model
+        return "pythonic"
     return "llama3" if writes("<|start_header_id|>") and writes('"parameters"') else "auto"
 
 
@@ -121,6 +129,50 @@ def _bare(text: str, tools: Tools) -> Read | None:
         if behind.startswith(";", position):
             position = after_space(behind, position + 1)
     return (tuple(calls), before.strip()) if calls else None
+
+
+def _python_list(text: str, tools: Tools) -> Read | None:
+    """Calls as a list of Python's: the whole answer, or all that follows the tag."""
+    before, tag, behind = text.partition(PYTHON_TAG)
+    if not tag:
+        before, behind = "", text
+    found = _python_calls(behind, after_space(behind, 0), ("[", "]"), tools)
+    if found is None or after_space(behind, found[1]) < len(behind):
+        return None
+    return found[0], before.strip()
+
+
+def _python_lines(text: str, tools: Tools) -> Read | None:
+    """OLMo 3's calls: Python's, a line for each, between marks. The end mark may be missing."""
+    begin = text.find(PYTHON_BEGIN)
+    found = None if begin < 0 else _python_calls(text, begin, (PYTHON_BEGIN, PYTHON_END), tools)
+    return None if found is None else (found[0], f"{text[:begin]}{text[found[1] :]}".strip())
+
+
+def _python_calls(
+    text: str, start: int, marks: tuple[str, str], tools: Tools
+) -> tuple[tuple[CalledTool, ...], int] | None:
+    """The calls between two marks, the first of which is at `start`, and where the second ends; None if none is."""
+    begin, end = marks
+    if not text.startswith(begin, start):
+        return None
+    calls: list[CalledTool] = []
+    position = after_space(text, start + len(begin))
+    while position < len(text) and not text.startswith(end, position):
+        try:
+            name, arguments, position = read_python_call(text, position)
+        except ValueError:
+            return None
+        if name not in tools:
+            return None
+        calls.append(CalledTool(name, arguments))
+        position = after_space(text, position)
+        if text.startswith(",", position):
+            position = after_space(text, position + 1)
+    is_closed = position < len(text)
+    if not calls or not (is_closed or end == PYTHON_END):
+        return None
+    return tuple(calls), position + len(end) if is_closed else position
 
 
 def _mistral(text: str, tools: Tools) -> Read | None:
@@ -330,6 +382,8 @@ _READERS: Mapping[str, Callable[[str, Tools], Read | None]] = MappingProxyType(
         "qwen3": _marked,
         "qwen3_coder": _marked_xml,
         "llama3": _bare,
+        "pythonic": _python_list,
+        "olmo3": _python_lines,
         "mistral": _mistral,
         "mistral_v11": _mistral,
         "granite": _granite,

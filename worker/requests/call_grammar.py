@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 from engine.errors import InvalidRequest
@@ -32,6 +32,8 @@ from worker.records.tool_calls import (
     MISTRAL_CALLS,
     PARAMETER_BEGIN,
     PARAMETER_END,
+    PYTHON_BEGIN,
+    PYTHON_END,
     PYTHON_TAG,
     alternatives,
     argument_types,
@@ -41,6 +43,7 @@ from worker.requests.chat_prompts import ChatPrompts
 
 _NO_ARGUMENTS: Mapping[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
 _TEXT_RULES = frozenset({"pattern", "format", "minLength", "maxLength", "const", "enum", "allOf", "not", "if"})
+_ARGUMENT_NAME = re.compile(r"[^\s()\[\]{}'\",=]+")  # that a call in Python's form can have
 _SAY_WHAT = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "const", "enum"})
 
 
@@ -137,6 +140,11 @@ class CallGrammar:
             free = "" if is_forced else " | FREE"
             return [f"answer: {tag}? call{free}", r"FREE: /(\s*[^{\s](?s:.*))?/", *rules]
         several = body.parallel_tool_calls and not isinstance(body.tool_choice, ToolChoice)
+        if written == "pythonic":  # free text begins with no bracket, for the same reason
+            other = "" if is_forced else " | shape" if given else " | FREE"
+            more = ' (", " call)*' if several else ""
+            calls = f'calls: "[" call{more} "]"'
+            return [f"answer: {self._mark(PYTHON_TAG)}? calls{other}", calls, r"FREE: /(\s*[^\[\s](?s:.*))?/", *rules]
         form = self._form(several=several)
         rules.append(f"rest: {form.rest}")
         if is_forced or given:
@@ -156,6 +164,10 @@ class CallGrammar:
             return _Form(CALL_BEGIN, self._mark(CALL_BEGIN), rest, between='"\\n" ', is_repeated=True)
         if written == "mistral_v11":
             return _Form(MISTRAL_CALLS, self._mark(MISTRAL_CALLS), "call", between="", is_repeated=True)
+        if written == "olmo3":
+            more = ' ("\\n" call)*' if several else ""
+            rest = f'"\\n"? call{more} "\\n"? {self._mark(PYTHON_END)}'
+            return _Form(PYTHON_BEGIN, self._mark(PYTHON_BEGIN), rest, between="", is_repeated=False)
         mark = MISTRAL_CALLS if written == "mistral" else LIST_BEGIN
         more = ' (", " call)*' if several else ""
         return _Form(mark, self._mark(mark), f'" "? "[" call{more} "]"', between="", is_repeated=False)
@@ -168,6 +180,8 @@ class CallGrammar:
         written = self._formats.tool_calls
         if written == "qwen3_coder":
             return _xml_call(name, function, is_held=is_held)
+        if written in ("pythonic", "olmo3"):
+            return _python_call(name, function, is_held=is_held)
         rules = [json_rule(name, _parameters(function) if is_held else ANY_OBJECT)]
         if written == "mistral_v11":
             return f"{quoted(function.name)} {self._mark(MISTRAL_ARGUMENTS)} {name}", rules
@@ -236,9 +250,7 @@ def _xml_call(name: str, function: ToolFunction, *, is_held: bool) -> tuple[str,
     if not is_held:
         return call, [f'{name}: ("{PARAMETER_BEGIN}" /[^>\\n]+/ ">\\n" {name}text)*', *rules]
     schema = _parameters(function)
-    properties, required = schema.get("properties"), schema.get("required", [])
-    if not isinstance(properties, Mapping) or not isinstance(required, list) or set(required) - properties.keys():
-        raise ValueError("calls in XML are held to the arguments that are named; accepted: an object with properties")
+    properties, required = _named_arguments(schema)
     parts: list[str] = []
     for position, (key, given) in enumerate(properties.items()):
         value = f"{name}x{position}"
@@ -246,6 +258,45 @@ def _xml_call(name: str, function: ToolFunction, *, is_held: bool) -> tuple[str,
         parts.append(f"({begin} {value}){'' if key in required else '?'}")
         rules.append(_xml_value(value, given, schema, f"{name}text", end))
     return call, [f"{name}: {' '.join(parts)}", *rules]
+
+
+def _named_arguments(schema: Mapping[str, object]) -> tuple[Mapping[str, object], Collection[str]]:
+    """The arguments of a function with their schemas, and which of them a call must have. Raises ValueError."""
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list) or set(required) - properties.keys():
+        raise ValueError(
+            "calls of this format are held to the arguments that are named; accepted: an object with properties"
+        )
+    return properties, required
+
+
+def _python_call(name: str, function: ToolFunction, *, is_held: bool) -> tuple[str, list[str]]:
+    """A call as Python writes it. Values are JSON, but for True, False and None where those are all there is to say."""
+    call = f'{quoted(function.name + "(")} {name} ")"'
+    if not is_held:
+        value = f'{name}json | "True" | "False" | "None"'
+        rules = [f'{name}: ({name}each (", " {name}each)*)?', f'{name}each: /[A-Za-z_][A-Za-z0-9_]*/ "=" ({value})']
+        return call, [*rules, json_rule(f"{name}json", {})]
+    schema = _parameters(function)
+    properties, required = _named_arguments(schema)
+    # None of the arguments from one on has to follow: `first` where there is none before them, `more` where there is.
+    rules = [f"{name}: {name}first0", f'{name}first{len(properties)}: ""', f'{name}more{len(properties)}: ""']
+    for position, (key, given) in enumerate(properties.items()):
+        if not _ARGUMENT_NAME.fullmatch(key):
+            raise ValueError(f"{key!r} is no name that a call in Python's form can have; accepted: a word")
+        value, behind = f"{name}value{position}", f"{name}more{position + 1}"
+        for kind, before in (("first", ""), ("more", ", ")):
+            without = "" if key in required else f" | {name}{kind}{position + 1}"
+            rules.append(f"{name}{kind}{position}: {quoted(f'{before}{key}=')} {value} {behind}{without}")
+        rules.append(_python_value(value, given, schema))
+    return call, rules
+
+
+def _python_value(name: str, given: object, schema: Mapping[str, object]) -> str:
+    if given == {"type": "boolean"}:
+        return f'{name}: "True" | "False"'
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return json_rule(name, {**definitions, **given} if isinstance(given, Mapping) else given)
 
 
 def _xml_value(name: str, given: object, schema: Mapping[str, object], text: str, end: str) -> str:

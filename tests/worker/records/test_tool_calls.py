@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -269,12 +270,76 @@ def test_a_schema_without_types_says_nothing(given: dict[str, object] | None) ->
     assert argument_types(given, "a") == set()
 
 
+@pytest.mark.parametrize(
+    ("written", "text", "calls", "beside"),
+    [
+        ("pythonic", '[weather(city="Rome"), time()]', (WEATHER, TIME), ""),
+        ("pythonic", "\n [weather( city = 'Rome' ,),]\n", (WEATHER,), ""),
+        ("pythonic", "So:<|python_tag|>[time()]", (TIME,), "So:"),
+        ("olmo3", '<function_calls>weather(city="Rome")\ntime()</function_calls>', (WEATHER, TIME), ""),
+        ("olmo3", "So:\n<function_calls>\n time()\n", (TIME,), "So:"),
+        ("olmo3", "<function_calls>time()</function_calls> then", (TIME,), "then"),
+    ],
+)
+def test_calls_as_python_writes_them_are_read(
+    written: ToolCallFormat, text: str, calls: tuple[CalledTool, ...], beside: str
+) -> None:
+    assert read_calls(text, written, TOOLS) == (calls, beside)
+
+
+@pytest.mark.parametrize(
+    ("spelled", "value"),
+    [
+        ("True", True), ("None", None), ("null", None), ("false", False), ("-1.5e3", -1500.0), ("0", 0), ("''", ""),
+        (r"'it\'s \"so\"'", "it's \"so\""), (r'"a\nb\/\u00e9\x41\d"', "a\nb/éA\\d"), (r'"\ud83d\ude00"', "\U0001f600"),
+        ("'a\nb'", "a\nb"), ("'), time('", "), time("),
+        ("[1, [2,], {}]", [1, [2], {}]), ("{'a': {'b': [None]}}", {"a": {"b": [None]}}),
+    ],
+)  # fmt: skip
+def test_values_of_python_are_those_of_json(spelled: str, value: object) -> None:
+    found = read_calls(f"[weather(a={spelled}, b={spelled})]", "pythonic", TOOLS)
+    assert found is not None
+    assert json.loads(found[0][0].arguments) == {"a": value, "b": value}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "", "time", "time(", "time()(", "elsewhere()", "weather('Rome')", "weather(city=)", "weather(city=Rome)",
+        "weather(city='Rome)", "weather(city='Rome' 'Oslo')", "weather(a=1, a=2)", "weather(a=01)", "weather(a=1 b=2)",
+        "weather(a=[1)", "weather(a={1: 2})", "weather(a={'b'})", "weather(a=nan)", "weather(a=-)", "weather(a=Truer)",
+        r"weather(a='\ud800')", r"weather(a='\Uffffffff')", "weather(a=" + "[" * 100_000, "weather(=1)",
+        "time() and more",
+    ],
+)  # fmt: skip
+def test_what_is_no_call_of_python_stays_text(call: str) -> None:
+    assert read_calls(f"[{call}]", "pythonic", TOOLS) is None
+    assert read_calls(f"<function_calls>{call}</function_calls>", "olmo3", TOOLS) is None
+    assert read_calls(f"[{call}", "pythonic", TOOLS) is None
+
+
+@given(
+    st.dictionaries(st.from_regex(r"[a-z_]\w{0,4}", fullmatch=True), JSON_VALUES, max_size=4),
+    st.sampled_from([repr, json.dumps]),
+    st.sampled_from([("pythonic", "[{}]"), ("olmo3", "<function_calls>{}</function_calls>")]),
+)
+def test_every_call_of_python_is_read_back(
+    arguments: dict[str, object], spell: Callable[[object], str], form: tuple[ToolCallFormat, str]
+) -> None:
+    written, frame = form
+    given = ", ".join(f"{key}={spell(value)}" for key, value in arguments.items())
+    found = read_calls(frame.format(f"weather({given})"), written, TOOLS)
+    assert found is not None
+    assert json.loads(found[0][0].arguments) == arguments
+
+
 XML_PIECES = [_xml("weather", city="Rome"), _xml("time"), "<function=time>", "<parameter=city>", "</parameter>"]
+PYTHON_PIECES = ["[weather(", "city='", '"', ")", "<function_calls>", "</function_calls>", "=", "time()"]
 MARK_PIECES = ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|tool_call|>", LISTED, "time", "[", "]", ","]
 
 
 @given(
-    st.lists(st.one_of(PIECES, st.sampled_from(XML_PIECES + MARK_PIECES)), max_size=8),
+    st.lists(st.one_of(PIECES, st.sampled_from(XML_PIECES + MARK_PIECES + PYTHON_PIECES)), max_size=8),
     st.sampled_from(sorted(MARKS)),
     st.integers(0, 40),
 )

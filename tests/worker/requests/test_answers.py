@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engine.request import Completion, FinishReason
+from settings import ToolCallFormat
 from tests.support.fake_engine import HERMES_TOKENS, LLAMA3_TOKENS, QWEN3_TOKENS, answered, chat_model, template_source
 from tests.support.request_lines import chat_line, parse
 from worker.lines.chat import ChatBody
@@ -25,6 +26,41 @@ MARKED_TWO = MARKED + '\n<tool_call>\n{"name": "time", "arguments": {}}\n</tool_
 BARE = '<|python_tag|>{"name": "weather", "parameters": {"city": "Rome"}}'
 WEATHER = CalledTool("weather", '{"city": "Rome"}')
 TIME = CalledTool("time", "{}")
+
+EACH = "{% for call in m.tool_calls %}{% set f = call.function %}"
+NEXT = "{{ ', ' if not loop.last }}{% endfor %}"
+LISTED = EACH + "{{ {'name': f.name, 'arguments': f.arguments} | tojson }}" + NEXT
+PYTHON = EACH + "{{ f.name }}({% for key, value in f.arguments.items() %}{{ key }}={{ value | tojson }}" + NEXT + ")"
+XML = "<parameter={{ key }}>\n{{ value if value is string else value | tojson }}\n</parameter>\n"
+# Format -> how a template writes the calls of an answer `m`, and the calls of WEATHER and TIME so written.
+WRITTEN: dict[ToolCallFormat, tuple[str, str]] = {
+    "qwen3_coder": (
+        EACH
+        + "<tool_call>\n<function={{ f.name }}>\n{% for key, value in f.arguments.items() %}"
+        + XML
+        + "{% endfor %}"
+        "</function>\n</tool_call>{{ '\n' if not loop.last }}{% endfor %}",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=time>\n</function>\n</tool_call>",
+    ),
+    "mistral": (
+        f"[TOOL_CALLS][{LISTED}]",
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "time", "arguments": {}}]',
+    ),
+    "mistral_v11": (
+        EACH + "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}{% endfor %}",
+        '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}[TOOL_CALLS]time[ARGS]{}',
+    ),
+    "granite": (
+        f"<|tool_call|>[{LISTED}]",
+        '<|tool_call|>[{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "time", "arguments": {}}]',
+    ),
+    "pythonic": (f"{{# [func_name1( #}}{{{{ '[' }}}}{PYTHON}{NEXT}]", '[weather(city="Rome"), time()]'),
+    "olmo3": (
+        f"<function_calls>{PYTHON}{{{{ '\n' if not loop.last }}}}{{% endfor %}}</function_calls>",
+        '<function_calls>weather(city="Rome")\ntime()</function_calls>',
+    ),
+}
 
 MARKS = {"plain marks": QWEN3_TOKENS, "special marks": HERMES_TOKENS, "no mark tokens": {}}
 TAGS = {"special tag": LLAMA3_TOKENS, "no tag token": {}}
@@ -199,3 +235,30 @@ def test_mistrals_calls_get_ids_that_its_templates_take_back(tmp_path: Path) -> 
     calls: Any = answer_message(read, "chatcmpl-1", 0)["tool_calls"]
     assert len({call["id"] for call in calls}) == 2
     assert all(re.fullmatch("[a-zA-Z0-9]{9}", call["id"]) for call in calls)
+
+
+def framed(calls: str) -> str:
+    """A template that writes an answer's calls so."""
+    other = "{{ '[' + m.role + ']' + m.content }}"
+    message = f"{{% if m.tool_calls %}}{calls}{{% else %}}{other}{{% endif %}}"
+    return f"{{{{ tools | tojson }}}}{{% for m in messages %}}{message}{{% endfor %}}"
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "calls", "written"),
+    [
+        (template_source("marked_calls"), MARKED_TWO, (WEATHER, TIME), "qwen3"),
+        (template_source("bare_calls"), BARE, (WEATHER,), "llama3"),
+        *((framed(calls), text, (WEATHER, TIME), written) for written, (calls, text) in WRITTEN.items()),
+    ],
+)
+def test_calls_that_are_read_are_written_again_as_they_were(
+    tmp_path: Path, template: str, text: str, calls: tuple[CalledTool, ...], written: ToolCallFormat
+) -> None:
+    model = Model(tmp_path, template, {}, AnswerFormats(written, "none"))
+    read = model.read(text)
+    assert read == ChatAnswer(None, calls, has_short_ids=written.startswith("mistral"))
+    question, answer = {"role": "user", "content": "Sun?"}, answer_message(read, "chatcmpl-1", 0)
+    asked = [model.prompts.text(body(messages=messages), 0) for messages in ([question], [question, answer])]
+    assert text not in asked[0]
+    assert text in asked[1] or text.removeprefix("<|python_tag|>") in asked[1]

@@ -264,6 +264,18 @@ OTHERS: dict[str, tuple[dict[str, bool], str, str, str]] = {
         f"<|tool_call|>[{LISTED_NOW}]",
         f"<|tool_call|>[{LISTED_ROME}, {LISTED_NOW}]",
     ),
+    "pythonic": (
+        LLAMA3_TOKENS,
+        '[weather(city="Rome")]',
+        "[time()]",
+        '[weather(city="Rome"), time()]',
+    ),
+    "olmo3": (
+        dict.fromkeys(("<function_calls>", "</function_calls>"), False),
+        '<function_calls>weather(city="Rome")</function_calls>',
+        "<function_calls>\ntime()\n</function_calls>",
+        '<function_calls>weather(city="Rome")\ntime()</function_calls>',
+    ),
     "qwen3_coder": (QWEN3_TOKENS, XML_ROME, XML_NOW, f"{XML_ROME}\n{XML_NOW}"),
 }
 
@@ -371,3 +383,42 @@ def test_what_xml_cannot_be_held_to_is_refused(coder: Model, given: dict[str, ob
 
 def test_arguments_in_xml_need_names(coder: Model) -> None:
     assert "an object with properties" in str(coder.refusal(**_held(required=["days", "hours"])))
+
+
+@pytest.fixture(scope="module")
+def pythonic(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    path = tmp_path_factory.mktemp("pythonic")
+    return Model(path, template_source("marked_calls"), {}, tool_call_format="pythonic", reasoning_format="none")
+
+
+def test_arguments_of_pythons_calls_keep_to_their_schemas(pythonic: Model) -> None:
+    properties = {**SCHEMA["properties"], "exact": {"type": "boolean"}}
+    for taken in (
+        "days=2",
+        'note=null, days=12, unit="F", places=["C", "F"], exact=True',
+        'note="a, b=(", days=1, exact=False',
+    ):
+        assert pythonic.takes(f"[f({taken})]", **_held(properties=properties)), taken
+    for refused in (
+        "",
+        "days=0",
+        'days="2"',
+        "days=1, ",
+        ", days=1",
+        'days=1unit="F"',
+        'days=1, unit="K"',
+        "days=1, exact=1",
+        'days=1, note="x"',
+        "days=1, more=2",
+    ):
+        assert not pythonic.takes(f"[f({refused})]", **_held(properties=properties)), refused
+
+
+def test_arguments_of_pythons_calls_without_a_schema_are_any(pythonic: Model) -> None:
+    strict = {"tools": [STRICT, TIME]}
+    for taken in ('a=1, b="x", c=[{"d": null}], e=True, f=None', ""):
+        assert pythonic.takes(f"[time({taken})]", **strict), taken
+    for refused in ("1", "a=", "a=b", "a=1 b=2"):
+        assert not pythonic.takes(f"[time({refused})]", **strict), refused
+    error = pythonic.refusal(**_held(properties={"days": {"type": "integer"}, "a b": {"type": "integer"}}))
+    assert "'a b' is no name" in str(error)
