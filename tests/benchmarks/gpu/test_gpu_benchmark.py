@@ -262,7 +262,9 @@ for name in sys.argv[2].split():
 
 def python_with_torch(name: str) -> str:
     """The path of a Python that can run the engine; skips the test where there is none."""
-    found = sys.executable if name == "this" else shutil.which(name)
+    if name == "this":
+        return sys.executable
+    found = shutil.which(name)
     imports = "import torch, triton, transformers, pydantic_settings, structlog, llguidance, pytest, hypothesis"
     if found is None or subprocess.run([found, "-c", imports], capture_output=True, check=False).returncode:
         pytest.skip(f"no {name} with torch, triton, transformers and the wheels")
