@@ -65,6 +65,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = ("engine", "kernels", "worker", "settings", "tests")
 
 PAGE = Path(__file__).resolve().parents[2] / "worker" / "OPERATIONS.md"
+# "`EDGES` and `INSIDE` of `tests/worker/lines/test_bounds.py`": names, and the file they are in.
+PLACED = re.compile(r"((?:`\w+`(?:,| and| beside)\s+)*`\w+`)\s+(?:of|in)\s+`(\w+/[\w/]+\.py)`")
 KV_ROW = re.compile(r"^\| \S+ \((\d+)[^,]*, (\d+)[^)]* of (\d+)\) \| [^|]+ \| (\d+) KiB \| ([\d,]+) \|$", re.MULTILINE)
 
 
@@ -142,6 +144,13 @@ def test_every_name_is_one_of_the_source() -> None:
     words = {word for source in sources for word in re.findall(r"\w+", source)}
     assert names - words == set()
     assert len(names) > 40
+
+
+def test_names_are_in_the_files_they_are_said_to_be_in() -> None:
+    found = [pair for document in CHECK.documents() for pair in PLACED.findall((ROOT / document).read_text())]
+    placed = [(name, ROOT / path) for names, path in found for name in re.findall(r"\w+", names)]
+    assert len(placed) > 30
+    assert [(name, path) for name, path in placed if name not in re.findall(r"\w+", path.read_text())] == []
 
 
 def test_every_alert_has_an_entry() -> None:
