@@ -41,15 +41,13 @@ class InvalidRequest(EngineError):
 class PromptTooLong(InvalidRequest):
     """Prompt and requested output together exceed what one request may hold."""
 
-    def __init__(
-        self, need: int, capacity: int, *, param: str = "max_tokens", code: str = "context_length_exceeded"
-    ) -> None:
+    def __init__(self, need: int, capacity: int, *, param: str = "max_tokens") -> None:
         super().__init__(
             f"needs {need} tokens of context (prompt and output), this engine holds {capacity} for one request",
             param=param,
             value=need,
             accepted=f"at most {capacity} tokens",
-            code=code,
+            code="context_length_exceeded",
         )
         self.need = need
         self.capacity = capacity

@@ -228,7 +228,6 @@ class StepShape:
     itemsize: int  # of the model dtype, bytes
     num_experts: int = 0
     top_k: int = 0
-    expert_size: int = 0  # intermediate size of one expert
     bucketed_min_tokens: int | None = None  # tokens from which experts are sorted; None: never
     is_quantised: bool = False  # some products have quantised weights
 

@@ -32,11 +32,7 @@ GC_THRESHOLD = 10_000  # objects that may be made, less those freed, before the 
 logger = logging.getLogger(__name__)
 
 
-def run_worker(
-    effective: EffectiveSettings,
-    load_engine: Callable[[EffectiveSettings], StepEngine],
-    exit_process: Callable[[int], object] = os._exit,
-) -> int:
+def run_worker(effective: EffectiveSettings, load_engine: Callable[[EffectiveSettings], StepEngine]) -> int:
     """Run a worker on this process's main thread until a signal, or an engine that broke or hung, ends it.
 
     Returns the exit code: 0 after SIGTERM, once running prompts finished or were given back, and after SIGQUIT, which
@@ -75,8 +71,7 @@ def run_worker(
     if runtime.has_failed:
         # Not through the interpreter's end, which frees tensors and graphs: on a device that hangs that never returns.
         logging.shutdown()
-        exit_process(os.EX_SOFTWARE)
-        return os.EX_SOFTWARE
+        os._exit(os.EX_SOFTWARE)
     return int(worker.exitcode or 0)
 
 

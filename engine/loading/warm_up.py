@@ -141,8 +141,7 @@ class WarmUp:
         if moe is None:
             return StepShape(*sizes, is_quantised=is_quantised)
         bucketed = self._settings.moe.bucketed_min_tokens if self._settings.moe.bucketed else None
-        experts = (moe.num_experts, moe.experts_per_token, moe.intermediate_size)
-        return StepShape(*sizes, *experts, bucketed_min_tokens=bucketed, is_quantised=is_quantised)
+        return StepShape(*sizes, moe.num_experts, moe.experts_per_token, bucketed, is_quantised)
 
 
 def _always(_num_rows: int, _num_tokens: int) -> bool:

@@ -153,13 +153,13 @@ class Tokenizer:
             found = self._bytes[token_id] = b"" if token is None else self._decoder.token_bytes(token)
         return found
 
-    def new_detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """Decoding of one sequence as its tokens come."""
-        skipped = self.special_token_ids if skip_special_tokens else frozenset()
+    def new_detokenizer(self) -> IncrementalDetokenizer:
+        """Decoding of one sequence as its tokens come, without the special ones."""
+        skipped = self.special_token_ids
         if self._decoder.byte_level:
             return ByteLevelDetokenizer(lambda token_id: b"" if token_id in skipped else self.token_bytes(token_id))
         return WindowDetokenizer(
-            lambda token_ids: self.decode(token_ids, skip_special_tokens=skip_special_tokens),
+            self.decode,
             is_byte=self._is_byte,
             is_skipped=lambda token_id: token_id in skipped or self._tokenizer.id_to_token(token_id) is None,
         )

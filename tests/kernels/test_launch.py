@@ -42,7 +42,7 @@ VOCAB_SIZES = [1, 2, 127, 128, 129, 32_000, 128_256, 151_936, 1_000_000]
 
 DENSE = StepShape(hidden_size=1024, intermediate_size=3072, itemsize=2)
 # Qwen3-30B-A3B
-EXPERTS = StepShape(2048, 6144, 2, num_experts=128, top_k=8, expert_size=768, bucketed_min_tokens=4)
+EXPERTS = StepShape(2048, 6144, 2, num_experts=128, top_k=8, bucketed_min_tokens=4)
 
 
 def qwen3_moe(num_tokens: int, capability: int = 90, *, gather: bool = True) -> GroupedGemmLaunch:

@@ -112,9 +112,10 @@ class UnitRef:
 class Keys:
     """Builds key names, from checked job ids only. All share one hash tag, so that a script may touch them together."""
 
-    def __init__(self, shard: str = "s0") -> None:
-        self.shard = shard
-        self.prefix = f"millrace:{{{shard}}}:"
+    shard = "s0"  # in every key and every id
+
+    def __init__(self) -> None:
+        self.prefix = f"millrace:{{{self.shard}}}:"
         self.open = f"{self.prefix}open"  # units that are not finished, by when to look at them next
         self.counters = f"{self.prefix}adm"  # outstanding work and counts of all time
         self.queued = f"{self.prefix}queued"  # what the keys of shards that nobody holds begin with
