@@ -23,9 +23,9 @@ from worker.records.record import has_failed
 from worker.registry.connect import connect_async
 from worker.registry.exchange import perform_async
 from worker.registry.files import StoredFile
-from worker.registry.jobs import EndAttempts, JobQueries, PollPauses
+from worker.registry.jobs import JobQueries
 from worker.registry.keys import Keys
-from worker.results import ResultReader
+from worker.results import EndAttempts, PollPauses, ResultReader
 from worker.schemas import ALL_JOBS, JobFilter, JobStatus, SubmitArguments, WorkerInfo
 
 T = TypeVar("T")

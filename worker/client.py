@@ -26,10 +26,10 @@ from worker.registry.errors import FunctionsMissing, JobIncomplete, JobNotFound,
 from worker.registry.exchange import perform
 from worker.registry.files import StoredFile
 from worker.registry.intake import JobIntake, LineDigest, Staged, checked_options
-from worker.registry.jobs import EndAttempts, JobControl, JobQueries, PollPauses
+from worker.registry.jobs import JobControl, JobQueries
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import UnitLeases
-from worker.results import FailedLines, ResultReader
+from worker.results import EndAttempts, FailedLines, PollPauses, ResultReader
 from worker.schemas import ALL_JOBS, JobFilter, JobStatus, SubmitArguments, SubmitOptions, WorkerInfo
 from worker.tracing.spans import make_tracing
 from worker.unit_closer import UnitCloser

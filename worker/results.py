@@ -1,10 +1,12 @@
-"""Reads a job's records, each once, from a cursor on and while Redis goes back; and the lines that have no answer."""
+"""Polls a job: its records, each once, from a cursor on and while Redis goes back; the lines that have no answer."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -15,7 +17,8 @@ from worker.lines.parse import generated_custom_id
 from worker.records.record import has_failed
 from worker.registry.errors import LinesForgotten, NothingToRetry, ResultsRewound
 from worker.registry.exchange import Exchange, perform
-from worker.registry.jobs import JobQueries, PollPauses, ResultOrder, ResultPage
+from worker.registry.jobs import JobQueries, ResultOrder, ResultPage
+from worker.schemas import JobStatus
 
 CHUNK_INDICES = 20_000  # asked for at once where a cursor is checked: 140 kB
 # Without a record in between that was new: the order of the records is broken, and not only older than it was.
@@ -25,6 +28,11 @@ DUPLICATE = "duplicate_custom_id"
 
 _CURSOR = re.compile(r"([0-9]{1,15})(?:-([0-9a-f]{16}))?")
 _64_BITS = (1 << 64) - 1
+
+END_EVERY_S = 1.0  # a job that nobody else ends, by one client, however many in it wait for that
+
+FIRST_POLL_S = 0.02
+LONGEST_POLL_S = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -224,6 +232,48 @@ class ResultReader:
             raise ResultsRewound(self._job_id, f"{num_read} records were read, and it has {page.num_places}")
         if self._has_been_over and not page.has_ended:
             raise ResultsRewound(self._job_id, f"{num_read} records were read of a job that had ended, and runs again")
+
+
+class PollPauses:
+    """Pauses between polls: they double from 20 ms to half a second while nothing is new. The caller sleeps."""
+
+    def __init__(self, timeout_s: float | None = None) -> None:
+        self._timeout_s = timeout_s
+        self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._pause_s = FIRST_POLL_S
+
+    def next_s(self) -> float:
+        """The next pause, no longer than the time that is left."""
+        pause_s, self._pause_s = self._pause_s, min(self._pause_s * 2, LONGEST_POLL_S)
+        return pause_s if self._until_s is None else min(pause_s, max(self._until_s - time.monotonic(), 0.0))
+
+    def restart(self) -> None:
+        """Begin with the shortest again, since something was new."""
+        self._pause_s = FIRST_POLL_S
+
+    def check_time(self, job: JobStatus) -> None:
+        """Raise TimeoutError, which says how far the job is, if the time is up."""
+        if self._until_s is not None and time.monotonic() >= self._until_s:
+            raise TimeoutError(
+                f"job {job.id} is {job.status} after {self._timeout_s} s: "
+                f"{job.request_counts.finished} of {job.request_counts.total} prompts are done"
+            )
+
+
+class EndAttempts:
+    """Bounds how often a client tries to end a job whose deadline has passed. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tried_at_s: dict[str, float] = {}
+
+    def is_due(self, job_id: str) -> bool:
+        """Whether it was not tried within END_EVERY_S; then it is tried now."""
+        now_s = time.monotonic()
+        with self._lock:
+            tried = {job: at_s for job, at_s in self._tried_at_s.items() if now_s - at_s < END_EVERY_S}
+            self._tried_at_s = {job_id: now_s, **tried}
+        return job_id not in tried
 
 
 class FailedLines:

@@ -15,8 +15,8 @@ from settings import LimitSettings
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.async_client import AsyncBatchClient
 from worker.registry.errors import EmptyJob, InvalidJobId, InvalidOption, JobNotFound, JobTooLarge
-from worker.registry.jobs import PollPauses
 from worker.registry.keys import UnitRef
+from worker.results import PollPauses
 from worker.schemas import JobState, SubmitOptions
 
 T = TypeVar("T")

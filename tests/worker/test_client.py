@@ -30,9 +30,9 @@ from worker.registry.errors import (
     RedisFull,
 )
 from worker.registry.intake import Staged
-from worker.registry.jobs import FIRST_POLL_S, LONGEST_POLL_S, PollPauses
 from worker.registry.keys import UnitRef
 from worker.registry.lifecycle import PutStatus
+from worker.results import FIRST_POLL_S, LONGEST_POLL_S, PollPauses
 from worker.schemas import JobState, SubmitOptions, batch_object
 
 

@@ -11,10 +11,11 @@ import pytest
 
 from tests.support.registry import TestRegistry, must_claim, ok
 from worker.client import BatchClient
-from worker.registry.jobs import WORKER_LATE_S, EndAttempts
+from worker.registry.jobs import WORKER_LATE_S
 from worker.registry.keys import UnitRef
 from worker.registry.leases import Claim
 from worker.registry.lifecycle import PutStatus
+from worker.results import EndAttempts
 from worker.schemas import JobState, SubmitOptions
 
 

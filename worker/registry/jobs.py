@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -41,11 +39,6 @@ _FAILED = "e:"  # likewise of the prompts that failed by a code
 
 # Workers look for expired units every worker.reap_interval_s; one that is up but hangs leaves them to whoever looks.
 WORKER_LATE_S = 10.0
-
-END_EVERY_S = 1.0  # a job that nobody else ends, by one client, however many in it wait for that
-
-FIRST_POLL_S = 0.02
-LONGEST_POLL_S = 0.5
 
 
 class ResultOrder(StrEnum):
@@ -263,48 +256,6 @@ class JobQueries:
         if forgotten:
             yield [("ZREM", listed, *forgotten)]
         return [job_status(job_id, fields, served) for job_id, fields in found.items() if fields]
-
-
-class PollPauses:
-    """Pauses between polls: they double from 20 ms to half a second while nothing is new. The caller sleeps."""
-
-    def __init__(self, timeout_s: float | None = None) -> None:
-        self._timeout_s = timeout_s
-        self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
-        self._pause_s = FIRST_POLL_S
-
-    def next_s(self) -> float:
-        """The next pause, no longer than the time that is left."""
-        pause_s, self._pause_s = self._pause_s, min(self._pause_s * 2, LONGEST_POLL_S)
-        return pause_s if self._until_s is None else min(pause_s, max(self._until_s - time.monotonic(), 0.0))
-
-    def restart(self) -> None:
-        """Begin with the shortest again, since something was new."""
-        self._pause_s = FIRST_POLL_S
-
-    def check_time(self, job: JobStatus) -> None:
-        """Raise TimeoutError, which says how far the job is, if the time is up."""
-        if self._until_s is not None and time.monotonic() >= self._until_s:
-            raise TimeoutError(
-                f"job {job.id} is {job.status} after {self._timeout_s} s: "
-                f"{job.request_counts.finished} of {job.request_counts.total} prompts are done"
-            )
-
-
-class EndAttempts:
-    """Bounds how often a client tries to end a job whose deadline has passed. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._tried_at_s: dict[str, float] = {}
-
-    def is_due(self, job_id: str) -> bool:
-        """Whether it was not tried within END_EVERY_S; then it is tried now."""
-        now_s = time.monotonic()
-        with self._lock:
-            tried = {job: at_s for job, at_s in self._tried_at_s.items() if now_s - at_s < END_EVERY_S}
-            self._tried_at_s = {job_id: now_s, **tried}
-        return job_id not in tried
 
 
 class JobControl:
