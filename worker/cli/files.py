@@ -51,6 +51,11 @@ def input_files(names: Sequence[str]) -> list[InputFile]:
     return [file for name in map(local_name, names) for file in (_objects(name) if is_url(name) else _files(name))]
 
 
+def can_be_read_again(file: InputFile) -> bool:
+    """Whether its lines can be read a second time: those of a pipe, or of standard input, cannot."""
+    return file.is_complete and file.name != STANDARD
+
+
 def local_name(name: str) -> str:
     """The path that a file:// URL means; any other name as it is. Raises BadUsage."""
     with _usable_url():

@@ -12,7 +12,7 @@ import click
 
 from settings import Settings
 from worker.cli.exit_codes import BadUsage, CommandError, refusals_in_a_line
-from worker.cli.files import STANDARD, RecordPaths, is_stream, refuse_same_file
+from worker.cli.files import RecordPaths, can_be_read_again, is_stream, refuse_same_file
 from worker.cli.kept_records import EarlierRecords, earlier_files
 from worker.lines.errors import UnreadableInput
 from worker.lines.files import InputFile, LinesDigest, read_input_files
@@ -49,7 +49,7 @@ class EarlierRuns:
         option = "--resume" if self.resume else "--retry"
         if self.resume or self.retry_path is not None:
             for file in files:
-                if not _can_be_read_again(file):
+                if not can_be_read_again(file):
                     raise BadUsage(f"{option}: input {file.name} cannot be read a second time; accepted: files")
         for path in paths:
             if self.resume and is_stream(path):
@@ -64,7 +64,7 @@ class EarlierRuns:
         may not be replaced, and for records of another input or model, CommandError for an input that cannot be read.
         """
         self._refuse_existing(paths)
-        if not all(map(_can_be_read_again, files)):
+        if not all(map(can_be_read_again, files)):
             return RunPart()
         try:
             lines = LinesDigest.of(read_input_files(files, settings.limits.max_prompt_bytes))
@@ -100,10 +100,6 @@ class EarlierRuns:
             when = datetime.fromtimestamp(os.path.getmtime(path), UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
             found = f"{os.path.getsize(path):,} bytes, last written {when}"
             click.echo(f"{path} ({found}) is replaced as soon as the model is loaded", err=True)
-
-
-def _can_be_read_again(file: InputFile) -> bool:
-    return file.is_complete and file.name != STANDARD
 
 
 def _failed_lines(path: str, run_id: str) -> set[int]:

@@ -16,6 +16,7 @@ from worker.cli.files import (
     OUTPUT_HELP,
     STANDARD,
     RecordPaths,
+    can_be_read_again,
     check_output,
     input_files,
     record_output,
@@ -181,14 +182,10 @@ def _submit(
         raise BadUsage(f"{error}; nothing was submitted") from error
     except JobTooLarge as error:
         again = ignored.strip(read_input_files(files, limits.max_prompt_bytes))
-        raise _of_whole_files(error, again if all(map(_is_rereadable, files)) else ()) from error
+        raise _of_whole_files(error, again if all(map(can_be_read_again, files)) else ()) from error
     if ignored.text:
         click.echo(ignored.text, err=True)
     return job_id
-
-
-def _is_rereadable(file: InputFile) -> bool:
-    return file.is_complete and file.name != STANDARD
 
 
 def _of_whole_files(refusal: JobTooLarge, lines: Iterable[bytes]) -> JobTooLarge:
