@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter
 
-from tests.support.devices import interpreter_beside_numpy
+from tests.support.devices import GuardedMemory, interpreter_beside_numpy
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if IS_INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
@@ -56,3 +56,12 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
         pytest.skip("Triton's interpreter computes bfloat16 wrongly")
     found: torch.dtype = request.param
     return found
+
+
+@pytest.fixture
+def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Shows what an operation forgets to write, or writes outside of its tensors."""
+    memory = GuardedMemory()
+    memory.install(monkeypatch)
+    yield
+    memory.check()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ from kernels.triton.attention_launch import DecodeSplits
 from kernels.triton.decode_attention import paged_decode_attention, store_and_decode
 from kernels.triton.prefill_attention import paged_prefill_attention
 from kernels.triton.rope_kv_store import qk_norm_rope_store_kv
-from tests.support.devices import GuardedMemory, past_int32_storage
+from tests.support.devices import past_int32_storage
 from tests.support.tensors import PagedCache, assert_close, assert_same_bits, make_paged_cache, with_window
+
+pytestmark = pytest.mark.usefixtures("guarded_memory")
 
 Operation = Callable[..., torch.Tensor]
 Array = npt.NDArray[Any]
@@ -31,14 +33,6 @@ HEADS = [(2, 2), (8, 2), (7, 1), (16, 1)]
 HEAD_DIMS = [64, 80, 96, 128, 256]
 UNSPLIT = 8192
 FAR = 715_827_888  # a stride three of which no int32 holds
-
-
-@pytest.fixture(autouse=True)
-def hostile_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    memory = GuardedMemory()
-    memory.install(monkeypatch)
-    yield
-    memory.check()
 
 
 def split_every(monkeypatch: pytest.MonkeyPatch, split_tokens: int) -> None:

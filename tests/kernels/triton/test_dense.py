@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,20 +19,14 @@ from kernels.triton.dense import (
     silu_and_mul,
 )
 from kernels.triton.quantised import pack
-from tests.support.devices import GuardedMemory, past_int32_storage
+from tests.support.devices import past_int32_storage
 from tests.support.tensors import assert_close, assert_same_bits
+
+pytestmark = pytest.mark.usefixtures("guarded_memory")
 
 EPS = 1e-6
 SHAPES = [(1, 64), (3, 80), (5, 1000), (2, 4096), (2, 3, 128)]
 FAR = 2**30 + 16  # a row stride whose second multiple no int32 holds
-
-
-@pytest.fixture(autouse=True)
-def hostile_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    memory = GuardedMemory()
-    memory.install(monkeypatch)
-    yield
-    memory.check()
 
 
 @pytest.fixture(params=[False, True], ids=["a row a program", "many rows a program"])

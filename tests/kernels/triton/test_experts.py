@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,20 +19,13 @@ from kernels.triton.grouped_gemm import grouped_gemm, row_tile
 from kernels.triton.launch import TileLaunch
 from kernels.triton.moe_small_batch import moe_small_batch
 from kernels.triton.quantised import pack
-from tests.support.devices import GuardedMemory, past_int32_storage
+from tests.support.devices import past_int32_storage
 from tests.support.tensors import SHAPES, assert_close, assert_same_bits, expert_weights, framed, on_cpu, randn, routing
 from tests.support.tensors import layout_of as reference_layout_of
 
+pytestmark = pytest.mark.usefixtures("guarded_memory")
+
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@pytest.fixture(autouse=True)
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Shows what an operation forgets to write, or writes outside of its tensors."""
-    guarded = GuardedMemory()
-    guarded.install(monkeypatch)
-    yield
-    guarded.check()
 
 
 def layout_of(expert_ids: torch.Tensor, num_experts: int) -> ExpertLayout:

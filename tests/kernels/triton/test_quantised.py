@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,8 +17,9 @@ from kernels.triton.experts import sort_tokens_by_expert
 from kernels.triton.packed_quantised import PackedSteps, check_scheme, pack_steps
 from kernels.triton.quantised import grouped_gemm, linear, moe_small_batch, pack, rounded_for
 from kernels.triton.round_activations import RoundedActivations, round_activations
-from tests.support.devices import GuardedMemory
 from tests.support.tensors import assert_close, framed, randn, random_quantised, routing
+
+pytestmark = pytest.mark.usefixtures("guarded_memory")
 
 # name -> scheme, whether inputs are reordered
 SCHEMES = {
@@ -41,15 +42,6 @@ SCHEMES = {
 NUM_COLUMNS, DEPTH = 70, 300  # no multiple of a tile, a step, a group or a block
 NUM_EXPERTS, TOP_K = 5, 2
 FEW_TOKENS = 3  # taken pair by pair: the interpreter takes 20 ms for a pair
-
-
-@pytest.fixture(autouse=True)
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Shows what an operation forgets to write, or writes outside of its tensors."""
-    guarded = GuardedMemory()
-    guarded.install(monkeypatch)
-    yield
-    guarded.check()
 
 
 def weight_of(name: str, *shape: int) -> QuantisedWeight:

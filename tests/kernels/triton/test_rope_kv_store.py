@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +10,10 @@ import torch
 
 from kernels import reference
 from kernels.triton.rope_kv_store import qk_norm_rope_store_kv
-from tests.support.devices import GuardedMemory, past_int32_storage
+from tests.support.devices import past_int32_storage
 from tests.support.tensors import assert_close, assert_same_bits
+
+pytestmark = pytest.mark.usefixtures("guarded_memory")
 
 NUM_BLOCKS = 3
 MAX_POSITIONS = 50
@@ -20,14 +22,6 @@ Store = Callable[..., torch.Tensor]
 Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, k_cache, v_cache
 # (num_heads, num_kv_heads, head_dim, block_size): heads that fill a tile and that do not, several tiles of keys
 SHAPES = [(4, 4, 64, 16), (8, 2, 80, 8), (4, 2, 96, 16), (12, 3, 128, 16), (10, 10, 128, 16), (5, 1, 256, 16)]
-
-
-@pytest.fixture(autouse=True)
-def hostile_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    memory = GuardedMemory()
-    memory.install(monkeypatch)
-    yield
-    memory.check()
 
 
 class Case:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,9 @@ from kernels.triton.attention_launch import AttentionLaunch, DecodeSplits
 from kernels.triton.decode_attention import paged_decode_attention
 from kernels.triton.partial_attention import merge_attention_states
 from kernels.triton.prefill_attention import paged_prefill_attention
-from tests.support.devices import GuardedMemory
 from tests.support.tensors import PagedCache, assert_close, make_paged_cache, merge_by_definition
+
+pytestmark = pytest.mark.usefixtures("guarded_memory")
 
 Operation = Callable[..., torch.Tensor]
 Lens = list[tuple[int, int]]
@@ -28,14 +29,6 @@ Groups = list[tuple[int, int, int]]
 DECODE: Lens = [(1, 40), (1, 97), (1, 113), (1, 180), (1, 17), (1, 90), (1, 0)]
 CHUNKS: Lens = [(3, 40), (1, 97), (5, 101), (20, 130), (2, 18), (9, 40), (0, 20), (4, 4)]
 GROUPS: Groups = [(1, 3, 96), (4, 2, 16)]
-
-
-@pytest.fixture(autouse=True)
-def hostile_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    memory = GuardedMemory()
-    memory.install(monkeypatch)
-    yield
-    memory.check()
 
 
 def split_every(monkeypatch: pytest.MonkeyPatch, shared_tokens: int, own_tokens: int) -> None:
