@@ -25,9 +25,9 @@ from engine.errors import CheckpointError, EngineError, InvalidRequest, NonFinit
 from engine.loading.load import load_engine
 from engine.models.load import check_decoder
 from engine.models.load_encoder import check_encoder
-from engine.request import AnyRequest, ClassificationRequest, EmbeddingRequest, RequestOutput
+from engine.request import ClassificationRequest, EmbeddingRequest, RequestOutput
 from settings import load_settings
-from tests.support.engines import greedy_request
+from tests.support.engines import greedy_request, outputs_of
 from tests.support.tiny_checkpoint import (
     ENCODER_DEFAULTS,
     ReferenceClassifier,
@@ -78,16 +78,6 @@ def load(path: Path, **overrides: str) -> Engine | EncoderEngine:
     return load_engine(load_settings(given, environ={}, dotenv_path=Path(os.devnull)))
 
 
-def run(engine: Engine | EncoderEngine, *requests: AnyRequest) -> dict[str, RequestOutput]:
-    for request in requests:
-        engine.add_request(request)
-    outputs: list[RequestOutput] = []
-    while engine.has_unfinished():
-        outputs += engine.step()
-    assert len(outputs) == len({output.request_id for output in outputs})
-    return {output.request_id: output for output in outputs}
-
-
 def make(path: Path, family: str, options: dict[str, Any]) -> Path:
     if family in ENCODER_DEFAULTS:
         return make_bert_checkpoint(path, head="classes", family=family, **options)
@@ -115,7 +105,7 @@ class Case:
         """Half of the inputs as requests of their own, the others as one request."""
         half = len(self.inputs) // 2
         requests = [self.request(f"c{index}", slice(index, index + 1)) for index in range(half)]
-        outputs = run(engine, *requests, self.request("many", slice(half, None)))
+        outputs = outputs_of(engine, *requests, self.request("many", slice(half, None)))
         for index in range(half):
             assert_close(outputs[f"c{index}"], self.expected[index : index + 1])
         assert_close(outputs["many"], self.expected[half:])
@@ -146,7 +136,8 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_logits_are_transformers_alone_and_with_others(case: Case) -> None:
     engine = load(case.path)
     for index in range(len(case.inputs)):
-        assert_close(run(engine, case.request("one", slice(index, index + 1)))["one"], case.expected[index : index + 1])
+        outputs = outputs_of(engine, case.request("one", slice(index, index + 1)))
+        assert_close(outputs["one"], case.expected[index : index + 1])
     case.check(engine)
 
 
@@ -168,7 +159,7 @@ def test_a_text_that_ends_with_padding_is_read_up_to_its_last_word(tmp_path: Pat
     make_classifying_decoder(tmp_path, num_labels=2, pad_token_id=7)
     reference, engine = ReferenceClassifier(tmp_path), load(tmp_path)
     inputs = [[3, 4, 5, 7, 7], [3, 7, 4], [7, 7, 7], [7], [9]]
-    output = run(engine, ClassificationRequest("a", inputs, "none"))["a"]
+    output = outputs_of(engine, ClassificationRequest("a", inputs, "none"))["a"]
     assert_close(output, [reference.logits(token_ids) for token_ids in inputs])
     assert output.num_prompt_tokens == sum(map(len, inputs))
 
@@ -176,7 +167,7 @@ def test_a_text_that_ends_with_padding_is_read_up_to_its_last_word(tmp_path: Pat
 @pytest.mark.parametrize("family", ["bert", "qwen3"])
 def test_a_head_is_computed_in_float32_whatever_the_models_dtype(tmp_path: Path, family: str) -> None:
     engine = load(make(tmp_path, family, {"num_labels": 8}), dtype="bfloat16")
-    (scores,) = run(engine, ClassificationRequest("a", [[3, 4, 5]], "none"))["a"].class_scores
+    (scores,) = outputs_of(engine, ClassificationRequest("a", [[3, 4, 5]], "none"))["a"].class_scores
     logits = torch.tensor(list(scores))
     assert int((logits.bfloat16().float() != logits).sum()) >= 6
     torch.testing.assert_close(logits, ReferenceClassifier(tmp_path).logits([3, 4, 5]), atol=0.1, rtol=0.1)
@@ -187,11 +178,11 @@ def test_a_deterministic_engine_gives_the_bits_of_a_text_alone(tmp_path: Path, f
     make_classifying_decoder(tmp_path, family, num_labels=3)
     inputs = [[number, *range(20 + number)] for number in range(1, 9)]
     alone = [
-        run(load(tmp_path, deterministic="true"), ClassificationRequest("a", [token_ids], "softmax"))["a"]
+        outputs_of(load(tmp_path, deterministic="true"), ClassificationRequest("a", [token_ids], "softmax"))["a"]
         for token_ids in inputs
     ]
     engine = load(tmp_path, deterministic="true", max_num_batched_tokens="50", max_num_seqs="8")
-    together = run(engine, ClassificationRequest("a", inputs, "softmax"))["a"]
+    together = outputs_of(engine, ClassificationRequest("a", inputs, "softmax"))["a"]
     assert [output.class_scores[0] for output in alone] == list(together.class_scores)
 
 
@@ -205,7 +196,7 @@ def test_a_deterministic_engine_gives_the_bits_of_a_text_alone(tmp_path: Path, f
 )
 def test_what_is_made_of_logits(bert: Path, activation: ClassActivation, expected: Any) -> None:
     logits = ReferenceClassifier(bert).logits([2, 9, 3])
-    output = run(load(bert), ClassificationRequest("a", [[2, 9, 3]], activation))["a"]
+    output = outputs_of(load(bert), ClassificationRequest("a", [[2, 9, 3]], activation))["a"]
     torch.testing.assert_close(torch.tensor(list(output.class_scores[0])), expected(logits), atol=1e-5, rtol=0)
 
 
@@ -215,7 +206,7 @@ def test_large_logits_neither_overflow_nor_vanish(tmp_path: Path) -> None:
     weights = load_file(file) | {"classifier.bias": torch.tensor([1e4, -60.0]), "classifier.weight": torch.zeros(2, 48)}
     save_file(weights, file, metadata={"format": "pt"})
     kinds: tuple[ClassActivation, ...] = ("sigmoid", "softmax")
-    outputs = run(load(tmp_path), *(ClassificationRequest(kind, [[2, 3]], kind) for kind in kinds))
+    outputs = outputs_of(load(tmp_path), *(ClassificationRequest(kind, [[2, 3]], kind) for kind in kinds))
     assert outputs["softmax"].class_scores[0].tolist() == [1.0, 0.0]
     assert outputs["sigmoid"].class_scores[0].tolist() == pytest.approx([1.0, 8.7565e-27], rel=1e-4)
 
@@ -225,7 +216,7 @@ def test_equal_requests_are_run_once_and_others_are_not(bert: Path) -> None:
     same = [ClassificationRequest(name, [[2, 9, 8, 3]], "softmax", [2]) for name in "ab"]
     other_pair = ClassificationRequest("c", [[2, 9, 8, 3]], "softmax", [3])
     other_form = ClassificationRequest("d", [[2, 9, 8, 3]], "none", [2])
-    outputs = run(engine, *same, other_pair, other_form)
+    outputs = outputs_of(engine, *same, other_pair, other_form)
     assert engine.stats().num_duplicates == 1
     assert outputs["a"].class_scores == outputs["b"].class_scores
     assert len({tuple(outputs[name].class_scores[0]) for name in "acd"}) == 3
@@ -275,7 +266,7 @@ def test_what_can_never_be_scored_is_refused(
 def test_encoders_like_roberta_have_positions_behind_their_padding(tmp_path: Path) -> None:
     engine = load(make_bert_checkpoint(tmp_path, family="roberta", head="classes", max_position_embeddings=34))
     assert engine.max_model_len == 32
-    assert run(engine, ClassificationRequest("a", [[5] * 32], "none"))["a"].error is None
+    assert outputs_of(engine, ClassificationRequest("a", [[5] * 32], "none"))["a"].error is None
     with pytest.raises(PromptTooLong):
         engine.add_request(ClassificationRequest("b", [[5] * 33], "none"))
 
@@ -290,7 +281,7 @@ def test_hidden_states_that_are_not_finite_fail_their_request_alone(tmp_path: Pa
     weights[name][30] = value
     save_file(weights, file, metadata={"format": "pt"})
     requests = [ClassificationRequest(str(token), [[2, token]], "softmax") for token in (29, 30, 31)]
-    outputs = run(load(tmp_path), *requests)
+    outputs = outputs_of(load(tmp_path), *requests)
     assert isinstance(outputs["30"].error, NonFiniteLogits)
     assert [len(outputs[name].class_scores) for name in ("29", "30", "31")] == [1, 0, 1]
 

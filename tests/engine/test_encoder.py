@@ -18,9 +18,9 @@ from engine.encoder import EncoderEngine
 from engine.errors import CapabilityError, CheckpointError, EngineError, EngineFatal, InvalidRequest, PromptTooLong
 from engine.execution.forward import EncoderExecutor
 from engine.loading.load import load_engine
-from engine.request import EmbeddingRequest, RequestOutput
+from engine.request import EmbeddingRequest
 from settings import load_settings
-from tests.support.engines import greedy_request
+from tests.support.engines import greedy_request, outputs_of
 from tests.support.tiny_checkpoint import ReferenceEmbedder, make_bert_checkpoint, write_pooling
 
 TOLERANCE = 1e-4  # wanted; observed: below 1e-6
@@ -70,16 +70,6 @@ def load(path: Path, **overrides: str) -> EncoderEngine:
     return engine
 
 
-def run(engine: EncoderEngine, *requests: EmbeddingRequest) -> dict[str, RequestOutput]:
-    for request in requests:
-        engine.add_request(request)
-    outputs: list[RequestOutput] = []
-    while engine.has_unfinished():
-        outputs += engine.step()
-    assert len(outputs) == len({output.request_id for output in outputs})
-    return {output.request_id: output for output in outputs}
-
-
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_bert_checkpoint(tmp_path_factory.mktemp("bert"))
@@ -95,8 +85,8 @@ def test_embeddings_are_transformers(tmp_path: Path, variant: str, max_num_batch
     engine = load(tmp_path, max_num_batched_tokens=max_num_batched_tokens)
     inputs = engine.tokenizer.encode_batch(TEXTS)
     reference = ReferenceEmbedder(tmp_path, pooling or "mean")
-    alone = [run(engine, EmbeddingRequest("one", [token_ids]))["one"].embeddings[0] for token_ids in inputs]
-    together = run(engine, EmbeddingRequest("all", inputs))["all"].embeddings
+    alone = [outputs_of(engine, EmbeddingRequest("one", [token_ids]))["one"].embeddings[0] for token_ids in inputs]
+    together = outputs_of(engine, EmbeddingRequest("all", inputs))["all"].embeddings
     for token_ids, one, among in zip(inputs, alone, together, strict=True):
         for found in (one, among):
             torch.testing.assert_close(torch.tensor(list(found)), reference.embed(token_ids), atol=TOLERANCE, rtol=0)
@@ -106,7 +96,7 @@ def test_layers_that_see_nearby_tokens_are_transformers_in_long_inputs(tmp_path:
     make_bert_checkpoint(tmp_path, family="modernbert", local_attention=64, max_position_embeddings=1024)
     rng = random.Random(1)
     inputs = [rng.choices(range(5, 80), k=length) for length in (33, 34, 600, 257, 512, 1024, 600)]
-    found = run(load(tmp_path), EmbeddingRequest("all", inputs))["all"].embeddings
+    found = outputs_of(load(tmp_path), EmbeddingRequest("all", inputs))["all"].embeddings
     reference = ReferenceEmbedder(tmp_path, "mean")
     for token_ids, vector in zip(inputs, found, strict=True):
         torch.testing.assert_close(torch.tensor(list(vector)), reference.embed(token_ids), atol=TOLERANCE, rtol=0)
@@ -123,7 +113,7 @@ def test_keys_of_older_files_name_layers_and_ropes(tmp_path: Path) -> None:
     engine = load(tmp_path)
     inputs = engine.tokenizer.encode_batch(TEXTS)
     reference = ReferenceEmbedder(tmp_path, "mean")
-    found = run(engine, EmbeddingRequest("all", inputs))["all"].embeddings
+    found = outputs_of(engine, EmbeddingRequest("all", inputs))["all"].embeddings
     for token_ids, vector in zip(inputs, found, strict=True):
         torch.testing.assert_close(torch.tensor(list(vector)), reference.embed(token_ids), atol=TOLERANCE, rtol=0)
 
@@ -133,7 +123,7 @@ def test_nomics_own_files_are_those_of_transformers(tmp_path: Path) -> None:
     make_bert_checkpoint(tmp_path, family="nomic_bert")
     engine = load(tmp_path)
     inputs = engine.tokenizer.encode_batch(TEXTS)
-    expected = run(engine, EmbeddingRequest("all", inputs))["all"].embeddings
+    expected = outputs_of(engine, EmbeddingRequest("all", inputs))["all"].embeddings
     file = tmp_path / "config.json"
     data = json.loads(file.read_text())
     keys = ("architectures", "model_type", "vocab_size", "type_vocab_size", "dtype")
@@ -153,7 +143,7 @@ def test_nomics_own_files_are_those_of_transformers(tmp_path: Path) -> None:
     file.write_text(json.dumps({key: data[key] for key in keys} | older))
     again = load(tmp_path)
     assert again.max_model_len == 128
-    assert run(again, EmbeddingRequest("all", inputs))["all"].embeddings == expected
+    assert outputs_of(again, EmbeddingRequest("all", inputs))["all"].embeddings == expected
 
 
 def test_after_a_step_that_failed_nothing_runs_any_more(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,13 +176,14 @@ def test_a_step_takes_whole_inputs_up_to_its_budget(bert: Path) -> None:
     assert (engine.step_size, engine.stats().num_waiting, engine.stats().prompt_tokens) == ((8, 16), 0, 80)
     assert engine.step() == []
     assert (engine.step_size, engine.stats().num_steps) == ((0, 0), 2)
-    assert run(engine, EmbeddingRequest("long", [[5] * 100]))["long"].error is None  # longer than a step's budget
+    longer = outputs_of(engine, EmbeddingRequest("longer than a step's budget", [[5] * 100]))
+    assert [output.error for output in longer.values()] == [None]
 
 
 def test_the_longest_input_is_the_models_and_one_token_more_is_refused(bert: Path) -> None:
     engine = load(bert)
     assert engine.max_model_len == 128
-    assert run(engine, EmbeddingRequest("fits", [[5] * 128]))["fits"].error is None
+    assert outputs_of(engine, EmbeddingRequest("fits", [[5] * 128]))["fits"].error is None
     with pytest.raises(PromptTooLong) as caught:
         engine.add_request(EmbeddingRequest("long", [[5], [5] * 129]))
     assert (caught.value.need, caught.value.capacity, caught.value.param) == (129, 128, "input[1]")
@@ -224,7 +215,7 @@ def test_what_an_encoder_cannot_do_is_refused_by_name(bert: Path, key: str, valu
 
 def test_names_of_tensorflow_and_an_old_buffer_are_understood(tmp_path: Path) -> None:
     make_bert_checkpoint(tmp_path)
-    expected = run(load(tmp_path), EmbeddingRequest("e", [[2, 9, 3]]))["e"].embeddings
+    expected = outputs_of(load(tmp_path), EmbeddingRequest("e", [[2, 9, 3]]))["e"].embeddings
     tensors = load_file(tmp_path / "model.safetensors")
     renamed = {
         name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
@@ -232,13 +223,13 @@ def test_names_of_tensorflow_and_an_old_buffer_are_understood(tmp_path: Path) ->
     }
     renamed["embeddings.position_ids"] = torch.arange(128)[None]
     save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert run(load(tmp_path), EmbeddingRequest("e", [[2, 9, 3]]))["e"].embeddings == expected
+    assert outputs_of(load(tmp_path), EmbeddingRequest("e", [[2, 9, 3]]))["e"].embeddings == expected
 
 
 @pytest.mark.parametrize("prefix", ["", "bert."])
 def test_an_old_buffer_may_be_in_an_index_too(tmp_path: Path, prefix: str) -> None:
     make_bert_checkpoint(tmp_path, head="tokens" if prefix else "none")
-    expected = run(load(tmp_path), EmbeddingRequest("e", [[2, 9, 3]]))["e"].embeddings
+    expected = outputs_of(load(tmp_path), EmbeddingRequest("e", [[2, 9, 3]]))["e"].embeddings
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     shards = {"a.safetensors": tensors, "b.safetensors": {f"{prefix}embeddings.position_ids": torch.arange(128)[None]}}
@@ -246,7 +237,7 @@ def test_an_old_buffer_may_be_in_an_index_too(tmp_path: Path, prefix: str) -> No
         save_file(held, tmp_path / file_name, metadata={"format": "pt"})
     weight_map = {name: file_name for file_name, held in shards.items() for name in held}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    assert run(load(tmp_path), EmbeddingRequest("e", [[2, 9, 3]]))["e"].embeddings == expected
+    assert outputs_of(load(tmp_path), EmbeddingRequest("e", [[2, 9, 3]]))["e"].embeddings == expected
 
 
 def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
@@ -285,7 +276,7 @@ def test_values_that_are_not_finite_fail_the_request_alone(tmp_path: Path) -> No
     weights["embeddings.word_embeddings.weight"][9] = torch.nan
     save_file(weights, file, metadata={"format": "pt"})
     engine = load(tmp_path)
-    outputs = run(engine, EmbeddingRequest("bad", [[5], [9], [6]]), EmbeddingRequest("good", [[5]]))
+    outputs = outputs_of(engine, EmbeddingRequest("bad", [[5], [9], [6]]), EmbeddingRequest("good", [[5]]))
     assert isinstance(outputs["bad"].error, EngineError)
     assert outputs["good"].error is None
     assert not engine.has_unfinished()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.encoder import EncoderEngine
 from engine.engine import Engine
 from engine.execution.decode_graphs import DecodeGraphs, DecodeRun, GraphBackend
 from engine.execution.profile import PassTrace
@@ -80,8 +81,8 @@ def greedy_request(request_id: str, prompt: Sequence[int], max_tokens: int = 64)
     return Request(request_id, tuple(prompt), SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
 
 
-def run_all(engine: Engine, requests: Sequence[AnyRequest]) -> dict[str, RequestOutput]:
-    """Run requests to their ends, one output each; every block must be free again afterwards."""
+def outputs_of(engine: Engine | EncoderEngine, *requests: AnyRequest) -> dict[str, RequestOutput]:
+    """Run requests to their ends, one output each."""
     for request in requests:
         engine.add_request(request)
     outputs: dict[str, RequestOutput] = {}
@@ -92,6 +93,12 @@ def run_all(engine: Engine, requests: Sequence[AnyRequest]) -> dict[str, Request
             outputs[output.request_id] = output
         steps += 1
         assert steps < MAX_STEPS
+    return outputs
+
+
+def run_all(engine: Engine, requests: Sequence[AnyRequest]) -> dict[str, RequestOutput]:
+    """`outputs_of`, with every block free again afterwards."""
+    outputs = outputs_of(engine, *requests)
     engine.check_integrity()
     stats = engine.stats()
     assert stats.num_free_blocks == stats.num_blocks - 1

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint.model_config import ModelConfig, read_config
 from engine.checkpoint.weights import Checkpoint
 from engine.errors import CheckpointError
 from engine.loading.calibration import DAMPING, calibrated, read_prompts, round_with_inputs
@@ -15,7 +14,7 @@ from engine.loading.quantize import quantise_checkpoint
 from engine.text.tokenizer import Tokenizer
 from kernels.quantised import QuantisedWeight, WeightScheme, quantise
 from kernels.reference.quantised import dequantised
-from tests.support.tiny_checkpoint import make_bert_checkpoint, make_checkpoint
+from tests.support.tiny_checkpoint import decoder_config, make_bert_checkpoint, make_checkpoint
 from tests.support.tiny_families import Family
 
 SCHEME = WeightScheme(4, is_float=False, group_size=16)
@@ -87,19 +86,13 @@ def prompts_file(path: Path, count: int = 24) -> Path:
     return path
 
 
-def decoder(path: Path) -> ModelConfig:
-    config = read_config(path)
-    assert isinstance(config, ModelConfig)
-    return config
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe", "qwen3_moe", "mixtral", "phi3", "granite"])
 def test_each_weight_of_a_layer_loses_less_on_its_own_inputs(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.loading.calibration.PASS_TOKENS", 200)  # several passes
     plain = make_checkpoint(tmp_path / "plain", family)
-    config, tokenizer = decoder(plain), Tokenizer.from_directory(plain)
+    config, tokenizer = decoder_config(plain), Tokenizer.from_directory(plain)
     prompts = read_prompts(prompts_file(tmp_path / "prompts.txt"), tokenizer, 1024)
     seen: dict[str, torch.Tensor] = {}
 

@@ -36,11 +36,6 @@ NUM_RECORDS = 12  # of which the last is an answer
 
 
 @pytest.fixture
-def registry(redis_url: str) -> TestRegistry:
-    return TestRegistry.at(redis_url)
-
-
-@pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
     with moto_store() as store:
         for name, value in store.environment.items():

@@ -59,11 +59,6 @@ def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
     return server
 
 
-@pytest.fixture
-def registry(redis_url: str) -> TestRegistry:
-    return TestRegistry.at(redis_url)
-
-
 def millrace(registry: TestRegistry, *arguments: str, exit_code: int = 0) -> Result:
     url = registry.settings.url.get_secret_value()
     done = CliRunner().invoke(cli, [*arguments, "--redis-url", url])

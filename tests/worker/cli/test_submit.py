@@ -16,11 +16,6 @@ from tests.support.workers import millrace
 from worker.cli.main import cli
 
 
-@pytest.fixture
-def registry(redis_url: str) -> TestRegistry:
-    return TestRegistry.at(redis_url)
-
-
 def submit(redis_url: str, *arguments: str) -> Result:
     return CliRunner().invoke(cli, ["submit", *arguments, "--redis-url", redis_url])
 
