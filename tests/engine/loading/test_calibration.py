@@ -13,7 +13,7 @@ from engine.loading.calibration import DAMPING, calibrated, read_prompts, round_
 from engine.loading.quantize import quantise_checkpoint
 from engine.text.tokenizer import Tokenizer
 from kernels.quantised import QuantisedWeight, WeightScheme, quantise
-from kernels.reference.quantised import dequantised
+from kernels.reference.layers import dequantised
 from tests.support.tiny_checkpoint import decoder_config, make_bert_checkpoint, make_checkpoint
 from tests.support.tiny_families import Family
 
