@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from typing import ParamSpec, TypeVar
 
 from engine.checkpoint.classifier_config import AS_PAIR, ClassActivation, ClassifierConfig
 from engine.errors import InvalidRequest, PromptTooLong
@@ -11,9 +12,11 @@ from engine.request import ClassificationRequest, EmbeddingRequest, PooledReques
 from engine.text.inputs import EncodedInput, TextPair, cut_ids
 from worker.lines.bodies import EmbeddingBody, InputBody, PooledBody
 from worker.lines.scoring import ClassifyBody, PairBody
-from worker.requests.encoding import attempt
 from worker.requests.pair_prompts import PairPrompt, PairPrompts
 from worker.requests.step_engine import StepEngine
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Characters that are tokenised together: of a token some 100 bytes are kept until it is cut, with all around it.
 SLICE_CHARACTERS = 2 << 20
@@ -159,3 +162,11 @@ def _activation(body: PooledBody, classifier: ClassifierConfig) -> ClassActivati
     if isinstance(body, PairBody | ClassifyBody) and not body.use_activation:
         return "none"
     return classifier.pair_activation if isinstance(body, PairBody) else classifier.activation
+
+
+def attempt(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Exception:
+    """What `call` returns, or raises."""
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:  # a seam: what a template or tokeniser may raise over one prompt stays with it
+        return error
