@@ -11,6 +11,8 @@ from typing import Literal
 
 from engine.checkpoint.rope import DEFAULT_ROPE, RopeRules
 
+Activation = Literal["silu", "gelu_tanh"]  # of an MLP's gate
+
 
 @dataclass(frozen=True, slots=True)
 class SharedExpertNames:
@@ -76,7 +78,7 @@ class DecoderFamily:
     has_sinks: bool = False  # a learned score more of each query head
     fuses_projections: bool = False  # the file has qkv_proj and gate_up_proj
     experts: ExpertNames | None = None  # None: every MLP is dense
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
+    activation: Activation = "silu"
     scales_embedding: bool = False  # by the root of hidden_size, rounded to the dtype of the weights
     has_query_scalar: bool = False  # products of queries and keys are divided by the root of query_pre_attn_scalar
     # Caps of attention's scores and of logits where config.json leaves them out, 0: none. None: the family has no caps.

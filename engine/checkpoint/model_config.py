@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from engine.checkpoint.classifier_config import ClassifierConfig
 from engine.checkpoint.config_reader import (
@@ -18,7 +17,7 @@ from engine.checkpoint.config_reader import (
     weights_dtype,
 )
 from engine.checkpoint.encoder_config import EncoderConfig
-from engine.checkpoint.families import DECODERS, ENCODERS, PRE_NORM, REFUSED, DecoderFamily, NormNames
+from engine.checkpoint.families import DECODERS, ENCODERS, PRE_NORM, REFUSED, Activation, DecoderFamily, NormNames
 from engine.checkpoint.moe_config import MoeConfig
 from engine.checkpoint.quantization_config import MXFP4, QuantizationConfig
 from engine.checkpoint.rope import RopeConfig, rope_readers
@@ -121,7 +120,7 @@ class ModelConfig:
     norms: NormNames = PRE_NORM
     wide_qk_norm: bool = False  # RMSNorm over all query heads together, and over all key heads
     plus_one_norms: bool = False  # the file has the weights of norms less 1
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
+    activation: Activation = "silu"
     attention_cap: float | None = None  # c: a score s of attention becomes c * tanh(s / c)
     logits_cap: float | None = None  # likewise of logits
     local_rope: RopeConfig | None = None  # of `local_layers`; None: all layers have `rope`
