@@ -295,7 +295,7 @@ def scored_rows(rows: Rows) -> list[tuple[int, int]]:
 def arrays_to_tensors(
     parts: Mapping[Part, Arrays], send: Callable[[Sequence[npt.NDArray[Any]]], Sequence[torch.Tensor]]
 ) -> dict[Part, tuple[torch.Tensor, ...]]:
-    """The same on the device, all of it sent at once."""
+    """The arrays of `row_arrays` on the device, all of them sent at once."""
     tensors = iter(send([array for arrays in parts.values() for array in arrays]))
     return {part: tuple(next(tensors) for _ in arrays) for part, arrays in parts.items()}
 

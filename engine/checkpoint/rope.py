@@ -282,7 +282,7 @@ def paired_dimensions(rope: RopeConfig, head_dim: int) -> torch.Tensor | None:
 
 
 def unrotated_cos_sin(head_dim: int, max_positions: int) -> torch.Tensor:
-    """The table of a layer that has no positions: every angle is 0."""
+    """`rope_cos_sin` of a layer that has no positions, `[max_positions, head_dim]` float32: every angle is 0."""
     half = torch.ones((max_positions, head_dim // 2))
     return torch.cat((half, torch.zeros_like(half)), dim=-1)
 

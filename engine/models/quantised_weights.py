@@ -44,10 +44,10 @@ class StoredTensors(Protocol):
         """One tensor of one of these shapes and safetensors' dtypes, as it is on disk."""
 
     def take_fused(self, names: Sequence[str], shapes: Sequence[Shape]) -> Tensor:
-        """Unquantised matrices stacked on top of each other."""
+        """Unquantised matrices stacked on top of each other: [sum of rows, width]."""
 
     def take_experts(self, names: Sequence[Sequence[str]], shapes: Sequence[tuple[int, int]]) -> Tensor:
-        """For each expert its unquantised matrices stacked on top of each other."""
+        """For each expert its unquantised matrices stacked: [num_experts, sum of rows, width]."""
 
 
 def take_kv_scales(source: StoredTensors, prefix: str, config: ModelConfig) -> Tensor:
@@ -74,7 +74,7 @@ def take_weight(
     modules: Sequence[str],
     shapes: Sequence[tuple[int, int]],
 ) -> Tensor | QuantisedWeight:
-    """The weights of linear layers with one input, by their names without `.weight`, stacked on top of each other.
+    """The weights of linear layers with one input, by their names without `.weight`, stacked: [sum of rows, width].
 
     Raises CheckpointError, also where they are not all quantised alike.
     """
@@ -90,7 +90,7 @@ def take_experts(
     modules: Sequence[Sequence[str]],
     shapes: Sequence[tuple[int, int]],
 ) -> Tensor | QuantisedWeight:
-    """For each expert the weights of its layers with one input, stacked on top of each other.
+    """For each expert the weights of its layers with one input, stacked: [num_experts, sum of rows, width].
 
     Raises CheckpointError, also where they are not all quantised alike.
     """

@@ -50,7 +50,7 @@ class TensorSource:
         return self._read(name, found if found in shapes else shapes[0], dtypes).to(self._device)
 
     def take_fused(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        """Matrices of one width stacked on top of each other, or vectors put end to end."""
+        """Matrices of one width stacked on top of each other, [sum of rows, width], or vectors put end to end."""
         if len(names) == 1:
             return self.take(names[0], shapes[0])
         rows = [shape[0] for shape in shapes]
@@ -133,5 +133,5 @@ class ShapeSource(TensorSource):
 
 
 def head_weight(source: TensorSource, placement: ModelPlacement, name: str, shape: tuple[int, int]) -> PackedWeight:
-    """Of a head of classes: in float32 whatever the model's dtype."""
+    """The weight [classes, H] of a head of classes: in float32 whatever the model's dtype."""
     return placement.ops.pack(source.take(f"{name}.weight", shape).float(), keep_dtype=True)

@@ -40,7 +40,8 @@ def paged_decode_attention(
 def attend_single_queries(q: torch.Tensor, reader: KvReader, rows: AttentionRows, rule: ScoreRule) -> AttentionState:
     """Attention of the rows with one query over their own keys, those after a shared prefix.
 
-    Other rows get output 0 and log-sum-exp -inf. The caller may overwrite the result.
+    q [sum of query_lens, Hq, D] -> a state of as many queries, which the caller may overwrite; those of other rows have
+    output 0 and log-sum-exp -inf.
     """
     if q.dtype is torch.float32:
         return attend_by_index(q, reader, rows, rule)

@@ -81,7 +81,7 @@ def expert_product(x: Tensor, weight: PackedWeight, expert: int) -> Tensor:
 def products_by_expert(
     x: Tensor, weight: PackedWeight, layout: ExpertLayout, multiply: Product, *, gather: bool
 ) -> Tensor:
-    """`grouped_gemm`: one product for each expert that has rows; `multiply` takes its rows."""
+    """`grouped_gemm`: one product for each expert that has rows; `multiply` takes its rows [n, K]."""
     rows = x.index_select(0, layout.pair_ids // layout.top_k) if gather else x
     parts = zip(torch.split(rows, layout.run_lens), layout.runs, strict=True)
     products = [multiply(part, weight, run.expert) for part, run in parts]
@@ -91,7 +91,7 @@ def products_by_expert(
 def products_by_pair(
     x: Tensor, gate_up: PackedWeight, down: PackedWeight, routed: RoutedExperts, multiply: Product
 ) -> Tensor:
-    """`moe_small_batch`: two products for each pair of token and expert; `multiply` takes one row."""
+    """`moe_small_batch`: two products for each pair of token and expert; `multiply` takes one row [1, K]."""
     outputs: list[Tensor] = []
     for row, experts in zip(x.unsqueeze(1), routed.expert_ids.tolist(), strict=True):
         outputs += [multiply(silu_and_mul(multiply(row, gate_up, expert)), down, expert) for expert in experts]

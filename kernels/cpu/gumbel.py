@@ -46,7 +46,9 @@ def choose_tokens_by(
     is_known: torch.Tensor,
     draws: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """`choose_tokens` with another argmax. draws: temperatures, seeds, positions."""
+    """`choose_tokens` with another argmax, find_best: [N, V] float32 -> [N] int64. draws: temperatures, seeds and
+    positions, each [N].
+    """
     logits = logits.float()
     unknown = is_known.logical_not().nonzero().squeeze(1)
     is_sound = torch.ones(logits.shape[0], dtype=torch.bool)

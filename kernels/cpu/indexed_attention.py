@@ -32,7 +32,9 @@ MAX_KEPT_SCORES = 4 * MAX_SCORES
 
 
 def attend_by_index(q: torch.Tensor, reader: KvReader, rows: AttentionRows, rule: ScoreRule) -> AttentionState:
-    """Attention of the rows with one query over their own keys, in float32; output 0 and log-sum-exp -inf for others.
+    """Attention of the rows with one query over their own keys; output 0 and log-sum-exp -inf for others.
+
+    q [sum of query_lens, Hq, D] float32 -> a state of as many queries.
 
     Scores are a sampled dense-dense product, the weighted sum of values an embedding bag: both take the keys by index.
     With a gather, which copies every key first, 64 rows of 448 to 512 keys took 137 ms instead of 43.

@@ -87,7 +87,7 @@ def _capped_attention(
 
 
 def cap(scores: torch.Tensor, soft_cap: float | None) -> torch.Tensor:
-    """The scores, float32, capped in place where there is a cap: c * tanh(s / c)."""
+    """The scores, of any shape in float32, capped in place where there is a cap: c * tanh(s / c)."""
     return scores if soft_cap is None else scores.div_(soft_cap).tanh_().mul_(soft_cap)
 
 
@@ -144,7 +144,9 @@ def with_sinks(state: AttentionState, sinks: torch.Tensor | None) -> AttentionSt
 
 
 def merge_attention_states(first: AttentionState, second: AttentionState) -> torch.Tensor:
-    """Output of attention over two disjoint sets of keys, from the attention over each; 0 where neither holds a key."""
+    """Output [num_queries, num_heads, head_dim] of attention over two disjoint sets of keys, in the first one's dtype,
+    from the attention over each; 0 where neither holds a key.
+    """
     share = torch.sigmoid(first.lse - second.lse)  # exp(a) / (exp(a) + exp(b)); of -inf and -inf NaN
     output = torch.lerp(second.output.float(), first.output.float(), share[..., None])
     has_no_key = torch.maximum(first.lse, second.lse) == -torch.inf

@@ -93,7 +93,7 @@ def product(x: Tensor, weight: QuantisedWeight) -> Tensor:
 
 
 def prepared(x: Tensor, weight: QuantisedWeight) -> Tensor:
-    """Activations as the weight takes them: in its order of inputs, rounded where it says so (then in float32)."""
+    """Activations [T, K] as the weight takes them: in its order of inputs, rounded (then float32) where it says so."""
     if weight.input_order is not None:
         x = x.index_select(1, weight.input_order)
     if weight.scheme.activations == "int8_token":
