@@ -31,8 +31,9 @@ from worker.cli.main import cli
 from worker.client import BatchClient
 from worker.registry.connect import connect
 from worker.registry.errors import FunctionsMissing
-from worker.registry.exchange import Scripts, ask_one
+from worker.registry.exchange import ask_one
 from worker.registry.keys import Keys, UnitRef
+from worker.registry.lua import Scripts
 from worker.schemas import JobState
 
 ENDED_S = 30.0

@@ -72,23 +72,23 @@ def _run_worker(options: WorkerOptions, assignments: list[str]) -> int:
 
 
 def _change_scripts() -> None:
-    from worker.registry import exchange
+    from worker.registry import lua
 
-    source = exchange.script_source
-    exchange.script_source = lambda name: f"{source(name)}-- of another version\n"
+    source = lua.script_source
+    lua.script_source = lambda name: f"{source(name)}-- of another version\n"
 
 
 def _note_known() -> None:
-    from worker.registry import exchange
+    from worker.registry import lua
 
-    source, check = exchange.script_source, ">= tonumber(expected) then return false end"
+    source, check = lua.script_source, ">= tonumber(expected) then return false end"
 
     def noting(name: str) -> str:
         text = source(name)
         assert name != "prelude" or check in text
         return text.replace(check, check.replace("return", "redis.call('HSET', UNIT, 'known', expected) return"))
 
-    exchange.script_source = noting
+    lua.script_source = noting
 
 
 def _load_engine(effective: Any) -> Any:

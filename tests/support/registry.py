@@ -27,12 +27,13 @@ from worker.lines.errors import LineError
 from worker.records.failure import Failure, error_record, line_error_record
 from worker.records.record import BatchFile, RecordContext, encode_record
 from worker.registry.connect import connect
-from worker.registry.exchange import perform, script_source, text
+from worker.registry.exchange import perform, text
 from worker.registry.intake import JobIntake
 from worker.registry.jobs import JobControl, JobQueries, ResultOrder
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import Claim, NewShard, PromptRecord, UnitLeases
 from worker.registry.lifecycle import ClaimRefusal, Outcome, PutStatus
+from worker.registry.lua import script_source
 from worker.registry.models import Announcement, ModelDirectory
 from worker.registry.queues import ReapQueue, ShardQueue
 from worker.requests.served_model import ServedModel

@@ -30,7 +30,7 @@ from worker.cli.options import load_command_settings, redis_options, set_option
 from worker.cli.progress import coloured
 from worker.doctor.redis import OLDEST_REDIS, redis_findings
 from worker.doctor.report import INSTALL_ENGINE, Finding, Level, summary
-from worker.registry.exchange import library
+from worker.registry.lua import library
 
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILED: "red"}
 

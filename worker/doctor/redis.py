@@ -13,18 +13,10 @@ from settings import RedisSettings, SettingsError
 from worker.doctor.redis_facts import NUM_ROUND_TRIPS, RedisFacts, connect_once
 from worker.doctor.report import Finding, Level
 from worker.registry.errors import LOAD_FUNCTIONS
-from worker.registry.exchange import (
-    NOT_FOUND,
-    Argument,
-    ask,
-    call_of_nothing,
-    is_without_functions,
-    library_name,
-    perform,
-    text_fields,
-)
+from worker.registry.exchange import NOT_FOUND, ask, is_without_functions, perform, text_fields
 from worker.registry.jobs import JobQueries
 from worker.registry.keys import Keys
+from worker.registry.lua import Argument, call_of_nothing, library_name
 from worker.registry.models import ServedModels
 from worker.registry.queues import QUEUE, queue_of
 from worker.schemas import JobFilter, JobState, WorkerInfo

@@ -22,8 +22,9 @@ import redis
 
 from settings import LimitSettings
 from worker.registry.errors import CallbackUnknown, InvalidOption
-from worker.registry.exchange import RedisReply, Scripts, Untyped, ask, ask_one, text, text_fields
+from worker.registry.exchange import RedisReply, Untyped, ask, ask_one, text, text_fields
 from worker.registry.keys import Keys
+from worker.registry.lua import Scripts
 from worker.schemas import ON_DONE_PATTERN
 
 OPTION = "on_done"

@@ -26,8 +26,9 @@ from settings import RedisSettings, SettingsError
 from settings.fields import mask_url
 from settings.redis import Ack
 from worker.registry.errors import NotDurable
-from worker.registry.exchange import AsyncRegistryRedis, RegistryRedis, Scripts, ask
+from worker.registry.exchange import AsyncRegistryRedis, RegistryRedis, ask
 from worker.registry.keys import Keys
+from worker.registry.lua import Scripts
 
 # Six tries over about three seconds: outlives a dropped connection, not a Redis that is down.
 _NUM_RETRIES = 6

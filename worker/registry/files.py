@@ -13,9 +13,10 @@ from typing import Self
 
 from settings import LimitSettings, RedisSettings, ServeSettings
 from worker.registry.errors import FileChanged, FileReused, FileUnknown, TooManyFiles
-from worker.registry.exchange import Exchange, Scripts, raw_values, text
+from worker.registry.exchange import Exchange, raw_values, text
 from worker.registry.intake import READ_LINES, Staged, parts_of
 from worker.registry.keys import Keys
+from worker.registry.lua import Scripts
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,9 @@ from worker.registry.errors import (
     RedisFull,
     RegistryError,
 )
-from worker.registry.exchange import RedisReply, Scripts, ask, ask_one, raw_values, text
+from worker.registry.exchange import RedisReply, ask, ask_one, raw_values, text
 from worker.registry.keys import Keys, UnitRef
+from worker.registry.lua import Scripts
 from worker.schemas import BatchError, SubmitOptions
 
 UNKNOWN_RATE_RETRY_S = 30.0  # before the first ten seconds of work are measured

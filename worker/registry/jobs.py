@@ -11,8 +11,9 @@ from typing import Self
 import redis
 
 from worker.registry.errors import AmbiguousJob, JobNotEnded, JobNotFound, ResultsLost, ResultsRewound
-from worker.registry.exchange import Exchange, Scripts, Untyped, ask, ask_one, raw_values, text, text_fields
+from worker.registry.exchange import Exchange, Untyped, ask, ask_one, raw_values, text, text_fields
 from worker.registry.keys import Keys, UnitRef
+from worker.registry.lua import Scripts
 from worker.registry.models import ServedModels
 from worker.schemas import (
     ALL_JOBS,

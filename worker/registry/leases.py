@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import redis
 
 from settings import WorkerSettings
-from worker.registry.exchange import Argument, Command, RedisReply, Script, Scripts, ask, ask_one, raw_values, text
+from worker.registry.exchange import Command, RedisReply, ask, ask_one, raw_values, text
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.lifecycle import ClaimRefusal, Outcome, PutStatus, RunMode
+from worker.registry.lua import Argument, Script, Scripts
 from worker.schemas import BatchError
 
 

@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from settings import SettingsError
 from worker.lines.request_line import ANY_MODEL, names_model
-from worker.registry.exchange import Command, RedisReply, Scripts, Untyped, ask, ask_one, text, text_fields
+from worker.registry.exchange import Command, RedisReply, Untyped, ask, ask_one, text, text_fields
 from worker.registry.keys import Keys
+from worker.registry.lua import Scripts
 from worker.schemas import WorkerInfo
 
 TTL_S = 30  # of a heartbeat, and of an announcement, which goes with it

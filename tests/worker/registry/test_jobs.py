@@ -16,11 +16,12 @@ from worker.client import BatchClient
 from worker.registry import jobs as job_queries
 from worker.registry.connect import connect_async
 from worker.registry.errors import InvalidJobId, JobNotFound, ResultsLost, ResultsRewound
-from worker.registry.exchange import Command, Script, ScriptCall, Scripts, perform, perform_async, script_source
+from worker.registry.exchange import Command, perform, perform_async
 from worker.registry.jobs import PAGE_JOBS, JobControl, JobQueries, ResultOrder, ResultPage
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import Claim
 from worker.registry.lifecycle import PutStatus
+from worker.registry.lua import Script, ScriptCall, Scripts, script_source
 from worker.registry.queues import lanes_by_priority
 from worker.schemas import BatchError, JobFilter, SubmitOptions
 

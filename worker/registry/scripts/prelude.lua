@@ -1,4 +1,4 @@
--- Put before every script. These keys are set for scripts about a unit alone, those to which exchange.py gives `_UNIT_KEYS`,
+-- Put before every script. These keys are set for scripts about a unit alone, those to which lua.py gives `_UNIT_KEYS`,
 -- in this order: others must call nothing that names one. Keys that are known only from the job's own fields lie in the same
 -- hash slot: the tenant's admission counters, its queued shards, the idempotency key.
 local JOB, RES, ORD, IN, UNIT, PLAN, OPEN, ADM, DEAD, RESUME, QUEUED
@@ -185,7 +185,7 @@ local function count_usage(adm, tenant, model, sums, now)
   for field, sum in pairs(sums) do redis.call('HINCRBY', key, field .. '/' .. user, sum) end
 end
 
--- Not `-prompts`: minus nought is written "-0", which Redis does not take for a number.
+-- Not `-prompts`: minus zero is written "-0", which Redis does not take for a number.
 local function give_back(counters, prompts, bytes, jobs)
   redis.call('HINCRBY', counters, 'prompts', 0 - prompts)
   redis.call('HINCRBY', counters, 'bytes', 0 - bytes)
