@@ -59,12 +59,13 @@ def create(
 
 
 @keys.command("list")
+@click.option("--tenant", metavar="NAME", help="Those of this tenant alone.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: a list of objects.")
 @producer_options
-def list_keys(as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
+def list_keys(tenant: str | None, as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
     """List the keys by their ids: what they may do, since when, and the note."""
     with _api_keys(assignments, redis_url) as api_keys:
-        found = api_keys.all()
+        found = [key for key in api_keys.all() if tenant in (None, key.tenant)]
     if as_json:
         click.echo(json.dumps([asdict(key) for key in found]))
         return
@@ -73,16 +74,22 @@ def list_keys(as_json: bool, redis_url: str | None, assignments: tuple[str, ...]
 
 
 @keys.command("revoke")
-@click.argument("key_id", metavar="ID")
+@click.argument("key_id", metavar="[ID]", required=False)
+@click.option("--tenant", metavar="NAME", help="In place of an ID: every key of this tenant.")
 @producer_options
-def revoke(key_id: str, redis_url: str | None, assignments: tuple[str, ...]) -> None:
+def revoke(key_id: str | None, tenant: str | None, redis_url: str | None, assignments: tuple[str, ...]) -> None:
     """Forget a key; the next request with it is refused. ID is that of `list`."""
+    if (key_id is None) == (tenant is None):
+        raise BadUsage("accepted: one of ID and --tenant NAME")
     with _api_keys(assignments, redis_url) as api_keys:
         try:
-            entry = api_keys.revoke(key_id)
+            revoked = [api_keys.revoke(key_id)] if key_id is not None else api_keys.revoke_all_of(tenant or "")
         except KeyUnknown as error:
             raise CommandError(str(error)) from error
-    click.echo(f"revoked {_row(entry)}", err=True)
+    if not revoked:
+        raise CommandError(f"tenant {tenant} has no key")
+    for entry in revoked:
+        click.echo(f"revoked {_row(entry)}", err=True)
 
 
 def _row(key: KeyEntry) -> str:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -77,12 +78,22 @@ class ApiKeys:
 
     def revoke(self, key_id: str) -> KeyEntry:
         """Forget a key; its next request is refused. Raises KeyUnknown."""
-        for digest, entry in self._entries().items():
-            if digest[:_ID_DIGITS] == key_id:
-                self._client.hset(self._keys.api_keys, _REVOKED, "1")  # first: no moment is without a field
-                if self._client.hdel(self._keys.api_keys, digest):
-                    return KeyEntry.of(digest, entry)
+        for found in self._forget(lambda key: key.id == key_id):
+            return found
         raise KeyUnknown(key_id)
+
+    def revoke_all_of(self, tenant: str) -> list[KeyEntry]:
+        """Forget every key of a tenant."""
+        return self._forget(lambda key: key.tenant == tenant)
+
+    def _forget(self, picks: Callable[[KeyEntry], bool]) -> list[KeyEntry]:
+        """Those of the picked keys that were there still."""
+        picked = [
+            (digest, key) for digest, entry in self._entries().items() if picks(key := KeyEntry.of(digest, entry))
+        ]
+        if picked:
+            self._client.hset(self._keys.api_keys, _REVOKED, "1")  # first: no moment is without a field
+        return [key for digest, key in picked if self._client.hdel(self._keys.api_keys, digest)]
 
     def _entries(self) -> dict[str, str]:
         entries = text_fields(self._client.hgetall(self._keys.api_keys))

@@ -315,6 +315,17 @@ def test_keys_are_created_listed_and_revoked_by_the_command(server: HttpServer, 
     assert _run("keys", "list", "--redis-url", redis_url) == (0, "")
 
 
+def test_all_keys_of_a_tenant_are_listed_and_revoked_together(server: HttpServer, redis_url: str) -> None:
+    keys = [new_key(redis_url, tenant) for tenant in ("a", "a", "b", None)]
+    listed = json.loads(_run("keys", "list", "--tenant", "a", "--json", "--redis-url", redis_url)[1])
+    assert [entry["tenant"] for entry in listed] == ["a", "a"]
+    assert _run("keys", "revoke", "--tenant", "a", "--redis-url", redis_url)[0] == 0
+    assert [server.http.get("/v1/files", headers=bearer(key)).status_code for key in keys] == [401, 401, 200, 403]
+    assert _run("keys", "revoke", "--tenant", "a", "--redis-url", redis_url)[0] == 1
+    for arguments in ((), (listed[0]["id"], "--tenant", "b")):
+        assert _run("keys", "revoke", *arguments, "--redis-url", redis_url)[0] == 2
+
+
 @pytest.mark.parametrize("options", [(), ("--tenant", "a", "--metrics"), ("--tenant", "two words"), ("--tenant", "")])
 def test_a_key_is_of_one_tenant_or_for_metrics(redis_url: str, options: tuple[str, ...]) -> None:
     assert _run("keys", "create", *options, "--redis-url", redis_url)[0] == 2
