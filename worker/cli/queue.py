@@ -17,7 +17,7 @@ from worker.registry.connect import connect
 from worker.registry.exchange import perform
 from worker.registry.keys import Keys
 
-COLUMNS = f"{'MODEL':<32} {'OPEN':>9} {'WAITING':>9} {'OLDEST WAIT':>12}"
+COLUMNS = f"{'MODEL':<32} {'OPEN':>9} {'WAITING':>9} {'THEIR TOKENS':>13} {'OLDEST WAIT':>12}"
 
 
 @click.command("queue")
@@ -26,8 +26,9 @@ COLUMNS = f"{'MODEL':<32} {'OPEN':>9} {'WAITING':>9} {'OLDEST WAIT':>12}"
 def queue(as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) -> None:
     """Show by model how many prompts have no record, how many of these no worker has, and how long the oldest waits.
 
-    It needs no worker, so an autoscaler can start from none. A job that names no model is counted under an empty name
-    until a worker has planned it.
+    Tokens, in and out, are estimated: as many a prompt as the job's answered ones had, before these one for 4 bytes of
+    its lines. No worker is needed, so an autoscaler can start from none. A job that names no model is counted under an
+    empty name until a worker has planned it.
     """
     effective = load_producer_settings(assignments, redis_url)
     try:
@@ -44,4 +45,7 @@ def queue(as_json: bool, redis_url: str | None, assignments: tuple[str, ...]) ->
     click.echo(COLUMNS)
     for model in found.models:
         name = printable(model.model) or "(none named)"
-        click.echo(f"{name:<32} {model.open_prompts:>9} {model.waiting_prompts:>9} {model.oldest_wait_s:>10.0f} s")
+        click.echo(
+            f"{name:<32} {model.open_prompts:>9} {model.waiting_prompts:>9} "
+            f"{model.waiting_tokens:>13} {model.oldest_wait_s:>10.0f} s"
+        )

@@ -208,6 +208,16 @@ SERVER_METRICS = (
     ),
     Metric("millrace_queue_model_waiting_prompts", "gauge", "Of these, those that no worker has.", ("model",)),
     Metric(
+        "millrace_queue_model_open_tokens",
+        "gauge",
+        "Tokens of the open prompts, in and out, estimated: as many a prompt as the job's answered ones had, "
+        "before these one for 4 bytes of its lines.",
+        ("model",),
+    ),
+    Metric(
+        "millrace_queue_model_waiting_tokens", "gauge", "Of these, those of prompts that no worker has.", ("model",)
+    ),
+    Metric(
         "millrace_queue_model_oldest_wait_seconds",
         "gauge",
         "How long ago the oldest of those that wait was submitted, or its shard first queued; 0 if none waits.",

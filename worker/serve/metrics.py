@@ -92,6 +92,8 @@ def backlog_figures(found: Backlog) -> dict[str, Figure]:
     return {
         "millrace_queue_model_open_prompts": {model.model: model.open_prompts for model in found.models},
         "millrace_queue_model_waiting_prompts": {model.model: model.waiting_prompts for model in found.models},
+        "millrace_queue_model_open_tokens": {model.model: model.open_tokens for model in found.models},
+        "millrace_queue_model_waiting_tokens": {model.model: model.waiting_tokens for model in found.models},
         "millrace_queue_model_oldest_wait_seconds": {model.model: model.oldest_wait_s for model in found.models},
         "millrace_queue_unread_units": found.num_unread_units,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import socket
 import threading
@@ -14,11 +15,12 @@ from typing import Any
 
 import httpx2
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from settings import LimitSettings, MetricsSettings
 from tests.support.http_servers import HttpServer, bearer, chat_lines, ended_batch, new_key, serving
-from tests.support.processes import wait_until, warm_interpreter
+from tests.support.processes import ROOT, wait_until, warm_interpreter
 from tests.support.redis_servers import free_port
 from tests.support.registry import TestRegistry, must_claim, ok
 from tests.support.tiny_tokenizer import CHAT_TEMPLATE
@@ -32,6 +34,7 @@ from worker.registry.keys import UnitRef
 from worker.schemas import JobStatus
 
 GET = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n"
+OPERATIONS_PAGE = ROOT / "worker" / "OPERATIONS.md"
 
 
 @pytest.fixture
@@ -245,6 +248,29 @@ def _figure(server: HttpServer, name: str, labels: str = "") -> float:
     return float(line.rpartition(" ")[2])
 
 
+def _wanted_workers(server: HttpServer, model: str) -> int:
+    """What KEDA makes of the triggers of OPERATIONS.md: the most that one wants, value over targetValue rounded up.
+
+    It starts from none where a value is above activationTargetValue, 0 unless it is given.
+    """
+    text_of_all, scaled = server.http.get("/metrics").text, _documented_scaling()
+    wanted = []
+    for trigger in scaled["triggers"]:
+        location = trigger["metadata"]["valueLocation"].replace("Qwen3-8B", model)
+        assert trigger["metadata"]["format"] == "prometheus"
+        [value] = [float(line.rpartition(" ")[2]) for line in text_of_all.splitlines() if line.startswith(location)]
+        wanted.append(math.ceil(value / float(trigger["metadata"]["targetValue"])) if value > 0 else 0)
+    return int(min(max(wanted), scaled["maxReplicaCount"]) if any(wanted) else scaled["minReplicaCount"])
+
+
+def _documented_scaling() -> dict[str, Any]:
+    example = OPERATIONS_PAGE.read_text().partition("```yaml\napiVersion: keda")[2].partition("```")[0]
+    [found] = [
+        part["spec"] for part in yaml.safe_load_all(f"apiVersion: keda{example}") if part["kind"] == "ScaledObject"
+    ]
+    return dict(found)
+
+
 def test_the_gauge_to_start_workers_by_rises_without_any_and_falls_again(
     redis_url: str, workers: WorkerProcesses
 ) -> None:
@@ -256,6 +282,9 @@ def test_the_gauge_to_start_workers_by_rises_without_any_and_falls_again(
         wait_until(lambda: f'{open_prompts}{{model=""}} 2.0' in server.http.get("/metrics").text)
         wait_until(lambda: f'{open_prompts}{{model="other"}} 1.0' in server.http.get("/metrics").text)
         assert _figure(server, "millrace_queue_model_waiting_prompts", '{model=""}') == 2
+        tokens = round(len(chat_lines("a", "b")) / 4)
+        assert abs(_figure(server, "millrace_queue_model_waiting_tokens", '{model=""}') - tokens) <= 1
+        assert _wanted_workers(server, "other") == 1
         assert _figure(server, "millrace_queue_model_oldest_wait_seconds", '{model="other"}') > 0
         assert _figure(server, "millrace_queue_open_jobs") == 2
         found = json.loads(_run("queue", "--json", "--redis-url", redis_url)[1])
@@ -269,6 +298,7 @@ def test_the_gauge_to_start_workers_by_rises_without_any_and_falls_again(
         ended_batch(openai, batch_id)
         wait_until(lambda: f'{open_prompts}{{model="fake"}} 0.0' in server.http.get("/metrics").text)
         assert 'model="other"' not in server.http.get("/metrics").text
+        assert _wanted_workers(server, "fake") == 0
         assert _figure(server, "millrace_queue_records_total") == 3
         route = '{method="POST",route="/v1/files",status="200"}'
         assert _figure(server, "millrace_http_requests_total", route) == 2
@@ -277,11 +307,17 @@ def test_the_gauge_to_start_workers_by_rises_without_any_and_falls_again(
 def test_prompts_of_a_shard_that_a_worker_has_do_not_wait(registry: TestRegistry) -> None:
     job_id = registry.running_job([0, 1, 2], [3])
     leases = registry.leases()
-    leases.put(must_claim(leases, UnitRef.shard(job_id, 0)), [ok(1)])
-    found = perform(registry.redis, backlog(registry.keys))
-    [_, model] = found.models
+    shard = must_claim(leases, UnitRef.shard(job_id, 0))
+    [_, before] = perform(registry.redis, backlog(registry.keys)).models
+    leases.put(shard, [ok(1)])
+    [_, model] = perform(registry.redis, backlog(registry.keys)).models
     assert (model.model, model.open_prompts, model.waiting_prompts) == ("fake", 3, 1)
     assert model.oldest_wait_s >= 0
+    assert (before.open_tokens, before.waiting_tokens) == (
+        round(4 * 15 / 4),
+        round(15 / 4),
+    )  # bytes of `{"prompt": "a"}`
+    assert (model.open_tokens, model.waiting_tokens) == (3 * 8, 8)  # as the answered one had
 
 
 def test_metrics_tell_of_all_tenants_and_so_need_a_key_of_their_own(redis_url: str) -> None:
