@@ -13,9 +13,11 @@ import httpx2
 import pytest
 
 from tests.support.http_servers import HttpServer, chat_lines, serving
-from tests.support.processes import wait_until
+from tests.support.processes import WarmProcess, wait_until, warm_interpreter
 from tests.support.redis_servers import free_port
-from tests.support.workers import COMMAND
+from tests.support.registry import TestRegistry, must_claim, ok
+from tests.support.workers import CLI, COMMAND
+from worker.registry.keys import UnitRef
 
 HEAD = b"POST /v1/batches HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 SMUGGLED = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -78,11 +80,18 @@ def test_lines_that_end_in_a_bare_line_feed_are_read_in_one_way(redis_url: str) 
 
 
 @contextlib.contextmanager
-def _process(redis_url: str, log: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def _process(
+    redis_url: str, log: Path, *options: str, is_warm: bool = False
+) -> Iterator[tuple[subprocess.Popen[bytes] | WarmProcess, str]]:
+    """`is_warm`: without the seconds that imports take, and with the limits of when the tests began."""
     port = free_port()
+    arguments = ["serve", "--port", str(port), "--redis-url", redis_url, *options]
+    process: subprocess.Popen[bytes] | WarmProcess
     with log.open("wb") as output:
-        command = [*COMMAND, "serve", "--port", str(port), "--redis-url", redis_url, *options]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        if is_warm:
+            process = warm_interpreter().start(CLI, arguments, output)
+        else:
+            process = subprocess.Popen([*COMMAND, *arguments], stdout=output, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"
 
     def is_up() -> bool:
@@ -99,22 +108,42 @@ def _process(redis_url: str, log: Path, *options: str) -> Iterator[tuple[subproc
         process.wait(30)
 
 
-def _until_killed(http: httpx2.Client, url: str, process: subprocess.Popen[bytes]) -> tuple[bytes, str]:
+def _until_killed(http: httpx2.Client, url: str, process: subprocess.Popen[bytes] | WarmProcess) -> tuple[bytes, str]:
     """What came of a file until its server was killed, which is once something has; and its ETag."""
-    got, etag = b"", ""
-    with contextlib.suppress(httpx2.TransportError), http.stream("GET", url) as stream:
-        etag = stream.headers["ETag"]
-        for part in stream.iter_raw():
-            got += part
-            process.kill()
+    got, etag, is_told = b"", "", False
+    try:
+        with http.stream("GET", url) as stream:
+            etag = stream.headers.get("ETag", "")
+            for part in stream.iter_raw():
+                got += part
+                process.kill()
+    except httpx2.TransportError:
+        is_told = True
+    assert is_told  # that it is not all
     return got, etag
 
 
-def test_a_download_whose_server_is_killed_goes_on_at_another(redis_url: str, tmp_path: Path) -> None:
+def _answered_job(registry: TestRegistry, num_answers: int, shard_size: int = 50) -> tuple[str, bytes]:
+    """A job that runs, and the file of the answers that it has: all but that to its last line."""
+    shards = [range(start, start + shard_size) for start in range(0, num_answers, shard_size)]
+    job_id, leases = registry.running_job(*shards, [num_answers]), registry.leases()
+    records = [
+        f'{{"id":"{index}","response":{{"status_code":200}},"text":"{"x" * 40_000}"}}' for index in range(num_answers)
+    ]
+    for number, shard in enumerate(shards):
+        leases.put(must_claim(leases, UnitRef.shard(job_id, number)), [ok(index, records[index]) for index in shard])
+    return job_id, "".join(f"{record}\n" for record in records).encode()
+
+
+def test_a_download_whose_server_is_killed_goes_on_at_another(
+    redis_url: str, registry: TestRegistry, tmp_path: Path
+) -> None:
     data = chat_lines(*(f"{number}{'x' * 4000}" for number in range(4000)))  # more than any buffer on the way holds
+    job_id, answers = _answered_job(registry, 400)
     with (
-        _process(redis_url, tmp_path / "1") as (first, url),
-        _process(redis_url, tmp_path / "2") as (_, other),
+        _process(redis_url, tmp_path / "1", is_warm=True) as (first, url),
+        _process(redis_url, tmp_path / "2", is_warm=True) as (second, other),
+        _process(redis_url, tmp_path / "3", is_warm=True) as (_, third),
         httpx2.Client(trust_env=False, timeout=60) as http,
     ):
         answer = http.post(f"{url}/v1/files", files={"file": ("a.jsonl", data)}, data={"purpose": "batch"})
@@ -125,6 +154,15 @@ def test_a_download_whose_server_is_killed_goes_on_at_another(redis_url: str, tm
         assert rest.status_code == 206
         assert rest.headers["Content-Range"] == f"bytes {len(got)}-{len(data) - 1}/{len(data)}"
         assert got + rest.content == data
+
+        # The output of a job that runs: it has no size and no ETag yet, and what came stays its beginning.
+        path = f"/v1/files/file-{job_id}-output/content"
+        got, etag = _until_killed(http, other + path, second)
+        assert 0 < len(got) < len(answers)
+        rest = http.get(third + path, headers={"Range": f"bytes={len(got)}-"})
+        assert (etag, rest.status_code, rest.headers["X-Incomplete"]) == ("", 206, "true")
+        assert rest.headers["Content-Range"] == f"bytes {len(got)}-{len(answers) - 1}/*"
+        assert got + rest.content == answers
 
 
 @pytest.mark.slow
