@@ -218,7 +218,10 @@ def _share_blocks(block_tables: torch.Tensor, groups: Sequence[PrefixGroup], row
     return 0
 
 
-def randn(*shape: int, seed: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def randn(
+    *shape: int, seed: int = 0, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Normally distributed values, the same on every device and rounded to dtype."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
@@ -227,6 +230,12 @@ def framed(tensor: torch.Tensor) -> torch.Tensor:
     buffer = tensor.new_full((*tensor.shape[:-2], tensor.shape[-2] + 2, tensor.shape[-1] + 8), torch.nan)
     view = buffer[..., : tensor.shape[-2], : tensor.shape[-1]]
     return view.copy_(tensor)
+
+
+def in_longer_rows(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same values [n, m] on a device, as a view into rows that go on with NaN."""
+    buffer = tensor.new_full((tensor.shape[0], tensor.shape[1] + 9), torch.nan).to(device)
+    return buffer[:, : tensor.shape[1]].copy_(tensor)
 
 
 def in_poison(x: torch.Tensor) -> torch.Tensor:

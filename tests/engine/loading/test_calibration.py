@@ -14,19 +14,16 @@ from engine.loading.quantize import quantise_checkpoint
 from engine.text.tokenizer import Tokenizer
 from kernels.quantised import QuantisedWeight, WeightScheme, quantise
 from kernels.reference.layers import dequantised
+from tests.support.tensors import randn
 from tests.support.tiny_checkpoint import decoder_config, make_bert_checkpoint, make_checkpoint
 from tests.support.tiny_families import Family
 
 SCHEME = WeightScheme(4, is_float=False, group_size=16)
 
 
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def correlated_inputs(width: int, rank: int, rows: int) -> torch.Tensor:
     """Rows [rows, width] that a few directions explain but for a tenth, of sizes that differ."""
-    mixed = random(rows, rank, seed=1) @ random(rank, width, seed=2) + 0.3 * random(rows, width, seed=3)
+    mixed = randn(rows, rank, seed=1) @ randn(rank, width, seed=2) + 0.3 * randn(rows, width, seed=3)
     return mixed * torch.linspace(0.2, 3, width)[torch.randperm(width, generator=torch.Generator().manual_seed(4))]
 
 
@@ -56,7 +53,7 @@ def output_error(weight: torch.Tensor, rounded: torch.Tensor, x: torch.Tensor) -
 
 
 def test_the_update_is_its_definition_in_float64() -> None:
-    weight, x = random(24, 160), correlated_inputs(160, 20, 400)  # more columns than one lazy block
+    weight, x = randn(24, 160), correlated_inputs(160, 20, 400)  # more columns than one lazy block
     squares = x.T @ x
     rounded = round_with_inputs(weight, squares, SCHEME, torch.float32)
     expected = by_definition(weight, squares, SCHEME).float()
@@ -67,7 +64,7 @@ def test_the_update_is_its_definition_in_float64() -> None:
 
 
 def test_correlated_inputs_lose_less_than_by_rounding_to_the_nearest() -> None:
-    weight, x = random(64, 128), correlated_inputs(128, 12, 512)
+    weight, x = randn(64, 128), correlated_inputs(128, 12, 512)
     nearest = output_error(weight, dequantised(quantise(weight, SCHEME)), x)
     updated = output_error(weight, dequantised(round_with_inputs(weight, x.T @ x, SCHEME, torch.float32)), x)
     assert updated < 0.5 * nearest
@@ -75,7 +72,7 @@ def test_correlated_inputs_lose_less_than_by_rounding_to_the_nearest() -> None:
 
 @pytest.mark.parametrize("squares", [torch.zeros(64, 64), torch.eye(64) * 5])
 def test_inputs_that_tell_nothing_are_rounded_to_the_nearest(squares: torch.Tensor) -> None:
-    weight = random(8, 64)
+    weight = randn(8, 64)
     rounded = round_with_inputs(weight, squares, SCHEME, torch.float32)
     assert torch.equal(rounded.values, quantise(weight, SCHEME).values)
 

@@ -10,7 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 from kernels import cpu, deterministic, reference
 from kernels.interface import Operations
 from kernels.operands import PackedWeight
-from tests.support.tensors import assert_close
+from tests.support.tensors import assert_close, randn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 64), (3, 80), (17, 1000), (5, 7, 128)]
@@ -20,21 +20,17 @@ NUM_BLOCKS = 6
 EPS = 1e-6
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rms_norm_agrees_with_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, weight = random(*shape, dtype=dtype) * 3, random(shape[-1], dtype=dtype, seed=1)
+    x, weight = randn(*shape, dtype=dtype) * 3, randn(shape[-1], dtype=dtype, seed=1)
     assert_close(cpu.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("module", [Qwen3RMSNorm, LlamaRMSNorm])
 def test_rms_norm_is_transformers_bit_for_bit(module: type[torch.nn.Module], dtype: torch.dtype) -> None:
-    x, weight = random(9, 200, dtype=dtype), random(200, dtype=dtype, seed=1)
+    x, weight = randn(9, 200, dtype=dtype), randn(200, dtype=dtype, seed=1)
     norm = module(200, eps=1e-5).to(dtype)
     norm.load_state_dict({"weight": weight})
     assert torch.equal(cpu.rms_norm(x, weight, 1e-5), norm(x))
@@ -43,8 +39,8 @@ def test_rms_norm_is_transformers_bit_for_bit(module: type[torch.nn.Module], dty
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES[:3])
 def test_fused_add_rms_norm_agrees_and_updates_the_residual(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
-    residual, expected_residual = (random(*shape, dtype=dtype, seed=2) for _ in range(2))
+    x, weight = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype, seed=1)
+    residual, expected_residual = (randn(*shape, dtype=dtype, seed=2) for _ in range(2))
     before = x.clone()
     expected = reference.fused_add_rms_norm(x, expected_residual, weight, 1e-6)
     assert_close(cpu.fused_add_rms_norm(x, residual, weight, 1e-6), expected)
@@ -55,7 +51,7 @@ def test_fused_add_rms_norm_agrees_and_updates_the_residual(shape: tuple[int, in
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 130), (17, 1000)])
 def test_gated_activations_agree_with_the_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    gate_up = random(*shape, dtype=dtype) * 4
+    gate_up = randn(*shape, dtype=dtype) * 4
     before = gate_up.clone()
     assert_close(cpu.silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
     assert_close(cpu.gelu_and_mul(gate_up), reference.gelu_and_mul(gate_up))
@@ -67,7 +63,7 @@ def test_gated_activations_agree_with_the_reference(shape: tuple[int, int], dtyp
 @pytest.mark.parametrize("cap", [0.5, 30.0])
 @pytest.mark.parametrize("ops", [cpu, deterministic])
 def test_logits_are_capped_in_place(ops: Operations, cap: float, dtype: torch.dtype) -> None:
-    logits, expected = (random(3, 1001, dtype=dtype) * 20 for _ in range(2))
+    logits, expected = (randn(3, 1001, dtype=dtype) * 20 for _ in range(2))
     reference.cap_logits(expected, cap)
     ops.cap_logits(logits, cap)
     assert_close(logits, expected)
@@ -76,13 +72,13 @@ def test_logits_are_capped_in_place(ops: Operations, cap: float, dtype: torch.dt
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 96, 64), (5, 33, 80), (70, 7, 300)])
 def test_linear_agrees_with_the_reference(m: int, n: int, k: int, dtype: torch.dtype) -> None:
-    x, weight = random(m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1)
+    x, weight = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype, seed=1)
     assert_close(cpu.linear(x, cpu.pack(weight)), reference.linear(x, reference.pack(weight)))
 
 
 def test_a_float16_weight_is_converted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.cpu.dense.FLOAT16_CHUNK_ELEMENTS", 1000)
-    x, weight = random(3, 300, dtype=torch.float16), random(31, 300, dtype=torch.float16, seed=1)
+    x, weight = randn(3, 300, dtype=torch.float16), randn(31, 300, dtype=torch.float16, seed=1)
     assert_close(cpu.linear(x, cpu.pack(weight)), reference.linear(x, reference.pack(weight)))
 
 

@@ -10,7 +10,7 @@ from kernels.cpu.dense import product_into
 from kernels.deterministic.products import TILE_ROWS, next_height, tile_heights
 from kernels.interface import KernelsUnavailable
 from kernels.operands import PackedWeight, RoutedExperts
-from tests.support.tensors import assert_close
+from tests.support.tensors import assert_close, randn
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # (outputs, inputs): a router, odd numbers, a vocabulary wider than a row is long, a narrow and deep one.
@@ -22,10 +22,6 @@ HIDDEN, INTERMEDIATE = 72, 40
 NUM_TOKENS, NUM_EXPERTS, TOP_K = 45, 6, 3
 
 
-def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return deterministic.linear(x, deterministic.pack(weight))
 
@@ -34,7 +30,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("num_rows", [0, 1, 5, 16, 33, 150])
 def test_linear_agrees_with_the_reference(num_rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    x, weight = random(num_rows, shape[1], dtype=dtype, seed=0), random(*shape, dtype=dtype, seed=1)
+    x, weight = randn(num_rows, shape[1], dtype=dtype, seed=0), randn(*shape, dtype=dtype, seed=1)
     assert_close(linear(x, weight), reference.linear(x, reference.pack(weight)))
 
 
@@ -42,7 +38,7 @@ def test_linear_agrees_with_the_reference(num_rows: int, shape: tuple[int, int],
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    x, weight = random(70, shape[1], dtype=dtype, seed=0), random(*shape, dtype=dtype, seed=1)
+    x, weight = randn(70, shape[1], dtype=dtype, seed=0), randn(*shape, dtype=dtype, seed=1)
     alone = torch.cat([linear(row[None], weight) for row in x])  # a row alone, at the top of its tile
     order = torch.randperm(70, generator=torch.Generator().manual_seed(2))
     for size in (2, 23, 70):
@@ -52,7 +48,7 @@ def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], dtype: t
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_neither_the_place_of_the_input_nor_of_the_weight_matters(dtype: torch.dtype) -> None:
-    x, weight = random(40, 33, dtype=dtype, seed=0), random(3, 50, 33, dtype=dtype, seed=1)
+    x, weight = randn(40, 33, dtype=dtype, seed=0), randn(3, 50, 33, dtype=dtype, seed=1)
     wide = torch.cat([x, x], dim=1)
     for expert in range(3):  # an expert's weight begins at an odd address
         expected = linear(x, weight[expert])

@@ -9,16 +9,12 @@ import torch
 
 from kernels import deterministic, reference
 from kernels.operands import RoutedExperts
-from tests.support.tensors import assert_close
+from tests.support.tensors import assert_close, randn
 
 DTYPES = [torch.float32, torch.bfloat16]
 NUM_ROWS = 999  # with 333 columns above what PyTorch leaves to one thread, and neither a multiple of a vector
 
 pytestmark = pytest.mark.usefixtures("num_threads")
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def check_rows(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
@@ -36,10 +32,10 @@ def check_rows(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 333])
 def test_norms(width: int, dtype: torch.dtype) -> None:
-    weight = random(width, dtype=dtype, seed=1)
-    check_rows(lambda x: deterministic.rms_norm(x, weight, 1e-6), random(NUM_ROWS, width, dtype=dtype))
+    weight = randn(width, dtype=dtype, seed=1)
+    check_rows(lambda x: deterministic.rms_norm(x, weight, 1e-6), randn(NUM_ROWS, width, dtype=dtype))
     check_rows(
-        lambda x: deterministic.fused_add_rms_norm(x, x.clone(), weight, 1e-6), random(NUM_ROWS, width, dtype=dtype)
+        lambda x: deterministic.fused_add_rms_norm(x, x.clone(), weight, 1e-6), randn(NUM_ROWS, width, dtype=dtype)
     )
 
 
@@ -47,7 +43,7 @@ def test_norms(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("width", [64, 333, 20_001])
 def test_gated_activations(width: int, dtype: torch.dtype) -> None:
     num_rows = NUM_ROWS if width < 1000 else 5
-    gate_up = random(num_rows, 2 * width, dtype=dtype)
+    gate_up = randn(num_rows, 2 * width, dtype=dtype)
     for name in ("silu_and_mul", "gelu_and_mul"):
         check_rows(getattr(deterministic, name), gate_up)
         assert_close(getattr(deterministic, name)(gate_up), getattr(reference, name)(gate_up))
@@ -58,9 +54,9 @@ def test_gated_activations(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotary_embedding_and_the_stored_keys(dtype: torch.dtype) -> None:
     heads, kv_heads, head_dim = 6, 2, 20
-    qkv = random(NUM_ROWS, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
-    norm = (random(head_dim, dtype=dtype, seed=1), random(head_dim, dtype=dtype, seed=2), 1e-6)
-    cos_sin, positions = random(64, head_dim, seed=3), torch.arange(NUM_ROWS) % 64
+    qkv = randn(NUM_ROWS, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    norm = (randn(head_dim, dtype=dtype, seed=1), randn(head_dim, dtype=dtype, seed=2), 1e-6)
+    cos_sin, positions = randn(64, head_dim, seed=3), torch.arange(NUM_ROWS) % 64
 
     def run(indices: torch.Tensor) -> torch.Tensor:
         k_cache, v_cache = (torch.zeros(len(indices), 1, kv_heads, head_dim, dtype=dtype) for _ in range(2))
@@ -75,7 +71,7 @@ def test_rotary_embedding_and_the_stored_keys(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (60, 5), (128, 8), (40, 33)])
 def test_routing(num_experts: int, top_k: int, dtype: torch.dtype) -> None:
-    logits = random(NUM_ROWS, num_experts, dtype=dtype)
+    logits = randn(NUM_ROWS, num_experts, dtype=dtype)
     for renormalise in (False, True):
         # B023: the lambda is called in its own iteration.
         check_rows(lambda x: deterministic.route_topk(x, top_k, renormalise=renormalise).weights, logits)  # noqa: B023
@@ -89,7 +85,7 @@ def test_routing(num_experts: int, top_k: int, dtype: torch.dtype) -> None:
 def test_combining_experts(dtype: torch.dtype) -> None:
     weights = torch.rand(NUM_ROWS, 3, generator=torch.Generator().manual_seed(1))
     expert_ids = torch.randint(0, 7, (NUM_ROWS, 3), generator=torch.Generator().manual_seed(2))
-    outputs = random(NUM_ROWS, 3, 333, dtype=dtype)
+    outputs = randn(NUM_ROWS, 3, 333, dtype=dtype)
 
     def run(indices: torch.Tensor) -> torch.Tensor:
         routed = RoutedExperts(weights[indices], expert_ids[indices])
@@ -101,7 +97,7 @@ def test_combining_experts(dtype: torch.dtype) -> None:
 
 
 def test_sampling() -> None:
-    logits = random(60, 3001) * 3
+    logits = randn(60, 3001) * 3
     rows = torch.arange(60)
     top_k, top_p, min_p = 20 + rows, 0.5 + rows / 200, torch.full((60,), 0.01)
 

@@ -13,7 +13,7 @@ from kernels.interface import KernelsUnavailable, Operations
 from kernels.native import library
 from kernels.native.operations import native_operations
 from kernels.operands import HUGE_PAGE_BYTES, ExpertLayout, RoutedExperts
-from tests.support.tensors import assert_close, in_poison, native_variants, needs_native
+from tests.support.tensors import assert_close, in_poison, native_variants, needs_native, randn
 
 pytestmark = needs_native
 
@@ -35,14 +35,10 @@ def products(request: pytest.FixtureRequest) -> Operations:
     return native_operations(request.param)
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (1, 40), (3, 80), (17, 1000), (0, 64), (4096, 33), (5, 7, 96)])
 def test_rms_norm_agrees_with_the_reference(ops: Operations, shape: Sequence[int], dtype: torch.dtype) -> None:
-    x, weight = random(*shape, dtype=dtype) * 3, random(shape[-1], dtype=dtype, seed=1)
+    x, weight = randn(*shape, dtype=dtype) * 3, randn(shape[-1], dtype=dtype, seed=1)
     given = in_poison(x) if x.dim() == 2 else x
     actual = ops.rms_norm(given, weight, EPS)
     assert actual.is_contiguous()
@@ -54,8 +50,8 @@ def test_rms_norm_agrees_with_the_reference(ops: Operations, shape: Sequence[int
 def test_fused_add_rms_norm_agrees_and_updates_the_residual(
     ops: Operations, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
-    expected_residual = random(*shape, dtype=dtype, seed=2)
+    x, weight = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype, seed=1)
+    expected_residual = randn(*shape, dtype=dtype, seed=2)
     residual, given = in_poison(expected_residual), in_poison(x)
     expected = reference.fused_add_rms_norm(x, expected_residual, weight, EPS)
     assert_close(ops.fused_add_rms_norm(given, residual, weight, EPS), expected)
@@ -66,7 +62,7 @@ def test_fused_add_rms_norm_agrees_and_updates_the_residual(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 130), (17, 1000), (0, 64), (40, 2048), (4096, 66)])
 def test_silu_and_mul_agrees_with_the_reference(ops: Operations, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    gate_up = random(*shape, dtype=dtype) * 4
+    gate_up = randn(*shape, dtype=dtype) * 4
     assert_close(ops.silu_and_mul(in_poison(gate_up)), reference.silu_and_mul(gate_up))
 
 
@@ -95,13 +91,13 @@ def test_queries_keys_and_values_agree_with_the_reference(
 ) -> None:
     blocks, block_size = num_tokens // 8 + 4, 8
     generator = torch.Generator().manual_seed(num_tokens)
-    qkv = random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    qkv = randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     angles = torch.arange(50)[:, None] * 0.1 ** torch.linspace(0, 3, head_dim // 2)
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
     positions = torch.randint(50, (num_tokens,), generator=generator)
     slots = torch.randperm(blocks * block_size, generator=generator)[:num_tokens]
     slots[num_tokens // 2 :: 7] = -1
-    weights = [random(head_dim, dtype=dtype, seed=seed) for seed in (1, 2)]
+    weights = [randn(head_dim, dtype=dtype, seed=seed) for seed in (1, 2)]
     qk_norm = (weights[0], weights[1], EPS) if normed else None
     results = []
     for operations, given in ((ops, in_poison(qkv)), (reference, qkv)):
@@ -122,7 +118,7 @@ def test_queries_keys_and_values_agree_with_the_reference(
 def test_routing_agrees_with_the_reference(
     ops: Operations, num_tokens: int, num_experts: int, top_k: int, renormalise: bool, dtype: torch.dtype
 ) -> None:
-    logits = random(num_tokens, num_experts, dtype=dtype, seed=3)
+    logits = randn(num_tokens, num_experts, dtype=dtype, seed=3)
     actual = ops.route_topk(in_poison(logits), top_k, renormalise=renormalise)
     expected = reference.route_topk(logits, top_k, renormalise=renormalise)
     assert_close(actual.expert_ids, expected.expert_ids)
@@ -142,7 +138,7 @@ def test_ties_go_to_the_lower_expert_and_a_nan_shows(ops: Operations) -> None:
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 16, 33, 1024, 1025, 4097, 32_768])
 def test_argmax_takes_the_lower_of_equals_and_sees_nan(ops: Operations, vocab_size: int) -> None:
-    logits = random(8, vocab_size)
+    logits = randn(8, vocab_size)
     logits[1] = 0.0
     logits[2] = -torch.inf
     logits[3, vocab_size // 2 :] = logits[3].max() + 1
@@ -154,7 +150,7 @@ def test_argmax_takes_the_lower_of_equals_and_sees_nan(ops: Operations, vocab_si
 
 
 def routed_to(num_tokens: int, num_experts: int, top_k: int) -> tuple[RoutedExperts, ExpertLayout]:
-    routed = reference.route_topk(random(num_tokens, num_experts, seed=3), top_k, renormalise=True)
+    routed = reference.route_topk(randn(num_tokens, num_experts, seed=3), top_k, renormalise=True)
     return routed, reference.sort_tokens_by_expert(routed.expert_ids, num_experts)
 
 
@@ -167,7 +163,7 @@ def test_combining_agrees_with_the_reference(
     ops: Operations, num_tokens: int, num_experts: int, top_k: int, width: int, dtype: torch.dtype
 ) -> None:
     routed, layout = routed_to(num_tokens, num_experts, top_k)
-    rows = random(num_tokens * top_k, width, dtype=dtype)
+    rows = randn(num_tokens * top_k, width, dtype=dtype)
     expected = reference.combine_experts(rows, layout, routed.weights)
     assert_close(ops.combine_experts(in_poison(rows), layout, routed.weights), expected)
 
@@ -190,7 +186,7 @@ def test_combining_agrees_with_the_reference(
 def test_a_product_of_any_shape_agrees_with_the_reference(
     products: Operations, m: int, n: int, k: int, dtype: torch.dtype
 ) -> None:
-    x, weight = random(m, k, dtype=dtype), random(n, k, dtype=dtype, seed=1)
+    x, weight = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype, seed=1)
     packed, expected = products.pack(in_poison(weight)), reference.pack(weight)
     assert_close(products.linear(in_poison(x), packed), reference.linear(x, expected))
     if n % 2 == 0:
@@ -201,7 +197,7 @@ def test_a_product_of_any_shape_agrees_with_the_reference(
 @pytest.mark.slow
 @pytest.mark.parametrize("m", [2048, 4096])
 def test_a_product_of_many_rows_agrees_with_the_reference(products: Operations, m: int) -> None:
-    x, weight = random(m, 544, dtype=torch.bfloat16), random(96, 544, dtype=torch.bfloat16, seed=1)
+    x, weight = randn(m, 544, dtype=torch.bfloat16), randn(96, 544, dtype=torch.bfloat16, seed=1)
     expected = reference.linear(x, reference.pack(weight))
     assert_close(products.linear(x, products.pack(weight)), expected)
 
@@ -215,9 +211,9 @@ def test_the_layer_of_experts_agrees_with_the_reference(
     products: Operations, num_tokens: int, num_experts: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype
 ) -> None:
     routed, layout = routed_to(num_tokens, num_experts, top_k)
-    x = random(num_tokens, hidden, dtype=dtype, seed=5)
-    gate_up = (random(num_experts, 2 * inner, hidden, seed=6) / hidden**0.5).to(dtype)
-    down = (random(num_experts, hidden, inner, seed=7) / inner**0.5).to(dtype)
+    x = randn(num_tokens, hidden, dtype=dtype, seed=5)
+    gate_up = (randn(num_experts, 2 * inner, hidden, seed=6) / hidden**0.5).to(dtype)
+    down = (randn(num_experts, hidden, inner, seed=7) / inner**0.5).to(dtype)
     expected = reference.moe_small_batch(x, reference.pack(gate_up), reference.pack(down), routed)
     packed = products.pack(gate_up), products.pack(down)
     steps = None if dtype is torch.float32 else 8.0  # three roundings on the way, and up to 294,912 elements
@@ -231,14 +227,14 @@ def test_the_layer_of_experts_agrees_with_the_reference(
 
 
 def test_a_large_weight_begins_with_a_huge_page(products: Operations) -> None:
-    weight = products.pack(random(3, 1040, 1100, dtype=torch.bfloat16))
+    weight = products.pack(randn(3, 1040, 1100, dtype=torch.bfloat16))
     (part,) = weight.parts
     assert part.data_ptr() % HUGE_PAGE_BYTES == 0
     assert part.nbytes == 3 * 1056 * 1120 * 2  # filled up to whole tiles, and no further
 
 
 def test_a_nan_stays_in_its_row_of_a_product(products: Operations) -> None:
-    x, weight = random(40, 64, dtype=torch.bfloat16), random(32, 64, dtype=torch.bfloat16, seed=1)
+    x, weight = randn(40, 64, dtype=torch.bfloat16), randn(32, 64, dtype=torch.bfloat16, seed=1)
     x[17, 5] = torch.nan
     result = products.linear(x, products.pack(weight))
     assert result[17].isnan().all()
@@ -246,16 +242,16 @@ def test_a_nan_stays_in_its_row_of_a_product(products: Operations) -> None:
 
 
 def test_rows_or_columns_that_do_not_fit_are_refused(products: Operations) -> None:
-    weight = products.pack(random(2, 32, 64, dtype=torch.bfloat16))
+    weight = products.pack(randn(2, 32, 64, dtype=torch.bfloat16))
     _, layout = routed_to(3, 2, 1)
     with pytest.raises(ValueError, match="48 columns; accepted: 64"):
-        products.grouped_gemm(random(3, 48, dtype=torch.bfloat16), weight, layout, gather=True)
+        products.grouped_gemm(randn(3, 48, dtype=torch.bfloat16), weight, layout, gather=True)
     with pytest.raises(ValueError, match="2 rows; accepted: 3"):
-        products.grouped_gemm(random(2, 64, dtype=torch.bfloat16), weight, layout, gather=False)
+        products.grouped_gemm(randn(2, 64, dtype=torch.bfloat16), weight, layout, gather=False)
 
 
 def test_the_result_does_not_depend_on_the_number_of_threads(ops: Operations) -> None:
-    x, weight = random(300, 512, dtype=torch.bfloat16), random(512, dtype=torch.bfloat16, seed=1)
+    x, weight = randn(300, 512, dtype=torch.bfloat16), randn(512, dtype=torch.bfloat16, seed=1)
     num_threads = torch.get_num_threads()
     results = []
     try:
@@ -270,7 +266,7 @@ def test_the_result_does_not_depend_on_the_number_of_threads(ops: Operations) ->
 
 
 def test_float16_is_left_to_pytorch(ops: Operations) -> None:
-    x, weight = random(3, 80, dtype=torch.float16), random(80, dtype=torch.float16, seed=1)
+    x, weight = randn(3, 80, dtype=torch.float16), randn(80, dtype=torch.float16, seed=1)
     assert torch.equal(ops.rms_norm(x, weight, EPS), cpu.rms_norm(x, weight, EPS))
     assert torch.equal(ops.silu_and_mul(x), cpu.silu_and_mul(x))
 

@@ -20,7 +20,7 @@ from kernels.triton.dense import (
 )
 from kernels.triton.quantised import pack
 from tests.support.devices import past_int32_storage
-from tests.support.tensors import assert_close, assert_same_bits
+from tests.support.tensors import assert_close, assert_same_bits, randn
 
 pytestmark = pytest.mark.usefixtures("guarded_memory")
 
@@ -35,15 +35,11 @@ def many_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(dense, "MANY_ROWS", 1)
 
 
-def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
-
-
 @pytest.mark.usefixtures("many_rows")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rms_norm_agrees_with_the_reference(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    x = random(*shape, dtype=dtype, device=device) * 3
-    weight = random(shape[-1], dtype=dtype, device=device, seed=1)
+    x = randn(*shape, dtype=dtype, device=device) * 3
+    weight = randn(shape[-1], dtype=dtype, device=device, seed=1)
     before = x.clone()
     assert_close(rms_norm(x, weight, EPS).cpu(), reference.rms_norm(x.cpu(), weight.cpu(), EPS))
     assert torch.equal(x, before)
@@ -51,8 +47,8 @@ def test_rms_norm_agrees_with_the_reference(shape: tuple[int, ...], dtype: torch
 
 @pytest.mark.parametrize("eps", [1e-6, 1.0])
 def test_rms_norm_of_small_numbers_depends_on_eps(eps: float, device: torch.device) -> None:
-    x = random(3, 80, dtype=torch.float32, device=device) * 1e-3
-    weight = random(80, dtype=torch.float32, device=device, seed=1)
+    x = randn(3, 80, dtype=torch.float32, device=device) * 1e-3
+    weight = randn(80, dtype=torch.float32, device=device, seed=1)
     assert_close(rms_norm(x, weight, eps).cpu(), reference.rms_norm(x.cpu(), weight.cpu(), eps))
 
 
@@ -61,9 +57,9 @@ def test_rms_norm_of_small_numbers_depends_on_eps(eps: float, device: torch.devi
 def test_fused_add_rms_norm_agrees_and_updates_the_residual_alone(
     shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    x, weight = random(*shape, dtype=dtype, device=device), random(shape[1], dtype=dtype, device=device, seed=1)
+    x, weight = randn(*shape, dtype=dtype, device=device), randn(shape[1], dtype=dtype, device=device, seed=1)
     # The residual lies between other rows, which stay.
-    around = random(shape[0] + 8, shape[1], dtype=dtype, device=device, seed=2)
+    around = randn(shape[0] + 8, shape[1], dtype=dtype, device=device, seed=2)
     expected_around, x_before = around.cpu().clone(), x.clone()
     residual, expected_residual = around[4:-4], expected_around[4:-4]
     actual = fused_add_rms_norm(x, residual, weight, EPS)
@@ -75,8 +71,8 @@ def test_fused_add_rms_norm_agrees_and_updates_the_residual_alone(
 def test_results_are_rounded_where_the_reference_rounds(dtype: torch.dtype, device: torch.device) -> None:
     if dtype is torch.float32:
         pytest.skip("nothing is rounded between")
-    x, residual = (random(8, 1000, dtype=dtype, device=device, seed=seed) for seed in range(2))
-    weight = random(1000, dtype=dtype, device=device, seed=2)
+    x, residual = (randn(8, 1000, dtype=dtype, device=device, seed=seed) for seed in range(2))
+    weight = randn(1000, dtype=dtype, device=device, seed=2)
     expected = reference.fused_add_rms_norm(x.cpu(), residual.cpu().clone(), weight.cpu(), EPS)
     assert_same_bits(fused_add_rms_norm(x, residual, weight, EPS).cpu(), expected)
     assert_same_bits(rms_norm(x, weight, EPS).cpu(), reference.rms_norm(x.cpu(), weight.cpu(), EPS))
@@ -88,7 +84,7 @@ def test_results_are_rounded_where_the_reference_rounds(dtype: torch.dtype, devi
 def test_gated_activations_agree_with_the_reference(
     shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    gate_up = random(*shape, dtype=dtype, device=device) * 4
+    gate_up = randn(*shape, dtype=dtype, device=device) * 4
     before = gate_up.clone()
     assert_close(silu_and_mul(gate_up).cpu(), reference.silu_and_mul(gate_up.cpu()))
     assert_close(gelu_and_mul(gate_up).cpu(), reference.gelu_and_mul(gate_up.cpu()))
@@ -98,7 +94,7 @@ def test_gated_activations_agree_with_the_reference(
 
 
 def test_logits_are_capped_in_place(dtype: torch.dtype, device: torch.device) -> None:
-    logits = random(3, 130, dtype=dtype, device=device) * 20
+    logits = randn(3, 130, dtype=dtype, device=device) * 20
     expected = logits.cpu()
     reference.cap_logits(expected, 30.0)
     cap_logits(logits, 30.0)
@@ -115,8 +111,8 @@ def test_silu_of_large_gates_neither_overflows_nor_becomes_nan(dtype: torch.dtyp
 
 
 def test_rows_may_lie_apart_and_columns_too(dtype: torch.dtype, device: torch.device) -> None:
-    wide, weight = random(6, 300, dtype=dtype, device=device), random(100, dtype=dtype, device=device, seed=1)
-    column_major = random(100, 6, dtype=dtype, device=device, seed=2).t()
+    wide, weight = randn(6, 300, dtype=dtype, device=device), randn(100, dtype=dtype, device=device, seed=1)
+    column_major = randn(100, 6, dtype=dtype, device=device, seed=2).t()
     for x in (wide[:, 7:107], column_major):
         expected = reference.rms_norm(x.cpu(), weight.cpu(), EPS)
         assert_close(rms_norm(x, weight, EPS).cpu(), expected)
@@ -127,7 +123,7 @@ def test_rows_may_lie_apart_and_columns_too(dtype: torch.dtype, device: torch.de
 
 
 def test_a_residual_that_lies_apart_is_updated_in_place(device: torch.device) -> None:
-    wide = random(5, 300, dtype=torch.float32, device=device)
+    wide = randn(5, 300, dtype=torch.float32, device=device)
     expected_wide, x, weight = wide.cpu().clone(), wide[:, :100].clone(), wide[0, 200:].clone()
     expected = reference.fused_add_rms_norm(x.cpu(), expected_wide[:, 100:200], weight.cpu(), EPS)
     assert_close(fused_add_rms_norm(x, wide[:, 100:200], weight, EPS).cpu(), expected)
@@ -135,7 +131,7 @@ def test_a_residual_that_lies_apart_is_updated_in_place(device: torch.device) ->
 
 
 def test_a_residual_that_cannot_be_written_in_place_is_refused(device: torch.device) -> None:
-    residual = random(100, 6, dtype=torch.float32, device=device).t()
+    residual = randn(100, 6, dtype=torch.float32, device=device).t()
     with pytest.raises(ValueError, match=r"residual has strides \(1, 6\)"):
         fused_add_rms_norm(residual.contiguous(), residual, residual[0].contiguous(), EPS)
 
@@ -143,11 +139,11 @@ def test_a_residual_that_cannot_be_written_in_place_is_refused(device: torch.dev
 def test_offsets_pass_what_an_int32_holds(tmp_path: Path, device: torch.device) -> None:
     storage = past_int32_storage(tmp_path, device)
     rows = storage.as_strided((3, 64), (FAR, 1))
-    rows.copy_(random(3, 64, dtype=torch.float16, device=device))
-    near, weight = rows.cpu().clone(), random(64, dtype=torch.float16, device=device, seed=1)
+    rows.copy_(randn(3, 64, dtype=torch.float16, device=device))
+    near, weight = rows.cpu().clone(), randn(64, dtype=torch.float16, device=device, seed=1)
     assert_close(rms_norm(rows, weight, EPS).cpu(), reference.rms_norm(near, weight.cpu(), EPS))
     assert_close(silu_and_mul(rows).cpu(), reference.silu_and_mul(near))
-    x = random(3, 64, dtype=torch.float16, device=device, seed=2)
+    x = randn(3, 64, dtype=torch.float16, device=device, seed=2)
     expected = reference.fused_add_rms_norm(x.cpu(), near, weight.cpu(), EPS)
     assert_close(fused_add_rms_norm(x, rows, weight, EPS).cpu(), expected)
     assert torch.equal(rows.cpu(), near)
@@ -155,7 +151,7 @@ def test_offsets_pass_what_an_int32_holds(tmp_path: Path, device: torch.device) 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 96, 64), (5, 33, 80), (7, 7, 300)])
 def test_linear_agrees_with_the_reference(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
-    x, weight = random(m, k, dtype=dtype, device=device), random(n, k, dtype=dtype, device=device, seed=1)
+    x, weight = randn(m, k, dtype=dtype, device=device), randn(n, k, dtype=dtype, device=device, seed=1)
     assert_close(linear(x, pack(weight)).cpu(), reference.linear(x.cpu(), pack(weight.cpu())))
 
 
@@ -173,8 +169,8 @@ def test_no_rows_are_no_work(dtype: torch.dtype, device: torch.device) -> None:
 @pytest.mark.parametrize("num_rows", [1, 64, 8192])
 def test_real_sizes_agree_with_the_reference(num_rows: int, hidden_size: int, dtype: torch.dtype) -> None:
     device = torch.device("cuda")
-    x, residual = (random(num_rows, hidden_size, dtype=dtype, device=device, seed=seed) for seed in range(2))
-    weight = random(hidden_size, dtype=dtype, device=device, seed=2)
+    x, residual = (randn(num_rows, hidden_size, dtype=dtype, device=device, seed=seed) for seed in range(2))
+    weight = randn(hidden_size, dtype=dtype, device=device, seed=2)
     expected_residual = residual.clone()
     expected = reference.fused_add_rms_norm(x, expected_residual, weight, EPS)
     assert_close(fused_add_rms_norm(x, residual, weight, EPS), expected)

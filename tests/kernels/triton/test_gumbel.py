@@ -13,7 +13,7 @@ import triton.language as tl
 from kernels import cpu, reference
 from kernels.reference.sampling import gumbel_noise
 from kernels.triton.gumbel import choose_tokens, gumbel_argmax, token_noise
-from tests.support.tensors import assert_close
+from tests.support.tensors import assert_close, in_longer_rows, randn
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SEEDS = [0, 1, -1, 2**31, 2**32, 2**63 - 1, -(2**63), 123456789012345, -987654321]
@@ -54,18 +54,8 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def framed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same values as a view into rows that go on with NaN."""
-    buffer = tensor.new_full((tensor.shape[0], tensor.shape[1] + 9), torch.nan).to(device)
-    return buffer[:, : tensor.shape[1]].copy_(tensor)
-
-
 def draw(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, device: torch.device) -> list[int]:
-    drawn = gumbel_argmax(framed(logits, device), seeds.to(device), positions.to(device))
+    drawn = gumbel_argmax(in_longer_rows(logits, device), seeds.to(device), positions.to(device))
     assert drawn.dtype == torch.int64
     return list(drawn.tolist())
 
@@ -177,7 +167,7 @@ def chosen_of(logits: torch.Tensor, draws: tuple[torch.Tensor, ...], unknown: ra
     """Both lines of what is chosen by the kernels, which must leave the logits as they are."""
     is_known = torch.ones(logits.shape[1], dtype=torch.bool)
     is_known[list(unknown)] = False
-    given = framed(logits, device)
+    given = in_longer_rows(logits, device)
     chosen = choose_tokens(given, is_known.to(device), *(tensor.to(device) for tensor in draws))
     assert_close(given.cpu(), logits, max_steps=0, rms_steps=0)
     expected = reference.choose_tokens(logits, is_known, *draws)

@@ -12,7 +12,7 @@ from kernels.triton import truncation
 from kernels.triton.launch import TileLaunch
 from kernels.triton.sampling import apply_penalties, argmax
 from kernels.triton.truncation import MAX_VOCAB_SIZE, mask_top_k_top_p_min_p
-from tests.support.tensors import assert_close
+from tests.support.tensors import assert_close, in_longer_rows
 
 Option = tuple[int, float, float]  # top_k, top_p, min_p
 # The interpreter computes in NumPy, which warns of inf - inf where a GPU does not.
@@ -43,12 +43,6 @@ def random_logits(rows: int, vocab: int, *, spread: float = 3.0, seed: int = 0) 
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def framed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same values as a view into rows that go on with NaN."""
-    buffer = tensor.new_full((tensor.shape[0], tensor.shape[1] + 9), torch.nan).to(device)
-    return buffer[:, : tensor.shape[1]].copy_(tensor)
-
-
 def columns_of(options: list[Option]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     top_k = torch.tensor([k for k, _, _ in options])
     top_p, min_p = (torch.tensor([option[i] for option in options], dtype=torch.float32) for i in (1, 2))
@@ -58,7 +52,7 @@ def columns_of(options: list[Option]) -> tuple[torch.Tensor, torch.Tensor, torch
 def check_masks(logits: torch.Tensor, options: list[Option], device: torch.device) -> torch.Tensor:
     """The kernels must leave exactly the tokens that the reference leaves; -> what they leave."""
     parameters = columns_of(options)
-    expected, actual = logits.clone(), framed(logits, device)
+    expected, actual = logits.clone(), in_longer_rows(logits, device)
     reference.mask_top_k_top_p_min_p(expected, *parameters)
     mask_top_k_top_p_min_p(actual, *(parameter.to(device) for parameter in parameters))
     assert_close(actual.cpu(), expected, max_steps=0, rms_steps=0)
@@ -209,7 +203,7 @@ def test_what_cannot_be_masked_is_refused(device: torch.device) -> None:
 @pytest.mark.parametrize("vocab", [1, 5, 700, 5003])
 def test_argmax_is_that_of_the_reference(vocab: int, device: torch.device) -> None:
     logits = random_logits(4, vocab, seed=vocab)
-    actual = argmax(framed(logits, device))
+    actual = argmax(in_longer_rows(logits, device))
     assert_close(actual.cpu(), reference.argmax(logits))
 
 
@@ -224,7 +218,7 @@ def test_argmax_takes_the_lower_of_equals_and_sees_nan(device: torch.device) -> 
     logits[6] = torch.where(torch.arange(5003) < 3, -0.0, 0.0)
     logits[7] = -5.0
     logits[7, 0] = -torch.nan
-    actual = argmax(framed(logits, device)).tolist()
+    actual = argmax(in_longer_rows(logits, device)).tolist()
     assert actual == [41, 0, 0, 2500, 2050, 5002, 0, 0]
     assert actual == reference.argmax(logits).tolist()
 
@@ -237,7 +231,7 @@ def test_argmax_of_64_rows_over_a_real_vocabulary_is_that_of_the_cpu(device: tor
 
 
 def penalised(logits: torch.Tensor, pairs: tuple[torch.Tensor, ...], device: torch.device) -> torch.Tensor:
-    actual = framed(logits, device)
+    actual = in_longer_rows(logits, device)
     apply_penalties(actual, *(tensor.to(device) for tensor in pairs))
     return actual.cpu()
 
