@@ -153,6 +153,13 @@ def test_names_are_in_the_files_they_are_said_to_be_in() -> None:
     assert [(name, path) for name, path in placed if name not in re.findall(r"\w+", path.read_text())] == []
 
 
+@pytest.mark.parametrize("package", ["settings", "kernels", "engine", "worker"])
+def test_a_packages_readme_has_each_of_its_modules(package: str) -> None:
+    text = (ROOT / package / "README.md").read_text()
+    modules = [path for path in (ROOT / package).rglob("*.py") if path.name != "__init__.py"]
+    assert [path for path in modules if path.name not in text] == []
+
+
 def test_every_alert_has_an_entry() -> None:
     anchors = Markdown(PAGE.read_text()).anchors
     runbooks = {rule["annotations"]["runbook"] for rule in alert_rules()}
