@@ -21,7 +21,7 @@ from worker.app import create_app
 from worker.broker.messages import Announcer
 from worker.lines.files import BOM
 from worker.records.record import has_failed
-from worker.registry.connect import Trust, connect, may_not_write
+from worker.registry.connect import connect, may_not_write
 from worker.registry.errors import FunctionsMissing, JobIncomplete, JobNotFound, JobTooLarge, RedisFull
 from worker.registry.exchange import perform
 from worker.registry.files import StoredFile
@@ -29,6 +29,7 @@ from worker.registry.intake import JobIntake, LineDigest, Staged, checked_option
 from worker.registry.jobs import JobControl, JobQueries
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import UnitLeases
+from worker.registry.trust import Trust
 from worker.results import EndAttempts, FailedLines, PollPauses, ResultReader
 from worker.schemas import ALL_JOBS, JobFilter, JobStatus, SubmitArguments, SubmitOptions, WorkerInfo
 from worker.tracing.spans import make_tracing

@@ -26,11 +26,11 @@ from kombu.transport.redis import QoS
 from tests.chaos.fleet import Fleet, FleetWorker
 from tests.support.fake_engine import FakeEngine
 from tests.support.processes import running_thread, wait_until
-from worker.registry.connect import has_renewed
 from worker.registry.keys import Keys
 from worker.registry.leases import Claim, UnitLeases
 from worker.registry.lifecycle import PutStatus
 from worker.registry.queues import lanes_by_priority, queue_of
+from worker.registry.trust import has_renewed
 from worker.runtime.held_units import HeldUnits
 
 if TYPE_CHECKING:  # a worker that dies at a point imports this module, and needs no servers

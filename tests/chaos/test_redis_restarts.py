@@ -25,9 +25,9 @@ from tests.chaos.worker_program import WorkerOptions
 from tests.support.processes import wait_until
 from tests.support.redis_servers import RestartableRedis
 from worker.client import BatchClient
-from worker.registry.connect import has_renewed
 from worker.registry.errors import JobNotFound
 from worker.registry.keys import Keys
+from worker.registry.trust import has_renewed
 
 SLOW = WorkerOptions(engine={"steps_per_request": 10, "step_s": 0.01})
 DOWN_S = 1.0

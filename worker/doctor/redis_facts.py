@@ -16,7 +16,8 @@ from redis.retry import Retry
 
 from settings import RedisSettings
 from worker.acl import FLOWER, PRODUCER, WORKER
-from worker.registry.connect import RedisAddress, RedisServer, connect
+from worker.registry.connect import RedisAddress, connect
+from worker.registry.trust import RedisServer
 
 NUM_ROUND_TRIPS = 20
 _CONFIG = ("appendfsync", "save", "stop-writes-on-bgsave-error", "protected-mode", "enable-debug-command")

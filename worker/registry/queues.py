@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import redis
 
-from worker.registry.connect import AppendOnlyFile
 from worker.registry.exchange import RedisReply, ask, ask_one, text
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import Claim
 from worker.registry.lua import Scripts
 from worker.registry.models import TTL_S, ModelDirectory
+from worker.registry.trust import AppendOnlyFile
 
 QUEUE = "millrace"  # of plans, which any worker makes, and of shards that no model is noted of
 

@@ -19,11 +19,12 @@ from worker.lines.request_line import names_model
 from worker.metrics.catalogue import TOP_TENANTS
 from worker.metrics.server import MetricsServer
 from worker.registry.callbacks import CallbackOutbox
-from worker.registry.connect import Trust, connect
+from worker.registry.connect import connect
 from worker.registry.intake import JobIntake
 from worker.registry.keys import Keys
 from worker.registry.models import Announcement, Heartbeats, ModelDirectory
 from worker.registry.queues import QueueFigures, ReapQueue, ShardQueue
+from worker.registry.trust import Trust
 from worker.requests.served_model import served_names
 from worker.requests.step_engine import StepEngine, request_window
 from worker.runtime.counts import CountedLeases, EngineMeter, QueueReader, UnitCounts

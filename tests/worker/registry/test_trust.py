@@ -24,8 +24,8 @@ from tests.support.workers import worker_processes
 from worker.async_client import AsyncBatchClient
 from worker.cli.main import cli
 from worker.client import BatchClient
-from worker.registry.connect import AppendOnlyFile, has_renewed
 from worker.registry.errors import JobReused, NotDurable, RedisFull
+from worker.registry.trust import AppendOnlyFile, has_renewed
 from worker.schemas import JobState
 
 LINES = [b'{"prompt": "a"}']
