@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple, Self, TypeVar, cast
+from typing import ClassVar, NamedTuple, Self, TypeVar, cast
 
 import torch
 
@@ -26,6 +26,8 @@ class PackedWeight:
     parts: tuple[torch.Tensor, ...]  # what they are is the implementation's business
     shape: tuple[int, ...]  # of the weight it was made from: [N, K], or [E, N, K] for experts
 
+    has_rows: ClassVar[bool] = False  # whether `rows` reads this layout, too
+
     @classmethod
     def unchanged(cls, weight: torch.Tensor) -> Self:
         """The tensor itself as the one part."""
@@ -36,6 +38,13 @@ class PackedWeight:
         """The tensor that `unchanged` was given. Raises ValueError if there are more parts than one."""
         (tensor,) = self.parts
         return tensor
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rows of a weight [N, K], to the bit: indices [T] int64, 0 to N - 1, which is not checked -> [T, K].
+
+        Of the tensor that `unchanged` was given, and of layouts that say so (`has_rows`).
+        """
+        return torch.nn.functional.embedding(indices, self.tensor)
 
     @cached_property
     def matrices(self) -> tuple[torch.Tensor, ...]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
+import mmap
 import struct
 from collections.abc import Collection, Container
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +30,7 @@ STORED_DTYPES = {
 # A header entry takes about 150 bytes: room for 200,000 tensors, where Qwen3-235B has 36,945 over all its files.
 MAX_HEADER_BYTES = 32 << 20
 LENGTH_BYTES = 8  # of the header's length
+METADATA = "__metadata__"  # of the file, beside the tensors in the header
 
 
 class Checkpoint:
@@ -76,11 +80,17 @@ class Checkpoint:
     def read(self, name: str, accepted: Collection[str] = tuple(DTYPES)) -> torch.Tensor:
         """A tensor in its shape and dtype on disk, memory-mapped: no bytes are read before they are used.
 
-        It stays valid after `close`. Writing to it changes a private copy of the touched pages, never the file.
+        It stays valid after `close`. Writing to it changes a private copy of the touched pages, never the file; the
+        next `release` undoes it.
         accepted: names of STORED_DTYPES. Raises CheckpointError if there is none of this name, its dtype is another, or
         the checkpoint was closed.
         """
         return self._shard(name).read(name, accepted)
+
+    def release(self) -> None:
+        """Give back the memory that the files' pages take in this process; what is used again is read again."""
+        for shard in set(self._shards.values()):
+            shard.release()
 
     def close(self) -> None:
         """Close the files. May be called twice."""
@@ -113,6 +123,14 @@ def _check_index(path: Path, index: dict[str, str], shards: dict[str, Shard]) ->
             )
 
 
+class _StoredTensor(NamedTuple):
+    """What a header says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str  # by safetensors' name
+    start: int  # its first byte in the file
+
+
 class Shard:
     """One memory-mapped safetensors file: its header, and views of its tensors.
 
@@ -123,9 +141,16 @@ class Shard:
     def __init__(self, path: Path) -> None:
         self.path = path
         header_bytes = _header_bytes(path)
-        self._file = _open(path)
-        self.data_bytes = path.stat().st_size - LENGTH_BYTES - header_bytes  # safetensors leaves no gaps in between
-        self._tensors = {name: self._describe(name) for name in self._file.keys()}  # noqa: SIM118 (not a dict)
+        _check(path)
+        self._mapping: mmap.mmap | None = _mapped(path)
+        data = LENGTH_BYTES + header_bytes
+        self.data_bytes = len(self._mapping) - data  # safetensors leaves no gaps in between
+        header = json.loads(self._mapping[LENGTH_BYTES:data])
+        self._tensors = {
+            name: _StoredTensor(tuple(entry["shape"]), entry["dtype"], data + entry["data_offsets"][0])
+            for name, entry in header.items()
+            if name != METADATA
+        }
 
     def names(self) -> frozenset[str]:
         """Every tensor in the file."""
@@ -133,41 +158,52 @@ class Shard:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Dimensions of a tensor, from the header."""
-        return self._tensors[name][0]
+        return self._tensors[name].shape
 
     def dtype(self, name: str, accepted: Collection[str]) -> torch.dtype:
         """Dtype of a tensor, from the header."""
-        stored = self._tensors[name][1]
+        stored = self._tensors[name].dtype
         if stored not in accepted:
             raise CheckpointError(f"{self.path}: tensor {name} has dtype {stored}; accepted: {', '.join(accepted)}")
         return STORED_DTYPES[stored]
 
     def read(self, name: str, accepted: Collection[str]) -> torch.Tensor:
         """A tensor that lies in the mapping, which lives as long as the tensor does."""
-        self.dtype(name, accepted)  # refuses it
-        try:
-            tensor = cast(torch.Tensor, self._file.get_tensor(name))
-        except SafetensorError as error:
-            raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {error}") from error
+        dtype, (shape, _, start) = self.dtype(name, accepted), self._tensors[name]
+        if self._mapping is None:
+            raise CheckpointError(f"{self.path}: tensor {name} cannot be read: the file was closed")
+        count = math.prod(shape)
+        if count == 0:  # no part of a buffer
+            return torch.empty(shape, dtype=dtype)
+        tensor = torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=start).view(shape)
         # Writers that do not pad the header leave tensors at odd addresses, where vector instructions may not load.
         return tensor.clone() if tensor.data_ptr() % tensor.itemsize else tensor
 
+    def release(self) -> None:
+        """Take its pages out of this process, not out of the system's cache: what is used again is mapped again."""
+        if self._mapping is not None:
+            with suppress(AttributeError, OSError):  # a system without: pages stay until their memory is needed
+                self._mapping.madvise(mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         """Close the file. Tensors that were read stay valid."""
-        self._file.__exit__(None, None, None)
-
-    def _describe(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Its shape and the file's name for its dtype."""
-        part = self._file.get_slice(name)
-        return tuple(part.get_shape()), part.get_dtype()
+        self._mapping = None
 
 
-def _open(path: Path) -> Any:  # noqa: ANN401 (safetensors has no types)
+def _check(path: Path) -> None:
+    """Have safetensors read the header: shapes, dtypes and places of tensors fit each other and the file."""
     try:
-        return safe_open(path, framework="pt", device="cpu")
+        with safe_open(path, framework="np"):
+            pass
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: not a valid safetensors file: {error}") from error
-    except RuntimeError as error:  # torch's, where the kernel maps no file that is larger than the machine's memory
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except OSError as error:  # also where the kernel maps no file that is larger than the machine's memory
         raise CheckpointError(f"{path}: cannot be mapped into memory: {error}") from error
 
 

@@ -65,7 +65,7 @@ def calibrated(
     batches = [_batch(part) for part in _parts(prompts)]
     states = []
     for batch in batches:
-        x = torch.nn.functional.embedding(batch.token_ids, model.embed_tokens) * config.multipliers.embedding
+        x = model.embed_tokens.rows(batch.token_ids) * config.multipliers.embedding
         states.append((x, torch.zeros_like(x)))
     root = "" if is_body_alone(checkpoint.names()) else "model."
     for index, layer in enumerate(model.layers):

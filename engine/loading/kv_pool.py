@@ -14,10 +14,9 @@ from engine.kv_cache.tensors import KVCacheSpec
 from engine.model_status import MemoryProfile
 from engine.models.decoder import packed_weights
 from engine.models.load import describe_decoder
-from engine.models.placement import DTYPES, INT4, kv_cache_dtype
+from engine.models.placement import DTYPES, INT4, choose_operations, kv_cache_dtype
 from engine.out_of_memory import POOL_SETTINGS, STEP_SETTINGS
 from engine.prompt_logprobs import MAX_LOGITS_BYTES
-from kernels.cpu.dense import has_blocked_layout
 from kernels.quantised import PackedQuantised
 from settings import EffectiveSettings, EngineSettings, Source
 
@@ -133,9 +132,9 @@ def _useful_blocks(effective: EffectiveSettings, config: ModelConfig) -> int:
 def expected_weights_bytes(checkpoint: Checkpoint, config: ModelConfig, settings: EngineSettings) -> int:
     """Bytes under fully derived device, dtype and quantization, within a hundredth.
 
-    A tied head is a second copy of the embedding where a CPU's kernels have a layout of their own for it. Norms and
-    routers, which stay in the model dtype, and the scales of quantised weights are left out of the account: together
-    below a hundredth.
+    A tied head is a second copy of the embedding where a CPU's kernels have a layout of their own for it, in which rows
+    cannot be looked up. Norms and routers, which stay in the model dtype, and the scales of quantised weights are left
+    out of the account: together below a hundredth.
     """
     itemsize = DTYPES[settings.dtype].itemsize
     quantised_bytes = 0
@@ -144,9 +143,7 @@ def expected_weights_bytes(checkpoint: Checkpoint, config: ModelConfig, settings
     else:
         quantised_bytes, num_elements = _stored_sizes(checkpoint, config)
     embedding = config.vocab_size * config.hidden_size
-    has_own_layout = settings.quantization != "none" or has_blocked_layout(DTYPES[settings.dtype])
-    is_packed = settings.device == "cpu" and not settings.deterministic and has_own_layout
-    if config.tie_word_embeddings and is_packed and _has_lm_head(checkpoint, config):
+    if config.tie_word_embeddings and _has_lm_head(checkpoint, config) and _copies_head(settings):
         num_elements += embedding
     if settings.quantization == "int8":
         return embedding * itemsize + (num_elements - embedding)
@@ -154,6 +151,15 @@ def expected_weights_bytes(checkpoint: Checkpoint, config: ModelConfig, settings
         rounded = num_elements - embedding
         return embedding * itemsize + rounded // 2 + rounded * SCALE_BYTES // (INT4.group_size or 1)
     return quantised_bytes + num_elements * itemsize
+
+
+def _copies_head(settings: EngineSettings) -> bool:
+    """Whether a head that is tied to the embedding lies in memory beside it: tried with a small one."""
+    if settings.device != "cpu" or settings.quantization != "none":
+        return settings.device == "cpu"
+    weight = torch.zeros(32, 32, dtype=DTYPES[settings.dtype])
+    packed = choose_operations(settings, torch.device("cpu")).pack(weight)
+    return not packed.has_rows and packed.parts[0] is not weight
 
 
 def _has_lm_head(checkpoint: Checkpoint, config: ModelConfig) -> bool:

@@ -280,7 +280,7 @@ class DecoderModel:
 
     config: ModelConfig
     ops: Operations
-    embed_tokens: torch.Tensor  # [V, H]
+    embed_tokens: PackedWeight  # [V, H], whose rows are looked up: lm_head, where that is the same and has rows
     layers: tuple[DecoderLayer, ...] | StreamedLayers
     final_norm: torch.Tensor  # [H]
     lm_head: PackedWeight | None  # [V, H]; None: a body alone, which makes embeddings only, or with a head of classes
@@ -293,12 +293,12 @@ class DecoderModel:
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.embed_tokens.device
+        return self.final_norm.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The model dtype."""
-        return self.embed_tokens.dtype
+        return self.final_norm.dtype
 
     @property
     def has_float8_cache(self) -> bool:
@@ -317,7 +317,7 @@ class DecoderModel:
         Logits are computed for the tokens of `batch.logits_indices` alone. Raises CapabilityError where any are
         wanted and the model has no head.
         """
-        embedded = torch.nn.functional.embedding(batch.token_ids, self.embed_tokens)
+        embedded = self.embed_tokens.rows(batch.token_ids)
         if self.config.multipliers.embedding != 1:
             embedded *= self.embedding_multiplier
         x: torch.Tensor | ExpertOutputs = embedded
@@ -373,7 +373,7 @@ def weights_bytes(model: DecoderModel) -> int:
 
 
 def _tensors(model: DecoderModel) -> Iterator[torch.Tensor]:
-    yield from (model.embed_tokens, model.final_norm)
+    yield from (*model.embed_tokens.parts, model.final_norm)
     for layer in model.layers:
         yield from (norm for norm in layer.norms if norm is not None)
         for qk_norm in (layer.attention.qk_norm, layer.attention.wide_qk_norm):

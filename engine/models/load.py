@@ -65,9 +65,12 @@ def _fill_decoder(
     config: ModelConfig, source: TensorSource, placement: ModelPlacement, *, is_body: bool
 ) -> DecoderModel:
     streamed = _stream_decoder(config, source, placement, is_body=is_body)
-    model = replace(streamed, layers=tuple(streamed.layers))
+    layers = []
+    for layer in streamed.layers:
+        layers.append(layer)
+        source.release()  # what was packed has its own memory by now: the file's pages would count beside it
     source.finish()
-    return model
+    return replace(streamed, layers=tuple(layers))
 
 
 def _stream_decoder(
@@ -87,11 +90,14 @@ def _stream_decoder(
     classifier = None if config.classifier is None else _decoder_head(config, source, placement, embed_tokens)
     has_lm_head = not is_body and classifier is None
     lm_head = placement.pack(_head(config, source, embed_tokens)) if has_lm_head else None
+    embedding = PackedWeight.unchanged(embed_tokens)
+    if lm_head is not None and lm_head.has_rows and config.tie_word_embeddings:
+        embedding = lm_head  # one copy is enough
     multiplier = config.multipliers.embedding
     if config.multipliers.rounds_embedding:
         multiplier = float(torch.tensor(multiplier).to(placement.dtype))
     return DecoderModel(
-        *(config, placement.ops, embed_tokens, layers, final_norm, lm_head, source.digest(), classifier), multiplier
+        *(config, placement.ops, embedding, layers, final_norm, lm_head, source.digest(), classifier), multiplier
     )
 
 

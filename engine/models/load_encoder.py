@@ -59,6 +59,7 @@ def _fill_encoder(config: EncoderConfig, source: TensorSource, placement: ModelP
         final_norm=None if names.final_norm is None else _norm(config, source, f"{root}{names.final_norm}"),
     )
     source.finish()
+    source.release()
     return model
 
 

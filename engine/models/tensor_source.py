@@ -77,6 +77,10 @@ class TensorSource:
         """Skip the tensors whose names begin so: the model has no use for them, such as another task's head."""
         self._left = {name for name in self._left if not name.startswith(prefixes)}
 
+    def release(self) -> None:
+        """Give back the memory of the pages that were read so far; tensors used where they lie are read again."""
+        self._checkpoint.release()
+
     def finish(self) -> None:
         """Raise CheckpointError if the checkpoint holds tensors that nobody took."""
         if self._left:

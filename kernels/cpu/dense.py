@@ -21,7 +21,7 @@ def pack(weight: torch.Tensor, *, keep_dtype: bool = False) -> PackedWeight:
     if weight.dim() == 3 and weight.dtype is torch.float32:
         return PackedWeight.unchanged(weight)  # see `plain_gemm`
     matrices = weight.unbind() if weight.dim() == 3 else (weight,)
-    if has_blocked_layout(weight.dtype):
+    if _has_blocked_layout(weight.dtype):
         matrices = tuple(torch.ops.mkldnn._reorder_linear_weight(matrix, ROWS_HINT) for matrix in matrices)
     return PackedWeight(tuple(matrices), tuple(weight.shape))
 
@@ -52,7 +52,7 @@ def product_into(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> to
     return out
 
 
-def has_blocked_layout(dtype: torch.dtype) -> bool:
+def _has_blocked_layout(dtype: torch.dtype) -> bool:
     """Whether weights of `dtype` get a copy in oneDNN's layout: on x86, where it was measured, float32, and bfloat16
     where oneDNN computes in it.
     """

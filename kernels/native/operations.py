@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from ctypes import byref
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 
@@ -40,7 +41,8 @@ from kernels.quantised import QuantisedWeight
 
 Tensor = torch.Tensor
 TILE = 32  # a packed weight's rows and columns are filled up to multiples of it
-GATED_STEP = 16  # columns of one tile
+STRIP = 16  # rows of a weight that lie side by side, which are columns of a product
+GATED_STEP = STRIP
 ROWS_STEP = 32  # with AMX, the same of rows that oneDNN multiplies
 DTYPES = (torch.float32, torch.bfloat16)  # float16 is left to kernels.cpu: the engine refuses it on a CPU
 
@@ -48,6 +50,15 @@ DTYPES = (torch.float32, torch.bfloat16)  # float16 is left to kernels.cpu: the 
 @dataclass(frozen=True, eq=False)
 class NativePacked(PackedWeight):
     """A bfloat16 weight as `pack_weight` of src/gemm.h lays it out: one part, [E, elements] for experts."""
+
+    has_rows: ClassVar[bool] = True
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """See `PackedWeight.rows`: 16 rows lie side by side, a pair of elements at a time."""
+        width = self.shape[1]
+        pairs = self.tensor.view(torch.int32).view(-1, round_up(width, TILE) // 2, STRIP)
+        found = pairs[indices // STRIP, :, indices % STRIP]
+        return found.view(torch.bfloat16)[:, :width].contiguous()
 
 
 class NativeOperations:

@@ -110,7 +110,7 @@ def test_a_more_urgent_equal_makes_the_work_urgent(checkpoint: Path) -> None:
 def test_a_failure_ends_its_request_alone_and_leaves_no_bad_kv(tmp_path: Path, pooling: str) -> None:
     write_pooling(make_checkpoint(tmp_path), "mean" if pooling == "mean" else "last_token")
     engine = load_engine(tmp_path, {"engine.max_num_batched_tokens": "16", "engine.max_num_seqs": "8"})
-    weights = engine.model.embed_tokens
+    weights = engine.model.embed_tokens.tensor
     kept = weights[200].clone()
     weights[200] = torch.nan
     bad, good = [1] * 20 + [200] + [2] * 20, [1] * 40
@@ -123,7 +123,7 @@ def test_a_failure_ends_its_request_alone_and_leaves_no_bad_kv(tmp_path: Path, p
 
 
 def test_equals_of_a_failed_request_are_tried_again_without_it(engine: OpenEngine) -> None:
-    weights = engine.model.embed_tokens
+    weights = engine.model.embed_tokens.tensor
     kept = weights[7].clone()
     weights[7] = torch.nan
     for name in "ab":

@@ -146,7 +146,7 @@ def test_a_prefix_with_nan_is_given_up_though_its_request_was_cancelled(moe_chec
 def test_a_token_that_overflows_fails_no_request_that_shares_its_prefix(moe_checkpoint: Path, bad: float) -> None:
     engine = load_engine(moe_checkpoint, {"engine.max_num_batched_tokens": "32", "engine.max_num_seqs": "8"})
     clean = list(range(20))
-    engine.model.embed_tokens[250] = bad  # attention to its own values is not finite in any layer
+    engine.model.embed_tokens.tensor[250] = bad  # attention to its own values is not finite in any layer
     engine.add_request(greedy_request("bad", [*clean, 250, *range(100, 180)], 4))
     assert [type(output.error) for output in engine.step()] == [NonFiniteLogits]  # before its prompt is through
     assert len(tokens_of(run_all(engine, [greedy_request("good", [*clean, 3], 4)])["good"])) == 4

@@ -171,13 +171,13 @@ def test_a_failure_is_one_requests_own_and_the_others_are_tried_without_it(engin
 
 def test_a_request_that_always_fails_fails_each_of_its_equals(engine: OpenEngine) -> None:
     before, bad = engine.stats().num_finished_requests, 250
-    kept = engine.model.embed_tokens[bad].clone()
-    engine.model.embed_tokens[bad] = torch.nan
+    kept = engine.model.embed_tokens.tensor[bad].clone()
+    engine.model.embed_tokens.tensor[bad] = torch.nan
     try:
         requests = [replace(_request(name), prompt_token_ids=(*PROMPT, bad)) for name in "abc"]
         outputs = run_all(engine, [*requests, _request("good")])
     finally:
-        engine.model.embed_tokens[bad] = kept
+        engine.model.embed_tokens.tensor[bad] = kept
     assert [type(outputs[name].error) for name in "abc"] == [NonFiniteLogits] * 3
     assert len(tokens_of(outputs["good"])) == MAX_TOKENS
     assert engine.stats().num_finished_requests - before == 4

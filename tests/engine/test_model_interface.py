@@ -279,7 +279,7 @@ def test_a_chunk_with_nan_fails_at_once_and_its_blocks_are_never_hit(moe_checkpo
     engine = load_engine(moe_checkpoint)
     interface = engine.model_interface
     interface.prefill("old", PROMPT[:10])
-    engine.model.embed_tokens[250] = torch.nan
+    engine.model.embed_tokens.tensor[250] = torch.nan
     results = interface.unified_forward(
         [UnifiedItem("bad", [*PROMPT, 250], 0, False), UnifiedItem("old", [5], 10, True)]
     )

@@ -259,7 +259,7 @@ def test_values_that_are_not_finite_fail_that_request_alone(tmp_path: Path) -> N
     case = Case(tmp_path / "tiny")
     case.prompts[7][40] = 300
     engine = case.engine(max_num_batched_tokens="16", max_num_seqs="16")
-    engine.model.embed_tokens[300] = torch.nan
+    engine.model.embed_tokens.tensor[300] = torch.nan
     outputs = run_all(engine, case.requests())
     spoilt = outputs["s7"]
     assert isinstance(spoilt.error, NonFiniteLogits)

@@ -305,3 +305,15 @@ def _fork_and_tell(descriptors: list[int]) -> None:
 
 if __name__ == "__main__":
     serve_forks()
+
+
+def resident_file_bytes(directory: Path) -> int:
+    """Bytes of files below a directory that this process has mapped and that are in its memory."""
+    total, is_below = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split(maxsplit=5)
+        if not first.endswith(":"):  # the head of a mapping: its addresses, its file last
+            is_below = len(rest) == 5 and rest[-1].startswith(f"{directory}/")
+        elif is_below and first == "Rss:":
+            total += int(rest[0]) * 1024
+    return total

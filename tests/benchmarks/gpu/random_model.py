@@ -150,6 +150,9 @@ class RandomShard(Shard):
         drawn = torch.empty(shape, dtype=self._dtype, device=self._device)
         return drawn.normal_(mean, STANDARD_DEVIATION, generator=generator)
 
+    def release(self) -> None:
+        """Do nothing: no file is mapped."""
+
     def close(self) -> None:
         """Do nothing: no file is open."""
 

@@ -28,6 +28,7 @@ from engine.checkpoint.weights import Checkpoint
 from engine.errors import CheckpointError
 from engine.loading.derived_settings import derive_settings
 from settings import ModelSettings, SettingsError, load_settings
+from tests.support.processes import resident_file_bytes
 from tests.support.tiny_checkpoint import decoder_config, make_checkpoint, make_model
 
 INDEX = "model.safetensors.index.json"
@@ -97,6 +98,25 @@ def test_tensors_outlive_the_checkpoint_and_writes_never_reach_the_file(tmp_path
     tensor += 1
     assert torch.equal(tensor, torch.arange(1000.0) + 1)
     assert file.read_bytes() == before
+
+
+def test_released_pages_leave_the_process_and_are_read_again(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(4 << 20), "b": torch.arange(1000.0)}, tmp_path / "model.safetensors")  # 16 MiB
+    with Checkpoint.open(tmp_path) as checkpoint:
+        tensor = checkpoint.read("a")
+        assert tensor.sum() == 4 << 20
+        assert resident_file_bytes(tmp_path) > 16 << 20
+        checkpoint.release()
+        assert resident_file_bytes(tmp_path) == 0
+        assert torch.equal(checkpoint.read("b"), torch.arange(1000.0))
+        assert tensor[-1] == 1
+    checkpoint.release()  # a closed one has nothing to give back
+
+
+def test_an_empty_tensor_is_read(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2), "none": torch.ones(0, 3)}, tmp_path / "model.safetensors")
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert checkpoint.read("none").shape == (0, 3)
 
 
 def test_a_closed_checkpoint_reads_no_more(tmp_path: Path) -> None:

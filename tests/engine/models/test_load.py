@@ -23,6 +23,7 @@ from engine.models.load_encoder import check_encoder, load_encoder
 from engine.models.placement import ModelPlacement
 from kernels.dispatch import operations
 from tests.support.engines import load_engine
+from tests.support.tensors import native_variants, needs_native
 from tests.support.tiny_checkpoint import (
     VOCAB_SIZE,
     decoder_config,
@@ -102,21 +103,35 @@ def test_a_tied_head_may_be_stored_twice_but_only_if_it_is_the_embedding(tmp_pat
 
 
 def test_loading_makes_no_second_copy_of_the_weights(tmp_path: Path) -> None:
-    """Anonymous memory grows by what must be fused, at most the weights; mapped file pages belong to the page cache."""
+    """Anonymous memory grows by what must be fused, at most the weights; the file's pages leave the process again."""
     shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "vocab_size": 8192}
     make_checkpoint(tmp_path, "qwen3", **shape)
     weights_kb = (tmp_path / "model.safetensors").stat().st_size // 1024
     code = f"""
 import re, sys
 from pathlib import Path
+from tests.support.processes import resident_file_bytes
 from tests.support.tiny_checkpoint import load_alone
 anonymous_kb = lambda: int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 before = anonymous_kb()
 model = load_alone(Path({str(tmp_path)!r}))
-print(anonymous_kb() - before)
+print(anonymous_kb() - before, resident_file_bytes(Path({str(tmp_path)!r})) // 1024)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 1.1 * weights_kb
+    grown_kb, mapped_kb = (int(word) for word in done.stdout.split())
+    assert grown_kb < 1.1 * weights_kb
+    assert mapped_kb < 0.1 * weights_kb
+
+
+@needs_native
+@pytest.mark.parametrize("variant", native_variants())
+def test_rows_of_a_tied_head_are_those_of_the_embedding(tmp_path: Path, variant: str) -> None:
+    make_checkpoint(tmp_path, "qwen3", tie_word_embeddings=True, vocab_size=330, dtype="bfloat16")
+    overrides = {"engine.dtype": "bfloat16", "engine.native_kernels": variant}
+    model = load_engine(tmp_path, overrides).model
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(model.embed_tokens.rows(torch.arange(330)), embedding)
+    assert (model.embed_tokens is model.lm_head) == (variant == "avx512_bf16")
 
 
 def check(path: Path) -> None:

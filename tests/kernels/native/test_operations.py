@@ -233,6 +233,17 @@ def test_a_large_weight_begins_with_a_huge_page(products: Operations) -> None:
     assert part.nbytes == 3 * 1056 * 1120 * 2  # filled up to whole tiles, and no further
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (33, 80), (100, 64), (40, 1101)])
+def test_a_packed_weight_gives_its_rows_back(products: Operations, shape: tuple[int, int]) -> None:
+    weight = randn(*shape, dtype=torch.bfloat16)
+    packed = products.pack(in_poison(weight))
+    if not packed.has_rows:
+        pytest.skip("oneDNN's layout, which has none")
+    indices = torch.cat((torch.arange(shape[0] - 1, -1, -1), torch.tensor([0, shape[0] // 2, 0])))
+    assert torch.equal(packed.rows(indices), weight[indices])
+    assert packed.rows(indices[:0]).shape == (0, shape[1])
+
+
 def test_a_nan_stays_in_its_row_of_a_product(products: Operations) -> None:
     x, weight = randn(40, 64, dtype=torch.bfloat16), randn(32, 64, dtype=torch.bfloat16, seed=1)
     x[17, 5] = torch.nan
