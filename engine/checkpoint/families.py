@@ -427,7 +427,13 @@ DECODERS = {
 }
 ENCODERS = {family.model_type: family for family in (BERT, ROBERTA, XLM_ROBERTA, MODERNBERT, NOMIC_BERT)}
 # Families that people ask for and that no entry can describe, and why.
-REFUSED = dict.fromkeys(
-    ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "minicpm3"),
-    "whose latent attention (MLA) keeps one compressed vector a token, which this KV cache of keys and values does not",
+_MLA = (
+    "whose latent attention (MLA) keeps one compressed vector a token, which this KV cache of keys and values does not"
 )
+_TURNED = (
+    "whose queries and keys are rotated in pairs of neighbouring dimensions: these kernels pair the halves of a head"
+)
+REFUSED = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "minicpm3"), _MLA),
+    **dict.fromkeys(("glm", "glm4"), _TURNED),
+}

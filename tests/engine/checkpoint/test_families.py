@@ -390,11 +390,14 @@ def test_a_window_that_is_left_out_is_4096_where_that_is_the_default() -> None:
     assert ModelConfig.from_hf(without).window_of(0) is None
 
 
-def test_a_family_that_no_entry_can_describe_is_refused_with_the_reason(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v2"}))
-    with pytest.raises(
-        CheckpointError, match=r"model_type is 'deepseek_v2', whose latent attention \(MLA\).*; accepted: llama"
-    ):
+@pytest.mark.parametrize(
+    ("model_type", "reason"), [("deepseek_v2", r"latent attention \(MLA\)"), ("glm4", "queries and keys are rotated")]
+)
+def test_a_family_that_no_entry_can_describe_is_refused_with_the_reason(
+    tmp_path: Path, model_type: str, reason: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(CheckpointError, match=rf"model_type is '{model_type}', whose {reason}.*; accepted: llama"):
         read_config(tmp_path)
     assert not REFUSED.keys() & {*DECODERS, *ENCODERS}
 
