@@ -1,6 +1,6 @@
 """Measures what the queue costs without a model, and whether a shard ever waits beside an idle worker.
 
-`python -m tests.benchmarks.queue [--prompts N] [--workers 1 2 4] [--repeats N] [--json FILE]`
+`python -m tests.benchmarks.queue [--prompts N] [--workers 1 2 4] [--repeats N] [--jobs N [--callbacks]] [--json FILE]`
 `python -m tests.benchmarks.queue --waits [--rule plain|tenants|priorities|suspects] --workers 4 --repeats 200`
 
 A private Redis, real worker processes whose engine answers at once, jobs through the client.
@@ -25,7 +25,7 @@ from typing import Any
 
 from redis import Redis
 
-from settings import WorkerSettings
+from settings import LimitSettings, WorkerSettings
 from tests.benchmarks.machine import QueueMachine, cpu_time_s
 from tests.support.processes import wait_until
 from tests.support.redis_servers import free_port, private_redis
@@ -73,6 +73,8 @@ RULES: Mapping[str, Sequence[SubmitArguments]] = {
     "priorities": [{"priority": 0}, {"priority": 5}, {"priority": 9}],
     "suspects": [{}],
 }
+
+DONE = "done"  # a queue where nobody takes what callbacks bring
 
 WARM_UP_PROMPTS = 1000  # a worker: imports, connections, caches
 START_TIMEOUT_S = 60.0
@@ -128,7 +130,7 @@ def _record(m: QueueMeasurement) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class QueueMeasurement:
-    """One run: `num_jobs` jobs, one a worker, accepted at the same moment. CPU times are of all threads, in seconds."""
+    """One run: jobs, as many for each worker, accepted at the same moment. CPU times are of all threads, in seconds."""
 
     num_workers: int
     num_prompts: int  # of all jobs together
@@ -155,26 +157,38 @@ class QueueMeasurement:
         return seconds / self.num_prompts * 1e6
 
 
-def run_queue(num_workers: int, num_prompts: int) -> QueueMeasurement:
-    """Measure one job for each worker, `num_prompts` prompts in all."""
+def run_queue(
+    num_workers: int, num_prompts: int, num_jobs: int = 1, *, has_callbacks: bool = False
+) -> QueueMeasurement:
+    """Measure `num_jobs` jobs for each worker, `num_prompts` prompts in all; with callbacks each sends a task."""
+    settings = [f"limits.callback_queues={DONE}"] if has_callbacks else []
+    limits = LimitSettings(callback_queues=DONE if has_callbacks else None)
+    rule: list[SubmitArguments] = [{"on_done": f"task:benchmark.done@{DONE}"} if has_callbacks else {}]
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
+        directory, sizes = Path(name), _parts(num_prompts, num_workers * num_jobs)
         make_tokenizer(directory / "model")
-        with private_redis(directory, port=free_port()) as url, BatchClient(url) as client:
-            with Redis.from_url(url) as redis:
-                redis_pid = int(redis.info("server")["process_id"])
-            with queue_workers(url, directory, num_workers) as pids:
-                wait_until(lambda: len(client.workers()) == num_workers, timeout_s=START_TIMEOUT_S)
-                for job_id in _submit_together(client, [WARM_UP_PROMPTS] * num_workers, lambda: None):
-                    client.wait(job_id, RUN_TIMEOUT_S)
-                return _measure(client, pids, redis_pid, num_prompts)
+        with (
+            private_redis(directory, port=free_port()) as url,
+            BatchClient(url, limits=limits) as client,
+            Redis.from_url(url) as redis,
+            queue_workers(url, directory, num_workers, settings) as pids,
+        ):
+            wait_until(lambda: len(client.workers()) == num_workers, timeout_s=START_TIMEOUT_S)
+            for job_id in _submit_together(client, [WARM_UP_PROMPTS] * num_workers, lambda: None):
+                client.wait(job_id, RUN_TIMEOUT_S)
+            measured = _measure(client, pids, int(redis.info("server")["process_id"]), sizes, rule)
+            wait_until(lambda: redis.llen(DONE) == len(sizes) * has_callbacks)
+            return measured
 
 
-def _measure(client: BatchClient, worker_pids: Sequence[int], redis_pid: int, num_prompts: int) -> QueueMeasurement:
-    staged: list[tuple[float, float]] = []
+def _measure(
+    client: BatchClient, worker_pids: Sequence[int], redis_pid: int, sizes: Sequence[int], rule: list[SubmitArguments]
+) -> QueueMeasurement:
+    num_prompts, staged = sum(sizes), list[tuple[float, float]]()
     workers_s, redis_s, own_s = cpu_time_s(worker_pids), cpu_time_s([redis_pid]), time.process_time()
-    sizes = _parts(num_prompts, len(worker_pids))
-    job_ids = _submit_together(client, sizes, lambda: staged.append((cpu_time_s([redis_pid]), time.process_time())))
+    job_ids = _submit_together(
+        client, sizes, lambda: staged.append((cpu_time_s([redis_pid]), time.process_time())), rule
+    )
     jobs = [client.wait(job_id, RUN_TIMEOUT_S) for job_id in job_ids]
     worker_cpu_s, redis_end_s = cpu_time_s(worker_pids) - workers_s, cpu_time_s([redis_pid])
     reading_s = time.process_time()
@@ -381,7 +395,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measurements: list[QueueMeasurement] = []
     for num_workers in options.workers:
         for _ in range(options.repeats):
-            measurements.append(run_queue(num_workers, options.prompts))
+            run = run_queue(num_workers, options.prompts, options.jobs, has_callbacks=options.callbacks)
+            measurements.append(run)
             print(".", end="", flush=True)
     print("\n" + as_table(measurements))
     if options.json is not None:
@@ -409,19 +424,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=20_000, metavar="N", help="in each run, over all workers")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="worker processes")
     parser.add_argument("--repeats", type=int, default=2, metavar="N", help="runs of each number of workers")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="jobs a worker, which share the prompts")
+    parser.add_argument("--callbacks", action="store_true", help="each job tells a Celery task that it has ended")
     parser.add_argument("--waits", action="store_true", help="run after run on workers that stay: how long shards wait")
     parser.add_argument("--rule", choices=RULES, default="plain", help="with --waits: what decides whose turn it is")
     parser.add_argument("--lease-s", type=float, default=LEASE_S, metavar="S", help="with --rule suspects: of workers")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
     options = parser.parse_args(arguments)
-    if min(options.workers) < 1 or options.repeats < 1:
-        parser.error("--workers and --repeats: at least 1")
+    if min(options.workers) < 1 or min(options.repeats, options.jobs) < 1:
+        parser.error("--workers, --repeats and --jobs: at least 1")
     if not 0.5 <= options.lease_s <= RUN_TIMEOUT_S / 2:
         parser.error(f"--lease-s: 0.5 to {RUN_TIMEOUT_S / 2:g}")
     if options.waits and len(options.workers) != 1:
         parser.error("--workers: one number with --waits")
-    if not max(options.workers) <= options.prompts <= 50_000 * min(options.workers):
-        parser.error("--prompts: at least one a worker, at most 50000 a worker")
+    if not max(options.workers) * options.jobs <= options.prompts <= 50_000 * min(options.workers):
+        parser.error("--prompts: at least one a job, at most 50000 a worker")
     if options.json and not options.json.absolute().parent.is_dir():
         parser.error(f"--json: {options.json.absolute().parent} is no directory")
     return options

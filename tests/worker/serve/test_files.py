@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from io import BytesIO
 from itertools import pairwise
@@ -15,6 +16,7 @@ import httpx2
 import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
+from openai import OpenAI
 
 from settings import LimitSettings
 from tests.support.http_servers import HttpServer, bearer, chat_lines, new_key, serving
@@ -302,24 +304,36 @@ def _most_memory_mib(pid: int) -> int:
 
 @pytest.mark.slow
 def test_a_file_of_200_mb_goes_in_and_out_in_the_memory_of_a_small_one(redis_url: str, tmp_path: Path) -> None:
+    """By OpenAI's client. `--capture=no` shows the figures."""
     port, path = free_port(), tmp_path / "lines.jsonl"
     path.write_bytes(chat_lines("a" * 3_850) * 50_000)
     with subprocess.Popen([*COMMAND, "serve", "--port", str(port), "--redis-url", redis_url]) as process:
         try:
             wait_until(lambda: _is_open(port))
-            with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=600, trust_env=False) as http:
+            with (
+                OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=600) as client,
+                httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=600, trust_env=False) as http,
+            ):
                 server = HttpServer(f"http://127.0.0.1:{port}", http)
                 server.create_id(server.upload_id(chat_lines("a")))
-                before_mib = _most_memory_mib(process.pid)
+                before_mib, times_s = _most_memory_mib(process.pid), [time.monotonic()]
                 with path.open("rb") as stream:
-                    files = {"file": ("lines.jsonl", stream)}
-                    file_id = http.post("/v1/files", files=files, data={"purpose": "batch"}).json()["id"]
-                server.create_id(file_id)
-                with http.stream("GET", f"/v1/files/{file_id}/content") as content:
-                    assert sum(map(len, content.iter_raw())) == path.stat().st_size
-            assert _most_memory_mib(process.pid) - before_mib <= 32
+                    file_id = client.files.create(file=stream, purpose="batch").id
+                times_s.append(time.monotonic())
+                client.batches.create(input_file_id=file_id, endpoint="/v1/chat/completions", completion_window="24h")
+                times_s.append(time.monotonic())
+                with client.files.with_streaming_response.content(file_id) as content:
+                    assert sum(map(len, content.iter_bytes())) == path.stat().st_size
+                times_s.append(time.monotonic())
+            after_mib, megabytes = _most_memory_mib(process.pid), path.stat().st_size / 1e6
         finally:
             process.terminate()
+    into_s, create_s, out_s = (after - before for before, after in pairwise(times_s))
+    print(
+        f"{megabytes:.0f} MB: in at {megabytes / into_s:.0f} MB/s, a batch of it in {create_s:.1f} s, out at", end=" "
+    )
+    print(f"{megabytes / out_s:.0f} MB/s; the server's memory {before_mib} MiB before, at most {after_mib}")
+    assert after_mib - before_mib <= 32
 
 
 def test_a_client_that_goes_away_or_stops_leaves_nothing(redis_url: str, registry: TestRegistry) -> None:
