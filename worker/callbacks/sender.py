@@ -145,7 +145,7 @@ class CallbackSender:
                 logger.warning("callbacks could not be looked for: %s", error)
             except Exception:  # a seam: a defect costs a look, not the process, nor the sending without a word
                 logger.exception("callbacks could not be looked for")
-            if places.num_free < MAX_SENDING:
+            if places.num_free < MAX_SENDING or places.num_left != num_left:  # all may have been left since
                 places.wait_for_one(num_left, self._look_interval_s)
             else:
                 stopping.wait(self._look_interval_s)

@@ -147,8 +147,30 @@ def test_events_are_sent_as_fast_as_receivers_answer(registry: TestRegistry, cli
         receiver.together = threading.Barrier(at_once)
         _cancel_jobs(registry, client, 4 * at_once, receiver.url, "a")
         with _sending(registry, receiver, look_interval_s=600.0):  # there is but one look
-            wait_until(lambda: _outbox(registry).events(1) == [])
+            wait_until(lambda: _outbox(registry).events(5 * at_once) == [])
     assert len(set(receiver.ids)) == len(receiver.ids) == 4 * at_once
+
+
+def test_places_that_all_are_left_during_a_look_are_filled_after_it(
+    registry: TestRegistry, client: BatchClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once, take = MAX_SENDING // 2, CallbackOutbox.take
+    released = threading.Barrier(at_once + 1)
+
+    def take_slowly(outbox: CallbackOutbox, *arguments: Any, **options: Any) -> TakenCallback | None:
+        taken = take(outbox, *arguments, **options)
+        if options["but_of"]:  # while all of this tenant's are on their way
+            released.wait(60)
+            receiver.together = None
+            wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "callback"])
+        return taken
+
+    monkeypatch.setattr(CallbackOutbox, "take", take_slowly)
+    with receiving() as receiver:
+        receiver.together = released
+        _cancel_jobs(registry, client, 2 * at_once, receiver.url, "a")
+        with _sending(registry, receiver, look_interval_s=600.0):
+            wait_until(lambda: len(receiver.received) == 2 * at_once)
 
 
 def test_a_tenant_whose_receivers_hang_holds_up_no_other(registry: TestRegistry, client: BatchClient) -> None:
