@@ -11,7 +11,7 @@ from typing import Literal
 
 from engine.checkpoint.rope import DEFAULT_ROPE, RopeRules
 
-Activation = Literal["silu", "gelu_tanh"]  # of an MLP's gate
+Activation = Literal["silu", "gelu_tanh"]  # of an MLP's gate; GELU by its tanh form
 
 
 @dataclass(frozen=True, slots=True)

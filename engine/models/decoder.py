@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from engine.checkpoint.families import Activation
 from engine.checkpoint.model_config import ModelConfig
 from engine.errors import CapabilityError
 from engine.kv_cache.tensors import KVCacheTensors
@@ -141,11 +142,11 @@ class DenseMLP:
     ops: Operations
     gate_up_proj: PackedWeight  # [2I, H], gate first
     down_proj: PackedWeight  # [H, I]
-    is_gelu: bool = False  # of the gate, by its tanh form; else silu
+    activation: Activation = "silu"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, H]."""
-        if self.is_gelu:
+        if self.activation == "gelu_tanh":
             return self.ops.linear(self.ops.gelu_and_mul(self.ops.linear(x, self.gate_up_proj)), self.down_proj)
         return self.ops.linear(self.ops.linear(x, self.gate_up_proj, gated=True), self.down_proj)
 

@@ -242,7 +242,7 @@ class _DecoderLayers:
             ops=self.placement.ops,
             gate_up_proj=pack(take_weight(self.source, quantization, gate_up, shapes)),
             down_proj=pack(take_weight(self.source, quantization, [down], [(hidden, inner)])),
-            is_gelu=self.config.activation == "gelu_tanh",
+            activation=self.config.activation,
         )
 
     def _moe(self, layer: str, moe: MoeConfig) -> MoeMLP:
