@@ -387,7 +387,10 @@ class _GoogleHandler(BaseHTTPRequestHandler):
     _signature = "AWS4-HMAC-SHA256 Credential=x/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=x"
 
     def hand_on(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        length = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(length)
+        if len(body) < length:  # its client is gone: the store would wait for the rest
+            return
         headers = {name.lower().replace("x-goog-", "x-amz-"): value for name, value in self.headers.items()}
         assert not any(name.startswith("x-amz-") for name in map(str.lower, self.headers))
         connection = http.client.HTTPConnection("127.0.0.1", self.upstream)
