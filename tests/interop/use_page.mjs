@@ -1,13 +1,14 @@
-// Uses the page as a person does, in Chromium, and looks at it: node use_page.mjs URL KEY FILE WAITING BROWSER PICTURES
-// The lines of WAITING are for a model that nobody serves. Signs in, submits a file by dropping it, cancels one job, retries another; prints what it saw as JSON.
+// Uses the page as a person does, in Chromium, and looks at it: node use_page.mjs URL KEY HELD FILE WAITING BROWSER PICTURES
+// The job of HELD stands still half-way until it is cancelled; the lines of WAITING are for a model that nobody serves.
+// Signs in, submits files by dropping them, looks at a run, cancels jobs, retries one; prints what it saw as JSON.
 import fs from "node:fs";
 import { createRequire } from "node:module";
 import { chromium } from "playwright-core";
 
-const [url, key, path, waiting, executablePath, pictures] = process.argv.slice(2);
+const [url, key, held, path, waiting, executablePath, pictures] = process.argv.slice(2);
 const axe = fs.readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
 const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", "--disable-gpu"] });
-const seen = { faults: [], problems: [], wide: [] };
+const seen = { faults: [], problems: [], wide: [], during: {}, kv: {} };
 
 async function page(options) {
   // axe is put in by the browser's debugger, which the page's policy does not bind.
@@ -51,7 +52,30 @@ async function dropFile(tab, from, name) {
 
 const state = (tab, text) => tab.locator(".state", { hasText: text }).first().waitFor({ timeout: 90_000 });
 
+// What a page says of the job that is held, in whose part `within`: its state, percent and rate.
+async function noteRun(tab, name, within, rate) {
+  const part = tab.locator(within);
+  const numbers = [await part.locator("progress").getAttribute("value"), (await rate.textContent()).match(/[0-9.]+/)?.[0]];
+  seen.during[name] = [await part.locator(".state").textContent(), ...numbers.map(Number)];
+}
+
+async function lookAtRun(tab, name) {
+  await tab.goto(`${url}/jobs/${seen.held}`);
+  await tab.locator(`#output-${seen.held}`).waitFor({ timeout: 90_000 }); // there are answers
+  await noteRun(tab, `${name}-job`, "#job", tab.locator("#job dd").first());
+  await lookAt(tab, `${name}-job-during-run`);
+  await tab.goto(url);
+  const kv = tab.locator('#workers progress:not([value="0"])'); // the worker says so with its next heartbeat
+  await kv.waitFor({ timeout: 90_000 });
+  seen.kv[name] = [Number(await kv.getAttribute("value")), Number(await kv.getAttribute("max"))];
+  const row = `#jobs tr:has(#job-${seen.held})`;
+  await noteRun(tab, name, row, tab.locator(`${row} td[data-name=Rate]`));
+  await lookAt(tab, `${name}-during-run`);
+}
+
 const desk = await page({ viewport: { width: 1280, height: 800 }, colorScheme: "light" });
+const night = await page({ viewport: { width: 1280, height: 800 }, colorScheme: "dark" });
+const phone = await page({ viewport: { width: 390, height: 844 }, isMobile: true, hasTouch: true, deviceScaleFactor: 2 });
 await desk.goto(url);
 await lookAt(desk, "sign-in");
 await signIn(desk);
@@ -66,6 +90,19 @@ await state(desk, "cancelled");
 await desk.locator(`#retry-${seen.cancelled}`).click();
 await desk.waitForURL((to) => /\/jobs\/s0-/.test(to.pathname) && !to.pathname.endsWith(seen.cancelled));
 seen.retried = new URL(desk.url()).pathname.replace("/jobs/", "");
+
+// One is cancelled half-way, where it stands still, by the list of jobs.
+await desk.goto(url);
+seen.held = await dropFile(desk, held, "half-way.jsonl");
+await signIn(night);
+await signIn(phone);
+await lookAtRun(night, "dark");
+await lookAtRun(phone, "phone");
+await lookAtRun(desk, "light");
+await desk.locator(`#cancel-${seen.held}`).click();
+await desk.waitForURL(`${url}/jobs/${seen.held}`);
+await state(desk, "cancelled");
+
 // Another runs to its end: the page shows that without being loaded.
 await desk.goto(url);
 seen.ran = await dropFile(desk, path, "tickets.jsonl");
@@ -83,14 +120,12 @@ await lookAt(desk, "light");
 await desk.goto(`${url}/docs`);
 await lookAt(desk, "docs");
 
-const night = await page({ viewport: { width: 1280, height: 800 }, colorScheme: "dark" });
-await signIn(night);
+await night.goto(url);
 await lookAt(night, "dark");
 await night.goto(`${url}/jobs/${seen.cancelled}`);
 await lookAt(night, "dark-job");
 
-const phone = await page({ viewport: { width: 390, height: 844 }, isMobile: true, hasTouch: true, deviceScaleFactor: 2 });
-await signIn(phone);
+await phone.goto(url);
 await lookAt(phone, "phone");
 await phone.goto(`${url}/jobs/${seen.cancelled}`);
 await lookAt(phone, "phone-job");

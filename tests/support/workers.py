@@ -1,7 +1,8 @@
-"""Runs `millrace` as users do: the command, real workers, and workers with the fake engine.
+"""Runs `millrace` as users do: the command, real workers, and workers with the fake engine or one that is held.
 
 This module is also the program of a worker with the fake engine:
-`python -m tests.support.workers '{"slots": 3}' KEY=VALUE ...`
+`python -m tests.support.workers '{"slots": 3}' KEY=VALUE ...`, and with a model's, held after some answers:
+`python -m tests.support.workers '{"held_after": 20}' model.path=DIR ...`
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO
+from typing import IO, Any, cast
 
-from settings import load_settings, parse_assignments
+from engine.request import RequestOutput
+from settings import EffectiveSettings, load_settings, parse_assignments
 from tests.support.fake_engine import FakeEngine
 from tests.support.processes import WarmProcess, wait_until, warm_interpreter
 from worker.celery_worker import run_worker
 from worker.client import BatchClient
+from worker.requests.step_engine import StepEngine
 from worker.runtime.log_setup import configure_logging
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +40,7 @@ ONE_THREAD = ("--set", "engine.num_threads=1")
 QUICK_HEARTBEATS = ("--set", "worker.renew_interval_s=0.2")  # for tests that wait for a figure in a heartbeat
 
 FAKE_WORKER_STOP_TIMEOUT_S = 30.0
+HELD_STEP_S = 0.02
 
 # Times short enough for a test.
 QUICK = {
@@ -138,6 +143,34 @@ def worker_processes(redis_url: str, directory: Path) -> Iterator[WorkerProcesse
         workers.kill_all()
 
 
+class HeldEngine:
+    """A model's engine that stands still once it has given so many answers and has others under way.
+
+    It goes on, for good, when a request is aborted. Until then it has its sequences and their KV, on any machine.
+    """
+
+    def __init__(self, engine: StepEngine, held_after: int) -> None:
+        self._engine = engine
+        self._held_after = held_after
+        self._num_answers = 0
+        self._goes_on = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def abort(self, request_id: str) -> bool:
+        self._goes_on = True
+        return self._engine.abort(request_id)
+
+    def step(self) -> list[RequestOutput]:
+        if not self._goes_on and self._num_answers >= self._held_after and self._engine.stats().num_running:
+            time.sleep(HELD_STEP_S)
+            return []
+        outputs = self._engine.step()
+        self._num_answers += len(outputs)
+        return outputs
+
+
 def python_block(after: str) -> str:
     """The first fenced Python block of the README behind the words `after`."""
     text = README.read_text()
@@ -159,7 +192,15 @@ def main() -> int:
     engine_options = json.loads(sys.argv[1])
     effective = load_settings(parse_assignments(sys.argv[2:]), environ={})
     configure_logging(effective.settings.log)
-    return run_worker(effective, lambda _: FakeEngine(**engine_options))
+
+    def load(effective: EffectiveSettings) -> StepEngine:
+        if "held_after" not in engine_options:
+            return FakeEngine(**engine_options)
+        from engine.loading.load import load_engine
+
+        return cast(StepEngine, HeldEngine(load_engine(effective), **engine_options))
+
+    return run_worker(effective, load)
 
 
 if __name__ == "__main__":
