@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -94,6 +95,12 @@ def serving(
         server.should_exit = True
         thread.join(30)
     assert not thread.is_alive()
+
+
+def is_open(port: int) -> bool:
+    """Whether something listens on this port of this machine."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def chat_lines(*names: str, model: str = "fake") -> bytes:

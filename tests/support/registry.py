@@ -28,7 +28,7 @@ from worker.records.failure import Failure, error_record, line_error_record
 from worker.records.record import BatchFile, RecordContext, encode_record
 from worker.registry.connect import connect
 from worker.registry.exchange import perform, text
-from worker.registry.intake import JobIntake
+from worker.registry.intake import READ_LINES, JobIntake
 from worker.registry.jobs import JobControl, JobQueries, ResultOrder
 from worker.registry.keys import Keys, UnitRef
 from worker.registry.leases import Claim, NewShard, PromptRecord, UnitLeases
@@ -109,7 +109,8 @@ class TestRegistry:
         """A queued job with these lines."""
         job_id = self.keys.new_job_id()
         intake = self.intake(limits=limits)
-        intake.stage(job_id, 0, lines)
+        for first in range(0, len(lines), READ_LINES):
+            intake.stage(job_id, first, lines[first : first + READ_LINES])
         intake.submit(job_id, len(lines), options or SubmitOptions())
         return job_id
 

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import time
 from collections.abc import Iterator
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
-from openai import OpenAI
 
 from settings import LimitSettings
-from tests.support.http_servers import HttpServer, bearer, chat_lines, new_key, serving
+from tests.support.http_servers import HttpServer, bearer, chat_lines, is_open, new_key, serving
 from tests.support.processes import wait_until, warm_interpreter
 from tests.support.redis_servers import free_port, redis_settings
 from tests.support.registry import TestRegistry, ended_job, failure, must_claim, ok
-from tests.support.workers import CLI, COMMAND
+from tests.support.workers import CLI
 from worker.lines.files import BOM, LineSplitter, read_raw_lines
 from worker.records.record import BatchFile
 from worker.registry.exchange import text
@@ -275,7 +271,7 @@ def test_a_server_killed_in_mid_upload_leaves_only_what_ends_by_itself(
     with (tmp_path / "log").open("wb") as log:
         process = warm_interpreter().start(CLI, ["serve", "--port", str(port), "--redis-url", redis_url], log)
     try:
-        wait_until(lambda: _is_open(port))
+        wait_until(lambda: is_open(port))
         with socket.create_connection(("127.0.0.1", port)) as upload:
             part = _form(PURPOSE, FILE)[:-30]
             head = f"POST /v1/files HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Length: 9000000\r\n"
@@ -289,51 +285,6 @@ def test_a_server_killed_in_mid_upload_leaves_only_what_ends_by_itself(
     left = registry.redis.keys("*")
     assert {text(key).split(":")[-2] for key in left} == {"in"}
     assert [0 < registry.redis.pttl(key) <= 3_600_000 for key in left] == [True]
-
-
-def _is_open(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _most_memory_mib(pid: int) -> int:
-    """The most that the process has had resident since it started."""
-    text_of_all = Path(f"/proc/{pid}/status").read_text()
-    return int(text_of_all.partition("VmHWM:")[2].split()[0]) // 1024
-
-
-@pytest.mark.slow
-def test_a_file_of_200_mb_goes_in_and_out_in_the_memory_of_a_small_one(redis_url: str, tmp_path: Path) -> None:
-    """By OpenAI's client. `--capture=no` shows the figures."""
-    port, path = free_port(), tmp_path / "lines.jsonl"
-    path.write_bytes(chat_lines("a" * 3_850) * 50_000)
-    with subprocess.Popen([*COMMAND, "serve", "--port", str(port), "--redis-url", redis_url]) as process:
-        try:
-            wait_until(lambda: _is_open(port))
-            with (
-                OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=600) as client,
-                httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=600, trust_env=False) as http,
-            ):
-                server = HttpServer(f"http://127.0.0.1:{port}", http)
-                server.create_id(server.upload_id(chat_lines("a")))
-                before_mib, times_s = _most_memory_mib(process.pid), [time.monotonic()]
-                with path.open("rb") as stream:
-                    file_id = client.files.create(file=stream, purpose="batch").id
-                times_s.append(time.monotonic())
-                client.batches.create(input_file_id=file_id, endpoint="/v1/chat/completions", completion_window="24h")
-                times_s.append(time.monotonic())
-                with client.files.with_streaming_response.content(file_id) as content:
-                    assert sum(map(len, content.iter_bytes())) == path.stat().st_size
-                times_s.append(time.monotonic())
-            after_mib, megabytes = _most_memory_mib(process.pid), path.stat().st_size / 1e6
-        finally:
-            process.terminate()
-    into_s, create_s, out_s = (after - before for before, after in pairwise(times_s))
-    print(
-        f"{megabytes:.0f} MB: in at {megabytes / into_s:.0f} MB/s, a batch of it in {create_s:.1f} s, out at", end=" "
-    )
-    print(f"{megabytes / out_s:.0f} MB/s; the server's memory {before_mib} MiB before, at most {after_mib}")
-    assert after_mib - before_mib <= 32
 
 
 def test_a_client_that_goes_away_or_stops_leaves_nothing(redis_url: str, registry: TestRegistry) -> None:
