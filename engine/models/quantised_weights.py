@@ -163,16 +163,17 @@ def _gptq(source: StoredTensors, module: str, shape: tuple[int, int], stored: St
     scheme, (rows, width) = stored.scheme, shape
     bits, groups = scheme.bits, _groups(scheme, width)
     words = source.take_stored(f"{module}.qweight", [(width * bits // 32, rows)], ("I32",))
-    values = words.t().contiguous().view(torch.uint8)
     zero_words = source.take_stored(f"{module}.qzeros", [(groups, rows * bits // 32)], ("I32",))
+    scales = source.take_stored(f"{module}.scales", [(groups, rows)], FLOATS).t().contiguous()
+    order = _input_order(source, f"{module}.g_idx", width, stored)
+    if words.is_meta:
+        return _described(scheme, shape, scales)
+    values = words.t().contiguous().view(torch.uint8)
     if stored.layout == "gptq":
         zero_words = zero_words + ONES[bits]  # word by word, as it was subtracted: a zero borrowed from its neighbour
     zeros = zero_words.contiguous().view(torch.uint8)
     zeros = (_unpack_nibbles(zeros) if bits == 4 else zeros).t().contiguous()
-    scales = source.take_stored(f"{module}.scales", [(groups, rows)], FLOATS).t().contiguous()
-    order = _input_order(source, f"{module}.g_idx", width, stored)
-    zero_points = _checked_zeros(module, zeros, scheme)
-    return _made(scheme, values, scales, zero_points, order)
+    return _made(scheme, values, scales, _checked_zeros(module, zeros, scheme), order)
 
 
 def _awq(source: StoredTensors, module: str, shape: tuple[int, int], stored: StoredScheme) -> QuantisedWeight:
@@ -181,8 +182,10 @@ def _awq(source: StoredTensors, module: str, shape: tuple[int, int], stored: Sto
     groups = _groups(scheme, width)
     words = source.take_stored(f"{module}.qweight", [(width, rows // 8)], ("I32",))
     zero_words = source.take_stored(f"{module}.qzeros", [(groups, rows // 8)], ("I32",))
-    values, zeros = (_awq_nibbles(part).t().contiguous() for part in (words, zero_words))
     scales = source.take_stored(f"{module}.scales", [(groups, rows)], FLOATS).t().contiguous()
+    if words.is_meta:
+        return _described(scheme, shape, scales)
+    values, zeros = (_awq_nibbles(part).t().contiguous() for part in (words, zero_words))
     return _made(scheme, pack_nibbles(values), scales, zeros, None)
 
 
@@ -201,13 +204,17 @@ def _packed(source: StoredTensors, module: str, shape: tuple[int, int], stored: 
     stated = source.take_stored(f"{module}.weight_shape", [(2,)], ("I64", "I32"))
     if not stated.is_meta and stated.tolist() != list(shape):
         raise CheckpointError(f"tensor {module}.weight_shape is {stated.tolist()}; config.json asks for {list(shape)}")
-    zeros = None
+    words = None
     if not scheme.symmetric:
         words = source.take_stored(f"{module}.weight_zero_point", [(-(-rows * bits // 32), groups)], ("I32",))
+    order = _input_order(source, f"{module}.weight_g_idx", width, stored)
+    if values.is_meta:
+        return _described(scheme, shape, scales)
+    zeros = None
+    if words is not None:
         unpacked = words.t().contiguous().view(torch.uint8)
         unpacked = _unpack_nibbles(unpacked) if bits == 4 else unpacked
         zeros = unpacked[:, :rows].t().contiguous()
-    order = _input_order(source, f"{module}.weight_g_idx", width, stored)
     return _made(scheme, values, scales, zeros, order)
 
 
@@ -215,7 +222,7 @@ def _plain(source: StoredTensors, module: str, shape: tuple[int, int], stored: S
     """weight [N, K] in 8 bits; weight_scale_inv or weight_scale, of a tensor, a channel, a group or a block."""
     scheme, (rows, width) = stored.scheme, shape
     values = source.take_stored(f"{module}.weight", [shape], ("F8_E4M3",) if scheme.is_float else ("I8",))
-    if scheme.is_float and not values.is_meta and _has_nan(values):
+    if scheme.is_float and not values.is_meta and has_nan(values):
         raise CheckpointError(f"tensor {module}.weight holds NaN; accepted: finite weights")
     name = "weight_scale_inv" if source.has(f"{module}.weight_scale_inv") else "weight_scale"
     grid = (rows if scheme.block_rows is None else -(-rows // scheme.block_rows), _groups(scheme, width))
@@ -230,7 +237,7 @@ def _plain(source: StoredTensors, module: str, shape: tuple[int, int], stored: S
     return QuantisedWeight(_with_rows(scheme), values.contiguous(), scales, zeros, None, input_scale)
 
 
-def _has_nan(values: Tensor) -> bool:
+def has_nan(values: Tensor) -> bool:
     """Whether an e4m3 tensor [N, K] holds one, a few rows at a time: 0x7f, with either sign."""
     return any(bool(((rows.view(torch.uint8) & 0x7F) == 0x7F).any()) for rows in torch.split(values, 1024))
 
@@ -255,6 +262,18 @@ def _made(
     elif order is not None:
         values = values.index_select(1, order)
     return QuantisedWeight(_with_rows(scheme), values.contiguous(), scales, zeros, order)
+
+
+def _described(scheme: WeightScheme, shape: tuple[int, int], scales: Tensor) -> QuantisedWeight:
+    """What `_made` makes of tensors without values, by shapes alone.
+
+    For `+`, `&`, `^`, cat and stack of those torch imports torch._dynamo, and with it maps 66 MB of Triton's library
+    into a process that only runs on a CPU.
+    """
+    rows, width = shape
+    size, dtype = (width // 2, torch.uint8) if scheme.bits == 4 else (width, torch.int8)
+    zeros = None if scheme.symmetric else scales.new_empty(scales.shape, dtype=dtype)
+    return QuantisedWeight(_with_rows(scheme), scales.new_empty((rows, size), dtype=dtype), scales, zeros)
 
 
 def _with_rows(scheme: WeightScheme) -> WeightScheme:
@@ -322,10 +341,10 @@ def _stack_rows(
     dtype = _common(parts, first.scales.dtype)
     return replace(
         parts[0],
-        values=torch.cat([part.values for part in parts]),
-        scales=torch.cat([part.scales.to(dtype) for part in parts]),
-        zero_points=_joined(torch.cat, [part.zero_points for part in parts]),
-        input_scale=_joined(lambda scales: torch.stack(scales).amax(), [part.input_scale for part in parts]),
+        values=end_to_end([part.values for part in parts]),
+        scales=end_to_end([part.scales.to(dtype) for part in parts]),
+        zero_points=_joined(end_to_end, [part.zero_points for part in parts]),
+        input_scale=_joined(lambda scales: side_by_side(scales).amax(), [part.input_scale for part in parts]),
     )
 
 
@@ -351,11 +370,11 @@ def _stack_experts(parts: Sequence[QuantisedWeight]) -> QuantisedWeight:
     dtype = _common(parts, parts[0].scales.dtype)
     return QuantisedWeight(
         parts[0].scheme,
-        torch.stack([part.values for part in parts]),
-        torch.stack([part.scales.to(dtype) for part in parts]),
-        _joined(torch.stack, [part.zero_points for part in parts]),
-        _joined(torch.stack, orders),
-        _joined(torch.stack, [part.input_scale for part in parts]),
+        side_by_side([part.values for part in parts]),
+        side_by_side([part.scales.to(dtype) for part in parts]),
+        _joined(side_by_side, [part.zero_points for part in parts]),
+        _joined(side_by_side, orders),
+        _joined(side_by_side, [part.input_scale for part in parts]),
     )
 
 
@@ -363,6 +382,20 @@ def _joined(join: Callable[[list[Tensor]], Tensor], parts: Sequence[Tensor | Non
     """What all have, joined; None where none has it, as all of one scheme do."""
     present = [part for part in parts if part is not None]
     return join(present) if present else None
+
+
+def end_to_end(parts: Sequence[Tensor]) -> Tensor:
+    """torch.cat of tensors of one dtype along the first axis; by shapes alone, as `_described`, without values."""
+    if not parts[0].is_meta:
+        return torch.cat(list(parts))
+    return parts[0].new_empty((sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
+
+
+def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """torch.stack of tensors of one shape and dtype; by shapes alone, as `_described`, where they have no values."""
+    if not parts[0].is_meta:
+        return torch.stack(list(parts))
+    return parts[0].new_empty((len(parts), *parts[0].shape))
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:

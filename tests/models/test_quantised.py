@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -267,3 +269,30 @@ def test_experts_in_bfloat16_are_near_where_rounding_chooses_none(method: str, t
         expected, actual = result.logits[0, -1], last_logits(interface, prompt)
         assert float((actual - expected).abs().mean()) < 0.02 * float(expected.std())
     assert chosen == set(range(NUM_EXPERTS))
+
+
+def test_quantised_checkpoints_are_loaded_without_a_compiler(tmp_path: Path) -> None:
+    paths = []
+    for method in ("gptq_order", "awq", "w4a16_zeros", "fp8_static"):
+        plain = make_checkpoint(tmp_path / method / "plain", "qwen3_moe")
+        paths.append(str(quantise_checkpoint(plain, tmp_path / method, METHODS[method])[0]))
+    code = """
+import sys
+from pathlib import Path
+
+from engine.checkpoint.model_config import read_config
+from engine.checkpoint.weights import Checkpoint
+from engine.loading.load import load_engine
+from engine.models.load import check_decoder
+from settings import load_settings
+
+for path in sys.argv[1:]:
+    with Checkpoint.open(Path(path)) as checkpoint:
+        check_decoder(read_config(Path(path)), checkpoint)
+    values = {"model.path": path, "engine.device": "cpu", "engine.kv_cache.num_blocks": "8"}
+    load_engine(load_settings(values, environ={}))
+    assert "torch._dynamo" not in sys.modules, path  # 66 MB of Triton's library come with it
+"""
+    command = [sys.executable, "-c", code, *paths]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
