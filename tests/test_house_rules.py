@@ -20,8 +20,8 @@ BANNED_NAMES = {"utils.py", "misc.py", "common.py", "helpers.py"}
 DOCSTRING_ONLY = ("kernels", "engine", "engine/*", "worker", "worker/*")  # settings and each device's kernels export
 
 MAX_FILE_LINES = 450
-MAX_MODULES = 259  # one of which holds only names
-MAX_CODE_LINES = 50_238  # of all modules that hold more than names
+MAX_MODULES = 260  # one of which holds only names
+MAX_CODE_LINES = 50_334  # of all modules that hold more than names
 MAX_TEST_FILES = 240
 MAX_OTHER_TEST_FILES = 79
 # Lines -> the share of modules that may be shorter: a small file is opened for next to nothing.

@@ -102,8 +102,9 @@ class QuantizationConfig:
         return None
 
     def _by_tensors(self, module: str, has: Has) -> StoredScheme | None:
-        marks = ("qweight", "weight_scale_inv", "weight_scale")
-        found = next((mark for mark in marks if has(f"{module}.{mark}")), None)
+        # The last is of all experts in one, whose module has a tensor's name: mlp.experts.gate_up_proj.
+        marks = (".qweight", ".weight_scale_inv", ".weight_scale", "_scale_inv")
+        found = next((mark for mark in marks if has(f"{module}{mark}")), None)
         if module == "lm_head" and self.is_head_quantised not in (None, found is not None):
             tensors = "quantised" if found else "not quantised"
             raise CheckpointError(
@@ -115,7 +116,7 @@ class QuantizationConfig:
         for entry in self.ignore:
             if _matches(module, entry) if _is_pattern(entry) else f".{entry}." in f".{module}.":
                 raise CheckpointError(
-                    f"tensor {module}.{found} is there, but quantization_config leaves out {entry!r}; accepted: one of "
+                    f"tensor {module}{found} is there, but quantization_config leaves out {entry!r}; accepted: one of "
                     "the two, a module that is quantised or one that is left out"
                 )
         return self.groups[0].stored

@@ -24,6 +24,7 @@ from engine.models.decoder import (
     MoeMLP,
     StreamedLayers,
 )
+from engine.models.fused_experts import ACCEPTED, SCALES, ExpertStack, take_scaled_experts
 from engine.models.placement import SHAPES_ONLY, ModelPlacement
 from engine.models.quantised_weights import FLOATS, KV_SCALES, in_order, take_experts, take_kv_scales, take_weight
 from engine.models.routing import SigmoidRouting
@@ -260,7 +261,7 @@ class _DecoderLayers:
             shared_mlp = self._dense(
                 [f"{layer}.{shared.module}.{part}" for part in shared.projections], moe.shared_size
             )
-        gate_up, down = (self._fused_experts if moe.names.is_fused else self._experts)(prefix, moe)
+        gate_up, down = self._experts(prefix, moe)
         return MoeMLP(
             ops=self.placement.ops,
             router=self.placement.ops.pack(router, keep_dtype=True),
@@ -285,30 +286,45 @@ class _DecoderLayers:
         )
 
     def _experts(self, prefix: str, moe: MoeConfig) -> tuple[torch.Tensor | QuantisedWeight, ...]:
-        """Gate and up [E, 2I, H], and down [E, H, I], of tensors for each expert."""
-        hidden, inner, quantization = self.config.hidden_size, moe.intermediate_size, self.config.quantization
-        experts = [f"{prefix}.experts.{expert}" for expert in range(moe.num_experts)]
-        *gate_up, down = moe.names.projections
-        stacks = ((gate_up, (inner, hidden)), ([down], (hidden, inner)))
+        """Gate and up [E, 2I, H], and down [E, H, I], of tensors for each expert, or for all."""
+        hidden, inner = self.config.hidden_size, moe.intermediate_size
+        modules, parts = f"{prefix}.experts", moe.names.projections
+        stacks = (
+            ("gate_up_proj", parts[:-1], (moe.num_experts, 2 * inner, hidden)),
+            ("down_proj", parts[-1:], (moe.num_experts, hidden, inner)),
+        )
         return tuple(
-            take_experts(
-                self.source,
-                quantization,
-                [[f"{expert}.{part}" for part in parts] for expert in experts],
-                [shape] * len(parts),
+            self._expert_stack(
+                ExpertStack(
+                    f"{modules}.{name}",
+                    f"{prefix}.{own[0]}.weight" if moe.names.is_fused else f"{modules}.{name}",
+                    ()
+                    if moe.names.is_fused
+                    else tuple(tuple(f"{modules}.{n}.{part}.weight" for part in own) for n in range(moe.num_experts)),
+                    shape,
+                )
             )
-            for parts, shape in stacks
+            for name, own, shape in stacks
         )
 
-    def _fused_experts(self, prefix: str, moe: MoeConfig) -> tuple[torch.Tensor, ...]:
-        """The same, of tensors for all. Raises CheckpointError where config.json calls them quantised."""
-        hidden, inner, quantization = self.config.hidden_size, moe.intermediate_size, self.config.quantization
-        modules = [f"{prefix}.{part}" for part in moe.names.projections]
-        for module in modules:
-            if quantization is not None and quantization.scheme_of(module, self.source.has) is not None:
-                raise CheckpointError(f"{module}: quantised experts in one tensor; accepted: unquantised ones")
-        shapes = ((moe.num_experts, 2 * inner, hidden), (moe.num_experts, hidden, inner))
-        return tuple(self.source.take(f"{module}.weight", shape) for module, shape in zip(modules, shapes, strict=True))
+    def _expert_stack(self, stack: ExpertStack) -> torch.Tensor | QuantisedWeight:
+        """[E, N, K]. Raises CheckpointError where config.json calls a tensor of all experts quantised, and it has no
+        scales of all.
+        """
+        source, quantization = self.source, self.config.quantization
+        if stack.has_scales(source):
+            return take_scaled_experts(source, quantization, stack)
+        if stack.parts:
+            modules = [[name.removesuffix(".weight") for name in names] for names in stack.parts]
+            rows = stack.shape[1] // len(modules[0])
+            return take_experts(source, quantization, modules, [(rows, stack.shape[2])] * len(modules[0]))
+        module = stack.whole.removesuffix(".weight")
+        if quantization is not None and quantization.scheme_of(module, source.has) is not None:
+            raise CheckpointError(
+                f"{module}: quantised experts in one tensor; accepted: unquantised ones, or e4m3 beside "
+                f"{stack.name}{SCALES} ({ACCEPTED})"
+            )
+        return source.take(stack.whole, stack.shape)
 
     def _projection(
         self,

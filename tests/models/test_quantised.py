@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
+from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
+from engine.checkpoint.weights import Checkpoint
 from engine.errors import CheckpointError
 from engine.model_interface import LogitsResult, ModelInterface
+from engine.models.load import check_decoder
 from tests.support.engines import load_engine
 from tests.support.quantised_checkpoint import METHODS, quantise_checkpoint
-from tests.support.tiny_checkpoint import make_checkpoint
+from tests.support.tiny_checkpoint import decoder_config, make_checkpoint, make_model
 from tests.support.tiny_families import Family
 
 # Both sides multiply the same float32 weights: what is left is the order of their sums, as without quantisation.
@@ -271,11 +274,142 @@ def test_experts_in_bfloat16_are_near_where_rounding_chooses_none(method: str, t
     assert chosen == set(range(NUM_EXPERTS))
 
 
+BLOCK = (16, 32)  # rows and inputs
+FP8_CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
+
+
+def round_to_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[..., N, K] -> e4m3, scales [..., R, G], and what they mean in float32."""
+    rows, width = weight.shape[-2:]
+    spare = (0, -width % BLOCK[1], 0, -rows % BLOCK[0])
+    padded = torch.nn.functional.pad(weight, spare)
+    tiles = padded.reshape(*weight.shape[:-2], -1, BLOCK[0], padded.shape[-1] // BLOCK[1], BLOCK[1])
+    scales = tiles.abs().amax((-3, -1)) / 448
+    spread = scales.repeat_interleave(BLOCK[0], -2)[..., :rows, :].repeat_interleave(BLOCK[1], -1)[..., :width]
+    values = (weight / spread).to(torch.float8_e4m3fn)
+    return values, scales, values.float() * spread
+
+
+def save_fp8_experts(path: Path, family: Family, *, by_family: bool = True) -> PreTrainedModel:
+    """A checkpoint that transformers' FP8 modules wrote, with weights by the family's names or by its modules' own;
+    returns the same model dequantised.
+    """
+    make_checkpoint(path, family)
+    reference, quantised = make_model(family), make_model(family)
+    replace_with_fp8_linear(quantised, ["lm_head"], FineGrainedFP8Config(weight_block_size=BLOCK))
+    plain, state = dict(reference.named_parameters()), {}
+    for scale in [name for name in quantised.state_dict() if name.endswith("_scale_inv")]:
+        name = scale.removesuffix("_scale_inv")
+        state[name], state[scale], plain[name].data = round_to_blocks(plain[name].detach())
+    quantised.load_state_dict(state, strict=False, assign=True)
+    quantised.save_pretrained(path, save_original_format=by_family)
+    with_config(path, lambda config: config.update(quantization_config=FP8_CONFIG))
+    return reference
+
+
+def with_config(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    config = json.loads((path / "config.json").read_text())
+    change(config)
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "granitemoeshared"])
+def test_experts_with_scales_in_one_tensor_are_those_of_transformers(family: Family, tmp_path: Path) -> None:
+    reference = save_fp8_experts(tmp_path / "fp8", family)
+    assert any(
+        name.endswith("experts.gate_up_proj_scale_inv") for name in load_file(tmp_path / "fp8/model.safetensors")
+    )
+    interface = load_engine(tmp_path / "fp8", {"engine.dtype": "float32"}).model_interface
+    for prompt in prompts():
+        with torch.inference_mode():
+            expected = reference(torch.tensor([prompt])).logits[0, -1]
+        torch.testing.assert_close(last_logits(interface, prompt), expected, atol=LOGITS_TOLERANCE, rtol=0)
+
+
+def split_scales(tensors: dict[str, torch.Tensor]) -> None:
+    """As files have them of which each expert has scales of its own."""
+    for name in [name for name in tensors if name.endswith("_proj_scale_inv")]:
+        module, _, part = name.removesuffix("_proj_scale_inv").rpartition(".")
+        own = part.split("_")
+        for expert, scales in enumerate(tensors.pop(name)):
+            for half, rows in zip(own, scales.chunk(len(own)), strict=True):
+                tensors[f"{module}.{expert}.{half}_proj.weight_scale_inv"] = rows.contiguous()
+
+
+def test_fused_experts_are_bit_for_bit_those_of_one_tensor_an_expert(tmp_path: Path) -> None:
+    save_fp8_experts(tmp_path / "scales", "qwen3_moe")
+    save_fp8_experts(tmp_path / "split", "qwen3_moe")
+    with_tensors(tmp_path / "split", split_scales)
+    save_fp8_experts(tmp_path / "whole", "qwen3_moe", by_family=False)
+    layouts = {name: load_file(tmp_path / name / "model.safetensors") for name in ("split", "scales", "whole")}
+    layer = "model.layers.0.mlp.experts"
+    assert f"{layer}.3.up_proj.weight_scale_inv" in layouts["split"]
+    assert {f"{layer}.3.up_proj.weight", f"{layer}.gate_up_proj_scale_inv"} <= layouts["scales"].keys()
+    assert layouts["whole"][f"{layer}.gate_up_proj"].shape == (8, 64, 64)
+    logits = [
+        last_logits(load_engine(tmp_path / name, {"engine.dtype": "float32"}).model_interface, prompts()[2])
+        for name in layouts
+    ]
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        (
+            "qwen3_moe",
+            {"activation_scheme": "static", "weight_block_size": None},
+            "gate_up_proj_scale_inv: scales of all experts; accepted: quant_method fp8 with activation_scheme dynamic",
+        ),
+        ("qwen3_moe", {"weight_block_size": [24, 32]}, "64 rows in blocks of 24; accepted: whole blocks"),
+        (
+            "qwen3_moe",
+            {"weight_block_size": [32, 16]},
+            r"scale_inv has shape \[8, 4, 2\]; config.json asks for \[8, 2, 4\]",
+        ),
+        ("qwen3_moe", {"modules_to_not_convert": ["mlp.experts"]}, "leaves out 'mlp.experts'"),
+        (
+            "granitemoe",
+            None,
+            "input_linear: quantised experts in one tensor; accepted: unquantised ones, or e4m3 beside "
+            "model.layers.0.block_sparse_moe.experts.gate_up_proj_scale_inv",
+        ),
+    ],
+)
+def test_fused_experts_of_another_kind_are_refused_by_name(
+    family: Family, change: dict[str, Any] | None, message: str, tmp_path: Path
+) -> None:
+    save_fp8_experts(tmp_path / "fp8", family)
+    if change is not None:
+        # Every other module unquantised in this file: what is refused is the experts.
+        with_config(tmp_path / "fp8", lambda config: config["quantization_config"].update(change))
+        with_tensors(tmp_path / "fp8", keep_experts_quantised)
+    else:
+        module = "model.layers.0.block_sparse_moe"
+        with_tensors(
+            tmp_path / "fp8",
+            lambda tensors: tensors.update(
+                {f"{module}.input_linear.weight_scale": tensors.pop(f"{module}.experts.gate_up_proj_scale_inv")}
+            ),
+        )
+    with Checkpoint.open(tmp_path / "fp8") as checkpoint, pytest.raises(CheckpointError, match=message):
+        check_decoder(decoder_config(tmp_path / "fp8"), checkpoint)
+
+
+def keep_experts_quantised(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if name.endswith(".weight_scale_inv")]:
+        del tensors[name]
+        weight = name.removesuffix("_scale_inv")
+        tensors[weight] = tensors[weight].float()
+
+
 def test_quantised_checkpoints_are_loaded_without_a_compiler(tmp_path: Path) -> None:
     paths = []
     for method in ("gptq_order", "awq", "w4a16_zeros", "fp8_static"):
         plain = make_checkpoint(tmp_path / method / "plain", "qwen3_moe")
         paths.append(str(quantise_checkpoint(plain, tmp_path / method, METHODS[method])[0]))
+    save_fp8_experts(tmp_path / "fp8", "qwen3_moe")
     code = """
 import sys
 from pathlib import Path
@@ -293,6 +427,6 @@ for path in sys.argv[1:]:
     load_engine(load_settings(values, environ={}))
     assert "torch._dynamo" not in sys.modules, path  # 66 MB of Triton's library come with it
 """
-    command = [sys.executable, "-c", code, *paths]
+    command = [sys.executable, "-c", code, *paths, str(tmp_path / "fp8")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
