@@ -114,7 +114,9 @@ def model_of(family: str, patch: pytest.MonkeyPatch) -> DecoderModel:
     hf_config = AutoConfig.for_model(family, **options).to_dict()
     config = ModelConfig.from_hf({**hf_config, "architectures": [DECODERS[family].generating_class]})
     patch.setattr("engine.models.load.TensorSource", ShapesAsked)
-    return load_decoder(config, cast(Checkpoint, SimpleNamespace(names=frozenset)), placement_on(META))
+    return load_decoder(
+        config, cast(Checkpoint, SimpleNamespace(names=frozenset, release=lambda: None)), placement_on(META)
+    )
 
 
 def run(model: DecoderModel, rows: Sequence[tuple[int, int]]) -> None:
